@@ -1,0 +1,30 @@
+# `make test` on a machine with Python >= 3.11 and nothing else: own .venv, pinned packages, lint, types, tests.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: test check tests format clean
+
+test: check tests
+
+check: .venv/.ready
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+tests: .venv/.ready
+	$(BIN)/python -m pytest -m "not gpu and not timm"
+
+format: .venv/.ready
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# torch goes in first and alone: a looser request would fetch a CUDA build.
+.venv/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Vitrail needs Python 3.11 or newer")'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test]'
+	touch $@
+
+clean:
+	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

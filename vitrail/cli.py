@@ -1,0 +1,181 @@
+"""The command `vitrail`: parse, call, print."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from vitrail.errors import UserError
+from vitrail.version import __version__
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
+console = Console()
+COLUMNS = ("model", "size", "tokens", "parameters", "multiply-adds", "activations")
+
+
+def show_version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    """Train, distil, adapt, measure, look into and ship vision transformers and their kin."""
+
+
+@app.command()
+def models(
+    pattern: Annotated[str, typer.Argument(help="A part of a name, or a shell pattern such as 'cait_*24'.")] = "*",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """List models with parameters, multiply-adds, activation memory and tokens.
+
+    Example: [bold]vitrail models 'deit3*'[/bold]
+    """
+    from vitrail.models.catalogue import list_models, page_of
+    from vitrail.models.cost import known_costs, row
+
+    names = list_models(pattern)
+    if not names:
+        raise UserError(f"No model matches {pattern!r}; `vitrail models` lists all.")
+    costs = known_costs()
+    if as_json:
+        print(json.dumps([{"name": name, "paper": paper(page_of()[name]), **costs[name].to_dict()} for name in names], indent=1))
+        return
+    table = cost_table()
+    previous = None
+    for name in names:
+        if previous is not None and page_of()[name] is not previous:
+            table.add_section()
+        previous = page_of()[name]
+        table.add_row(*row(name, costs[name]))
+    console.print(table)
+    console.print(
+        "Multiply-adds: matrix products and convolutions, one image. Activations: kept for one image's backward, float32.",
+        style="dim",
+    )
+
+
+def paper(page: Any) -> str:
+    return (page.__doc__ or "").split("\n")[0].rstrip(".")
+
+
+def cost_table() -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for index, column in enumerate(COLUMNS):
+        table.add_column(column, justify="right" if index else "left", no_wrap=True)
+    return table
+
+
+@app.command()
+def info(
+    name: Annotated[str, typer.Argument(help="A model's name, or a checkpoint file or folder.")],
+    image_size: Annotated[str | None, typer.Option(help="Another size: 384, or 192x256 (height x width).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Show one model: its parts, its cost, how pictures are prepared for it.
+
+    Example: [bold]vitrail info cait_s24 --image-size 384[/bold]
+    """
+    from vitrail.models.architecture import Architecture
+    from vitrail.models.catalogue import create
+    from vitrail.models.cost import cost, row
+    from vitrail.weights import load
+
+    size = parse_size(image_size)
+    from_file = Path(name).exists()
+    model = load(name) if from_file else create(name, device="meta", image_size=size)
+    if from_file and size:
+        model.resize(*size)
+    price = cost(model.architecture)
+    parts = model.architecture.to_dict()
+    if as_json:
+        content = {
+            "name": model.name,
+            "format": model.notes.get("format", "vitrail") if from_file else None,
+            "architecture": parts,
+            "cost": price.to_dict() | {"flops": price.flops},
+            "preprocessing": model.preprocessing.to_dict(),
+            "class_names": model.class_names,
+        }
+        print(json.dumps(content, indent=1))
+        return
+    table = cost_table()
+    table.add_row(*row(model.name or Path(name).name, price))
+    console.print(table)
+    plain = Architecture().to_dict()
+    console.print("\n[bold]parts[/bold] (where they differ from a plain ViT-B/16)")
+    for field, value in parts.items():
+        if value != plain[field]:
+            console.print(f"  {field:20} {value}", highlight=False)
+    console.print("\n[bold]pictures[/bold]")
+    for field, value in model.preprocessing.to_dict().items():
+        console.print(f"  {field:20} {value}", highlight=False)
+
+
+def parse_size(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    sides = text.lower().split("x")
+    if not all(side.isdigit() and int(side) > 0 for side in sides) or len(sides) > 2:
+        raise UserError(f"{text!r} is not an image size; write 384, or 192x256 for height 192 and width 256.")
+    return int(sides[0]), int(sides[-1])
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="IN", help="A checkpoint file or folder of any known kind.")],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="What to write.")],
+    format: Annotated[str, typer.Option(help="vitrail, deit, timm, hf or npz.")] = "vitrail",
+    check: Annotated[bool, typer.Option("--check", help="Read OUT again and print the largest difference of logits.")] = False,
+    approximate: Annotated[bool, typer.Option("--approximate", help="Write even where the format loses numerics.")] = False,
+    ema: Annotated[bool, typer.Option("--ema", help="Take the averaged weights of a training file.")] = False,
+    image_size: Annotated[
+        str | None, typer.Option(help="The size of IN where its position table is not square: 192x256.")
+    ] = None,
+) -> None:
+    """Turn one checkpoint format into another.
+
+    Example: [bold]vitrail convert deit_small_patch16_224.pth deit_small.safetensors --check[/bold]
+    """
+    from vitrail.weights import load, save
+    from vitrail.weights.checking import logit_difference
+
+    size = parse_size(image_size)
+    model = load(source, image_size=size, ema=ema)
+    save(model, target, format, approximate)
+    console.print(f"{model.name or 'the model'} -> {target} ({format})", highlight=False)
+    if format not in ("vitrail", "hf"):
+        console.print(f"The {format} format does not keep class names and preprocessing.", style="dim")
+    if check:
+        difference, largest = logit_difference(model, load(target, image_size=model.architecture.image_size))
+        console.print(
+            f"largest logit difference {difference:.3g} (largest logit {largest:.3g}) on 2 fixed inputs", highlight=False
+        )
+        if difference > 1e-4 * largest and not approximate:
+            raise UserError(f"{target} does not give the same logits as {source}.")
+
+
+def main() -> None:
+    """Entry point: a `UserError` becomes one sentence on standard error and exit code 2."""
+    try:
+        app()
+    except UserError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("Stopped.", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,5 @@
+"""The one exception that is meant for the person at the keyboard."""
+
+
+class UserError(Exception):
+    """A sentence that says what is wrong and what to do; the command line prints it alone and exits with 2."""

@@ -1,0 +1,156 @@
+"""Residual branches: x + drop(scale(body(norm(x)))), one or several side by side."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from vitrail.layers.layout import Layout
+from vitrail.layers.norms import Affine
+
+SCALES = ("plain", "layerscale", "affine", "constant", "scalar", "rezero", "skipinit", "fixup", "tfixup")
+
+
+class LayerScale(nn.Module):
+    """A learned factor per channel, started small so that a deep stack begins near the identity."""
+
+    def __init__(self, width: int, start: float, mode: str = "constant", frozen: bool = False):
+        super().__init__()
+        values = {
+            "constant": lambda: torch.full((width,), start),
+            "zero": lambda: torch.zeros(width),
+            "uniform": lambda: torch.rand(width) * 2 * start,
+        }[mode]()
+        self.weight = nn.Parameter(values, requires_grad=not frozen)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class ScalarScale(nn.Module):
+    """One learned factor for the whole branch (ReZero, SkipInit, Fixup, T-Fixup)."""
+
+    def __init__(self, start: float, frozen: bool = False):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(float(start)), requires_grad=not frozen)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class ConstantScale(nn.Module):
+    """A fixed factor (LV-ViT's residual scale), no parameter."""
+
+    def __init__(self, factor: float):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+    def extra_repr(self) -> str:
+        return f"{self.factor:g}"
+
+
+def residual_scale(kind: str, width: int, start: float, mode: str = "constant", frozen: bool = False) -> nn.Module:
+    match kind:
+        case "plain":
+            return nn.Identity()
+        case "layerscale":
+            return LayerScale(width, start, mode, frozen)
+        case "affine":
+            return Affine(width, start)
+        case "constant":
+            return ConstantScale(start)
+        case "scalar":
+            return ScalarScale(start, frozen)
+        case "rezero" | "skipinit":
+            return ScalarScale(0.0, frozen)
+        case "fixup" | "tfixup":
+            return ScalarScale(1.0, frozen)
+    raise ValueError(f"residual {kind!r} is not one of {', '.join(SCALES)}")
+
+
+class DropPath(nn.Module):
+    """Stochastic depth: a branch is dropped per image, survivors divided by the keep probability."""
+
+    def __init__(self, rate: float):
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.rate == 0.0:
+            return x
+        keep = 1.0 - self.rate
+        mask = torch.empty(x.shape[0], *[1] * (x.ndim - 1), device=x.device, dtype=x.dtype).bernoulli_(keep)
+        return x * (mask / keep)
+
+    def extra_repr(self) -> str:
+        return f"{self.rate:g}"
+
+
+def drop_path_rates(rate: float, depth: int, schedule: str) -> list[float]:
+    """One rate per block: `uniform`, or `linear` from 0 at the first block to `rate` at the last."""
+    if schedule == "uniform":
+        return [rate] * depth
+    return [rate * index / max(depth - 1, 1) for index in range(depth)]
+
+
+class ShiftedLinear(nn.Linear):
+    """Fixup's linear layer: a learned scalar is added to the input."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool = True):
+        super().__init__(inputs, outputs, bias)
+        self.shift = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.shift)
+
+
+class Branch(nn.Module):
+    """What is added to the stream: scale(body(norm(x))), dropped per image while training."""
+
+    def __init__(self, norm: nn.Module, body: nn.Module, scale: nn.Module, drop: float):
+        super().__init__()
+        self.norm, self.body, self.scale = norm, body, scale
+        self.drop = DropPath(drop)
+
+    def forward(self, x: Tensor, layout: Layout, relative: nn.Module | None = None) -> Tensor:
+        return self.drop(self.scale(self.body(self.norm(x), layout, relative)))
+
+
+class Residual(nn.Module):
+    """x plus the sum of its branches, which all read the same x; `post` is the norm of the post-norm control."""
+
+    def __init__(self, branches: int, make_branch: Callable[[], Branch], post: nn.Module | None = None):
+        super().__init__()
+        self.branches = nn.ModuleList(make_branch() for _ in range(branches))
+        self.post = post if post is not None else nn.Identity()
+
+    def forward(self, x: Tensor, layout: Layout, relative: nn.Module | None = None) -> Tensor:
+        return self.post(x + self.update(x, layout, relative))
+
+    def update(self, x: Tensor, layout: Layout, relative: nn.Module | None = None) -> Tensor:
+        first, *others = self.branches
+        total = first(x, layout, relative)
+        for branch in others:
+            total = total + branch(x, layout, relative)
+        return total
+
+
+class Block(nn.Module):
+    """A token-mixing residual, then a per-token one; either may be absent."""
+
+    def __init__(self, mix: Residual | None, ffn: Residual | None):
+        super().__init__()
+        self.mix, self.ffn = mix, ffn
+
+    def residuals(self) -> dict[str, Residual]:
+        return {name: part for name, part in (("mix", self.mix), ("ffn", self.ffn)) if part is not None}
+
+    def forward(self, x: Tensor, layout: Layout, relative: nn.Module | None = None) -> Tensor:
+        if self.mix is not None:
+            x = self.mix(x, layout, relative)
+        if self.ffn is not None:
+            x = self.ffn(x, layout, relative)
+        return x

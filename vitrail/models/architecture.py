@@ -1,0 +1,289 @@
+"""One point of the grid: stem x mixer x layout x residual scale x positions x tokens x readout, as plain data."""
+
+import dataclasses
+import difflib
+from dataclasses import dataclass
+from typing import Any
+
+from vitrail.errors import UserError
+from vitrail.layers.mixers import ATTENTION, MIXERS, SPATIAL
+from vitrail.layers.norms import ACTIVATIONS, MAP_NORMS, TOKEN_NORMS
+from vitrail.layers.positions import ABSOLUTE, POSITIONS, RELATIVE, RESAMPLE
+from vitrail.layers.readouts import READOUTS
+from vitrail.layers.residual import SCALES
+from vitrail.layers.stems import STEMS, hmlp_strides
+
+FUSIONS = ("logit_mean", "softmax_sum", "class", "distillation")
+CHOICES: dict[str, tuple[str, ...]] = {
+    "stem": STEMS,
+    "stem_norm": MAP_NORMS,
+    "stem_activation": ACTIVATIONS,
+    "mixer": MIXERS,
+    "activation": ACTIVATIONS,
+    "norm": TOKEN_NORMS,
+    "norm_place": ("pre", "post"),
+    "residual": SCALES,
+    "residual_start_mode": ("constant", "zero", "uniform"),
+    "drop_path_schedule": ("uniform", "linear"),
+    "positions": POSITIONS,
+    "position_place": ("stem", "layers", "shared"),
+    "position_resample": RESAMPLE,
+    "readout": READOUTS,
+    "readout_keys": ("all", "patches"),
+    "fusion": FUSIONS,
+    "start": ("deit", "vit"),
+}
+# Fields that change how a model is trained or started, never what it computes in evaluation.
+TRAINING_ONLY = {
+    "residual_start",
+    "residual_start_mode",
+    "residual_frozen",
+    "drop_path",
+    "drop_path_schedule",
+    "dropout",
+    "attention_dropout",
+    "start",
+}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Everything that `Model` needs to be built. The defaults are a ViT-B/16."""
+
+    # size
+    width: int = 768
+    depth: int = 12
+    heads: int = 12
+    mlp_ratio: float = 4.0  # 0: blocks without the per-token MLP
+    branches: int = 1  # parallel branches of every residual
+    classes: int = 1000  # 0: no classifier, the model returns its pooled vector
+    image_size: tuple[int, int] = (224, 224)
+    channels: int = 3
+    # stem
+    stem: str = "linear"
+    patch_size: int = 16  # the total stride from pixels to tokens
+    stem_norm: str = "none"
+    stem_activation: str = "none"
+    stem_width: int = 64  # inner channels of the tower, root channels of the ResNet
+    stem_kernels: tuple[int, ...] = ()  # of the tower
+    stem_strides: tuple[int, ...] = ()  # of the tower and the hMLP
+    stem_layers: tuple[int, ...] = ()  # bottlenecks per stage of the ResNet
+    stem_eps: float = 1e-6  # of the ResNet's GroupNorm
+    # blocks
+    mixer: str = "attention"
+    qkv_bias: bool = True
+    activation: str = "gelu"
+    norm: str = "layer"
+    norm_eps: float = 1e-6
+    norm_groups: int = 1
+    norm_place: str = "pre"
+    residual: str = "plain"
+    residual_start: float = 1e-4  # the start of a learned scale, the factor of a constant one
+    residual_start_mode: str = "constant"
+    residual_frozen: bool = False
+    drop_path: float = 0.0
+    drop_path_schedule: str = "uniform"
+    dropout: float = 0.0
+    attention_dropout: float = 0.0
+    # positions and tokens
+    positions: str = "learned"
+    position_place: str = "stem"
+    position_special: bool = True  # special tokens have positions too
+    position_resample: str = "bicubic"
+    class_token_at: int = 0  # the block before which the class token joins
+    distillation: bool = False  # a second special token, with a head of its own
+    distillation_head: bool = True  # False: the token runs along and nobody reads it
+    # readout
+    readout: str = "class"
+    readout_depth: int = 2
+    readout_heads: int = 0  # 0: as in the trunk
+    readout_mlp_ratio: float = 4.0
+    readout_keys: str = "all"
+    readout_scale: bool = True  # residual scales in the readout's blocks
+    final_norm: bool = True
+    pool_norm: bool = False  # the final norm after pooling instead of before
+    pre_logits: int = 0  # width of a tanh layer before the classifier
+    dense_head: bool = False  # a second classifier on every patch, added with its maximum in evaluation
+    dense_weight: float = 0.5
+    fusion: str = "logit_mean"
+    start: str = "deit"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "image_size", as_size(self.image_size))
+        for name in ("stem_kernels", "stem_strides", "stem_layers"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        if self.stem == "hmlp" and not self.stem_strides:
+            object.__setattr__(self, "stem_strides", hmlp_strides(self.patch_size))
+        if self.stem == "tower" and not self.stem_kernels:
+            object.__setattr__(self, "stem_kernels", (7, 3, 3, 8))
+            object.__setattr__(self, "stem_strides", (2, 1, 1, self.patch_size // 2))
+        if not self.readout_heads:
+            object.__setattr__(self, "readout_heads", self.heads)
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise UserError(f"{name}={getattr(self, name)!r} is not known; choose from {', '.join(choices)}.")
+        for problem, sentence in self._problems():
+            if problem:
+                raise UserError(sentence)
+
+    def _problems(self) -> list[tuple[bool, str]]:
+        """The rules of the grid: each a condition that must not hold, and the sentence for it."""
+        queries = self.readout in ("class_attention", "per_class", "class_mlp")
+        return [
+            (self.width < 1 or self.depth < 0 or self.branches < 1, "width and branches must be at least 1, depth at least 0."),
+            (self.classes < 0 or self.channels < 1, "classes must be at least 0 and channels at least 1."),
+            (
+                min(self.image_size) < self.patch_size,
+                f"image size {show_size(self.image_size)} is smaller than one patch of {self.patch_size}.",
+            ),
+            (
+                self.uses_heads and (self.heads < 1 or self.width % self.heads != 0),
+                f"{self.heads} heads do not divide the width {self.width}; choose a divisor.",
+            ),
+            (
+                self.readout in ("class_attention", "per_class")
+                and (self.readout_heads < 1 or self.width % self.readout_heads != 0),
+                f"{self.readout_heads} readout heads do not divide the width {self.width}; choose a divisor.",
+            ),
+            (
+                self.mixer in SPATIAL and self.readout == "class",
+                f"the {self.mixer} mixer works on patches alone; use readout=mean, class_attention, per_class or class_mlp.",
+            ),
+            (
+                self.positions in RELATIVE and self.mixer not in ATTENTION,
+                f"{self.positions} positions are added to attention scores; use mixer=attention or talking_heads.",
+            ),
+            (
+                self.positions in RELATIVE and self.position_place == "stem",
+                f"{self.positions} positions live in the blocks; use position_place=layers or shared.",
+            ),
+            (self.positions == "sincos" and self.width % 4 != 0, "sincos positions need a width divisible by 4."),
+            (
+                self.positions == "sincos" and self.position_place == "layers",
+                "sincos positions are the same in every layer; use position_place=stem or shared.",
+            ),
+            (
+                self.distillation and self.readout not in ("class", "class_attention"),
+                "a distillation token needs readout=class or class_attention.",
+            ),
+            (self.dense_head and self.readout == "per_class", "per-class queries have no dense head."),
+            (
+                self.readout == "per_class" and (self.pre_logits > 0 or self.classes < 1),
+                "per-class queries need classes and no pre-logits.",
+            ),
+            (queries and self.readout_depth < 1, f"readout={self.readout} needs readout_depth of at least 1."),
+            (self.pool_norm and self.readout != "mean", "pool_norm goes with readout=mean."),
+            (
+                not 0 <= self.class_token_at < max(self.depth, 1),
+                f"class_token_at must name one of the {self.depth} blocks, 0 to {max(self.depth - 1, 0)}.",
+            ),
+            (self.norm_place == "post" and self.norm == "none", "norm_place=post needs a norm."),
+            (
+                self.norm == "group" and self.width % self.norm_groups != 0,
+                f"{self.norm_groups} groups do not divide the width {self.width}.",
+            ),
+            (
+                self.stem in ("resnet", "resnet_features") and self.stem_width % 32 != 0,
+                "the ResNet's stem_width must be a multiple of 32.",
+            ),
+        ]
+
+    @property
+    def uses_heads(self) -> bool:
+        return self.depth > 0 and self.mixer in (*ATTENTION, "axial")
+
+    @property
+    def trunk_tokens(self) -> int:
+        """Special tokens that run through (some of) the trunk's blocks."""
+        return (2 if self.distillation else 1) if self.readout == "class" else 0
+
+    @property
+    def position_rows(self) -> int:
+        """Special rows of the absolute position tables."""
+        inside = self.positions in ABSOLUTE and self.position_special and self.class_token_at == 0
+        return self.trunk_tokens if inside else 0
+
+    def replace(self, **changes: Any) -> "Architecture":
+        """A copy with other values; an unknown name is an error that suggests the nearest."""
+        check_fields(changes)
+        if "image_size" in changes:
+            changes["image_size"] = as_size(changes["image_size"])
+        if ("patch_size" in changes or "stem" in changes) and self.stem in ("hmlp", "tower"):
+            changes = {"stem_strides": (), "stem_kernels": ()} | changes
+        if "heads" in changes and self.readout_heads == self.heads:
+            changes.setdefault("readout_heads", changes["heads"])
+        return dataclasses.replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "Architecture":
+        check_fields(values)
+        return cls(**values)
+
+    def differences(self, other: "Architecture") -> list[str]:
+        """Fields in which two architectures compute different things in evaluation."""
+        return [name for name in FIELDS if self._meaning(name) != other._meaning(name)]
+
+    def _meaning(self, name: str) -> Any:
+        """A field's value, or None where the architecture does not use that field."""
+        reads = self.readout in ("class_attention", "per_class", "class_mlp")
+        conv_stem = self.stem in ("conv", "tower", "hmlp", "linear")
+        unused = {
+            "heads": not self.uses_heads,
+            "qkv_bias": not self.uses_heads and self.readout not in ("class_attention", "per_class"),
+            "branches": self.depth == 0,
+            "stem_norm": not conv_stem,
+            "stem_activation": not conv_stem,
+            "stem_width": self.stem not in ("tower", "resnet", "resnet_features"),
+            "stem_kernels": self.stem != "tower",
+            "stem_strides": self.stem not in ("tower", "hmlp"),
+            "stem_layers": self.stem not in ("resnet", "resnet_features"),
+            "stem_eps": self.stem not in ("resnet", "resnet_features"),
+            "norm_eps": self.norm not in ("layer", "group"),
+            "norm_groups": self.norm != "group",
+            "position_place": self.positions == "none",
+            "position_special": self.positions not in ABSOLUTE or self.trunk_tokens == 0 or self.class_token_at > 0,
+            "position_resample": self.positions not in ("learned", "learned2d"),
+            "class_token_at": self.trunk_tokens == 0,
+            "readout_depth": not reads,
+            "readout_heads": self.readout not in ("class_attention", "per_class"),
+            "readout_mlp_ratio": not reads,
+            "readout_keys": self.readout not in ("class_attention", "per_class"),
+            "readout_scale": not reads or self.residual == "plain",
+            "pool_norm": not self.final_norm,
+            "dense_weight": not self.dense_head,
+            "fusion": not (self.distillation and self.distillation_head),
+            "distillation_head": not self.distillation,
+        }
+        if name == "residual_start" and self.residual == "constant":
+            return self.residual_start  # a factor, not a start
+        if name in TRAINING_ONLY:
+            return None
+        if name == "residual":  # names of one and the same parameter
+            return {"rezero": "scalar", "skipinit": "scalar", "tfixup": "scalar"}.get(self.residual, self.residual)
+        return None if unused.get(name, False) else getattr(self, name)
+
+
+FIELDS = tuple(field.name for field in dataclasses.fields(Architecture))
+
+
+def check_fields(values: dict[str, Any]) -> None:
+    for name in values:
+        if name not in FIELDS:
+            near = difflib.get_close_matches(name, FIELDS, n=3, cutoff=0.5)
+            hint = f"; did you mean {' or '.join(near)}?" if near else "."
+            raise UserError(f"{name!r} is not a part of an architecture{hint}")
+
+
+def as_size(size: int | tuple[int, int] | list[int]) -> tuple[int, int]:
+    """224 or (height, width) to (height, width)."""
+    pair = (size, size) if isinstance(size, int) else tuple(size)
+    if len(pair) != 2 or not all(isinstance(side, int) and side > 0 for side in pair):
+        raise UserError(f"image size {size!r} is not one positive number or a pair (height, width).")
+    return pair[0], pair[1]
+
+
+def show_size(size: tuple[int, int]) -> str:
+    return str(size[0]) if size[0] == size[1] else f"{size[0]}x{size[1]}"

@@ -1,0 +1,43 @@
+"""CaiT: "Going deeper with image transformers" (arXiv 2103.17239).
+
+Talking-heads attention on patches alone with LayerScale, then two class-attention blocks in which only the class
+vector changes. Heads are 48 wide.
+"""
+
+from vitrail.models.architecture import Architecture
+from vitrail.models.preprocessing import Preprocessing
+
+PREPROCESSING = Preprocessing(crop_ratio=1.0)
+
+CAIT = Architecture(mixer="talking_heads", residual="layerscale", readout="class_attention", readout_depth=2)
+#            width depth  default drop-path
+SIZES = {
+    "xxs24": (192, 24, 0.05),
+    "xxs36": (192, 36, 0.1),
+    "xs24": (288, 24, 0.05),
+    "xs36": (288, 36, 0.1),
+    "s24": (384, 24, 0.1),
+    "s36": (384, 36, 0.2),
+    "s48": (384, 48, 0.3),
+    "m24": (768, 24, 0.2),
+    "m36": (768, 36, 0.3),
+    "m48": (768, 48, 0.4),
+    "b12": (768, 12, 0.0),  # the extra row of the DeiT III comparison
+}
+RELEASED_SIZE = {"s36": 384, "m36": 384, "m48": 448, "xs24": 384, "s24": 384, "xxs24": 384, "xxs36": 384}
+
+
+def layerscale_start(depth: int) -> float:
+    """The paper's rule: 0.1 up to 18 blocks, 1e-5 up to 24, 1e-6 beyond."""
+    return 0.1 if depth <= 18 else 1e-5 if depth <= 24 else 1e-6
+
+
+def cait(width: int, depth: int) -> Architecture:
+    return CAIT.replace(width=width, depth=depth, heads=width // 48, residual_start=layerscale_start(depth))
+
+
+MODELS = {f"cait_{name}": cait(width, depth) for name, (width, depth, _) in SIZES.items()}
+
+# The released factories carry no size in their names except the 224 ones.
+ALIASES = {f"cait_{name.upper()}": f"cait_{name}_{size}" for name, size in RELEASED_SIZE.items()}
+ALIASES |= {f"cait_{name.upper()}_224": f"cait_{name}_224" for name in SIZES}

@@ -1,0 +1,29 @@
+"""DeiT III: "Revenge of the ViT" (arXiv 2204.07118).
+
+A plain ViT with LayerScale 1e-4 at every depth and positions on the patches only; the class token joins without one.
+"""
+
+from vitrail.models.architecture import Architecture
+from vitrail.models.preprocessing import Preprocessing
+
+PREPROCESSING = Preprocessing(crop_ratio=1.0)
+
+DEIT3 = Architecture(residual="layerscale", residual_start=1e-4, position_special=False)
+#                             width depth heads branches patch
+SIZES = {
+    "tiny_patch16": (192, 12, 3, 1, 16),
+    "small_patch16": (384, 12, 6, 1, 16),
+    "medium_patch16": (512, 12, 8, 1, 16),
+    "base_patch16": (768, 12, 12, 1, 16),
+    "large_patch16": (1024, 24, 16, 1, 16),
+    "huge_patch14": (1280, 32, 16, 1, 14),
+    "huge_patch14_52": (1280, 52, 16, 1, 14),
+    "huge_patch14_26x2": (1280, 26, 16, 2, 14),
+}
+
+MODELS = {
+    f"deit3_{name}": DEIT3.replace(width=width, depth=depth, heads=heads, branches=branches, patch_size=patch)
+    for name, (width, depth, heads, branches, patch) in SIZES.items()
+}
+
+ALIASES = {f"deit_{name}_LS": f"deit3_{name}" for name in SIZES}

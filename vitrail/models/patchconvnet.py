@@ -1,0 +1,44 @@
+"""PatchConvNet: "Augmenting convolutional networks with attention-based aggregation" (arXiv 2112.13692).
+
+A conv stem, a column of identical conv blocks, and one single-head attention that pools the patches into a class vector
+(or, `_multi`, into one vector per class). No positions, so any size runs with the same weights.
+"""
+
+from vitrail.models.architecture import Architecture
+from vitrail.models.preprocessing import Preprocessing
+
+PREPROCESSING = Preprocessing(crop_ratio=1.0)  # not stated by the authors; theirs since CaiT
+
+PATCHCONVNET = Architecture(
+    stem="conv",
+    stem_activation="gelu",
+    mixer="patchconv",
+    mlp_ratio=0,
+    residual="layerscale",
+    positions="none",
+    readout="class_attention",
+    readout_depth=1,
+    heads=1,
+    readout_heads=1,
+    readout_mlp_ratio=3.0,
+)
+WIDTHS = {"s": 384, "b": 768, "l": 1024}
+#            blocks of each width
+DEPTHS = {"s": (20, 36, 60, 120), "b": (36, 60, 120), "l": (60, 120)}
+
+
+def patchconvnet(letter: str, depth: int) -> Architecture:
+    start = 1e-4 if (letter, depth) == ("s", 60) else 1e-6
+    return PATCHCONVNET.replace(width=WIDTHS[letter], depth=depth, residual_start=start)
+
+
+MODELS = {f"patchconvnet_{letter}{depth}": patchconvnet(letter, depth) for letter, depths in DEPTHS.items() for depth in depths}
+MODELS |= {f"{name}_multi": model.replace(readout="per_class", readout_keys="patches") for name, model in list(MODELS.items())}
+MODELS |= {
+    "patchconvnet_s60_mean": MODELS["patchconvnet_s60"].replace(readout="mean"),
+    "patchconvnet_s60_linear": MODELS["patchconvnet_s60"].replace(stem="linear", stem_activation="none"),
+    "patchconvnet_s60_batchnorm": MODELS["patchconvnet_s60"].replace(norm="batch"),
+    "patchconvnet_s60_multihead": MODELS["patchconvnet_s60"].replace(readout_heads=8),
+}
+
+ALIASES = {name.removeprefix("patchconvnet_").capitalize(): name for name in MODELS}

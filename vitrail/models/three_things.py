@@ -1,0 +1,76 @@
+"""Three things everyone should know about ViTs (arXiv 2203.09795): parallel branches, attention-only tuning, stems.
+
+Names are a pattern: `vit_{size}_patch{P}_{N}x{B}` is N blocks of B parallel branches of each kind, any N and B;
+`_ls` adds LayerScale; `_hmlp`, `_hmlp_ln`, `_conv`, `_conv_ln`, `_local`, `_linear_bn`, `_linear_gelu`,
+`_linear_bn_gelu` choose the stem of the comparison.
+"""
+
+import re
+
+from vitrail.models.architecture import Architecture
+from vitrail.models.preprocessing import Preprocessing
+from vitrail.models.vit import SIZES, sized
+
+PREPROCESSING = Preprocessing(crop_ratio=0.95)
+
+# As the released code has it: positions on the patches only.
+PLAIN = Architecture(position_special=False)
+STEMS = {
+    "hmlp": {"stem": "hmlp", "stem_norm": "batch", "stem_activation": "gelu"},
+    "hmlp_ln": {"stem": "hmlp", "stem_norm": "layer", "stem_activation": "gelu"},
+    "conv": {"stem": "conv", "stem_norm": "batch", "stem_activation": "gelu"},
+    "conv_ln": {"stem": "conv", "stem_norm": "layer", "stem_activation": "gelu"},
+    "local": {"stem": "local_transformer"},
+    "linear_bn": {"stem_norm": "batch"},
+    "linear_gelu": {"stem_activation": "gelu"},
+    "linear_bn_gelu": {"stem_norm": "batch", "stem_activation": "gelu"},
+}
+GIANTS = {"giant": (1408, 40, 16), "gigantic": (1664, 48, 16)}
+PATTERN = re.compile(
+    r"vit_(?P<size>tiny|small|medium|base|large|huge|giant|gigantic)_patch(?P<patch>\d+)"
+    r"_(?P<depth>\d+)x(?P<branches>\d+)(?P<ls>_ls)?(?:_(?P<stem>" + "|".join(sorted(STEMS, key=len, reverse=True)) + "))?"
+)
+
+
+def parse(name: str) -> Architecture | None:
+    """The architecture that a name of the pattern stands for, None for other names."""
+    found = PATTERN.fullmatch(name)
+    if found is None or not int(found["depth"]) or not int(found["branches"]):
+        return None
+    extra = {"medium": (512, 12, 8), **GIANTS}
+    if found["size"] in SIZES:
+        base = sized(PLAIN, found["size"])
+    else:
+        width, _, heads = extra[found["size"]]
+        base = PLAIN.replace(width=width, heads=heads)
+    changes = dict(STEMS[found["stem"]]) if found["stem"] else {}
+    changes |= {"residual": "layerscale"} if found["ls"] else {}
+    return base.replace(depth=int(found["depth"]), branches=int(found["branches"]), patch_size=int(found["patch"]), **changes)
+
+
+_PAIRS = {
+    "tiny": ("12x1", "24x1", "12x2"),
+    "small": ("12x1", "24x1", "12x2", "36x1", "18x2", "12x3", "9x4", "48x1", "24x2", "60x1", "30x2", "20x3", "15x4"),
+    "base": ("12x1", "13x1", "24x1", "12x2", "36x1", "18x2", "12x3", "9x4"),
+    "large": ("24x1", "12x2"),
+}
+_NAMES = [f"vit_{size}_patch16_{pairs}" for size, several in _PAIRS.items() for pairs in several]
+_NAMES += [f"{name}_ls" for name in _NAMES]
+_NAMES += [f"vit_base_patch16_12x1_{stem}" for stem in STEMS]
+_NAMES += [f"vit_{size}_patch16_12x1{ls}_hmlp" for size in ("tiny", "small") for ls in ("", "_ls")] + [
+    "vit_large_patch16_24x1_hmlp"
+]
+MODELS = {name: model for name in _NAMES if (model := parse(name))}
+
+ALIASES = {
+    "deit_small_patch16_36": "vit_small_patch16_36x1",
+    "deit_small_patch16_36_LS": "vit_small_patch16_36x1_ls",
+    "deit_small_patch16_18x2": "vit_small_patch16_18x2",
+    "deit_small_patch16_18x2_LS": "vit_small_patch16_18x2_ls",
+    "deit_base_patch16_36x1": "vit_base_patch16_36x1",
+    "deit_base_patch16_36x1_LS": "vit_base_patch16_36x1_ls",
+    "deit_base_patch16_18x2": "vit_base_patch16_18x2",
+    "deit_base_patch16_18x2_LS": "vit_base_patch16_18x2_ls",
+    "deit_giant_40_patch14_LS": "vit_giant_patch14_40x1_ls",
+    "deit_Giant_48_patch14_LS": "vit_gigantic_patch14_48x1_ls",
+}

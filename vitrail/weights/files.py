@@ -1,0 +1,279 @@
+"""`load` and `save`: from any checkpoint to a model and back, strict about every tensor."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from vitrail.errors import UserError
+from vitrail.models.architecture import Architecture, as_size, check_fields
+from vitrail.models.catalogue import build
+from vitrail.models.model import Model
+from vitrail.models.preprocessing import Preprocessing
+from vitrail.version import __version__
+from vitrail.weights import deit, google, huggingface, timm
+from vitrail.weights.codecs import CannotHold, Pair, Shapes
+from vitrail.weights.reading import Checkpoint, read
+
+FORMATS = ("vitrail", "deit", "timm", "hf", "npz")
+TITLES = {"deit": "DeiT", "timm": "timm", "hf": "Hugging Face", "npz": "Google npz", "vitrail": "Vitrail"}
+TO_PAIR: dict[str, Callable[[str, Architecture], Pair]] = {
+    "deit": deit.to_pair,
+    "timm": timm.to_pair,
+    "hf": huggingface.to_pair,
+    "npz": google.to_pair,
+}
+# What a model does at its own size does not depend on these.
+NO_MATTER = {"position_resample", "stem_eps"}
+ARTEFACT = 1  # version of the metadata's layout
+
+
+def load(
+    path: str | Path,
+    image_size: int | tuple[int, int] | None = None,
+    ema: bool = False,
+    device: torch.device | str | None = None,
+    **overrides: Any,
+) -> Model:
+    """A model from a checkpoint of any known kind, told apart by its content; in evaluation mode, float32.
+
+    `image_size` says the size of a file whose position table is not square; `overrides` replace what was inferred
+    (`heads=12`); `ema=True` takes the averaged weights of a training file.
+    """
+    check_fields(overrides)
+    size = as_size(image_size) if image_size is not None else None
+    checkpoint = read(path, ema)
+    if "vitrail" in checkpoint.metadata:
+        model = load_artefact(checkpoint, path)
+        if size and size != model.architecture.image_size:
+            model.resize(*size)
+    else:
+        try:
+            kind, tensors = recognise(checkpoint)
+            architecture = infer(kind, shapes_of(tensors), size, checkpoint.config).replace(**overrides)
+        except KeyError as error:
+            raise UserError(f"{path} looks like a vision transformer but lacks the tensor {error.args[0]!r}.") from None
+        except (ValueError, TypeError, IndexError, ZeroDivisionError):
+            raise UserError(f"{path} looks like a vision transformer but its tensors have unexpected shapes.") from None
+        model = assemble(architecture, tensors, TO_PAIR[kind], path)
+        model.notes["format"] = kind
+        describe(model, kind, checkpoint)
+    model = model.eval()
+    return model.to(device) if device is not None else model
+
+
+def recognise(checkpoint: Checkpoint) -> tuple[str, dict[str, Tensor]]:
+    """The format, and the tensors under that format's plain names."""
+    tensors = checkpoint.tensors
+    keys = list(tensors)
+    if google.recognises(keys):
+        return "npz", google.normalise(tensors)
+    if huggingface.recognises(keys):
+        names = huggingface.plain_names(keys)
+        return "hf", {names[key]: tensor for key, tensor in tensors.items()}
+    shapes = shapes_of(tensors)
+    if "blocks.0.attn.relative_position_bias_table" in shapes or "rel_pos_bias.relative_position_bias_table" in shapes:
+        raise UserError("This is a BEiT checkpoint, whose attention is not one of the mixers here.")
+    if timm.recognises(shapes):
+        return "timm", tensors
+    if any(key.startswith("patch_embed.") for key in keys):
+        return "deit", tensors
+    raise UserError(f"None of the {len(keys)} tensors (the first is {keys[0]!r}) is that of a known vision transformer.")
+
+
+def infer(kind: str, shapes: Shapes, size: tuple[int, int] | None, config: dict[str, Any] | None) -> Architecture:
+    match kind:
+        case "npz":
+            return google.infer(shapes, size)
+        case "hf":
+            return huggingface.infer(shapes, size, config)
+        case "timm":
+            return timm.infer(shapes, size)
+    return deit.infer(shapes, size)
+
+
+def shapes_of(tensors: dict[str, Tensor]) -> Shapes:
+    return {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+
+
+def assemble(architecture: Architecture, tensors: dict[str, Tensor], to_pair: Callable, path: str | Path) -> Model:
+    """Build on the meta device and put every tensor in its place; one too few or too many is an error."""
+    model = build(architecture, device="meta")
+    state, used = {}, set()
+    for key, expected in model.state_dict().items():
+        pair = to_pair(key, architecture)
+        missing = [name for name in pair.theirs if name not in tensors]
+        if missing:
+            raise UserError(f"{path} lacks the tensor {missing[0]!r} of a {model.name or 'vision transformer'}.")
+        try:
+            tensor = pair.codec.read([tensors[name] for name in pair.theirs])
+        except (RuntimeError, IndexError):
+            tensor = None
+        if tensor is None or tensor.shape != expected.shape:
+            shape = tuple(tensors[pair.theirs[0]].shape)
+            raise UserError(f"{path}: the tensor {pair.theirs[0]!r} has the shape {shape}, which does not fit the rest.")
+        used.update(pair.theirs)
+        tensor = tensor.float() if tensor.is_floating_point() else tensor
+        state[key] = tensor.contiguous().clone() if tensor._is_view() or len(pair.theirs) == 1 else tensor
+    surplus = sorted(set(tensors) - used)
+    if surplus:
+        raise UserError(
+            f"{path} has {len(surplus)} tensors with no place in a {model.name or 'known model'}, such as {surplus[0]!r}."
+        )
+    model.load_state_dict(state, assign=True)
+    for parameter, made in zip(model.parameters(), build_flags(model), strict=True):
+        parameter.requires_grad_(made)
+    return model
+
+
+def build_flags(model: Model) -> list[bool]:
+    """Which parameters the architecture wants trained; assigning a state keeps the file's flags instead."""
+    frozen = model.architecture.residual_frozen
+    return [not (frozen and ".scale" in name) for name, _ in model.named_parameters()]
+
+
+def describe(model: Model, kind: str, checkpoint: Checkpoint) -> None:
+    """Preprocessing and class names from a folder's configuration files."""
+    if kind == "hf" and checkpoint.preprocessor:
+        model.preprocessing = huggingface.read_preprocessing(checkpoint.preprocessor, model.architecture.image_size)
+    if kind == "hf" and checkpoint.config:
+        model.class_names = huggingface.class_names(checkpoint.config, model.architecture.classes)
+
+
+def load_artefact(checkpoint: Checkpoint, path: str | Path) -> Model:
+    try:
+        header = json.loads(checkpoint.metadata["vitrail"])
+        if header["layout"] > ARTEFACT:
+            raise UserError(f"{path} was written by a newer Vitrail ({header['version']}); update to read it.")
+        architecture = Architecture.from_dict(header["architecture"])
+        preprocessing = Preprocessing.from_dict(header["preprocessing"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} has a damaged Vitrail header ({error!r}).") from None
+    model = assemble(architecture, checkpoint.tensors, lambda key, _: Pair(key, (key,), deit.SAME), path)
+    model.name = header.get("name", model.name)
+    model.preprocessing = preprocessing
+    model.class_names = header.get("class_names")
+    model.notes = dict(header.get("notes", {}))
+    return model
+
+
+def save(model: Model, path: str | Path, format: str = "vitrail", approximate: bool = False) -> Path:
+    """Write a model in one of the formats, to the side first and then renamed.
+
+    A format that cannot hold the model exactly is refused with the part that it cannot hold; `approximate=True` writes
+    anyway when only numerics differ (the form of GELU, an epsilon).
+    """
+    path = Path(path)
+    if format not in FORMATS:
+        raise UserError(f"The format {format!r} is not known; choose from {', '.join(FORMATS)}.")
+    if format == "vitrail":
+        write_aside(path, lambda side: write_safetensors(model.state_dict(), side, artefact_header(model)))
+        return path
+    tensors = export(model, format, approximate)
+    if format == "hf":
+        write_folder(model, tensors, path)
+    elif format == "npz":
+        write_aside(path, lambda side: write_npz(tensors, side))
+    elif format == "timm" and path.suffix == ".safetensors":
+        write_aside(path, lambda side: write_safetensors(tensors, side, {"format": "pt"}))
+    else:
+        content = {"model": tensors} if format == "deit" else tensors
+        write_aside(path, lambda side: torch.save(content, side))
+    return path
+
+
+def export(model: Model, format: str, approximate: bool = False) -> dict[str, Tensor]:
+    """A model's tensors under another format's names, after a check that reading them gives the same model."""
+    a = model.architecture
+    title = TITLES[format]
+    tensors: dict[str, Tensor] = {}
+    try:
+        for key, tensor in model.state_dict().items():
+            pair = TO_PAIR[format](key, a)
+            tensors |= dict(zip(pair.theirs, pair.codec.write(tensor.detach().cpu()), strict=True))
+        config = huggingface.write_config(a, model.class_names) if format == "hf" else None
+        back = infer(format, shapes_of(tensors), None if a.image_size[0] == a.image_size[1] else a.image_size, config)
+    except CannotHold as error:
+        raise CannotHold(f"The {title} format cannot hold this model: {error}.") from None
+    except (KeyError, UserError) as error:
+        raise CannotHold(
+            f"The {title} format cannot hold this model: what it would read back is not a model ({error})."
+        ) from None
+    # The size is not part of a file without position tables, and a floored size is read back as the covered part.
+    back = (
+        back.replace(image_size=a.image_size)
+        if model.stem.grid(*back.image_size) == model.grid or a.positions == "none"
+        else back
+    )
+    lost = [name for name in a.differences(back) if name not in NO_MATTER]
+    if lost and not (approximate and set(lost) <= {"activation", "norm_eps", "fusion"}):
+        parts = ", ".join(f"{name}={getattr(a, name)} (it would be read as {getattr(back, name)})" for name in lost)
+        hint = "; approximate=True (--approximate) writes it anyway" if set(lost) <= {"activation", "norm_eps", "fusion"} else ""
+        raise CannotHold(f"The {title} format cannot hold {parts}{hint}.")
+    prefix = {"hf": "deit." if a.distillation else "vit."}.get(format, "")
+    if prefix and a.classes:
+        tensors = {key if "classifier" in key else prefix + key: tensor for key, tensor in tensors.items()}
+    return {key: tensor.contiguous().clone() for key, tensor in tensors.items()}
+
+
+def artefact_header(model: Model) -> dict[str, str]:
+    header = {
+        "layout": ARTEFACT,
+        "version": __version__,
+        "name": model.name,
+        "architecture": model.architecture.to_dict(),
+        "preprocessing": model.preprocessing.to_dict(),
+        "class_names": model.class_names,
+        "notes": model.notes,
+    }
+    return {"vitrail": json.dumps(header)}
+
+
+def write_safetensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    ready = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
+    safetensors.torch.save_file(ready, path, metadata=metadata)
+
+
+def write_npz(tensors: dict[str, Tensor], path: Path) -> None:
+    with path.open("wb") as file:
+        arrays: dict[str, Any] = {key: tensor.numpy() for key, tensor in tensors.items()}
+        np.savez(file, **arrays)
+
+
+def write_folder(model: Model, tensors: dict[str, Tensor], path: Path) -> None:
+    if path.exists() and not path.is_dir():
+        raise UserError(f"{path} exists and is a file; the Hugging Face format is a folder.")
+    a = model.architecture
+    files = {
+        "config.json": huggingface.write_config(a, model.class_names),
+        "preprocessor_config.json": huggingface.write_preprocessing(model.preprocessing, a.distillation),
+    }
+    write_aside(path / "model.safetensors", lambda side: write_safetensors(tensors, side, {"format": "pt"}))
+    for name, content in files.items():
+        text = json.dumps(content, indent=2) + "\n"
+        write_aside(path / name, lambda side, text=text: side.write_text(text))  # type: ignore[misc]
+
+
+def write_aside(path: Path, write: Callable[[Path], Any]) -> None:
+    """Write next to the target, flush to the disk, rename: a crash or a full disk leaves the old file whole."""
+    side = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise UserError(f"{path} is a folder; give a file name.")
+        write(side)
+        with side.open("rb") as file:
+            os.fsync(file.fileno())
+        side.replace(path)
+    except (OSError, RuntimeError, safetensors.SafetensorError) as error:
+        free = f" ({shutil.disk_usage(path.parent).free >> 20} MiB free)" if path.parent.exists() else ""
+        raise UserError(f"{path} could not be written: {error}{free}.") from None
+    finally:
+        side.unlink(missing_ok=True)

@@ -1,0 +1,163 @@
+"""Opening checkpoint files by their content, safely: no pickle may run code, a broken file gets one sentence."""
+
+import argparse
+import json
+import pickle
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from vitrail.errors import UserError
+
+# Where projects put the weights inside their training files, in the order of trust.
+WRAPPERS = ("model", "state_dict", "module", "teacher", "student", "params")
+EMA = ("model_ema", "state_dict_ema", "ema", "module_ema")
+PREFIXES = ("module.", "_orig_mod.", "backbone.", "model.")
+
+
+@dataclass
+class Checkpoint:
+    """Flat tensors by name, and what lay beside them."""
+
+    tensors: dict[str, Tensor]
+    metadata: dict[str, str] = field(default_factory=dict)  # of a safetensors file
+    config: dict[str, Any] | None = None  # of a folder
+    preprocessor: dict[str, Any] | None = None
+
+
+def read(path: str | Path, ema: bool = False) -> Checkpoint:
+    """Read a file or folder of any of the known kinds."""
+    path = Path(path)
+    if not path.exists():
+        raise UserError(f"There is no file {path}.")
+    if path.is_dir():
+        return read_folder(path, ema)
+    try:
+        with path.open("rb") as file:
+            head = file.read(16)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from None
+    if len(head) < 16:
+        raise UserError(f"{path} is too short to be a checkpoint; was the download cut off?")
+    if head[:2] == b"PK":
+        return Checkpoint(read_npz(path)) if is_npz(path) else Checkpoint(read_torch(path, ema))
+    if head[8:9] == b"{":
+        return read_safetensors(path)
+    if head[:1] == b"\x80":
+        return Checkpoint(read_torch(path, ema))
+    raise UserError(f"{path} is not a safetensors, PyTorch or npz file.")
+
+
+def read_folder(path: Path, ema: bool) -> Checkpoint:
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        if (path / name).exists():
+            checkpoint = read(path / name, ema)
+            checkpoint.config = read_json(path / "config.json")
+            checkpoint.preprocessor = read_json(path / "preprocessor_config.json")
+            return checkpoint
+    raise UserError(f"The folder {path} has no model.safetensors and no pytorch_model.bin.")
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    if not path.exists():
+        return None
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise UserError(f"{path} is not valid JSON: {error}.") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} does not hold a JSON object.")
+    return value
+
+
+def read_safetensors(path: Path) -> Checkpoint:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return Checkpoint({key: file.get_tensor(key) for key in file.keys()}, dict(file.metadata() or {}))  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError) as error:
+        raise UserError(f"{path} is a damaged or cut-off safetensors file ({error}).") from None
+
+
+def is_npz(path: Path) -> bool:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+    except (zipfile.BadZipFile, OSError) as error:
+        raise UserError(f"{path} is a damaged or cut-off archive ({error}).") from None
+    return any(name.endswith(".npy") for name in names) and not any(name.endswith("data.pkl") for name in names)
+
+
+def read_npz(path: Path) -> dict[str, Tensor]:
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            return {name: from_numpy(archive[name]) for name in archive.files}
+    except (ValueError, OSError, zipfile.BadZipFile, EOFError, MemoryError) as error:
+        raise UserError(f"{path} is a damaged or unsafe npz archive ({error}).") from None
+
+
+def from_numpy(array: np.ndarray) -> Tensor:
+    if array.dtype.kind == "V" and array.dtype.itemsize == 2:  # numpy has no bfloat16 and stores it as raw bytes
+        return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
+    return torch.from_numpy(array) if array.dtype.kind in "fiub" else torch.tensor(0)
+
+
+def read_torch(path: Path, ema: bool) -> dict[str, Tensor]:
+    # Training files of the DeiT line keep their command line beside the weights; a Namespace holds values only.
+    allowed: list = [argparse.Namespace]
+    zipped = zipfile.is_zipfile(path)
+    try:
+        with torch.serialization.safe_globals(allowed):
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+    except pickle.UnpicklingError as error:
+        reason = str(error).split("\n")[0]
+        if "GLOBAL" in str(error) or "global" in str(error) or "Unsupported" in str(error):
+            raise UserError(
+                f"{path} wants to run code of its own and was not opened; ask for a file with tensors only."
+            ) from None
+        raise UserError(f"{path} is a damaged PyTorch file ({reason}).") from None
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError, AttributeError, IndexError, TypeError) as error:
+        raise UserError(
+            f"{path} is a damaged or cut-off PyTorch file ({str(error).splitlines()[0] if str(error) else error!r})."
+        ) from None
+    return unwrap(content, path, ema)
+
+
+def unwrap(content: Any, path: Path, ema: bool) -> dict[str, Tensor]:
+    """The state dict inside a training file, prefixes of wrappers taken off its names."""
+    if ema:
+        inner = next((content[name] for name in EMA if isinstance(content, Mapping) and name in content), None)
+        if inner is None:
+            raise UserError(f"{path} holds no averaged (EMA) weights.")
+        content = inner
+    for _ in range(3):
+        inner = next(
+            (content[name] for name in WRAPPERS if isinstance(content, Mapping) and isinstance(content.get(name), Mapping)), None
+        )
+        if inner is None:
+            break
+        content = inner
+    if not isinstance(content, Mapping):
+        raise UserError(f"{path} holds a {type(content).__name__}, not a dictionary of tensors.")
+    tensors = {str(key): value for key, value in content.items() if isinstance(value, Tensor)}
+    if not tensors:
+        raise UserError(f"{path} holds no tensors.")
+    return strip_prefixes(tensors)
+
+
+def strip_prefixes(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Take `module.` and the like off, as long as every tensor (or all but a training head's) has it."""
+    while True:
+        prefix = next((p for p in PREFIXES if all(key.startswith(p) for key in tensors)), None)
+        if prefix is None and any(key.startswith("backbone.") for key in tensors):
+            tensors = {key: value for key, value in tensors.items() if not key.startswith("head.")}
+            prefix = "backbone." if all(key.startswith("backbone.") for key in tensors) else None
+        if prefix is None:
+            return tensors
+        tensors = {key[len(prefix) :]: value for key, value in tensors.items()}
