@@ -22,7 +22,7 @@ def resample(grid_values: Tensor, old: Grid, new: Grid, method: str = "bicubic")
 
     `bicubic` is the DeiT family's rule, `aligned` (bilinear, corners on corners) that of the Google checkpoints.
     """
-    if old == new and not torch.compiler.is_exporting():
+    if not torch.compiler.is_exporting() and old == new:
         return grid_values
     picture = grid_values.float().reshape(1, *old, -1).permute(0, 3, 1, 2)
     mode, _, antialias = method.partition("_")
@@ -43,7 +43,7 @@ class LearnedPositions(nn.Module):
         nn.init.trunc_normal_(self.table, std=0.02)
 
     def forward(self, layout: Layout, device: torch.device | None = None) -> Tensor:
-        if layout.grid == self.grid and not torch.compiler.is_exporting():
+        if not torch.compiler.is_exporting() and layout.grid == self.grid:
             return self.table
         patches = resample(self.table[self.special :], self.grid, layout.grid, self.method)
         return torch.cat([self.table[: self.special], patches]) if self.special else patches

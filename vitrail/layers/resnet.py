@@ -11,9 +11,11 @@ LAYERS = {26: (2, 2, 2, 2), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36
 
 def pad_same(x: Tensor, kernel: int, stride: int, value: float = 0.0) -> Tensor:
     """TensorFlow's "SAME": as much padding as the last window needs, the odd pixel at the end."""
+    if kernel == 1:
+        return x
     pads = []
     for side in (x.shape[-1], x.shape[-2]):
-        total = max((-(-side // stride) - 1) * stride + kernel - side, 0)
+        total = kernel - stride + (-side % stride if stride > 1 else 0)
         pads += [total // 2, total - total // 2]
     return F.pad(x, pads, value=value)
 

@@ -3,6 +3,7 @@
 import argparse
 import json
 import pickle
+import warnings
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -113,11 +114,12 @@ def read_torch(path: Path, ema: bool) -> dict[str, Tensor]:
     allowed: list = [argparse.Namespace]
     zipped = zipfile.is_zipfile(path)
     try:
-        with torch.serialization.safe_globals(allowed):
+        with torch.serialization.safe_globals(allowed), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about pickle protocols
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except pickle.UnpicklingError as error:
         reason = str(error).split("\n")[0]
-        if "GLOBAL" in str(error) or "global" in str(error) or "Unsupported" in str(error):
+        if "GLOBAL" in str(error) or "global" in str(error):
             raise UserError(
                 f"{path} wants to run code of its own and was not opened; ask for a file with tensors only."
             ) from None

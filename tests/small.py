@@ -1,0 +1,36 @@
+"""Every structure of the catalogue, shrunk until it runs in milliseconds."""
+
+from functools import cache
+
+from vitrail.models.architecture import Architecture
+from vitrail.models.catalogue import page_of
+
+
+def shrink(a: Architecture) -> Architecture:
+    """Fewer blocks, channels, patches and classes; every part stays what it is."""
+    heads = 2 if a.heads > 1 else 1
+    changes: dict = {
+        "width": 64,
+        "depth": min(a.depth, 2),
+        "heads": heads,
+        "readout_heads": 2 if a.readout_heads > 1 else 1,
+        "image_size": (2 * a.patch_size, 3 * a.patch_size),
+        "classes": 5,
+        "residual_start": a.residual_start if a.residual == "constant" else 0.5,
+    }
+    if a.stem.startswith("resnet"):
+        changes |= {"stem_width": 32, "stem_layers": tuple(1 for _ in a.stem_layers)}
+    if a.stem == "resnet_features":
+        changes["width"] = 32 * 4 * 8
+    if a.stem == "tower":
+        changes["stem_width"] = 8
+    return a.replace(**changes)
+
+
+@cache
+def structures() -> dict[str, Architecture]:
+    """One shrunk architecture per way of putting parts together, under the first name that has it."""
+    found: dict[Architecture, str] = {}
+    for name, page in page_of().items():
+        found.setdefault(shrink(page.MODELS[name]), name)
+    return {name: architecture for architecture, name in found.items()}
