@@ -12,6 +12,7 @@ def shrink(a: Architecture) -> Architecture:
     changes: dict = {
         "width": 64,
         "depth": min(a.depth, 2),
+        "branches": min(a.branches, 2),
         "heads": heads,
         "readout_heads": 2 if a.readout_heads > 1 else 1,
         "image_size": (2 * a.patch_size, 3 * a.patch_size),
@@ -24,6 +25,8 @@ def shrink(a: Architecture) -> Architecture:
         changes["width"] = 32 * 4 * 8
     if a.stem == "tower":
         changes["stem_width"] = 8
+    if a.stem == "linear":
+        changes |= {"patch_size": 4, "image_size": (8, 12)}
     return a.replace(**changes)
 
 

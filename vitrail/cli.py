@@ -13,8 +13,8 @@ from vitrail.errors import UserError
 from vitrail.version import __version__
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
-console = Console()
-COLUMNS = ("model", "size", "tokens", "parameters", "multiply-adds", "activations")
+console = Console(width=None if sys.stdout.isatty() else 120)
+COLUMNS = ("model", "size", "tokens", "parameters", "mult-adds", "memory")
 
 
 def show_version(wanted: bool) -> None:
@@ -53,12 +53,12 @@ def models(
     previous = None
     for name in names:
         if previous is not None and page_of()[name] is not previous:
-            table.add_section()
+            table.add_row()
         previous = page_of()[name]
         table.add_row(*row(name, costs[name]))
     console.print(table)
     console.print(
-        "Multiply-adds: matrix products and convolutions, one image. Activations: kept for one image's backward, float32.",
+        "mult-adds: matrix products and convolutions, one image; memory: activations kept for one image's backward, float32.",
         style="dim",
     )
 
@@ -70,7 +70,7 @@ def paper(page: Any) -> str:
 def cost_table() -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
     for index, column in enumerate(COLUMNS):
-        table.add_column(column, justify="right" if index else "left", no_wrap=True)
+        table.add_column(column, justify="right" if index else "left", overflow="fold")
     return table
 
 
@@ -115,7 +115,8 @@ def info(
     for field, value in parts.items():
         if value != plain[field]:
             console.print(f"  {field:20} {value}", highlight=False)
-    console.print("\n[bold]pictures[/bold]")
+    assumed = " (assumed: the file does not say)" if "preprocessing" in model.notes else ""
+    console.print(f"\n[bold]pictures[/bold]{assumed}")
     for field, value in model.preprocessing.to_dict().items():
         console.print(f"  {field:20} {value}", highlight=False)
 

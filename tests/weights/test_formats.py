@@ -88,7 +88,7 @@ def test_timm_hybrid_holds_a_model_with_erf_gelu(tmp_path):
 
 def test_refusal_names_the_part_and_approximate_writes_numerics(tmp_path):
     model = little("vit_base_patch16")
-    with pytest.raises(CannotHold, match="activation=gelu_tanh .*approximate"):
+    with pytest.raises(CannotHold, match=r"activation=gelu_tanh .*approximate"):
         vitrail.save(model, tmp_path / "google.pth", "deit")
     vitrail.save(model, tmp_path / "google.pth", "deit", approximate=True)
     image = torch.randn(2, 3, 32, 32)
@@ -98,7 +98,7 @@ def test_refusal_names_the_part_and_approximate_writes_numerics(tmp_path):
     odd = little("deit_base_patch16", heads=6)
     with pytest.raises(CannotHold, match="heads=6"):
         vitrail.save(odd, tmp_path / "odd.pth", "deit", approximate=True)
-    with pytest.raises(CannotHold, match="mixer=talking_heads|readout=class_attention"):
+    with pytest.raises(CannotHold, match=r"mixer=talking_heads|readout=class_attention"):
         vitrail.save(little("cait_xxs24"), tmp_path / "folder", "hf")
 
 

@@ -54,7 +54,7 @@ def test_every_released_key_has_its_place(name):
     shapes = fill.MODELS[name]["keys"]
     tensors = {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
     kind, tensors = files.recognise(Checkpoint(tensors))
-    architecture = files.infer(kind, files.shapes_of(tensors), None, None)
+    architecture = files.infer(kind, files.shapes_of(tensors))
     model = files.assemble(architecture, tensors, files.TO_PAIR[kind], name)
     assert sum(parameter.numel() for parameter in model.parameters()) == fill.MODELS[name]["params"]
     assert model.name, "the architecture is one of the catalogue's"

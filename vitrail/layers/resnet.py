@@ -71,8 +71,6 @@ class ResNetStem(nn.Module):
                 inputs = 4 * inner
             self.stages.append(units)
         self.outputs = inputs
-        if not patch and inputs != width:
-            raise ValueError(f"this ResNet has {inputs} channels at its end, so the width must be {inputs}, not {width}")
         self.proj = nn.Conv2d(inputs, width, patch, patch) if patch else nn.Identity()
 
     def grid(self, height: int, width: int) -> Grid:

@@ -47,8 +47,6 @@ class ConvStem(nn.Module):
     def __init__(self, channels: int, width: int, patch: int, norm: str = "none", act: str = "gelu"):
         super().__init__()
         steps = int(math.log2(patch))
-        if 2**steps != patch:
-            raise ValueError(f"the conv stem halves the picture, so its patch size must be a power of two, not {patch}")
         self.steps = steps
         widths = [channels, *(width >> (steps - 1 - step) for step in range(steps))]
         layers: list[nn.Module] = []

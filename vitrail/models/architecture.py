@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +47,9 @@ TRAINING_ONLY = {
 }
 
 
+USUAL = {"conv": ("batch", "gelu"), "hmlp": ("batch", "gelu"), "tower": ("batch", "relu")}  # norm and activation of a stem
+
+
 @dataclass(frozen=True)
 class Architecture:
     """Everything that `Model` needs to be built. The defaults are a ViT-B/16."""
@@ -62,8 +66,8 @@ class Architecture:
     # stem
     stem: str = "linear"
     patch_size: int = 16  # the total stride from pixels to tokens
-    stem_norm: str = "none"
-    stem_activation: str = "none"
+    stem_norm: str = ""  # "": the stem's usual one
+    stem_activation: str = ""
     stem_width: int = 64  # inner channels of the tower, root channels of the ResNet
     stem_kernels: tuple[int, ...] = ()  # of the tower
     stem_strides: tuple[int, ...] = ()  # of the tower and the hMLP
@@ -112,6 +116,9 @@ class Architecture:
         object.__setattr__(self, "image_size", as_size(self.image_size))
         for name in ("stem_kernels", "stem_strides", "stem_layers"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name, usual in zip(("stem_norm", "stem_activation"), USUAL.get(self.stem, ("none", "none")), strict=True):
+            if not getattr(self, name):
+                object.__setattr__(self, name, usual)
         if self.stem == "hmlp" and not self.stem_strides:
             object.__setattr__(self, "stem_strides", hmlp_strides(self.patch_size))
         if self.stem == "tower" and not self.stem_kernels:
@@ -128,7 +135,7 @@ class Architecture:
 
     def _problems(self) -> list[tuple[bool, str]]:
         """The rules of the grid: each a condition that must not hold, and the sentence for it."""
-        queries = self.readout in ("class_attention", "per_class", "class_mlp")
+        backbone_stride = 2 ** (1 + max(len(self.stem_layers), 1))
         return [
             (self.width < 1 or self.depth < 0 or self.branches < 1, "width and branches must be at least 1, depth at least 0."),
             (self.classes < 0 or self.channels < 1, "classes must be at least 0 and channels at least 1."),
@@ -171,7 +178,7 @@ class Architecture:
                 self.readout == "per_class" and (self.pre_logits > 0 or self.classes < 1),
                 "per-class queries need classes and no pre-logits.",
             ),
-            (queries and self.readout_depth < 1, f"readout={self.readout} needs readout_depth of at least 1."),
+            (self.reads_with_queries and self.readout_depth < 1, f"readout={self.readout} needs readout_depth of at least 1."),
             (self.pool_norm and self.readout != "mean", "pool_norm goes with readout=mean."),
             (
                 not 0 <= self.class_token_at < max(self.depth, 1),
@@ -186,11 +193,45 @@ class Architecture:
                 self.stem in ("resnet", "resnet_features") and self.stem_width % 32 != 0,
                 "the ResNet's stem_width must be a multiple of 32.",
             ),
+            (
+                self.stem == "resnet" and self.patch_size % backbone_stride != 0,
+                f"these ResNet stages have a stride of {backbone_stride}, which must divide the patch size {self.patch_size}.",
+            ),
+            (
+                self.stem == "resnet_features"
+                and self.width != self.stem_width * (2 ** (len(self.stem_layers) + 1) if self.stem_layers else 1),
+                "with stem=resnet_features the width must be the channels at the ResNet's end: stem_width x 2^(stages + 1).",
+            ),
+            (
+                self.stem == "conv" and self.patch_size & (self.patch_size - 1) != 0,
+                f"the conv stem halves the picture, so the patch size must be a power of two, not {self.patch_size}.",
+            ),
+            (
+                self.stem == "local_transformer" and self.patch_size % 4 != 0,
+                f"the local-transformer stem cuts 4-pixel pieces, which do not divide the patch size {self.patch_size}.",
+            ),
+            (
+                self.stem == "tower" and len(self.stem_kernels) != len(self.stem_strides),
+                f"the tower needs as many stem_strides {self.stem_strides} as stem_kernels {self.stem_kernels}.",
+            ),
+            (
+                self.stem in ("tower", "hmlp") and math.prod(self.stem_strides) != self.patch_size,
+                f"the stem_strides {self.stem_strides} do not multiply to the patch size {self.patch_size}.",
+            ),
         ]
 
     @property
     def uses_heads(self) -> bool:
         return self.depth > 0 and self.mixer in (*ATTENTION, "axial")
+
+    @property
+    def reads_with_queries(self) -> bool:
+        return self.readout in ("class_attention", "per_class", "class_mlp")
+
+    @property
+    def readout_norm(self) -> str:
+        """The norm behind the trunk. Queries start alike for every image, so they have no batch statistics."""
+        return "layer" if self.norm == "batch" and self.reads_with_queries else self.norm
 
     @property
     def trunk_tokens(self) -> int:
@@ -208,8 +249,10 @@ class Architecture:
         check_fields(changes)
         if "image_size" in changes:
             changes["image_size"] = as_size(changes["image_size"])
-        if ("patch_size" in changes or "stem" in changes) and self.stem in ("hmlp", "tower"):
+        if "patch_size" in changes or "stem" in changes:
             changes = {"stem_strides": (), "stem_kernels": ()} | changes
+        if changes.get("stem", self.stem) != self.stem:
+            changes = {"stem_norm": "", "stem_activation": ""} | changes
         if "heads" in changes and self.readout_heads == self.heads:
             changes.setdefault("readout_heads", changes["heads"])
         return dataclasses.replace(self, **changes)
@@ -228,7 +271,7 @@ class Architecture:
 
     def _meaning(self, name: str) -> Any:
         """A field's value, or None where the architecture does not use that field."""
-        reads = self.readout in ("class_attention", "per_class", "class_mlp")
+        reads = self.reads_with_queries
         conv_stem = self.stem in ("conv", "tower", "hmlp", "linear")
         unused = {
             "heads": not self.uses_heads,

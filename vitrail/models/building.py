@@ -83,7 +83,7 @@ def make_readout(a: Architecture, grid: Grid) -> QueryReadout | None:
         return None
 
     def norm() -> nn.Module:
-        return token_norm(a.norm, a.width, a.norm_eps, a.norm_groups)
+        return token_norm(a.readout_norm, a.width, a.norm_eps, a.norm_groups)
 
     def scale() -> nn.Module:
         kind = a.residual if a.readout_scale else "plain"

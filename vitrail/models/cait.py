@@ -10,19 +10,19 @@ from vitrail.models.preprocessing import Preprocessing
 PREPROCESSING = Preprocessing(crop_ratio=1.0)
 
 CAIT = Architecture(mixer="talking_heads", residual="layerscale", readout="class_attention", readout_depth=2)
-#            width depth  default drop-path
+#            width depth
 SIZES = {
-    "xxs24": (192, 24, 0.05),
-    "xxs36": (192, 36, 0.1),
-    "xs24": (288, 24, 0.05),
-    "xs36": (288, 36, 0.1),
-    "s24": (384, 24, 0.1),
-    "s36": (384, 36, 0.2),
-    "s48": (384, 48, 0.3),
-    "m24": (768, 24, 0.2),
-    "m36": (768, 36, 0.3),
-    "m48": (768, 48, 0.4),
-    "b12": (768, 12, 0.0),  # the extra row of the DeiT III comparison
+    "xxs24": (192, 24),
+    "xxs36": (192, 36),
+    "xs24": (288, 24),
+    "xs36": (288, 36),
+    "s24": (384, 24),
+    "s36": (384, 36),
+    "s48": (384, 48),
+    "m24": (768, 24),
+    "m36": (768, 36),
+    "m48": (768, 48),
+    "b12": (768, 12),  # the extra row of the DeiT III comparison
 }
 RELEASED_SIZE = {"s36": 384, "m36": 384, "m48": 448, "xs24": 384, "s24": 384, "xxs24": 384, "xxs36": 384}
 
@@ -36,7 +36,7 @@ def cait(width: int, depth: int) -> Architecture:
     return CAIT.replace(width=width, depth=depth, heads=width // 48, residual_start=layerscale_start(depth))
 
 
-MODELS = {f"cait_{name}": cait(width, depth) for name, (width, depth, _) in SIZES.items()}
+MODELS = {f"cait_{name}": cait(width, depth) for name, (width, depth) in SIZES.items()}
 
 # The released factories carry no size in their names except the 224 ones.
 ALIASES = {f"cait_{name.upper()}": f"cait_{name}_{size}" for name, size in RELEASED_SIZE.items()}

@@ -16,7 +16,7 @@ from vitrail.models.model import Model
 from vitrail.models.preprocessing import Preprocessing
 
 PAGES: tuple[ModuleType, ...] = (vit, deit, cait, resmlp, patchconvnet, deit3, three_things, lvvit)
-SIZE = re.compile(r"_(\d{2,4})$")
+SIZE = re.compile(r"_(\d{3,4})$")
 DATA = re.compile(r"\.[\w.]+$|_in2[12]k$|_in2[12]ft1k$")  # timm's tags for what the weights were trained on
 NUMERICS = ("activation", "norm_eps", "position_resample", "stem_eps")
 
@@ -37,7 +37,7 @@ def list_models(pattern: str = "*") -> list[str]:
 def lookup(name: str) -> tuple[str, Architecture]:
     """A name in any of the accepted spellings to the catalogue's name and the architecture."""
     aliases = {alias: target for page in PAGES for alias, target in page.ALIASES.items()}
-    lower = {alias.lower(): target for alias, target in aliases.items()}
+    lower = {alias.lower(): target for alias, target in reversed(aliases.items())}  # the first of two that differ in case wins
     text, size = DATA.sub("", name), None
     for _ in range(3):
         plain = text.lower()
@@ -53,7 +53,7 @@ def lookup(name: str) -> tuple[str, Architecture]:
 
 
 def unknown(name: str, names: list[str]) -> UserError:
-    by_lower = {candidate.lower(): candidate for candidate in names}
+    by_lower = {candidate.lower(): candidate for candidate in reversed(names)}
     near = difflib.get_close_matches(name.lower(), by_lower, n=4, cutoff=0.4)
     hint = ", ".join(by_lower[candidate] for candidate in near)
     return UserError(f"There is no model {name!r}; {f'the nearest are {hint}' if hint else 'see'} (`vitrail models` lists all).")
@@ -76,8 +76,13 @@ def create(
         overrides["classes"] = classes
     if image_size is not None:
         overrides["image_size"] = image_size
-    plain, architecture = lookup(name)
-    return build(architecture.replace(**overrides), plain, device)
+    plain, known = lookup(name)
+    architecture = known.replace(**overrides)
+    changed = [part for part in known.differences(architecture) if part in overrides and part not in ("classes", "image_size")]
+    model = build(architecture, plain, device)
+    if changed:
+        model.name += " with " + ", ".join(f"{part}={getattr(architecture, part)}" for part in changed)
+    return model
 
 
 def build(architecture: Architecture, name: str = "", device: torch.device | str | None = None) -> Model:
@@ -112,4 +117,4 @@ def name_of(architecture: Architecture) -> str:
             return name
         if differences <= set(NUMERICS) and not near:
             near = name
-    return near
+    return near or three_things.name_for(architecture)

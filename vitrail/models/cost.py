@@ -49,10 +49,11 @@ def cost(architecture: Architecture) -> Cost:
     Blocks are alike, so every count is affine in the depth: two shallow models tell the price of a deep one.
     """
     a = architecture
-    if a.depth <= 4 or a.class_token_at:
+    if a.depth <= 5 or a.class_token_at:
         return count(a)
-    two, four = count(a.replace(depth=2)), count(a.replace(depth=4))
-    deep = [few + (more - few) * (a.depth - 2) // 2 for few, more in zip(two[1:], four[1:], strict=True)]
+    least = 2 + a.depth % 2  # axial blocks come in pairs
+    shallow, deeper = count(a.replace(depth=least)), count(a.replace(depth=least + 2))
+    deep = [few + (more - few) * (a.depth - least) // 2 for few, more in zip(shallow[1:], deeper[1:], strict=True)]
     return Cost(a.image_size, *deep)
 
 

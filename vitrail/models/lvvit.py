@@ -12,8 +12,6 @@ LARGE_PREPROCESSING = Preprocessing(crop_ratio=1.0)
 
 LVVIT = Architecture(
     stem="tower",
-    stem_norm="batch",
-    stem_activation="relu",
     mlp_ratio=3.0,
     qkv_bias=False,
     norm_eps=1e-5,

@@ -74,7 +74,7 @@ class Model(nn.Module):
         self.dropout = nn.Dropout(a.dropout)
         self.blocks = nn.ModuleList(make_block(a, index, grid) for index in range(a.depth))
         self.readout = make_readout(a, grid)
-        norm = a.norm if a.final_norm and a.norm_place == "pre" else "none"
+        norm = a.readout_norm if a.final_norm and (a.norm_place == "pre" or a.reads_with_queries) else "none"
         self.norm = token_norm(norm, a.width, a.norm_eps, a.norm_groups)
         self.pre_logits = nn.Sequential(nn.Linear(a.width, a.pre_logits), nn.Tanh()) if a.pre_logits else nn.Identity()
         inputs = a.pre_logits or a.width

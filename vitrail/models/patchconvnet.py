@@ -11,7 +11,7 @@ PREPROCESSING = Preprocessing(crop_ratio=1.0)  # not stated by the authors; thei
 
 PATCHCONVNET = Architecture(
     stem="conv",
-    stem_activation="gelu",
+    stem_norm="none",
     mixer="patchconv",
     mlp_ratio=0,
     residual="layerscale",
@@ -36,7 +36,7 @@ MODELS = {f"patchconvnet_{letter}{depth}": patchconvnet(letter, depth) for lette
 MODELS |= {f"{name}_multi": model.replace(readout="per_class", readout_keys="patches") for name, model in list(MODELS.items())}
 MODELS |= {
     "patchconvnet_s60_mean": MODELS["patchconvnet_s60"].replace(readout="mean"),
-    "patchconvnet_s60_linear": MODELS["patchconvnet_s60"].replace(stem="linear", stem_activation="none"),
+    "patchconvnet_s60_linear": MODELS["patchconvnet_s60"].replace(stem="linear"),
     "patchconvnet_s60_batchnorm": MODELS["patchconvnet_s60"].replace(norm="batch"),
     "patchconvnet_s60_multihead": MODELS["patchconvnet_s60"].replace(readout_heads=8),
 }

@@ -9,23 +9,23 @@ import re
 
 from vitrail.models.architecture import Architecture
 from vitrail.models.preprocessing import Preprocessing
-from vitrail.models.vit import SIZES, sized
+from vitrail.models.vit import SIZES
 
 PREPROCESSING = Preprocessing(crop_ratio=0.95)
 
 # As the released code has it: positions on the patches only.
 PLAIN = Architecture(position_special=False)
 STEMS = {
-    "hmlp": {"stem": "hmlp", "stem_norm": "batch", "stem_activation": "gelu"},
-    "hmlp_ln": {"stem": "hmlp", "stem_norm": "layer", "stem_activation": "gelu"},
-    "conv": {"stem": "conv", "stem_norm": "batch", "stem_activation": "gelu"},
-    "conv_ln": {"stem": "conv", "stem_norm": "layer", "stem_activation": "gelu"},
+    "hmlp": {"stem": "hmlp"},
+    "hmlp_ln": {"stem": "hmlp", "stem_norm": "layer"},
+    "conv": {"stem": "conv"},
+    "conv_ln": {"stem": "conv", "stem_norm": "layer"},
     "local": {"stem": "local_transformer"},
     "linear_bn": {"stem_norm": "batch"},
     "linear_gelu": {"stem_activation": "gelu"},
     "linear_bn_gelu": {"stem_norm": "batch", "stem_activation": "gelu"},
 }
-GIANTS = {"giant": (1408, 40, 16), "gigantic": (1664, 48, 16)}
+ALL_SIZES = SIZES | {"medium": (512, 12, 8), "giant": (1408, 40, 16), "gigantic": (1664, 48, 16)}
 PATTERN = re.compile(
     r"vit_(?P<size>tiny|small|medium|base|large|huge|giant|gigantic)_patch(?P<patch>\d+)"
     r"_(?P<depth>\d+)x(?P<branches>\d+)(?P<ls>_ls)?(?:_(?P<stem>" + "|".join(sorted(STEMS, key=len, reverse=True)) + "))?"
@@ -37,15 +37,32 @@ def parse(name: str) -> Architecture | None:
     found = PATTERN.fullmatch(name)
     if found is None or not int(found["depth"]) or not int(found["branches"]):
         return None
-    extra = {"medium": (512, 12, 8), **GIANTS}
-    if found["size"] in SIZES:
-        base = sized(PLAIN, found["size"])
-    else:
-        width, _, heads = extra[found["size"]]
-        base = PLAIN.replace(width=width, heads=heads)
+    width, _, heads = ALL_SIZES[found["size"]]
     changes = dict(STEMS[found["stem"]]) if found["stem"] else {}
     changes |= {"residual": "layerscale"} if found["ls"] else {}
-    return base.replace(depth=int(found["depth"]), branches=int(found["branches"]), patch_size=int(found["patch"]), **changes)
+    return PLAIN.replace(
+        width=width,
+        heads=heads,
+        depth=int(found["depth"]),
+        branches=int(found["branches"]),
+        patch_size=int(found["patch"]),
+        **changes,
+    )
+
+
+def name_for(a: Architecture) -> str:
+    """The pattern's name for an architecture of these parts, "" where there is none."""
+    sizes = {width: size for size, (width, _, _) in ALL_SIZES.items()}
+    if a.width not in sizes:
+        return ""
+    for stem in ("", *(f"_{stem}" for stem in STEMS)):
+        name = (
+            f"vit_{sizes[a.width]}_patch{a.patch_size}_{a.depth}x{a.branches}{'_ls' if a.residual == 'layerscale' else ''}{stem}"
+        )
+        found = parse(name)
+        if found and not set(found.differences(a)) - {"classes", "image_size", "position_resample"}:
+            return name
+    return ""
 
 
 _PAIRS = {

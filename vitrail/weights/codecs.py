@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from vitrail.errors import UserError
 
 Shapes = dict[str, tuple[int, ...]]
+Known = dict[str, Any]  # fields of the architecture that the caller knows, for what a file does not say
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,9 @@ def square_grid(rows: int) -> tuple[int, int] | None:
     return (side, side) if side * side == rows and side > 0 else None
 
 
-def grid_of(rows: int, specials: Iterable[int], patch: int, image_size: tuple[int, int] | None) -> tuple[tuple[int, int], int]:
+def grid_of(rows: int, specials: Iterable[int], patch: int, known: Known) -> tuple[tuple[int, int], int]:
     """(picture size, special rows) of a position table with so many rows; a square grid unless the size is given."""
+    image_size = known.get("image_size")
     for special in specials:
         if image_size is not None:
             if (image_size[0] // patch) * (image_size[1] // patch) == rows - special:
@@ -95,8 +98,10 @@ def grid_of(rows: int, specials: Iterable[int], patch: int, image_size: tuple[in
     raise UserError(f"The file's {rows} positions do not fit a picture of {size} in patches of {patch} pixels.")
 
 
-def heads_of(width: int) -> int:
+def heads_of(width: int, known: Known) -> int:
     """Heads are not written in ViT-like files: 64 channels each, but 16 heads in the largest models."""
+    if "heads" in known:
+        return known["heads"]
     if width in (1280, 1408, 1664):
         return 16
     if width % 64:

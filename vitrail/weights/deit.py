@@ -19,6 +19,7 @@ from vitrail.weights.codecs import (
     SAME,
     TOKENS,
     CannotHold,
+    Known,
     Pair,
     Shapes,
     count,
@@ -147,26 +148,27 @@ def readout_name(block: str, path: list[str], a: Architecture) -> str:
     raise CannotHold(f"the DeiT format has no place for residual={a.residual} in the readout")
 
 
-def infer(shapes: Shapes, image_size: tuple[int, int] | None = None) -> Architecture:
+def infer(shapes: Shapes, known: Known | None = None) -> Architecture:
     """The architecture that a file's names and shapes stand for."""
+    known = known or {}
     if "blocks.0.norm1.alpha" in shapes:
-        return infer_resmlp(shapes, image_size)
+        return infer_resmlp(shapes, known)
     if "blocks.0.attn.qkv_pos.0.weight" in shapes:
-        return infer_patchconvnet(shapes, image_size)
+        return infer_patchconvnet(shapes, known)
     if "patch_embed.conv1.weight" in shapes:
-        base = infer_lvvit(shapes)
+        base = infer_lvvit(shapes, known)
     elif "blocks.0.attn.proj_l.weight" in shapes:
         base = CAIT.replace(readout_depth=count(shapes, "blocks_token_only."), heads=shapes["blocks.0.attn.proj_l.weight"][0])
     else:
         base = Architecture(drop_path_schedule="linear", **infer_stem(shapes))
     width = shapes["norm.weight"][0]
     special = [0] if base.readout == "class_attention" else [1 + ("dist_token" in shapes), 0]
-    size, rows = grid_of(shapes["pos_embed"][1], special, base.patch_size, image_size)
+    size, rows = grid_of(shapes["pos_embed"][1], special, base.patch_size, known)
     return dataclasses.replace(
         base,
         width=width,
         depth=count(shapes, "blocks."),
-        heads=base.heads if base.mixer == "talking_heads" or base.stem == "tower" else heads_of(width),
+        heads=base.heads if base.mixer == "talking_heads" or base.stem == "tower" else heads_of(width, known),
         mlp_ratio=shapes["blocks.0.mlp.fc1.weight"][0] / width,
         branches=2 if "blocks.0.attn1.qkv.weight" in shapes else 1,
         channels=shapes[first_stem_weight(shapes)][1],
@@ -206,9 +208,9 @@ def infer_stem(shapes: Shapes) -> dict:
     return {"stem": "hmlp", "stem_norm": norm, "stem_activation": "gelu", "stem_strides": strides, "patch_size": patch}
 
 
-def infer_resmlp(shapes: Shapes, image_size: tuple[int, int] | None) -> Architecture:
+def infer_resmlp(shapes: Shapes, known: Known) -> Architecture:
     width, _, patch, _ = shapes["patch_embed.proj.weight"][0], *shapes["patch_embed.proj.weight"][1:]
-    size, _ = grid_of(shapes["blocks.0.attn.weight"][0], [0], patch, image_size)
+    size, _ = grid_of(shapes["blocks.0.attn.weight"][0], [0], patch, known)
     return RESMLP.replace(
         width=width,
         depth=count(shapes, "blocks."),
@@ -220,7 +222,7 @@ def infer_resmlp(shapes: Shapes, image_size: tuple[int, int] | None) -> Architec
     )
 
 
-def infer_patchconvnet(shapes: Shapes, image_size: tuple[int, int] | None) -> Architecture:
+def infer_patchconvnet(shapes: Shapes, known: Known) -> Architecture:
     width = shapes["norm.weight"][0]
     queries = shapes["cls_token"][1]
     heads = infer_heads(shapes)
@@ -235,19 +237,19 @@ def infer_patchconvnet(shapes: Shapes, image_size: tuple[int, int] | None) -> Ar
         readout_depth=count(shapes, "blocks_token_only."),
         readout_mlp_ratio=shapes["blocks_token_only.0.mlp.fc1.weight"][0] / width,
         channels=shapes[first_stem_weight(shapes)][1],
-        image_size=image_size or (224, 224),
+        image_size=known.get("image_size", (224, 224)),
         **stem,
         **heads,
     )
 
 
-def infer_lvvit(shapes: Shapes) -> Architecture:
+def infer_lvvit(shapes: Shapes, known: Known) -> Architecture:
     """Heads and the residual factor are not in the file: they come from the table of sizes."""
     width, depth = shapes["norm.weight"][0], count(shapes, "blocks.")
     factors = {known: (heads, factor) for known, _, heads, factor, _, _ in lvvit.SIZES.values()}
-    if width not in factors:
-        raise UserError(f"No LV-ViT is {width} wide, so its heads and residual factor are unknown; load it with base=NAME.")
-    heads, factor = factors[width]
+    if width not in factors and not {"heads", "residual_start"} <= set(known):
+        raise UserError(f"No LV-ViT is {width} wide, so the file does not tell all; load it with heads=… and residual_start=….")
+    heads, factor = factors.get(width) or (known["heads"], known["residual_start"])
     convs = sum(name.startswith("patch_embed.conv") for name in shapes)
     kernels = (
         *(shapes[f"patch_embed.conv{index + 1}.weight"][-1] for index in range(convs)),

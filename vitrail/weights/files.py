@@ -19,7 +19,7 @@ from vitrail.models.model import Model
 from vitrail.models.preprocessing import Preprocessing
 from vitrail.version import __version__
 from vitrail.weights import deit, google, huggingface, timm
-from vitrail.weights.codecs import CannotHold, Pair, Shapes
+from vitrail.weights.codecs import CannotHold, Known, Pair, Shapes
 from vitrail.weights.reading import Checkpoint, read
 
 FORMATS = ("vitrail", "deit", "timm", "hf", "npz")
@@ -49,6 +49,7 @@ def load(
     """
     check_fields(overrides)
     size = as_size(image_size) if image_size is not None else None
+    known = overrides | ({"image_size": size} if size else {})
     checkpoint = read(path, ema)
     if "vitrail" in checkpoint.metadata:
         model = load_artefact(checkpoint, path)
@@ -57,7 +58,7 @@ def load(
     else:
         try:
             kind, tensors = recognise(checkpoint)
-            architecture = infer(kind, shapes_of(tensors), size, checkpoint.config).replace(**overrides)
+            architecture = infer(kind, shapes_of(tensors), known, checkpoint.config).replace(**overrides)
         except KeyError as error:
             raise UserError(f"{path} looks like a vision transformer but lacks the tensor {error.args[0]!r}.") from None
         except (ValueError, TypeError, IndexError, ZeroDivisionError):
@@ -88,15 +89,15 @@ def recognise(checkpoint: Checkpoint) -> tuple[str, dict[str, Tensor]]:
     raise UserError(f"None of the {len(keys)} tensors (the first is {keys[0]!r}) is that of a known vision transformer.")
 
 
-def infer(kind: str, shapes: Shapes, size: tuple[int, int] | None, config: dict[str, Any] | None) -> Architecture:
+def infer(kind: str, shapes: Shapes, known: Known | None = None, config: dict[str, Any] | None = None) -> Architecture:
     match kind:
         case "npz":
-            return google.infer(shapes, size)
+            return google.infer(shapes, known)
         case "hf":
-            return huggingface.infer(shapes, size, config)
+            return huggingface.infer(shapes, known, config)
         case "timm":
-            return timm.infer(shapes, size)
-    return deit.infer(shapes, size)
+            return timm.infer(shapes, known)
+    return deit.infer(shapes, known)
 
 
 def shapes_of(tensors: dict[str, Tensor]) -> Shapes:
@@ -140,7 +141,12 @@ def build_flags(model: Model) -> list[bool]:
 
 
 def describe(model: Model, kind: str, checkpoint: Checkpoint) -> None:
-    """Preprocessing and class names from a folder's configuration files."""
+    """Preprocessing and class names from a folder's configuration files; without them the paper's own are assumed."""
+    config = checkpoint.config or {}
+    if isinstance(config.get("pretrained_cfg"), dict):
+        model.preprocessing = timm.read_preprocessing(config["pretrained_cfg"], model.architecture.image_size)
+    elif not (kind == "hf" and checkpoint.preprocessor):
+        model.notes["preprocessing"] = "assumed: the file does not say how its pictures were prepared"
     if kind == "hf" and checkpoint.preprocessor:
         model.preprocessing = huggingface.read_preprocessing(checkpoint.preprocessor, model.architecture.image_size)
     if kind == "hf" and checkpoint.config:
@@ -199,7 +205,8 @@ def export(model: Model, format: str, approximate: bool = False) -> dict[str, Te
             pair = TO_PAIR[format](key, a)
             tensors |= dict(zip(pair.theirs, pair.codec.write(tensor.detach().cpu()), strict=True))
         config = huggingface.write_config(a, model.class_names) if format == "hf" else None
-        back = infer(format, shapes_of(tensors), None if a.image_size[0] == a.image_size[1] else a.image_size, config)
+        known: Known = {} if a.image_size[0] == a.image_size[1] else {"image_size": a.image_size}
+        back = infer(format, shapes_of(tensors), known, config)
     except CannotHold as error:
         raise CannotHold(f"The {title} format cannot hold this model: {error}.") from None
     except (KeyError, UserError) as error:

@@ -20,6 +20,7 @@ from vitrail.weights.codecs import (
     TRANSPOSED,
     VECTOR,
     CannotHold,
+    Known,
     Pair,
     Shapes,
     flax_qkv,
@@ -140,7 +141,8 @@ def block_pair(key: str, block: str, half: str, path: list[str], a: Architecture
     raise CannotHold(f"the Google format has no place for {key} (mixer={a.mixer}, residual={a.residual}, norm={a.norm})")
 
 
-def infer(shapes: Shapes, image_size: tuple[int, int] | None = None) -> Architecture:
+def infer(shapes: Shapes, known: Known | None = None) -> Architecture:
+    known = known or {}
     depth = 1 + max((int(found[1]) for name in shapes if (found := BLOCK.match(name))), default=-1)
     if not depth:
         raise UserError("This archive has a patch embedding but no encoder blocks; it is not a ViT.")
@@ -152,7 +154,7 @@ def infer(shapes: Shapes, image_size: tuple[int, int] | None = None) -> Architec
     token = int("cls" in shapes)
     modern = "pos_embedding" in shapes  # big_vision adds positions before the class token
     rows = shapes["pos_embedding" if modern else POSITIONS][1]
-    size, special = grid_of(rows, [0] if modern else [token], stem["patch_size"], image_size)
+    size, special = grid_of(rows, [0] if modern else [token], stem["patch_size"], known)
     return dataclasses.replace(
         VIT,
         width=width,

@@ -5,7 +5,7 @@ from typing import Any
 
 from vitrail.models.architecture import Architecture
 from vitrail.models.preprocessing import Preprocessing
-from vitrail.weights.codecs import LEADING, STACKED, TOKENS, CannotHold, Pair, Shapes, count, grid_of, heads_of, pair
+from vitrail.weights.codecs import LEADING, STACKED, TOKENS, CannotHold, Known, Pair, Shapes, count, grid_of, heads_of, pair
 
 ACTIVATIONS = {
     "gelu": "gelu",
@@ -80,15 +80,14 @@ def block_pair(key: str, layer: str, half: str, path: list[str], a: Architecture
     raise CannotHold(f"the Hugging Face format has no place for {key} (mixer={a.mixer}, residual={a.residual})")
 
 
-def infer(shapes: Shapes, image_size: tuple[int, int] | None = None, config: dict[str, Any] | None = None) -> Architecture:
+def infer(shapes: Shapes, known: Known | None = None, config: dict[str, Any] | None = None) -> Architecture:
     """From plain names and shapes, with what `config.json` adds: heads, epsilon, activation, a rectangular size."""
-    config = config or {}
+    config, known = config or {}, dict(known or {})
     width, channels, patch, _ = shapes[PATCHES]
     distilled = "embeddings.distillation_token" in shapes
-    size = image_size
-    if size is None and isinstance(config.get("image_size"), list):
-        size = tuple(config["image_size"])
-    size, _ = grid_of(shapes["embeddings.position_embeddings"][1], [2 if distilled else 1], patch, size)
+    if isinstance(config.get("image_size"), list):
+        known.setdefault("image_size", tuple(config["image_size"]))
+    size, _ = grid_of(shapes["embeddings.position_embeddings"][1], [2 if distilled else 1], patch, known)
     head = next((name for name in ("classifier.weight", "cls_classifier.weight") if name in shapes), None)
     act = config.get("hidden_act", "gelu")
     if act not in ACTIVATIONS:
@@ -96,7 +95,7 @@ def infer(shapes: Shapes, image_size: tuple[int, int] | None = None, config: dic
     return Architecture(
         width=width,
         depth=count(shapes, "encoder.layer."),
-        heads=config.get("num_attention_heads") or heads_of(width),
+        heads=config.get("num_attention_heads") or heads_of(width, known),
         mlp_ratio=shapes["encoder.layer.0.intermediate.dense.weight"][0] / width,
         classes=shapes[head][0] if head else 0,
         image_size=size,

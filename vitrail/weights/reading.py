@@ -112,11 +112,11 @@ def from_numpy(array: np.ndarray) -> Tensor:
 def read_torch(path: Path, ema: bool) -> dict[str, Tensor]:
     # Training files of the DeiT line keep their command line beside the weights; a Namespace holds values only.
     allowed: list = [argparse.Namespace]
-    zipped = zipfile.is_zipfile(path)
+    mapped = zipfile.is_zipfile(path) and path.suffix != ".safetensors"  # by that name torch takes it for something else
     try:
-        with torch.serialization.safe_globals(allowed), warnings.catch_warnings():
+        with torch.serialization.safe_globals(allowed), warnings.catch_warnings(), path.open("rb") as file:
             warnings.simplefilter("ignore")  # about pickle protocols
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+            content = torch.load(path if mapped else file, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
         reason = str(error).split("\n")[0]
         if "GLOBAL" in str(error) or "global" in str(error):

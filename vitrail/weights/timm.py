@@ -3,12 +3,14 @@ blocks, hybrids and averaged ViTs. CaiT and plain or distilled ViTs are named al
 """
 
 import dataclasses
+from typing import Any
 
 from vitrail.models.architecture import Architecture
+from vitrail.models.preprocessing import Preprocessing
 from vitrail.models.resmlp import RESMLP
 from vitrail.models.vit import VIT
 from vitrail.weights import deit
-from vitrail.weights.codecs import CHANNELS, SAME, CannotHold, Pair, Shapes, count, grid_of, heads_of, pair
+from vitrail.weights.codecs import CHANNELS, SAME, CannotHold, Known, Pair, Shapes, count, grid_of, heads_of, pair
 
 
 def recognises(shapes: Shapes) -> bool:
@@ -93,23 +95,24 @@ def resmlp_pair(key: str, a: Architecture) -> Pair:
     raise CannotHold(f"timm has no place for {key} ({deit.part_of(key, a)})")
 
 
-def infer(shapes: Shapes, image_size: tuple[int, int] | None = None) -> Architecture:
+def infer(shapes: Shapes, known: Known | None = None) -> Architecture:
+    known = known or {}
     if "stem.proj.weight" in shapes:
-        return infer_resmlp(shapes, image_size)
+        return infer_resmlp(shapes, known)
     if "blocks.0.attn.proj_l.weight" in shapes or not recognises(shapes):
-        return deit.infer(shapes, image_size)
+        return deit.infer(shapes, known)
     parallel = count(shapes, "blocks.0.attns.")
     width = shapes["patch_embed.proj.weight"][0]
     hybrid = infer_hybrid(shapes) if "patch_embed.backbone.stem.conv.weight" in shapes else {}
     patch = hybrid.get("patch_size", shapes["patch_embed.proj.weight"][-1])
     tokens = ("cls_token" in shapes) + ("dist_token" in shapes)
-    size, rows = grid_of(shapes["pos_embed"][1], sorted({tokens, 0}, reverse=True), patch, image_size)
+    size, rows = grid_of(shapes["pos_embed"][1], sorted({tokens, 0}, reverse=True), patch, known)
     mlp = "blocks.0.ffns.0.mlp.fc1.weight" if parallel else "blocks.0.mlp.fc1.weight"
     scaled = "blocks.0.ls1.gamma" in shapes or "blocks.0.attns.0.ls.gamma" in shapes
     options = {
         "width": width,
         "depth": count(shapes, "blocks."),
-        "heads": heads_of(width),
+        "heads": heads_of(width, known),
         "mlp_ratio": shapes[mlp][0] / width,
         "branches": parallel or 1,
         "patch_size": patch,
@@ -141,9 +144,9 @@ def infer_hybrid(shapes: Shapes) -> dict:
     }
 
 
-def infer_resmlp(shapes: Shapes, image_size: tuple[int, int] | None) -> Architecture:
+def infer_resmlp(shapes: Shapes, known: Known) -> Architecture:
     width, channels, patch, _ = shapes["stem.proj.weight"]
-    size, _ = grid_of(shapes["blocks.0.linear_tokens.weight"][0], [0], patch, image_size)
+    size, _ = grid_of(shapes["blocks.0.linear_tokens.weight"][0], [0], patch, known)
     return RESMLP.replace(
         width=width,
         depth=count(shapes, "blocks."),
@@ -152,4 +155,17 @@ def infer_resmlp(shapes: Shapes, image_size: tuple[int, int] | None) -> Architec
         channels=channels,
         image_size=size,
         **deit.infer_heads(shapes),
+    )
+
+
+def read_preprocessing(config: dict[str, Any], size: tuple[int, int]) -> Preprocessing:
+    """What the `pretrained_cfg` of a timm folder says."""
+    plain = Preprocessing()
+    return Preprocessing(
+        image_size=size,
+        crop_ratio=float(config.get("crop_pct", plain.crop_ratio)),
+        resize="square" if config.get("crop_mode") == "squash" else "shorter",
+        interpolation=str(config.get("interpolation", plain.interpolation)),
+        mean=tuple(config.get("mean", plain.mean)),
+        std=tuple(config.get("std", plain.std)),
     )

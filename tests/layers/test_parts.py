@@ -1,0 +1,191 @@
+"""Properties of single parts that the papers state."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import vitrail
+from tests.models.test_every_model import randomise
+from vitrail.layers.residual import DropPath, drop_path_rates
+from vitrail.layers.resnet import pad_same
+from vitrail.layers.stems import hmlp_strides, unfold_patches
+from vitrail.models.architecture import Architecture
+from vitrail.models.cait import layerscale_start
+from vitrail.models.catalogue import build
+
+TINY = Architecture(width=32, depth=2, heads=2, classes=5, image_size=(32, 48))
+
+
+def perturbed(stem, image):
+    """Which tokens change when all pixels of the second patch of the first row change."""
+    other = image.clone()
+    other[:, :, :16, 16:32] += torch.randn(1, 3, 16, 16)
+    return (stem(other) - stem(image)).abs().amax((0, 2)) > 1e-5
+
+
+@pytest.mark.parametrize("stem", ["linear", "hmlp", "local_transformer"])
+@pytest.mark.parametrize("norm", ["batch", "layer"])
+def test_no_pixel_reaches_another_patch(stem, norm):
+    model = randomise(build(TINY.replace(stem=stem, stem_norm=norm))).eval()
+    assert perturbed(model.stem, torch.randn(1, 3, 32, 48)).tolist() == [False, True, False, False, False, False]
+
+
+@pytest.mark.parametrize("stem", ["conv", "tower"])
+def test_convolutional_stems_mix_patches(stem):
+    model = randomise(build(TINY.replace(stem=stem, stem_width=8))).eval()
+    assert perturbed(model.stem, torch.randn(1, 3, 32, 48)).sum() > 1
+
+
+def test_the_linear_stem_is_unfold_and_a_matrix():
+    model = randomise(build(TINY))
+    image = torch.randn(2, 3, 32, 48)
+    expected = unfold_patches(image, 16) @ model.stem.proj.weight.flatten(1).T + model.stem.proj.bias
+    torch.testing.assert_close(model.stem(image), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_hmlp_hierarchies():
+    assert hmlp_strides(16) == (4, 2, 2)
+    assert all(torch.tensor(hmlp_strides(patch)).prod() == patch for patch in (4, 8, 14, 16, 28, 32))
+
+
+@pytest.mark.parametrize("side", [7, 8, 9, 224])
+@pytest.mark.parametrize(("kernel", "stride"), [(7, 2), (3, 2), (3, 1), (1, 1), (1, 2)])
+def test_same_padding_gives_the_ceiling(side, kernel, stride):
+    padded = pad_same(torch.randn(1, 1, side, side), kernel, stride)
+    assert (padded.shape[-1] - kernel) // stride + 1 == -(-side // stride)
+
+
+def test_drop_path_is_per_image_and_unbiased():
+    drop = DropPath(0.25).train()
+    x = torch.ones(20000, 2, 3)
+    y = drop(x)
+    rows = y.flatten(1)
+    assert ((rows == 0).all(1) | torch.isclose(rows, torch.tensor(4 / 3)).all(1)).all()
+    assert y.mean().item() == pytest.approx(1, abs=0.02)
+    assert drop.eval()(x) is x
+    assert drop_path_rates(0.3, 4, "uniform") == [0.3] * 4
+    assert drop_path_rates(0.3, 4, "linear") == pytest.approx([0, 0.1, 0.2, 0.3])
+
+
+def test_parallel_branches_draw_their_own_masks():
+    model = randomise(build(TINY.replace(branches=2, drop_path=0.5))).train()
+    torch.manual_seed(1)
+    masks = [branch.drop(torch.ones(64, 1, 1)) for branch in model.block(0).mix.branches]
+    assert not torch.equal(*masks)
+
+
+@pytest.mark.parametrize("depth", [12, 18, 24, 36, 48])
+def test_the_layerscale_rule(depth):
+    assert layerscale_start(depth) == {12: 0.1, 18: 0.1, 24: 1e-5, 36: 1e-6, 48: 1e-6}[depth]
+
+
+@pytest.mark.parametrize("residual", ["rezero", "skipinit", "fixup"])
+def test_branches_that_start_at_zero_start_as_the_identity(residual):
+    model = build(TINY.replace(residual=residual)).eval()
+    image = torch.randn(2, 3, 32, 48)
+    x, layout = model._before(0, *model._start(*model.embed(image)))
+    torch.testing.assert_close(model.block(0)(x, layout), x)
+
+
+def test_fixup_and_tfixup_start():
+    fixup, plain, tfixup = (build(TINY.replace(residual=kind, depth=8)) for kind in ("fixup", "plain", "tfixup"))
+    first = lambda model: model.block(0).ffn.branches[0].body.fc1.weight.std().item()  # noqa: E731
+    assert first(fixup) == pytest.approx(first(plain) * 16**-0.5, rel=0.1)
+    assert tfixup.block(0).ffn.branches[0].scale.weight.item() == 1
+    limit = 0.67 * 8**-0.25 * (6 / (32 + 128)) ** 0.5
+    assert tfixup.block(0).ffn.branches[0].body.fc1.weight.abs().max().item() == pytest.approx(limit, rel=0.05)
+
+
+def test_patches_are_permutation_blind_without_positions():
+    """Without positions the class vector does not know the order of the patches; with them it does."""
+    image = torch.randn(1, 3, 32, 48)
+    swapped = torch.cat([image[..., 16:32], image[..., :16], image[..., 32:]], -1)
+    for positions in ("none", "learned"):
+        model = randomise(build(TINY.replace(positions=positions))).eval()
+        assert torch.allclose(model(image), model(swapped), atol=1e-4) == (positions == "none")
+
+
+def test_the_class_attention_stage_leaves_the_patches_alone():
+    model = randomise(build(TINY.replace(mixer="talking_heads", readout="class_attention"))).eval()
+    image = torch.randn(1, 3, 32, 48)
+    before = model.features(image)
+    model.readout.queries.data += 1
+    after = model.features(image)
+    assert torch.equal(before.tokens, after.tokens)
+    assert not torch.allclose(before.pooled, after.pooled)
+
+
+def test_per_class_queries_that_are_copies_equal_the_single_query():
+    single = randomise(
+        build(TINY.replace(mixer="patchconv", mlp_ratio=0, readout="class_attention", readout_keys="patches"))
+    ).eval()
+    many = build(single.architecture.replace(readout="per_class")).eval()
+    state = single.state_dict()
+    state["readout.queries"] = state["readout.queries"].expand(5, -1)
+    many.load_state_dict(state)
+    image = torch.randn(2, 3, 32, 48)
+    torch.testing.assert_close(many(image), single(image), rtol=1e-4, atol=1e-4)
+
+
+def test_fusion_of_two_heads():
+    image = torch.randn(4, 3, 32, 48)
+    models = {
+        kind: randomise(build(TINY.replace(distillation=True, fusion=kind))).eval()
+        for kind in ("logit_mean", "softmax_sum", "class", "distillation")
+    }
+    for model in models.values():
+        model.load_state_dict(models["class"].state_dict())
+    both = models["class"].outputs(image)
+    main, second = both.main, both.distillation
+    torch.testing.assert_close(models["logit_mean"](image), (main + second) / 2)
+    torch.testing.assert_close(models["softmax_sum"](image).softmax(-1), (main.softmax(-1) + second.softmax(-1)) / 2)
+    assert torch.equal(models["class"](image), main)
+    assert torch.equal(models["distillation"](image), second)
+
+
+def test_the_dense_head_counts_in_evaluation_only():
+    model = randomise(build(TINY.replace(dense_head=True)))
+    image = torch.randn(2, 3, 32, 48)
+    train, evaluation = model.train().outputs(image), model.eval().outputs(image)
+    assert torch.equal(train.logits, train.main)
+    torch.testing.assert_close(evaluation.logits, evaluation.main + 0.5 * evaluation.dense.max(1).values)
+
+
+def test_group_norm_of_one_group_is_layer_norm():
+    one, other = (randomise(build(TINY.replace(norm=kind, norm_eps=1e-5))).eval() for kind in ("group", "layer"))
+    other.load_state_dict(one.state_dict())
+    image = torch.randn(2, 3, 32, 48)
+    torch.testing.assert_close(one(image), other(image), rtol=1e-4, atol=1e-4)
+
+
+def test_batch_norm_with_queries_keeps_its_statistics_to_the_trunk():
+    """Training and evaluation agree once the running statistics have settled."""
+    model = vitrail.create("patchconvnet_s60_batchnorm", classes=5, image_size=64, depth=2, width=32, residual_start=0.5).train()
+    image = torch.randn(32, 3, 64, 64)
+    with torch.no_grad():
+        for _ in range(60):
+            model(image)
+        train, evaluation = model(image), model.eval()(image)
+        assert (train - evaluation).abs().max() < 0.2 * train.abs().max()
+        assert model(image[:1]).shape == (1, 5)
+
+
+def test_zero_started_head_gives_zero_logits():
+    model = vitrail.create("vit_tiny_patch16", depth=1)
+    logits = model(torch.randn(2, 3, 224, 224))
+    assert torch.equal(logits, torch.zeros(2, 1000))
+    assert F.cross_entropy(logits, torch.tensor([3, 4])).item() == pytest.approx(6.9078, abs=1e-3)
+
+
+def test_relative_positions_equal_their_definition():
+    model = randomise(build(TINY.replace(positions="relative", position_place="layers")))
+    x, layout = model._before(0, *model._start(*model.embed(torch.randn(1, 3, 32, 48))))
+    body, relative = model.block(0).mix.branches[0].body, model.positions[0]
+    query, _, _ = body._heads(x)
+    found = relative(query, layout)
+    table, patches = relative.table, layout.patches
+    for q in range(1 + patches):
+        for k in range(1 + patches):
+            row = patches - 1 + (q - 1) - (k - 1) if q and k else -3 if k else -2 if q else -1
+            expected = (query[:, :, q] @ table[row]) / 4
+            torch.testing.assert_close(found[:, :, q, k], expected, rtol=1e-4, atol=1e-4)

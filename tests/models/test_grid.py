@@ -1,0 +1,144 @@
+"""The grid: any combination that the rules call valid builds, runs, differentiates, saves and loads."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import vitrail
+from tests.models.test_every_model import any_size, loss, randomise
+from vitrail.errors import UserError
+from vitrail.layers.mixers import MIXERS
+from vitrail.layers.norms import TOKEN_NORMS
+from vitrail.layers.positions import POSITIONS, RELATIVE
+from vitrail.layers.readouts import READOUTS
+from vitrail.layers.residual import SCALES
+from vitrail.models.architecture import CHOICES, Architecture
+from vitrail.models.catalogue import build
+
+STEMS = {
+    "linear": {"stem_norm": ("none", "batch", "layer"), "stem_activation": ("none", "gelu")},
+    "conv": {"stem_norm": ("none", "batch", "layer")},
+    "tower": {"stem_norm": ("batch", "layer"), "stem_width": (8,)},
+    "hmlp": {"stem_norm": ("batch", "layer")},
+    "local_transformer": {},
+    "resnet": {"stem_width": (32,), "stem_layers": ((1,), (1, 1))},
+}
+
+
+@st.composite
+def architectures(draw):
+    stem = draw(st.sampled_from(sorted(STEMS)))
+    parts = {field: draw(st.sampled_from(values)) for field, values in STEMS[stem].items()}
+    mixer, readout = draw(st.sampled_from(MIXERS)), draw(st.sampled_from(READOUTS))
+    if mixer in ("axial", "linear", "mlp", "conv", "depthwise", "separable", "patchconv") and readout == "class":
+        readout = "mean"
+    positions = draw(st.sampled_from(POSITIONS))
+    if positions in RELATIVE and mixer not in ("attention", "talking_heads"):
+        positions = "learned"
+    place = draw(
+        st.sampled_from(
+            ["layers", "shared"]
+            if positions in RELATIVE
+            else ["stem", "shared"]
+            if positions == "sincos"
+            else ["stem", "layers", "shared"]
+        )
+    )
+    two_heads = readout in ("class", "class_attention") and draw(st.booleans())
+    return Architecture(
+        stem=stem,
+        **parts,
+        patch_size=16 if stem != "linear" else draw(st.sampled_from([4, 6])),
+        image_size=(32, 48),
+        width=draw(st.sampled_from([32, 48])),
+        depth=2,
+        heads=draw(st.sampled_from([1, 2, 4])),
+        mlp_ratio=draw(st.sampled_from([0, 1.5, 4.0])),
+        branches=draw(st.sampled_from([1, 2, 3])),
+        classes=draw(st.sampled_from([1, 5])),
+        channels=draw(st.sampled_from([1, 3])),
+        mixer=mixer,
+        qkv_bias=draw(st.booleans()),
+        activation=draw(st.sampled_from(["gelu", "gelu_tanh", "relu", "silu", "hardswish"])),
+        norm=draw(st.sampled_from(TOKEN_NORMS)),
+        norm_groups=2,
+        residual=draw(st.sampled_from(SCALES)),
+        residual_start=0.5,
+        residual_start_mode=draw(st.sampled_from(["constant", "zero", "uniform"])),
+        drop_path=0.0,
+        positions=positions,
+        position_place=place,
+        position_special=draw(st.booleans()),
+        class_token_at=draw(st.sampled_from([0, 1])),
+        distillation=two_heads,
+        fusion=draw(st.sampled_from(["logit_mean", "softmax_sum", "class", "distillation"])),
+        readout=readout,
+        readout_depth=draw(st.sampled_from([1, 2])),
+        readout_keys=draw(st.sampled_from(["all", "patches"])),
+        readout_scale=draw(st.booleans()),
+        final_norm=draw(st.booleans()),
+        pre_logits=draw(st.sampled_from([0, 8])) if readout != "per_class" else 0,
+        dense_head=readout != "per_class" and draw(st.booleans()),
+        start=draw(st.sampled_from(["deit", "vit"])),
+    )
+
+
+@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(architecture=architectures())
+def test_valid_combinations_build_run_save_and_load(architecture, tmp_path):
+    model = randomise(build(architecture)).train()
+    loss(model.outputs(torch.randn(3, architecture.channels, 32, 48))).backward()
+    # With two classes or more each parameter matters; the fusion may ignore a head, but `loss` sees all of them.
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    model.eval()
+    size = (48, 32) if any_size(architecture) else (32, 48)
+    image = torch.randn(2, architecture.channels, *size)
+    with torch.no_grad():
+        logits = model(image)
+        back = vitrail.load(vitrail.save(model, tmp_path / "model.safetensors"))
+        assert back.architecture == architecture
+        assert torch.equal(back(image), logits)
+        assert logits.shape == (2, architecture.classes)
+        features = model.features(image)
+        assert features.tokens.shape[1] == features.grid[0] * features.grid[1]
+        model.trace(torch.randn(2, architecture.channels, 32, 48))
+        resized = model.resize(48, 32)(torch.randn(2, architecture.channels, 48, 32))
+        assert resized.isfinite().all()
+
+
+@pytest.mark.parametrize("field", CHOICES)
+def test_unknown_choices_are_named(field):
+    with pytest.raises(UserError, match=f"{field}='magic' is not known; choose from"):
+        Architecture(**{field: "magic"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"heads": 5}, "do not divide the width"),
+        ({"mixer": "linear"}, "patches alone"),
+        ({"positions": "relative"}, "position_place"),
+        ({"positions": "relative", "position_place": "layers", "mixer": "conv", "readout": "mean"}, "attention scores"),
+        ({"positions": "sincos", "position_place": "layers"}, "same in every layer"),
+        ({"distillation": True, "readout": "mean"}, "distillation token"),
+        ({"readout": "per_class", "dense_head": True}, "dense head"),
+        ({"readout": "per_class", "classes": 0}, "need classes"),
+        ({"class_token_at": 12}, "0 to 11"),
+        ({"image_size": 8}, "smaller than one patch"),
+        ({"image_size": (1, 2, 3)}, "pair"),
+        ({"image_size": -4}, "positive"),
+        ({"norm": "group", "norm_groups": 5}, "groups"),
+        ({"norm": "none", "norm_place": "post"}, "needs a norm"),
+        ({"stem": "resnet", "stem_layers": (3, 4, 6, 3)}, "stride of 32"),
+        ({"stem": "resnet_features", "stem_layers": (3, 4, 6, 3)}, "stages"),
+        ({"stem": "conv", "patch_size": 14}, "power of two"),
+        ({"stem": "local_transformer", "patch_size": 14}, "4-pixel"),
+        ({"stem": "tower", "stem_kernels": (7, 3, 8)}, "as many"),
+        ({"stem": "hmlp", "stem_strides": (2, 2)}, "multiply"),
+        ({"widht": 3}, "did you mean width"),
+    ],
+)
+def test_rules_are_sentences(changes, says):
+    with pytest.raises(UserError, match=says):
+        Architecture().replace(**changes)
