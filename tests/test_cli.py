@@ -94,9 +94,8 @@ def test_bad_input_gets_one_sentence(deit_file, tmp_path):
 def test_a_full_disk_loses_nothing(deit_file, tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
-    if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)], check=False, capture_output=True
-    ).returncode:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
         pytest.skip("no small disk can be mounted here")
     try:
         (disk / "out.safetensors").write_text("the old file")

@@ -1,8 +1,27 @@
 """Vitrail: train, distil, adapt, measure, look into and ship vision transformers and their kin."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from vitrail.errors import UserError
-from vitrail.models import Architecture, Model, build, create, list_models
 from vitrail.version import __version__
-from vitrail.weights import load, save
+
+if TYPE_CHECKING:
+    from vitrail.models import Architecture, Model, build, create, list_models
+    from vitrail.weights import load, save
 
 __all__ = ["Architecture", "Model", "UserError", "__version__", "build", "create", "list_models", "load", "save"]
+
+# Loaded at first use, so that `vitrail --help` does not wait for torch.
+HOMES = dict.fromkeys(("Architecture", "Model", "build", "create", "list_models"), "vitrail.models")
+HOMES |= dict.fromkeys(("load", "save"), "vitrail.weights")
+
+
+def __getattr__(name: str) -> Any:
+    if name in HOMES:
+        return getattr(importlib.import_module(HOMES[name]), name)
+    raise AttributeError(f"module 'vitrail' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -9,7 +9,7 @@ from tests.models.test_every_model import randomise
 from vitrail.layers.residual import DropPath, drop_path_rates
 from vitrail.layers.resnet import pad_same
 from vitrail.layers.stems import hmlp_strides, unfold_patches
-from vitrail.models.architecture import Architecture
+from vitrail.models.architecture import FUSIONS, Architecture
 from vitrail.models.cait import layerscale_start
 from vitrail.models.catalogue import build
 
@@ -109,16 +109,15 @@ def test_the_class_attention_stage_leaves_the_patches_alone():
     model = randomise(build(TINY.replace(mixer="talking_heads", readout="class_attention"))).eval()
     image = torch.randn(1, 3, 32, 48)
     before = model.features(image)
-    model.readout.queries.data += 1
+    model.readout.queries.data += torch.randn(1, 32)
     after = model.features(image)
     assert torch.equal(before.tokens, after.tokens)
     assert not torch.allclose(before.pooled, after.pooled)
 
 
 def test_per_class_queries_that_are_copies_equal_the_single_query():
-    single = randomise(
-        build(TINY.replace(mixer="patchconv", mlp_ratio=0, readout="class_attention", readout_keys="patches"))
-    ).eval()
+    pooling = {"readout": "class_attention", "readout_keys": "patches"}
+    single = randomise(build(TINY.replace(mixer="patchconv", mlp_ratio=0, **pooling))).eval()
     many = build(single.architecture.replace(readout="per_class")).eval()
     state = single.state_dict()
     state["readout.queries"] = state["readout.queries"].expand(5, -1)
@@ -129,10 +128,7 @@ def test_per_class_queries_that_are_copies_equal_the_single_query():
 
 def test_fusion_of_two_heads():
     image = torch.randn(4, 3, 32, 48)
-    models = {
-        kind: randomise(build(TINY.replace(distillation=True, fusion=kind))).eval()
-        for kind in ("logit_mean", "softmax_sum", "class", "distillation")
-    }
+    models = {kind: randomise(build(TINY.replace(distillation=True, fusion=kind))).eval() for kind in FUSIONS}
     for model in models.values():
         model.load_state_dict(models["class"].state_dict())
     both = models["class"].outputs(image)

@@ -36,15 +36,8 @@ def architectures(draw):
     positions = draw(st.sampled_from(POSITIONS))
     if positions in RELATIVE and mixer not in ("attention", "talking_heads"):
         positions = "learned"
-    place = draw(
-        st.sampled_from(
-            ["layers", "shared"]
-            if positions in RELATIVE
-            else ["stem", "shared"]
-            if positions == "sincos"
-            else ["stem", "layers", "shared"]
-        )
-    )
+    places = {"relative": ("layers", "shared"), "relative_bias": ("layers", "shared"), "sincos": ("stem", "shared")}
+    place = draw(st.sampled_from(places.get(positions, ("stem", "layers", "shared"))))
     two_heads = readout in ("class", "class_attention") and draw(st.booleans())
     return Architecture(
         stem=stem,

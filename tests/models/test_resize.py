@@ -58,20 +58,16 @@ def test_bicubic_is_the_half_pixel_rule_and_aligned_is_a_corner_aligned_zoom():
     half_pixel = F.interpolate(picture, (24, 24), mode="bicubic", align_corners=False).flatten(2)[0].T
     torch.testing.assert_close(resample(table, (14, 14), (24, 24), "bicubic"), half_pixel)
     zoomed = scipy.ndimage.zoom(table.reshape(14, 14, 8).numpy(), (24 / 14, 24 / 14, 1), order=1)
-    torch.testing.assert_close(
-        resample(table, (14, 14), (24, 24), "aligned"), torch.from_numpy(zoomed).flatten(0, 1), rtol=1e-4, atol=1e-5
-    )
+    expected = torch.from_numpy(zoomed).flatten(0, 1)
+    torch.testing.assert_close(resample(table, (14, 14), (24, 24), "aligned"), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_bicubic_keeps_more_of_the_norm_than_bilinear():
     """DeiT's reason for bicubic: for random embeddings, 14 -> 24, the norm falls to 0.871 against 0.693."""
     table = torch.randn(14 * 14, 20000)
-    share = {
-        method: (resample(table, (14, 14), (24, 24), method).square().mean() / table.square().mean()).sqrt()
-        for method in ("bicubic", "bilinear")
-    }
-    assert share["bicubic"] == pytest.approx(0.871, abs=0.01)
-    assert share["bilinear"] == pytest.approx(0.693, abs=0.01)
+    for method, share in (("bicubic", 0.871), ("bilinear", 0.693)):
+        resized = resample(table, (14, 14), (24, 24), method)
+        assert (resized.square().mean() / table.square().mean()).sqrt() == pytest.approx(share, abs=0.01)
 
 
 def test_patch_maps_keep_constant_pictures():
@@ -99,12 +95,8 @@ def test_a_larger_patch_gives_the_same_tokens_on_a_larger_picture():
     image = torch.randn(2, 3, 32, 48)
     tokens = model.embed(image)[0]
     patches = F.unfold(image, 8, stride=8).transpose(1, 2).reshape(-1, 3, 8, 8)
-    larger = (
-        F.interpolate(patches, (12, 12), mode="bilinear")
-        .reshape(2, 4, 6, 3, 12, 12)
-        .permute(0, 3, 1, 4, 2, 5)
-        .reshape(2, 3, 48, 72)
-    )
+    larger = F.interpolate(patches, (12, 12), mode="bilinear").reshape(2, 4, 6, 3, 12, 12)
+    larger = larger.permute(0, 3, 1, 4, 2, 5).reshape(2, 3, 48, 72)
     model.resize(48, 72, patch_size=12)
     assert model.architecture.patch_size == 12
     torch.testing.assert_close(model.embed(larger)[0], tokens, rtol=1e-3, atol=1e-3)
