@@ -79,10 +79,11 @@ def test_round_trip_or_refusal(name, format, tmp_path):
     assert torch.equal(model(image), back(image))
 
 
-def test_timm_hybrid_holds_a_model_with_erf_gelu(tmp_path):
-    model = little("vit_base_r50_s16", activation="gelu", stem_eps=1e-5)
+@pytest.mark.parametrize("name", ["vit_base_r50_s16", "vit_tiny_r_s16_p8"])
+def test_timm_hybrids_hold_a_model_with_erf_gelu(name, tmp_path):
+    model = little(name, activation="gelu", stem_eps=1e-5)
     back = vitrail.load(vitrail.save(model, tmp_path / "hybrid.safetensors", "timm"))
-    image = torch.randn(2, 3, 32, 32)
+    image = torch.randn(2, 3, *model.architecture.image_size)
     assert torch.equal(model(image), back(image))
 
 

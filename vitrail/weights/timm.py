@@ -12,6 +12,9 @@ from vitrail.models.vit import VIT
 from vitrail.weights import deit
 from vitrail.weights.codecs import CHANNELS, SAME, CannotHold, Known, Pair, Shapes, count, grid_of, heads_of, pair
 
+# The first convolution of a hybrid, with stages behind it or alone.
+ROOTS = ("patch_embed.backbone.stem.conv.weight", "patch_embed.backbone.conv.weight")
+
 
 def recognises(shapes: Shapes) -> bool:
     """Names that only timm uses."""
@@ -19,7 +22,7 @@ def recognises(shapes: Shapes) -> bool:
         "blocks.0.ls1.gamma",
         "stem.proj.weight",
         "blocks.0.attns.0.norm.weight",
-        "patch_embed.backbone.stem.conv.weight",
+        *ROOTS,
         "fc_norm.weight",
     )
     return any(mark in shapes for mark in marks) or ("pos_embed" in shapes and "cls_token" not in shapes)
@@ -32,7 +35,7 @@ def to_pair(key: str, a: Architecture) -> Pair:
         raise CannotHold(f"timm has no model with mixer={a.mixer}, stem={a.stem}, dense_head={a.dense_head}")
     match key.split("."):
         case ["stem", *path] if a.stem == "resnet":
-            return pair(key, f"patch_embed.{resnet_name(path)}")
+            return pair(key, f"patch_embed.{resnet_name(path, a)}")
         case ["stem", "proj", leaf] if a.stem == "linear":
             return pair(key, f"patch_embed.proj.{leaf}")
         case ["blocks", index, half, "branches", branch, *path] if a.branches > 1:
@@ -59,8 +62,12 @@ def parallel_name(half: str, branch: str, path: list[str], a: Architecture) -> s
     raise CannotHold(f"timm has no parallel block with mixer={a.mixer}, residual={a.residual}")
 
 
-def resnet_name(path: list[str]) -> str:
+def resnet_name(path: list[str], a: Architecture) -> str:
     match path:
+        case ["root", leaf] if not a.stem_layers:
+            return f"backbone.conv.{leaf}"
+        case ["root_norm", leaf] if not a.stem_layers:
+            return f"backbone.norm.{leaf}"
         case ["root", leaf]:
             return f"backbone.stem.conv.{leaf}"
         case ["root_norm", leaf]:
@@ -103,7 +110,8 @@ def infer(shapes: Shapes, known: Known | None = None) -> Architecture:
         return deit.infer(shapes, known)
     parallel = count(shapes, "blocks.0.attns.")
     width = shapes["patch_embed.proj.weight"][0]
-    hybrid = infer_hybrid(shapes) if "patch_embed.backbone.stem.conv.weight" in shapes else {}
+    root = next((name for name in ROOTS if name in shapes), None)
+    hybrid = infer_hybrid(shapes, root) if root else {}
     patch = hybrid.get("patch_size", shapes["patch_embed.proj.weight"][-1])
     tokens = ("cls_token" in shapes) + ("dist_token" in shapes)
     size, rows = grid_of(shapes["pos_embed"][1], sorted({tokens, 0}, reverse=True), patch, known)
@@ -116,7 +124,7 @@ def infer(shapes: Shapes, known: Known | None = None) -> Architecture:
         "mlp_ratio": shapes[mlp][0] / width,
         "branches": parallel or 1,
         "patch_size": patch,
-        "channels": shapes["patch_embed.backbone.stem.conv.weight" if hybrid else "patch_embed.proj.weight"][1],
+        "channels": shapes[root or "patch_embed.proj.weight"][1],
         "image_size": size,
         "qkv_bias": any(name.endswith("qkv.bias") for name in shapes),
         "residual": "layerscale" if scaled else "plain",
@@ -129,15 +137,15 @@ def infer(shapes: Shapes, known: Known | None = None) -> Architecture:
     return dataclasses.replace(Architecture(), **(options | hybrid | deit.infer_heads(shapes)))
 
 
-def infer_hybrid(shapes: Shapes) -> dict:
+def infer_hybrid(shapes: Shapes, root: str) -> dict:
     """timm's ResNet stem has GroupNorm 1e-5."""
-    root = "patch_embed.backbone.stages."
-    layers = tuple(count(shapes, f"{root}{stage}.blocks.") for stage in range(count(shapes, root)))
+    stages = "patch_embed.backbone.stages."
+    layers = tuple(count(shapes, f"{stages}{stage}.blocks.") for stage in range(count(shapes, stages)))
     stride = 2 ** (1 + max(len(layers), 1))
     return {
         "stem": "resnet",
         "stem_layers": layers,
-        "stem_width": shapes["patch_embed.backbone.stem.conv.weight"][0],
+        "stem_width": shapes[root][0],
         "stem_eps": 1e-5,
         "patch_size": stride * shapes["patch_embed.proj.weight"][-1],
         "start": VIT.start,

@@ -1,0 +1,76 @@
+"""What the README and the papers' pages say is run as typed."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+import vitrail
+from docs.draw_grid import draw
+from tests.test_cli import run
+from tests.weights.test_formats import little
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+PAGES = sorted((ROOT / "docs" / "papers").glob("*.md"))
+
+
+def blocks(text, language):
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+def test_python_of_the_readme(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    scope: dict = {}
+    for code in blocks(README, "python"):
+        exec(code, scope)
+    assert scope["logits"].shape == (2, 10)
+    assert scope["features"].tokens.shape == (2, 192, 384)
+    assert scope["features"].grid == (12, 16)
+    assert scope["attention"].shape == (2, 6, 193, 193)
+    torch.testing.assert_close(scope["attention"].sum(-1), torch.ones(2, 6, 193))
+
+
+def test_tables_of_the_readme():
+    for command, output in re.findall(r"\$ (vitrail models .*?)\n(.*?)\n```", README, re.DOTALL):
+        found = run(*shlex.split(command)[1:]).stdout
+        assert found.startswith(output)
+
+
+def test_conversions_of_the_readme(tmp_path):
+    vitrail.save(little("deit_small_patch16"), tmp_path / "deit_small_patch16_224.pth", "deit")
+    vitrail.save(little("vit_base_patch16"), tmp_path / "ViT-B_16.npz", "npz")
+    commands = re.findall(r"^(vitrail convert .*)$", README, re.MULTILINE)
+    assert len(commands) == 2
+    for command in commands:
+        result = run(*shlex.split(command)[1:], cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})
+        assert result.returncode == 0, result.stderr
+        assert "largest logit difference 0 " in result.stdout
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_python_of_the_papers_pages(page, tmp_path, monkeypatch):
+    """Every example runs as it stands; only the random numbers that models start from are cheaper here."""
+    monkeypatch.chdir(tmp_path)
+    for start in ("trunc_normal_", "xavier_uniform_", "kaiming_uniform_"):
+        monkeypatch.setattr(torch.nn.init, start, lambda tensor, *args, **kwargs: tensor.data.fill_(0.01))
+    codes = blocks(page.read_text(), "python")
+    assert codes
+    for code in codes:
+        exec(code, {})
+
+
+def test_the_picture_of_the_grid_is_current():
+    assert (ROOT / "docs" / "grid.svg").read_text() == draw()
+
+
+def test_size_of_files():
+    """No model page above 150 lines, no file above 500."""
+    for path in (ROOT / "vitrail" / "models").glob("*.py"):
+        limit = 150 if path.stem in {"vit", "deit", "cait", "resmlp", "patchconvnet", "deit3", "three_things", "lvvit"} else 500
+        assert len(path.read_text().splitlines()) <= limit, path
+    for folder in ("vitrail", "tests", "benchmarks", "docs"):
+        for path in (ROOT / folder).rglob("*.py"):
+            assert len(path.read_text().splitlines()) <= 500, path
