@@ -38,6 +38,8 @@ def architectures(draw):
         positions = "learned"
     places = {"relative": ("layers", "shared"), "relative_bias": ("layers", "shared"), "sincos": ("stem", "shared")}
     place = draw(st.sampled_from(places.get(positions, ("stem", "layers", "shared"))))
+    norm = draw(st.sampled_from(TOKEN_NORMS))
+    norm_place = "post" if norm != "none" and draw(st.booleans()) else "pre"
     two_heads = readout in ("class", "class_attention") and draw(st.booleans())
     return Architecture(
         stem=stem,
@@ -54,8 +56,9 @@ def architectures(draw):
         mixer=mixer,
         qkv_bias=draw(st.booleans()),
         activation=draw(st.sampled_from(["gelu", "gelu_tanh", "relu", "silu", "hardswish"])),
-        norm=draw(st.sampled_from(TOKEN_NORMS)),
+        norm=norm,
         norm_groups=2,
+        norm_place=norm_place,
         residual=draw(st.sampled_from(SCALES)),
         residual_start=0.5,
         residual_start_mode=draw(st.sampled_from(["constant", "zero", "uniform"])),

@@ -63,7 +63,21 @@ def read_folder(path: Path, ema: bool) -> Checkpoint:
             checkpoint.config = read_json(path / "config.json")
             checkpoint.preprocessor = read_json(path / "preprocessor_config.json")
             return checkpoint
-    raise UserError(f"The folder {path} has no model.safetensors and no pytorch_model.bin.")
+    index = read_json(path / "model.safetensors.index.json")
+    if index is None:
+        raise UserError(f"The folder {path} has no model.safetensors and no pytorch_model.bin.")
+    return Checkpoint(read_shards(path, index), {}, read_json(path / "config.json"), read_json(path / "preprocessor_config.json"))
+
+
+def read_shards(path: Path, index: dict[str, Any]) -> dict[str, Tensor]:
+    """The files that an index names, which must lie in the same folder."""
+    names = sorted(set(map(str, (index.get("weight_map") or {}).values())))
+    if not names or any(Path(name).name != name for name in names):
+        raise UserError(f"The index in {path} does not name files of that folder.")
+    tensors: dict[str, Tensor] = {}
+    for name in names:
+        tensors |= read(path / name).tensors
+    return tensors
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
