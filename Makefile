@@ -12,7 +12,7 @@ check: .venv/.ready
 	$(BIN)/mypy
 
 tests: .venv/.ready
-	$(BIN)/python -m pytest -m "not gpu and not timm and not large"
+	$(BIN)/python -m pytest
 
 format: .venv/.ready
 	$(BIN)/ruff check --fix .

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import vitrail
-from tests.weights.test_formats import little
+from tests.weights.test_formats import SUFFIX, little
 
 
 def run(*words, **options):
@@ -64,30 +64,38 @@ def test_info_of_a_file(deit_file):
 
 @pytest.mark.parametrize("format", ["vitrail", "deit", "timm", "hf"])
 def test_convert_and_check(format, deit_file, tmp_path):
-    result = run("convert", deit_file, tmp_path / "out.safetensors", "--format", format, "--check")
+    out = tmp_path / f"out{SUFFIX[format]}"
+    result = run("convert", deit_file, out, "--format", format, "--check")
     assert result.returncode == 0, result.stderr
     assert "largest logit difference 0 " in result.stdout
     image = torch.randn(1, 3, 32, 32)
-    assert torch.equal(vitrail.load(tmp_path / "out.safetensors")(image), vitrail.load(deit_file)(image))
+    assert torch.equal(vitrail.load(out)(image), vitrail.load(deit_file)(image))
 
 
 def test_convert_says_what_does_not_fit(deit_file, tmp_path):
     assert "activation=gelu" in refused("convert", deit_file, tmp_path / "out.npz", "--format", "npz")
     assert not list(tmp_path.iterdir())
     assert run("convert", deit_file, tmp_path / "out.npz", "--format", "npz", "--approximate", "--check").returncode == 0
-    assert "choose from vitrail, deit" in refused("convert", deit_file, tmp_path / "x", "--format", "onnx")
+    assert "choose from vitrail, deit" in refused("convert", deit_file, tmp_path / "x.onnx", "--format", "onnx")
 
 
 def test_bad_input_gets_one_sentence(deit_file, tmp_path):
-    assert "no file" in refused("convert", tmp_path / "none.pth", tmp_path / "out")
+    assert "no file" in refused("convert", tmp_path / "none.pth", tmp_path / "out.safetensors")
     assert "nearest are" in refused("info", "deit_smal")
     assert "No model matches" in refused("models", "zzz")
     assert "not an image size" in refused("info", "deit_tiny_patch16", "--image-size", "big")
     assert "smaller than one patch" in refused("info", "deit_tiny_patch16", "--image-size", "8")
     (tmp_path / "text.pth").write_text("hello, this is not a checkpoint")
     assert "not a safetensors" in refused("info", tmp_path / "text.pth")
-    assert "EMA" in refused("convert", deit_file, tmp_path / "out", "--ema")
-    assert "is a folder" in refused("convert", deit_file, tmp_path)
+    assert "EMA" in refused("convert", deit_file, tmp_path / "out.safetensors", "--ema")
+    (tmp_path / "folder.safetensors").mkdir()
+    assert "is a folder" in refused("convert", deit_file, tmp_path / "folder.safetensors")
+    assert "ends in .npz" in refused("convert", deit_file, tmp_path / "out.pth", "--format", "npz")
+    assert "no file" in refused("info", "deit_small_patch16_224.pth")
+    assert "no model" in refused("info", "x" * 300)
+    assert "cannot be written" in refused("convert", deit_file, "/etc/passwd/x.safetensors")
+    assert "more than 2000" in refused("info", "vit_small_patch16_99999x9")
+    assert "not an image size" in refused("info", "deit_tiny_patch16", "--image-size", "²")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")

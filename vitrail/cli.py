@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from vitrail.errors import UserError
@@ -90,7 +91,7 @@ def info(
     from vitrail.weights import load
 
     size = parse_size(image_size)
-    from_file = Path(name).exists()
+    from_file = is_file(name)
     model = load(name) if from_file else create(name, device="meta", image_size=size)
     if from_file and size:
         model.resize(*size)
@@ -101,31 +102,53 @@ def info(
             "name": model.name,
             "format": model.notes.get("format", "vitrail") if from_file else None,
             "architecture": parts,
-            "cost": price.to_dict() | {"flops": price.flops},
+            "cost": price.to_dict(),
             "preprocessing": model.preprocessing.to_dict(),
             "class_names": model.class_names,
         }
         print(json.dumps(content, indent=1))
         return
     table = cost_table()
-    table.add_row(*row(model.name or Path(name).name, price))
+    table.add_row(*map(escape, row(model.name or Path(name).name, price)))
     console.print(table)
     plain = Architecture().to_dict()
     console.print("\n[bold]parts[/bold] (where they differ from a plain ViT-B/16)")
     for field, value in parts.items():
         if value != plain[field]:
-            console.print(f"  {field:20} {value}", highlight=False)
+            say(f"  {field:20} {value}")
     assumed = " (assumed: the file does not say)" if "preprocessing" in model.notes else ""
     console.print(f"\n[bold]pictures[/bold]{assumed}")
     for field, value in model.preprocessing.to_dict().items():
-        console.print(f"  {field:20} {value}", highlight=False)
+        say(f"  {field:20} {value}")
+
+
+def is_file(name: str) -> bool:
+    """A checkpoint rather than a model's name; a folder that happens to be called like a model is not meant."""
+    try:
+        exists = bool(name) and Path(name).exists()
+    except OSError:
+        return False
+    from vitrail.models.catalogue import lookup
+
+    if not exists or Path(name).is_file() or Path(name).name != name:
+        return exists
+    try:
+        lookup(name)
+    except UserError:
+        return True
+    return False
+
+
+def say(text: str) -> None:
+    """Print text as it stands: brackets in names are not markup."""
+    console.print(text, highlight=False, markup=False)
 
 
 def parse_size(text: str | None) -> tuple[int, int] | None:
     if text is None:
         return None
     sides = text.lower().split("x")
-    if not all(side.isdigit() and int(side) > 0 for side in sides) or len(sides) > 2:
+    if not all(side.isascii() and side.isdigit() and 0 < int(side) < 1 << 16 for side in sides) or len(sides) > 2:
         raise UserError(f"{text!r} is not an image size; write 384, or 192x256 for height 192 and width 256.")
     return int(sides[0]), int(sides[-1])
 
@@ -134,7 +157,7 @@ def parse_size(text: str | None) -> tuple[int, int] | None:
 def convert(
     source: Annotated[Path, typer.Argument(metavar="IN", help="A checkpoint file or folder of any known kind.")],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="What to write.")],
-    format: Annotated[str, typer.Option(help="vitrail, deit, timm, hf or npz.")] = "vitrail",
+    format: Annotated[str | None, typer.Option(help="vitrail, deit, timm, hf or npz; by OUT's ending if not given.")] = None,
     check: Annotated[bool, typer.Option("--check", help="Read OUT again and print the largest difference of logits.")] = False,
     approximate: Annotated[bool, typer.Option("--approximate", help="Write even where the format loses numerics.")] = False,
     ema: Annotated[bool, typer.Option("--ema", help="Take the averaged weights of a training file.")] = False,
@@ -150,17 +173,17 @@ def convert(
     from vitrail.weights.checking import logit_difference
 
     size = parse_size(image_size)
+    format = format or {".safetensors": "vitrail", ".npz": "npz", ".pth": "deit", "": "hf"}.get(target.suffix, "vitrail")
     model = load(source, image_size=size, ema=ema)
     save(model, target, format, approximate)
-    console.print(f"{model.name or 'the model'} -> {target} ({format})", highlight=False)
+    say(f"{model.name or 'the model'} -> {target} ({format})")
     if format not in ("vitrail", "hf"):
         console.print(f"The {format} format does not keep class names and preprocessing.", style="dim")
     if check:
-        difference, largest = logit_difference(model, load(target, image_size=model.architecture.image_size))
-        console.print(
-            f"largest logit difference {difference:.3g} (largest logit {largest:.3g}) on 2 fixed inputs", highlight=False
-        )
-        if difference > 1e-4 * largest and not approximate:
+        height, width = model.architecture.image_size
+        difference, largest = logit_difference(model, load(target, image_size=None if height == width else (height, width)))
+        say(f"largest logit difference {difference:.3g} (largest logit {largest:.3g}) on 2 fixed inputs")
+        if not difference <= 1e-4 * largest and not approximate:
             raise UserError(f"{target} does not give the same logits as {source}.")
 
 

@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -203,6 +202,6 @@ def patch_kernel_resize(kernel: Tensor, size: int) -> Tensor:
         return kernel
     basis = torch.eye(old * old, dtype=torch.float64).reshape(old * old, 1, old, old)
     resized = F.interpolate(basis, size=(size, size), mode="bilinear", antialias=size < old)
-    inverse = torch.from_numpy(np.linalg.pinv(resized.flatten(1).numpy())).to(kernel.device)
+    inverse = torch.linalg.pinv(resized.flatten(1)).to(kernel.device)
     flat = kernel.double().flatten(2) @ inverse.T
     return flat.reshape(*kernel.shape[:2], size, size).to(kernel.dtype)

@@ -59,7 +59,7 @@ def residual_scale(kind: str, width: int, start: float, mode: str = "constant", 
         case "layerscale":
             return LayerScale(width, start, mode, frozen)
         case "affine":
-            return Affine(width, start)
+            return Affine(width, start).requires_grad_(not frozen)
         case "constant":
             return ConstantScale(start)
         case "scalar":

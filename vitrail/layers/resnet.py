@@ -70,7 +70,6 @@ class ResNetStem(nn.Module):
                 units.append(Bottleneck(inputs, inner, 2 if stage and not unit else 1, eps))
                 inputs = 4 * inner
             self.stages.append(units)
-        self.outputs = inputs
         self.proj = nn.Conv2d(inputs, width, patch, patch) if patch else nn.Identity()
 
     def grid(self, height: int, width: int) -> Grid:

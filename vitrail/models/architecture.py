@@ -114,8 +114,10 @@ class Architecture:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "image_size", as_size(self.image_size))
-        for name in ("stem_kernels", "stem_strides", "stem_layers"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+        check_types(self)
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices and not (name in ("stem_norm", "stem_activation") and not getattr(self, name)):
+                raise UserError(f"{name}={getattr(self, name)!r} is not known; choose from {', '.join(choices)}.")
         for name, usual in zip(("stem_norm", "stem_activation"), USUAL.get(self.stem, ("none", "none")), strict=True):
             if not getattr(self, name):
                 object.__setattr__(self, name, usual)
@@ -126,19 +128,19 @@ class Architecture:
             object.__setattr__(self, "stem_strides", (2, 1, 1, self.patch_size // 2))
         if not self.readout_heads:
             object.__setattr__(self, "readout_heads", self.heads)
-        for name, choices in CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise UserError(f"{name}={getattr(self, name)!r} is not known; choose from {', '.join(choices)}.")
         for problem, sentence in self._problems():
             if problem:
                 raise UserError(sentence)
 
     def _problems(self) -> list[tuple[bool, str]]:
         """The rules of the grid: each a condition that must not hold, and the sentence for it."""
-        backbone_stride = 2 ** (1 + max(len(self.stem_layers), 1))
         return [
-            (self.width < 1 or self.depth < 0 or self.branches < 1, "width and branches must be at least 1, depth at least 0."),
-            (self.classes < 0 or self.channels < 1, "classes must be at least 0 and channels at least 1."),
+            (
+                self.depth * self.branches > 2000,
+                f"{self.depth} blocks of {self.branches} branches are more than 2000; is that meant?",
+            ),
+            (self.mlp_ratio > 0 and self.hidden < 1, f"mlp_ratio={self.mlp_ratio} leaves no unit in the MLP."),
+            (self.reads_with_queries and self.readout_hidden < 1, f"readout_mlp_ratio={self.readout_mlp_ratio} leaves no unit."),
             (
                 min(self.image_size) < self.patch_size,
                 f"image size {show_size(self.image_size)} is smaller than one patch of {self.patch_size}.",
@@ -194,8 +196,8 @@ class Architecture:
                 "the ResNet's stem_width must be a multiple of 32.",
             ),
             (
-                self.stem == "resnet" and self.patch_size % backbone_stride != 0,
-                f"these ResNet stages have a stride of {backbone_stride}, which must divide the patch size {self.patch_size}.",
+                self.stem == "resnet" and self.patch_size % self.backbone_stride != 0,
+                f"these ResNet stages have a stride of {self.backbone_stride}, which does not divide {self.patch_size}.",
             ),
             (
                 self.stem == "resnet_features"
@@ -219,6 +221,20 @@ class Architecture:
                 f"the stem_strides {self.stem_strides} do not multiply to the patch size {self.patch_size}.",
             ),
         ]
+
+    @property
+    def hidden(self) -> int:
+        """Units of the blocks' MLPs."""
+        return round(self.width * self.mlp_ratio)
+
+    @property
+    def readout_hidden(self) -> int:
+        return round(self.width * self.readout_mlp_ratio)
+
+    @property
+    def backbone_stride(self) -> int:
+        """From pixels to the ResNet's feature map."""
+        return resnet_stride(len(self.stem_layers))
 
     @property
     def uses_heads(self) -> bool:
@@ -284,7 +300,7 @@ class Architecture:
             "stem_strides": self.stem not in ("tower", "hmlp"),
             "stem_layers": self.stem not in ("resnet", "resnet_features"),
             "stem_eps": self.stem not in ("resnet", "resnet_features"),
-            "norm_eps": self.norm not in ("layer", "group"),
+            "norm_eps": self.norm not in ("layer", "group") and self.readout_norm != "layer",
             "norm_groups": self.norm != "group",
             "position_place": self.positions == "none",
             "position_special": self.positions not in ABSOLUTE or self.trunk_tokens == 0 or self.class_token_at > 0,
@@ -296,9 +312,10 @@ class Architecture:
             "readout_keys": self.readout not in ("class_attention", "per_class"),
             "readout_scale": not reads or self.residual == "plain",
             "pool_norm": not self.final_norm,
-            "dense_weight": not self.dense_head,
-            "fusion": not (self.distillation and self.distillation_head),
-            "distillation_head": not self.distillation,
+            "dense_head": not self.classes,
+            "dense_weight": not (self.dense_head and self.classes),
+            "fusion": not (self.distillation and self.distillation_head and self.classes),
+            "distillation_head": not (self.distillation and self.classes),
         }
         if name == "residual_start" and self.residual == "constant":
             return self.residual_start  # a factor, not a start
@@ -306,10 +323,52 @@ class Architecture:
             return None
         if name == "residual":  # names of one and the same parameter
             return {"rezero": "scalar", "skipinit": "scalar", "tfixup": "scalar"}.get(self.residual, self.residual)
+        if name in ("mlp_ratio", "readout_mlp_ratio") and not unused.get(name, False):  # what counts is the number of units
+            return self.hidden if name == "mlp_ratio" else self.readout_hidden
         return None if unused.get(name, False) else getattr(self, name)
 
 
 FIELDS = tuple(field.name for field in dataclasses.fields(Architecture))
+# The least and the largest value; whole numbers that are not listed are at least 0, others any finite number.
+RANGES: dict[str, tuple[float, float]] = {
+    "width": (1, 1 << 20),
+    "branches": (1, 1 << 20),
+    "channels": (1, 1 << 20),
+    "patch_size": (1, 1 << 16),
+    "stem_width": (1, 1 << 20),
+    "norm_groups": (1, 1 << 20),
+    "mlp_ratio": (0.0, 1e6),
+    "readout_mlp_ratio": (0.0, 1e6),
+    "norm_eps": (0.0, 1.0),
+    "stem_eps": (0.0, 1.0),
+    "drop_path": (0.0, 0.999),
+    "dropout": (0.0, 0.999),
+    "attention_dropout": (0.0, 0.999),
+}
+
+
+def check_types(a: Architecture) -> None:
+    """Every field has its type and lies in its range; whole numbers may stand for others. Lists become tuples."""
+    for field in dataclasses.fields(a):
+        value, kind = getattr(a, field.name), field.type
+        if kind == "tuple[int, ...]" or kind == tuple[int, ...]:
+            fits = isinstance(value, tuple | list) and all(type(item) is int and item > 0 for item in value)
+            object.__setattr__(a, field.name, tuple(value) if fits else value)
+        elif kind is float:
+            low, high = RANGES.get(field.name, (-1e30, 1e30))
+            fits = type(value) in (int, float) and low <= value <= high
+        elif kind is int:
+            low, high = RANGES.get(field.name, (0, 1 << 31))
+            fits = type(value) is int and low <= value <= high
+        else:
+            fits = field.name == "image_size" or type(value) is kind
+        if not fits:
+            raise UserError(f"{field.name}={value!r} is not a value for this part; the usual one is {field.default!r}.")
+
+
+def resnet_stride(stages: int) -> int:
+    """Root and max-pool halve the picture, and so does every stage after the first."""
+    return 2 ** (1 + max(stages, 1))
 
 
 def check_fields(values: dict[str, Any]) -> None:
@@ -322,8 +381,8 @@ def check_fields(values: dict[str, Any]) -> None:
 
 def as_size(size: int | tuple[int, int] | list[int]) -> tuple[int, int]:
     """224 or (height, width) to (height, width)."""
-    pair = (size, size) if isinstance(size, int) else tuple(size)
-    if len(pair) != 2 or not all(isinstance(side, int) and side > 0 for side in pair):
+    pair = tuple(size) if isinstance(size, tuple | list) else (size, size)
+    if len(pair) != 2 or not all(type(side) is int and 0 < side < 1 << 16 for side in pair):
         raise UserError(f"image size {size!r} is not one positive number or a pair (height, width).")
     return pair[0], pair[1]
 

@@ -28,8 +28,7 @@ def make_stem(a: Architecture) -> Stem:
             return stems.HmlpStem(a.channels, a.width, a.stem_strides, a.stem_norm, a.stem_activation)
         case "local_transformer":
             return stems.LocalTransformerStem(a.channels, a.width, a.patch_size)
-    stride = 2 ** (1 + max(len(a.stem_layers), 1))
-    patch = a.patch_size // stride if a.stem == "resnet" else 0
+    patch = a.patch_size // a.backbone_stride if a.stem == "resnet" else 0
     return ResNetStem(a.channels, a.width, a.stem_layers, a.stem_width, patch, a.stem_eps)
 
 
@@ -48,7 +47,7 @@ def make_block(a: Architecture, index: int, grid: Grid) -> Block:
         return Residual(a.branches, branch, norm("post"))
 
     def feed_forward() -> nn.Module:
-        return mixers.FeedForward(a.width, int(a.width * a.mlp_ratio), a.activation, a.dropout, linear)
+        return mixers.FeedForward(a.width, a.hidden, a.activation, a.dropout, linear)
 
     mix = None if a.mixer == "none" else residual(lambda: make_mixer(a, index, grid, linear))
     return Block(mix, residual(feed_forward) if a.mlp_ratio else None)
@@ -91,7 +90,7 @@ def make_readout(a: Architecture, grid: Grid) -> QueryReadout | None:
 
     blocks: list[nn.Module] = []
     for _ in range(a.readout_depth):
-        ffn = mixers.FeedForward(a.width, int(a.width * a.readout_mlp_ratio), a.activation)
+        ffn = mixers.FeedForward(a.width, a.readout_hidden, a.activation)
         if a.readout == "class_mlp":
             blocks.append(ClassMlpBlock(grid, ffn, norm, scale))
         else:

@@ -4,6 +4,7 @@ import difflib
 import fnmatch
 import re
 from functools import cache
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +19,7 @@ from vitrail.models.preprocessing import Preprocessing
 PAGES: tuple[ModuleType, ...] = (vit, deit, cait, resmlp, patchconvnet, deit3, three_things, lvvit)
 SIZE = re.compile(r"_(\d{3,4})$")
 DATA = re.compile(r"\.[\w.]+$|_in2[12]k$|_in2[12]ft1k$")  # timm's tags for what the weights were trained on
+FILES = (".pth", ".pt", ".tar", ".bin", ".ckpt", ".npz", ".safetensors")
 NUMERICS = ("activation", "norm_eps", "position_resample", "stem_eps")
 
 
@@ -38,6 +40,8 @@ def lookup(name: str) -> tuple[str, Architecture]:
     """A name in any of the accepted spellings to the catalogue's name and the architecture."""
     aliases = {alias: target for page in PAGES for alias, target in page.ALIASES.items()}
     lower = {alias.lower(): target for alias, target in reversed(aliases.items())}  # the first of two that differ in case wins
+    if Path(name).suffix.lower() in FILES:
+        raise UserError(f"There is no file {name}.")
     text, size = DATA.sub("", name), None
     for _ in range(3):
         plain = text.lower()
@@ -56,7 +60,8 @@ def unknown(name: str, names: list[str]) -> UserError:
     by_lower = {candidate.lower(): candidate for candidate in reversed(names)}
     near = difflib.get_close_matches(name.lower(), by_lower, n=4, cutoff=0.4)
     hint = ", ".join(by_lower[candidate] for candidate in near)
-    return UserError(f"There is no model {name!r}; {f'the nearest are {hint}' if hint else 'see'} (`vitrail models` lists all).")
+    nearest = f"; the nearest are {hint}" if hint else ""
+    return UserError(f"There is no model {name!r}{nearest} (`vitrail models` lists all).")
 
 
 def create(

@@ -20,7 +20,7 @@ from vitrail.models.starting import start_weights
 
 
 class Features(NamedTuple):
-    """What the model knows about a batch, after the final norm."""
+    """What the model knows about a batch, after the final norm (before it with `pool_norm`, which norms the pooled vector)."""
 
     tokens: Tensor  # [B, N, D] patches in raster order
     grid: tuple[int, int]  # N = height * width
@@ -181,12 +181,19 @@ class Model(nn.Module):
     def trace(self, image: Tensor, layers: list[int] | None = None) -> Trace:
         """Attention maps and branch norms of the chosen blocks (all by default), computed beside the fast path.
 
-        The readout's class-attention blocks follow the trunk's: block `depth` is the first of them.
+        The readout's class-attention blocks follow the trunk's: block `depth` is the first of them. The model is looked at as it
+        evaluates: nothing is dropped and no statistic is touched.
         """
+        if self.training:
+            self.eval()
+            try:
+                return self.trace(image, layers)
+            finally:
+                self.train()
         total = len(self.blocks) + (len(self.readout.blocks) if isinstance(self.readout, QueryReadout) else 0)
         for layer in layers or []:
-            if not -total <= layer < total:
-                raise UserError(f"layer {layer} does not exist; this model has layers 0 to {total - 1}.")
+            if not isinstance(layer, int) or not -total <= layer < total:
+                raise UserError(f"layer {layer} does not exist; this model has {total} layers, 0 being the first.")
         wanted = set(range(total)) if layers is None else {layer % total for layer in layers}
         found: dict[int, LayerTrace] = {}
         x, layout = self._start(*self.embed(image))

@@ -7,6 +7,7 @@ Names are a pattern: `vit_{size}_patch{P}_{N}x{B}` is N blocks of B parallel bra
 
 import re
 
+from vitrail.errors import UserError
 from vitrail.models.architecture import Architecture
 from vitrail.models.preprocessing import Preprocessing
 from vitrail.models.vit import SIZES
@@ -59,7 +60,10 @@ def name_for(a: Architecture) -> str:
         name = (
             f"vit_{sizes[a.width]}_patch{a.patch_size}_{a.depth}x{a.branches}{'_ls' if a.residual == 'layerscale' else ''}{stem}"
         )
-        found = parse(name)
+        try:
+            found = parse(name)
+        except UserError:  # this stem cannot cut such patches
+            continue
         if found and not set(found.differences(a)) - {"classes", "image_size", "position_resample"}:
             return name
     return ""

@@ -191,9 +191,7 @@ def infer_heads(shapes: Shapes) -> dict:
 
 
 def first_stem_weight(shapes: Shapes) -> str:
-    names = ("patch_embed.proj.weight", "patch_embed.proj.0.weight", "patch_embed.proj.0.0.weight", "patch_embed.conv1.weight")
-    if "patch_embed.conv1.weight" in shapes:
-        return names[3]
+    names = ("patch_embed.conv1.weight", "patch_embed.proj.weight", "patch_embed.proj.0.weight", "patch_embed.proj.0.0.weight")
     return next(name for name in names if name in shapes)
 
 
@@ -209,14 +207,14 @@ def infer_stem(shapes: Shapes) -> dict:
 
 
 def infer_resmlp(shapes: Shapes, known: Known) -> Architecture:
-    width, _, patch, _ = shapes["patch_embed.proj.weight"][0], *shapes["patch_embed.proj.weight"][1:]
+    width, channels, patch, _ = shapes["patch_embed.proj.weight"]
     size, _ = grid_of(shapes["blocks.0.attn.weight"][0], [0], patch, known)
     return RESMLP.replace(
         width=width,
         depth=count(shapes, "blocks."),
         mlp_ratio=shapes["blocks.0.mlp.fc1.weight"][0] / width,
         patch_size=patch,
-        channels=shapes["patch_embed.proj.weight"][1],
+        channels=channels,
         image_size=size,
         **infer_heads(shapes),
     )
@@ -246,7 +244,7 @@ def infer_patchconvnet(shapes: Shapes, known: Known) -> Architecture:
 def infer_lvvit(shapes: Shapes, known: Known) -> Architecture:
     """Heads and the residual factor are not in the file: they come from the table of sizes."""
     width, depth = shapes["norm.weight"][0], count(shapes, "blocks.")
-    factors = {known: (heads, factor) for known, _, heads, factor, _, _ in lvvit.SIZES.values()}
+    factors = {wide: (heads, factor) for wide, _, heads, factor, _, _ in lvvit.SIZES.values()}
     if width not in factors and not {"heads", "residual_start"} <= set(known):
         raise UserError(f"No LV-ViT is {width} wide, so the file does not tell all; load it with heads=… and residual_start=….")
     heads, factor = factors.get(width) or (known["heads"], known["residual_start"])

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from vitrail.errors import UserError
-from vitrail.models.architecture import Architecture, as_size, check_fields
+from vitrail.models.architecture import TRAINING_ONLY, Architecture, as_size, check_fields
 from vitrail.models.catalogue import build
 from vitrail.models.model import Model
 from vitrail.models.preprocessing import Preprocessing
 from vitrail.version import __version__
 from vitrail.weights import deit, google, huggingface, timm
-from vitrail.weights.codecs import CannotHold, Known, Pair, Shapes
+from vitrail.weights.codecs import SAME, CannotHold, Known, Pair, Shapes
 from vitrail.weights.reading import Checkpoint, read
 
 FORMATS = ("vitrail", "deit", "timm", "hf", "npz")
@@ -30,8 +30,15 @@ TO_PAIR: dict[str, Callable[[str, Architecture], Pair]] = {
     "hf": huggingface.to_pair,
     "npz": google.to_pair,
 }
-# What a model does at its own size does not depend on these.
-NO_MATTER = {"position_resample", "stem_eps"}
+# What a model does at its own size does not depend on how it would be resized.
+NO_MATTER = {"position_resample"}
+NUMERICS = {"activation", "norm_eps", "stem_eps", "fusion"}  # what `approximate` may lose
+SUFFIXES = {
+    "vitrail": (".safetensors",),
+    "npz": (".npz",),
+    "deit": (".pth", ".pt", ".bin", ".tar"),
+    "timm": (".safetensors", ".pth", ".pt", ".bin"),
+}
 ARTEFACT = 1  # version of the metadata's layout
 
 
@@ -44,15 +51,15 @@ def load(
 ) -> Model:
     """A model from a checkpoint of any known kind, told apart by its content; in evaluation mode, float32.
 
-    `image_size` says the size of a file whose position table is not square; `overrides` replace what was inferred
-    (`heads=12`); `ema=True` takes the averaged weights of a training file.
+    `image_size` says the size of a foreign file whose position table is not square; Vitrail's own files are resized to it.
+    `overrides` replace what was inferred (`heads=12`); `ema=True` takes the averaged weights of a training file.
     """
     check_fields(overrides)
     size = as_size(image_size) if image_size is not None else None
     known = overrides | ({"image_size": size} if size else {})
     checkpoint = read(path, ema)
     if "vitrail" in checkpoint.metadata:
-        model = load_artefact(checkpoint, path)
+        model = load_artefact(checkpoint, path, overrides)
         if size and size != model.architecture.image_size:
             model.resize(*size)
     else:
@@ -62,10 +69,15 @@ def load(
         except KeyError as error:
             raise UserError(f"{path} looks like a vision transformer but lacks the tensor {error.args[0]!r}.") from None
         except (ValueError, TypeError, IndexError, ZeroDivisionError):
-            raise UserError(f"{path} looks like a vision transformer but its tensors have unexpected shapes.") from None
+            raise UserError(
+                f"{path} looks like a vision transformer, but its tensors (or its config.json) do not fit one."
+            ) from None
         model = assemble(architecture, tensors, TO_PAIR[kind], path)
         model.notes["format"] = kind
-        describe(model, kind, checkpoint)
+        try:
+            describe(model, kind, checkpoint)
+        except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
+            raise UserError(f"The configuration beside {path} is damaged ({error!r}).") from None
     model = model.eval()
     return model.to(device) if device is not None else model
 
@@ -117,11 +129,14 @@ def assemble(architecture: Architecture, tensors: dict[str, Tensor], to_pair: Ca
             tensor = pair.codec.read([tensors[name] for name in pair.theirs])
         except (RuntimeError, IndexError):
             tensor = None
-        if tensor is None or tensor.shape != expected.shape:
+        whole = sum(tensors[name].numel() for name in pair.theirs) == expected.numel()
+        if tensor is None or tensor.shape != expected.shape or not whole:
             shape = tuple(tensors[pair.theirs[0]].shape)
             raise UserError(f"{path}: the tensor {pair.theirs[0]!r} has the shape {shape}, which does not fit the rest.")
         used.update(pair.theirs)
-        tensor = tensor.float() if tensor.is_floating_point() else tensor
+        if expected.is_floating_point() and not tensor.is_floating_point():
+            raise UserError(f"{path}: the tensor {pair.theirs[0]!r} has the type {tensor.dtype}, not one for weights.")
+        tensor = tensor.to(expected.dtype)
         state[key] = tensor.contiguous().clone() if tensor._is_view() or len(pair.theirs) == 1 else tensor
     surplus = sorted(set(tensors) - used)
     if surplus:
@@ -153,20 +168,24 @@ def describe(model: Model, kind: str, checkpoint: Checkpoint) -> None:
         model.class_names = huggingface.class_names(checkpoint.config, model.architecture.classes)
 
 
-def load_artefact(checkpoint: Checkpoint, path: str | Path) -> Model:
+def load_artefact(checkpoint: Checkpoint, path: str | Path, overrides: dict[str, Any]) -> Model:
+    fixed = sorted(set(overrides) - TRAINING_ONLY)
+    if fixed:
+        raise UserError(f"{path} says itself what it is; {fixed[0]} cannot be replaced when loading it.")
     try:
         header = json.loads(checkpoint.metadata["vitrail"])
         if header["layout"] > ARTEFACT:
             raise UserError(f"{path} was written by a newer Vitrail ({header['version']}); update to read it.")
-        architecture = Architecture.from_dict(header["architecture"])
+        architecture = Architecture.from_dict(header["architecture"]).replace(**overrides)
         preprocessing = Preprocessing.from_dict(header["preprocessing"])
-    except (ValueError, KeyError, TypeError) as error:
+        names, notes = header.get("class_names"), {str(key): str(value) for key, value in (header.get("notes") or {}).items()}
+        if names is not None and (len(names) != architecture.classes or not all(isinstance(name, str) for name in names)):
+            raise ValueError("class names")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{path} has a damaged Vitrail header ({error!r}).") from None
-    model = assemble(architecture, checkpoint.tensors, lambda key, _: Pair(key, (key,), deit.SAME), path)
-    model.name = header.get("name", model.name)
-    model.preprocessing = preprocessing
-    model.class_names = header.get("class_names")
-    model.notes = dict(header.get("notes", {}))
+    model = assemble(architecture, checkpoint.tensors, lambda key, _: Pair(key, (key,), SAME), path)
+    model.name = str(header.get("name", model.name))
+    model.preprocessing, model.class_names, model.notes = preprocessing, names, notes
     return model
 
 
@@ -174,11 +193,15 @@ def save(model: Model, path: str | Path, format: str = "vitrail", approximate: b
     """Write a model in one of the formats, to the side first and then renamed.
 
     A format that cannot hold the model exactly is refused with the part that it cannot hold; `approximate=True` writes
-    anyway when only numerics differ (the form of GELU, an epsilon).
+    anyway when only numerics differ (the form of GELU, an epsilon, the fusion of two heads).
     """
     path = Path(path)
     if format not in FORMATS:
         raise UserError(f"The format {format!r} is not known; choose from {', '.join(FORMATS)}.")
+    suffixes = SUFFIXES.get(format, ())
+    if suffixes and path.suffix not in suffixes:
+        raise UserError(f"A file in the {TITLES[format]} format ends in {' or '.join(suffixes)}, not {path.name!r}.")
+    model = check_whole(getattr(model, "_orig_mod", model))  # a compiled model hides the one it was made from
     if format == "vitrail":
         write_aside(path, lambda side: write_safetensors(model.state_dict(), side, artefact_header(model)))
         return path
@@ -195,6 +218,21 @@ def save(model: Model, path: str | Path, format: str = "vitrail", approximate: b
     return path
 
 
+def check_whole(model: Model) -> Model:
+    """The model's tensors are those of its architecture; a head replaced by hand would give a file that nobody can read."""
+    expected = {key: tensor.shape for key, tensor in build(model.architecture, name="-", device="meta").state_dict().items()}
+    found = {key: tensor.shape for key, tensor in model.state_dict().items()}
+    wrong = sorted(key for key in expected.keys() | found.keys() if expected.get(key) != found.get(key))
+    if wrong:
+        raise UserError(
+            f"The model's {wrong[0]} is not that of its architecture; create it with the right parts and load into that."
+        )
+    names = model.class_names
+    if names is not None and len(names) != model.architecture.classes:
+        raise UserError(f"The model has {len(names)} class names for {model.architecture.classes} classes.")
+    return model
+
+
 def export(model: Model, format: str, approximate: bool = False) -> dict[str, Tensor]:
     """A model's tensors under another format's names, after a check that reading them gives the same model."""
     a = model.architecture
@@ -205,8 +243,7 @@ def export(model: Model, format: str, approximate: bool = False) -> dict[str, Te
             pair = TO_PAIR[format](key, a)
             tensors |= dict(zip(pair.theirs, pair.codec.write(tensor.detach().cpu()), strict=True))
         config = huggingface.write_config(a, model.class_names) if format == "hf" else None
-        known: Known = {} if a.image_size[0] == a.image_size[1] else {"image_size": a.image_size}
-        back = infer(format, shapes_of(tensors), known, config)
+        back = read_back(format, shapes_of(tensors), config, a.image_size)
     except CannotHold as error:
         raise CannotHold(f"The {title} format cannot hold this model: {error}.") from None
     except (KeyError, UserError) as error:
@@ -220,14 +257,24 @@ def export(model: Model, format: str, approximate: bool = False) -> dict[str, Te
         else back
     )
     lost = [name for name in a.differences(back) if name not in NO_MATTER]
-    if lost and not (approximate and set(lost) <= {"activation", "norm_eps", "fusion"}):
+    if lost and not (approximate and set(lost) <= NUMERICS):
         parts = ", ".join(f"{name}={getattr(a, name)} (it would be read as {getattr(back, name)})" for name in lost)
-        hint = "; approximate=True (--approximate) writes it anyway" if set(lost) <= {"activation", "norm_eps", "fusion"} else ""
+        hint = "; approximate=True (--approximate) writes it anyway" if set(lost) <= NUMERICS else ""
         raise CannotHold(f"The {title} format cannot hold {parts}{hint}.")
     prefix = {"hf": "deit." if a.distillation else "vit."}.get(format, "")
     if prefix and a.classes:
         tensors = {key if "classifier" in key else prefix + key: tensor for key, tensor in tensors.items()}
     return {key: tensor.contiguous().clone() for key, tensor in tensors.items()}
+
+
+def read_back(format: str, shapes: Shapes, config: dict[str, Any] | None, size: tuple[int, int]) -> Architecture:
+    """What a reader without hints infers; only where the file leaves the size open does the reader have to say it."""
+    try:
+        return infer(format, shapes, {}, config)
+    except UserError as error:
+        if "image_size" not in str(error):
+            raise
+    return infer(format, shapes, {"image_size": size}, config)
 
 
 def artefact_header(model: Model) -> dict[str, str]:
@@ -250,7 +297,9 @@ def write_safetensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str
 
 def write_npz(tensors: dict[str, Tensor], path: Path) -> None:
     with path.open("wb") as file:
-        arrays: dict[str, Any] = {key: tensor.numpy() for key, tensor in tensors.items()}
+        arrays: dict[str, Any] = {
+            key: (tensor.float() if tensor.is_floating_point() else tensor).numpy() for key, tensor in tensors.items()
+        }
         np.savez(file, **arrays)
 
 
@@ -260,7 +309,7 @@ def write_folder(model: Model, tensors: dict[str, Tensor], path: Path) -> None:
     a = model.architecture
     files = {
         "config.json": huggingface.write_config(a, model.class_names),
-        "preprocessor_config.json": huggingface.write_preprocessing(model.preprocessing, a.distillation),
+        "preprocessor_config.json": huggingface.write_preprocessing(model.preprocessing),
     }
     write_aside(path / "model.safetensors", lambda side: write_safetensors(tensors, side, {"format": "pt"}))
     for name, content in files.items():
@@ -270,17 +319,28 @@ def write_folder(model: Model, tensors: dict[str, Tensor], path: Path) -> None:
 
 def write_aside(path: Path, write: Callable[[Path], Any]) -> None:
     """Write next to the target, flush to the disk, rename: a crash or a full disk leaves the old file whole."""
-    side = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
+        path = path.resolve()  # a link is written through, not replaced
+        side = path.with_name(f".{path.name[:200]}.{os.getpid()}.part")
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_dir():
-            raise UserError(f"{path} is a folder; give a file name.")
+        if path.exists() and not path.is_file():
+            raise UserError(f"{path} is a folder or a device; give a file name.")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be written: {error}.") from None
+    try:
         write(side)
+        side.chmod(0o666 & ~current_umask())
         with side.open("rb") as file:
             os.fsync(file.fileno())
         side.replace(path)
-    except (OSError, RuntimeError, safetensors.SafetensorError) as error:
-        free = f" ({shutil.disk_usage(path.parent).free >> 20} MiB free)" if path.parent.exists() else ""
-        raise UserError(f"{path} could not be written: {error}{free}.") from None
+    except (OSError, RuntimeError, TypeError, safetensors.SafetensorError) as error:
+        free = shutil.disk_usage(path.parent).free >> 20
+        raise UserError(f"{path} could not be written: {error} ({free} MiB free).") from None
     finally:
         side.unlink(missing_ok=True)
+
+
+def current_umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -10,7 +10,7 @@ import re
 from torch import Tensor
 
 from vitrail.errors import UserError
-from vitrail.models.architecture import Architecture
+from vitrail.models.architecture import Architecture, resnet_stride
 from vitrail.models.vit import VIT
 from vitrail.weights.codecs import (
     CONV,
@@ -56,6 +56,8 @@ def normalise(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
                 found[block_name(f"Transformer/encoderblock_{index}/{name.split('/', 2)[2]}")] = layer
         else:
             found[block_name(name)] = tensor
+    if "cls" not in found and POSITIONS in found:
+        found["pos_embedding"] = found.pop(POSITIONS)
     if any(name.startswith("MAPHead") for name in found):
         raise UserError("This big_vision checkpoint pools with a MAP head, which is not one of the readouts here.")
     return found
@@ -178,11 +180,10 @@ def infer_resnet(shapes: Shapes) -> dict:
         while f"block{stage}/unit{units + 1}/conv1/kernel" in shapes:
             units += 1
         layers.append(units)
-    stride = 2 ** (1 + max(len(layers), 1))
     return {
         "stem": "resnet",
         "stem_layers": tuple(layers),
         "stem_width": shapes["conv_root/kernel"][3],
-        "patch_size": stride * shapes["embedding/kernel"][0],
+        "patch_size": resnet_stride(len(layers)) * shapes["embedding/kernel"][0],
         "channels": shapes["conv_root/kernel"][2],
     }

@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from vitrail.models.architecture import Architecture
+from vitrail.models.architecture import Architecture, as_size
 from vitrail.models.preprocessing import Preprocessing
 from vitrail.weights.codecs import LEADING, STACKED, TOKENS, CannotHold, Known, Pair, Shapes, count, grid_of, heads_of, pair
 
@@ -85,8 +85,8 @@ def infer(shapes: Shapes, known: Known | None = None, config: dict[str, Any] | N
     config, known = config or {}, dict(known or {})
     width, channels, patch, _ = shapes[PATCHES]
     distilled = "embeddings.distillation_token" in shapes
-    if isinstance(config.get("image_size"), list):
-        known.setdefault("image_size", tuple(config["image_size"]))
+    if config.get("image_size") is not None:
+        known.setdefault("image_size", as_size(config["image_size"]))
     size, _ = grid_of(shapes["embeddings.position_embeddings"][1], [2 if distilled else 1], patch, known)
     head = next((name for name in ("classifier.weight", "cls_classifier.weight") if name in shapes), None)
     act = config.get("hidden_act", "gelu")
@@ -123,7 +123,7 @@ def write_config(a: Architecture, names: list[str] | None) -> dict[str, Any]:
         "hidden_size": a.width,
         "num_hidden_layers": a.depth,
         "num_attention_heads": a.heads,
-        "intermediate_size": int(a.width * a.mlp_ratio),
+        "intermediate_size": a.hidden,
         "hidden_act": {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}.get(a.activation, a.activation),
         "layer_norm_eps": a.norm_eps,
         "hidden_dropout_prob": a.dropout,
@@ -142,42 +142,45 @@ def write_config(a: Architecture, names: list[str] | None) -> dict[str, Any]:
 RESAMPLING = {"nearest": 0, "lanczos": 1, "bilinear": 2, "bicubic": 3}
 
 
-def write_preprocessing(p: Preprocessing, distilled: bool) -> dict[str, Any]:
+def write_preprocessing(p: Preprocessing) -> dict[str, Any]:
     height, width = p.image_size
     config: dict[str, Any] = {
-        "image_processor_type": "DeiTImageProcessor" if distilled or p.resize == "shorter" else "ViTImageProcessor",
+        # Theirs for DeiT would squash the picture; this one keeps its aspect.
+        "image_processor_type": "CLIPImageProcessor" if p.resize == "shorter" else "ViTImageProcessor",
         "do_normalize": True,
         "do_rescale": True,
         "do_resize": True,
         "rescale_factor": 1 / 255,
         "image_mean": list(p.mean),
         "image_std": list(p.std),
-        "resample": RESAMPLING[p.interpolation],
+        "resample": RESAMPLING.get(p.interpolation, 3),
         "size": {"height": height, "width": width},
     }
     if p.resize == "shorter":
-        resized = {"height": int(height / p.crop_ratio), "width": int(width / p.crop_ratio)}
+        resized = {"shortest_edge": int(min(height, width) / p.crop_ratio)}
         config |= {"do_center_crop": True, "crop_size": {"height": height, "width": width}, "size": resized}
+        config |= {"do_convert_rgb": True, "crop_ratio": p.crop_ratio}
     return config
 
 
 def read_preprocessing(config: dict[str, Any], size: tuple[int, int]) -> Preprocessing:
     """What `preprocessor_config.json` says; a centre crop means the shorter side was resized."""
-    named = {value: name for name, value in RESAMPLING.items()}
+    named = {value: name for name, value in RESAMPLING.items()} | {name: name for name in RESAMPLING}
     crop = bool(config.get("do_center_crop"))
-    resized = config.get("size", size[0])
-    side = resized if isinstance(resized, int) else resized.get("height", resized.get("shortest_edge", size[0]))
+    resized = config.get("size") or size[0]
+    side = resized if isinstance(resized, int) else resized.get("shortest_edge", resized.get("height", size[0]))
+    plain = config.get("do_normalize", True) is False
     return Preprocessing(
         image_size=size,
-        crop_ratio=size[0] / side if crop else 1.0,
+        crop_ratio=float(config.get("crop_ratio", size[0] / side)) if crop else 1.0,
         resize="shorter" if crop else "square",
         interpolation=named.get(config.get("resample", 2), "bilinear"),
-        mean=tuple(config.get("image_mean", (0.5, 0.5, 0.5))),
-        std=tuple(config.get("image_std", (0.5, 0.5, 0.5))),
+        mean=(0.0, 0.0, 0.0) if plain else tuple(map(float, config.get("image_mean", (0.5, 0.5, 0.5)))),
+        std=(1.0, 1.0, 1.0) if plain else tuple(map(float, config.get("image_std", (0.5, 0.5, 0.5)))),
     )
 
 
 def class_names(config: dict[str, Any], classes: int) -> list[str] | None:
-    labels = config.get("id2label") or {}
+    labels = dict(config.get("id2label") or {})
     names = [str(labels.get(str(index), f"LABEL_{index}")) for index in range(classes)]
     return names if any(name != f"LABEL_{index}" for index, name in enumerate(names)) else None

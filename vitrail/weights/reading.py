@@ -3,6 +3,7 @@
 import argparse
 import json
 import pickle
+import re
 import warnings
 import zipfile
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from vitrail.errors import UserError
 # Where projects put the weights inside their training files, in the order of trust.
 WRAPPERS = ("model", "state_dict", "module", "teacher", "student", "params")
 EMA = ("model_ema", "state_dict_ema", "ema", "module_ema")
+FOLDER_FILES = ("model.safetensors", "pytorch_model.bin")  # of a Hugging Face or timm folder
 PREFIXES = ("module.", "_orig_mod.", "backbone.", "model.")
 
 
@@ -45,24 +47,28 @@ def read(path: str | Path, ema: bool = False) -> Checkpoint:
             head = file.read(16)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}.") from None
+    config = read_json(path.with_name("config.json")) if path.name in FOLDER_FILES else None
+    preprocessor = read_json(path.with_name("preprocessor_config.json")) if config else None
     if len(head) < 16:
         raise UserError(f"{path} is too short to be a checkpoint; was the download cut off?")
+    header = int.from_bytes(head[:8], "little")
+    safetensors = head[8:9] == b"{" and (header < path.stat().st_size or head[:1] != b"\x80")
+    if not safetensors and (head[:1] == b"\x80" or (head[:2] == b"PK" and not is_npz(path))):
+        return Checkpoint(read_torch(path, ema), {}, config, preprocessor)
+    if ema:
+        raise UserError(f"{path} holds no averaged (EMA) weights.")
     if head[:2] == b"PK":
-        return Checkpoint(read_npz(path)) if is_npz(path) else Checkpoint(read_torch(path, ema))
-    if head[8:9] == b"{":
-        return read_safetensors(path)
-    if head[:1] == b"\x80":
-        return Checkpoint(read_torch(path, ema))
+        return Checkpoint(read_npz(path))
+    if safetensors:
+        tensors, metadata = read_safetensors(path)
+        return Checkpoint(tensors, metadata, config, preprocessor)
     raise UserError(f"{path} is not a safetensors, PyTorch or npz file.")
 
 
 def read_folder(path: Path, ema: bool) -> Checkpoint:
-    for name in ("model.safetensors", "pytorch_model.bin"):
+    for name in FOLDER_FILES:
         if (path / name).exists():
-            checkpoint = read(path / name, ema)
-            checkpoint.config = read_json(path / "config.json")
-            checkpoint.preprocessor = read_json(path / "preprocessor_config.json")
-            return checkpoint
+            return read(path / name, ema)  # which looks at config.json beside it
     index = read_json(path / "model.safetensors.index.json")
     if index is None:
         raise UserError(f"The folder {path} has no model.safetensors and no pytorch_model.bin.")
@@ -85,17 +91,17 @@ def read_json(path: Path) -> dict[str, Any] | None:
         return None
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise UserError(f"{path} is not valid JSON: {error}.") from None
     if not isinstance(value, dict):
         raise UserError(f"{path} does not hold a JSON object.")
     return value
 
 
-def read_safetensors(path: Path) -> Checkpoint:
+def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     try:
         with safe_open(path, framework="pt") as file:
-            return Checkpoint({key: file.get_tensor(key) for key in file.keys()}, dict(file.metadata() or {}))  # noqa: SIM118
+            return {key: file.get_tensor(key) for key in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
     except (SafetensorError, OSError, ValueError) as error:
         raise UserError(f"{path} is a damaged or cut-off safetensors file ({error}).") from None
 
@@ -111,6 +117,10 @@ def is_npz(path: Path) -> bool:
 
 def read_npz(path: Path) -> dict[str, Tensor]:
     try:
+        with zipfile.ZipFile(path) as archive_file:
+            inflated = sum(member.file_size for member in archive_file.infolist())
+        if inflated > 50 * path.stat().st_size + (1 << 20):
+            raise ValueError("it would grow more than fifty times when opened")
         with np.load(path, allow_pickle=False) as archive:
             return {name: from_numpy(archive[name]) for name in archive.files}
     except (ValueError, OSError, zipfile.BadZipFile, EOFError, MemoryError) as error:
@@ -120,7 +130,9 @@ def read_npz(path: Path) -> dict[str, Tensor]:
 def from_numpy(array: np.ndarray) -> Tensor:
     if array.dtype.kind == "V" and array.dtype.itemsize == 2:  # numpy has no bfloat16 and stores it as raw bytes
         return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
-    return torch.from_numpy(array) if array.dtype.kind in "fiub" else torch.tensor(0)
+    if array.dtype.kind not in "fiub" or array.dtype.itemsize > 8:
+        raise ValueError(f"an array of type {array.dtype}")
+    return torch.from_numpy(array)
 
 
 def read_torch(path: Path, ema: bool) -> dict[str, Tensor]:
@@ -132,12 +144,12 @@ def read_torch(path: Path, ema: bool) -> dict[str, Tensor]:
             warnings.simplefilter("ignore")  # about pickle protocols
             content = torch.load(path if mapped else file, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
-        reason = str(error).split("\n")[0]
-        if "GLOBAL" in str(error) or "global" in str(error):
+        wanted = re.search(r"(?:GLOBAL|global:?) ([\w.]+)", str(error))
+        if wanted:
             raise UserError(
-                f"{path} wants to run code of its own and was not opened; ask for a file with tensors only."
+                f"{path} holds {wanted[1]} beside its tensors, which could run code, and was not opened; ask for tensors only."
             ) from None
-        raise UserError(f"{path} is a damaged PyTorch file ({reason}).") from None
+        raise UserError(f"{path} is a damaged PyTorch file or no checkpoint at all.") from None
     except (RuntimeError, EOFError, OSError, ValueError, KeyError, AttributeError, IndexError, TypeError) as error:
         raise UserError(
             f"{path} is a damaged or cut-off PyTorch file ({str(error).splitlines()[0] if str(error) else error!r})."
@@ -163,7 +175,13 @@ def unwrap(content: Any, path: Path, ema: bool) -> dict[str, Tensor]:
         raise UserError(f"{path} holds a {type(content).__name__}, not a dictionary of tensors.")
     tensors = {str(key): value for key, value in content.items() if isinstance(value, Tensor)}
     if not tensors:
-        raise UserError(f"{path} holds no tensors.")
+        averaged = isinstance(content, Mapping) and any(name in content for name in EMA)
+        raise UserError(f"{path} holds no tensors{' but averaged ones; load it with ema=True (--ema)' if averaged else ''}.")
+    for name, tensor in tensors.items():
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_complex():
+            raise UserError(f"{path}: the tensor {name!r} is sparse, quantised, complex or empty of data; ask for plain numbers.")
+        if tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
+            raise UserError(f"{path}: the tensor {name!r} claims more numbers than the file holds.")
     return strip_prefixes(tensors)
 
 
@@ -172,8 +190,10 @@ def strip_prefixes(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     while True:
         prefix = next((p for p in PREFIXES if all(key.startswith(p) for key in tensors)), None)
         if prefix is None and any(key.startswith("backbone.") for key in tensors):
-            tensors = {key: value for key, value in tensors.items() if not key.startswith("head.")}
-            prefix = "backbone." if all(key.startswith("backbone.") for key in tensors) else None
+            # DINO keeps its projection head beside the backbone; a classifier beside it stays.
+            tensors = {key: value for key, value in tensors.items() if not key.startswith(("head.mlp.", "head.last_layer."))}
+            if all(key.startswith(("backbone.", "head.")) for key in tensors):
+                return {key.removeprefix("backbone."): value for key, value in tensors.items()}
         if prefix is None:
             return tensors
         tensors = {key[len(prefix) :]: value for key, value in tensors.items()}

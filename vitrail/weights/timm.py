@@ -5,7 +5,7 @@ blocks, hybrids and averaged ViTs. CaiT and plain or distilled ViTs are named al
 import dataclasses
 from typing import Any
 
-from vitrail.models.architecture import Architecture
+from vitrail.models.architecture import Architecture, resnet_stride
 from vitrail.models.preprocessing import Preprocessing
 from vitrail.models.resmlp import RESMLP
 from vitrail.models.vit import VIT
@@ -141,13 +141,12 @@ def infer_hybrid(shapes: Shapes, root: str) -> dict:
     """timm's ResNet stem has GroupNorm 1e-5."""
     stages = "patch_embed.backbone.stages."
     layers = tuple(count(shapes, f"{stages}{stage}.blocks.") for stage in range(count(shapes, stages)))
-    stride = 2 ** (1 + max(len(layers), 1))
     return {
         "stem": "resnet",
         "stem_layers": layers,
         "stem_width": shapes[root][0],
         "stem_eps": 1e-5,
-        "patch_size": stride * shapes["patch_embed.proj.weight"][-1],
+        "patch_size": resnet_stride(len(layers)) * shapes["patch_embed.proj.weight"][-1],
         "start": VIT.start,
     }
 
@@ -171,9 +170,9 @@ def read_preprocessing(config: dict[str, Any], size: tuple[int, int]) -> Preproc
     plain = Preprocessing()
     return Preprocessing(
         image_size=size,
-        crop_ratio=float(config.get("crop_pct", plain.crop_ratio)),
+        crop_ratio=float(config.get("crop_pct") or plain.crop_ratio),
         resize="square" if config.get("crop_mode") == "squash" else "shorter",
         interpolation=str(config.get("interpolation", plain.interpolation)),
-        mean=tuple(config.get("mean", plain.mean)),
-        std=tuple(config.get("std", plain.std)),
+        mean=tuple(map(float, config.get("mean") or plain.mean)),
+        std=tuple(map(float, config.get("std") or plain.std)),
     )

@@ -1,0 +1,261 @@
+"""Every part of the augmentation against Pillow or its definition."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageEnhance, ImageFilter, ImageOps
+
+from vitrail.data import randomness
+from vitrail.data.augment import colour, geometry, warp
+
+
+def pictures(count=4, height=37, width=53):
+    """Smooth random pictures with noise on top, uint8 [B, 3, height, width]."""
+    low = torch.nn.functional.interpolate(torch.rand(count, 3, 5, 6), (height, width), mode="bicubic").clamp(0, 1)
+    return (low * 215 + torch.rand(count, 3, height, width) * 40).to(torch.uint8)
+
+
+def to_pil(picture):
+    return Image.fromarray(picture.permute(1, 2, 0).numpy())
+
+
+def from_pil(image):
+    return torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1)
+
+
+def reference(batch, function):
+    return torch.stack([from_pil(function(to_pil(picture))) for picture in batch])
+
+
+def gap(found, expected):
+    return (found.float() - expected.float()).abs().max().item()
+
+
+FACTORS = torch.tensor([0.1, 0.7, 1.0, 1.9])
+
+
+@pytest.mark.parametrize("name", ["Brightness", "Contrast", "Color", "Sharpness"])
+def test_enhancements_are_pillows(name):
+    batch = pictures()
+    expected = torch.stack(
+        [from_pil(getattr(ImageEnhance, name)(to_pil(p)).enhance(float(f))) for p, f in zip(batch, FACTORS, strict=True)]
+    )
+    found = {
+        "Brightness": lambda: colour.apply_table(batch, colour.brightness_table(FACTORS)),
+        "Contrast": lambda: colour.apply_table(batch, colour.contrast_table(batch, FACTORS)),
+        "Color": lambda: colour.saturation(batch, FACTORS),
+        "Sharpness": lambda: colour.sharpness(batch, FACTORS),
+    }[name]()
+    assert gap(found, expected) <= 1
+
+
+def test_tables_are_pillows_to_the_bit():
+    batch = pictures()
+    batch[0, 0] = 7  # a channel of one value
+    counts = colour.histogram(batch)
+    four = torch.tensor([1, 3, 4, 8])
+    thresholds = torch.tensor([0, 100, 128, 256])
+    assert torch.equal(colour.apply_table(batch, colour.autocontrast_table(counts)), reference(batch, ImageOps.autocontrast))
+    assert torch.equal(colour.apply_table(batch, colour.equalise_table(counts)), reference(batch, ImageOps.equalize))
+    assert torch.equal(colour.apply_table(batch, colour.invert_table(four)), reference(batch, ImageOps.invert))
+    for tables, values, function in (
+        (colour.posterise_table(four), four, ImageOps.posterize),
+        (colour.solarise_table(thresholds), thresholds, ImageOps.solarize),
+    ):
+        expected = torch.stack([from_pil(function(to_pil(p), int(v))) for p, v in zip(batch, values, strict=True)])
+        assert torch.equal(colour.apply_table(batch, tables), expected)
+    added = colour.apply_table(batch, colour.solarise_add_table(torch.full((4,), 110)))
+    assert torch.equal(added, torch.where(batch < 128, (batch.int() + 110).clamp(max=255), batch.int()).to(torch.uint8))
+    assert torch.equal(
+        colour.grey(batch)[:, 0], torch.stack([torch.from_numpy(np.asarray(to_pil(p).convert("L")).copy()) for p in batch])
+    )
+
+
+@pytest.mark.parametrize("filter", ["nearest", "bilinear", "bicubic"])
+def test_warps_are_pillows(filter):
+    batch = pictures(4, 40, 50)
+    matrices = torch.cat(
+        [
+            warp.rotation(torch.tensor([17.0, -30.0]), 40, 50),
+            warp.shear_and_shift(*(torch.tensor(v) for v in ([0.21, 0.0], [0.0, -0.31], [3.1, 0.0], [0.0, -7.4]))),
+        ]
+    )
+    fill = torch.tensor([124, 116, 104])
+    method = {"nearest": Image.NEAREST, "bilinear": Image.BILINEAR, "bicubic": Image.BICUBIC}[filter]
+    expected = torch.stack(
+        [
+            from_pil(to_pil(p).transform((50, 40), Image.AFFINE, m.flatten().tolist(), method, fillcolor=(124, 116, 104)))
+            for p, m in zip(batch, matrices, strict=True)
+        ]
+    )
+    found = warp.warp(batch, matrices, fill, filter)
+    wrong = ((found.int() - expected.int()).abs() > 1).float().mean()
+    assert wrong < 0.002, "only pixels on the very edge may fall on the other side of it"
+
+
+def test_rotation_is_pillows():
+    batch = pictures(3, 41, 41)
+    angles = torch.tensor([12.0, -27.0, 90.0])
+    expected = torch.stack([from_pil(to_pil(p).rotate(float(a), Image.BILINEAR)) for p, a in zip(batch, angles, strict=True)])
+    found = warp.warp(batch, warp.rotation(angles, 41, 41), torch.zeros(3), "bilinear")
+    assert ((found.int() - expected.int()).abs() > 2).float().mean() < 0.01
+
+
+def test_identity_warps_change_nothing():
+    batch = pictures()
+    identity = torch.eye(3)[:2].expand(4, 2, 3)
+    for filter in ("nearest", "bilinear", "bicubic"):
+        assert torch.equal(warp.warp(batch, identity, torch.zeros(3), filter), batch)
+
+
+def still(count):
+    return torch.zeros(count, dtype=torch.bool)
+
+
+@pytest.mark.parametrize("filter", ["bilinear", "bicubic", "lanczos"])
+@pytest.mark.parametrize("out", [(24, 24), (64, 80)])
+def test_crop_and_resize_are_pillows(filter, out):
+    batch = pictures(3, 60, 90)
+    boxes = torch.tensor([[0, 0, 60, 90], [5, 11, 31, 40], [50, 80, 10, 10]])  # top, left, height, width
+    rows = geometry._axis(boxes[:, 0], boxes[:, 2], out[0], still(3))
+    columns = geometry._axis(boxes[:, 1], boxes[:, 3], out[1], torch.tensor([False, True, False]))
+    found = geometry.render(batch, geometry.View(rows, columns), filter)
+    method = {"bilinear": Image.BILINEAR, "bicubic": Image.BICUBIC, "lanczos": Image.LANCZOS}[filter]
+    for index, (top, left, height, width) in enumerate(boxes.tolist()):
+        image = to_pil(batch[index]).crop((left, top, left + width, top + height)).resize((out[1], out[0]), method)
+        image = ImageOps.mirror(image) if index == 1 else image
+        assert gap(geometry.whole(found[index]), from_pil(image)) <= 1
+
+
+def test_the_canvas_beyond_a_picture_is_never_seen():
+    batch = pictures(2, 60, 90)
+    sizes = torch.tensor([[40, 50], [60, 33]])
+    clean = geometry.render(batch, geometry.squash(sizes, (32, 32)))
+    for index, (height, width) in enumerate(sizes.tolist()):
+        batch[index, :, height:] = 255
+        batch[index, :, :, width:] = 255
+    assert torch.equal(geometry.render(batch, geometry.squash(sizes, (32, 32))), clean)
+
+
+def test_the_test_view_is_resize_and_centre_crop():
+    batch = pictures(2, 300, 400)
+    view = geometry.centre_crop(torch.tensor([[300, 400], [300, 280]]), (224, 224), 0.875)
+    found = geometry.render(batch, view)
+    for index, width in enumerate((400, 280)):
+        image = to_pil(batch[index][:, :, :width])
+        short = 256 / min(image.size)
+        image = image.resize((int(width * short), int(300 * short)), Image.BICUBIC)
+        left, top = round((image.width - 224) / 2), round((image.height - 224) / 2)
+        assert gap(geometry.whole(found[index]), from_pil(image.crop((left, top, left + 224, top + 224)))) <= 1
+
+
+def test_simple_random_crop_mirrors_at_the_border():
+    batch = pictures(64, 32, 32)
+    sizes = torch.tensor([[32, 32]]).expand(64, 2)
+    key = randomness.sample_key(0, 0, torch.arange(64), torch.zeros(64, dtype=torch.int64))
+    view = geometry.simple_random_crop(sizes, key, (32, 32))
+    found = geometry.whole(geometry.render(batch, view))
+    padded = torch.nn.functional.pad(batch.float(), (4, 4, 4, 4), mode="reflect")
+    for index in range(64):
+        top, left = view.rows.offset[index] + 4, view.columns.offset[index] + 4
+        assert torch.equal(found[index], padded[index, :, top : top + 32, left : left + 32])
+    assert view.rows.offset.min() == -4
+    assert view.rows.offset.max() == 4
+
+
+def test_crop_statistics():
+    """Area uniform in 8 % ... 100 %, aspect log-uniform in 3/4 ... 4/3, places uniform; nothing outside the picture."""
+    count = 20000
+    sizes = torch.tensor([[400, 400]]).expand(count, 2)
+    key = randomness.sample_key(3, 1, torch.arange(count), torch.zeros(count, dtype=torch.int64))
+    view = geometry.random_resized_crop(sizes, key, (224, 224))
+    top, left, height, width = view.rows.start, view.columns.start, view.rows.length, view.columns.length
+    assert (top >= 0).all()
+    assert (left >= 0).all()
+    assert (top + height <= 400).all()
+    assert (left + width <= 400).all()
+    area, aspect = height * width / 400**2, (width / height).log()
+    small = area < 0.6  # larger boxes are refused when too oblong
+    assert area.min() > 0.075
+    assert np.histogram(area[small], 4, (0.08, 0.6))[0] == pytest.approx([int(small.sum()) / 4] * 4, rel=0.06)
+    assert np.histogram(aspect[small], 4, (math.log(3 / 4), math.log(4 / 3)))[0] == pytest.approx(
+        [int(small.sum()) / 4] * 4, rel=0.06
+    )
+    free = (left / (400 - width).clamp(min=1))[small]
+    assert np.histogram(free, 4, (0, 1))[0] == pytest.approx([int(small.sum()) / 4] * 4, rel=0.1)
+
+
+def test_oblong_pictures_fall_back_to_the_middle():
+    sizes = torch.tensor([[10, 4000], [4000, 10]])
+    key = randomness.sample_key(0, 0, torch.arange(2), torch.zeros(2, dtype=torch.int64))
+    view = geometry.random_resized_crop(sizes, key, (8, 8), scale=(0.9, 1.0))
+    assert view.rows.length.tolist() == [10, 13]
+    assert view.columns.length.tolist() == [13, 10]
+    assert view.columns.start[0] == (4000 - 13) // 2
+
+
+def test_the_matrix_follows_the_picture():
+    """A ramp of coordinates, rendered, has at each output pixel the source place that the matrix says."""
+    y, x = torch.meshgrid(torch.arange(120.0) + 0.5, torch.arange(200.0) + 0.5, indexing="ij")
+    ramp = torch.stack([x, y, torch.zeros_like(x)])[None].expand(16, -1, -1, -1)
+    sizes = torch.tensor([[120, 200]]).expand(16, 2)
+    key = randomness.sample_key(0, 0, torch.arange(16), torch.zeros(16, dtype=torch.int64))
+    view = geometry.random_flip(geometry.random_resized_crop(sizes, key, (56, 56), scale=(0.2, 0.6)), key)
+    assert 0 < view.columns.flip.sum() < 16
+    found = geometry.render(ramp, view, "bilinear")
+    out = torch.stack(torch.meshgrid(torch.arange(56.0) + 0.5, torch.arange(56.0) + 0.5, indexing="xy"), 0)
+    places = torch.einsum("bij,jhw->bihw", view.matrix()[:, :2], torch.cat([out, torch.ones(1, 56, 56)]))
+    middle = slice(8, 48)
+    torch.testing.assert_close(found[:, :2, middle, middle], places[:, :, middle, middle], rtol=0, atol=0.6)
+
+
+@pytest.mark.parametrize("radius", [0.0, 0.1, 0.7, 1.3, 2.0])
+def test_blur(radius):
+    """Against an exact Gaussian; Pillow's own is three box filters, and stays within a few levels of it."""
+    batch = pictures(2, 48, 48)
+    sigma = torch.full((2,), radius)
+    view = geometry.squash(torch.tensor([[48, 48]] * 2), (48, 48))
+    found = geometry.render(batch, view, sigma=sigma)
+    matrix = geometry.blur_matrix(sigma, 48)
+    torch.testing.assert_close(matrix.sum(-1), torch.ones(2, 48), rtol=1e-4, atol=1e-4)
+    expected = reference(batch, lambda image: image.filter(ImageFilter.GaussianBlur(radius)))
+    difference = (found - expected.float()).abs()
+    assert difference.mean() < 1.0
+    if radius == 0:
+        assert torch.equal(found, batch.float())
+
+
+def test_random_numbers_are_a_pure_function_of_their_key():
+    index, repeat = torch.arange(50000), torch.zeros(50000, dtype=torch.int64)
+    key = randomness.sample_key(7, 3, index, repeat)
+    assert len(key.unique()) > 49990
+    numbers = randomness.uniform(key, "crop", 3)
+    order = torch.randperm(50000)
+    assert torch.equal(randomness.uniform(randomness.sample_key(7, 3, index[order], repeat), "crop", 3), numbers[order])
+    assert (numbers.mean(0) - 0.5).abs().max() < 0.006
+    assert (numbers.var(0) - 1 / 12).abs().max() < 0.002
+    for other in (
+        randomness.uniform(key, "flip", 3),
+        randomness.uniform(randomness.sample_key(8, 3, index, repeat), "crop", 3),
+        randomness.uniform(randomness.sample_key(7, 4, index, repeat), "crop", 3),
+        randomness.uniform(randomness.sample_key(7, 3, index, repeat + 1), "crop", 3),
+        randomness.uniform(randomness.sample_key(7, 3, index + 2**33, repeat), "crop", 3),
+        numbers.roll(1, 0),
+        numbers.roll(1, 1),
+    ):
+        assert abs(np.corrcoef(other[:, 0], numbers[:, 0])[0, 1]) < 0.02
+    normal = randomness.normal(key, "noise", 2)
+    assert abs(normal.mean()) < 0.01
+    assert normal.std() == pytest.approx(1, abs=0.01)
+    whole = randomness.integers(key, "choice", 15)[:, 0]
+    assert whole.min() == 0
+    assert whole.max() == 14
+    assert torch.bincount(whole).float() == pytest.approx(torch.full((15,), 50000 / 15), rel=0.06)
+
+
+def test_random_numbers_are_pinned():
+    """These values must never change: a resumed run depends on them."""
+    key = randomness.sample_key(1, 2, torch.tensor([3, 2**40]), torch.tensor([0, 1]))
+    assert randomness.bits(key, "crop", 2).tolist() == [[3112370437, 2208522513], [1073017788, 1899793155]]

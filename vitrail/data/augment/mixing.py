@@ -1,0 +1,94 @@
+"""Mixing pictures and their labels, erasing boxes: what happens to a normalised batch [B, 3, height, width]."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vitrail.data.randomness import chance, scramble, uniform
+
+
+@dataclass(frozen=True)
+class Mix:
+    """One draw for a batch: each picture takes its share from the picture at the mirrored place of the batch.
+
+    `share` is what remains of the picture itself. CutMix pastes the box (top, bottom, left, right); mixup blends (`box` None).
+    """
+
+    share: float
+    box: tuple[int, int, int, int] | None
+
+
+def draw_mix(
+    seed: int, epoch: int, step: int, unit: int, size: tuple[int, int], mixup: float, cutmix: float, switch: float = 0.5
+) -> Mix:
+    """The draw of one micro-batch, a pure function of its place; with both on, CutMix has the probability `switch`."""
+    if mixup <= 0 and cutmix <= 0:
+        return Mix(1.0, None)
+    rng = np.random.default_rng([seed & (2**64 - 1), epoch, step, unit])
+    cut = cutmix > 0 and (mixup <= 0 or rng.random() < switch)
+    share = float(rng.beta(cutmix, cutmix) if cut else rng.beta(mixup, mixup))
+    if not cut:
+        return Mix(share, None)
+    height, width = size
+    box_h, box_w = int(height * math.sqrt(1 - share)), int(width * math.sqrt(1 - share))
+    centre_y, centre_x = int(rng.integers(height)), int(rng.integers(width))
+    top, bottom = max(centre_y - box_h // 2, 0), min(centre_y + box_h // 2, height)
+    left, right = max(centre_x - box_w // 2, 0), min(centre_x + box_w // 2, width)
+    return Mix(1.0 - (bottom - top) * (right - left) / (height * width), (top, bottom, left, right))
+
+
+def mix_pictures(images: Tensor, mix: Mix) -> Tensor:
+    """Blend with, or paste from, the batch in reverse order."""
+    if mix.share == 1.0:
+        return images
+    if mix.box is None:
+        return torch.lerp(images.flip(0), images, mix.share)
+    top, bottom, left, right = mix.box
+    mixed = images.clone()
+    mixed[:, :, top:bottom, left:right] = images.flip(0)[:, :, top:bottom, left:right]
+    return mixed
+
+
+def mix_targets(labels: Tensor, classes: int, mix: Mix, smoothing: float = 0.0) -> Tensor:
+    """Soft targets [B, C]: smoothed over all classes first, mixed second."""
+    off = smoothing / classes
+    targets = torch.full((len(labels), classes), off, device=labels.device)
+    targets.scatter_(1, labels[:, None], 1.0 - smoothing + off)
+    return targets if mix.share == 1.0 else torch.lerp(targets.flip(0), targets, mix.share)
+
+
+def random_erasing(
+    images: Tensor,
+    key: Tensor,
+    probability: float = 0.25,
+    area: tuple[float, float] = (0.02, 1 / 3),
+    aspect: float = 0.3,
+) -> Tensor:
+    """Normal noise in one box per picture: random area, log-uniform aspect, ten tries, then nothing. After normalisation."""
+    height, width = images.shape[-2:]
+    share = area[0] + (area[1] - area[0]) * uniform(key, "erase.area", 10)
+    shape = torch.exp(math.log(aspect) - 2 * math.log(aspect) * uniform(key, "erase.aspect", 10))
+    box_h, box_w = torch.sqrt(share * height * width * shape).round(), torch.sqrt(share * height * width / shape).round()
+    valid = (box_h < height) & (box_w < width)
+    first = valid.to(torch.uint8).argmax(1, keepdim=True)
+    box_h, box_w = box_h.gather(1, first)[:, 0].long(), box_w.gather(1, first)[:, 0].long()
+    place = uniform(key, "erase.place", 2)
+    top, left = (place[:, 0] * (height - box_h + 1)).long(), (place[:, 1] * (width - box_w + 1)).long()
+    erased = valid.any(1) & chance(key, "erase", probability)
+    rows, columns = torch.arange(height, device=images.device), torch.arange(width, device=images.device)
+    in_rows = (rows >= top[:, None]) & (rows < (top + box_h)[:, None])
+    in_columns = (columns >= left[:, None]) & (columns < (left + box_w)[:, None])
+    inside = (in_rows[:, :, None] & in_columns[:, None, :] & erased[:, None, None])[:, None]
+    return torch.where(inside, pixel_noise(images, key), images)
+
+
+def pixel_noise(images: Tensor, key: Tensor) -> Tensor:
+    """Standard normal numbers for every value, keyed by picture and place."""
+    place = torch.arange(images[0].numel(), device=images.device).reshape(images.shape[1:])
+    first = scramble(scramble(key[:, None, None, None] + place * 2) ^ 0x5BD1E995)
+    second = scramble(first + 0x9E3779B9)
+    radius = torch.sqrt(-2.0 * torch.log1p(-(first >> 8).float() * 2.0**-24))
+    return (radius * torch.cos(2.0 * math.pi * (second >> 8).float() * 2.0**-24)).to(images.dtype)

@@ -1,0 +1,496 @@
+"""From a source and an order to batches of uint8 pictures, the same stream with any number of workers or none.
+
+Worker processes take whole batches in turn, so that batch n is always waited for at worker n mod workers: nothing needs sorting,
+and a step is reached without running through those before it. Each worker has a pipe of its own; pixels come back in shared
+memory, only their handle goes through the pipe. A pipe that closes is a worker that died, noticed at once.
+
+Data sets that fit are decoded once and stay resident (`choose_store`, `Store`); `StoredLoader` then gives the same stream.
+"""
+
+import multiprocessing
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+import torch.multiprocessing  # teaches pipes to hand tensors over in shared memory
+from torch import Tensor
+from torch.nn.functional import pad
+
+from vitrail.data.decode import decode, decode_mask, decoded_size, fit_mask
+from vitrail.data.order import Order, Samples
+from vitrail.data.source import Source
+from vitrail.errors import UserError
+
+IGNORE = 255  # what a mask holds where there is no picture or no mask: the usual id of "no class"
+AHEAD = 2  # batches a worker may be ahead: one in its hands, one done
+
+
+@dataclass(frozen=True)
+class Batch:
+    """B pictures on a common canvas, each in the upper left corner, zero elsewhere; masks likewise, `IGNORE` elsewhere.
+
+    `pixels` has the shape [B, 3, H, W] and lies in memory channels last, as decoders write it.
+    """
+
+    pixels: Tensor  # uint8 [B, 3, H, W]
+    sizes: Tensor  # int64 [B, 2]: height, width
+    index: Tensor  # int64 [B]: which pictures of the source
+    repeat: Tensor  # int64 [B]: which copy of each
+    position: Tensor  # int64 [B]: places in the epoch's stream
+    labels: Tensor | None  # int64 [B]
+    extra: dict[str, Tensor]  # further columns of labels, int64 [B] each
+    masks: Tensor | None  # uint8 [B, H, W]
+
+    def to(self, device: torch.device | str, non_blocking: bool = True) -> "Batch":
+        return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> "Batch":
+        return self._each(lambda tensor: tensor.pin_memory())
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        changed: dict[str, Any] = {"extra": {name: change(tensor) for name, tensor in self.extra.items()}}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor):
+                changed[field.name] = change(value)
+        return replace(self, **changed)
+
+
+class Problem(NamedTuple):
+    where: str
+    reason: str
+
+
+def unreadable(problem: Problem) -> UserError:
+    return UserError(f"{problem.where} cannot be read: {problem.reason}; mend or remove it, or let bad pictures be skipped.")
+
+
+class Canvas(NamedTuple):
+    """What a worker hands over: pictures [B, H, W, 3] (a bad one has the size 0, 0), the samples they are, what was bad."""
+
+    pixels: Tensor
+    sizes: np.ndarray
+    masks: Tensor | None
+    samples: Samples
+    problems: list[Problem]
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads and decodes; all that a worker process needs to know about the data."""
+
+    source: Source
+    at_least: int | None
+    masks: bool
+
+    def picture(self, index: int) -> tuple[np.ndarray, np.ndarray | None] | Problem:
+        """Pixels [H, W, 3] and, if asked for, the mask [H, W]; or why not."""
+        try:
+            pixels = decode(self.source.encoded(index), self.at_least)
+            encoded = self.source.mask(index) if self.masks else None
+            return pixels, fit_mask(decode_mask(encoded), pixels) if encoded is not None else None
+        except (OSError, ValueError) as error:
+            return Problem(self.source.where(index), str(error))
+
+    def pictures(self, indices: np.ndarray) -> Canvas:
+        found = [self.picture(int(index)) for index in indices]
+        still = np.zeros_like(indices)
+        problems = [picture for picture in found if isinstance(picture, Problem)]
+        return self._canvas(found, Samples(indices, still, still), problems)
+
+    def _canvas(self, found: list, samples: Samples, problems: list[Problem]) -> Canvas:
+        good = [(row, picture) for row, picture in enumerate(found) if not isinstance(picture, Problem)]
+        sizes = np.zeros((len(found), 2), dtype=np.int64)
+        for row, (pixels, _) in good:
+            sizes[row] = pixels.shape[:2]
+        shape = (len(found), *sizes.max(axis=0))
+        canvas = shared((*shape, 3))
+        masks = shared(shape).fill_(IGNORE) if self.masks else None
+        for row, (pixels, mask) in good:
+            height, width = sizes[row]
+            canvas.numpy()[row, :height, :width] = pixels
+            if masks is not None and mask is not None:
+                masks.numpy()[row, :height, :width] = mask
+        return Canvas(canvas, sizes, masks, samples, problems)
+
+
+@dataclass(frozen=True)
+class StepReader(Reader):
+    """Reads the unit's part of a step of the order."""
+
+    order: Order
+    unit: int
+    units: int
+    fatal: bool
+
+    def __call__(self, task: tuple[int, int]) -> Canvas:
+        epoch, step = task
+        seen: dict[int, Any] = {}
+
+        def readable(index: int) -> bool:
+            if index not in seen:
+                seen[index] = self.picture(index)
+                if self.fatal and isinstance(seen[index], Problem):
+                    raise unreadable(seen[index])
+            return not isinstance(seen[index], Problem)
+
+        samples = readable_samples(self.order, epoch, step, self.unit, self.units, readable, self.source.name)
+        problems = [picture for picture in seen.values() if isinstance(picture, Problem)]
+        return self._canvas([seen[int(index)] for index in samples.index], samples, problems)
+
+
+def readable_samples(
+    order: Order, epoch: int, step: int, unit: int, units: int, readable: Callable[[int], bool], name: str
+) -> Samples:
+    """The unit's samples; an unreadable one gives its place to the next readable one of the whole step, round its end.
+
+    The place keeps its position; index and repeat are the replacement's. The step is that of all units together, so that
+    the stream still does not depend on how it is cut.
+    """
+    samples = order.unit(epoch, step, unit, units)
+    index, repeat = samples.index.copy(), samples.repeat.copy()
+    for row in range(len(index)):
+        if not readable(int(index[row])):
+            start = step * order.batch
+            after = start + (samples.position[row] - start + np.arange(1, order.batch)) % order.batch
+            others = order.at(epoch, after)
+            found = next((place for place, other in enumerate(others.index) if readable(int(other))), None)
+            if found is None:
+                raise UserError(f"None of the {order.batch} pictures of a step of {name} can be read.")
+            index[row], repeat[row] = others.index[found], others.repeat[found]
+    return Samples(index, repeat, samples.position)
+
+
+def shared(shape: tuple[int, ...]) -> Tensor:
+    """uint8 zeros; in a worker they lie in shared memory from the start, which spares a copy."""
+    if multiprocessing.parent_process() is None:
+        return torch.zeros(shape, dtype=torch.uint8)
+    count = int(np.prod(shape))
+    storage = torch.UntypedStorage._new_shared(max(count, 1), device="cpu")
+    return torch.empty(0, dtype=torch.uint8).set_(storage)[:count].view(shape)
+
+
+class Workers:
+    """Processes that apply `work` to tasks; with 0 of them this one does it."""
+
+    def __init__(self, work: Callable[[Any], Any], count: int) -> None:
+        self.work, self.count = work, count
+        self.processes: list[tuple[Any, Any]] = []  # process, our end of its pipe
+
+    def run(self, tasks: Iterable[Any]) -> Iterator[Any]:
+        """The results in the order of the tasks."""
+        if self.count == 0:
+            yield from map(self.work, tasks)
+            return
+        self._start()
+        waiting, given, taken, complete = iter(tasks), 0, 0, False
+        try:
+            while True:
+                for task in islice(waiting, self.count * AHEAD - (given - taken)):
+                    with self._pipe(given) as pipe:
+                        pipe.send(task)
+                    given += 1
+                if given == taken:
+                    break
+                with self._pipe(taken) as pipe:
+                    failure, result = pipe.recv()
+                taken += 1
+                if failure:
+                    raise failure
+                yield result
+            complete = True
+        finally:
+            if not complete:  # results still on their way would be taken for those of the next run
+                self.close()
+
+    def _start(self) -> None:
+        while len(self.processes) < self.count:
+            ours, theirs = multiprocessing.Pipe()
+            process = multiprocessing.Process(target=serve, args=(self.work, theirs, os.getpid()), daemon=True)
+            with interrupts_held():
+                process.start()
+            theirs.close()  # before the next fork: a pipe held open by a sibling would not show that its worker died
+            self.processes.append((process, ours))
+
+    @contextmanager
+    def _pipe(self, turn: int) -> Iterator[Any]:
+        process, pipe = self.processes[turn % self.count]
+        try:
+            yield pipe
+        except (EOFError, OSError) as error:
+            process.join(2)
+            code = process.exitcode
+            how = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
+            raise UserError(
+                f"A loading process died ({how}); memory or shared memory often ran out: use fewer workers or smaller batches."
+            ) from error
+
+    def close(self) -> None:
+        for process, pipe in self.processes:
+            pipe.close()
+            process.terminate()
+        for process, _ in self.processes:
+            process.join()
+        self.processes = []
+
+    def __getstate__(self) -> dict:
+        return {"work": self.work, "count": self.count, "processes": []}
+
+
+@contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Ctrl-C waits, so that a worker is born deaf to it: only the main process answers, and ends its workers."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def serve(work: Callable[[Any], Any], pipe: Any, parent: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    try:
+        while True:
+            # A worker forked later holds the pipe open too, so that only the parent's absence tells of its death.
+            while not pipe.poll(2):
+                if os.getppid() != parent:
+                    return
+            task = pipe.recv()
+            answer: tuple[Exception | None, Any]
+            try:
+                answer = (None, work(task))
+            except UserError as error:
+                answer = (error, None)
+            except Exception as error:
+                answer = (RuntimeError("in a loading process:\n" + "".join(traceback.format_exception(error))), None)
+            pipe.send(answer)
+    except (EOFError, OSError):
+        return  # the main process has closed the pipe or is gone
+
+
+def usual_workers() -> int:
+    """The cores this process may use, shared with the other processes of its run on this machine; 16 feed any one device."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(max(cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1), 16)
+
+
+def to_stderr(sentence: str) -> None:
+    print(sentence, file=sys.stderr)
+
+
+class Stream:
+    """What both loaders share: labels, and the account of unreadable pictures."""
+
+    def __init__(self, source: Source, order: Order, unit: int, units: int, warn: Callable[[str], None]) -> None:
+        self.source, self.order, self.unit, self.units, self.warn = source, order, unit, units, warn
+        self.problems: list[Problem] = []  # each unreadable picture once
+        self._told = 0
+
+    def _batch(self, pixels: Tensor, sizes: np.ndarray, masks: Tensor | None, samples: Samples) -> Batch:
+        index = samples.index
+        label, extra = self.source.label, self.source.extra
+        return Batch(
+            pixels.permute(0, 3, 1, 2),
+            torch.from_numpy(sizes),
+            torch.from_numpy(index),
+            torch.from_numpy(samples.repeat),
+            torch.from_numpy(samples.position),
+            torch.from_numpy(label.values[index].astype(np.int64)) if label else None,
+            {name: torch.from_numpy(labels.values[index].astype(np.int64)) for name, labels in extra.items()},
+            masks,
+        )
+
+    def _record(self, problems: Iterable[Problem]) -> None:
+        known = {problem.where for problem in self.problems}
+        for problem in problems:
+            if problem.where not in known:
+                self.problems.append(problem)
+                known.add(problem.where)
+
+    def _report(self) -> None:
+        new, self._told = self.problems[self._told :], len(self.problems)
+        if new:
+            first = "{} ({})".format(*new[0])
+            what = "1 picture" if len(new) == 1 else f"{len(new)} pictures"
+            self.warn(f"{self.source.name}: {what} could not be read and others stood in; the first: {first}.")
+
+
+class Loader(Stream):
+    """Batches decoded by worker processes (0: in this one), in page-locked memory where there is a GPU.
+
+    `bad="skip"` lets another picture of the same step stand in for an unreadable one (`readable_samples` says which), notes it in
+    `problems` and tells through `warn` at the end of the epoch how many were new; "fatal" raises UserError at the first.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        order: Order,
+        unit: int = 0,
+        units: int = 1,
+        workers: int | None = None,
+        at_least: int | None = None,
+        bad: Literal["skip", "fatal"] = "skip",
+        masks: bool = False,
+        warn: Callable[[str], None] = to_stderr,
+    ) -> None:
+        super().__init__(source, order, unit, units, warn)
+        order.unit(0, 0, unit, units)  # complains here, not in a worker, about a batch that cannot be divided
+        work = StepReader(source, at_least, masks, order, unit, units, bad == "fatal")
+        self._workers = Workers(work, usual_workers() if workers is None else workers)
+        self._pin = torch.cuda.is_available()
+
+    def batches(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
+        """The steps `start_step` ... of an epoch."""
+        try:
+            for canvas in self._workers.run((epoch, step) for step in range(start_step, self.order.steps)):
+                self._record(canvas.problems)
+                batch = self._batch(canvas.pixels, canvas.sizes, canvas.masks, canvas.samples)
+                yield batch.pin_memory() if self._pin else batch
+        finally:
+            self._report()
+
+    def close(self) -> None:
+        """Ends the workers; they start again when batches are asked for again."""
+        self._workers.close()
+
+
+class Plan(NamedTuple):
+    """Where the pictures of a data set stay, and the line that says so."""
+
+    place: Literal["device", "memory", "files"]
+    sentence: str
+
+
+def choose_store(
+    source: Source,
+    device: torch.device | str = "cpu",
+    at_least: int | None = None,
+    device_share: float = 0.25,
+    memory_share: float = 0.5,
+    masks: bool = False,
+    sampled: int = 256,
+) -> Plan:
+    """On the device if the decoded pictures take at most that share of what is free there, else in memory, else in files.
+
+    The size is judged by the headers of `sampled` pictures spread over the set.
+    """
+    sizes = []
+    for index in np.unique(np.linspace(0, len(source) - 1, sampled).astype(np.int64)):
+        try:
+            sizes.append(decoded_size(source.encoded(int(index)), at_least))
+        except (OSError, ValueError):
+            continue  # the loader will meet it again and account for it
+    need = len(source) * (4 if masks else 3) * int(np.prod(np.max(sizes, axis=0))) if sizes else sys.maxsize
+    free = {"device": 0, "memory": free_memory()}
+    if torch.device(device).type == "cuda":
+        free["device"] = torch.cuda.mem_get_info(torch.device(device))[0]
+    size = f"{len(source):,} pictures, {need / 1e9:.2f} GB decoded"
+    if need <= device_share * free["device"]:
+        return Plan("device", f"{source.name}: {size}, kept on the device ({free['device'] / 1e9:.1f} GB free there).")
+    if need <= memory_share * free["memory"]:
+        return Plan("memory", f"{source.name}: {size}, kept in memory ({free['memory'] / 1e9:.1f} GB free).")
+    return Plan("files", f"{source.name}: {size}, decoded from files each time ({free['memory'] / 1e9:.1f} GB of memory free).")
+
+
+def free_memory() -> int:
+    """Bytes this process may still take, within the limit of its control group; 0 where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return 0
+    try:
+        group = Path("/sys/fs/cgroup")
+        return max(min(free, int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())), 0)
+    except (OSError, ValueError):  # no such group, or "max": no limit
+        return free
+
+
+@dataclass(frozen=True)
+class Store:
+    """A whole source as pixels on one device."""
+
+    source: Source
+    pixels: Tensor  # uint8 [N, H, W, 3]
+    sizes: np.ndarray  # [N, 2]; 0, 0 for unreadable pictures
+    masks: Tensor | None  # uint8 [N, H, W]
+    problems: list[Problem]
+
+
+def fill_store(
+    source: Source,
+    device: torch.device | str = "cpu",
+    workers: int | None = None,
+    at_least: int | None = None,
+    masks: bool = False,
+) -> Store:
+    """Decodes all pictures once; `choose_store` tells whether they fit."""
+    pool = Workers(Reader(source, at_least, masks).pictures, usual_workers() if workers is None else workers)
+    pixels = torch.zeros((len(source), 0, 0, 3), dtype=torch.uint8, device=device)
+    kept = torch.zeros((len(source), 0, 0), dtype=torch.uint8, device=device)
+    sizes, problems = np.zeros((len(source), 2), dtype=np.int64), []
+    for part in pool.run(np.split(np.arange(len(source)), range(64, len(source), 64))):
+        rows = slice(part.samples.index[0], part.samples.index[-1] + 1)
+        height, width = part.pixels.shape[1:3]
+        lower, right = max(height - pixels.shape[1], 0), max(width - pixels.shape[2], 0)
+        if lower or right:
+            pixels = pad(pixels, (0, 0, 0, right, 0, lower))
+            kept = pad(kept, (0, right, 0, lower), value=IGNORE) if masks else kept
+        pixels[rows, :height, :width] = part.pixels.to(device)
+        if part.masks is not None:
+            kept[rows, :height, :width] = part.masks.to(device)
+        sizes[rows] = part.sizes
+        problems += part.problems
+    pool.close()
+    return Store(source, pixels, sizes, kept if masks else None, problems)
+
+
+class StoredLoader(Stream):
+    """The same stream as `Loader`'s, picked from a store on the store's device."""
+
+    def __init__(
+        self,
+        store: Store,
+        order: Order,
+        unit: int = 0,
+        units: int = 1,
+        bad: Literal["skip", "fatal"] = "skip",
+        warn: Callable[[str], None] = to_stderr,
+    ) -> None:
+        super().__init__(store.source, order, unit, units, warn)
+        if bad == "fatal" and store.problems:
+            raise unreadable(store.problems[0])
+        self.store = store
+        self._record(store.problems)
+
+    def batches(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
+        """The steps `start_step` ... of an epoch."""
+        store, device = self.store, self.store.pixels.device
+        readable = store.sizes[:, 0] > 0
+        self._report()
+        for step in range(start_step, self.order.steps):
+            part = (epoch, step, self.unit, self.units)
+            samples = readable_samples(self.order, *part, lambda index: bool(readable[index]), self.source.name)
+            sizes = store.sizes[samples.index]
+            height, width = sizes.max(axis=0)
+            rows = torch.from_numpy(samples.index).to(device, non_blocking=True)
+            pixels = store.pixels.index_select(0, rows)[:, :height, :width].contiguous()
+            masks = store.masks.index_select(0, rows)[:, :height, :width].contiguous() if store.masks is not None else None
+            yield self._batch(pixels, sizes, masks, samples).to(device)
+
+    def close(self) -> None:
+        """Nothing to end: there are no workers."""
