@@ -50,7 +50,7 @@ class Source(ABC):
         return self.label.names if self.label else []
 
 
-@dataclass
+@dataclass(eq=False)
 class Subset(Source):
     """Some pictures of another source, in the order given."""
 
@@ -88,13 +88,16 @@ class Splits(NamedTuple):
 
 
 def split_by_seed(source: Source, share: float, seed: int) -> tuple[Source, Source]:
-    """(the rest, `share` of every class), the same for the same seed; classes of one picture stay in the first part."""
+    """(the rest, `share` of every class), the same for the same seed.
+
+    Every class of two pictures or more gives at least one; classes of one picture stay in the first part.
+    """
     rng = np.random.default_rng(seed)
     values = source.label.values if source.label else np.zeros(len(source), dtype=np.int64)
     held: list[np.ndarray] = []
     for value in np.unique(values):
         members = rng.permutation(np.flatnonzero(values == value))
-        held.append(members[: round(len(members) * share) if len(members) > 1 else 0])
+        held.append(members[: max(round(len(members) * share), 1) if len(members) > 1 and share > 0 else 0])
     chosen = np.sort(np.concatenate(held)) if held else np.zeros(0, dtype=np.int64)
     rest = np.setdiff1d(np.arange(len(source)), chosen)
     return Subset(source, rest), Subset(source, chosen)
