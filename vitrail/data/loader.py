@@ -1,21 +1,13 @@
 """From a source and an order to batches of uint8 pictures, the same stream with any number of workers or none.
 
-Worker processes take whole batches in turn, so that batch n is always waited for at worker n mod workers: nothing needs sorting,
-and a step is reached without running through those before it. Each worker has a pipe of its own; pixels come back in shared
-memory, only their handle goes through the pipe. A pipe that closes is a worker that died, noticed at once.
-
+Worker processes (`workers.py`) take whole batches in turn; a step is reached without running through those before it.
 Data sets that fit are decoded once and stay resident (`choose_store`, `Store`); `StoredLoader` then gives the same stream.
 """
 
 import multiprocessing
-import os
-import signal
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -28,10 +20,10 @@ from torch.nn.functional import pad
 from vitrail.data.decode import decode, decode_mask, decoded_size, fit_mask
 from vitrail.data.order import Order, Samples
 from vitrail.data.source import Source
+from vitrail.data.workers import Workers, usual_workers
 from vitrail.errors import UserError
 
 IGNORE = 255  # what a mask holds where there is no picture or no mask: the usual id of "no class"
-AHEAD = 2  # batches a worker may be ahead: one in its hands, one done
 
 
 @dataclass(frozen=True)
@@ -177,114 +169,6 @@ def shared(shape: tuple[int, ...]) -> Tensor:
     count = int(np.prod(shape))
     storage = torch.UntypedStorage._new_shared(max(count, 1), device="cpu")
     return torch.empty(0, dtype=torch.uint8).set_(storage)[:count].view(shape)
-
-
-class Workers:
-    """Processes that apply `work` to tasks; with 0 of them this one does it."""
-
-    def __init__(self, work: Callable[[Any], Any], count: int) -> None:
-        self.work, self.count = work, count
-        self.processes: list[tuple[Any, Any]] = []  # process, our end of its pipe
-
-    def run(self, tasks: Iterable[Any]) -> Iterator[Any]:
-        """The results in the order of the tasks."""
-        if self.count == 0:
-            yield from map(self.work, tasks)
-            return
-        self._start()
-        waiting, given, taken, complete = iter(tasks), 0, 0, False
-        try:
-            while True:
-                for task in islice(waiting, self.count * AHEAD - (given - taken)):
-                    with self._pipe(given) as pipe:
-                        pipe.send(task)
-                    given += 1
-                if given == taken:
-                    break
-                with self._pipe(taken) as pipe:
-                    failure, result = pipe.recv()
-                taken += 1
-                if failure:
-                    raise failure
-                yield result
-            complete = True
-        finally:
-            if not complete:  # results still on their way would be taken for those of the next run
-                self.close()
-
-    def _start(self) -> None:
-        while len(self.processes) < self.count:
-            ours, theirs = multiprocessing.Pipe()
-            process = multiprocessing.Process(target=serve, args=(self.work, theirs, os.getpid()), daemon=True)
-            with interrupts_held():
-                process.start()
-            theirs.close()  # before the next fork: a pipe held open by a sibling would not show that its worker died
-            self.processes.append((process, ours))
-
-    @contextmanager
-    def _pipe(self, turn: int) -> Iterator[Any]:
-        process, pipe = self.processes[turn % self.count]
-        try:
-            yield pipe
-        except (EOFError, OSError) as error:
-            process.join(2)
-            code = process.exitcode
-            how = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
-            raise UserError(
-                f"A loading process died ({how}); memory or shared memory often ran out: use fewer workers or smaller batches."
-            ) from error
-
-    def close(self) -> None:
-        for process, pipe in self.processes:
-            pipe.close()
-            process.terminate()
-        for process, _ in self.processes:
-            process.join()
-        self.processes = []
-
-    def __getstate__(self) -> dict:
-        return {"work": self.work, "count": self.count, "processes": []}
-
-
-@contextmanager
-def interrupts_held() -> Iterator[None]:
-    """Ctrl-C waits, so that a worker is born deaf to it: only the main process answers, and ends its workers."""
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def serve(work: Callable[[Any], Any], pipe: Any, parent: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    torch.set_num_threads(1)
-    try:
-        while True:
-            # A worker forked later holds the pipe open too, so that only the parent's absence tells of its death.
-            while not pipe.poll(2):
-                if os.getppid() != parent:
-                    return
-            task = pipe.recv()
-            answer: tuple[Exception | None, Any]
-            try:
-                answer = (None, work(task))
-            except UserError as error:
-                answer = (error, None)
-            except Exception as error:
-                answer = (RuntimeError("in a loading process:\n" + "".join(traceback.format_exception(error))), None)
-            pipe.send(answer)
-    except (EOFError, OSError):
-        return  # the main process has closed the pipe or is gone
-
-
-def usual_workers() -> int:
-    """The cores this process may use, shared with the other processes of its run on this machine; 16 feed any one device."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(max(cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1), 16)
 
 
 def to_stderr(sentence: str) -> None:
