@@ -1,7 +1,7 @@
 """Processes that decode: task n is always waited for at worker n mod workers, so nothing needs sorting.
 
-Each worker has a pipe of its own; pixels come back in shared memory, only their handle goes through the pipe. A pipe that closes is
-a worker that died, noticed at once.
+Each worker has a pipe of its own; pixels come back in shared memory, only their handle goes through the pipe. A pipe that closes
+is a worker that died, noticed at once.
 """
 
 import multiprocessing
