@@ -1,8 +1,15 @@
-# `make test` on a machine with Python >= 3.11 and nothing else: own .venv, pinned packages, lint, types, tests.
+# On a machine with Python >= 3.11 and nothing else: `make demo` trains on built-in pictures, `make test` runs lint, types, tests.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: test check tests format clean
+.PHONY: demo test check tests format clean
+
+# Two CPU cores need about a minute: a contact sheet, a training with its report, predictions of pictures it has not seen.
+demo: .venv/.ready
+	rm -rf runs/demo
+	$(BIN)/vitrail data inspect digits --out runs/demo/pictures.png
+	$(BIN)/vitrail train digits --recipe laptop --out runs/demo/run
+	$(BIN)/vitrail predict runs/demo/run/best.safetensors digits
 
 test: check tests
 

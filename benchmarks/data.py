@@ -1,14 +1,21 @@
-"""What the way from files to batches costs.
+"""What the way from files to what the network sees costs.
 
     python benchmarks/data.py decode                        # pictures made on the spot, 500 x 375 to 4000 x 3000
     python benchmarks/data.py decode --pictures photos/     # your own, all of them once per round
+    python benchmarks/data.py augment                       # a GPU; timm and torchvision beside it
+    python benchmarks/data.py augment deit --device cpu --batch 16 --rounds 3 --no-others
 
 `decode`: decoding plus resizing the shorter side to `--at-least`, in pictures per second of one core (processor time),
 Vitrail with and without simplejpeg beside plain Pillow and OpenCV, each round all of them in turn on the same files.
+
+`augment`: from stored pictures, 256 x 256 uint8, to 224 x 224 normalised float32, mixed where the recipe mixes, in batches on a
+device; timm and torchvision picture by picture on all CPU cores. "Alone" is the time of the augmentation back to back, as a share
+of a compiled bfloat16 training step of DeiT-S on the same batch; "added" is by how much the step takes longer with it in front.
 """
 
 import argparse
 import io
+import json
 import os
 import statistics
 import time
@@ -16,9 +23,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import torch
 from PIL import Image
+from timing import half_spread, in_turns, machine
 
+import vitrail
 from vitrail.data import decode as decoder
+from vitrail.data.augment.mixing import draw_mix, mix_pictures
+from vitrail.data.augment.pipeline import Augmentation, augment
+from vitrail.data.randomness import sample_key
 
 SIZES = [(500, 375), (1000, 750), (2000, 1500), (4000, 3000)]
 Run = Callable[[bytes], object]
@@ -115,6 +128,135 @@ def decode(options: argparse.Namespace) -> None:
         compare(f"{width} x {height}", files, options.at_least, options.rounds)
 
 
+JITTER = (0.3, 0.3, 0.3, 0.0)
+PIPELINES = {  # what is done to a picture, mixup, CutMix
+    "deit": (Augmentation(policy="rand", erasing=0.25), 0.8, 1.0),
+    "deit3": (Augmentation(policy="three", jitter=JITTER), 0.8, 1.0),
+    "deit3_21k": (Augmentation(crop="simple", policy="three", jitter=JITTER), 0.0, 1.0),
+    "lvvit": (Augmentation(policy="rand", crop_last=True, filter="random", erasing=0.25), 0.0, 0.0),
+    "plain": (Augmentation(), 0.0, 0.0),
+}
+
+
+def stored_pictures(count: int) -> torch.Tensor:
+    """uint8 [count, 3, 256, 256], channels last, as a loader gives them: 16 made pictures over and over."""
+    made = [np.asarray(Image.open(io.BytesIO(photograph(256, 256, seed)))) for seed in range(16)]
+    return torch.from_numpy(np.stack([made[place % 16] for place in range(count)])).permute(0, 3, 1, 2)
+
+
+def augmenter(name: str, pixels: torch.Tensor, compiled: bool) -> Callable[[], torch.Tensor]:
+    """Augments and mixes the same batch with other keys each time it is called."""
+    how, mixup, cutmix = PIPELINES[name]
+    sizes = torch.full((len(pixels), 2), 256, device=pixels.device)
+    index = torch.arange(len(pixels), device=pixels.device)
+    whole = torch.compile(augment, dynamic=False) if compiled else augment
+    epoch = 0
+
+    def run() -> torch.Tensor:
+        nonlocal epoch
+        epoch += 1
+        images = whole(pixels, sizes, sample_key(0, epoch, index, index), how).images
+        return mix_pictures(images, draw_mix(0, epoch, 0, 0, how.size, mixup, cutmix))
+
+    return run
+
+
+def training_step(device: str) -> Callable[[torch.Tensor], None]:
+    model = vitrail.create("deit_small_patch16").to(device).train()
+    forward = torch.compile(model)
+    optimiser = torch.optim.AdamW(model.parameters(), fused=device == "cuda")
+
+    def run(images: torch.Tensor) -> None:
+        with torch.autocast(device, torch.bfloat16):
+            output = forward(images)
+        output.float().logsumexp(-1).mean().backward()
+        optimiser.step()
+        optimiser.zero_grad()
+
+    return run
+
+
+class Pictures(torch.utils.data.Dataset):
+    """Decoded pictures in memory, so that only the transform is timed."""
+
+    def __init__(self, transform: Callable, count: int) -> None:
+        self.images = [Image.fromarray(picture.permute(1, 2, 0).numpy()) for picture in stored_pictures(16)]
+        self.transform, self.count = transform, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.transform(self.images[index % 16])
+
+
+def others() -> dict[str, Callable]:
+    """The same pipelines of timm and torchvision."""
+    from timm.data import create_transform
+    from torchvision.transforms import v2
+
+    tensor = [v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True), v2.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))]
+    crop, flip = v2.RandomResizedCrop(224, interpolation=v2.InterpolationMode.BICUBIC), v2.RandomHorizontalFlip()
+    three = v2.RandomChoice([v2.Grayscale(3), v2.RandomSolarize(128, p=1.0), v2.GaussianBlur(9, (0.1, 2.0))])
+    erasing = v2.RandomErasing(0.25)
+    return {
+        "timm, deit": create_transform(
+            224, is_training=True, auto_augment="rand-m9-mstd0.5-inc1", interpolation="bicubic", re_prob=0.25
+        ),
+        "torchvision v2, deit": v2.Compose([crop, flip, v2.RandAugment(), *tensor, erasing]),
+        "torchvision v2, deit3": v2.Compose([crop, flip, three, v2.ColorJitter(0.3, 0.3, 0.3), *tensor]),
+        "torchvision v2, lvvit": v2.Compose([flip, v2.RandAugment(), crop, *tensor, erasing]),
+    }
+
+
+SHARES = {"ms": ".2f", "alone": ".1%", "added": ".1%"}
+
+
+def augmentation(options: argparse.Namespace) -> None:
+    device, rows = options.device, []
+    print(f"{machine(device)}; batch {options.batch}; n = {options.rounds} rounds of {options.repeats}", flush=True)
+    pixels = stored_pictures(options.batch).to(device)
+    step, alone = None, 0.0
+    if device == "cuda":
+        step, images = training_step(device), torch.randn(options.batch, 3, 224, 224, device=device)
+        (times,) = in_turns({"step": lambda: step(images)}, device, options.rounds, options.repeats).values()
+        alone = statistics.median(times)
+        print(f"compiled DeiT-S training step: {alone * 1e3:.2f} ms ±{half_spread(times):.1%}", flush=True)
+    print("| pipeline | where | images/s | ms | alone | added |\n| --- | --- | --- | --- | --- | --- |")
+
+    def report(name: str, where: str, rate: float, spread: float | None = None, **more: float) -> None:
+        rows.append({"pipeline": name, "where": where, "rate": rate, "spread": spread} | more)
+        about = "" if spread is None else f" ±{spread:.1%}"
+        columns = [f"{more[key]:{form}}" if key in more else "" for key, form in SHARES.items()]
+        print(f"| {name} | {where} | {rate:,.0f}{about} | {' | '.join(columns)} |", flush=True)
+        if options.out:
+            options.out.write_text(json.dumps({"machine": machine(device), "batch": options.batch, "rows": rows}, indent=1))
+
+    for name in options.names:
+        for compiled in (False,) if options.no_compile else (False, True):
+            torch.compiler.reset()
+            run = augmenter(name, pixels, compiled)
+            runs = {"alone": run} | ({"both": lambda run=run: step(run())} if step else {})
+            times = in_turns(runs, device, options.rounds, options.repeats)
+            seconds = statistics.median(times["alone"])
+            shares = {"alone": seconds / alone, "added": statistics.median(times["both"]) / alone - 1} if step else {}
+            where = f"{'compiled' if compiled else 'eager'}, {device}"
+            report(name, where, options.batch / seconds, half_spread(times["alone"]), ms=seconds * 1e3, **shares)
+    for name, transform in {} if options.no_others else others().items():
+        workers = os.cpu_count() or 1
+        pictures = Pictures(transform, 256 * workers)
+        loader = torch.utils.data.DataLoader(pictures, 256, num_workers=workers, persistent_workers=True)
+        passes = [timed_pass(loader) for _ in range(4)][1:]  # the first one starts the workers
+        report(name, f"{workers} CPU cores", len(pictures) / statistics.median(passes), half_spread(passes))
+
+
+def timed_pass(loader: torch.utils.data.DataLoader) -> float:
+    start = time.perf_counter()
+    for _ in loader:
+        pass
+    return time.perf_counter() - start
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
@@ -124,6 +266,16 @@ def main() -> None:
     command.add_argument("--rounds", type=int, default=7)
     command.add_argument("--files", type=int, default=6, help="how many are made of each size")
     command.set_defaults(run=decode)
+    command = commands.add_parser("augment", help="augmentation on the device beside timm and torchvision on CPU cores")
+    command.add_argument("names", nargs="*", default=list(PIPELINES))
+    command.add_argument("--batch", type=int, default=256)
+    command.add_argument("--rounds", type=int, default=5)
+    command.add_argument("--repeats", type=int, default=10)
+    command.add_argument("--no-others", action="store_true")
+    command.add_argument("--no-compile", action="store_true")
+    command.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    command.add_argument("--out", type=Path)
+    command.set_defaults(run=augmentation)
     options = parser.parse_args()
     options.run(options)
 

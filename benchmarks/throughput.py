@@ -9,12 +9,11 @@ of the device's peak that the multiply-adds of the model alone would take (forwa
 
 import argparse
 import json
-import os
 import statistics
-import time
 from pathlib import Path
 
 import torch
+from timing import half_spread, in_turns, machine
 
 import vitrail
 from vitrail.models.cost import cost
@@ -31,17 +30,6 @@ NAMES = {  # ours -> timm's
     "lvvit_s": None,
 }
 PEAK = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA A100-SXM4-80GB": 312e12}
-
-
-def timed(run, device: str, repeats: int) -> float:
-    if device == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(repeats):
-        run()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return (time.perf_counter() - start) / repeats
 
 
 def runner(model, image, train: bool, compiled: bool, device: str):
@@ -69,18 +57,12 @@ def measure(name: str, options: argparse.Namespace, train: bool) -> dict:
     runs = {"vitrail": runner(ours, image, train, options.compile, options.device)}
     if NAMES.get(name):
         runs["timm"] = runner(timm.create_model(NAMES[name]), image, train, options.compile, options.device)
-    times: dict[str, list[float]] = {key: [] for key in runs}
-    for run in runs.values():
-        for _ in range(3):
-            run()
-    for _ in range(options.rounds):
-        for key, run in runs.items():
-            times[key].append(timed(run, options.device, options.repeats))
+    times = in_turns(runs, options.device, options.rounds, options.repeats)
     rates = {key: [options.batch / seconds for seconds in values] for key, values in times.items()}
     row = {"model": name, "mode": "train" if train else "infer", "compile": options.compile, "batch": options.batch}
     for key, values in rates.items():
         row[key] = statistics.median(values)
-        row[f"{key}_spread"] = (max(values) - min(values)) / row[key]
+        row[f"{key}_spread"] = half_spread(values)
     if "timm" in row:
         row["ratio"] = row["vitrail"] / row["timm"]
     peak = PEAK.get(torch.cuda.get_device_name(), 0.0) if options.device == "cuda" else 0.0
@@ -99,19 +81,19 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    device = torch.cuda.get_device_name() if options.device == "cuda" else f"CPU, {os.cpu_count()} cores"
-    print(f"{device}; torch {torch.__version__}; n = {options.rounds} rounds of {options.repeats}; bfloat16 autocast")
+    device = machine(options.device)
+    print(f"{device}; n = {options.rounds} rounds of {options.repeats}; bfloat16 autocast")
     rows = []
     for name in options.names:
         for train in (False, True):
             row = measure(name, options, train)
             rows.append(row)
-            text = f"{name:24} {row['mode']:5} vitrail {row['vitrail']:8.0f}/s ±{row['vitrail_spread'] / 2:.1%}"
+            text = f"{name:24} {row['mode']:5} vitrail {row['vitrail']:8.0f}/s ±{row['vitrail_spread']:.1%}"
             if "timm" in row:
-                text += f"  timm {row['timm']:8.0f}/s ±{row['timm_spread'] / 2:.1%}  ratio {row['ratio']:.3f}"
+                text += f"  timm {row['timm']:8.0f}/s ±{row['timm_spread']:.1%}  ratio {row['ratio']:.3f}"
             print(text + (f"  {row['of_peak']:.0%} of peak" if "of_peak" in row else ""), flush=True)
             if options.out:
-                options.out.write_text(json.dumps({"device": device, "torch": torch.__version__, "rows": rows}, indent=1))
+                options.out.write_text(json.dumps({"device": device, "rows": rows}, indent=1))
 
 
 if __name__ == "__main__":

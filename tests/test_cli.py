@@ -2,18 +2,25 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
+import yaml
 
 import vitrail
+from tests.pictures import make_folder, spoil
 from tests.weights.test_formats import SUFFIX, little
+from vitrail import cli
+from vitrail.commands.training import open_recipe
+from vitrail.recipes import list_recipes, lookup
 
 
 def run(*words, **options):
     command = [sys.executable, "-m", "vitrail.cli", *map(str, words)]
+    options.setdefault("env", os.environ | {"OMP_NUM_THREADS": "1"})  # as many threads as the tests: sums depend on them
     return subprocess.run(command, capture_output=True, text=True, check=False, **options)
 
 
@@ -113,3 +120,262 @@ def test_a_full_disk_loses_nothing(deit_file, tmp_path):
         assert (disk / "out.safetensors").read_text() == "the old file"
     finally:
         subprocess.run(["umount", str(disk)], check=True)
+
+
+# --- training. Most of these call the command's entry point in this process: starting another one takes longer than the training.
+
+SHORT = ("--set", "architecture.width=16", "--set", "architecture.depth=1", "--set", "batch=8", "--workers", "0")
+
+
+@pytest.fixture
+def typed(monkeypatch, capsys):
+    """Words as typed -> exit code, standard output, standard error; never a traceback."""
+
+    def type_in(*words):
+        monkeypatch.setattr(sys, "argv", ["vitrail", *map(str, words)])
+        capsys.readouterr()
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as ended:
+            code = ended.code or 0
+        return code, *capsys.readouterr()
+
+    return type_in
+
+
+@pytest.fixture
+def typed_wrong(typed):
+    def type_in(*words):
+        code, _, said = typed(*words)
+        assert code == 2, said
+        return said.strip().splitlines()[-1]
+
+    return type_in
+
+
+@pytest.fixture(scope="module")
+def digits_run(tmp_path_factory):
+    """Six steps on the built-in pictures, in a process of its own."""
+    folder = tmp_path_factory.mktemp("runs") / "digits"
+    options = ("--set", "schedule.length=6 steps", "--save-steps", 3, "--log-steps", 1, "--seed", 3)
+    result = run("train", "digits", *SHORT, *options, "--out", folder)
+    assert result.returncode == 0, result.stderr
+    return folder, result
+
+
+def test_train(digits_run):
+    folder, result = digits_run
+    assert "digits: 1,295 training and 142 validation pictures, 10 classes" in result.stderr
+    assert "the network sees 8 x 8 pixels, for pictures of about 8 pixels" in result.stderr
+    assert "batch 8 = 1 x CPU x 1 accumulation x 8" in result.stderr
+    assert "test accuracy" in result.stderr
+    assert result.stderr.strip().endswith(f"weights {folder / 'best.safetensors'}")
+    assert "best" in result.stdout
+    facts = json.loads((folder / "run.json").read_text())
+    assert facts["command"].startswith("vitrail train digits --set architecture.width=16")
+    assert (facts["steps"], facts["best"]["step"], facts["recipe"]["seed"]) == (6, 6, 3)
+    assert facts["test"]["pictures"] == 360
+    assert sum(map(sum, facts["confusion"]["matrix"])) == 142
+    assert len(facts["mistakes"]) == 16
+    assert vitrail.load(folder).class_names == list("0123456789")
+
+
+def test_resume_goes_on_and_a_finished_run_only_reports(digits_run, tmp_path):
+    folder = shutil.copytree(digits_run[0], tmp_path / "run")
+    before = (folder / "metrics.jsonl").read_text().splitlines()
+    (folder / "checkpoints" / "step-000000006.safetensors").unlink()
+    (folder / "report.html").unlink()
+    result = run("resume", folder, "--device", "cpu", "--workers", "0")
+    assert result.returncode == 0, result.stderr
+    assert "going on at step 3 of 6" in result.stderr
+    after = (folder / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line) | {"speed": 0} for line in after] == [json.loads(line) | {"speed": 0} for line in before]
+    assert (folder / "report.html").exists()
+
+
+def test_resume_of_a_finished_run(digits_run, typed, typed_wrong, tmp_path):
+    code, _, said = typed("resume", digits_run[0], "--workers", "0")
+    assert code == 0
+    assert "This run is finished" in said
+    assert "has no run.json" in typed_wrong("resume", tmp_path)
+    assert "has no run.json" in typed_wrong("resume", tmp_path / "nowhere")
+
+
+def test_a_recipe_file_is_a_recipe(digits_run, typed, typed_wrong, tmp_path):
+    code, _, said = typed(
+        "train", "digits", "--recipe", digits_run[0] / "recipe.yaml", "--workers", "0", "--out", tmp_path / "run"
+    )
+    assert code == 0, said
+    first, second = vitrail.load(digits_run[0]), vitrail.load(tmp_path / "run")
+    assert all(torch.equal(tensor, first.state_dict()[name]) for name, tensor in second.state_dict().items())
+    for name, text, sentence in (
+        ("missing.yaml", None, "No such file"),
+        ("broken.yaml", "a: [1,", "is not YAML"),
+        ("list.yaml", "- 1", "is a group of settings, not [1]"),
+        ("american.yaml", "optimizer: {rate: 1}", "the nearest are optimiser"),
+        ("numbers.yaml", "optimiser: {rate: fast}", "optimiser.rate='fast' should be of the kind float"),
+    ):
+        if text is not None:
+            (tmp_path / name).write_text(text)
+        assert sentence in typed_wrong("train", "digits", "--recipe", tmp_path / name)
+    (tmp_path / "own.yaml").write_text("optimiser: {rate: 1e-3}")  # which YAML takes for text
+    assert open_recipe(str(tmp_path / "own.yaml")).optimiser.rate == 1e-3
+
+
+def test_from_weights(digits_run, typed, tmp_path):
+    options = ("--from", digits_run[0], "--workers", "0", "--set", "schedule.length=1 steps", "--set", "start.scope=head")
+    code, _, said = typed("train", "digits", *options, "--out", tmp_path / "run")
+    assert code == 0, said
+    assert "starting from" in said
+    before, after = vitrail.load(digits_run[0]), vitrail.load(tmp_path / "run")
+    changed = [name for name, tensor in after.state_dict().items() if not torch.equal(tensor, before.state_dict()[name])]
+    assert {name for name in changed if "running" not in name and "tracked" not in name} <= {"head.weight", "head.bias"}
+
+
+def test_plan_writes_nothing(typed, typed_wrong, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, said, _ = typed("plan", "digits", "--device", "cpu")
+    assert code == 0
+    assert "608,906 parameters" in said
+    assert "600 steps, about" in said
+    code, said, _ = typed("plan", "digits", "--recipe", "deit_tiny", "--set", "augmentation.size=32", "--micro-batch", "8")
+    assert "batch 1024 = 1 x CPU x 128 accumulation x 8" in said
+    assert "starts from trained weights" in typed_wrong("plan", "digits", "--recipe", "deit_base_to_384")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_recipes_as_a_table_and_as_json(typed, typed_wrong):
+    _, table, _ = typed("recipes")
+    assert max(map(len, table.splitlines())) <= 120
+    assert all(f"\n  {name} " in table for name in list_recipes())
+    _, table, _ = typed("recipes", "deit*384")
+    assert "deit_base_to_384                 512  30 epochs" in table
+    assert "    from deit_base\n" in "\n".join(line.rstrip() for line in table.splitlines())
+    assert "83.1 % top-1 on ImageNet" in table
+    assert "takes them with --from" in table
+    assert "cait" not in table
+    _, text, _ = typed("recipes", "--json", "laptop")
+    assert list(json.loads(text)) == ["laptop"]
+    assert "No recipe matches 'zzz'" in typed_wrong("recipes", "zzz")
+    assert "Usage" in typed("recipes", "--help")[1]
+
+
+def test_recipes_show(typed, typed_wrong):
+    _, text, _ = typed("recipes", "show", "deit_small", "--set", "optimiser.rate=3e-4", "--set", "architecture.drop_path=0.2")
+    assert "rate: 0.0003" in text
+    assert yaml.safe_load(text)["architecture"] == {"drop_path": 0.2}
+    _, text, _ = typed("recipes", "show", "deit_small", "--json")
+    assert vitrail.Recipe.from_dict(json.loads(text)) == lookup("deit_small")
+    assert "the nearest are" in typed_wrong("recipes", "show", "deit_smal")
+
+
+def test_set_reaches_every_kind_of_leaf(typed, typed_wrong):
+    settings = {
+        "augmentation.size": ("24x32", [24, 32]),
+        "augmentation.scale": ("[0.5, 1]", [0.5, 1.0]),
+        "optimiser.betas": ("0.8", [0.8, 0.8]),
+        "optimiser.nesterov": ("false", False),
+        "average.report": ("yes", True),
+        "batch": ("1e3", 1000),
+        "optimiser.rate": ("3e-4", 3e-4),
+        "schedule.length": ("20000 steps", "20000 steps"),
+        "start.scope": ("last:3", "last:3"),
+        "architecture.stem": ("hmlp", "hmlp"),
+        "architecture.qkv_bias": ("false", False),
+        "architecture.stem_strides": ("[4, 2, 2]", [4, 2, 2]),
+        "name": ("mine = a, b", "mine = a, b"),
+    }
+    changes = [word for key, (text, _) in settings.items() for word in ("--set", f"{key}={text}")]
+    tree = json.loads(typed("recipes", "show", "deit_small", "--json", *changes)[1])
+    for key, (_, value) in settings.items():
+        node = tree
+        for part in key.split("."):
+            node = node[part]
+        assert node == value, key
+    for change, sentence in (
+        ("optimiser.ratee=1", "the nearest are optimiser.rate"),
+        ("rate=1", "the nearest are optimiser.rate"),
+        ("architecture.drop_pth=0.1", "did you mean drop_path"),
+        ("optimiser=adam", "optimiser is a group of settings: set one of them, such as optimiser.kind"),
+        ("seed", "--set takes KEY=VALUE, not 'seed'"),
+        ("augmentation.size=[1,2,3]", "should be 2 numbers"),
+        ("optimiser.nesterov=maybe", "should be of the kind bool"),
+        ("optimiser.kind=sgdm", "choose from adamw"),
+    ):
+        assert sentence in typed_wrong("recipes", "show", "deit_small", "--set", change)
+
+
+def test_a_loss_that_is_not_a_number_is_recorded_and_replayed(typed, typed_wrong, tmp_path):
+    wild = (*SHORT, "--set", "optimiser.rate=1e30", "--set", "schedule.warmup=0 steps", "--set", "schedule.length=9 steps")
+    sentence = typed_wrong("train", "digits", *wild, "--log-steps", "1", "--out", tmp_path / "run")
+    (bundle,) = (tmp_path / "run").glob("not-finite-*")
+    assert f"`vitrail replay {bundle}` shows where it began" in sentence
+    code, said, _ = typed("replay", bundle, "--device", "cpu")
+    assert code == 0
+    assert "first output that is not finite" in said
+    assert "This is what the run recorded." in said
+    found = json.loads(typed("replay", bundle, "--json", "--device", "cpu")[1])
+    assert found["recorded"]["step"] == found["replayed"]["step"]
+    assert "is not a whole bundle" in typed_wrong("replay", tmp_path)
+
+
+def test_mistakes_at_the_keyboard(typed, typed_wrong, tmp_path):
+    out = ("--out", tmp_path / "run")
+    assert "There is nothing at" in typed_wrong("train", tmp_path / "nowhere", *out)
+    assert "'-1 epochs' is not a span of time" in typed_wrong("train", "digits", "--epochs", "-1", *out)
+    assert "less than one step" in typed_wrong("train", "digits", "--epochs", "0", *out)
+    assert "the nearest are deit_small" in typed_wrong("train", "digits", "--recipe", "deit_smal", *out)
+    assert "--on-nan wait is not known; choose from stop, skip" in typed_wrong("train", "digits", "--on-nan", "wait", *out)
+    assert "--bad hide is not known; choose from skip, fatal" in typed_wrong("train", "digits", "--bad", "hide", *out)
+    if not torch.cuda.is_available():
+        assert "There is no GPU that torch can use here: give --device cpu." in typed_wrong("train", "--device", "cuda", *out)
+    for words in (("--micro-batch", "0"), ("--workers", "-1"), ("--epochs", "many"), ("--log-steps", "-1"), ("--nonsense",)):
+        code, _, said = typed("train", "digits", *words, *out)
+        assert code == 2
+        assert words[0] in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_three_lines_of_python(tmp_path):
+    changes = {"schedule.length": "1 steps", "architecture.depth": 1}
+    run = vitrail.train("digits", recipe="laptop", out=tmp_path / "run", changes=changes, device="cpu", workers=0)
+    model = vitrail.load(run.artefact)
+    assert (model.class_names[run.best["top1"] > 1], run.finished) == ("0", True)
+    assert {"train", "resume", "Recipe"} <= set(dir(vitrail))
+
+
+def test_the_command_starts_without_torch():
+    code = "import sys, vitrail.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# --- predicting
+
+
+def test_predict(digits_run, typed, tmp_path):
+    source = make_folder(tmp_path / "some [bold]", ["x"], 2, (8, 8))
+    code, said, _ = typed("predict", digits_run[0], source, "--top", "2", "--device", "cpu")
+    assert code == 0
+    assert "some [bold]/x/000.png" in said
+    assert max(map(len, said.splitlines())) <= 120
+    code, said, complaints = typed("predict", digits_run[0] / "best.safetensors", source, "--json", spoil(tmp_path / "bad.png"))
+    assert code == 1
+    assert "bad.png: not a JPEG" in complaints
+    lines = [json.loads(line) for line in said.splitlines()]
+    assert [line["picture"] for line in lines] == [str(source / "x" / "000.png"), str(source / "x" / "001.png")]
+    assert all(len(line["classes"]) == 5 and line["classes"][0].keys() == {"number", "name", "probability"} for line in lines)
+
+
+def test_predict_the_built_in_pictures(digits_run):
+    result = run("predict", digits_run[0], "digits", "--device", "cpu")
+    assert result.returncode == 0, result.stderr
+    assert "picture 15 of digits" in result.stdout
+    assert "is" in result.stdout.splitlines()[0].split()
+
+
+def test_predict_of_nothing(digits_run, typed_wrong, tmp_path):
+    assert typed_wrong("predict", digits_run[0], tmp_path / "none.png") == "No picture could be read."
+    assert typed_wrong("predict", digits_run[0], tmp_path, spoil(tmp_path / "bad.png")) == "No picture could be read."
+    assert "There is no file" in typed_wrong("predict", tmp_path / "none.safetensors", tmp_path / "bad.png")
+    assert "is not a safetensors" in typed_wrong("predict", tmp_path / "bad.png", tmp_path / "bad.png")

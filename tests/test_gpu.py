@@ -1,10 +1,20 @@
-"""On a GPU: every structure against a float64 reference, mixed precision, and a compiled step."""
+"""On a GPU: every structure against a float64 reference, mixed precision, a compiled step; the way of pictures to the device.
+
+`tests/data/test_augment_kernels.py` compares the kernels of the augmentation with their reference one by one.
+"""
 
 import pytest
 import torch
 
+from tests.data.test_augment import PIPELINES, keys
+from tests.data.test_augment_parts import pictures
+from tests.data.test_loader import COUNT, Pictures
 from tests.models.test_every_model import loss, randomise
 from tests.small import structures
+from vitrail.data.augment.pipeline import augment
+from vitrail.data.loader import Loader, StoredLoader, fill_store
+from vitrail.data.order import Order
+from vitrail.data.randomness import sample_key
 from vitrail.models.catalogue import build
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -45,3 +55,66 @@ def test_a_compiled_training_step_gives_the_eager_gradients(name):
     norm = sum(gradient.square().sum() for gradient in gradients.values()).sqrt()
     gap = sum((gradients[key] - others[key]).square().sum() for key in gradients).sqrt()
     assert gap <= 2e-2 * norm
+
+
+def alike(found, expected, how):
+    """The same but for single levels, and for the few pixels where an operation tears neighbouring levels apart."""
+    torch.testing.assert_close(found.matrix.cpu(), expected.matrix.cpu(), rtol=1e-4, atol=1e-3)
+    apart = (found.images.cpu() - expected.images.cpu()).abs() * torch.tensor(how.std)[:, None, None] * 255
+    assert (apart > 1.01).float().mean() < 2e-3
+    assert (apart > 0.01).float().mean() < 1e-2
+
+
+@pytest.fixture
+def no_waiting():
+    """An error where the host would wait for the device."""
+
+    def guard(run, *arguments):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return run(*arguments)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    return guard
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("name", PIPELINES)
+def test_augmentation_is_that_of_the_cpu_and_never_waits(name, layout, no_waiting):
+    how, batch = PIPELINES[name], pictures(48, 60, 80).to(memory_format=layout)
+    sizes = torch.tensor([[60, 80], [33, 80], [60, 41], [50, 50]]).repeat(12, 1)
+    found = no_waiting(augment, batch.cuda(), sizes.cuda(), keys(48).cuda(), how)
+    alike(found, augment(batch, sizes, keys(48), how), how)
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_augmentation_compiles_as_one_graph(name):
+    how, batch = PIPELINES[name], pictures(16, 60, 80).cuda()
+    sizes = torch.tensor([[60, 80]] * 16).cuda()
+    torch.compiler.reset()
+    compiled = torch.compile(augment, fullgraph=True)
+    for epoch in (0, 1):
+        key = keys(16, epoch).cuda()
+        found, expected = compiled(batch, sizes, key, how), augment(batch, sizes, key, how)
+        alike(found, expected, how)
+
+
+@pytest.mark.parametrize("where", ["files", "device"])
+def test_the_stream_on_the_device_is_that_on_the_cpu(where):
+    """Decoded by workers into page-locked memory, or kept on the device: the same pictures, augmented alike."""
+    source, order, how = Pictures(), Order(COUNT, 8, seed=3, repeats=3), PIPELINES["lvvit"]
+
+    def seen(batch):
+        return augment(batch.pixels, batch.sizes, sample_key(3, 1, batch.index, batch.repeat), how)
+
+    loader = StoredLoader(fill_store(source, "cuda", workers=2), order) if where == "device" else Loader(source, order, workers=2)
+    batches = list(loader.batches(1))
+    loader.close()
+    assert len(batches) == order.steps
+    for batch, expected in zip(batches, Loader(source, order, workers=0).batches(1), strict=True):
+        assert batch.pixels.is_cuda if where == "device" else batch.pixels.is_pinned()
+        batch = batch.to("cuda")
+        for name in ("pixels", "sizes", "index", "repeat", "position", "labels"):
+            assert torch.equal(getattr(batch, name).cpu(), getattr(expected, name))
+        alike(seen(batch), seen(expected), how)

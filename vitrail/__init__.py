@@ -8,13 +8,30 @@ from vitrail.version import __version__
 
 if TYPE_CHECKING:
     from vitrail.models import Architecture, Model, build, create, list_models
+    from vitrail.recipes import Recipe
+    from vitrail.training.run import resume, train
     from vitrail.weights import load, save
 
-__all__ = ["Architecture", "Model", "UserError", "__version__", "build", "create", "list_models", "load", "save"]
+__all__ = [
+    "Architecture",
+    "Model",
+    "Recipe",
+    "UserError",
+    "__version__",
+    "build",
+    "create",
+    "list_models",
+    "load",
+    "resume",
+    "save",
+    "train",
+]
 
 # Loaded at first use, so that `vitrail --help` does not wait for torch.
 HOMES = dict.fromkeys(("Architecture", "Model", "build", "create", "list_models"), "vitrail.models")
 HOMES |= dict.fromkeys(("load", "save"), "vitrail.weights")
+HOMES |= dict.fromkeys(("resume", "train"), "vitrail.training.run")
+HOMES["Recipe"] = "vitrail.recipes"
 
 
 def __getattr__(name: str) -> Any:

@@ -1,6 +1,7 @@
 """The command `vitrail`: parse, call, print."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,10 +11,17 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from vitrail.commands import training
+from vitrail.commands.data import data
+from vitrail.commands.predict import predict
 from vitrail.errors import UserError
 from vitrail.version import __version__
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
+app.add_typer(data, name="data")
+app.add_typer(training.recipes, name="recipes")
+for command in (training.train, training.resume, training.plan, training.replay, predict):
+    app.command()(command)
 console = Console(width=None if sys.stdout.isatty() else 120)
 COLUMNS = ("model", "size", "tokens", "parameters", "mult-adds", "memory")
 
@@ -192,13 +200,20 @@ def main() -> None:
     try:
         app()
     except UserError as error:
-        print(error, file=sys.stderr)
+        if is_teller(error.told_here):
+            print(error, file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        print("Stopped.", file=sys.stderr)
+        if is_teller(None):
+            print("Stopped.", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:
         sys.exit(0)
+
+
+def is_teller(told_here: bool | None) -> bool:
+    """Whether this process speaks for all that torchrun has started; on its own where they have not agreed on one."""
+    return os.environ.get("LOCAL_RANK", "0") == "0" if told_here is None else told_here
 
 
 if __name__ == "__main__":

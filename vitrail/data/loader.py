@@ -4,9 +4,10 @@ Worker processes (`workers.py`) take whole batches in turn; a step is reached wi
 Data sets that fit are decoded once and stay resident (`choose_store`, `Store`); `StoredLoader` then gives the same stream.
 """
 
+import itertools
 import multiprocessing
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -120,12 +121,11 @@ class StepReader(Reader):
     """Reads the unit's part of a step of the order."""
 
     order: Order
-    unit: int
     units: int
     fatal: bool
 
-    def __call__(self, task: tuple[int, int]) -> Canvas:
-        epoch, step = task
+    def __call__(self, task: tuple[int, int, int]) -> Canvas:
+        epoch, step, unit = task
         seen: dict[int, Any] = {}
 
         def readable(index: int) -> bool:
@@ -135,7 +135,7 @@ class StepReader(Reader):
                     raise unreadable(seen[index])
             return not isinstance(seen[index], Problem)
 
-        samples = readable_samples(self.order, epoch, step, self.unit, self.units, readable, self.source.name)
+        samples = readable_samples(self.order, epoch, step, unit, self.units, readable, self.source.name)
         problems = [picture for picture in seen.values() if isinstance(picture, Problem)]
         return self._canvas([seen[int(index)] for index in samples.index], samples, problems)
 
@@ -175,27 +175,41 @@ def to_stderr(sentence: str) -> None:
     print(sentence, file=sys.stderr)
 
 
-class Stream:
-    """What both loaders share: labels, and the account of unreadable pictures."""
+def make_batch(source: Source, canvas: Canvas) -> Batch:
+    """Pictures with the labels that belong to them."""
+    index = canvas.samples.index
+    label, extra = source.label, source.extra
+    return Batch(
+        canvas.pixels.permute(0, 3, 1, 2),
+        torch.from_numpy(canvas.sizes),
+        torch.from_numpy(index),
+        torch.from_numpy(canvas.samples.repeat),
+        torch.from_numpy(canvas.samples.position),
+        torch.from_numpy(label.values[index].astype(np.int64)) if label else None,
+        {name: torch.from_numpy(labels.values[index].astype(np.int64)) for name, labels in extra.items()},
+        canvas.masks,
+    )
 
-    def __init__(self, source: Source, order: Order, unit: int, units: int, warn: Callable[[str], None]) -> None:
-        self.source, self.order, self.unit, self.units, self.warn = source, order, unit, units, warn
+
+class Stream:
+    """What both loaders share: labels, and the account of unreadable pictures.
+
+    Of the `units` parts of every step a process computes one, or several one after the other (gradient accumulation).
+    """
+
+    def __init__(self, source: Source, order: Order, unit: int | Sequence[int], units: int, warn: Callable[[str], None]) -> None:
+        self.source, self.order, self.units, self.warn = source, order, units, warn
+        self.mine = (unit,) if isinstance(unit, int) else tuple(unit)
+        order.unit(0, 0, self.mine[0], units)  # complains here, not in a worker, about a batch that cannot be divided
         self.problems: list[Problem] = []  # each unreadable picture once
         self._told = 0
 
-    def _batch(self, pixels: Tensor, sizes: np.ndarray, masks: Tensor | None, samples: Samples) -> Batch:
-        index = samples.index
-        label, extra = self.source.label, self.source.extra
-        return Batch(
-            pixels.permute(0, 3, 1, 2),
-            torch.from_numpy(sizes),
-            torch.from_numpy(index),
-            torch.from_numpy(samples.repeat),
-            torch.from_numpy(samples.position),
-            torch.from_numpy(label.values[index].astype(np.int64)) if label else None,
-            {name: torch.from_numpy(labels.values[index].astype(np.int64)) for name, labels in extra.items()},
-            masks,
-        )
+    def run(self, start: int, stop: int) -> Iterator[Batch]:
+        raise NotImplementedError
+
+    def batches(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
+        """The steps `start_step` ... of an epoch, each in its units."""
+        return self.run(epoch * self.order.steps + start_step, (epoch + 1) * self.order.steps)
 
     def _record(self, problems: Iterable[Problem]) -> None:
         known = {problem.where for problem in self.problems}
@@ -223,7 +237,7 @@ class Loader(Stream):
         self,
         source: Source,
         order: Order,
-        unit: int = 0,
+        unit: int | Sequence[int] = 0,
         units: int = 1,
         workers: int | None = None,
         at_least: int | None = None,
@@ -232,18 +246,20 @@ class Loader(Stream):
         warn: Callable[[str], None] = to_stderr,
     ) -> None:
         super().__init__(source, order, unit, units, warn)
-        order.unit(0, 0, unit, units)  # complains here, not in a worker, about a batch that cannot be divided
-        work = StepReader(source, at_least, masks, order, unit, units, bad == "fatal")
+        work = StepReader(source, at_least, masks, order, units, bad == "fatal")
         self._workers = Workers(work, usual_workers() if workers is None else workers)
         self._pin = torch.cuda.is_available()
 
-    def batches(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
-        """The steps `start_step` ... of an epoch."""
+    def run(self, start: int, stop: int) -> Iterator[Batch]:
+        """The steps `start` ... `stop`, counted from the first epoch's first, each in its units."""
+        tasks = ((*divmod(step, self.order.steps), unit) for step in range(start, stop) for unit in self.mine)
         try:
-            for canvas in self._workers.run((epoch, step) for step in range(start_step, self.order.steps)):
+            for number, canvas in enumerate(self._workers.run(tasks)):
                 self._record(canvas.problems)
-                batch = self._batch(canvas.pixels, canvas.sizes, canvas.masks, canvas.samples)
+                batch = make_batch(self.source, canvas)
                 yield batch.pin_memory() if self._pin else batch
+                if (start + (number + 1) // len(self.mine)) % self.order.steps == 0:
+                    self._report()
         finally:
             self._report()
 
@@ -350,7 +366,7 @@ class StoredLoader(Stream):
         self,
         store: Store,
         order: Order,
-        unit: int = 0,
+        unit: int | Sequence[int] = 0,
         units: int = 1,
         bad: Literal["skip", "fatal"] = "skip",
         warn: Callable[[str], None] = to_stderr,
@@ -361,20 +377,24 @@ class StoredLoader(Stream):
         self.store = store
         self._record(store.problems)
 
-    def batches(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
-        """The steps `start_step` ... of an epoch."""
+    def run(self, start: int, stop: int) -> Iterator[Batch]:
+        """The steps `start` ... `stop`, counted from the first epoch's first, each in its units."""
         store, device = self.store, self.store.pixels.device
         readable = store.sizes[:, 0] > 0
+        whole = bool(readable.all())
         self._report()
-        for step in range(start_step, self.order.steps):
-            part = (epoch, step, self.unit, self.units)
-            samples = readable_samples(self.order, *part, lambda index: bool(readable[index]), self.source.name)
+        for step, unit in itertools.product(range(start, stop), self.mine):
+            part = (*divmod(step, self.order.steps), unit, self.units)
+            if whole:
+                samples = self.order.unit(*part)
+            else:
+                samples = readable_samples(self.order, *part, lambda index: bool(readable[index]), self.source.name)
             sizes = store.sizes[samples.index]
             height, width = sizes.max(axis=0)
             rows = torch.from_numpy(samples.index).to(device, non_blocking=True)
             pixels = store.pixels.index_select(0, rows)[:, :height, :width].contiguous()
             masks = store.masks.index_select(0, rows)[:, :height, :width].contiguous() if store.masks is not None else None
-            yield self._batch(pixels, sizes, masks, samples).to(device)
+            yield make_batch(store.source, Canvas(pixels, sizes, masks, samples, [])).to(device)
 
     def close(self) -> None:
         """Nothing to end: there are no workers."""

@@ -5,16 +5,19 @@ on 32 bits is used (held in int64), so a CPU and a GPU agree to the last bit.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from vitrail.data.augment.devices import kernels_for
 
 MASK = 0xFFFFFFFF
 GOLDEN = 0x9E3779B9
 
 
-def scramble(x: Tensor) -> Tensor:
-    """A bijective hash of 32 bits, elementwise on int64."""
+def scramble(x: Any) -> Any:
+    """A bijective hash of 32 bits: of an int64 tensor elementwise, or of a number."""
     x = x & MASK
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & MASK
     x = ((x ^ (x >> 15)) * 0x846CA68B) & MASK
@@ -23,9 +26,12 @@ def scramble(x: Tensor) -> Tensor:
 
 def sample_key(seed: int, epoch: int, index: Tensor, repeat: Tensor) -> Tensor:
     """One key per picture [B]: everything that its augmentation depends on."""
-    key = torch.zeros_like(index)
+    key: Any = 0
     for number in (seed & MASK, (seed >> 32) & MASK, epoch & MASK):
         key = scramble(key * 3 + number + GOLDEN)
+    kernels = kernels_for(index)
+    if kernels is not None:
+        return kernels.fold(key, index, repeat)
     for part in (index & MASK, index >> 32, repeat):
         key = scramble(key * 3 + part + GOLDEN)
     return key
@@ -40,7 +46,10 @@ def name_hash(name: str) -> int:
 
 
 def bits(key: Tensor, operation: str, count: int) -> Tensor:
-    """Random 32-bit numbers [B, count]."""
+    """Random 32-bit numbers, int64 [B, count]."""
+    kernels = kernels_for(key)
+    if kernels is not None:
+        return kernels.bits(key, name_hash(operation), count)
     start = scramble(key ^ name_hash(operation))
     counter = scramble(torch.arange(1, count + 1, device=key.device))
     return scramble(scramble(start[:, None] + counter) + start[:, None])
@@ -48,6 +57,9 @@ def bits(key: Tensor, operation: str, count: int) -> Tensor:
 
 def uniform(key: Tensor, operation: str, count: int = 1) -> Tensor:
     """Numbers in [0, 1), float32 [B, count]: 24 bits each."""
+    kernels = kernels_for(key)
+    if kernels is not None:
+        return kernels.uniform(key, name_hash(operation), count)
     return (bits(key, operation, count) >> 8).float() * 2.0**-24
 
 

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
+from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
@@ -56,6 +57,8 @@ class Workers:
                 self.close()
 
     def _start(self) -> None:
+        if not self.processes:  # at the end of the program at the latest, before it would wait for them
+            Finalize(self, end, (self.processes,), exitpriority=10)
         while len(self.processes) < self.count:
             ours, theirs = multiprocessing.Pipe()
             process = multiprocessing.Process(target=serve, args=(self.work, theirs, os.getpid()), daemon=True)
@@ -78,15 +81,20 @@ class Workers:
             ) from error
 
     def close(self) -> None:
-        for process, pipe in self.processes:
-            pipe.close()
-            process.terminate()
-        for process, _ in self.processes:
-            process.join()
-        self.processes = []
+        end(self.processes)
 
     def __getstate__(self) -> dict:
         return {"work": self.work, "count": self.count, "processes": []}
+
+
+def end(processes: list[tuple[Any, Any]]) -> None:
+    """Killed, for they are deaf to anything less."""
+    for process, pipe in processes:
+        pipe.close()
+        process.kill()
+    for process, _ in processes:
+        process.join()
+    processes.clear()
 
 
 @contextmanager
@@ -103,7 +111,11 @@ def interrupts_held() -> Iterator[None]:
 
 
 def serve(work: Callable[[Any], Any], pipe: Any, parent: int) -> None:
+    # Terminals and clusters ask every process of a job to stop and mean the main one, which needs its workers to the end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if hasattr(os, "setpgid"):
+        os.setpgid(0, 0)  # torchrun asks the whole process group to stop; the main process still needs its workers then
     sys.excepthook = without_broken_pipes
     torch.set_num_threads(1)
     try:

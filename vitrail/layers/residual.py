@@ -82,8 +82,9 @@ class DropPath(nn.Module):
         if not self.training or self.rate == 0.0:
             return x
         keep = 1.0 - self.rate
-        mask = torch.empty(x.shape[0], *[1] * (x.ndim - 1), device=x.device, dtype=x.dtype).bernoulli_(keep)
-        return x * (mask / keep)
+        # A comparison, not bernoulli_: the compiler makes one graph for all rates of it, and one graph per rate of the other.
+        chosen = torch.rand(x.shape[0], *[1] * (x.ndim - 1), device=x.device) < keep
+        return x * (chosen / keep).to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.rate:g}"

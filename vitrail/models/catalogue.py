@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from vitrail.errors import UserError
-from vitrail.models import cait, deit, deit3, lvvit, patchconvnet, resmlp, three_things, vit
+from vitrail.models import cait, deit, deit3, house, lvvit, patchconvnet, resmlp, three_things, vit
 from vitrail.models.architecture import Architecture
 from vitrail.models.model import Model
 from vitrail.models.preprocessing import Preprocessing
 
-PAGES: tuple[ModuleType, ...] = (vit, deit, cait, resmlp, patchconvnet, deit3, three_things, lvvit)
+PAGES: tuple[ModuleType, ...] = (vit, deit, cait, resmlp, patchconvnet, deit3, three_things, lvvit, house)
 SIZE = re.compile(r"_(\d{3,4})$")
 DATA = re.compile(r"\.[\w.]+$|_in2[12]k$|_in2[12]ft1k$")  # timm's tags for what the weights were trained on
 FILES = (".pth", ".pt", ".tar", ".bin", ".ckpt", ".npz", ".safetensors")
@@ -114,8 +114,8 @@ def name_of(architecture: Architecture) -> str:
     near = ""
     for name, page in page_of().items():
         known = page.MODELS[name]
-        if (known.width, known.depth) != (architecture.width, architecture.depth):
-            continue
+        if any(getattr(known, part) != getattr(architecture, part) for part in ("width", "depth", "patch_size")):
+            continue  # before anything is replaced: a patch may be larger than the pictures here
         known = known.replace(classes=architecture.classes or known.classes, image_size=architecture.image_size)
         differences = set(known.differences(architecture)) - {"classes", "pre_logits"}
         if not differences:

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from vitrail.errors import UserError
 from vitrail.layers.layout import Layout, OnGrid
@@ -58,6 +59,7 @@ class Model(nn.Module):
         self.preprocessing = Preprocessing(image_size=a.image_size)
         self.class_names: list[str] | None = None
         self.notes: dict[str, str] = {}
+        self.recompute = False  # blocks keep only their input for the backward pass and compute the rest again
 
         self.stem = make_stem(a)
         grid = self.grid = self.stem.grid(*a.image_size)
@@ -109,7 +111,11 @@ class Model(nn.Module):
         x, layout = self._start(patches, layout)
         for index in range(len(self.blocks)):
             x, layout = self._before(index, x, layout)
-            x = self.block(index)(x, layout, self._relative(index))
+            arguments = (x, layout, self._relative(index))
+            if self.recompute and torch.is_grad_enabled():
+                x = checkpoint(self.block(index), *arguments, use_reentrant=False)
+            else:
+                x = self.block(index)(*arguments)
         return self._before(len(self.blocks), x, layout)
 
     def block(self, index: int) -> Block:

@@ -277,7 +277,13 @@ def read_back(format: str, shapes: Shapes, config: dict[str, Any] | None, size: 
     return infer(format, shapes, {"image_size": size}, config)
 
 
-def artefact_header(model: Model) -> dict[str, str]:
+def save_tensors(path: Path, model: Model, tensors: dict[str, Tensor], notes: dict[str, str]) -> None:
+    """An artefact of other weights than the model holds at this moment, such as the best or the averaged ones."""
+    header = artefact_header(model, notes)
+    write_aside(path, lambda side: write_safetensors(tensors, side, header))
+
+
+def artefact_header(model: Model, notes: dict[str, str] | None = None) -> dict[str, str]:
     header = {
         "layout": ARTEFACT,
         "version": __version__,
@@ -285,7 +291,7 @@ def artefact_header(model: Model) -> dict[str, str]:
         "architecture": model.architecture.to_dict(),
         "preprocessing": model.preprocessing.to_dict(),
         "class_names": model.class_names,
-        "notes": model.notes,
+        "notes": model.notes | (notes or {}),
     }
     return {"vitrail": json.dumps(header)}
 

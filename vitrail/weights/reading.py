@@ -22,6 +22,7 @@ from vitrail.errors import UserError
 WRAPPERS = ("model", "state_dict", "module", "teacher", "student", "params")
 EMA = ("model_ema", "state_dict_ema", "ema", "module_ema")
 FOLDER_FILES = ("model.safetensors", "pytorch_model.bin")  # of a Hugging Face or timm folder
+BEST = "best.safetensors"  # of the folder of a training
 PREFIXES = ("module.", "_orig_mod.", "backbone.", "model.")
 
 
@@ -66,7 +67,7 @@ def read(path: str | Path, ema: bool = False) -> Checkpoint:
 
 
 def read_folder(path: Path, ema: bool) -> Checkpoint:
-    for name in FOLDER_FILES:
+    for name in (*FOLDER_FILES, BEST):
         if (path / name).exists():
             return read(path / name, ema)  # which looks at config.json beside it
     index = read_json(path / "model.safetensors.index.json")

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from vitrail.data.augment.warp import whole_canvas
+
 
 def grey(pixels: Tensor) -> Tensor:
     """Luma [B, 1, height, width] in Pillow's whole-number weights."""
@@ -26,24 +28,29 @@ def saturation(pixels: Tensor, factor: Tensor) -> Tensor:
     return blend(grey(pixels), pixels, factor)
 
 
-def sharpness(pixels: Tensor, factor: Tensor) -> Tensor:
-    """Blend with a 3x3 smoothing; the border is left as it is."""
-    weights = torch.ones(3, 3, device=pixels.device)
-    weights[1, 1] = 5
-    flat = pixels.float().flatten(0, 1)[:, None]
-    smooth = (F.conv2d(flat, (weights / 13)[None, None]) + 0.5).floor().clamp(0, 255)
-    inner = F.pad(smooth, (1, 1, 1, 1))[:, 0].unflatten(0, pixels.shape[:2])
-    border = F.pad(torch.zeros_like(smooth, dtype=torch.bool), (1, 1, 1, 1), value=True)[:, 0].unflatten(0, pixels.shape[:2])
-    return blend(torch.where(border, pixels.float(), inner), pixels, factor)
+def sharpness(pixels: Tensor, factor: Tensor, sizes: Tensor | None = None) -> Tensor:
+    """Blend with a 3x3 smoothing; the border of a picture (of its own size, `sizes` [B, 2]) is left as it is."""
+    sizes = whole_canvas(pixels) if sizes is None else sizes
+    values = pixels.float()
+    box = F.avg_pool2d(values, 3, stride=1, padding=1, divisor_override=1)  # sums of nine whole numbers, exact
+    smooth = ((box + 4 * values) * 2 + 13).div(26, rounding_mode="floor")  # weights 1 and 5 in the middle, of 13, rounded
+    inner = in_picture(pixels, sizes - 1)
+    inner[:, 0], inner[:, :, 0] = False, False
+    return blend(torch.where(inner[:, None], smooth, values), pixels, factor)
 
 
-def histogram(pixels: Tensor) -> Tensor:
-    """How often each value occurs, int64 [B, K, 256]."""
-    batch, channels = pixels.shape[:2]
-    offset = torch.arange(batch * channels, device=pixels.device).reshape(batch, channels, 1) * 256
-    index = (pixels.flatten(2).long() + offset).flatten()
-    counts = torch.zeros(batch * channels * 256, dtype=torch.int64, device=pixels.device)
-    return counts.scatter_add_(0, index, torch.ones_like(index)).reshape(batch, channels, 256)
+def histogram(pixels: Tensor, sizes: Tensor) -> Tensor:
+    """How often each value occurs in red, green, blue and luma, int64 [B, 4, 256], in pictures of `sizes` [B, 2]."""
+    inside = in_picture(pixels, sizes)[:, None].expand(-1, 4, -1, -1)
+    values = torch.cat([pixels, grey(pixels)], 1).long()
+    counts = torch.zeros(len(pixels), 4, 256, dtype=torch.int64, device=pixels.device)
+    return counts.scatter_add_(2, values.flatten(2), inside.flatten(2).long())
+
+
+def in_picture(pixels: Tensor, sizes: Tensor) -> Tensor:
+    """Which places of the canvas belong to the picture in its upper left corner, bool [B, height, width]."""
+    rows, columns = (torch.arange(side, device=pixels.device) for side in pixels.shape[-2:])
+    return (rows < sizes[:, :1])[:, :, None] & (columns < sizes[:, 1:])[:, None, :]
 
 
 def apply_table(pixels: Tensor, table: Tensor) -> Tensor:
@@ -66,10 +73,14 @@ def brightness_table(factor: Tensor) -> Tensor:
     return to_table((ramp(factor) * factor[:, None]).floor())
 
 
-def contrast_table(pixels: Tensor, factor: Tensor) -> Tensor:
-    """Away from (or towards) the mean grey of the picture."""
-    mean = (grey(pixels).float().mean((1, 2, 3)) + 0.5).floor()[:, None]
-    return to_table((mean + factor[:, None] * (ramp(factor) - mean)).floor())
+def contrast_table(counts: Tensor, factor: Tensor) -> Tensor:
+    """Away from (or towards) the mean luma of the picture, from its histogram [B, 4, 256]."""
+    luma = counts[:, 3]
+    total = luma.sum(1).clamp(min=1)
+    mean = ((2 * (luma * ramp(factor)).sum(1) + total) // (2 * total))[:, None]
+    # In float32 the product would be rounded or not, as the compiler likes; so it is rounded here.
+    stretched = (factor.double()[:, None] * (ramp(factor) - mean)).float()
+    return to_table((mean + stretched).floor())
 
 
 def invert_table(like: Tensor) -> Tensor:
@@ -78,7 +89,7 @@ def invert_table(like: Tensor) -> Tensor:
 
 def posterise_table(bits: Tensor) -> Tensor:
     """Keep the highest `bits` [B] of every value."""
-    step = 2 ** (8 - bits.long())[:, None]
+    step = 2 ** (8 - bits.long().clamp(0, 8))[:, None]
     return to_table(ramp(bits) // step * step)
 
 
@@ -95,7 +106,7 @@ def solarise_add_table(amount: Tensor) -> Tensor:
 
 
 def autocontrast_table(counts: Tensor) -> Tensor:
-    """Stretch each channel to the whole range, from its histogram [B, K, 256]."""
+    """Stretch each channel to the whole range, from its histogram [B, 3, 256]."""
     present = counts > 0
     low = present.to(torch.uint8).argmax(-1, keepdim=True)
     high = 255 - present.flip(-1).to(torch.uint8).argmax(-1, keepdim=True)
@@ -107,7 +118,7 @@ def autocontrast_table(counts: Tensor) -> Tensor:
 
 
 def equalise_table(counts: Tensor) -> Tensor:
-    """Pillow's equalisation of each channel, from its histogram [B, K, 256]."""
+    """Pillow's equalisation of each channel, from its histogram [B, 3, 256]."""
     values = ramp(counts).expand_as(counts)
     last = 255 - (counts > 0).flip(-1).to(torch.uint8).argmax(-1, keepdim=True)
     step = (counts.sum(-1, keepdim=True) - counts.gather(-1, last)) // 255

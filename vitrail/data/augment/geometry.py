@@ -1,23 +1,15 @@
-"""Where the network looks: crops, flips and resizing as two small matrices per picture, one for rows, one for columns.
-
-Cropping, resizing, flipping and blurring are linear and separable, so a picture X becomes R X C^T with R [out, height] and
-C [out, width] of its own: one batched product on tensor cores, whatever the crop. The weights are Pillow's (antialiased when
-shrinking). A `View` keeps what was done, so that label maps and masks can follow exactly.
-"""
+"""Where the network looks: crops and flips. A `View` keeps what was done, so that label maps and masks can follow exactly."""
 
 import math
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from vitrail.data.randomness import chance, integers, uniform
-
-FILTERS = {"nearest": 0.5, "bilinear": 1.0, "bicubic": 2.0, "lanczos": 3.0}  # name -> support
+from vitrail.data.randomness import integers, uniform
 
 
-@dataclass(frozen=True)
-class Axis:
+class Axis(NamedTuple):
     """One direction of a view, per picture [B]: take `length` source pixels from `start`, resize them to `resized`, take `out`
     of those from `offset` on (beyond the ends: mirrored), turn round if `flip`."""
 
@@ -29,8 +21,7 @@ class Axis:
     out: int
 
 
-@dataclass(frozen=True)
-class View:
+class View(NamedTuple):
     """What the network sees of each picture."""
 
     rows: Axis
@@ -38,15 +29,19 @@ class View:
 
     def matrix(self) -> Tensor:
         """[B, 3, 3]: a pixel centre (x, y, 1) of the output to its place in the source picture, in pixels."""
-        affine = torch.zeros(len(self.rows.start), 3, 3, device=self.rows.start.device)
-        affine[:, 2, 2] = 1
-        for place, axis in ((0, self.columns), (1, self.rows)):
-            scale = axis.length / axis.resized
-            sign = 1 - 2 * axis.flip.float()
-            first = torch.where(axis.flip, axis.out - 1 + axis.offset, axis.offset)
-            affine[:, place, place] = sign * scale
-            affine[:, place, 2] = axis.start + (first + 0.5) * scale - sign * scale * 0.5
-        return affine
+        values = []
+        for axis in (self.columns, self.rows):
+            scale, back = axis.length / axis.resized, axis.flip.float()
+            values += [scale * (1 - 2 * back), axis.start + (axis.offset + axis.out * back) * scale]
+        still, one = torch.zeros_like(values[0]), torch.ones_like(values[0])
+        return torch.stack([values[0], still, values[1], still, values[2], values[3], still, still, one], 1).unflatten(1, (3, 3))
+
+    def mirrored(self, widths: Tensor, flip: Tensor) -> "View":
+        """The same view of pictures of these `widths` [B] that were turned round first where `flip` [B], seen as they lie."""
+        axis = self.columns
+        start = torch.where(flip, widths - axis.start - axis.length, axis.start)
+        offset = torch.where(flip, axis.resized - axis.out - axis.offset, axis.offset)
+        return View(self.rows, Axis(start, axis.length, axis.resized, offset, axis.flip ^ flip, axis.out))
 
 
 def _axis(start, length, out: int, flip) -> Axis:
@@ -124,80 +119,7 @@ def _cut(sizes: Tensor, resized: Tensor, offsets: list[Tensor], out: tuple[int, 
     return View(rows, columns)
 
 
-def random_flip(view: View, key: Tensor, probability: float = 0.5) -> View:
-    """Left and right exchanged with the given probability."""
-    return replace(view, columns=replace(view.columns, flip=view.columns.flip ^ chance(key, "flip", probability)))
-
-
-def kernel(name: str, x: Tensor) -> Tensor:
-    """Pillow's resampling filters."""
-    x = x.abs()
-    if name == "bilinear":
-        return (1 - x).clamp(min=0)
-    if name == "bicubic":
-        near, far = (1.5 * x - 2.5) * x * x + 1, ((-0.5 * x + 2.5) * x - 4) * x + 2
-        return torch.where(x < 1, near, torch.where(x < 2, far, 0.0))
-    return torch.where(x < 3, torch.sinc(x) * torch.sinc(x / 3), 0.0)
-
-
-def axis_matrix(axis: Axis, size: int, filter: str = "bicubic") -> Tensor:
-    """Weights [B, out, size] from source pixels to output pixels, float32; rows sum to one."""
-    device = axis.start.device
-    place = torch.arange(axis.out, device=device)[None]
-    place = torch.where(axis.flip[:, None], axis.out - 1 - place, place) + axis.offset[:, None]
-    resized, length, start = (value[:, None] for value in (axis.resized, axis.length, axis.start))
-    # Mirror at the ends without repeating the edge pixel.
-    period = (2 * (resized - 1)).clamp(min=1)
-    place = place.remainder(period)
-    place = torch.where(place >= resized, period - place, place)
-    scale = length / resized
-    centre = start + (place + 0.5) * scale
-    source = torch.arange(size, device=device)
-    inside = (source >= start) & (source < start + length)  # [B, size]
-    if filter == "nearest":
-        chosen = torch.minimum(centre.floor(), start + length - 1.0)
-        return (source == chosen[..., None]).float()
-    stretch = scale.clamp(min=1.0)
-    weights = kernel(filter, (source + 0.5 - centre[..., None]) / stretch[..., None]) * inside[:, None]
-    return weights / weights.sum(-1, keepdim=True)
-
-
-def blur_matrix(sigma: Tensor, size: int) -> Tensor:
-    """Gaussian blur of one axis as a matrix [B, size, size]; the edge pixel goes on beyond the end. Sigma 0 is the identity."""
-    place = torch.arange(size, device=sigma.device, dtype=torch.float32)
-    distance = place[:, None] - place[None, :]
-    # A pixel is a box of variance 1/12; what is left of sigma squared is the Gaussian that it is folded with.
-    variance = sigma.square() - 1 / 12
-    sharp = variance < 1e-6
-    width = torch.where(sharp, 1.0, variance).sqrt()[:, None]
-
-    def mass(x: Tensor) -> Tensor:  # share of a Gaussian to the left of x
-        return 0.5 * torch.erfc(-x / (width[..., None] * math.sqrt(2.0)))
-
-    weights = mass(distance[None] + 0.5) - mass(distance[None] - 0.5)
-    left = mass(place[None, :, None] * -1.0 - 0.5)[..., 0]
-    right = mass(place[None, :, None] - (size - 1) - 0.5)[..., 0]
-    first = torch.nn.functional.one_hot(torch.zeros((), dtype=torch.long, device=sigma.device), size)
-    last = torch.nn.functional.one_hot(torch.full((), size - 1, device=sigma.device), size)
-    weights = weights + left[..., None] * first + right[..., None] * last
-    return torch.where(sharp[:, None, None], torch.eye(size, device=sigma.device), weights)
-
-
-def render(pixels: Tensor, view: View, filter: str = "bicubic", sigma: Tensor | None = None) -> Tensor:
-    """Pictures uint8 [B, K, height, width] as the view sees them, float [B, K, out, out] in 0..255, not yet rounded.
-
-    `sigma` [B] blurs after the crop, at no cost: the blur is folded into the matrices.
-    """
-    rows, columns = axis_matrix(view.rows, pixels.shape[-2], filter), axis_matrix(view.columns, pixels.shape[-1], filter)
-    if sigma is not None:
-        rows, columns = blur_matrix(sigma, view.rows.out) @ rows, blur_matrix(sigma, view.columns.out) @ columns
-    # Pixels are whole numbers below 2048, which half precision holds exactly; sums are kept in float32 by the tensor cores.
-    dtype = torch.float16 if pixels.is_cuda else torch.float32
-    rows, columns = rows.to(dtype), columns.to(dtype)
-    wide = whole(pixels.to(dtype) @ columns[:, None].transpose(-1, -2))  # whole numbers in between, as Pillow has them
-    return (rows[:, None] @ wide).float().clamp(0, 255)
-
-
-def whole(x: Tensor) -> Tensor:
-    """Round halves up and clip, as Pillow does."""
-    return (x + 0.5).floor().clamp(0, 255)
+def turned(view: View, flip: Tensor) -> View:
+    """Left and right of what is seen exchanged where `flip` [B]."""
+    axis = view.columns
+    return View(view.rows, Axis(axis.start, axis.length, axis.resized, axis.offset, axis.flip ^ flip, axis.out))

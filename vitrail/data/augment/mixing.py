@@ -1,4 +1,4 @@
-"""Mixing pictures and their labels, erasing boxes: what happens to a normalised batch [B, 3, height, width]."""
+"""Mixing pictures and their labels, boxes to erase: what happens to a normalised batch [B, 3, height, width]."""
 
 import math
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitrail.data.randomness import chance, scramble, uniform
+from vitrail.data.randomness import chance, uniform
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def mix_pictures(images: Tensor, mix: Mix) -> Tensor:
         return torch.lerp(images.flip(0), images, mix.share)
     top, bottom, left, right = mix.box
     mixed = images.clone()
-    mixed[:, :, top:bottom, left:right] = images.flip(0)[:, :, top:bottom, left:right]
+    mixed[:, :, top:bottom, left:right] = images[:, :, top:bottom, left:right].flip(0)
     return mixed
 
 
@@ -60,15 +60,16 @@ def mix_targets(labels: Tensor, classes: int, mix: Mix, smoothing: float = 0.0) 
     return targets if mix.share == 1.0 else torch.lerp(targets.flip(0), targets, mix.share)
 
 
-def random_erasing(
-    images: Tensor,
+def erasing_boxes(
     key: Tensor,
+    size: tuple[int, int],
     probability: float = 0.25,
     area: tuple[float, float] = (0.02, 1 / 3),
     aspect: float = 0.3,
 ) -> Tensor:
-    """Normal noise in one box per picture: random area, log-uniform aspect, ten tries, then nothing. After normalisation."""
-    height, width = images.shape[-2:]
+    """One box per picture, int64 [B, 4] (top, bottom, left, right), empty where nothing is erased: random area, log-uniform
+    aspect, ten tries, then none."""
+    height, width = size
     share = area[0] + (area[1] - area[0]) * uniform(key, "erase.area", 10)
     shape = torch.exp(math.log(aspect) - 2 * math.log(aspect) * uniform(key, "erase.aspect", 10))
     box_h, box_w = torch.sqrt(share * height * width * shape).round(), torch.sqrt(share * height * width / shape).round()
@@ -78,17 +79,4 @@ def random_erasing(
     place = uniform(key, "erase.place", 2)
     top, left = (place[:, 0] * (height - box_h + 1)).long(), (place[:, 1] * (width - box_w + 1)).long()
     erased = valid.any(1) & chance(key, "erase", probability)
-    rows, columns = torch.arange(height, device=images.device), torch.arange(width, device=images.device)
-    in_rows = (rows >= top[:, None]) & (rows < (top + box_h)[:, None])
-    in_columns = (columns >= left[:, None]) & (columns < (left + box_w)[:, None])
-    inside = (in_rows[:, :, None] & in_columns[:, None, :] & erased[:, None, None])[:, None]
-    return torch.where(inside, pixel_noise(images, key), images)
-
-
-def pixel_noise(images: Tensor, key: Tensor) -> Tensor:
-    """Standard normal numbers for every value, keyed by picture and place."""
-    place = torch.arange(images[0].numel(), device=images.device).reshape(images.shape[1:])
-    first = scramble(scramble(key[:, None, None, None] + place * 2) ^ 0x5BD1E995)
-    second = scramble(first + 0x9E3779B9)
-    radius = torch.sqrt(-2.0 * torch.log1p(-(first >> 8).float() * 2.0**-24))
-    return (radius * torch.cos(2.0 * math.pi * (second >> 8).float() * 2.0**-24)).to(images.dtype)
+    return torch.stack([top, top + box_h, left, left + box_w], 1) * erased[:, None]

@@ -1,176 +1,117 @@
 """Policies: which colour and shape operations a picture gets, and how strongly.
 
-A layer of a policy is one operation per picture out of a list. Pillow's operations fall into a table of values, a saturation, a
-sharpness and a warp; each picture fills in the one it drew and leaves the others neutral, so a batch is done in four passes
-whatever was drawn, without asking the device what it was.
+A layer of a policy is one operation per picture out of a list (`passes.Layer`); what each picture drew stays on the device.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from vitrail.data.augment import colour
-from vitrail.data.augment.warp import rotation, shear_and_shift, warp
+from vitrail.data.augment.devices import passes_for
+from vitrail.data.augment.passes import NONE, NUMBER, OPERATIONS, Layer
 from vitrail.data.randomness import between, bits, chance, integers, normal, uniform
 
-# The order in which timm's "increasing" RandAugment lists them.
-OPERATIONS = (
-    "autocontrast",
-    "equalise",
-    "invert",
-    "rotate",
-    "posterise",
-    "solarise",
-    "solarise_add",
-    "saturation",
-    "contrast",
-    "brightness",
-    "sharpness",
-    "shear_x",
-    "shear_y",
-    "translate_x",
-    "translate_y",
-)
-FILL = (124, 116, 104)  # the rounded ImageNet mean
 
-
-class Warped(NamedTuple):
-    """Pictures after some operations, and where their pixels came from."""
+class Canvas(NamedTuple):
+    """Pictures in the upper left corners of a batch, and how they lie there."""
 
     pixels: Tensor  # uint8 [B, 3, height, width]
-    matrix: Tensor  # [B, 3, 3], output place to input place, pixel centres at .5
-
-    def then(self, other: "Warped") -> "Warped":
-        return Warped(other.pixels, self.matrix @ other.matrix)
+    sizes: Tensor  # int64 [B, 2]: their own heights and widths
+    flip: Tensor | None = None  # bool [B]: those whose operations mean the picture turned round left to right (`Layer.flip`)
 
 
-def unchanged(pixels: Tensor) -> Warped:
-    return Warped(pixels, torch.eye(3, device=pixels.device).expand(len(pixels), 3, 3))
+class Changed(NamedTuple):
+    """Pictures after a policy, and the layers of it that may have moved their pixels, first to last."""
+
+    pixels: Tensor  # uint8 [B, 3, height, width]
+    layers: tuple[Layer, ...] = ()
 
 
-@dataclass(frozen=True)
-class Strength:
-    """The argument of each operation for a magnitude [B] in 0..10, with a random sign [B] where one is meant."""
+class Level(NamedTuple):
+    """An operation's argument at a magnitude in 0..10: base + direction * size * magnitude / 10."""
 
-    magnitude: Tensor
-    sign: Tensor
-
-    def argument(self, operation: str) -> Tensor:
-        share = self.magnitude / 10
-        match operation:
-            case "rotate":
-                return self.sign * 30 * share
-            case "posterise":
-                return 4 - (4 * share).floor()
-            case "solarise":
-                return 256 - (256 * share).floor()
-            case "solarise_add":
-                return (110 * share).floor()
-            case "saturation" | "contrast" | "brightness" | "sharpness":
-                return 1 + self.sign * 0.9 * share
-            case "shear_x" | "shear_y":
-                return self.sign * 0.3 * share
-            case "translate_x" | "translate_y":
-                return self.sign * 0.45 * share
-        return self.magnitude  # the rest has no strength
+    size: float = 0.0
+    base: float = 0.0
+    direction: float = 1.0
+    whole: bool = False  # the share of the size is cut to a whole number
+    signed: bool = False  # in either direction, at random
 
 
-class OriginalStrength(Strength):
-    """AutoAugment's own levels, where more is not always stronger."""
-
-    def argument(self, operation: str) -> Tensor:
-        share = self.magnitude / 10
-        match operation:
-            case "posterise":
-                return 4 + (4 * share).floor()
-            case "solarise":
-                return (256 * share).floor()
-            case "saturation" | "contrast" | "brightness" | "sharpness":
-                return 0.1 + 1.8 * share
-        return super().argument(operation)
-
-
-def apply_operations(pixels: Tensor, chosen: Tensor, names: tuple[str, ...], arguments: list[Tensor]) -> Warped:
-    """One operation per picture: `chosen` [B] indexes `names` (len(names): none); `arguments[i]` [B] belongs to `names[i]`."""
-    height, width = pixels.shape[-2:]
-    counts = colour.histogram(pixels) if {"autocontrast", "equalise"} & set(names) else None
-    table = colour.ramp(pixels).to(torch.uint8).expand(len(pixels), 3, 256)
-    one, zero = torch.ones(len(pixels), device=pixels.device), torch.zeros(len(pixels), device=pixels.device)
-    factors = {"saturation": one, "sharpness": one}
-    matrix = shear_and_shift(zero, zero, zero, zero)
-    for place, (name, value) in enumerate(zip(names, arguments, strict=True)):
-        mine = chosen == place
-        if name in factors:
-            factors[name] = torch.where(mine, value, factors[name])
-        elif name == "rotate":
-            matrix = torch.where(mine[:, None, None], rotation(value, height, width), matrix)
-        elif name in ("shear_x", "shear_y", "translate_x", "translate_y"):
-            shears = {"shear_x": zero, "shear_y": zero, "translate_x": zero, "translate_y": zero}
-            shears[name] = value * {"translate_x": width, "translate_y": height}.get(name, 1)
-            matrix = torch.where(mine[:, None, None], shear_and_shift(*shears.values()), matrix)
-        else:
-            table = torch.where(mine[:, None, None], make_table(name, pixels, value, counts), table)
-    pixels = colour.apply_table(pixels, table)
-    for name, operation in (("saturation", colour.saturation), ("sharpness", colour.sharpness)):
-        if name in names:
-            pixels = operation(pixels, factors[name])
-    if {"rotate", "shear_x", "shear_y", "translate_x", "translate_y"} & set(names):
-        pixels = warp(pixels, matrix, torch.tensor(FILL, device=pixels.device))
-    return Warped(pixels, square(matrix))
+ENHANCEMENTS = ("saturation", "contrast", "brightness", "sharpness")
+INCREASING = dict.fromkeys(ENHANCEMENTS, Level(0.9, base=1.0, signed=True)) | {
+    "rotate": Level(30.0, signed=True),
+    "shear_x": Level(0.3, signed=True),
+    "shear_y": Level(0.3, signed=True),
+    "translate_x": Level(0.45, signed=True),
+    "translate_y": Level(0.45, signed=True),
+    "posterise": Level(4.0, base=4.0, direction=-1.0, whole=True),
+    "solarise": Level(256.0, base=256.0, direction=-1.0, whole=True),
+    "solarise_add": Level(110.0, whole=True),
+}
+# AutoAugment's own levels, where more is not always stronger.
+ORIGINAL = INCREASING | dict.fromkeys(ENHANCEMENTS, Level(1.8, base=0.1))
+ORIGINAL |= {"posterise": Level(4.0, base=4.0, whole=True), "solarise": Level(256.0, whole=True)}
 
 
-def square(matrix: Tensor) -> Tensor:
-    """[B, 2, 3] to [B, 3, 3]."""
-    return torch.cat([matrix, matrix.new_tensor([0.0, 0.0, 1.0]).expand(len(matrix), 1, 3)], 1)
+def arguments(levels: dict[str, Level], operation: Tensor, magnitude: Tensor, sign: Tensor) -> Tensor:
+    """The arguments of the operations that were drawn, at their magnitudes, float32; all of the same shape."""
+    rows = [levels.get(name, Level()) for name in (*OPERATIONS, "none")]
+    size, base, direction, whole, signed = look_up(rows, operation)
+    amount = size * (magnitude / 10)
+    amount = torch.where(whole > 0, amount.floor(), amount)
+    return base + direction * torch.where(signed > 0, sign * amount, amount)
 
 
-def make_table(name: str, pixels: Tensor, value: Tensor, counts: Tensor | None) -> Tensor:
-    match name:
-        case "autocontrast":
-            assert counts is not None
-            return colour.autocontrast_table(counts)
-        case "equalise":
-            assert counts is not None
-            return colour.equalise_table(counts)
-        case "invert":
-            return colour.invert_table(value)
-        case "posterise":
-            return colour.posterise_table(value)
-        case "solarise":
-            return colour.solarise_table(value)
-        case "solarise_add":
-            return colour.solarise_add_table(value)
-        case "contrast":
-            return colour.contrast_table(pixels, value)
-        case "brightness":
-            return colour.brightness_table(value)
-    raise ValueError(f"unknown operation {name!r}")
+def look_up(rows: list, index: Tensor) -> tuple[Tensor, ...]:
+    """The columns of a table, each at `index`, float32; a table this small goes over without waiting for the device."""
+    return torch.tensor(rows, dtype=torch.float32).to(index.device, non_blocking=True)[index].unbind(-1)
 
 
-def rand_augment(pixels: Tensor, key: Tensor, magnitude: float = 9, deviation: float = 0.5, layers: int = 2) -> Warped:
+def apply_layer(canvas: Canvas, layer: Layer) -> Tensor:
+    """uint8 [B, 3, height, width]."""
+    return passes_for(canvas.pixels).operate(canvas.pixels, canvas.sizes, layer)
+
+
+def apply_layers(canvas: Canvas, operations: Tensor, values: Tensor, cubics: list[Tensor | None]) -> Changed:
+    """Layers of operations [B, L], by number, and their arguments [B, L], one after the other."""
+    drawn = zip(operations.T.contiguous(), values.T.contiguous(), cubics, strict=True)
+    layers = [Layer(operation, value, canvas.flip, cubic) for operation, value, cubic in drawn]
+    for layer in layers:
+        canvas = canvas._replace(pixels=apply_layer(canvas, layer))
+    return Changed(canvas.pixels, tuple(layers))
+
+
+def random_signs(key: Tensor, names: list[str]) -> Tensor:
+    """Plus or minus one, float32 [B, names]."""
+    return 1.0 - 2.0 * (torch.cat([bits(key, f"{name}.sign", 1) for name in names], 1) & 1)
+
+
+def random_cubic(key: Tensor, name: str, filter: str) -> Tensor | None:
+    """Bilinear or bicubic [B] if the filter is "random"."""
+    return chance(key, f"{name}.filter", 0.5) if filter == "random" else None
+
+
+def rand_augment(
+    canvas: Canvas, key: Tensor, magnitude: float = 9, deviation: float = 0.5, layers: int = 2, filter: str = "bicubic"
+) -> Changed:
     """`rand-m9-mstd0.5-inc1`: `layers` operations with replacement out of 15, each with probability 0.5, magnitudes N(m, std)."""
-    done = unchanged(pixels)
-    for layer in range(layers):
-        name = f"rand.{layer}"
-        chosen = integers(key, f"{name}.operation", len(OPERATIONS))[:, 0]
-        chosen = torch.where(chance(key, f"{name}.apply", 0.5), chosen, len(OPERATIONS))
-        strength = Strength((magnitude + deviation * normal(key, f"{name}.magnitude")[:, 0]).clamp(0, 10), random_sign(key, name))
-        arguments = [strength.argument(operation) for operation in OPERATIONS]
-        done = done.then(apply_operations(done.pixels, chosen, OPERATIONS, arguments))
-    return done
+    names = [f"rand.{layer}" for layer in range(layers)]
+    operations = torch.cat([integers(key, f"{name}.operation", len(OPERATIONS)) for name in names], 1)
+    some = torch.stack([chance(key, f"{name}.apply", 0.5) for name in names], 1)
+    operations = torch.where(some, operations, NONE)
+    strengths = torch.cat([normal(key, f"{name}.magnitude") for name in names], 1)
+    strengths = (magnitude + deviation * strengths).clamp(0, 10)
+    values = arguments(INCREASING, operations, strengths, random_signs(key, names))
+    return apply_layers(canvas, operations, values, [random_cubic(key, name, filter) for name in names])
 
 
-def random_sign(key: Tensor, name: str) -> Tensor:
-    return 1.0 - 2.0 * (bits(key, f"{name}.sign", 1)[:, 0] & 1)
-
-
-def trivial_augment(pixels: Tensor, key: Tensor) -> Warped:
+def trivial_augment(canvas: Canvas, key: Tensor, filter: str = "bicubic") -> Changed:
     """One operation out of all (or none) at a uniformly drawn strength."""
-    chosen = integers(key, "trivial.operation", len(OPERATIONS) + 1)[:, 0]
-    strength = Strength(between(key, "trivial.magnitude", 0.0, 10.0), random_sign(key, "trivial"))
-    return apply_operations(pixels, chosen, OPERATIONS, [strength.argument(operation) for operation in OPERATIONS])
+    operations = integers(key, "trivial.operation", len(OPERATIONS) + 1)
+    strengths = between(key, "trivial.magnitude", 0.0, 10.0)[:, None]
+    values = arguments(INCREASING, operations, strengths, random_signs(key, ["trivial"]))
+    return apply_layers(canvas, operations, values, [random_cubic(key, "trivial", filter)])
 
 
 # The 25 sub-policies for ImageNet: (operation, probability, level 0..9) twice.
@@ -203,35 +144,43 @@ AUTO = (
 )
 
 
-def auto_augment(pixels: Tensor, key: Tensor) -> Warped:
+def auto_augment(canvas: Canvas, key: Tensor, filter: str = "bicubic") -> Changed:
     """One of the learned pairs of operations, at its own probabilities and levels."""
-    policy = integers(key, "auto.policy", len(AUTO))[:, 0]
-    done = unchanged(pixels)
-    for layer in (0, 1):
-        rows = [OPERATIONS.index(pair[layer][0]) for pair in AUTO]
-        chosen = torch.tensor(rows, device=pixels.device)[policy]
-        probability = torch.tensor([pair[layer][1] for pair in AUTO], device=pixels.device)[policy]
-        level = torch.tensor([float(pair[layer][2]) for pair in AUTO], device=pixels.device)[policy]
-        chosen = torch.where(uniform(key, f"auto.{layer}.apply")[:, 0] < probability, chosen, len(OPERATIONS))
-        strength = OriginalStrength(level, random_sign(key, f"auto.{layer}"))
-        arguments = [strength.argument(operation) for operation in OPERATIONS]
-        done = done.then(apply_operations(done.pixels, chosen, OPERATIONS, arguments))
-    return done
+    names = ["auto.0", "auto.1"]
+    rows = [(NUMBER[operation], probability, level) for pair in AUTO for operation, probability, level in pair]
+    policy = 2 * integers(key, "auto.policy", len(AUTO)) + torch.arange(2, device=key.device)
+    operations, probabilities, levels = look_up(rows, policy)
+    some = torch.cat([uniform(key, f"{name}.apply") for name in names], 1) < probabilities
+    operations = torch.where(some, operations.long(), NONE)
+    values = arguments(ORIGINAL, operations, levels, random_signs(key, names))
+    return apply_layers(canvas, operations, values, [random_cubic(key, name, filter) for name in names])
 
 
-def three_augment(pixels: Tensor, which: Tensor) -> Tensor:
-    """DeiT III's choice after the crop: grey (which = 0) or solarise (1); the blur (2) is part of the crop's matrices."""
-    solarised = torch.where(pixels < 128, pixels, 255 - pixels)
-    which = which[:, None, None, None]
-    return torch.where(which == 0, colour.grey(pixels), torch.where(which == 1, solarised, pixels))
+def three_augment(canvas: Canvas, key: Tensor) -> Tensor:
+    """DeiT III's choice: grey, solarise or blur."""
+    which = integers(key, "three", 3)[:, 0]
+    sigma = between(key, "three.blur", 0.1, 2.0) * (which == 2)
+    pixels = passes_for(canvas.pixels).blur(canvas.pixels, canvas.sizes, sigma)
+    # Grey is no saturation at all.
+    number, value = look_up([(NUMBER["saturation"], 0.0), (NUMBER["solarise"], 128.0), (NONE, 0.0)], which)
+    return apply_layer(canvas._replace(pixels=pixels), Layer(number.long(), value))
 
 
-def colour_jitter(pixels: Tensor, key: Tensor, brightness: float, contrast: float, saturation: float) -> Tensor:
-    """Brightness, contrast and saturation in a random order per picture, factors 1 +- the strength."""
+def apply_some(canvas: Canvas, some: Tensor, operation: str, value: float) -> Tensor:
+    """One operation with one argument, on the pictures `some` [B]."""
+    number = torch.where(some, NUMBER[operation], NONE)
+    return apply_layer(canvas, Layer(number, torch.full_like(number, value, dtype=torch.float32)))
+
+
+def colour_jitter(
+    canvas: Canvas, key: Tensor, brightness: float, contrast: float, saturation: float, *, some: Tensor | None = None
+) -> Tensor:
+    """Brightness, contrast and saturation in a random order per picture, factors 1 +- the strength; `some` [B]: only those."""
     names = ("brightness", "contrast", "saturation")
     strengths = (brightness, contrast, saturation)
     factors = [between(key, f"jitter.{name}", max(0.0, 1 - s), 1 + s) for name, s in zip(names, strengths, strict=True)]
     order = uniform(key, "jitter.order", 3).argsort(1)
-    for turn in range(3):
-        pixels = apply_operations(pixels, order[:, turn], names, factors).pixels
-    return pixels
+    (operations,) = look_up([(NUMBER[name],) for name in names], order)
+    operations = operations.long() if some is None else torch.where(some[:, None], operations.long(), NONE)
+    values = torch.stack(factors, 1).gather(1, order)
+    return apply_layers(canvas, operations, values, [None] * 3).pixels

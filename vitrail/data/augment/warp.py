@@ -4,16 +4,20 @@ import torch
 from torch import Tensor
 
 
-def warp(pixels: Tensor, matrix: Tensor, fill: Tensor, filter: str = "bicubic") -> Tensor:
-    """pixels uint8 [B, K, height, width]; matrix [B, 2, 3] from output (x, y, 1) to input; fill [K]."""
-    height, width = pixels.shape[-2:]
-    y, x = torch.meshgrid(torch.arange(height, device=pixels.device), torch.arange(width, device=pixels.device), indexing="ij")
-    x, y = (x + 0.5)[None], (y + 0.5)[None]
+def warp(pixels: Tensor, matrix: Tensor, fill: Tensor, filter: str = "bicubic", sizes: Tensor | None = None) -> Tensor:
+    """pixels uint8 [B, K, height, width]; matrix [B, 2, 3] from output (x, y, 1) to input; fill [K].
+
+    `sizes` [B, 2] are the heights and widths of pictures that lie in the upper left corners of a larger canvas.
+    """
+    sizes = whole_canvas(pixels) if sizes is None else sizes
+    height, width = sizes[:, 0, None, None], sizes[:, 1, None, None]
+    y, x = (torch.arange(side, device=pixels.device) + 0.5 for side in pixels.shape[-2:])
+    y = y[:, None]
     a, b, c, d, e, f = (matrix[:, row, column, None, None] for row in (0, 1) for column in (0, 1, 2))
     source_x, source_y = a * x + b * y + c, d * x + e * y + f  # [B, height, width]
     inside = (source_x >= 0) & (source_x < width) & (source_y >= 0) & (source_y < height)
     if filter == "nearest":
-        value = take(pixels, source_x.floor().long(), source_y.floor().long()).float()
+        value = take(pixels, source_x.floor().long(), source_y.floor().long(), sizes).float()
     else:
         weights = cubic_weights if filter == "bicubic" else linear_weights
         source_x, source_y = source_x - 0.5, source_y - 0.5
@@ -24,7 +28,7 @@ def warp(pixels: Tensor, matrix: Tensor, fill: Tensor, filter: str = "bicubic") 
         for row, weight_y in enumerate(rows):
             line = torch.zeros(pixels.shape, device=pixels.device)
             for column, weight_x in enumerate(columns):
-                line += weight_x[:, None] * take(pixels, left.long() + first + column, top.long() + first + row)
+                line += weight_x[:, None] * take(pixels, left.long() + first + column, top.long() + first + row, sizes)
             value += weight_y[:, None] * line
         # Pillow rounds a bicubic value and cuts a bilinear one.
         value = (value + 0.5).floor() if filter == "bicubic" else value.floor()
@@ -32,10 +36,15 @@ def warp(pixels: Tensor, matrix: Tensor, fill: Tensor, filter: str = "bicubic") 
     return torch.where(inside[:, None], value, fill.to(torch.uint8)[:, None, None])
 
 
-def take(pixels: Tensor, x: Tensor, y: Tensor) -> Tensor:
+def whole_canvas(pixels: Tensor) -> Tensor:
+    """Sizes [B, 2] of pictures that fill their canvas."""
+    return torch.stack([torch.full((len(pixels),), side, device=pixels.device) for side in pixels.shape[-2:]], 1)
+
+
+def take(pixels: Tensor, x: Tensor, y: Tensor, sizes: Tensor) -> Tensor:
     """Values at whole positions [B, height, width], the edge going on beyond the ends."""
-    height, width = pixels.shape[-2:]
-    index = y.clamp(0, height - 1) * width + x.clamp(0, width - 1)
+    limit = (sizes - 1)[:, :, None, None]
+    index = torch.minimum(y.clamp(min=0), limit[:, 0]) * pixels.shape[-1] + torch.minimum(x.clamp(min=0), limit[:, 1])
     index = index.flatten(1)[:, None].expand(-1, pixels.shape[1], -1)
     return pixels.flatten(2).gather(2, index).reshape(pixels.shape)
 
@@ -49,17 +58,29 @@ def linear_weights(d: Tensor) -> tuple[Tensor, Tensor]:
     return 1 - d, d
 
 
-def rotation(degrees: Tensor, height: int, width: int) -> Tensor:
+def rotation(degrees: Tensor, height: Tensor | int, width: Tensor | int) -> Tensor:
     """Counter-clockwise about the middle, as an output-to-input matrix [B, 2, 3]."""
     angle = -torch.deg2rad(degrees)
     cos, sin = torch.cos(angle), torch.sin(angle)
     centre_x, centre_y = width / 2.0, height / 2.0
     c = -cos * centre_x - sin * centre_y + centre_x
     f = sin * centre_x - cos * centre_y + centre_y
-    return torch.stack([torch.stack([cos, sin, c], -1), torch.stack([-sin, cos, f], -1)], 1)
+    return torch.stack([cos, sin, c, -sin, cos, f], -1).unflatten(-1, (2, 3))
 
 
-def shear_and_shift(shear_x: Tensor, shear_y: Tensor, shift_x: Tensor, shift_y: Tensor) -> Tensor:
-    """x' = x + shear_x y + shift_x, y' = shear_y x + y + shift_y (output to input) [B, 2, 3]."""
-    one = torch.ones_like(shear_x)
-    return torch.stack([torch.stack([one, shear_x, shift_x], -1), torch.stack([shear_y, one, shift_y], -1)], 1)
+def mirrored(matrix: Tensor, widths: Tensor) -> Tensor:
+    """What a warp [B, 2, 3] of pictures turned round left to right does to the pictures as they lie."""
+    (a, b, c), (d, e, f) = (row.unbind(-1) for row in matrix.unbind(1))
+    return torch.stack([a, -b, widths - a * widths - c, -d, e, f + d * widths], -1).unflatten(-1, (2, 3))
+
+
+def square(matrix: Tensor) -> Tensor:
+    """[B, 2, 3] to [B, 3, 3]."""
+    last = torch.zeros_like(matrix[:, :1])
+    last[:, :, 2] = 1
+    return torch.cat([matrix, last], 1)
+
+
+def compose(first: Tensor, second: Tensor) -> Tensor:
+    """The product of matrices [B, 3, 3], in full precision whatever the device's products are set to."""
+    return (first[:, :, :, None] * second[:, None]).sum(2)

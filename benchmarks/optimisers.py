@@ -1,0 +1,90 @@
+"""Milliseconds per step of the optimisers, on the parameters of one model with made-up gradients.
+
+    python benchmarks/optimisers.py                          # DeiT-S, on the GPU if there is one
+    python benchmarks/optimisers.py --device cpu --rounds 7
+
+Rows: AdamW as `make_optimiser` makes it, torch's fused AdamW on the bare list of parameters, LAMB in its variants, SGD, clipping
+by the global norm, the running mean. The optimisers take turns in every round; printed are the median of the rounds and the
+spread (largest minus smallest, over two), and for the GPU also the time that the processor needs to hand the step over.
+"""
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+import vitrail
+from vitrail.recipes.recipe import Optimiser
+from vitrail.training.averaging import Average
+from vitrail.training.optimisers import clip_gradients, make_optimiser
+
+
+def stepping(optimiser: torch.optim.Optimizer, device: str) -> Callable[[], object]:
+    optimiser.found_inf = torch.zeros((), device=device)  # type: ignore[attr-defined]
+    return optimiser.step
+
+
+def contenders(name: str, device: str) -> dict[str, Callable[[], object]]:
+    model = vitrail.create(name).to(device)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter) * 1e-3
+    rules = {
+        "adamw": Optimiser("adamw"),
+        "lamb (apex)": Optimiser("lamb", clip=1.0),
+        "lamb (no clip)": Optimiser("lamb", clip=0.0),
+        "lamb (trust all)": Optimiser("lamb", clip=1.0, trust="all"),
+        "sgd": Optimiser("sgd", decay_coupled=True),
+    }
+    runs = {"torch adamw, fused": stepping(torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True), device)}
+    runs |= {rule: stepping(make_optimiser(model, how, 1e-6), device) for rule, how in rules.items()}
+    runs["clip_gradients"] = lambda: clip_gradients(model.parameters(), 1e9)
+    average, flag = Average(model, 0.99996), torch.zeros((), device=device)
+    runs["running mean"] = lambda: average.update(flag)
+    count = sum(1 for _ in model.parameters())
+    print(f"{name}: {sum(p.numel() for p in model.parameters()) / 1e6:.1f} million parameters in {count} tensors")
+    return runs
+
+
+def timed(run: Callable[[], object], device: str, repeats: int) -> tuple[float, float]:
+    """Milliseconds per call until the device is done, and until the processor is."""
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    wait()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        run()
+    handed = time.perf_counter()
+    wait()
+    return 1e3 * (time.perf_counter() - start) / repeats, 1e3 * (handed - start) / repeats
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", nargs="?", default="deit_small_patch16")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--repeats", type=int, default=0, help="steps per round; 0: 50 on a GPU, 5 on a processor")
+    options = parser.parse_args()
+    repeats = options.repeats or (50 if options.device == "cuda" else 5)
+    device = (
+        torch.cuda.get_device_name() if options.device == "cuda" else f"CPU, {torch.get_num_threads()}/{os.cpu_count()} threads"
+    )
+    print(f"{device}; torch {torch.__version__}; n = {options.rounds} rounds of {repeats} steps")
+    runs = contenders(options.name, options.device)
+    times: dict[str, list[tuple[float, float]]] = {key: [] for key in runs}
+    for run in runs.values():
+        timed(run, options.device, 3)
+    for _ in range(options.rounds):
+        for key, run in runs.items():
+            times[key].append(timed(run, options.device, repeats))
+    for key, values in times.items():
+        whole = [each for each, _ in values]
+        text = f"{key:20} {statistics.median(whole):8.3f} ms ±{(max(whole) - min(whole)) / 2:.3f}"
+        handed = statistics.median(each for _, each in values)
+        print(text + (f"   processor {handed:.3f} ms" if options.device == "cuda" else ""), flush=True)
+
+
+if __name__ == "__main__":
+    main()

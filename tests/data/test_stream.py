@@ -1,0 +1,91 @@
+"""The stream of a training from files to what the network sees does not depend on devices, workers or where it was taken up."""
+
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from vitrail.data.augment.pipeline import Augmentation, augment
+from vitrail.data.loader import Loader
+from vitrail.data.opening import open_source
+from vitrail.data.order import Order
+from vitrail.data.randomness import sample_key
+
+COUNT, BATCH = 27, 8
+PIPELINES = {
+    "deit": Augmentation(size=(24, 24), policy="rand", erasing=0.25),
+    "lvvit": Augmentation(size=(24, 24), policy="rand", crop_last=True, filter="random", erasing=0.25),
+    "deit3": Augmentation(size=(24, 24), policy="three", jitter=(0.3, 0.3, 0.3, 0.0)),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Small JPEG and PNG files of many sizes in three class folders."""
+    path = tmp_path_factory.mktemp("pictures")
+    rng = np.random.default_rng(0)
+    for number in range(COUNT):
+        height, width = 28 + number % 5 * 4, 44 - number % 7 * 3
+        coarse = Image.fromarray(rng.integers(0, 256, (6, 6, 3), dtype=np.uint8))
+        file = path / f"class {number % 3}" / f"{number}.{'png' if number % 2 else 'jpg'}"
+        file.parent.mkdir(exist_ok=True)
+        coarse.resize((width, height), Image.Resampling.BICUBIC).save(file)
+    return path
+
+
+def collect(folder: Path, pipeline: str, seed: int, epoch: int, units: int, workers: int, start: int) -> dict[str, torch.Tensor]:
+    """What all units of an epoch see from step `start` on, put together by position in the stream."""
+    source, how, parts = open_source(str(folder)), PIPELINES[pipeline], []
+    order = Order(len(source), BATCH, seed=seed, repeats=3)
+    for unit in range(units):
+        loader = Loader(source, order, unit, units, workers=workers)
+        for batch in loader.batches(epoch, start):
+            seen = augment(batch.pixels, batch.sizes, sample_key(seed, epoch, batch.index, batch.repeat), how)
+            part = {"position": batch.position, "index": batch.index, "repeat": batch.repeat, "label": batch.labels}
+            part |= {"size": batch.sizes, "image": seen.images, "flip": seen.view.columns.flip}
+            for name, axis in (("rows", seen.view.rows), ("columns", seen.view.columns)):
+                part[name] = torch.stack([axis.start, axis.length], 1)
+            for number, layer in enumerate(seen.layers):
+                part |= {f"operation {number}": layer.operation, f"strength {number}": layer.value}
+            parts.append(part)
+        loader.close()
+    if not parts:
+        return {}
+    whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    place = whole["position"].argsort()
+    return {name: values[place] for name, values in whole.items()}
+
+
+@cache
+def plain(folder: Path, pipeline: str, seed: int, epoch: int) -> dict[str, torch.Tensor]:
+    """The whole epoch on one device, decoded in this process."""
+    return collect(folder, pipeline, seed, epoch, 1, 0, 0)
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+@pytest.mark.parametrize("units", [1, 2, 4])
+@settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
+@given(pipeline=st.sampled_from(list(PIPELINES)), seed=st.integers(0, 2), epoch=st.integers(0, 1), start=st.integers(0, 3))
+def test_the_stream_is_one(folder, units, workers, pipeline, seed, epoch, start):
+    expected = plain(folder, pipeline, seed, epoch)
+    assert torch.equal(expected["position"], torch.arange(COUNT // BATCH * BATCH))
+    found = collect(folder, pipeline, seed, epoch, units, workers, start)
+    assert bool(found) == (start < COUNT // BATCH)
+    for name, values in found.items():
+        assert torch.equal(values, expected[name][start * BATCH :]), name
+
+
+def test_streams_differ(folder):
+    """The test above would pass if nothing were random."""
+    first, later, other = (plain(folder, "deit", seed, epoch) for seed, epoch in ((0, 0), (0, 1), (1, 0)))
+    for name in ("index", "flip", "rows", "columns", "operation 0", "strength 1", "image"):
+        assert not torch.equal(first[name], later[name])
+        assert not torch.equal(first[name], other[name])
+    assert len(first["index"].unique()) == len(first["index"]) // 3
+    repeats = first["image"][:3]
+    assert not torch.equal(repeats[0], repeats[1])

@@ -1,0 +1,94 @@
+"""From files to class names."""
+
+import os
+
+import pytest
+import torch
+
+import vitrail
+from tests.pictures import make_folder, make_picture, spoil
+from vitrail.data.augment.pipeline import augment
+from vitrail.data.decode import decode
+from vitrail.data.loader import Problem
+from vitrail.evaluation.accuracy import test_view
+from vitrail.evaluation.predicting import detail, open_pictures, predict
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    model = vitrail.create("deit_tiny_patch16", 4, 16, patch_size=4, width=16, depth=1, heads=2)
+    model.class_names = ["red", "green", "blue", "<b>[bold]"]
+    return model
+
+
+def test_files_and_folders_in_the_order_given(tmp_path):
+    make_folder(tmp_path / "many", ["b", "a"], 2)
+    make_picture(tmp_path / "one.jpg")
+    (tmp_path / "many" / "notes.txt").write_text("not a picture")
+    (tmp_path / "many" / ".hidden.png").write_text("")
+    os.symlink(tmp_path / "many", tmp_path / "many" / "a" / "round")
+    (tmp_path / "empty").mkdir()
+    odd = tmp_path / "no ending"
+    odd.write_bytes((tmp_path / "one.jpg").read_bytes())
+    source, problems = open_pictures([tmp_path / "one.jpg", tmp_path / "many", odd, tmp_path / "empty", tmp_path / "gone.png"])
+    found = [os.path.relpath(source.where(index), tmp_path) for index in range(len(source))]
+    assert found == ["one.jpg", "many/a/000.png", "many/a/001.png", "many/b/000.png", "many/b/001.png", "no ending"]
+    assert problems == [
+        Problem(str(tmp_path / "empty"), "the folder holds no pictures"),
+        Problem(str(tmp_path / "gone.png"), "there is no such file"),
+    ]
+
+
+def test_the_model_prepares_pictures_as_it_was_tested(model, tmp_path):
+    path = make_picture(tmp_path / "wide.png", 1, (40, 24))
+    (answer,) = predict(model, open_pictures([path])[0], top=3)
+    pixels = torch.from_numpy(decode(path.read_bytes())).permute(2, 0, 1)[None]
+    view = augment(pixels, torch.tensor([[24, 40]]), torch.zeros(1, dtype=torch.int64), test_view(model.preprocessing)).images
+    chances, classes = model.eval()(view).softmax(1).topk(3)
+    assert answer.where == str(path)
+    assert [guess.probability for guess in answer.guesses] == pytest.approx(chances[0].tolist(), rel=1e-5)
+    assert [guess.number for guess in answer.guesses] == classes[0].tolist()
+    assert [guess.name for guess in answer.guesses] == [model.class_names[number] for number in classes[0]]
+    assert answer.truth is None
+
+
+def test_batches_and_workers_change_nothing(model, tmp_path):
+    source = open_pictures([make_folder(tmp_path, size=(20, 30), count=4)])[0]
+    one = list(predict(model, source, batch=1))
+    for batch, workers in ((5, 0), (100, 0), (5, 2)):
+        others = list(predict(model, source, batch=batch, workers=workers))
+        assert [other.where for other in others] == [answer.where for answer in one]
+        for answer, other in zip(one, others, strict=True):
+            chances = {guess.name: guess.probability for guess in answer.guesses}
+            assert {guess.name: guess.probability for guess in other.guesses} == pytest.approx(chances, rel=1e-4)
+
+
+def test_bad_pictures_are_answered_with_a_reason_in_their_place(model, tmp_path):
+    paths = [make_picture(tmp_path / "a.png"), spoil(tmp_path / "b.png"), make_picture(tmp_path / "c.png"), spoil(tmp_path / "d")]
+    for batch in (1, 2, 4):
+        answers = list(predict(model, open_pictures(paths)[0], batch=batch))
+        assert [isinstance(answer, Problem) for answer in answers] == [False, True, False, True]
+        assert [answer.where for answer in answers] == list(map(str, paths))
+
+
+def test_some_built_in_pictures_whose_truth_is_known(model):
+    answers = list(predict(model, open_pictures(["digits"])[0], top=99))
+    assert len(answers) == 16
+    assert all(len(answer.guesses) == 4 for answer in answers)
+    assert all(answer.truth in "0123456789" for answer in answers)
+
+
+def test_nothing_to_look_at_and_no_classifier(model):
+    assert list(predict(model, open_pictures([])[0])) == []
+    with pytest.raises(vitrail.UserError, match="no classifier"):
+        list(predict(vitrail.create("deit_tiny_patch16", 0, 16, patch_size=4, depth=1), open_pictures([])[0]))
+
+
+def test_pictures_are_decoded_as_in_the_training(model):
+    assert detail(model) == 32
+    model.notes["recipe"] = '{"data": {"detail": 1.5}}'
+    assert detail(model) == 24
+    model.notes["recipe"] = '{"data": {"detail": 0.0}}'
+    assert detail(model) is None
+    del model.notes["recipe"]

@@ -1,0 +1,29 @@
+"""`python -m tests.training.failing WHEN vitrail-arguments`: Vitrail with an accident in one of its processes.
+
+WHEN is `kill:STEP` (the process dies without a word, but only the first time torchrun starts it) or `trouble:STEP` (an error that
+only this process knows of). It happens to process 1 before that step.
+"""
+
+import os
+import signal
+import sys
+
+from vitrail.cli import main
+from vitrail.errors import UserError
+from vitrail.training.loop import Training
+
+kind, _, number = sys.argv.pop(1).partition(":")
+whole_step = Training._step
+
+
+def step(self, next_batch):
+    if self.step == int(number) and self.devices.rank == 1:
+        if kind == "trouble":
+            raise UserError("Process 1 is in trouble.")
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+    whole_step(self, next_batch)
+
+
+Training._step = step
+main()

@@ -1,0 +1,199 @@
+"""Trainings of a second, in processes of their own, that can be killed at any moment."""
+
+import json
+import os
+import signal
+import sys
+import tempfile
+import traceback
+from contextlib import ExitStack
+from functools import cache
+from pathlib import Path
+from unittest.mock import patch
+
+import safetensors.torch
+import torch
+
+from vitrail.errors import UserError
+from vitrail.models.cost import cost
+from vitrail.recipes import lookup
+from vitrail.training import closing, facts, loop, planning, run, speed, state
+from vitrail.training.checkpoints import Checkpoints, read_checkpoint
+from vitrail.training.loop import Options, Training
+from vitrail.training.metrics import FILE, Metrics
+
+SHORT = {"augmentation.size": [8, 8], "architecture.patch_size": 4, "architecture.width": 16, "architecture.depth": 2}
+SHORT |= {"architecture.heads": 2, "batch": 16, "schedule.length": "22 steps", "testing.every": "8 steps"}
+# Batch norm, dropout and drop-path, both mixings, a running mean that is reported.
+ADAMW = SHORT | {"architecture.drop_path": 0.2, "architecture.dropout": 0.1, "mixing.mixup": 0.8, "mixing.cutmix": 1.0}
+ADAMW |= {"average.decay": 0.8, "average.report": True, "augmentation.erasing": 0.25, "optimiser.rate": 5e-3}
+# Four units a step, binary targets, repeated augmentation.
+LAMB = SHORT | {"model": "deit_tiny_patch16", "optimiser.kind": "lamb", "objective.loss": "binary", "objective.smoothing": 0}
+LAMB |= {"data.repeats": 3, "mixing.mixup": 0.8, "architecture.drop_path": 0.1, "optimiser.rate": 0.02}
+OPTIONS = Options(save_steps=4, log_steps=3)
+# What takes longer than such a training and has tests of its own.
+EASY = [(owner, "cost", cache(cost)) for owner in (facts, planning, speed)]
+EASY += [(closing, "write_report", lambda folder: None), (closing, "look_again", lambda *_: {})]
+
+
+def begin(folder, changes, options=OPTIONS, micro_batch=None, source="digits"):
+    return run.train(source, "laptop", None, folder, changes, options, "cpu", micro_batch, 0)
+
+
+def recipe(changes):
+    return lookup("laptop").set(changes)
+
+
+@cache
+def warm_up():
+    """Train two steps here, so that no child has to import what a training imports late, or to count what it costs."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        for owner, name, value in EASY:
+            stack.enter_context(patch.object(owner, name, value))
+        for number, changes in enumerate((ADAMW, LAMB)):
+            begin(folder / f"run{number}", changes | {"schedule.length": "2 steps"})
+
+
+def in_child(work, output):
+    """Fork, do the work with everything printed to `output`, and give the exit code: negative for the signal that killed it."""
+    warm_up()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    code = 1
+    try:
+        file = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        for number in (1, 2):
+            os.dup2(file, number)
+        sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+        for owner, name, value in EASY:
+            setattr(owner, name, value)
+        work()
+        code = 0
+    except UserError as error:
+        print(error, file=sys.stderr)
+        code = 2
+    except SystemExit as error:
+        code = error.code
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+class Death:
+    """Counts what happens to a training and kills its process at the `at`-th event; 0: never."""
+
+    def __init__(self, at=0, log=None):
+        self.at, self.count, self.log, self.process = at, 0, log, os.getpid()
+
+    def __call__(self, event):
+        if os.getpid() != self.process:
+            return  # a loading process
+        self.count += 1
+        if self.log:
+            with self.log.open("a") as file:
+                file.write(event + "\n")
+        if self.count == self.at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def watch(self):
+        """From now on, in this process: steps, validations, every write, flush, rename and removal of a file, resuming."""
+        self._around(Training, "_step", lambda *_: "step")
+        self._around(Training, "_validate", lambda *_: "validation")
+        self._around(Training, "evaluate", lambda *_: "evaluation")
+        self._around(Checkpoints, "tidy", lambda *_: "tidying")
+        self._around(Metrics, "sync", lambda *_: "flush of metrics.jsonl")
+        self._around(Metrics, "_rewind", lambda *_: "rewinding")
+        self._around(os, "fsync", lambda *_: "flush")
+        self._around(os, "replace", lambda side, target: f"rename to {kind(target)}")
+        self._around(os, "unlink", lambda path, **_: f"removal of {kind(path)}")
+        self._around(state, "put_back", lambda *_: "loading")
+        self._around(closing, "write_report", lambda *_: "report")
+        self._around(loop, "save_artefact", lambda *_: "artefact")
+        self._torn_files()
+        self._torn_lines()
+
+    def _around(self, owner, name, label):
+        original = getattr(owner, name)
+
+        def wrapped(*arguments, **named):
+            what = label(*arguments, **named)
+            self(f"before {what}")
+            result = original(*arguments, **named)
+            self(f"after {what}")
+            return result
+
+        setattr(owner, name, wrapped)
+
+    def _torn_files(self):
+        original = safetensors.torch.save_file
+
+        def save_file(tensors, path, metadata):
+            original(tensors, path, metadata=metadata)
+            content = Path(path).read_bytes()
+            for part in (0, 1, 2):
+                Path(path).write_bytes(content[: part * len(content) // 3])
+                self(f"{part} thirds of {kind(path)}")
+            Path(path).write_bytes(content)
+
+        safetensors.torch.save_file = save_file
+
+    def _torn_lines(self):
+        original = Metrics.write
+
+        def write(metrics, *arguments):
+            size = metrics.path.stat().st_size
+            original(metrics, *arguments)
+            content = metrics.path.read_bytes()
+            os.truncate(metrics.path, size + (len(content) - size) // 2)
+            self("half a line")
+            os.truncate(metrics.path, size)
+            with metrics.path.open("ab") as file:
+                file.write(content[size:])
+            self("a line")
+
+        Metrics.write = write
+
+
+def kind(path):
+    """step-000000012.safetensors and .step-000000012.safetensors.4711.part are both a step."""
+    return Path(path).name.lstrip(".").split(".")[0].split("-")[0]
+
+
+def lines(folder):
+    """What metrics.jsonl says, without what depends on the machine and the hour."""
+    entries = [json.loads(line) for line in (folder / FILE).read_text().splitlines()]
+    return [{name: value for name, value in entry.items() if name != "speed"} for entry in entries]
+
+
+def differences(folder, other):
+    """What of two finished runs is not equal to the last bit."""
+    found = [] if lines(folder) == lines(other) else ["metrics.jsonl"]
+    for name in ("best.safetensors", "last.safetensors", "recipe.yaml"):
+        found += [] if (folder / name).read_bytes() == (other / name).read_bytes() else [name]
+    parts = [(Checkpoints(each / "checkpoints").all(), json.loads((each / "run.json").read_text())) for each in (folder, other)]
+    (ours, our_run), (theirs, their_run) = parts
+    if [path.name for path in ours] != [path.name for path in theirs]:
+        return [*found, "the checkpoints' names"]
+    for one, two in zip(ours, theirs, strict=True):
+        found += [f"{one.name}: {what}" for what in state_differences(one, two)]
+    found += [name for name in ("recipe", "best", "data", "units") if our_run[name] != their_run[name]]
+    return found
+
+
+def state_differences(path, other):
+    (step, groups, known), (their_step, their_groups, their_known) = read_checkpoint(path), read_checkpoint(other)
+    ours = {f"{group}:{name}": value for group, members in groups.items() for name, value in members.items()}
+    theirs = {f"{group}:{name}": value for group, members in their_groups.items() for name, value in members.items()}
+    found = sorted(ours.keys() ^ theirs.keys())
+    found += [name for name in ours.keys() & theirs.keys() if not torch.equal(ours[name], theirs[name])]
+    found += [name for name in known if name != "seconds" and known[name] != their_known[name]]
+    return found + ([] if step == their_step else ["step"])
+
+
+def leftovers(folder):
+    return [path for path in folder.rglob(".*") if path.name != ".lock"]

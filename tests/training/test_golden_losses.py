@@ -1,0 +1,53 @@
+"""The first losses of every recipe, in miniature, are those that were written down."""
+
+import pytest
+
+from tests.training.golden_losses import STEPS, first_losses, miniature, miniatures, read
+from vitrail.recipes import list_recipes, lookup
+
+GOLDEN = read()
+NAMES, FOUND = miniatures()
+SAME = 1e-5
+
+
+@pytest.mark.parametrize("key", FOUND, ids=[f"{FOUND[key].name.rsplit(' ')[-1]}-{key}" for key in FOUND])
+def test_first_losses(key):
+    assert key in GOLDEN["losses"], "this recipe has changed: `python -m tests.training.golden_losses` writes its losses again"
+    assert first_losses(FOUND[key]) == pytest.approx(GOLDEN["losses"][key], rel=SAME)
+
+
+def test_every_recipe_has_its_losses():
+    assert list(GOLDEN["recipes"]) == list_recipes()
+    assert GOLDEN["recipes"] == NAMES
+    assert set(GOLDEN["losses"]) == set(NAMES.values())
+    assert all(len(losses) == STEPS for losses in GOLDEN["losses"].values())
+
+
+# Each of these changes what a training does in its first twenty steps, and must not pass for the same.
+CHANGES = {
+    "optimiser.kind": "lamb",
+    "optimiser.rate": 0.00055,
+    "optimiser.decay": 0.5,
+    "schedule.warmup": "4 epochs",
+    "schedule.lag": 0,
+    "objective.smoothing": 0.11,
+    "mixing.switch": 0.0,
+    "data.repeats": 1,
+    "augmentation.erasing": 0.5,
+    "architecture.drop_path": 0.4,
+}
+
+
+@pytest.fixture(scope="module")
+def little():
+    """One whose blocks count from the first step on, and its losses."""
+    recipe = miniature(lookup("deit_small"))
+    assert recipe.architecture["residual"] == "plain"
+    return recipe, first_losses(recipe)
+
+
+@pytest.mark.parametrize("leaf", CHANGES)
+def test_a_changed_leaf_changes_them(leaf, little):
+    recipe, losses = little
+    assert recipe.leaves()[leaf] != CHANGES[leaf]
+    assert first_losses(recipe.set({leaf: CHANGES[leaf]})) != pytest.approx(losses, rel=2 * SAME)

@@ -1,0 +1,101 @@
+"""Two processes that share the parameters (DTensor, FSDP2) do what one does alone."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.small import shrink
+from vitrail.models.catalogue import build, lookup
+from vitrail.recipes.recipe import Optimiser
+from vitrail.training.averaging import Average
+from vitrail.training.optimisers import clip_gradients, make_optimiser
+
+RULES = [
+    Optimiser("adamw"),
+    Optimiser("adam", decay_coupled=True),
+    Optimiser("sgd"),
+    Optimiser("adagrad"),
+    Optimiser("lamb", clip=1.0),
+    Optimiser("lamb", clip=0.1, trust="all"),
+]
+
+
+def check_optimisers(mesh):
+    """Tensors cut in uneven parts, one of which is empty on the second process."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    def cut(tensor, axis):
+        return distribute_tensor(tensor, mesh, [Shard(axis)])
+
+    axes = [0, 0, 0, 1]
+    for how in RULES:
+        torch.manual_seed(1)
+        plain = [nn.Parameter(torch.randn(shape)) for shape in ((6, 4), (5,), (1, 7), (3, 4))]
+        shared = [nn.Parameter(cut(value.detach().clone(), axis)) for value, axis in zip(plain, axes, strict=True)]
+        optimisers = []
+        for some in (plain, shared):
+            groups = [{"params": some[:3], "weight_decay": how.decay}, {"params": some[3:], "weight_decay": 0.0}]
+            optimisers.append(make_optimiser(groups, how, 0.01))
+        for step in range(4):
+            found = torch.tensor(float(step in (0, 2)))
+            for value, part, axis in zip(plain, shared, axes, strict=True):
+                value.grad = torch.randn_like(value) * (math.nan if found else 1.0)
+                part.grad = cut(value.grad.clone(), axis)
+            limit = 0.0 if how.kind == "lamb" else 2.0
+            norms = [clip_gradients(some, limit) for some in (plain, shared)]
+            assert type(norms[1]) is torch.Tensor
+            torch.testing.assert_close(norms[1], norms[0], equal_nan=True)
+            for optimiser in optimisers:
+                optimiser.found_inf = found
+                optimiser.step()
+        for value, part in zip(plain, shared, strict=True):
+            torch.testing.assert_close(part.full_tensor(), value.detach(), rtol=1e-6, atol=1e-7)
+
+
+def check_training(mesh):
+    """A sharded model trained, averaged and evaluated in between; the steps after it must not see the mean."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(2)
+    # In double: a key bias has no gradient but rounding, which Adam would blow up to the size of a step.
+    plain = build(shrink(lookup("deit_tiny_patch16")[1])).double()
+    shared = copy.deepcopy(plain)
+    for block in shared.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(shared, mesh=mesh)
+    pairs = [(model, make_optimiser(model, Optimiser("lamb", clip=1.0), 0.01), Average(model, 0.5)) for model in (plain, shared)]
+    images, labels = torch.randn(4, 3, 8, 12, dtype=torch.float64), torch.tensor([0, 1, 2, 3])
+    for _ in range(3):
+        answers = []
+        for model, optimiser, average in pairs:
+            model.train()
+            nn.functional.cross_entropy(model(images), labels).backward()
+            optimiser.step()
+            optimiser.zero_grad()
+            average.update(skip=torch.tensor(0.0))
+            model.eval()
+            with average.applied(model), torch.no_grad():
+                answers.append(model(images))
+        torch.testing.assert_close(*answers, rtol=1e-7, atol=1e-7)
+    for part, value in zip(shared.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(part.full_tensor(), value.detach(), rtol=1e-7, atol=1e-7)
+
+
+def work(rank, path):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    try:
+        check_optimisers(mesh)
+        check_training(mesh)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="torch was built without gloo")
+def test_two_processes(tmp_path):
+    torch.multiprocessing.spawn(work, (str(tmp_path / "meeting"),), nprocs=2)

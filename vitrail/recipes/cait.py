@@ -1,0 +1,109 @@
+"""CaiT: "Going deeper with image transformers" (arXiv 2103.17239).
+
+DeiT's training for 400 epochs with a drop-path rate per model, the same in every block. Names are `cait_{model}`,
+`cait_{model}_to_{size}` for fine-tuning at a larger size and `cait_{model}_to_{data}` for transfers.
+"""
+
+from typing import Any
+
+from vitrail.recipes.changing import change, named, top1
+from vitrail.recipes.deit import DEIT
+from vitrail.recipes.recipe import About, Recipe
+
+PAPER = "CaiT, arXiv 2103.17239"
+
+CAIT = change(
+    DEIT,
+    "cait_s36",
+    schedule={"length": "400 epochs"},
+    testing={"crop_ratio": 1.0},
+    about=About(PAPER),
+)
+#        drop-path  top-1 at 224, at 384 (Tables 3 and 4)
+SIZES: dict[str, tuple[float, float | None, float | None]] = {
+    "xxs24": (0.05, 77.6, 80.4),
+    "xxs36": (0.1, 79.1, 81.8),
+    "xs24": (0.05, 81.8, 83.8),
+    "xs36": (0.1, 82.6, 84.3),
+    "s24": (0.1, 82.7, 84.3),
+    "s36": (0.2, 83.3, 85.0),
+    "s48": (0.3, 83.5, 85.1),
+    "m24": (0.2, 83.4, 84.5),
+    "m36": (0.3, 83.8, 84.9),
+    "m48": (0.4, None, None),
+}
+
+
+def larger(base: Recipe, size: int, score: float | None) -> Recipe:
+    """Fine-tuning at a larger size. One list was released, that of M-48 at 448; it serves all models here."""
+    drop_path = 0.3 if base.name == "cait_m48" else base.architecture["drop_path"]
+    return change(
+        base,
+        f"{base.name}_to_{size}",
+        architecture={"drop_path": drop_path},
+        batch=256,
+        start={"after": base.name},
+        augmentation={"size": (size, size)},
+        optimiser={"rate": 5e-6, "rate_batch": 0},
+        schedule={"length": "60 epochs", "shape": "stairs", "stair_every": "10 epochs", "stair_factor": 0.5, "floor": 0.0},
+        about={"row": "Table 3, at 384" if size == 384 else "Table 5, at 448", "expects": top1(score)},
+    )
+
+
+RECIPES: dict[str, Recipe] = {}
+for _size, (_drop, _score, _larger) in SIZES.items():
+    # The released code starts LayerScale of XXS-36 at 1e-5, the paper's table at 1e-6.
+    _start = {"residual_start": 1e-5} if _size == "xxs36" else {}
+    _recipe = change(
+        CAIT,
+        f"cait_{_size}",
+        model=f"cait_{_size}",
+        architecture={"drop_path": _drop} | _start,
+        about={"row": f"Tables 3 and 4, {_size}", "expects": top1(_score)},
+    )
+    RECIPES |= named(_recipe)
+    if _larger:
+        RECIPES |= named(larger(_recipe, 384, _larger))
+for _size, _score in (("m36", 86.3), ("m48", 86.5)):
+    _recipe = larger(RECIPES[f"cait_{_size}"], 448, None)
+    RECIPES |= named(change(_recipe, _recipe.name, about={"expects": f"{_score} % with a teacher; not published without"}))
+
+#          the rate is divided by, epochs
+TRANSFERS = {
+    "cifar10": (100, 1000),
+    "cifar100": (100, 1000),
+    "flowers": (10, 1000),
+    "cars": (10, 1000),
+    "inat18": (10, 360),
+    "inat19": (10, 360),
+}
+
+
+def transfers(base: Recipe, row: str, scores: tuple[float, ...], **changes: Any) -> dict[str, Recipe]:
+    """The rule of Section 4.4.3: as in training, with a smaller rate; `scores` in the order of TRANSFERS."""
+    found = {}
+    for (data, (divisor, epochs)), score in zip(TRANSFERS.items(), scores, strict=True):
+        recipe = change(
+            base,
+            f"{base.name}_to_{data}",
+            start={"after": base.name},
+            optimiser={"rate": round(base.optimiser.rate / divisor, 9)},
+            schedule={"length": f"{epochs} epochs"},
+            about={"row": row, "expects": top1(score, data), "hardware": ""},
+        )
+        found[recipe.name] = change(recipe, recipe.name, **changes)
+    return found
+
+
+for _size, _scores in {"s36": (99.2, 92.2, 98.8, 93.5, 77.1, 80.6), "m36": (99.3, 93.3, 99.0, 93.5, 76.9, 81.7)}.items():
+    RECIPES |= transfers(RECIPES[f"cait_{_size}"], "Table 7", _scores, testing={"crop_ratio": 0.875})
+
+# Table 1, the plain DeiT-S at several depths with the drop-path rate that suits each: changes of `deit_small`, and top-1.
+UNIFORM = {"architecture.drop_path_schedule": "uniform"}
+ABLATIONS: dict[str, tuple[str, dict[str, Any], float]] = {
+    "12 blocks": ("deit_small", {"architecture.depth": 12, "architecture.drop_path": 0.05} | UNIFORM, 79.9),
+    "18 blocks": ("deit_small", {"architecture.depth": 18, "architecture.drop_path": 0.1} | UNIFORM, 80.7),
+    "24 blocks": ("deit_small", {"architecture.depth": 24, "architecture.drop_path": 0.2} | UNIFORM, 81.0),
+    "36 blocks": ("deit_small", {"architecture.depth": 36, "architecture.drop_path": 0.25} | UNIFORM, 81.9),
+    "S-36, 500 epochs": ("cait_s36", {"schedule.length": "500 epochs", "testing.crop_ratio": 0.875}, 83.42),
+}

@@ -1,0 +1,53 @@
+"""Recipes of our own, for one's own pictures; size and patches are chosen by the pictures.
+
+`laptop` trains a tiny network on a CPU in minutes; `small` trains from scratch on one GPU with a few thousand to a hundred
+thousand small pictures; `finetune` starts from weights (`start.weights=`) and is what to try first with photographs.
+"""
+
+from vitrail.data.augment.pipeline import Augmentation
+from vitrail.recipes.recipe import About, Average, Mixing, Objective, Optimiser, Recipe, Schedule, Start, Testing
+
+ANY = (0, 0)
+
+LAPTOP = Recipe(
+    name="laptop",
+    model="house_mini",
+    batch=64,
+    precision="fp32",
+    # No mirror images: digits and letters are not their own. For photographs: augmentation.flip=0.5.
+    augmentation=Augmentation(size=ANY, scale=(0.5, 1.0), flip=0.0),
+    objective=Objective(smoothing=0.1),
+    optimiser=Optimiser(rate=2e-3, decay=0.05, clip=1.0),
+    schedule=Schedule(length="30 epochs", warmup="10%"),
+    testing=Testing(crop_ratio=1.0),
+    about=About("house", "a first run on a CPU"),
+)
+SMALL = Recipe(
+    name="small",
+    model="deit3_small_patch16",
+    architecture={"stem": "conv", "drop_path": 0.1},
+    batch=256,
+    augmentation=Augmentation(size=ANY, scale=(0.2, 1.0), policy="rand", erasing=0.25),
+    mixing=Mixing(mixup=0.8, cutmix=1.0),
+    objective=Objective(smoothing=0.1),
+    optimiser=Optimiser(rate=1e-3, decay=0.05, clip=1.0),
+    schedule=Schedule(length="200 epochs", warmup="5%", floor=1e-5),
+    average=Average(decay=0.9995, report=True),
+    testing=Testing(crop_ratio=1.0),
+    about=About("house", "from scratch on one GPU"),
+)
+FINETUNE = Recipe(
+    name="finetune",
+    model="deit3_small_patch16",
+    architecture={"drop_path": 0.1},
+    batch=128,
+    start=Start(zero_head=True),
+    augmentation=Augmentation(size=ANY, scale=(0.35, 1.0), policy="rand", magnitude=6.0),
+    mixing=Mixing(mixup=0.2),
+    objective=Objective(smoothing=0.1),
+    optimiser=Optimiser(rate=5e-4, decay=0.05, clip=1.0, layer_decay=0.75),
+    schedule=Schedule(length="10 epochs", warmup="10%"),
+    testing=Testing(crop_ratio=1.0),
+    about=About("house", "from any checkpoint, on one GPU"),
+)
+RECIPES = {recipe.name: recipe for recipe in (LAPTOP, SMALL, FINETUNE)}

@@ -1,0 +1,74 @@
+"""Between what values the numbers of a recipe make sense; outside, a training would fail late or learn nothing."""
+
+import math
+from typing import Any
+
+from vitrail.errors import UserError
+
+ABOVE = math.ulp(0.0)  # the least number above zero
+BELOW_ONE = math.nextafter(1.0, 0.0)
+SHARE = (0.0, 1.0)
+POSITIVE = (ABOVE, math.inf)
+NOT_NEGATIVE = (0.0, math.inf)
+# Of tuples every part. What is not here may be any number.
+LIMITS: dict[str, tuple[float, float]] = {
+    "seed": (0, 2**63 - 1),
+    "batch": (1, math.inf),
+    "data.repeats": (1, math.inf),
+    "data.round_to": (1, math.inf),
+    "data.detail": NOT_NEGATIVE,
+    "augmentation.scale": (ABOVE, 1.0),
+    "augmentation.ratio": POSITIVE,
+    "augmentation.padding": NOT_NEGATIVE,
+    "augmentation.magnitude": NOT_NEGATIVE,
+    "augmentation.deviation": NOT_NEGATIVE,
+    "augmentation.layers": (1, math.inf),
+    "augmentation.jitter": NOT_NEGATIVE,
+    "augmentation.std": POSITIVE,
+    **{f"augmentation.{name}": SHARE for name in ("flip", "jitter_chance", "grey", "blur", "solarise", "erasing")},
+    "mixing.mixup": NOT_NEGATIVE,
+    "mixing.cutmix": NOT_NEGATIVE,
+    "mixing.switch": SHARE,
+    "objective.smoothing": (0.0, BELOW_ONE),
+    "optimiser.rate": NOT_NEGATIVE,
+    "optimiser.rate_batch": NOT_NEGATIVE,
+    "optimiser.betas": (0.0, BELOW_ONE),
+    "optimiser.eps": POSITIVE,
+    "optimiser.momentum": (0.0, BELOW_ONE),
+    "optimiser.decay": NOT_NEGATIVE,
+    "optimiser.clip": NOT_NEGATIVE,
+    "optimiser.trust_limit": NOT_NEGATIVE,
+    "optimiser.layer_decay": (ABOVE, 1.0),
+    "schedule.warmup_from": NOT_NEGATIVE,
+    "schedule.floor": NOT_NEGATIVE,
+    "schedule.lag": NOT_NEGATIVE,
+    "schedule.stair_factor": SHARE,
+    "average.decay": (0.0, BELOW_ONE),
+    "testing.crop_ratio": (ABOVE, 1.0),
+}
+ORDERED = ("augmentation.scale", "augmentation.ratio")  # from, to
+FROM_DATA = ("classes", "channels", "image_size")  # parts of an architecture that are not a recipe's to choose
+
+
+def check_limits(leaves: dict[str, Any]) -> None:
+    for name, (low, high) in LIMITS.items():
+        value = leaves[name]
+        if not all(low <= part <= high for part in (value if isinstance(value, tuple) else (value,))):
+            raise UserError(f"{name} must {in_words(low, high)}.")
+    for name in ORDERED:
+        if leaves[name][0] > leaves[name][1]:
+            raise UserError(f"{name} goes from a lower to a higher number, not from {leaves[name][0]} to {leaves[name][1]}.")
+    if not len(leaves["augmentation.mean"]) == len(leaves["augmentation.std"]) == 3:
+        raise UserError("augmentation.mean and augmentation.std are a number for each of red, green and blue.")
+    for part in FROM_DATA:
+        if f"architecture.{part}" in leaves:
+            hint = "; augmentation.size is the network's size" if part == "image_size" else ""
+            raise UserError(f"architecture.{part} follows from the data and cannot be set{hint}.")
+
+
+def in_words(low: float, high: float) -> str:
+    if high == math.inf:
+        return {0.0: "not be negative", ABOVE: "be greater than 0"}.get(low, f"be at least {low:g}")
+    if (low, high) == (0, 2**63 - 1):
+        return "be a whole number from 0 to 2^63 - 1"
+    return f"lie in {'(0' if low == ABOVE else f'[{low:g}'}, {'1)' if high == BELOW_ONE else f'{high:g}]'}"

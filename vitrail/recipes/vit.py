@@ -1,0 +1,150 @@
+"""ViT: "An image is worth 16x16 words" (arXiv 2010.11929).
+
+Pre-training (Table 3) is `{model}_{data}[_{length}]` with the data sets `jft`, `21k` and `1k`; fine-tuning (Table 4) is
+`{model}_to_{data}[_{size}]`. Where the paper is silent the numbers are those of the released code: clipping at 1, weight decay
+on kernels alone, a linear decay that ends at 1e-5, sigmoids with a bias of -10 for the large data sets, values in [-1, 1].
+"""
+
+from vitrail.data.augment.pipeline import Augmentation
+from vitrail.models.vit import MODELS
+from vitrail.recipes.changing import change, named, top1
+from vitrail.recipes.recipe import About, Objective, Optimiser, Recipe, Schedule, Start, Testing
+
+PRETRAINING = Recipe(
+    name="vit_base_patch16_21k",
+    model="vit_base_patch16",
+    architecture={"dropout": 0.1, "pre_logits": 768},
+    batch=4096,
+    start=Start(head_bias=-10.0),
+    augmentation=Augmentation(scale=(0.05, 1.0), ratio=(0.75, 1.33), filter="bilinear", mean=(0.5,) * 3, std=(0.5,) * 3),
+    objective=Objective(loss="binary", binary_sum=True),
+    optimiser=Optimiser(kind="adamw", rate=1e-3, betas=(0.9, 0.999), decay=0.03, decay_on="kernels", clip=1.0),
+    schedule=Schedule(length="90 epochs", warmup="10000 steps", warmup_from=0.0, shape="linear", floor=1e-5),
+    testing=Testing(crop_ratio=1.0, resize="square", filter="bilinear"),
+    about=About("ViT, arXiv 2010.11929"),
+)
+
+#                   epochs  rate  ImageNet after fine-tuning, exaFLOPs (Table 6)
+JFT = {
+    "vit_base_patch16": (7, 8e-4, 84.15, 224),
+    "vit_base_patch32": (7, 8e-4, 80.73, 55),
+    "vit_large_patch32": (7, 6e-4, 84.37, 196),
+    "vit_large_patch16": (14, 4e-4, 87.12, 1567),
+    "vit_huge_patch14": (14, 3e-4, 88.08, 4262),
+    "bit_r50x1": (7, 1e-3, 77.54, 50),
+    "bit_r50x2": (7, 1e-3, 82.12, 199),
+    "bit_r101x1": (7, 8e-4, 80.67, 96),
+    "bit_r152x1": (7, 6e-4, 81.88, 141),
+    "bit_r152x2": (7, 6e-4, 84.97, 563),
+    "vit_base_r50_s16": (7, 8e-4, 85.58, 274),
+    "vit_base_r50_s32": (7, 8e-4, 84.90, 106),
+    "vit_large_r50_s32": (7, 2e-4, 85.68, 246),
+    "vit_large_r50_s16": (14, 4e-4, 87.12, 1668),
+}
+# Precision at the end of the pre-training on ImageNet-21k.
+LARGE = {"base_patch16": 47.88, "base_patch32": 44.04, "large_patch16": 49.90, "large_patch32": 45.42, "huge_patch14": 49.06}
+#                   top-1 at 224, after fine-tuning at 384
+SMALL = {
+    "vit_base_patch16": (74.79, 77.91),
+    "vit_base_patch32": (69.19, 73.38),
+    "vit_large_patch16": (72.59, 76.53),
+    "vit_large_patch32": (66.90, 71.16),
+}
+# Table 5, from ImageNet-21k, and Table 2 for VTAB.
+RESULTS = {
+    "vit_base_patch16": {"imagenet": 83.97, "cifar100": 91.67, "cifar10": 98.95, "pets": 94.43, "flowers": 99.38},
+    "vit_base_patch32": {"imagenet": 81.28, "cifar100": 91.97, "cifar10": 98.79, "pets": 93.02, "flowers": 99.11},
+    "vit_large_patch16": {"imagenet": 85.15, "cifar100": 93.44, "cifar10": 99.16, "pets": 94.73, "flowers": 99.61, "vtab": 72.72},
+    "vit_large_patch32": {"imagenet": 80.99, "cifar100": 93.04, "cifar10": 99.13, "pets": 93.09, "flowers": 99.19},
+    "vit_huge_patch14": {"imagenet": 85.13, "cifar100": 93.82, "cifar10": 99.27, "pets": 94.82, "flowers": 99.51},
+}
+
+
+def pretraining(model: str, data: str, epochs: int, expects: str) -> Recipe:
+    """The head of pre-training has one hidden layer as wide as the model; the ResNets have none."""
+    return change(
+        PRETRAINING,
+        f"{model}_{data}",
+        model=model,
+        architecture={"pre_logits": MODELS[model].width if MODELS[model].depth else 0},
+        schedule={"length": f"{epochs} epochs"},
+        about={"row": f"Table 3, {data}", "expects": expects},
+    )
+
+
+RECIPES: dict[str, Recipe] = {}
+for _name, (_epochs, _rate, _score, _cost) in JFT.items():
+    _recipe = change(
+        pretraining(_name, "jft", _epochs, f"{top1(_score)} after fine-tuning at 384"),
+        f"{_name}_jft",
+        architecture={"dropout": 0.0},
+        optimiser={"rate": _rate, "decay": 0.1},
+        about={"hardware": f"{_cost} exaFLOPs"},
+    )
+    RECIPES |= named(_recipe)
+for _name, _score in {"vit_large_patch16": 86.30, "vit_large_r50_s16": 86.60}.items():
+    _about = {"expects": f"{top1(_score)} after fine-tuning at 384", "hardware": ""}
+    RECIPES |= named(change(RECIPES[f"{_name}_jft"], f"{_name}_jft_7ep", schedule={"length": "7 epochs"}, about=_about))
+for _size, _precision in LARGE.items():
+    _expects = f"{_precision} % on the 21k classes, {top1(RESULTS[f'vit_{_size}']['imagenet'])} after fine-tuning at 384"
+    RECIPES |= named(pretraining(f"vit_{_size}", "21k", 90, _expects))
+for _name in ("vit_large_patch16_21k", "vit_large_patch32_21k"):
+    RECIPES |= named(change(RECIPES[_name], f"{_name}_30ep", schedule={"length": "30 epochs"}, about={"expects": top1(None)}))
+for _name, (_score, _later) in SMALL.items():
+    _recipe = change(
+        pretraining(_name, "1k", 300, f"{top1(_score)} at 224, {_later} % after fine-tuning at 384"),
+        f"{_name}_1k",
+        start={"head_bias": 0.0},
+        objective={"loss": "cross_entropy", "binary_sum": False},
+        optimiser={"rate": 3e-3, "decay": 0.3},
+        schedule={"shape": "cosine", "floor": 0.0},
+    )
+    RECIPES |= named(_recipe)
+
+#      steps, warm-up, rate; the rates tried, and on which share of the training pictures
+TARGETS = {
+    "imagenet": (20000, 500, 0.03, "0.003, 0.01, 0.03, 0.06", "1 %"),
+    "cifar100": (10000, 500, 0.03, "0.001, 0.003, 0.01, 0.03", "2 %"),
+    "cifar10": (10000, 500, 0.01, "0.001, 0.003, 0.01, 0.03", "2 %"),
+    "pets": (500, 100, 0.03, "0.001, 0.003, 0.01, 0.03", "10 %"),
+    "flowers": (500, 100, 0.03, "0.001, 0.003, 0.01, 0.03", "10 %"),
+    "vtab": (2500, 500, 0.01, "0.01 for all 19 tasks", "20 %"),
+}
+TUNING = change(
+    PRETRAINING,
+    "vit_base_patch16_to_imagenet",
+    architecture={"pre_logits": 0},
+    batch=512,
+    start={"zero_head": True, "head_bias": 0.0},
+    augmentation={"size": (384, 384)},
+    objective={"loss": "cross_entropy", "binary_sum": False},
+    optimiser={"kind": "sgd", "momentum": 0.9, "nesterov": False, "decay": 0.0},
+    schedule={"shape": "cosine", "floor": 0.0},
+)
+for _model, _scores in RESULTS.items():
+    for _data, (_steps, _warmup, _rate, _tried, _held) in TARGETS.items():
+        _recipe = change(
+            TUNING,
+            f"{_model}_to_{_data}",
+            model=_model,
+            architecture={"dropout": 0.1 if _model in ("vit_large_patch16", "vit_huge_patch14") else 0.0},
+            start={"after": f"{_model}_21k"},
+            optimiser={"rate": _rate},
+            schedule={"length": f"{_steps} steps", "warmup": f"{_warmup} steps"},
+            about={
+                "row": f"Table 4, {_data}; rates tried on {_held} of the training pictures: {_tried}",
+                "expects": f"{top1(_scores[_data], _data)} from ImageNet-21k" if _data in _scores else top1(None),
+            },
+        )
+        RECIPES |= named(_recipe)
+# Table 2 tunes at a larger size and reports a running mean of the weights.
+for _model, _pixels, _score in (("vit_large_patch16", 512, 87.76), ("vit_huge_patch14", 518, 88.55)):
+    _recipe = change(
+        RECIPES[f"{_model}_to_imagenet"],
+        f"{_model}_to_imagenet_{_pixels}",
+        start={"after": f"{_model}_jft"},
+        augmentation={"size": (_pixels, _pixels)},
+        average={"decay": 0.9999, "report": True},
+        about={"row": "Table 2, from JFT-300M", "expects": top1(_score)},
+    )
+    RECIPES |= named(_recipe)

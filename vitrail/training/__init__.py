@@ -1,0 +1,1 @@
+"""The loop and what it needs: optimisers, schedules, checkpoints, devices, the display."""

@@ -1,0 +1,202 @@
+"""What run.json holds: everything that one needs to know about a run, written at its start and completed at its end."""
+
+import contextlib
+import dataclasses
+import datetime
+import hashlib
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from vitrail.data.source import Splits
+from vitrail.errors import UserError
+from vitrail.models.cost import cost
+from vitrail.models.model import Model
+from vitrail.recipes import Recipe
+from vitrail.training.checkpoints import LOCK
+from vitrail.training.devices import Devices
+from vitrail.training.loop import Options
+from vitrail.version import __version__
+from vitrail.weights.files import write_aside
+
+
+def describe(
+    source: str, splits: Splits, recipe: Recipe, model: Model, devices: Devices, options: Options, bad: str
+) -> dict[str, Any]:
+    """What run.json holds from the start."""
+    price = cost(model.architecture)
+    is_local = os.path.exists(os.path.expanduser(source))
+    return {
+        "version": __version__,
+        "source": os.path.abspath(os.path.expanduser(source)) if is_local else source,
+        "recipe": recipe.to_dict(),
+        "options": dataclasses.asdict(options),
+        "units": devices.units,
+        "bad": bad,
+        "model": {"name": model.name, "parameters": price.parameters, "macs": price.macs},
+        "architecture": model.architecture.to_dict(),
+        "data": {
+            "name": splits.train.name,
+            "train": len(splits.train),
+            "validation": len(splits.validation),
+            "classes": splits.train.classes,
+            "fingerprint": fingerprint(splits),
+        },
+        "machine": {
+            "device": torch.cuda.get_device_name(devices.device) if devices.device.type == "cuda" else "CPU",
+            "cores": os.cpu_count(),
+            "processes": devices.world,
+            "system": platform.platform(),
+        },
+        "versions": {
+            "vitrail": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+        },
+        "command": command_line(),
+        "git": git_state(),
+        "launch": os.environ.get("TORCHELASTIC_RUN_ID"),
+        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def fingerprint(splits: Splits) -> str:
+    """A hash of labels, class names, counts and the bytes of some pictures: whether these are still the same data."""
+    digest = hashlib.sha256()
+    for part in (splits.train, splits.validation):
+        digest.update(json.dumps([len(part), part.classes]).encode())
+        if part.label is not None:
+            digest.update(np.ascontiguousarray(part.label.values, dtype=np.int64).tobytes())
+        for index in np.unique(np.linspace(0, len(part) - 1, 32).astype(np.int64)):
+            with contextlib.suppress(OSError, ValueError):
+                encoded = part.encoded(int(index))
+                digest.update(encoded if isinstance(encoded, bytes) else np.ascontiguousarray(encoded).tobytes())
+    return digest.hexdigest()[:16]
+
+
+def command_line() -> str:
+    """What was typed; `python -m vitrail` and the installed command are one and the same."""
+    program = Path(sys.argv[0]).name
+    return shlex.join(["vitrail" if program in ("__main__.py", "cli.py") else program, *sys.argv[1:]])
+
+
+def git_state() -> str | None:
+    """Commit and cleanliness of the folder one works in, if it is under git."""
+    try:
+        commit = subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=True
+        ).stdout.strip()
+        dirty = subprocess.run(["git", "status", "--porcelain"], capture_output=True, text=True, timeout=5, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return commit + (" with changes" if dirty else "")
+
+
+def choose_folder(out: str | Path | None, source: str, recipe: str) -> tuple[Path, bool]:
+    """Where the run goes, and whether torchrun has begun it there already and starts its processes anew."""
+    if out is None and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
+        raise UserError("After a restart the run must be found again: give its folder with --out.")
+    folder = Path(out).expanduser() if out is not None else next_folder(source, recipe)
+    restarts, launch = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")), os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    try:
+        if not (folder / "run.json").exists():
+            if restarts == 0:  # a start that was cut off may have left something
+                check_place(folder)
+            return folder, False
+    except OSError as error:
+        raise UserError(f"{folder} cannot be the folder of a run: {error.strerror}.") from None
+    # A changed number of machines restarts the processes too and is not counted; then the launch has a name.
+    if restarts == 0 and (launch == "none" or read_run(folder).get("launch") != launch):
+        raise UserError(f"{folder} holds a run already: `vitrail resume {folder}` goes on with it, --out starts another.")
+    return folder, True
+
+
+def check_place(folder: Path) -> None:
+    """Complain about a folder that cannot become a run before anything is computed."""
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file: give a folder with --out.")
+    above = next((each for each in (folder, *folder.absolute().parents) if each.exists()), folder)
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise UserError(f"{folder} cannot be written, because {above} may not be: give another folder with --out.")
+    left = next((path for path in (folder / "checkpoints", folder / "metrics.jsonl") if path.exists()), None)
+    if left:
+        raise UserError(f"{left} belongs to a run whose run.json is gone: give another folder with --out.")
+    ours = ("recipe.yaml", LOCK)  # what a start leaves that was killed before it had written run.json
+    if folder.exists() and any(path.name not in ours and not path.name.endswith(".part") for path in folder.iterdir()):
+        raise UserError(f"{folder} holds other things: give a new folder with --out.")
+
+
+def missing_folders(folder: Path) -> list[Path]:
+    """What has to be made for the folder to be there, from the inside out."""
+    return [each for each in (folder, *folder.absolute().parents) if not each.exists()]
+
+
+@contextlib.contextmanager
+def tidied(folder: Path, made: list[Path] | None) -> Iterator[None]:
+    """A run that fails before its first number leaves nothing behind; one that has something to show keeps all of it.
+
+    `made` are the folders that were made for it, None where somebody else tidies.
+    """
+    try:
+        yield
+    except BaseException:
+        metrics = folder / "metrics.jsonl"
+        shown = [folder / "checkpoints", folder / "best.safetensors", *folder.glob("not-finite-*")]
+        if made is not None and not any(path.exists() for path in shown) and not (metrics.exists() and metrics.stat().st_size):
+            for name in ("run.json", "recipe.yaml", "metrics.jsonl", LOCK):
+                (folder / name).unlink(missing_ok=True)
+            shutil.rmtree(folder / "tensorboard", ignore_errors=True)
+            with contextlib.suppress(OSError):  # not empty: it holds what somebody else has put there
+                for each in made:
+                    each.rmdir()
+        raise
+
+
+def check_same_data(devices: Devices, facts: dict[str, Any]) -> None:
+    known = devices.agreed(facts["data"]["fingerprint"])
+    with devices.together():
+        if facts["data"]["fingerprint"] != known:
+            raise UserError(f"Not all machines have the same pictures at {facts['source']}.")
+
+
+def next_folder(source: str, recipe: str) -> Path:
+    """runs/<data>-<recipe>, numbered if taken."""
+    data = Path(source.rstrip("/")).name.split(".")[0] or "data"
+    stem = re.sub(r"[^\w.-]+", "-", f"{data}-{recipe}").lstrip(".-")
+    for number in range(1, 10_000):
+        folder = Path("runs") / (stem if number == 1 else f"{stem}-{number}")
+        if not folder.exists():
+            return folder
+    raise UserError("The folder runs/ is full; give --out.")
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    path = folder / "run.json"
+    try:
+        facts = json.loads(path.read_text())
+        needed = ("source", "recipe", "options", "units", "bad", "data")
+        missing = [name for name in needed if not isinstance(facts, dict) or name not in facts]
+        if missing:
+            raise ValueError(f"it has no {missing[0]!r}")
+    except FileNotFoundError:
+        raise UserError(f"{folder} is not a run: it has no run.json.") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}.") from None
+    return facts
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    text = json.dumps(content, indent=1)
+    write_aside(path, lambda side: side.write_text(text))

@@ -1,0 +1,306 @@
+"""The training loop. It reads from top to bottom: prepare a batch, compute the loss, step, look, save.
+
+Everything random is a function of (seed, step, unit), everything about order a function of the step, so the state is: weights,
+optimiser, running mean, step. What is written to disk at step n and read back goes on as if nothing had happened.
+"""
+
+import math
+import signal
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from vitrail.data.augment.mixing import draw_mix, mix_pictures
+from vitrail.data.augment.pipeline import augment
+from vitrail.data.feeding import Feed
+from vitrail.data.loader import Batch
+from vitrail.data.order import Order
+from vitrail.data.randomness import sample_key
+from vitrail.evaluation.accuracy import Accuracy, count_hits, summarise, test_view
+from vitrail.models.model import Model
+from vitrail.objectives.classification import make_targets
+from vitrail.objectives.supervised import Supervised
+from vitrail.recipes.recipe import Recipe
+from vitrail.training.averaging import Average
+from vitrail.training.checkpoints import Checkpoints
+from vitrail.training.devices import Devices, Sharding, without_reduction, wrap
+from vitrail.training.display import Display
+from vitrail.training.metrics import Metrics, as_json
+from vitrail.training.optimisers import clip_gradients, make_optimiser, set_rate
+from vitrail.training.schedules import rate_at, span_steps, total_steps
+from vitrail.training.speed import Speed
+from vitrail.training.state import gather, save_artefact, save_state
+from vitrail.training.statistics import Statistics
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What changes the speed of a training, not its numbers."""
+
+    sharding: Sharding = "none"
+    compile: bool = False
+    recompute: bool = False  # blocks forget their activations and compute them again (gradient checkpointing)
+    save_seconds: float = 120.0
+    save_steps: int = 0  # also save every so many steps
+    keep: int = 2
+    log_steps: int = 0  # 0: about twenty times an epoch, at most every 50 steps
+    on_nan: Literal["stop", "skip"] = "stop"
+
+
+class Stopped(Exception):
+    """The user asked to stop; the state is saved."""
+
+
+class NotFinite(Exception):
+    """A loss or a gradient was not a number; the weights are those before that step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+
+@dataclass
+class Training:
+    """One training in progress."""
+
+    recipe: Recipe
+    model: Model
+    devices: Devices
+    train: Feed
+    validation: Feed
+    folder: Path
+    options: Options = Options()
+    step: int = 0
+    best: dict[str, Any] = field(default_factory=dict)
+    skipped: int = 0
+    seconds: float = 0.0  # spent in `run`, over all interruptions
+
+    def __post_init__(self) -> None:
+        recipe, device = self.recipe, self.devices.device
+        label = self.train.source.label
+        self.classes = self.model.architecture.classes
+        self.order = Order(
+            len(self.train.source),
+            recipe.batch,
+            recipe.seed,
+            repeats=recipe.data.repeats,
+            round_to=recipe.data.round_to,
+            labels=label.values if recipe.data.balanced and label else None,
+        )
+        self.total = total_steps(recipe.schedule, self.order.steps)
+        self.test_every = max(span_steps(recipe.testing.every, self.order.steps, self.total), 1)
+        self.log_every = self.options.log_steps or min(max(self.order.steps // 20, 1), 50)
+        self.model.to(device)
+        self.model.recompute = self.options.recompute
+        if self.options.compile:
+            compile_blocks(self.model)
+        task = Supervised(self.model, recipe.objective)
+        self.module = wrap(task, self.model, self.devices, self.options.sharding)
+        self.optimiser = make_optimiser(self.model, recipe.optimiser, recipe.rate)
+        self.average = Average(self.model, recipe.average.decay) if recipe.average.decay else None
+        self.scaler = torch.amp.GradScaler(device.type) if recipe.precision == "fp16" else None
+        self.checkpoints = Checkpoints(self.folder / "checkpoints", self.options.keep)
+        self.statistics = Statistics(self.model, self.devices)
+        # On the device: sums of loss and gradient norm, steps in them, steps not taken, the first step that was not finite.
+        self.window = torch.tensor([0.0, 0.0, 0.0, 0.0, -1.0], dtype=torch.float64, device=device)
+        self.best_weights: dict[str, Tensor] | None = None
+
+    def run(self, display: Display, metrics: Metrics | None, speed: Speed) -> None:
+        """From `step` to the end. Raises Stopped when asked to stop and NotFinite at a loss that is no number."""
+        stream = self.train.stream(self.order, self.devices.mine, self.devices.units)
+        saved = time.monotonic()
+        begun = saved - self.seconds
+        with listening() as asked, closing(stream.run(self.step, self.total)) as batches:  # type: ignore[type-var]
+            while self.step < self.total:
+                self._step(lambda: speed.waiting(lambda: next(batches)))
+                speed.count(self.recipe.batch)
+                ended = self.step == self.total
+                logging = ended or self.step % self.log_every == 0
+                if logging:
+                    self._log(display, metrics, speed)
+                if ended or self.step % self.test_every == 0:
+                    display.doing("validating")
+                    speed.pause(lambda: self._validate(display, metrics))
+                # One process that is asked to stop stops all of them, at the same step.
+                stop, due = self.devices.largest([asked["stop"], time.monotonic() - saved > self.options.save_seconds])
+                self.seconds = time.monotonic() - begun
+                if stop or due or ended or (self.options.save_steps and self.step % self.options.save_steps == 0):
+                    if metrics:
+                        metrics.sync()
+                    speed.pause(self.save)
+                    saved = time.monotonic()
+                if stop and not ended:
+                    raise Stopped
+
+    def _step(self, next_batch: Callable[[], Batch]) -> None:
+        """One step of the optimiser over the global batch."""
+        recipe, step = self.recipe, self.step
+        self.model.train(recipe.start.mode == "train")
+        set_rate(self.optimiser, rate_at(recipe.schedule, recipe.rate, step, self.order.steps))
+        loss = torch.zeros((), device=self.devices.device)
+        for unit in self.devices.mine:
+            images, targets = self.prepare(next_batch(), step, unit)
+            seed_generators(unit_seed(recipe.seed, step, unit), self.devices.device)
+            with without_reduction(self.module, unit == self.devices.mine[-1]), self.statistics.of_unit(), self.autocast():
+                part = self.module(images, targets) / self.devices.accumulation
+            (self.scaler.scale(part) if self.scaler else part).backward()
+            loss += part.detach()
+        if self.scaler:
+            self.scaler.unscale_(self.optimiser)
+        own_clip = recipe.optimiser.kind == "lamb"
+        norm = clip_gradients(self.model.parameters(), 0.0 if own_clip else recipe.optimiser.clip)
+        bad = self._account(self.devices.sum(loss) / self.devices.world, norm)
+        self.statistics.settle(skip=bad)
+        self.optimiser.found_inf = bad  # type: ignore[attr-defined]  # a step with it set changes nothing
+        self.optimiser.step()
+        if self.scaler:
+            self.scaler.update()
+        if self.average:
+            self.average.update(skip=bad)
+        self.optimiser.zero_grad(set_to_none=True)
+        self.step += 1
+
+    def prepare(self, batch: Batch, step: int, unit: int) -> tuple[Tensor, Tensor]:
+        """A batch of stored pictures to what the network sees and what it should say."""
+        recipe, (epoch, within) = self.recipe, divmod(step, self.order.steps)
+        batch = batch.to(self.devices.device)
+        assert batch.labels is not None
+        how, mixing = recipe.augmentation, recipe.mixing
+        images = augment(batch.pixels, batch.sizes, sample_key(recipe.seed, epoch, batch.index, batch.repeat), how).images
+        mix = draw_mix(recipe.seed, epoch, within, unit, how.size, mixing.mixup, mixing.cutmix, mixing.switch)
+        return mix_pictures(images, mix), make_targets(batch.labels, self.classes, mix, recipe.objective)
+
+    def _account(self, loss: Tensor, norm: Tensor) -> Tensor:
+        """Add to the window; 1 where this step must not be taken. Nothing waits for the device. Loss and norm are those of all
+        processes, so that all judge alike.
+
+        With `on_nan="stop"` the first bad step also blocks all later ones, so that the weights stay as they were before it.
+        Gradients that overflow in float16 are no such trouble: the scale goes down and the step is left out.
+        """
+        overflow = ~torch.isfinite(norm)
+        bad = ~torch.isfinite(loss) if self.scaler else ~torch.isfinite(loss) | overflow
+        if self.options.on_nan == "stop":
+            bad = bad | (self.window[4] >= 0)
+            self.window[4] = torch.where(bad & (self.window[4] < 0), float(self.step), self.window[4])
+        skip = bad | overflow
+        parts = [torch.where(skip, torch.zeros_like(loss), value) for value in (loss, norm.to(loss))]
+        self.window[:4] += torch.stack([*parts, ~skip, bad]).double()
+        return skip.float()
+
+    def _check(self) -> list[float]:
+        """The window; raises NotFinite if there is a step in it at which the training has to stop."""
+        window = self.window.tolist()
+        if window[4] >= 0:
+            raise NotFinite(int(window[4]))
+        return window
+
+    def _log(self, display: Display, metrics: Metrics | None, speed: Speed) -> None:
+        loss, norm, count, lost, _ = self._check()
+        self.skipped += int(lost)
+        self.window.copy_(torch.tensor([0.0, 0.0, 0.0, 0.0, -1.0]))
+        rate = rate_at(self.recipe.schedule, self.recipe.rate, self.step - 1, self.order.steps)
+        loss, norm = (total / count if count else math.nan for total in (loss, norm))  # none at all if every step was skipped
+        values = {"loss": loss, "gradient_norm": norm, "rate": rate}
+        if self.skipped:
+            values["skipped"] = float(self.skipped)
+        values |= speed.measure()
+        if metrics:
+            metrics.write("train", self.step, self.step / self.order.steps, values)
+        display.step(self.step, values)
+
+    def _validate(self, display: Display, metrics: Metrics | None) -> None:
+        self._check()
+        result = self.evaluate()
+        epoch = self.step / self.order.steps
+        values = result._asdict()
+        better = result.top1 > self.best.get("top1", -1.0)
+        if better:
+            self.best = {"step": self.step, "epoch": epoch} | {name: as_json(value) for name, value in values.items()}
+            with self.reported():
+                self.best_weights = {
+                    name: tensor.detach().clone() for name, tensor in gather(self.model, self.options.sharding).items()
+                }
+        if metrics:
+            metrics.write("validation", self.step, epoch, values)
+        display.validated(epoch, values | {"best": better})
+
+    def evaluate(self) -> Accuracy:
+        """The validation pictures with the weights that are reported."""
+        self.model.eval()
+        view = test_view(self.model.preprocessing)
+        share = max(self.recipe.batch // self.devices.units, 1)
+        with self.reported(), self.autocast():
+            return summarise(
+                self.devices.sum(count_hits(self.model, self.validation, view, share, self.devices.rank, self.devices.world))
+            )
+
+    def reported(self) -> AbstractContextManager:
+        """The running mean in the model's place, where the recipe reports it."""
+        return self.average.applied(self.model) if self.average and self.recipe.average.report else nullcontext()
+
+    def autocast(self) -> AbstractContextManager:
+        dtype = DTYPES.get(self.recipe.precision)
+        return torch.autocast(self.devices.device.type, dtype) if dtype else nullcontext()
+
+    def save(self) -> None:
+        """The best weights so far as an artefact, then the state of this moment, which counts on the artefact being there."""
+        self._check()
+        if self.best_weights is not None and self.devices.first:
+            save_artefact(self.folder / "best.safetensors", self.model, self.recipe, self.best, self.best_weights)
+        self.best_weights = None
+        save_state(self)
+
+
+def compile_blocks(model: Model) -> None:
+    """Compile block by block: blocks are alike, so one graph serves all, in seconds instead of minutes."""
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, 2 * len(model.blocks) + 8)  # drop-path rates may differ
+    for block in model.blocks:
+        block.compile()
+
+
+def seed_generators(seed: int, device: torch.device) -> None:
+    """What dropout and drop-path draw from. `torch.manual_seed` would do it too, in milliseconds."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index].manual_seed(seed)
+
+
+def unit_seed(seed: int, step: int, unit: int) -> int:
+    """One 63-bit number for each unit of each step."""
+    value = (seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + unit * 0x94D049BB133111EB + 1) & (2**64 - 1)
+    value ^= value >> 31
+    return (value * 0xD6E8FEB86659FD93) & (2**63 - 1)
+
+
+@contextmanager
+def listening():
+    """Ctrl-C and SIGTERM ask for a stop after the step in hand; a second one ends the program at once.
+
+    The command ends with 130 after any of them.
+    """
+    asked = {"stop": 0.0}
+    before: dict[int, Any] = {}
+
+    def hear(number: int, frame: Any) -> None:
+        if asked["stop"]:
+            raise KeyboardInterrupt
+        asked["stop"] = 1.0
+
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, hear)
+    except ValueError:
+        pass  # not the main thread: whoever runs this answers for signals
+    try:
+        yield asked
+    finally:
+        for heard, handler in before.items():
+            signal.signal(heard, handler)

@@ -1,0 +1,143 @@
+"""Will it fit, and how long will it take? Answered by computing a few pictures, before anything is written."""
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from vitrail.data.loader import free_memory
+from vitrail.errors import UserError
+from vitrail.models.cost import Cost, cost
+from vitrail.models.model import Model
+from vitrail.objectives.supervised import Supervised
+from vitrail.recipes.recipe import Recipe
+
+SHARE = 0.9  # of the free memory that a training may plan with
+QUICK = 0.2  # seconds for a few pictures, below which more are tasted for a better measure
+COPIES = {"adamw": 4, "adam": 4, "lamb": 4, "sgd": 3, "adagrad": 3}  # weights, gradients, what the optimiser keeps
+
+
+class Taste(NamedTuple):
+    """What computing some pictures once took."""
+
+    pictures: int
+    seconds: float
+    memory: float  # bytes above the weights
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A prediction: memory = fixed + each x pictures in a unit."""
+
+    fixed: float
+    each: float
+    free: float
+    seconds: float  # per picture
+    largest: int  # pictures that a unit may have
+    overhead: float = 0.0  # seconds per unit, however small it is
+
+    def duration(self, pictures: int) -> float:
+        """Seconds that a unit takes."""
+        return self.overhead + self.seconds * pictures
+
+    def memory(self, pictures: int) -> float:
+        return self.fixed + self.each * pictures
+
+    def check(self, pictures: int) -> None:
+        if not self.largest:
+            raise UserError(
+                f"A single picture needs about {self.memory(1) / 1e9:.1f} GB and {self.free / 1e9:.1f} GB are free: "
+                "take a smaller model or smaller pictures, or give --recompute."
+            )
+        if pictures > self.largest:
+            raise UserError(
+                f"{pictures} pictures at a time need about {self.memory(pictures) / 1e9:.1f} GB and {self.free / 1e9:.1f} GB are "
+                f"free: at most {self.largest} fit; give --micro-batch, --recompute or a smaller model."
+            )
+
+
+def taste(model: Model, recipe: Recipe, device: torch.device, pictures: int) -> Taste:
+    """Forward and backward over random pictures, twice: the second time counts."""
+    task = Supervised(model, recipe.objective).train()
+    images = torch.zeros(pictures, 3, *recipe.augmentation.size, device=device)
+    targets = torch.full((pictures, model.architecture.classes), 1.0 / model.architecture.classes, device=device)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(recipe.precision)
+    state = {name: value.clone() for name, value in model.named_buffers()}
+    seconds, memory = 0.0, 0.0
+    for _ in range(2):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            torch.cuda.reset_peak_memory_stats(device)
+            before = torch.cuda.memory_allocated(device)
+        start = time.perf_counter()
+        with torch.autocast(device.type, dtype, enabled=dtype is not None):
+            loss = task(images, targets)
+        loss.backward()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            memory = torch.cuda.max_memory_allocated(device) - before
+        seconds = time.perf_counter() - start
+        model.zero_grad(set_to_none=True)
+    for name, value in model.named_buffers():
+        value.copy_(state[name])
+    return Taste(pictures, seconds, memory)
+
+
+def make_plan(model: Model, recipe: Recipe, device: torch.device, at_most: int, shares: int = 1) -> Plan:
+    """Measured on the device that will do the work; the model's weights and statistics are left as they were.
+
+    `shares` is the number of processes that share weights, gradients and what the optimiser keeps.
+    """
+    price = cost(model.architecture)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    fixed = 4.0 * (price.parameters * (1 + bool(recipe.average.decay)) + trained * (COPIES[recipe.optimiser.kind] - 1)) / shares
+    held = 4.0 * price.parameters  # the weights are on the device already
+    each = kept_bytes(model, price)
+    free = fixed + each * at_most  # where the system does not say
+    if device.type == "cpu" and free_memory():
+        free = SHARE * free_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", "1")) + held
+        Plan(fixed, each, free, 0.0, largest_unit(fixed, each, free)).check(1)  # before the system would end the process for it
+    some = min(at_most, largest_unit(fixed, each, free)) if device.type == "cpu" else at_most
+    few = max(min(some // 2, 4), 1)
+    with enough_memory():
+        model.to(device)
+        first = taste(model, recipe, device, few)
+        quick = device.type == "cuda" or first.seconds < QUICK
+        many = max(min(some, 32 if quick else 8), few + 1)
+        second = taste(model, recipe, device, many)
+    if device.type == "cuda":
+        each = max((second.memory - first.memory) / (many - few), 1.0)
+        unused = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free = SHARE * unused + held
+    seconds = min(max((second.seconds - first.seconds) / (many - few), 0.0), second.seconds / many)
+    overhead = second.seconds - seconds * many
+    return Plan(fixed, each, free, seconds, largest_unit(fixed, each, free), overhead)
+
+
+@contextmanager
+def enough_memory() -> Iterator[None]:
+    """A sentence instead of what the several allocators raise."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if type(error) is RuntimeError and "allocate memory" not in str(error):
+            raise
+        raise UserError(
+            "Not even a few pictures of this model fit on the device: take a smaller model or smaller pictures."
+        ) from None
+
+
+def largest_unit(fixed: float, each: float, free: float) -> int:
+    return int(max((free - fixed) // max(each, 1.0), 0))
+
+
+def kept_bytes(model: Model, price: Cost) -> float:
+    """What one picture keeps for the backward pass; with recomputing, the input of every block and all of one block."""
+    depth = len(model.blocks)
+    if not model.recompute or depth < 2:
+        return float(price.activation_bytes)
+    return 4.0 * price.tokens * model.architecture.width * depth + price.activation_bytes / depth

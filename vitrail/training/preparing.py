@@ -1,0 +1,242 @@
+"""From what the user asked for to a model at its start: the recipe, the data, the weights, the division of the batch."""
+
+import dataclasses
+import datetime
+import os
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from vitrail.data.opening import check_trainable, open_splits
+from vitrail.data.order import Order
+from vitrail.data.source import Source, Splits
+from vitrail.errors import UserError
+from vitrail.evaluation.accuracy import test_view
+from vitrail.models.architecture import TRAINING_ONLY, Architecture, show_size
+from vitrail.models.catalogue import build as build_model
+from vitrail.models.catalogue import create
+from vitrail.models.catalogue import lookup as find_model
+from vitrail.models.model import Model
+from vitrail.models.preprocessing import Preprocessing
+from vitrail.recipes import Recipe, lookup
+from vitrail.recipes.fitting import fit, usual_side
+from vitrail.training.devices import Devices, cut
+from vitrail.training.loop import Options
+from vitrail.training.planning import Plan, enough_memory
+from vitrail.training.schedules import total_steps
+from vitrail.training.scope import apply_scope
+from vitrail.weights import load
+from vitrail.weights.reading import BEST
+
+# Parts in which a training may differ from the weights it starts from, because they are made anew or resampled.
+RENEWED = {"classes", "pre_logits", "patch_size", "image_size"}
+
+
+def resolve(recipe: str | Recipe | None, model: str | None, changes: dict[str, Any] | None, device: str) -> Recipe:
+    """The recipe that was asked for, with the changes in it; without a name the one that suits the device."""
+    if recipe is None:
+        recipe = "small" if device == "cuda" else "laptop"
+        if changes and changes.get("start.weights"):
+            recipe = "finetune"
+    resolved = lookup(recipe) if isinstance(recipe, str) else recipe
+    resolved = resolved.set((changes or {}) | ({"model": model} if model else {}))
+    if resolved.rate == 0:
+        raise UserError("optimiser.rate=0 never changes a weight: give a rate above 0.")
+    weights = os.path.expanduser(resolved.start.weights)
+    if os.path.isfile(os.path.join(weights, BEST)):
+        weights = os.path.join(weights, BEST)  # the folder of a run stands for its weights
+    if os.path.exists(weights) and weights:
+        weights = os.path.abspath(weights)  # a run may be resumed from another folder
+        resolved = dataclasses.replace(resolved, start=dataclasses.replace(resolved.start, weights=weights))
+    if resolved.start.after and not weights:
+        raise UserError(
+            f"{resolved.name} starts from trained weights, such as those of {resolved.start.after}: give --from WEIGHTS."
+        )
+    return resolved
+
+
+def look_at(source: str, recipe: Recipe, model: str | None = None) -> tuple[Splits, Recipe, Model | None, list[str]]:
+    """Open the data and the weights to start from, refuse what cannot be learned from, fit the recipe to them.
+
+    `model` is what the user asked for beside the recipe, if anything. The last of the results are sentences on what was found.
+    """
+    splits = open_splits(source)
+    check_splits(source, splits)
+    trained = open_weights(recipe, model) if recipe.start.weights else None
+    recipe, said = fit(recipe, splits.train, trained.preprocessing if trained else None)
+    steps = steps_of(recipe, splits.train)
+    if total_steps(recipe.schedule, steps) < 1:
+        raise UserError(
+            f"schedule.length={recipe.schedule.length!r} is less than one step, of which an epoch has {steps:,}: give more."
+        )
+    counts = f"{len(splits.train):,} training and {len(splits.validation):,} validation pictures"
+    said = [f"{splits.train.name}: {counts}, {len(splits.train.classes)} classes", *said]
+    if trained:
+        head = "a new" if is_new_classifier(trained, recipe, splits.train.classes) else "its own"
+        size = show_size(trained.architecture.image_size)
+        said.append(f"starting from {recipe.start.weights}: {trained.name or 'a model'} at {size} pixels, with {head} classifier")
+    return splits, recipe, trained, said
+
+
+def check_splits(source: str, splits: Splits) -> None:
+    for part in (splits.train, splits.validation):
+        check_trainable(part)
+    if splits.validation.classes != splits.train.classes:
+        raise UserError(f"{source}: training and validation do not have the same classes.")
+    for part in (splits.train, splits.validation):
+        check_labels(part)
+        usual_side(part)  # complains if no picture can be read
+
+
+def check_labels(part: Source) -> None:
+    assert part.label is not None
+    unknown = int((part.label.values < 0).sum())
+    if unknown:
+        raise UserError(f"{part.name}: {unknown} of {len(part)} pictures have no label: remove them or give them one.")
+    highest = int(part.label.values.max())
+    if highest >= len(part.classes):
+        raise UserError(f"{part.name} has the label {highest} but {len(part.classes)} classes: mend the labels.")
+
+
+def steps_of(recipe: Recipe, source: Source) -> int:
+    """Of an epoch."""
+    return Order(len(source), recipe.batch, repeats=recipe.data.repeats, round_to=recipe.data.round_to).steps
+
+
+def build(recipe: Recipe, source: Source, trained: Model | None = None) -> Model:
+    """The model at its start, the same on every machine; `trained` is what `open_weights` gave, if that was done already."""
+    torch.manual_seed(recipe.seed)
+    classes = source.classes
+    with enough_memory():
+        if recipe.start.weights:
+            model, fresh = adapted(trained or open_weights(recipe), recipe, classes)
+        else:
+            model, fresh = create(recipe.model, len(classes), recipe.augmentation.size, **recipe.architecture), True
+    if fresh and recipe.start.head_bias and isinstance(getattr(model.head, "bias", None), torch.nn.Parameter):
+        torch.nn.init.constant_(model.head.bias, recipe.start.head_bias)  # type: ignore[arg-type]
+    return dressed(model, recipe, source)
+
+
+def rebuild(facts: dict[str, Any], recipe: Recipe, source: Source) -> Model:
+    """The model of a run that has a state to go on from: the weights that it started from need not be there any more."""
+    if "architecture" not in facts:
+        return build(recipe, source)
+    architecture = Architecture.from_dict(facts["architecture"])
+    return dressed(build_model(architecture, str(facts.get("model", {}).get("name", ""))), recipe, source)
+
+
+def dressed(model: Model, recipe: Recipe, source: Source) -> Model:
+    """The model with what it needs to be trained and used: scope, preprocessing, class names."""
+    apply_scope(model, recipe.start.scope)
+    testing, how = recipe.testing, recipe.augmentation
+    model.preprocessing = Preprocessing(how.size, testing.crop_ratio, testing.resize, testing.filter, how.mean, how.std)
+    test_view(model.preprocessing)  # complains here about a view that cannot be, not at the first validation
+    model.class_names = list(source.classes)
+    return model
+
+
+def open_weights(recipe: Recipe, model: str | None = None) -> Model:
+    """The trained model that the recipe starts from; refused if it is not what the recipe's changes, or `model`, ask for."""
+    weights = recipe.start.weights
+    training = {field: value for field, value in recipe.architecture.items() if field in TRAINING_ONLY}
+    others = {field: value for field, value in recipe.architecture.items() if field not in TRAINING_ONLY | RENEWED}
+    # A file of another kind may be silent about a part and needs to be told.
+    trained = load(weights, **(training if is_artefact(weights) else training | others))
+    found = trained.architecture
+    wanted = found.replace(**others)
+    if model is not None:
+        wanted = find_model(model)[1].replace(**recipe.architecture, classes=found.classes, image_size=found.image_size)
+    different = [field for field in found.differences(wanted) if field not in RENEWED]
+    if different:
+        field = different[0]
+        raise UserError(
+            f"{weights} has {field}={getattr(found, field)}, and {getattr(wanted, field)} is asked for: "
+            "leave that out, or start from other weights."
+        )
+    return trained
+
+
+def is_artefact(path: str) -> bool:
+    try:
+        with safe_open(path, "pt") as file:
+            return "vitrail" in (file.metadata() or {})
+    except (SafetensorError, OSError, ValueError):
+        return False
+
+
+def adapted(trained: Model, recipe: Recipe, classes: list[str]) -> tuple[Model, bool]:
+    """A trained model at the recipe's size and for these classes, and whether its classifier is a new one."""
+    changes = {field: value for field, value in recipe.architecture.items() if field in RENEWED | TRAINING_ONLY}
+    trained.resize(*recipe.augmentation.size, patch_size=changes.pop("patch_size", None))
+    after = trained.architecture.replace(**changes | {"classes": len(classes), "image_size": trained.architecture.image_size})
+    if not is_new_classifier(trained, recipe, classes):
+        return trained, False
+    model = build_model(after, trained.name)
+    state = model.state_dict()
+    # Queries of one class each belong to the classifier too, which their shape tells.
+    kept = {
+        name: tensor
+        for name, tensor in trained.state_dict().items()
+        if not name.startswith(("head", "pre_logits")) and name in state and state[name].shape == tensor.shape
+    }
+    model.load_state_dict(state | kept)
+    if recipe.start.zero_head:
+        for name, parameter in model.named_parameters():
+            if name.startswith("head"):
+                torch.nn.init.zeros_(parameter)
+    return model, True
+
+
+def is_new_classifier(trained: Model, recipe: Recipe, classes: list[str]) -> bool:
+    """Whether the classifier of the weights is of no use: it is not wanted, knows other classes, or reads something else."""
+    known, a = trained.class_names, trained.architecture
+    others = known != classes if known is not None else a.classes != len(classes)
+    return recipe.start.zero_head or others or recipe.architecture.get("pre_logits", a.pre_logits) != a.pre_logits
+
+
+def check_numbers(micro_batch: int | None, workers: int | None, options: Options | None = None) -> None:
+    """Complain about what no training can do before anything is computed."""
+    for low, value, sentence in (
+        (1, micro_batch, "micro_batch is the number of pictures at a time: at least 1."),
+        (0, workers, "workers is the number of processes that decode: 0 or more."),
+        (0, options.save_steps if options else None, "save_steps is a number of steps: 0 or more."),
+        (0, options.log_steps if options else None, "log_steps is a number of steps: 0 or more."),
+    ):
+        if value is not None and value < low:
+            raise UserError(sentence)
+
+
+def unseen(model: Model) -> list[str]:
+    """A sentence on pixels that no patch covers, if there are any: legal, as in papers, and rarely meant."""
+    size, patch = model.architecture.image_size, model.architecture.patch_size
+    lost = [side - cells * patch for side, cells in zip(size, model.grid, strict=True)]
+    if max(lost) <= 0:
+        return []
+    return [f"{show_size(size)} pixels are not a multiple of the patch size {patch}: the last {max(lost)} are not seen"]
+
+
+def divide(devices: Devices, recipe: Recipe, plan: Plan, micro_batch: int | None) -> Devices:
+    """The units of the global batch, as large as memory allows or as the user says."""
+    # Processes see different amounts of free memory and must cut alike: the least counts.
+    plan = dataclasses.replace(plan, largest=int(-devices.largest([-plan.largest])[0]))
+    wanted = micro_batch or plan.largest
+    if wanted < 1:
+        plan.check(1)
+    units = cut(recipe.batch, devices.world, wanted)
+    plan.check(recipe.batch // units)
+    return dataclasses.replace(devices, units=units)
+
+
+def forecast(plan: Plan, recipe: Recipe, devices: Devices, source: Source) -> str:
+    """Steps, time and memory in a sentence."""
+    steps = total_steps(recipe.schedule, steps_of(recipe, source))
+    unit = recipe.batch // devices.units
+    seconds = plan.duration(unit) * devices.accumulation  # of a step
+    memory = plan.memory(unit)
+    rate = recipe.batch / seconds
+    return (
+        f"{steps:,} steps, about {datetime.timedelta(seconds=round(seconds * steps))} at {rate:,.0f} images/s"
+        f"{' before compiling' if devices.device.type == 'cuda' else ''}; "
+        f"{memory / 1e9:.1f} GB of {plan.free / 1e9:.1f} GB"
+    )

@@ -1,0 +1,268 @@
+"""A run: a folder with everything that one training is, from the first command to the report.
+
+run.json          source, recipe, versions, command, fingerprint of the data, result
+recipe.yaml       the resolved recipe, to read and to use again
+metrics.jsonl     every logged number; tensorboard/ holds the same
+checkpoints/      the last states, to go on from
+best.safetensors  the artefact with the best validation accuracy; last.safetensors the final one
+report.html       curves, result, recipe; report.png the curves alone
+"""
+
+import contextlib
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from rich.console import Console
+
+from vitrail.data.feeding import Feed
+from vitrail.data.opening import open_splits
+from vitrail.data.source import Splits
+from vitrail.errors import UserError
+from vitrail.models.cost import cost
+from vitrail.models.model import Model
+from vitrail.recipes import Recipe
+from vitrail.training.bands import find_band
+from vitrail.training.checkpoints import Checkpoints, alone
+from vitrail.training.closing import close_run
+from vitrail.training.devices import Devices, check_shardable, choose_device, connected, is_launched
+from vitrail.training.display import Display
+from vitrail.training.facts import (
+    check_same_data,
+    choose_folder,
+    describe,
+    fingerprint,
+    missing_folders,
+    read_run,
+    tidied,
+    write_json,
+)
+from vitrail.training.loop import NotFinite, Options, Stopped, Training
+from vitrail.training.metrics import Metrics
+from vitrail.training.planning import make_plan
+from vitrail.training.preparing import build, check_numbers, divide, forecast, look_at, rebuild, resolve, unseen
+from vitrail.training.speed import Speed
+from vitrail.training.state import gather, load_state, save_artefact
+from vitrail.weights.files import write_aside
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished (or stopped) training."""
+
+    folder: Path
+    finished: bool
+    best: dict[str, Any]
+
+    @property
+    def artefact(self) -> Path:
+        """The weights to use: those with the best validation accuracy."""
+        return self.folder / "best.safetensors"
+
+
+def train(
+    source: str = "digits",
+    recipe: str | Recipe | None = None,
+    model: str | None = None,
+    out: str | Path | None = None,
+    changes: dict[str, Any] | None = None,
+    options: Options | None = None,
+    device: str | None = None,
+    micro_batch: int | None = None,
+    workers: int | None = None,
+    bad: str = "skip",
+) -> Run:
+    """Train on a source of pictures.
+
+    >>> run = vitrail.train("photos/", recipe="laptop", out="runs/photos")
+    >>> model = vitrail.load(run.artefact)
+    """
+    with connected(device) as devices:
+        say = to_terminal if devices.first else nobody
+        options = options or Options(compile=devices.device.type == "cuda")
+        with devices.together():
+            check_numbers(micro_batch, workers, options)
+            resolved = resolve(recipe, model, changes, devices.device.type)
+            splits, resolved, trained, said = look_at(source, resolved, model)
+            folder, going_on = choose_folder(out, source, resolved.name)
+        folder, going_on = devices.agreed((folder, going_on))  # as the first process sees it, which writes there
+        if going_on:
+            return _resume(folder, devices, options, workers, say)
+        for sentence in said:
+            say(sentence)
+        with devices.together():
+            start = build(resolved, splits.train, trained)
+            start.recompute = options.recompute
+            if options.sharding != "none":
+                check_shardable(start)
+            shares = devices.world if options.sharding != "none" else 1
+            plan = make_plan(start, resolved, devices.device, resolved.batch // devices.world, shares)
+        devices = divide(devices, resolved, plan, micro_batch)
+        for sentence in (*unseen(start), devices.describe(resolved.batch)):
+            say(sentence)
+        say(forecast(plan, resolved, devices, splits.train))
+        facts = describe(source, splits, resolved, start, devices, options, bad)
+        check_same_data(devices, facts)
+        missing = missing_folders(folder)
+        with alone(folder, devices.first), tidied(folder, missing if devices.first else None):
+            if devices.first:
+                text = yaml.safe_dump(json.loads(json.dumps(resolved.to_dict())), sort_keys=False)
+                write_aside(folder / "recipe.yaml", lambda side: side.write_text(text))
+                write_json(folder / "run.json", facts)  # last: from here on it can be resumed
+            devices.wait()
+            return go(folder, resolved, start, splits, devices, options, workers, facts, say)
+
+
+def foresee(
+    source: str,
+    recipe: str | Recipe | None = None,
+    model: str | None = None,
+    changes: dict[str, Any] | None = None,
+    device: str | None = None,
+    micro_batch: int | None = None,
+) -> list[str]:
+    """What `train` would do with these arguments: data, model, division of the batch, memory and time.
+
+    Of several processes the first has the answer.
+    """
+    with connected(device) as devices:
+        with devices.together():
+            check_numbers(micro_batch, None)
+            resolved = resolve(recipe, model, changes, devices.device.type)
+            splits, resolved, trained, said = look_at(source, resolved, model)
+            start = build(resolved, splits.train, trained)
+            price = cost(start.architecture)
+            said.append(f"{start.name}: {price.parameters:,} parameters, {price.macs / 1e9:.2f} G multiply-adds a picture")
+            plan = make_plan(start, resolved, devices.device, resolved.batch // devices.world)
+        devices = divide(devices, resolved, plan, micro_batch)
+        said += [*unseen(start), devices.describe(resolved.batch), forecast(plan, resolved, devices, splits.train)]
+        return said if devices.first else []
+
+
+def resume(
+    folder: str | Path,
+    options: Options | None = None,
+    device: str | None = None,
+    workers: int | None = None,
+    on_nan: Literal["stop", "skip"] | None = None,
+) -> Run:
+    """Go on with a run that was stopped, killed or cut off, with its own options unless others are given."""
+    with connected(device) as devices:
+        return _resume(Path(folder), devices, options, workers, to_terminal if devices.first else nobody, on_nan)
+
+
+def _resume(
+    folder: Path,
+    devices: Devices,
+    options: Options | None,
+    workers: int | None,
+    say: Say,
+    on_nan: Literal["stop", "skip"] | None = None,
+) -> Run:
+    with devices.together():
+        facts = read_run(folder)
+        try:
+            recipe, saved, data = Recipe.from_dict(facts["recipe"]), Options(**facts["options"]), facts["data"]["fingerprint"]
+        except (KeyError, TypeError) as error:
+            raise UserError(f"{folder / 'run.json'} does not describe a training that can be resumed: {error}.") from None
+        splits = open_splits(facts["source"])
+        if fingerprint(splits) != data:
+            raise UserError(f"The pictures at {facts['source']} are not those that {folder} was started with.")
+        if facts["units"] % devices.world:
+            raise UserError(
+                f"{folder} cuts its batch into {facts['units']} parts, which {devices.world} processes cannot share evenly."
+            )
+        begun = Checkpoints(folder / "checkpoints").all()
+        model = rebuild(facts, recipe, splits.train) if begun else build(recipe, splits.train)
+    devices = dataclasses.replace(devices, units=facts["units"])
+    options = options or dataclasses.replace(
+        saved,
+        on_nan=on_nan or saved.on_nan,
+        compile=saved.compile and devices.device.type == "cuda",
+        sharding=saved.sharding if is_launched() else "none",  # one process alone holds everything itself
+    )
+    with alone(folder, devices.first):
+        return go(folder, recipe, model, splits, devices, options, workers, facts, say)
+
+
+def go(
+    folder: Path,
+    recipe: Recipe,
+    model: Model,
+    splits: Splits,
+    devices: Devices,
+    options: Options,
+    workers: int | None,
+    facts: dict[str, Any],
+    say: Say,
+) -> Run:
+    """The training itself, from its newest checkpoint if there is one, to the report."""
+    at_least = round(max(recipe.augmentation.size) * recipe.data.detail) or None
+    with devices.together():
+        feeds = [Feed(part, devices.device, workers, at_least, facts["bad"], say) for part in (splits.train, splits.validation)]
+    for feed in feeds:
+        say(feed.sentence)
+    training = Training(recipe, model, devices, feeds[0], feeds[1], folder, options)
+    loaded = load_state(training, say)
+    ended = training.step == training.total
+    if loaded:
+        say(
+            "This run is finished; its report is written again."
+            if ended
+            else f"going on at step {training.step} of {training.total}"
+        )
+    metrics = Metrics(folder, training.step) if devices.first and not ended else None
+    console = None if devices.first else Console(quiet=True)
+    band = find_band(recipe.to_dict(), facts["data"])
+    display = Display(training.total, training.order.steps, recipe.batch, training.step, console, band=band)
+    try:
+        with display, metrics or contextlib.nullcontext():
+            if options.compile:
+                display.doing("compiling")
+            if not ended:
+                training.run(display, metrics, Speed(model, devices.device, devices.world))
+                display.finish()
+    except Stopped:
+        say(f"Stopped at step {training.step} of {training.total}; `vitrail resume {folder}` goes on.")
+        return Run(folder, False, training.best)
+    except NotFinite as error:
+        from vitrail.training.recorder import record
+
+        bundle = record(training, error.step, facts)
+        raise UserError(
+            f"The loss or a gradient was not a number at step {error.step}; the state before it is in {bundle}: "
+            f"`vitrail replay {bundle}` shows where it began. A lower optimiser.rate or a longer warm-up often helps; "
+            f"`vitrail resume {folder} --on-nan skip` leaves such steps out."
+        ) from None
+    finally:
+        for feed in feeds:
+            feed.close()
+    with training.reported():
+        weights = gather(model, options.sharding)
+        if devices.first:
+            save_artefact(folder / "last.safetensors", model, recipe, {"step": training.step}, weights)
+    try:
+        if devices.first:
+            close_run(training, folder, splits, workers, say)
+    finally:
+        feeds[1].close()
+    devices.wait()
+    return Run(folder, True, training.best)
+
+
+def to_terminal(sentence: str) -> None:
+    print(sentence, file=sys.stderr, flush=True)
+
+
+def nobody(sentence: str) -> None:
+    """What the other processes say to."""
+
+
+__all__ = ["Options", "Run", "choose_device", "resume", "train"]

@@ -1,0 +1,32 @@
+"""Which weights a training changes; the rest is frozen and costs neither gradients nor optimiser state."""
+
+from vitrail.models.model import Model
+from vitrail.recipes.recipe import parse_scope
+
+
+def apply_scope(model: Model, scope: str) -> int:
+    """Freeze what lies outside the scope; the number of parameters that stay trained. What the architecture froze stays so.
+
+    The classifier is always trained. `attention` and `ffn` are those weights of every block (of every branch of it) and, since
+    a new size changes them, the positions; `norm` is every norm; `last:n` is the last n blocks and all that follows them.
+    """
+    kind, count = parse_scope(scope)
+    depth = len(model.blocks)
+
+    def inside(name: str) -> bool:
+        parts = name.split(".")
+        if kind == "full" or parts[0].startswith("head"):
+            return True
+        if kind == "attention":
+            return parts[0] == "positions" or (".mix." in name and ".body." in name) or ".attention." in name
+        if kind == "ffn":
+            return parts[0] == "positions" or (".ffn." in name and ("body" in parts or parts[0] == "readout"))
+        if kind == "norm":
+            return any(part.startswith("norm") for part in parts)
+        if kind == "last":
+            return int(parts[1]) >= depth - count if parts[0] == "blocks" else parts[0] in ("norm", "readout", "pre_logits")
+        return False
+
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad and inside(name))
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
