@@ -14,7 +14,7 @@ from tests.weights.test_formats import little
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-PAGES = [*sorted((ROOT / "docs" / "papers").glob("*.md")), ROOT / "docs" / "data.md"]
+PAGES = [*sorted((ROOT / "docs" / "papers").glob("*.md")), ROOT / "docs" / "data.md", ROOT / "docs" / "training.md"]
 
 
 def blocks(text, language):

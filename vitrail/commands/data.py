@@ -127,7 +127,7 @@ def pack(
 
 
 def draw(path: Path, sheet: Any) -> None:
-    from vitrail.weights.files import write_aside
+    from vitrail.writing import write_aside
 
     write_aside(path, lambda side: sheet.save(side, "PNG"))
 

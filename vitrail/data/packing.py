@@ -9,15 +9,12 @@ import errno
 import fcntl
 import hashlib
 import json
-import multiprocessing
 import os
 import re
 import shutil
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +27,7 @@ from vitrail.data.shards import ShardWriter, schema_of
 from vitrail.data.source import Source
 from vitrail.data.workers import Workers, usual_workers
 from vitrail.errors import UserError
+from vitrail.writing import aside, flush
 
 LAYOUT = 1  # of the manifest
 CHUNK = 8  # pictures per task: a worker holds them all, and they may be large
@@ -107,7 +105,7 @@ def pack(
         with _alone(out):
             result = _Pack(parts, out / UNFINISHED, wanted, how, shard_size, fatal, advance, warn).run(workers)
         (out / UNFINISHED).rename(out / FINISHED)
-        _flush(out)
+        flush(out)
     except OSError as error:
         why = os.strerror(error.errno) if error.errno else str(error).splitlines()[0]
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -150,7 +148,7 @@ class _Pack:
         for final, shard in names.items():
             (self.folder / shard.side_name).rename(self.folder / final)
         (self.folder / LOCK).unlink()
-        _flush(self.folder)
+        flush(self.folder)
         return Result(names, kept)
 
     def _resume(self) -> None:
@@ -186,7 +184,7 @@ class _Pack:
         while ahead is not None:
             skipped: list[Problem] = []
             path = self.folder / f"{split}-{start:09d}.parquet"
-            with _aside(path) as side, ShardWriter(side, self.schema) as writer:
+            with aside(path) as side, ShardWriter(side, self.schema) as writer:
                 while ahead is not None:
                     index, item = ahead
                     if isinstance(item, Problem):
@@ -214,7 +212,7 @@ class _Pack:
     def _note(self) -> None:
         self.shards.sort(key=lambda shard: (ORDER.index(shard.split), shard.start))
         shards = [asdict(shard) | {"skipped": [problem._asdict() for problem in shard.skipped]} for shard in self.shards]
-        with _aside(self.folder / MANIFEST) as side:
+        with aside(self.folder / MANIFEST) as side:
             side.write_text(json.dumps(self.wanted | {"shards": shards}, indent=1) + "\n")
 
 
@@ -226,7 +224,6 @@ class Packer:
     how: Recoding
 
     def __call__(self, task: tuple[str, int, int]) -> list[Row | Problem]:
-        end_with_parent(os.getpid())
         split, start, stop = task
         source = self.parts[split]
         rows: list[Row | Problem] = []
@@ -236,19 +233,6 @@ class Packer:
             except (OSError, ValueError) as error:
                 rows.append(Problem(source.where(index), str(error)))
         return rows
-
-
-@cache
-def end_with_parent(worker: int) -> None:
-    """Lets a worker end when the main process is killed: rows are large, and one who hands them over would wait for ever."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        threading.Thread(target=_wait_and_end, args=(parent,), daemon=True).start()
-
-
-def _wait_and_end(parent: Any) -> None:
-    parent.join()
-    os._exit(1)
 
 
 def choose(name: str, parts: Parts, splits: list[str]) -> Parts:
@@ -363,27 +347,6 @@ def _sound(path: Path, shard: Shard) -> bool:
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-@contextmanager
-def _aside(path: Path) -> Iterator[Path]:
-    """A place beside the path to write to; what was written is flushed to the disk and then renamed, or removed on failure."""
-    side = path.with_name(f".{path.name}.part")
-    try:
-        yield side
-        _flush(side)
-        side.replace(path)
-        _flush(path.parent)
-    finally:
-        side.unlink(missing_ok=True)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

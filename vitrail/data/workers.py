@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -61,7 +62,7 @@ class Workers:
             Finalize(self, end, (self.processes,), exitpriority=10)
         while len(self.processes) < self.count:
             ours, theirs = multiprocessing.Pipe()
-            process = multiprocessing.Process(target=serve, args=(self.work, theirs, os.getpid()), daemon=True)
+            process = multiprocessing.Process(target=serve, args=(self.work, theirs), daemon=True)
             with interrupts_held():
                 process.start()
             theirs.close()  # before the next fork: a pipe held open by a sibling would not show that its worker died
@@ -110,7 +111,7 @@ def interrupts_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def serve(work: Callable[[Any], Any], pipe: Any, parent: int) -> None:
+def serve(work: Callable[[Any], Any], pipe: Any) -> None:
     # Terminals and clusters ask every process of a job to stop and mean the main one, which needs its workers to the end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -118,12 +119,9 @@ def serve(work: Callable[[Any], Any], pipe: Any, parent: int) -> None:
         os.setpgid(0, 0)  # torchrun asks the whole process group to stop; the main process still needs its workers then
     sys.excepthook = without_broken_pipes
     torch.set_num_threads(1)
+    threading.Thread(target=end_with, args=(multiprocessing.parent_process(),), daemon=True).start()
     try:
         while True:
-            # A worker forked later holds the pipe open too, so that only the parent's absence tells of its death.
-            while not pipe.poll(2):
-                if os.getppid() != parent:
-                    return
             task = pipe.recv()
             answer: tuple[Exception | None, Any]
             try:
@@ -135,6 +133,12 @@ def serve(work: Callable[[Any], Any], pipe: Any, parent: int) -> None:
             pipe.send(answer)
     except (EOFError, OSError):
         return  # the main process has closed the pipe or is gone
+
+
+def end_with(parent: Any) -> None:
+    """When the main process is killed. Workers forked later hold its end of a pipe open, so that reading it would never end."""
+    parent.join()
+    os._exit(1)
 
 
 def without_broken_pipes(kind: type[BaseException], error: BaseException, trace: Any) -> None:

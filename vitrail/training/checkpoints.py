@@ -7,7 +7,6 @@ that is written last.
 
 import contextlib
 import json
-import os
 import re
 import shutil
 import zlib
@@ -22,7 +21,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from vitrail.errors import UserError
-from vitrail.weights.files import write_aside, write_safetensors
+from vitrail.weights.files import write_safetensors
+from vitrail.writing import flush, write_aside
 
 NAME = re.compile(r"step-(\d{9})(\.safetensors|\.sharded)")
 # What `write_aside` calls the files of a run while it writes them.
@@ -176,7 +176,7 @@ def write_checkpoint(path: Path, step: int, groups: dict[str, dict[str, Tensor]]
     header = json.dumps({"layout": LAYOUT, "step": step, "checksum": control, "facts": facts})
     write_aside(path, lambda side: write_safetensors(tensors, side, {"vitrail_checkpoint": header}))
     for folder in (path.parent, path.parent.parent):  # the folder may be as new as the file
-        flush_folder(folder)
+        flush(folder)
 
 
 def read_checkpoint(path: Path) -> State:
@@ -194,15 +194,3 @@ def read_checkpoint(path: Path) -> State:
         group, rest = name.split(":", 1)
         groups.setdefault(group, {})[rest] = tensor
     return header["step"], groups, header["facts"]
-
-
-def flush_folder(folder: Path) -> None:
-    """A rename is only safe from a power cut once the folder that holds it is on the disk too."""
-    try:
-        handle = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return  # systems that cannot open a folder
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -28,7 +28,7 @@ from vitrail.training.checkpoints import LOCK
 from vitrail.training.devices import Devices
 from vitrail.training.loop import Options
 from vitrail.version import __version__
-from vitrail.weights.files import write_aside
+from vitrail.writing import write_aside
 
 
 def describe(

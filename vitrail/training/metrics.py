@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from vitrail.errors import UserError
-from vitrail.weights.files import write_aside
+from vitrail.writing import write_aside
 
 FILE = "metrics.jsonl"
 Kind = Literal["train", "validation"]

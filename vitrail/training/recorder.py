@@ -24,7 +24,7 @@ from vitrail.training.devices import Devices, choose_device
 from vitrail.training.loop import Options, Training, seed_generators, unit_seed
 from vitrail.training.norms import total_norm
 from vitrail.training.state import facts_of, groups_of, put_back, whole
-from vitrail.weights.files import write_aside
+from vitrail.writing import write_aside
 
 STATE, FINDINGS = "state.safetensors", "bundle.json"
 

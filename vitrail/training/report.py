@@ -26,7 +26,7 @@ from vitrail.training.bands import find_band
 from vitrail.training.curves import DARK, LIGHT, Curves
 from vitrail.training.metrics import figures, read_metrics
 from vitrail.training.page import PAGE, address, duration, embedded, heat_map, number, plain, section, share, table, tree
-from vitrail.weights.files import write_aside
+from vitrail.writing import write_aside
 
 MATRIX_LIMIT = 40  # classes; a larger matrix cannot be read
 PAIRS = 12

@@ -48,7 +48,7 @@ from vitrail.training.planning import make_plan
 from vitrail.training.preparing import build, check_numbers, divide, forecast, look_at, rebuild, resolve, unseen
 from vitrail.training.speed import Speed
 from vitrail.training.state import gather, load_state, save_artefact
-from vitrail.weights.files import write_aside
+from vitrail.writing import write_aside
 
 Say = Callable[[str], None]
 

@@ -18,7 +18,6 @@ from vitrail.training.checkpoints import (
     DAMAGE,
     LAYOUT,
     State,
-    flush_folder,
     optimiser_tensors,
     problem,
     read_checkpoint,
@@ -26,7 +25,8 @@ from vitrail.training.checkpoints import (
 )
 from vitrail.training.devices import Devices
 from vitrail.training.norms import is_sharded
-from vitrail.weights.files import save_tensors, write_aside
+from vitrail.weights.files import save_tensors
+from vitrail.writing import flush, write_aside
 
 if TYPE_CHECKING:
     from vitrail.training.loop import Training
@@ -145,10 +145,10 @@ def save_sharded(training: "Training", facts: dict[str, Any]) -> None:
         if devices.first:
             text = json.dumps({"layout": LAYOUT, "step": training.step, "facts": facts, "sums": sums})
             write_aside(side / CLOSING, lambda path: path.write_text(text))
-            flush_folder(side)
+            flush(side)
             shutil.rmtree(folder / name, ignore_errors=True)
             side.rename(folder / name)
-            flush_folder(folder)
+            flush(folder)
             training.checkpoints.tidy(training.step)
 
 
@@ -281,4 +281,4 @@ def save_artefact(path: Path, model: Model, recipe: Recipe, measured: dict[str, 
     """One file that needs nothing else: weights, architecture, class names, preprocessing, recipe, metrics."""
     notes = {"recipe": json.dumps(recipe.to_dict()), "metrics": json.dumps(measured)}
     save_tensors(path, model, weights, notes)
-    flush_folder(path.parent)
+    flush(path.parent)

@@ -1,8 +1,6 @@
 """`load` and `save`: from any checkpoint to a model and back, strict about every tensor."""
 
 import json
-import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from vitrail.version import __version__
 from vitrail.weights import deit, google, huggingface, timm
 from vitrail.weights.codecs import SAME, CannotHold, Known, Pair, Shapes
 from vitrail.weights.reading import Checkpoint, read
+from vitrail.writing import write_aside
 
 FORMATS = ("vitrail", "deit", "timm", "hf", "npz")
 TITLES = {"deit": "DeiT", "timm": "timm", "hf": "Hugging Face", "npz": "Google npz", "vitrail": "Vitrail"}
@@ -321,32 +320,3 @@ def write_folder(model: Model, tensors: dict[str, Tensor], path: Path) -> None:
     for name, content in files.items():
         text = json.dumps(content, indent=2) + "\n"
         write_aside(path / name, lambda side, text=text: side.write_text(text))  # type: ignore[misc]
-
-
-def write_aside(path: Path, write: Callable[[Path], Any]) -> None:
-    """Write next to the target, flush to the disk, rename: a crash or a full disk leaves the old file whole."""
-    try:
-        path = path.resolve()  # a link is written through, not replaced
-        side = path.with_name(f".{path.name[:200]}.{os.getpid()}.part")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and not path.is_file():
-            raise UserError(f"{path} is a folder or a device; give a file name.")
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be written: {error}.") from None
-    try:
-        write(side)
-        side.chmod(0o666 & ~current_umask())
-        with side.open("rb") as file:
-            os.fsync(file.fileno())
-        side.replace(path)
-    except (OSError, RuntimeError, TypeError, safetensors.SafetensorError) as error:
-        free = shutil.disk_usage(path.parent).free >> 20
-        raise UserError(f"{path} could not be written: {error} ({free} MiB free).") from None
-    finally:
-        side.unlink(missing_ok=True)
-
-
-def current_umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

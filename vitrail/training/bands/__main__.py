@@ -13,7 +13,7 @@ from vitrail.errors import UserError
 from vitrail.training.bands import FOLDER, Band, content, identity
 from vitrail.training.metrics import Smoothed, read_metrics
 from vitrail.training.report import device_words, read_run
-from vitrail.weights.files import write_aside
+from vitrail.writing import write_aside
 
 GRID = np.arange(1, 101) / 100
 NEIGHBOURS = 3  # places of the grid on either side

@@ -1,0 +1,64 @@
+"""Files that are whole or not there: written to the side, flushed to the disk, renamed."""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import safetensors
+
+from vitrail.errors import UserError
+
+
+def write_aside(path: Path, write: Callable[[Path], Any]) -> None:
+    """`write` is given a place next to the target; a crash or a full disk leaves the old file whole and is told in a sentence."""
+    try:
+        path = path.resolve()  # a link is written through, not replaced
+        side = path.with_name(f".{path.name[:200]}.{os.getpid()}.part")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.is_file():
+            raise UserError(f"{path} is a folder or a device; give a file name.")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be written: {error}.") from None
+    try:
+        with aside(path, side):
+            write(side)
+            side.chmod(0o666 & ~current_umask())
+    except (OSError, RuntimeError, TypeError, safetensors.SafetensorError) as error:
+        free = shutil.disk_usage(path.parent).free >> 20
+        raise UserError(f"{path} could not be written: {error} ({free} MiB free).") from None
+
+
+@contextmanager
+def aside(path: Path, side: Path | None = None) -> Iterator[Path]:
+    """The place beside the path to write to; it gets its name at the end, or is removed on failure."""
+    side = side or path.with_name(f".{path.name}.part")
+    try:
+        yield side
+        flush(side)
+        side.replace(path)
+        flush(path.parent)
+    finally:
+        side.unlink(missing_ok=True)
+
+
+def flush(path: Path) -> None:
+    """A file or a folder to the disk: a rename is only safe from a power cut once the folder that holds it is there too."""
+    try:
+        handle = os.open(path, os.O_RDONLY)
+    except OSError:
+        if path.is_dir():
+            return  # systems that cannot open a folder
+        raise
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def current_umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
