@@ -97,6 +97,20 @@ def test_duplicates_leaks_and_contradictions(report):
     assert report.repeats["validation"].total == 0
 
 
+def test_pictures_that_are_all_alike_are_no_leak(tmp_path):
+    noise = np.random.default_rng(0)
+    base = np.asarray(scene(1), dtype=np.int64)
+    for split, count in (("train", 110), ("val", 20)):
+        for number in range(count):
+            folder = tmp_path / split / ("ant" if number % 2 else "bee")
+            folder.mkdir(parents=True, exist_ok=True)
+            pixels = (base + noise.integers(-3, 4, base.shape)).clip(0, 255).astype(np.uint8)
+            Image.fromarray(pixels).save(folder / f"{number}.png")
+    sentences = list(findings(inspect(str(tmp_path), open_parts(str(tmp_path)), workers=0)))
+    assert any("too alike" in sentence for sentence in sentences)
+    assert not any("LEAK" in sentence for sentence in sentences)
+
+
 def test_findings_say_the_gravest_first(report):
     sentences = list(findings(report))
     assert sentences[0].startswith("LEAK: 1 picture of validation (9.09 %) also in train, pixel for pixel")

@@ -13,6 +13,7 @@ from vitrail.data.inspecting import USUAL_SIDE, Group, Report, SplitReport
 
 WIDTH = 80
 FEW = 10  # pictures of a class: fewer can hardly be learnt, or measured
+ALIKE = 0.05  # of the pictures with a near twin: more than data sets have by accident
 UNEVEN = 10  # times as many pictures in the largest class as in the smallest
 NAMED = 10  # of a long list, how many are printed; --json has all
 SHOWN_GROUPS = 5
@@ -126,6 +127,9 @@ def _examples(report: Report, console: Console, width: int) -> None:
 
 def findings(report: Report) -> Iterator[str]:
     """What the owner of the data should know, the gravest first, a sentence each."""
+    total = sum(each.readable for each in report.splits.values())
+    near = sum(twins.near for twins in [*report.repeats.values(), *report.leaks.values()])
+    alike = near > max(ALIKE * total, 100)
     for (first, second), twins in report.leaks.items():
         readable = report.splits[second].readable
         if twins.exact:
@@ -133,11 +137,16 @@ def findings(report: Report) -> Iterator[str]:
                 f"LEAK: {counted(twins.exact, 'picture')} of {second} ({percent(twins.exact, readable)}) also in {first}, "
                 f"pixel for pixel: scores on {second} will be too good; remove them from {first}."
             )
-        if twins.near:
+        if twins.near and not alike:
             yield (
                 f"Possible LEAK: {counted(twins.near, 'picture')} of {second} ({percent(twins.near, readable)}) with a near twin "
                 f"in {first}: look at them, scores on {second} may be too good."
             )
+    if alike:
+        yield (
+            f"{near:,} of {total:,} pictures look nearly like another one: they are too alike (shapes on an even ground, film "
+            f"frames) for near duplicates to say much; exact ones do."
+        )
     groups = [group for group in report.groups if group.contradicts]
     if groups:
         yield f"{counted(len(groups), 'group')} of duplicates {_carry(groups)} different labels: at most one of them is right."
