@@ -20,7 +20,12 @@ LAPTOP = Recipe(
     optimiser=Optimiser(rate=2e-3, decay=0.05, clip=1.0),
     schedule=Schedule(length="30 epochs", warmup="10%"),
     testing=Testing(crop_ratio=1.0),
-    about=About("house", "a first run on a CPU"),
+    about=About(
+        "house",
+        "a first run on a CPU",
+        "digits: 99.9 ± 0.3 % validation, 96.6 ± 0.9 % test (5 seeds)",
+        "two CPU cores, a minute or two",
+    ),
 )
 SMALL = Recipe(
     name="small",
