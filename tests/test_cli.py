@@ -194,12 +194,20 @@ def test_resume_goes_on_and_a_finished_run_only_reports(digits_run, tmp_path):
     assert (folder / "report.html").exists()
 
 
+def test_a_run_does_not_go_into_its_data(typed_wrong, tmp_path):
+    make_folder(tmp_path / "photos", {"ant": 3, "bee": 3})
+    said = typed_wrong("train", tmp_path / "photos", "--out", tmp_path / "photos" / "run")
+    assert "lies inside the data" in said
+    assert not (tmp_path / "photos" / "run").exists()
+    assert "path to the data is empty" in typed_wrong("train", "")
+
+
 def test_resume_of_a_finished_run(digits_run, typed, typed_wrong, tmp_path):
     code, _, said = typed("resume", digits_run[0], "--workers", "0")
     assert code == 0
     assert "This run is finished" in said
     assert "has no run.json" in typed_wrong("resume", tmp_path)
-    assert "has no run.json" in typed_wrong("resume", tmp_path / "nowhere")
+    assert "is not the folder of a run" in typed_wrong("resume", tmp_path / "nowhere")
 
 
 def test_a_recipe_file_is_a_recipe(digits_run, typed, typed_wrong, tmp_path):

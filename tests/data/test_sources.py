@@ -340,9 +340,8 @@ def test_table(tmp_path: Path, ending: str, separator: str) -> None:
     assert list(splits.train.extra) == ["class_group"]
 
 
-@pytest.mark.parametrize("path", ["digits", ""])
-def test_digits(path: str) -> None:
-    splits = open_splits(path)
+def test_digits() -> None:
+    splits = open_splits("digits")
     assert splits.test is not None
     assert len(splits.train) + len(splits.validation) == 1437
     assert len(splits.test) == 360

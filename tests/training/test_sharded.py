@@ -93,6 +93,7 @@ def work(rank, path):
         check_optimisers(mesh)
         check_training(mesh)
     finally:
+        dist.barrier()  # gloo's threads do not like it when the other process leaves first
         dist.destroy_process_group()
 
 

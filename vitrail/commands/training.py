@@ -241,6 +241,8 @@ def open_recipe(name: str | None) -> Any:
         tree = yaml.safe_load(Path(name).expanduser().read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"The recipe {name} cannot be read: {error.strerror}.") from None
+    except RecursionError:
+        raise UserError(f"The recipe {name} is nested too deeply.") from None
     except (ValueError, yaml.YAMLError) as error:
         raise UserError(f"The recipe {name} is not YAML: {' '.join(str(error).split())}.") from None
     return Recipe.from_dict(tree)

@@ -223,7 +223,10 @@ class Stream:
         if new:
             first = "{} ({})".format(*new[0])
             what = "1 picture" if len(new) == 1 else f"{len(new)} pictures"
-            self.warn(f"{self.source.name}: {what} could not be read and others stood in; the first: {first}.")
+            self.warn(
+                f"{self.source.name}: {what} could not be read and others stood in; the first: {first}. "
+                f"`vitrail data inspect` lists them all."
+            )
 
 
 class Loader(Stream):

@@ -31,7 +31,7 @@ def open_source(path: str, split: str | None = None) -> Source:
     if wanted is None:
         raise UserError(f"There is no split called {split}: ask for train, validation or test.")
     if wanted not in parts:
-        raise UserError(f"{path or 'digits'} has no {wanted} split, only {', '.join(parts)}.")
+        raise UserError(f"{path} has no {wanted} split, only {', '.join(parts)}.")
     return parts[wanted]
 
 
@@ -64,8 +64,10 @@ def check_trainable(source: Source) -> None:
 
 def open_parts(path: str) -> Parts:
     """All the splits of the data at the path, by name."""
-    if path in ("", "digits"):
+    if path == "digits":
         return open_digits()
+    if not path:
+        raise UserError(f"The path to the data is empty: give {UNDERSTOOD}.")
     if path.startswith(PREFIX):
         return open_hub(path)
     path = os.path.expanduser(path)

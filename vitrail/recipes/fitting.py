@@ -12,7 +12,7 @@ from vitrail.models.preprocessing import Preprocessing
 from vitrail.recipes.recipe import Recipe
 
 # Shorter side of the pictures up to -> the network's size and patch size.
-LADDER = ((12, 8, 2), (20, 16, 2), (30, 28, 4), (48, 32, 4), (96, 64, 8), (160, 128, 16))
+LADDER = ((12, 8, 2), (20, 16, 2), (30, 28, 4), (48, 32, 4), (72, 64, 8), (160, 128, 16))
 
 
 def fit(recipe: Recipe, source: Source, trained: Preprocessing | None = None) -> tuple[Recipe, list[str]]:

@@ -17,6 +17,7 @@ from vitrail.models.architecture import check_fields
 from vitrail.recipes.limits import check_limits
 
 SPAN = re.compile(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*(epochs?|steps?|%)\s*")
+SPANS = ("schedule.length", "schedule.warmup", "schedule.cooldown", "schedule.stair_every", "testing.every")
 SCOPES = ("full", "attention", "ffn", "head", "norm")
 
 
@@ -305,5 +306,6 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if hint is int and isinstance(value, float) and value.is_integer():
         return int(value)
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
-        raise UserError(f"{where}={value!r} should be {'text' if hint is str else f'of the kind {hint.__name__}'}.")
+        text = "a span of time: write '300 epochs', '20000 steps' or '5%'" if where in SPANS else "text"
+        raise UserError(f"{where}={value!r} should be {text if hint is str else f'of the kind {hint.__name__}'}.")
     return value

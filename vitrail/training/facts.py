@@ -109,6 +109,11 @@ def choose_folder(out: str | Path | None, source: str, recipe: str) -> tuple[Pat
     if out is None and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
         raise UserError("After a restart the run must be found again: give its folder with --out.")
     folder = Path(out).expanduser() if out is not None else next_folder(source, recipe)
+    data = Path(source).expanduser()
+    if data.is_dir() and folder.resolve().is_relative_to(data.resolve()):
+        raise UserError(
+            f"{folder} lies inside the data, where it would become a class of its own: give another folder with --out."
+        )
     restarts, launch = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")), os.environ.get("TORCHELASTIC_RUN_ID", "none")
     try:
         if not (folder / "run.json").exists():
@@ -173,7 +178,8 @@ def check_same_data(devices: Devices, facts: dict[str, Any]) -> None:
 
 def next_folder(source: str, recipe: str) -> Path:
     """runs/<data>-<recipe>, numbered if taken."""
-    data = Path(source.rstrip("/")).name.split(".")[0] or "data"
+    local = Path(source).expanduser()
+    data = (local.resolve() if local.exists() else Path(source.rstrip("/"))).name.split(".")[0] or "data"
     stem = re.sub(r"[^\w.-]+", "-", f"{data}-{recipe}").lstrip(".-")
     for number in range(1, 10_000):
         folder = Path("runs") / (stem if number == 1 else f"{stem}-{number}")
@@ -190,9 +196,10 @@ def read_run(folder: Path) -> dict[str, Any]:
         missing = [name for name in needed if not isinstance(facts, dict) or name not in facts]
         if missing:
             raise ValueError(f"it has no {missing[0]!r}")
-    except FileNotFoundError:
-        raise UserError(f"{folder} is not a run: it has no run.json.") from None
-    except (OSError, ValueError) as error:
+    except (FileNotFoundError, NotADirectoryError):
+        what = "is not a run: it has no run.json" if folder.is_dir() else "is not the folder of a run"
+        raise UserError(f"{folder} {what}.") from None
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: {error}.") from None
     return facts
 

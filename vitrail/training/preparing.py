@@ -72,6 +72,9 @@ def look_at(source: str, recipe: Recipe, model: str | None = None) -> tuple[Spli
         )
     counts = f"{len(splits.train):,} training and {len(splits.validation):,} validation pictures"
     said = [f"{splits.train.name}: {counts}, {len(splits.train.classes)} classes", *said]
+    if recipe.data.repeats > 1 or recipe.data.round_to > 1:
+        epoch = order_of(recipe, splits.train).accounting()
+        said.append(f"an epoch is {epoch.steps:,} steps, {epoch.samples:,} samples of {epoch.distinct:,} pictures")
     if trained:
         head = "a new" if is_new_classifier(trained, recipe, splits.train.classes) else "its own"
         size = show_size(trained.architecture.image_size)
@@ -101,7 +104,11 @@ def check_labels(part: Source) -> None:
 
 def steps_of(recipe: Recipe, source: Source) -> int:
     """Of an epoch."""
-    return Order(len(source), recipe.batch, repeats=recipe.data.repeats, round_to=recipe.data.round_to).steps
+    return order_of(recipe, source).steps
+
+
+def order_of(recipe: Recipe, source: Source) -> Order:
+    return Order(len(source), recipe.batch, repeats=recipe.data.repeats, round_to=recipe.data.round_to)
 
 
 def build(recipe: Recipe, source: Source, trained: Model | None = None) -> Model:

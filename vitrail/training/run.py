@@ -105,7 +105,9 @@ def train(
             shares = devices.world if options.sharding != "none" else 1
             plan = make_plan(start, resolved, devices.device, resolved.batch // devices.world, shares)
         devices = divide(devices, resolved, plan, micro_batch)
-        for sentence in (*unseen(start), devices.describe(resolved.batch)):
+        price = cost(start.architecture)
+        said = [f"{start.name}: {price.parameters:,} parameters, {price.macs / 1e9:.2f} G multiply-adds a picture; run {folder}"]
+        for sentence in (*said, *unseen(start), devices.describe(resolved.batch)):
             say(sentence)
         say(forecast(plan, resolved, devices, splits.train))
         facts = describe(source, splits, resolved, start, devices, options, bad)
@@ -189,7 +191,7 @@ def _resume(
         sharding=saved.sharding if is_launched() else "none",  # one process alone holds everything itself
     )
     with alone(folder, devices.first):
-        return go(folder, recipe, model, splits, devices, options, workers, facts, say)
+        return go(folder, recipe, model, splits, devices, options, workers, facts, say, resumed=True)
 
 
 def go(
@@ -202,6 +204,7 @@ def go(
     workers: int | None,
     facts: dict[str, Any],
     say: Say,
+    resumed: bool = False,
 ) -> Run:
     """The training itself, from its newest checkpoint if there is one, to the report."""
     at_least = round(max(recipe.augmentation.size) * recipe.data.detail) or None
@@ -218,6 +221,8 @@ def go(
             if ended
             else f"going on at step {training.step} of {training.total}"
         )
+    elif resumed:
+        say(f"There is no checkpoint in {folder} yet: starting at its first step.")
     metrics = Metrics(folder, training.step) if devices.first and not ended else None
     console = None if devices.first else Console(quiet=True)
     band = find_band(recipe.to_dict(), facts["data"])
