@@ -92,8 +92,8 @@ def work(rank, path):
     try:
         check_optimisers(mesh)
         check_training(mesh)
-    finally:
         dist.barrier()  # gloo's threads do not like it when the other process leaves first
+    finally:
         dist.destroy_process_group()
 
 
