@@ -17,6 +17,7 @@ from timing import half_spread, in_turns, machine
 
 import vitrail
 from vitrail.models.cost import cost
+from vitrail.training.speed import device_peak
 
 NAMES = {  # ours -> timm's
     "deit_small_patch16": "deit_small_patch16_224",
@@ -29,7 +30,6 @@ NAMES = {  # ours -> timm's
     "patchconvnet_s60": None,
     "lvvit_s": None,
 }
-PEAK = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA A100-SXM4-80GB": 312e12}
 
 
 def runner(model, image, train: bool, compiled: bool, device: str):
@@ -65,7 +65,7 @@ def measure(name: str, options: argparse.Namespace, train: bool) -> dict:
         row[f"{key}_spread"] = half_spread(values)
     if "timm" in row:
         row["ratio"] = row["vitrail"] / row["timm"]
-    peak = PEAK.get(torch.cuda.get_device_name(), 0.0) if options.device == "cuda" else 0.0
+    peak = device_peak(torch.device(options.device))
     if peak:
         row["of_peak"] = row["vitrail"] * cost(ours.architecture).macs * 2 * (3 if train else 1) / peak
     return row

@@ -11,6 +11,8 @@ from vitrail.data.augment.geometry import random_resized_crop
 from vitrail.data.augment.pipeline import Augmentation, augment, augment_views, flips, follow, look
 from vitrail.data.randomness import sample_key
 from vitrail.errors import UserError
+from vitrail.objectives.classification import make_targets
+from vitrail.recipes.recipe import Objective
 
 PIPELINES = {
     "deit": Augmentation(size=(32, 32), policy="rand", erasing=0.25),
@@ -243,7 +245,7 @@ def test_mixup_and_cutmix():
     boxes = [draw for draw in draws if draw.box is not None]
     assert len(boxes) == pytest.approx(200, abs=40)
     for draw in draws[:50]:
-        mixed, targets = mixing.mix_pictures(images, draw), mixing.mix_targets(labels, 4, draw, smoothing=0.1)
+        mixed, targets = mixing.mix_pictures(images, draw), make_targets(labels, 4, draw, Objective(smoothing=0.1))
         torch.testing.assert_close(targets.sum(1), torch.ones(8))
         plain = torch.nn.functional.one_hot(labels, 4) * 0.9 + 0.025
         torch.testing.assert_close(targets, draw.share * plain + (1 - draw.share) * plain.flip(0))

@@ -7,11 +7,10 @@ import shutil
 import signal
 import subprocess
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
+from tests.pictures import make_folder
 from tests.training.small import ADAMW, EASY, SHORT, Death, begin, differences, in_child, lines, recipe, state_differences
 from vitrail.errors import UserError
 from vitrail.training import run
@@ -234,19 +233,13 @@ def test_a_checkpoint_of_another_training_is_refused(change, sentence, killed):
 
 @pytest.fixture
 def pictures(tmp_path):
-    draw = np.random.default_rng(0)
-    for name in ("ant", "bee"):
-        (tmp_path / "pictures" / name).mkdir(parents=True)
-        for number in range(20):
-            pixels = draw.integers(0, 256, (8, 8, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(tmp_path / "pictures" / name / f"{number}.png")
-    return tmp_path / "pictures"
+    return make_folder(tmp_path / "pictures", ("ant", "bee"), 20, (8, 8))
 
 
 def test_other_pictures_than_before_are_refused(pictures, tmp_path):
     folder = tmp_path / "run"
     begin(folder, SHORT | {"schedule.length": "4 steps"}, source=str(pictures))
-    (pictures / "ant" / "0.png").rename(pictures / "bee" / "x.png")
+    (pictures / "ant" / "000.png").rename(pictures / "bee" / "x.png")
     with pytest.raises(UserError, match=f"The pictures at {pictures} are not those that {folder} was started with"):
         go_on(folder)
     shutil.rmtree(pictures)

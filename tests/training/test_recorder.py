@@ -8,8 +8,8 @@ import signal
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
+from tests.pictures import make_folder
 from tests.training.small import ADAMW, EASY, LAMB, SHORT, begin, differences, in_child, lines, recipe, state_differences, warm_up
 from vitrail import cli
 from vitrail.data.feeding import Feed
@@ -263,13 +263,7 @@ def test_half_precision_scales_its_loss_across_a_kill(tmp_path):
 
 @pytest.fixture
 def pictures(tmp_path):
-    draw = np.random.default_rng(0)
-    for name in ("ant", "bee"):
-        (tmp_path / "pictures" / name).mkdir(parents=True)
-        for number in range(20):
-            pixels = draw.integers(0, 256, (8, 8, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(tmp_path / "pictures" / name / f"{number}.png")
-    return tmp_path / "pictures"
+    return make_folder(tmp_path / "pictures", ("ant", "bee"), 20, (8, 8))
 
 
 def test_a_replay_needs_the_bundle_and_its_pictures(pictures, tmp_path):
@@ -277,7 +271,7 @@ def test_a_replay_needs_the_bundle_and_its_pictures(pictures, tmp_path):
         begin(tmp_path / "run", SHORT | {"optimiser.rate": 1e9}, source=str(pictures))
     bundle = bundle_of(tmp_path / "run")
     assert replay(bundle, "cpu")[1]["first_bad_module"]
-    (pictures / "ant" / "0.png").rename(pictures / "bee" / "x.png")
+    (pictures / "ant" / "000.png").rename(pictures / "bee" / "x.png")
     with pytest.raises(UserError, match=r"are not those that .* was recorded with"):
         replay(bundle, "cpu")
     shutil.rmtree(pictures)

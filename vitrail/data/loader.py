@@ -7,6 +7,7 @@ Data sets that fit are decoded once and stay resident (`choose_store`, `Store`);
 import itertools
 import multiprocessing
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -191,7 +192,7 @@ def make_batch(source: Source, canvas: Canvas) -> Batch:
     )
 
 
-class Stream:
+class Stream(ABC):
     """What both loaders share: labels, and the account of unreadable pictures.
 
     Of the `units` parts of every step a process computes one, or several one after the other (gradient accumulation).
@@ -204,8 +205,9 @@ class Stream:
         self.problems: list[Problem] = []  # each unreadable picture once
         self._told = 0
 
+    @abstractmethod
     def run(self, start: int, stop: int) -> Iterator[Batch]:
-        raise NotImplementedError
+        """The steps `start` ... `stop`, counted from the first epoch's first, each in its units."""
 
     def batches(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
         """The steps `start_step` ... of an epoch, each in its units."""

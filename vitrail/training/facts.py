@@ -27,6 +27,7 @@ from vitrail.recipes import Recipe
 from vitrail.training.checkpoints import LOCK
 from vitrail.training.devices import Devices
 from vitrail.training.loop import Options
+from vitrail.training.report import read_json
 from vitrail.version import __version__
 from vitrail.writing import write_aside
 
@@ -189,18 +190,11 @@ def next_folder(source: str, recipe: str) -> Path:
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    path = folder / "run.json"
-    try:
-        facts = json.loads(path.read_text())
-        needed = ("source", "recipe", "options", "units", "bad", "data")
-        missing = [name for name in needed if not isinstance(facts, dict) or name not in facts]
-        if missing:
-            raise ValueError(f"it has no {missing[0]!r}")
-    except (FileNotFoundError, NotADirectoryError):
-        what = "is not a run: it has no run.json" if folder.is_dir() else "is not the folder of a run"
-        raise UserError(f"{folder} {what}.") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read: {error}.") from None
+    """What is needed to go on with a run."""
+    facts = read_json(folder)
+    missing = [name for name in ("source", "recipe", "options", "units", "bad", "data") if name not in facts]
+    if missing:
+        raise UserError(f"{folder / 'run.json'} cannot be read: it has no {missing[0]!r}.")
     return facts
 
 

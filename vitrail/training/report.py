@@ -46,17 +46,25 @@ def write_report(folder: str | Path) -> Path:
 
 def read_run(folder: str | Path) -> dict[str, Any]:
     """The `run.json` of a folder; groups that it does not have are empty."""
-    path = Path(folder) / "run.json"
+    run = read_json(Path(folder))
+    groups = ("recipe", "model", "data", "versions", "best")
+    if not all(isinstance(run.get(name) or {}, dict) for name in groups):
+        raise UserError(f"{Path(folder) / 'run.json'} cannot be read: it does not describe a run.")
+    return run | {name: run.get(name) or {} for name in groups}
+
+
+def read_json(folder: Path) -> dict[str, Any]:
+    """The `run.json` of a folder as it stands."""
+    path = folder / "run.json"
     try:
         run = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{folder} is not the folder of a run: it has no run.json.") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: {error}.") from None
-    groups = ("recipe", "model", "data", "versions", "best")
-    if not isinstance(run, dict) or not all(isinstance(run.get(name) or {}, dict) for name in groups):
-        raise UserError(f"{path} does not describe a run.")
-    return run | {name: run.get(name) or {} for name in groups}
+    if not isinstance(run, dict):
+        raise UserError(f"{path} cannot be read: it does not describe a run.")
+    return run
 
 
 def curves_of(run: Mapping[str, Any], lines: Sequence[dict[str, Any]]) -> Curves:

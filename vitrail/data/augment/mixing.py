@@ -52,14 +52,6 @@ def mix_pictures(images: Tensor, mix: Mix) -> Tensor:
     return mixed
 
 
-def mix_targets(labels: Tensor, classes: int, mix: Mix, smoothing: float = 0.0) -> Tensor:
-    """Soft targets [B, C]: smoothed over all classes first, mixed second."""
-    off = smoothing / classes
-    targets = torch.full((len(labels), classes), off, device=labels.device)
-    targets.scatter_(1, labels[:, None], 1.0 - smoothing + off)
-    return targets if mix.share == 1.0 else torch.lerp(targets.flip(0), targets, mix.share)
-
-
 def erasing_boxes(
     key: Tensor,
     size: tuple[int, int],
