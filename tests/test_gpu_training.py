@@ -11,7 +11,7 @@ import torch.distributed as dist
 import vitrail
 from tests.training.processes import TINY, environment, free_port, trained
 from vitrail.training import loop
-from vitrail.training.devices import Devices, connected, replicate
+from vitrail.training.devices import Devices, choose_device, connected, replicate
 from vitrail.training.loop import Options
 from vitrail.training.state import gather
 
@@ -71,3 +71,39 @@ def test_torchrun_with_sharding(tmp_path):
     assert "This run is finished" in done.stderr
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-000000010.sharded"]
     assert vitrail.load(out / "best.safetensors").architecture.classes == 10
+
+
+def test_a_captured_step_is_the_same_step(tmp_path, monkeypatch):
+    """With batch norm in the stem, drop-path and a running mean: the graph draws and remembers as the plain way does."""
+    changes = CHANGES | {
+        "architecture.drop_path": 0.2,
+        "architecture.stem": "tower",
+        "architecture.stem_kernels": [3, 3, 4],
+        "architecture.stem_strides": [1, 1, TINY.architecture.get("patch_size", 4)],
+        "average.decay": 0.9,
+    }
+    alone = Devices(torch.device("cuda", 0))
+    captured = trained(tmp_path / "captured", alone, changes, Options(compile=True))
+    assert captured.compute.graph is not None
+    monkeypatch.setattr(loop.Training, "_may_capture", lambda training: False)
+    plain = trained(tmp_path / "plain", alone, changes, Options(compile=True))
+    start = trained(tmp_path / "start", alone, changes | {"optimiser.rate": 0.0}, Options(), until=1)
+    way = (weights_of(plain) - weights_of(start)).norm()
+    assert way > 0
+    assert (weights_of(captured) - weights_of(plain)).norm() <= 0.01 * way
+    state = plain.model.state_dict()
+    for name, tensor in captured.model.state_dict().items():
+        if "running" in name or "num_batches" in name:
+            torch.testing.assert_close(tensor, state[name], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("tokens", [64, 65, 192, 196])
+def test_gradients_of_attention_are_numbers(tokens):
+    """Far negative scores, as a head that attends to nothing much has them."""
+    device = choose_device("cuda")
+    query, key, value = torch.randn(3, 2, 2, tokens, 64, device=device, dtype=torch.bfloat16).mul(0.1).unbind(0)
+    query[..., 0], key[..., 0] = 1.0, -120.0 * 8
+    parts = [part.clone().requires_grad_() for part in (query, key, value)]
+    out = torch.nn.functional.scaled_dot_product_attention(*parts)
+    out.backward(torch.randn_like(out))
+    assert all(part.grad.isfinite().all() for part in parts)

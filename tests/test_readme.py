@@ -14,7 +14,9 @@ from tests.weights.test_formats import little
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-PAGES = [*sorted((ROOT / "docs" / "papers").glob("*.md")), ROOT / "docs" / "data.md", ROOT / "docs" / "training.md"]
+DOCS = ROOT / "docs"
+EXAMPLES = [page for page in sorted((DOCS / "how-to").glob("*.md")) if "```python" in page.read_text()]
+PAGES = [*sorted((DOCS / "papers").glob("*.md")), *EXAMPLES, DOCS / "data.md", DOCS / "training.md"]
 
 
 def blocks(text, language):

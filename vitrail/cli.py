@@ -12,15 +12,34 @@ from rich.markup import escape
 from rich.table import Table
 
 from vitrail.commands import training
+from vitrail.commands.compare import ablate, compare
 from vitrail.commands.data import data
+from vitrail.commands.delta import delta
+from vitrail.commands.embed import embed, suite
+from vitrail.commands.evaluate import disagree, evaluate
 from vitrail.commands.predict import predict
+from vitrail.commands.probe import probe
 from vitrail.errors import UserError
 from vitrail.version import __version__
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
 app.add_typer(data, name="data")
+app.add_typer(delta, name="delta")
+app.add_typer(probe, name="probe")
 app.add_typer(training.recipes, name="recipes")
-for command in (training.train, training.resume, training.plan, training.replay, predict):
+for command in (
+    training.train,
+    training.resume,
+    training.plan,
+    training.replay,
+    compare,
+    ablate,
+    predict,
+    embed,
+    suite,
+    evaluate,
+    disagree,
+):
     app.command()(command)
 console = Console(width=None if sys.stdout.isatty() else 120)
 COLUMNS = ("model", "size", "tokens", "parameters", "mult-adds", "memory")
@@ -132,11 +151,13 @@ def info(
 
 def is_file(name: str) -> bool:
     """A checkpoint rather than a model's name; a folder that happens to be called like a model is not meant."""
+    from vitrail.models.catalogue import lookup
+    from vitrail.weights.files import split_path
+
     try:
-        exists = bool(name) and Path(name).exists()
+        exists = bool(name) and (Path(name).exists() or split_path(name)[1] is not None)
     except OSError:
         return False
-    from vitrail.models.catalogue import lookup
 
     if not exists or Path(name).is_file() or Path(name).name != name:
         return exists

@@ -9,9 +9,10 @@ import vitrail
 from tests.pictures import make_folder, make_picture, spoil
 from vitrail.data.augment.pipeline import augment
 from vitrail.data.decode import decode
+from vitrail.data.folder import FolderSource
 from vitrail.data.loader import Problem
 from vitrail.evaluation.accuracy import test_view
-from vitrail.evaluation.predicting import detail, open_pictures, predict
+from vitrail.evaluation.predicting import detail, in_words, open_pictures, predict, read_list
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +39,65 @@ def test_files_and_folders_in_the_order_given(tmp_path):
         Problem(str(tmp_path / "empty"), "the folder holds no pictures"),
         Problem(str(tmp_path / "gone.png"), "there is no such file"),
     ]
+
+
+def found_in(source, folder):
+    return [os.path.relpath(source.where(index), folder) for index in range(len(source))]
+
+
+def test_patterns_that_no_shell_expanded(tmp_path):
+    make_folder(tmp_path, ["b", "a"], 2)
+    make_picture(tmp_path / "a" / "deep" / "x.JPG")
+    make_picture(tmp_path / "odd [1].png")
+    (tmp_path / "a" / "notes.txt").write_text("")
+    (tmp_path / "a" / "folder.png").mkdir()
+    make_folder(tmp_path / "full.png", ["c"], 1)
+    source, problems = open_pictures([tmp_path / "**" / "*"])
+    everything = ["a/000.png", "a/001.png", "a/deep/x.JPG", "b/000.png", "b/001.png", "full.png/c/000.png", "odd [1].png"]
+    assert found_in(source, tmp_path) == everything
+    assert problems == [Problem(str(tmp_path / "a" / "folder.png"), "a folder by the name of a picture")]
+    assert found_in(open_pictures([tmp_path / "?" / "00[01].png"])[0], tmp_path) == [*everything[:2], *everything[3:5]]
+    assert found_in(open_pictures([tmp_path / "odd [1].png"])[0], tmp_path) == ["odd [1].png"]  # a file, not a pattern
+    source, problems = open_pictures([tmp_path / "*.gif"])
+    assert (len(source), problems) == (0, [Problem(str(tmp_path / "*.gif"), "there is no such file")])
+
+
+def test_what_is_no_file_is_named_and_not_waited_for(tmp_path):
+    make_picture(tmp_path / "good.png")
+    os.mkfifo(tmp_path / "pipe.png")
+    os.symlink(tmp_path / "nowhere.png", tmp_path / "link.png")
+    (tmp_path / "folder.jpg").mkdir()
+    for paths in ([tmp_path], [tmp_path / "*"], [tmp_path / "**" / "*.*g"], sorted(tmp_path.iterdir())):
+        source, problems = open_pictures(paths)
+        assert found_in(source, tmp_path) == ["good.png"]
+        assert {(os.path.basename(each.where), each.reason) for each in problems} in (
+            {("pipe.png", "not a file"), ("link.png", "the link leads nowhere"), ("folder.jpg", reason)}
+            for reason in ("a folder by the name of a picture", "the folder holds no pictures")
+        )
+
+
+def test_lists_of_paths():
+    assert read_list(b"a.png\nb c.png\r\n\n") == ["a.png", "b c.png"]
+    assert read_list(b"a\nb.png\0c.png\0") == ["a\nb.png", "c.png"]
+    assert os.fsencode(read_list(b"\xff.png\n")[0]) == b"\xff.png"
+    assert read_list(b"") == []
+
+
+def test_files_that_may_not_be_read(model, tmp_path, monkeypatch):
+    """Even for a test that may read everything."""
+    paths = [make_picture(tmp_path / name) for name in ("a.png", "b.png")]
+    read = FolderSource.encoded
+
+    def encoded(self, index):
+        if index == 1:
+            raise PermissionError(13, "Permission denied", self.where(index))
+        return read(self, index)
+
+    monkeypatch.setattr(FolderSource, "encoded", encoded)
+    answers = list(predict(model, open_pictures(paths)[0], workers=0))
+    assert answers[1] == Problem(str(paths[1]), "permission denied")
+    assert answers[0].where == str(paths[0])
+    assert in_words(Problem("x", "damaged: [Errno 3]")).reason == "damaged: [Errno 3]"
 
 
 def test_the_model_prepares_pictures_as_it_was_tested(model, tmp_path):

@@ -33,8 +33,6 @@ def parse(text: str) -> Any:
 
 
 def cell(title: str, recipe: str, column: str, text: str) -> Cell:
-    if column == "tried":  # a list of rates, inside a sentence
-        return Cell(title, recipe, column, text.replace("_", " "))
     if column in SPANS:
         leaf, unit = SPANS[column]
         return Cell(title, recipe, leaf, f"{text} {unit}")

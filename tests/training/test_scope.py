@@ -30,6 +30,33 @@ def share(model):
     return sum(sizes[name] for name in trained(model)) / sum(sizes.values())
 
 
+# Trained parameters at 384 pixels and 1000 classes: attention (or MLPs), classifier and positions.
+COUNTS = {
+    "deit_small_patch16": {"attention": 7_702_888, "ffn": 14_785_384},
+    "deit_base_patch16": {"attention": 29_560_552, "ffn": 57_881_320},
+    "vit_large_patch16": {"attention": 102_377_448, "ffn": 203_065_320},
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+@pytest.mark.parametrize("scope", ["attention", "ffn"])
+def test_trained_parameters_are_those_of_the_paper(name, scope):
+    model = vitrail.create(name, image_size=384, device="meta")
+    assert apply_scope(model, scope) == COUNTS[name][scope]
+
+
+@pytest.mark.parametrize("size", ["tiny", "small", "base", "large"])
+def test_attention_is_a_third_of_the_blocks(size):
+    """Of the blocks alone exactly 4 D^2 of 12 D^2 and biases; of the whole, a third to within what classifier and stem are."""
+    name = f"{'vit' if size == 'large' else 'deit'}_{size}_patch16"
+    model = vitrail.create(name, image_size=384, device="meta")
+    apply_scope(model, "attention")
+    inside, blocks = trained(model), dict(model.blocks.named_parameters())
+    in_blocks = sum(value.numel() for key, value in blocks.items() if f"blocks.{key}" in inside)
+    assert in_blocks / sum(value.numel() for value in blocks.values()) == pytest.approx(1 / 3, abs=2e-3)
+    assert share(model) == pytest.approx(1 / 3, abs=0.05 if size == "tiny" else 0.015)
+
+
 @pytest.mark.parametrize(("scope", "least", "most"), [("attention", 0.32, 0.35), ("ffn", 0.64, 0.68), ("last:4", 0.32, 0.35)])
 def test_shares_of_a_vit(scope, least, most):
     model = vitrail.create("deit_base_patch16", device="meta")
@@ -101,3 +128,61 @@ def test_what_is_frozen_costs_nothing_and_stays(tmp_path):
     assert {names[parameter] for parameter in training.optimiser.state} == inside
     assert changed == inside
     assert 0.2 < share(model) < 0.5
+    assert set(training.average.state_dict()) == inside
+
+
+WIDTH, PICTURES, TOKENS = 32, 2, 17  # 32 pixels in patches of 8, and a class token
+IMAGE = torch.randn(PICTURES, 3, 32, 32)
+
+
+def kept(scope, depth=3, **parts):
+    """Shapes and bytes of the activations that a forward pass keeps for the backward pass."""
+    torch.manual_seed(0)
+    options = {"width": WIDTH, "depth": depth, "heads": 2, "patch_size": 8} | parts
+    model = vitrail.create("deit_tiny_patch16", 5, 32, **options)
+    apply_scope(model, scope)
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    found = {}
+
+    def pack(tensor):
+        if tensor.untyped_storage().data_ptr() not in own:
+            found[tensor.data_ptr(), tensor.numel()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(IMAGE).square().mean()
+    loss.backward()
+    assert {name for name, parameter in model.named_parameters() if parameter.grad is not None} == trained(model)
+    return [tuple(tensor.shape) for tensor in found.values()], 4 * sum(tensor.numel() for tensor in found.values())
+
+
+def test_a_frozen_trunk_keeps_no_activation():
+    """The classifier needs what it reads, and the loss what it squares."""
+    shapes, _ = kept("head")
+    assert sorted(shapes) == [(PICTURES, 5), (PICTURES, WIDTH)]
+    with_batch_norm, _ = kept("head", stem="hmlp", norm="batch", readout="mean", mixer="linear")
+    assert sorted(with_batch_norm) == [(PICTURES, 5), (PICTURES, WIDTH)]
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_blocks_before_the_last_keep_no_activation(count):
+    """Whatever lies below: the same for a trunk of any depth."""
+    assert kept(f"last:{count}", depth=3)[1] == kept(f"last:{count}", depth=6)[1]
+    assert kept("full", depth=3)[1] < kept("full", depth=6)[1]
+
+
+@pytest.mark.parametrize("scale", ["plain", "layerscale"])
+def test_inputs_of_frozen_weights_are_not_kept(scale):
+    """Exactly what the gradients of frozen matrices would need is missing, and not a number more or less.
+
+    Of an MLP the inputs of both layers, which have 1 and 4 widths; of the attention the input alone, for the output layer's is
+    kept by the attention itself; of the stem the picture. LayerScale needs what it scales.
+    """
+    token = 4 * 3 * PICTURES * TOKENS * WIDTH  # bytes of one width of every token in three blocks
+    picture = 4 * IMAGE.numel()
+    scaled = 2 * token if scale == "layerscale" else 0
+    full = kept("full", residual=scale)[1]
+    assert full - kept("attention", residual=scale)[1] == 5 * token + picture + scaled
+    assert full - kept("ffn", residual=scale)[1] == token + picture + scaled
+    hidden = [shape for shape in kept("attention", residual=scale)[0] if shape[-1] == 4 * WIDTH]
+    assert len(hidden) == 3  # of every block what GELU was given

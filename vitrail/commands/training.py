@@ -25,6 +25,9 @@ SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change any leaf of the recipe; again for more.")
 ]
 FromOption = Annotated[str | None, typer.Option("--from", help="Start from these weights, a checkpoint of any known kind.")]
+ScopeOption = Annotated[
+    str | None, typer.Option(help="What is trained: full, attention, ffn, head, norm or last:N; short for --set start.scope=….")
+]
 EpochsOption = Annotated[float | None, typer.Option(help="Short for --set schedule.length='N epochs'.")]
 SeedOption = Annotated[int | None, typer.Option(help="Short for --set seed=N.")]
 DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1; a GPU if there is one.")]
@@ -40,8 +43,12 @@ def train(
     out: Annotated[Path | None, typer.Option(help="The run's folder; runs/<data>-<recipe> if not given.")] = None,
     changes: SetOption = None,
     weights: FromOption = None,
+    scope: ScopeOption = None,
     epochs: EpochsOption = None,
     seed: SeedOption = None,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, help="Train so often, from --seed on, into OUT/seed-0, OUT/seed-1, …: mean and spread.")
+    ] = None,
     device: DeviceOption = None,
     micro_batch: MicroOption = None,
     workers: WorkersOption = None,
@@ -77,7 +84,14 @@ def train(
         save_steps=save_steps,
         log_steps=log_steps,
     )
-    leaves = leaves_of(changes, weights, epochs, seed)
+    leaves = leaves_of(changes, weights, epochs, seed) | ({"start.scope": scope} if scope is not None else {})
+    if seeds is not None:
+        from vitrail.training.seeds import choose_home, plan_seeds
+
+        more = {"options": options, "micro_batch": micro_batch, "workers": workers, "bad": bad}
+        wanted = plan_seeds(source, open_recipe(recipe), model, leaves, seeds, device, **more)
+        train_all(choose_home(out, wanted), wanted)
+        return
     done = run.train(source, open_recipe(recipe), model, out, leaves, options, device, micro_batch, workers, bad)
     if not done.finished:
         sys.exit(130)
@@ -94,11 +108,28 @@ def resume(
     Example: [bold]vitrail resume runs/photos-laptop[/bold]
     """
     from vitrail.training import run
+    from vitrail.training.seeds import is_home, resumed
 
     if on_nan is not None:
         choice("--on-nan", on_nan, ("stop", "skip"))
+    if is_home(folder):
+        train_all(folder, resumed(folder, device, workers, on_nan))
+        return
     if not run.resume(folder, device=device, workers=workers, on_nan=on_nan).finished:  # type: ignore[arg-type]
         sys.exit(130)
+
+
+def train_all(folder: Path, seeds: Any) -> None:
+    """Every seed that is not finished, and what they have reached together."""
+    from vitrail.training.run import to_terminal
+    from vitrail.training.seeds import summaries, train_seeds
+
+    try:
+        if not train_seeds(folder, seeds, to_terminal):
+            sys.exit(130)
+    finally:
+        for sentence in summaries(folder):
+            print(sentence)
 
 
 def plan(

@@ -35,15 +35,22 @@ def open_source(path: str, split: str | None = None) -> Source:
     return parts[wanted]
 
 
-def open_splits(path: str, seed: int = 0, share: float = 0.1) -> Splits:
-    """Train, validation and test; where the data has no validation split, `share` of every training class is set aside."""
+def open_splits(path: str, seed: int = 0, share: float = 0.1, held_out: float = 0.0) -> Splits:
+    """Train, validation and test; where the data has no validation split, `share` of every training class is set aside.
+
+    With `held_out` that share of every training class is validated on even where there is a validation split, which then stands
+    in for a missing test split: what is chosen by the validation must not have been chosen by the pictures it is reported on.
+    """
     parts = open_parts(path)
     if "train" not in parts and len(parts) > 1:
         raise UserError(f"{path} has only {' and '.join(parts)} splits: add a train split.")
     train = parts["train"] if "train" in parts else next(iter(parts.values()))
     test = parts.get("test") if "train" in parts else None
     if "train" in parts and "validation" in parts:
-        return Splits(train, parts["validation"], test)
+        if not held_out:
+            return Splits(train, parts["validation"], test)
+        test = test if test is not None else parts["validation"]
+    share = held_out or share
     rest, held = split_by_seed(train, share, seed)
     if not len(held):
         raise UserError(f"{train.name} has too few pictures per class to set {share:.0%} aside: add pictures or a val folder.")

@@ -1,8 +1,10 @@
 """What a model sees in pictures: from paths to class names with probabilities, as fast as the pictures can be read."""
 
+import glob
 import json
 import os
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,35 +40,84 @@ class Prediction(NamedTuple):
     truth: str | None
 
 
-def open_pictures(paths: Sequence[str | Path]) -> tuple[Source, list[Problem]]:
-    """The pictures at paths and below folders, in the order given, and what is not there; `digits` are some built-in ones."""
-    if list(map(str, paths)) == ["digits"] and not os.path.exists("digits"):
+def open_pictures(paths: Iterable[str | Path]) -> tuple[Source, list[Problem]]:
+    """The pictures at paths, below folders and of patterns, in the order given, and what is not there.
+
+    `digits` are some built-in ones. A pattern (`photos/**/*.jpg`) is one that no file is called by.
+    """
+    wanted = list(map(str, paths))
+    if wanted == ["digits"] and not os.path.exists("digits"):
         return Subset(open_source("digits", "test"), np.arange(BUILT_IN)), []
     found: list[str] = []
     problems: list[Problem] = []
-    for path in map(os.path.expanduser, map(str, paths)):
-        if os.path.isdir(path):
-            inside = list(below(path))
-            found += inside
-            if not inside:
-                problems.append(Problem(path, "the folder holds no pictures"))
-        elif os.path.exists(path):
-            found.append(path)
-        else:
-            problems.append(Problem(path, "there is no such file"))
+    for path in map(os.path.expanduser, wanted):
+        places = expand(path)
+        for place in places:
+            if not os.path.isdir(place):
+                take(place, found, problems)
+            elif "**" in path and places != [path]:  # the pattern finds by itself what lies in the folder
+                if not below(place, []):
+                    problems.append(Problem(place, "a folder by the name of a picture"))
+            else:
+                before = len(problems)
+                inside = below(place, problems)
+                found += inside
+                if not inside and len(problems) == before:
+                    problems.append(Problem(place, "the folder holds no pictures"))
     return FolderSource("", Paths(found), None), problems
 
 
-def below(folder: str, above: frozenset[str] = frozenset()) -> Iterator[str]:
-    """The pictures of a folder at any depth; a link back to a folder above is not followed."""
+def expand(path: str) -> list[str]:
+    """What a pattern stands for, in byte order; a path that exists, or that matches nothing, stands for itself.
+
+    `**` goes into every folder, so of what it finds only what is called like a picture is meant.
+    """
+    if os.path.lexists(path) or not glob.has_magic(path):
+        return [path]
+    found = sorted(glob.iglob(path, recursive=True), key=os.fsencode)
+    if "**" in path:
+        found = [place for place in found if place.rpartition(".")[2].lower() in EXTENSIONS]
+    return found or [path]
+
+
+def take(path: str, found: list[str], problems: list[Problem]) -> None:
+    """To the pictures if it is a file; reading a pipe that nobody writes to would wait for ever."""
+    if os.path.isfile(path) or (os.path.exists(path) and path.startswith(("/dev/fd/", "/dev/stdin"))):
+        found.append(path)
+    elif os.path.exists(path):
+        problems.append(Problem(path, "not a file"))
+    else:
+        problems.append(Problem(path, "the link leads nowhere" if os.path.islink(path) else "there is no such file"))
+
+
+def read_list(content: bytes) -> list[str]:
+    """Paths, one a line, or with a zero byte after each, as `find -print0` writes them."""
+    lines = content.split(b"\0") if b"\0" in content else content.splitlines()
+    return [os.fsdecode(line) for line in lines if line]
+
+
+def below(folder: str, problems: list[Problem], above: frozenset[str] = frozenset()) -> list[str]:
+    """The pictures of a folder at any depth; a link back to a folder above is not followed. What cannot be one is noted."""
     here = os.path.realpath(folder)
     if here in above:
-        return
-    for entry in listing(folder):
+        return []
+    try:
+        entries = listing(folder)
+    except UserError as error:
+        problems.append(Problem(folder, str(error)))
+        return []
+    found: list[str] = []
+    for entry in entries:
+        like_a_picture = entry.name.rpartition(".")[2].lower() in EXTENSIONS
         if os.path.isdir(entry.path):
-            yield from below(entry.path, above | {here})
-        elif entry.name.rpartition(".")[2].lower() in EXTENSIONS:
-            yield entry.path
+            before = len(problems)
+            inside = below(entry.path, problems, above | {here})
+            found += inside
+            if like_a_picture and not inside and len(problems) == before:
+                problems.append(Problem(entry.path, "a folder by the name of a picture"))
+        elif like_a_picture:
+            take(entry.path, found, problems)
+    return found
 
 
 def predict(
@@ -87,6 +138,8 @@ def predict(
     try:
         for canvas in pool.run(chunks if len(source) else []):
             yield from answers(model, source, canvas, names, top)
+    except torch.OutOfMemoryError:
+        raise UserError(f"The device's memory is too small for {batch} pictures at a time: give a smaller --batch.") from None
     finally:
         pool.close()
 
@@ -97,11 +150,17 @@ def answers(model: Model, source: Source, canvas: Canvas, names: Sequence[str], 
     problems = iter(canvas.problems)
     for row, index in enumerate(canvas.samples.index):
         if canvas.sizes[row, 0] == 0:
-            yield next(problems)
+            yield in_words(next(problems))
             continue
         guesses = [Guess(place, names[place], chance) for chance, place in zip(*next(found), strict=True)]
         label = int(source.label.values[index]) if source.label else -1
         yield Prediction(source.where(int(index)), guesses, source.classes[label] if label >= 0 else None)
+
+
+def in_words(problem: Problem) -> Problem:
+    """The system's reasons without their numbers and without the path, which stands before them already."""
+    plain = re.fullmatch(r"\[Errno \d+\] ([^:]+): .*", problem.reason, re.DOTALL)
+    return Problem(problem.where, plain[1].lower()) if plain else problem
 
 
 @torch.inference_mode()

@@ -72,19 +72,26 @@ def residual_scale(kind: str, width: int, start: float, mode: str = "constant", 
 
 
 class DropPath(nn.Module):
-    """Stochastic depth: a branch is dropped per image, survivors divided by the keep probability."""
+    """Stochastic depth: a branch is dropped per image, survivors divided by the keep probability.
+
+    The probability is a tensor, because the compiler makes one graph for all values of a tensor and one per value of a number.
+    """
 
     def __init__(self, rate: float):
         super().__init__()
-        self.rate = rate
+        self.rate, self.active = rate, rate > 0.0
+        self.keep = torch.tensor(1.0 - rate, device="cpu")  # no buffer: networks are also built on the meta device
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "DropPath":
+        super()._apply(fn, recurse)
+        self.keep = torch.tensor(1.0 - self.rate, device=fn(self.keep).device)  # goes where the weights go, and is never cast
+        return self
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.training or self.rate == 0.0:
+        if not self.training or not self.active:
             return x
-        keep = 1.0 - self.rate
-        # A comparison, not bernoulli_: the compiler makes one graph for all rates of it, and one graph per rate of the other.
-        chosen = torch.rand(x.shape[0], *[1] * (x.ndim - 1), device=x.device) < keep
-        return x * (chosen / keep).to(x.dtype)
+        chosen = torch.rand(x.shape[0], *[1] * (x.ndim - 1), device=x.device) < self.keep
+        return x * (chosen / self.keep).to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.rate:g}"

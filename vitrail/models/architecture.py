@@ -265,7 +265,7 @@ class Architecture:
         check_fields(changes)
         if "image_size" in changes:
             changes["image_size"] = as_size(changes["image_size"])
-        if "patch_size" in changes or "stem" in changes:
+        if "stem" in changes or ("patch_size" in changes and "stem_strides" not in changes):
             changes = {"stem_strides": (), "stem_kernels": ()} | changes
         if changes.get("stem", self.stem) != self.stem:
             changes = {"stem_norm": "", "stem_activation": ""} | changes

@@ -6,10 +6,10 @@ from functools import cache
 from types import ModuleType
 
 from vitrail.errors import UserError
-from vitrail.recipes import cait, deit, deit3, deit3_21k, house, lvvit, patchconvnet, resmlp, three_things, vit
+from vitrail.recipes import cait, deit, deit3, deit3_21k, grafit, house, lvvit, patchconvnet, resmlp, three_things, vit
 from vitrail.recipes.recipe import Recipe
 
-PAGES: tuple[ModuleType, ...] = (house, vit, deit, cait, resmlp, patchconvnet, deit3, deit3_21k, three_things, lvvit)
+PAGES: tuple[ModuleType, ...] = (house, vit, deit, cait, resmlp, patchconvnet, deit3, deit3_21k, three_things, lvvit, grafit)
 
 
 @cache

@@ -13,6 +13,7 @@ DATA = {
     "pets": "Oxford-IIIT Pets",
     "flowers": "Flowers-102",
     "cars": "Stanford Cars",
+    "food101": "Food-101",
     "inat18": "iNaturalist 2018",
     "inat19": "iNaturalist 2019",
     "vtab": "the 19 tasks of VTAB",

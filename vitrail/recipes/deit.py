@@ -8,7 +8,7 @@ Rows with a teacher are here in the form without one.
 from typing import Any
 
 from vitrail.data.augment.pipeline import Augmentation
-from vitrail.recipes.changing import change, named, top1
+from vitrail.recipes.changing import DATA, change, named, top1
 from vitrail.recipes.recipe import About, Average, Data, Mixing, Objective, Optimiser, Recipe, Schedule, Testing
 
 PAPER = "DeiT, arXiv 2012.12877"
@@ -92,7 +92,7 @@ SGD = change(
     augmentation={"erasing": 0.0},
     optimiser={"kind": "sgd", "rate": 0.01, "rate_batch": 0, "momentum": 0.9, "decay": 1e-4, "decay_coupled": True},
     schedule={"length": "1000 epochs"},
-    about={"row": "Table 3.7, CIFAR-10", "expects": top1(99.1, "cifar10"), "hardware": ""},
+    about={"hardware": ""},
 )
 INATURALIST = change(
     DEIT,
@@ -102,21 +102,23 @@ INATURALIST = change(
     augmentation={"erasing": 0.1},
     optimiser={"rate": 7.5e-5, "rate_batch": 0},
     schedule={"length": "360 epochs"},
-    about={"row": "Table 3.7, iNaturalist 2018", "expects": top1(73.2, "inat18"), "hardware": ""},
+    about={"hardware": ""},
 )
-LARGER: dict[str, Any] = {"augmentation": {"size": (384, 384)}, "start": {"after": "deit_base_to_384"}}
-RECIPES |= named(
-    SGD,
-    change(SGD, "deit_base_to_cars", about={"row": "Table 3.7, Cars", "expects": top1(92.1, "cars")}),
-    change(SGD, "deit_base_to_cifar10_384", **LARGER, about={"row": "Table 3.7, CIFAR-10 at 384"}),
-    change(SGD, "deit_base_to_cars_384", **LARGER, about={"row": "Table 3.7, Cars at 384", "expects": top1(93.3, "cars")}),
-    INATURALIST,
-    change(
-        INATURALIST,
-        "deit_base_to_inat19",
-        about={"row": "Table 3.7, iNaturalist 2019", "expects": top1(77.7, "inat19")},
-    ),
-)
+# Table 3.7: settings, top-1 at 224, at 384. None were released for CIFAR-100 and Flowers; those of CIFAR-10 and Cars stand in.
+TRANSFERS = {
+    "cifar10": (SGD, 99.1, 99.1),
+    "cifar100": (SGD, 90.8, 90.8),
+    "flowers": (SGD, 98.4, 98.5),
+    "cars": (SGD, 92.1, 93.3),
+    "inat18": (INATURALIST, 73.2, 79.5),
+    "inat19": (INATURALIST, 77.7, 81.4),
+}
+for _data, (_base, _score, _larger) in TRANSFERS.items():
+    _row = f"Table 3.7, {DATA[_data]}"
+    _recipe = change(_base, f"deit_base_to_{_data}", about={"row": _row, "expects": top1(_score, _data)})
+    _changes: dict[str, Any] = {"augmentation": {"size": (384, 384)}, "start": {"after": "deit_base_to_384"}}
+    _changes["about"] = {"row": f"{_row} at 384", "expects": top1(_larger, _data)}
+    RECIPES |= named(_recipe, change(_recipe, f"{_recipe.name}_384", **_changes))
 
 SGD_STEPS = {"optimiser.kind": "sgd", "optimiser.decay_coupled": True}  # at a rate that the paper does not give
 JITTER = {"augmentation.policy": "none", "augmentation.jitter": (0.4, 0.4, 0.4, 0.0)}  # what the code does instead of RandAugment

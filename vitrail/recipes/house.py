@@ -29,15 +29,15 @@ LAPTOP = Recipe(
 )
 SMALL = Recipe(
     name="small",
-    model="deit3_small_patch16",
-    architecture={"stem": "conv", "drop_path": 0.1},
-    batch=256,
-    augmentation=Augmentation(size=ANY, scale=(0.2, 1.0), policy="rand", erasing=0.25),
+    model="house_small",
+    architecture={"drop_path": 0.05},
+    batch=512,
+    augmentation=Augmentation(size=ANY, crop="simple", policy="rand", erasing=0.25),
     mixing=Mixing(mixup=0.8, cutmix=1.0),
     objective=Objective(smoothing=0.1),
     optimiser=Optimiser(rate=1e-3, decay=0.05, clip=1.0),
     schedule=Schedule(length="200 epochs", warmup="5%", floor=1e-5),
-    average=Average(decay=0.9995, report=True),
+    average=Average(decay=0.999, report=True),
     testing=Testing(crop_ratio=1.0),
     about=About("house", "from scratch on one GPU"),
 )

@@ -16,6 +16,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "batch": (1, math.inf),
     "data.repeats": (1, math.inf),
     "data.round_to": (1, math.inf),
+    "data.held_out": (0.0, BELOW_ONE),
     "data.detail": NOT_NEGATIVE,
     "augmentation.scale": (ABOVE, 1.0),
     "augmentation.ratio": POSITIVE,

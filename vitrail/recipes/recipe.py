@@ -29,6 +29,8 @@ class About:
     row: str = ""  # the table and row, or the command of the released code
     expects: str = ""  # the published (or measured) result
     hardware: str = ""
+    tried: tuple[float, ...] = ()  # the rates among which the paper chose
+    held_out: float = 0.0  # the share of the training pictures by which it chose: data.held_out of such a sweep
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Data:
     repeats: int = 1  # augmented copies of a picture in a row (repeated augmentation)
     round_to: int = 1  # an epoch's samples are cut to a multiple of this
     balanced: bool = False  # classes take turns
+    held_out: float = 0.0  # share of every training class to validate on, instead of the data's own validation pictures; 0: none
     detail: float = 1.5  # pictures are decoded to at least this many times the network's size; 0: in full
 
 

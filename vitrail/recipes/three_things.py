@@ -1,11 +1,12 @@
 """Three things everyone should know about ViTs (arXiv 2203.09795): parallel branches, attention-only tuning, stems.
 
 Recipes are named like the models, `three_{size}_{N}x{B}[_ls][_{stem}]`: 300 epochs, or 400 with LayerScale (`_ls`); where a table
-has the other length too, it is said (`_400ep`, `_300ep`). `three_{size}_to_384[_attention|_mlp]` tunes all weights, those of the
-attention, or those of the MLPs. The base is the procedure A2 of "ResNet strikes back".
+has the other length too, it is said (`_400ep`, `_300ep`). `three_{size}_to_{384|data}[_attention|_mlp][_sgd]` tunes all weights,
+those of the attention, or those of the MLPs. The base is the procedure A2 of "ResNet strikes back".
 """
 
-from vitrail.recipes.changing import change, named, top1
+from vitrail.recipes.changing import DATA, change, named, top1
+from vitrail.recipes.deit import INATURALIST, SGD
 from vitrail.recipes.deit3 import tuned
 from vitrail.recipes.deit3_21k import A2
 from vitrail.recipes.recipe import About, Recipe
@@ -70,14 +71,52 @@ for _short, _score in OTHER_LENGTH.items():
     _epochs = f"{_length.removesuffix('ep')} epochs"
     RECIPES |= named(change(RECIPES[_name], f"three_{_short}", schedule={"length": _epochs}, about={"expects": top1(_score)}))
 
-# Table 5, AdamW. Rate, length and augmentation are not given; DeiT III's, by the same authors, stand in.
-for _model, _scores in {
-    "small_12x1": {"": 82.7, "_attention": 82.5, "_mlp": 82.2},
-    "base_12x1": {"": 84.3, "_attention": 84.3, "_mlp": 84.1},
-    "large_24x1": {"": 85.5, "_attention": 85.5, "_mlp": 85.2},
-}.items():
-    _base = RECIPES[f"three_{_model}_ls"]
-    for _part, _score in _scores.items():
-        _name = f"three_{_model.split('_')[0]}_to_384{_part}"
+MODELS = {"small": "small_12x1", "base": "base_12x1", "large": "large_24x1"}
+SCOPES = {"": "full", "_attention": "attention", "_mlp": "ffn"}
+# Table 5: all weights, those of the attention, those of the MLPs; with AdamW, with SGD.
+LARGER = {
+    "small": ((82.7, 82.5, 82.2), (82.6, 82.3, 82.0)),
+    "base": ((84.3, 84.3, 84.1), (84.3, 84.2, 84.0)),
+    "large": ((85.5, 85.5, 85.2), (85.4, 85.3, 85.1)),
+}
+# Rates, length and augmentation are not given; DeiT III's, by the same authors, stand in, for SGD the rate of DeiT's transfers.
+for _size, _columns in LARGER.items():
+    _base = RECIPES[f"three_{MODELS[_size]}_ls"]
+    for _part, _score, _other in zip(SCOPES, *_columns, strict=True):
+        _name = f"three_{_size}_to_384{_part}"
         _recipe = tuned(_base, _name, 384, _base.architecture["drop_path"], _score, "Table 5, AdamW")
-        RECIPES |= named(change(_recipe, _name, start={"scope": {"": "full", "_mlp": "ffn"}.get(_part, _part.removeprefix("_"))}))
+        _recipe = change(_recipe, _name, start={"scope": SCOPES[_part]})
+        _about = {"row": "Table 5, SGD", "expects": top1(_other)}
+        _steps = change(_recipe, f"{_name}_sgd", optimiser=SGD.optimiser, about=_about)
+        RECIPES |= named(_recipe, _steps)
+
+# Table 6, which gives no settings: DeiT's released ones stand in, SGD and, for iNaturalist, AdamW.
+TARGETS = ("inat18", "inat19", "cifar10", "cifar100", "cars", "flowers")
+TRANSFERS = {
+    "small": (68.0, 73.9, 98.9, 90.5, 89.7, 96.8),
+    "small_attention": (60.6, 68.7, 98.7, 89.1, 89.8, 96.9),
+    "small_mlp": (64.4, 72.5, 98.9, 90.1, 88.3, 96.1),
+    "base": (74.1, 78.2, 99.3, 92.5, 92.7, 97.8),
+    "base_attention": (71.1, 75.7, 99.2, 91.8, 92.8, 98.5),
+    "base_mlp": (73.3, 77.3, 99.3, 92.1, 88.9, 97.5),
+    "large": (75.9, 79.7, 99.3, 93.2, 93.8, 98.3),
+    "large_attention": (75.3, 78.7, 99.2, 92.7, 93.8, 98.4),
+    "large_mlp": (75.4, 79.3, 99.2, 93.0, 93.0, 97.6),
+}
+for _row, _scores in TRANSFERS.items():
+    _size, _, _part = _row.partition("_")
+    _base, _suffix = RECIPES[f"three_{MODELS[_size]}_ls"], f"_{_part}" if _part else ""
+    for _data, _score in zip(TARGETS, _scores, strict=True):
+        _how = INATURALIST if _data.startswith("inat") else SGD
+        _drop = _base.architecture["drop_path"] if _how is INATURALIST else 0.0
+        RECIPES |= named(
+            change(
+                _how,
+                f"three_{_size}_to_{_data}{_suffix}",
+                model=_base.model,
+                architecture=_base.architecture | {"drop_path": _drop},
+                start={"after": _base.name, "scope": SCOPES[_suffix]},
+                testing=_base.testing,
+                about=About(PAPER, f"Table 6, {DATA[_data]}", top1(_score, _data)),
+            )
+        )

@@ -13,7 +13,8 @@ from vitrail.training.norms import local
 class Average:
     """mean <- mean + (1 - decay) * (weights - mean) after every step, over parameters and floating buffers; others are copied.
 
-    The mean starts at the weights of the moment. Sharded weights (FSDP2) have a mean that is sharded alike.
+    Frozen parameters are their own mean, and none is kept of them. The mean starts at the weights of the moment. Sharded weights
+    (FSDP2) have a mean that is sharded alike.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -81,8 +82,9 @@ class Average:
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name, detached: changing one in place changes the model."""
-    return {name: tensor.detach() for named in (model.named_parameters(), model.named_buffers()) for name, tensor in named}
+    """Parameters that are trained and buffers by name, detached: changing one in place changes the model."""
+    trained = ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
+    return {name: tensor.detach() for named in (trained, model.named_buffers()) for name, tensor in named}
 
 
 @torch.no_grad()

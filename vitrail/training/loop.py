@@ -28,6 +28,7 @@ from vitrail.objectives.classification import make_targets
 from vitrail.objectives.supervised import Supervised
 from vitrail.recipes.recipe import Recipe
 from vitrail.training.averaging import Average
+from vitrail.training.capturing import Captured
 from vitrail.training.checkpoints import Checkpoints
 from vitrail.training.devices import Devices, Sharding, without_reduction, wrap
 from vitrail.training.display import Display
@@ -108,6 +109,8 @@ class Training:
         self.scaler = torch.amp.GradScaler(device.type) if recipe.precision == "fp16" else None
         self.checkpoints = Checkpoints(self.folder / "checkpoints", self.options.keep)
         self.statistics = Statistics(self.model, self.devices)
+        kept = [*self.model.buffers(), *self.statistics.total]
+        self.compute = Captured(self.learn, self.model, kept, device) if self._may_capture() else self.learn
         # On the device: sums of loss and gradient norm, steps in them, steps not taken, the first step that was not finite.
         self.window = torch.tensor([0.0, 0.0, 0.0, 0.0, -1.0], dtype=torch.float64, device=device)
         self.best_weights: dict[str, Tensor] | None = None
@@ -144,14 +147,13 @@ class Training:
         recipe, step = self.recipe, self.step
         self.model.train(recipe.start.mode == "train")
         set_rate(self.optimiser, rate_at(recipe.schedule, recipe.rate, step, self.order.steps))
+        self.statistics.begin()
         loss = torch.zeros((), device=self.devices.device)
         for unit in self.devices.mine:
             images, targets = self.prepare(next_batch(), step, unit)
             seed_generators(unit_seed(recipe.seed, step, unit), self.devices.device)
-            with without_reduction(self.module, unit == self.devices.mine[-1]), self.statistics.of_unit(), self.autocast():
-                part = self.module(images, targets) / self.devices.accumulation
-            (self.scaler.scale(part) if self.scaler else part).backward()
-            loss += part.detach()
+            with without_reduction(self.module, unit == self.devices.mine[-1]):
+                loss += self.compute(images, targets)
         if self.scaler:
             self.scaler.unscale_(self.optimiser)
         own_clip = recipe.optimiser.kind == "lamb"
@@ -166,6 +168,13 @@ class Training:
             self.average.update(skip=bad)
         self.optimiser.zero_grad(set_to_none=True)
         self.step += 1
+
+    def learn(self, images: Tensor, targets: Tensor) -> Tensor:
+        """Forward and backward pass of one unit: its share of the loss; gradients are added to the parameters'."""
+        with self.statistics.of_unit(), self.autocast():
+            part = self.module(images, targets) / self.devices.accumulation
+        (self.scaler.scale(part) if self.scaler else part).backward()
+        return part.detach()
 
     def prepare(self, batch: Batch, step: int, unit: int) -> tuple[Tensor, Tensor]:
         """A batch of stored pictures to what the network sees and what it should say."""
@@ -241,6 +250,12 @@ class Training:
                 self.devices.sum(count_hits(self.model, self.validation, view, share, self.devices.rank, self.devices.world))
             )
 
+    def _may_capture(self) -> bool:
+        """Whether a step is one unit of one process, whose gradients a graph can write anew each time."""
+        options, alone = self.options, self.devices.world == self.devices.units == 1
+        plain = options.sharding == "none" and not options.recompute and self.scaler is None
+        return options.compile and self.devices.device.type == "cuda" and alone and plain
+
     def reported(self) -> AbstractContextManager:
         """The running mean in the model's place, where the recipe reports it."""
         return self.average.applied(self.model) if self.average and self.recipe.average.report else nullcontext()
@@ -264,6 +279,8 @@ def compile_blocks(model: Model) -> None:
     config.recompile_limit = max(config.recompile_limit, 2 * len(model.blocks) + 8)  # drop-path rates may differ
     for block in model.blocks:
         block.compile()
+    if model.architecture.stem != "linear":  # which is one kernel already
+        model.stem.compile()
 
 
 def seed_generators(seed: int, device: torch.device) -> None:

@@ -27,6 +27,7 @@ from vitrail.training.planning import Plan, enough_memory
 from vitrail.training.schedules import total_steps
 from vitrail.training.scope import apply_scope
 from vitrail.weights import load
+from vitrail.weights.files import split_path
 from vitrail.weights.reading import BEST
 
 # Parts in which a training may differ from the weights it starts from, because they are made anew or resampled.
@@ -43,12 +44,8 @@ def resolve(recipe: str | Recipe | None, model: str | None, changes: dict[str, A
     resolved = resolved.set((changes or {}) | ({"model": model} if model else {}))
     if resolved.rate == 0:
         raise UserError("optimiser.rate=0 never changes a weight: give a rate above 0.")
-    weights = os.path.expanduser(resolved.start.weights)
-    if os.path.isfile(os.path.join(weights, BEST)):
-        weights = os.path.join(weights, BEST)  # the folder of a run stands for its weights
-    if os.path.exists(weights) and weights:
-        weights = os.path.abspath(weights)  # a run may be resumed from another folder
-        resolved = dataclasses.replace(resolved, start=dataclasses.replace(resolved.start, weights=weights))
+    weights = located(os.path.expanduser(resolved.start.weights))
+    resolved = dataclasses.replace(resolved, start=dataclasses.replace(resolved.start, weights=weights))
     if resolved.start.after and not weights:
         raise UserError(
             f"{resolved.name} starts from trained weights, such as those of {resolved.start.after}: give --from WEIGHTS."
@@ -56,12 +53,22 @@ def resolve(recipe: str | Recipe | None, model: str | None, changes: dict[str, A
     return resolved
 
 
+def located(weights: str) -> str:
+    """Where the weights lie, whichever folder a run is resumed from; the folder of a run stands for its best weights."""
+    base, delta = split_path(weights)
+    if delta is not None:
+        return f"{located(str(base))}+{os.path.abspath(delta)}"
+    if os.path.isfile(os.path.join(weights, BEST)):
+        weights = os.path.join(weights, BEST)
+    return os.path.abspath(weights) if weights and os.path.exists(weights) else weights
+
+
 def look_at(source: str, recipe: Recipe, model: str | None = None) -> tuple[Splits, Recipe, Model | None, list[str]]:
     """Open the data and the weights to start from, refuse what cannot be learned from, fit the recipe to them.
 
     `model` is what the user asked for beside the recipe, if anything. The last of the results are sentences on what was found.
     """
-    splits = open_splits(source)
+    splits = open_splits(source, held_out=recipe.data.held_out)
     check_splits(source, splits)
     trained = open_weights(recipe, model) if recipe.start.weights else None
     recipe, said = fit(recipe, splits.train, trained.preprocessing if trained else None)
@@ -165,6 +172,10 @@ def open_weights(recipe: Recipe, model: str | None = None) -> Model:
 
 
 def is_artefact(path: str) -> bool:
+    """Whether the file says itself what it is; of base and delta, whether the base does."""
+    base, delta = split_path(path)
+    if delta is not None:
+        return is_artefact(str(base))
     try:
         with safe_open(path, "pt") as file:
             return "vitrail" in (file.metadata() or {})
@@ -188,10 +199,10 @@ def adapted(trained: Model, recipe: Recipe, classes: list[str]) -> tuple[Model, 
         if not name.startswith(("head", "pre_logits")) and name in state and state[name].shape == tensor.shape
     }
     model.load_state_dict(state | kept)
-    if recipe.start.zero_head:
-        for name, parameter in model.named_parameters():
-            if name.startswith("head"):
-                torch.nn.init.zeros_(parameter)
+    for name, parameter in model.named_parameters():
+        # Labels of whole pictures do not train a dense head, which in evaluation would add what it started with.
+        if name.startswith("head" if recipe.start.zero_head else "head_dense"):
+            torch.nn.init.zeros_(parameter)
     return model, True
 
 

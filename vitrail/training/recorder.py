@@ -61,7 +61,7 @@ def replay(bundle: str | Path, device: str | None = None) -> tuple[dict[str, Any
     except DAMAGE as error:
         raise UserError(f"{bundle} is not a whole bundle of a step that was not finite: {problem(error)}.") from None
     try:
-        splits = open_splits(source)
+        splits = open_splits(source, held_out=recipe.data.held_out)
     except UserError as error:
         raise UserError(f"The pictures that {bundle} was recorded with cannot be opened: {error}") from None
     if fingerprint(splits) != data:

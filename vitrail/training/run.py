@@ -174,7 +174,7 @@ def _resume(
             recipe, saved, data = Recipe.from_dict(facts["recipe"]), Options(**facts["options"]), facts["data"]["fingerprint"]
         except (KeyError, TypeError) as error:
             raise UserError(f"{folder / 'run.json'} does not describe a training that can be resumed: {error}.") from None
-        splits = open_splits(facts["source"])
+        splits = open_splits(facts["source"], held_out=recipe.data.held_out)
         if fingerprint(splits) != data:
             raise UserError(f"The pictures at {facts['source']} are not those that {folder} was started with.")
         if facts["units"] % devices.world:

@@ -25,27 +25,35 @@ class Statistics:
             for buffer in norm.buffers(recurse=False):
                 (self.moving if buffer.is_floating_point() else self.counts).append(buffer)
         self.model = model
-        self.before: list[Tensor] | None = None  # at the start of the step, floating ones and counts
-        self.total: list[Tensor] = []
+        # Of fixed places in memory, which a CUDA graph may use: values at the start of the step, and the sum over its units.
+        self.before = [tensor.clone() for tensor in (*self.moving, *self.counts)]
+        self.total = [torch.zeros_like(tensor) for tensor in self.moving]
+
+    @property
+    def idle(self) -> bool:
+        return not self.moving or not self.model.training
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """At the start of a step."""
+        if not self.idle:
+            torch._foreach_copy_(self.before, [*self.moving, *self.counts])
+            torch._foreach_zero_(self.total)
 
     @contextmanager
     def of_unit(self) -> Iterator[None]:
         """Around the forward pass of one unit."""
-        if not self.moving or not self.model.training:
+        if self.idle:
             yield
             return
-        if self.before is None:
-            self.before = [tensor.clone() for tensor in (*self.moving, *self.counts)]
-            self.total = [torch.zeros_like(tensor) for tensor in self.moving]
-        else:
-            torch._foreach_copy_([*self.moving, *self.counts], self.before)
+        torch._foreach_copy_([*self.moving, *self.counts], self.before)
         yield
         torch._foreach_add_(self.total, self.moving)
 
     @torch.no_grad()
     def settle(self, skip: Tensor) -> None:
         """At the end of the step; where `skip` [] is 1 the statistics stay what they were before it."""
-        if self.before is None:
+        if self.idle:
             return
         total = self.devices.sum(torch.cat([tensor.flatten() for tensor in self.total])) / self.devices.units
         parts = total.split([tensor.numel() for tensor in self.moving])
@@ -53,4 +61,3 @@ class Statistics:
             tensor.copy_(torch.where(skip > 0, old, new.view_as(old)))
         for count, old in zip(self.counts, self.before[len(self.moving) :], strict=True):
             count.copy_(old + (skip == 0))
-        self.before = None

@@ -1,9 +1,10 @@
 """`load` and `save`: from any checkpoint to a model and back, strict about every tensor."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import safetensors.torch
@@ -39,6 +40,7 @@ SUFFIXES = {
     "timm": (".safetensors", ".pth", ".pt", ".bin"),
 }
 ARTEFACT = 1  # version of the metadata's layout
+DELTA = "vitrail_delta"  # the metadata entry of a file that holds only what differs from other weights
 
 
 def load(
@@ -46,17 +48,29 @@ def load(
     image_size: int | tuple[int, int] | None = None,
     ema: bool = False,
     device: torch.device | str | None = None,
+    delta: str | Path | None = None,
     **overrides: Any,
 ) -> Model:
     """A model from a checkpoint of any known kind, told apart by its content; in evaluation mode, float32.
 
     `image_size` says the size of a foreign file whose position table is not square; Vitrail's own files are resized to it.
-    `overrides` replace what was inferred (`heads=12`); `ema=True` takes the averaged weights of a training file.
+    `overrides` replace what was inferred (`heads=12`); `ema=True` takes the averaged weights of a training file. `delta` is a
+    file of what a training has changed in these weights; the path "base+delta" says the same.
     """
     check_fields(overrides)
     size = as_size(image_size) if image_size is not None else None
     known = overrides | ({"image_size": size} if size else {})
+    base, delta = split_path(path) if delta is None else (path, delta)
+    if delta is not None:
+        from vitrail.weights.delta import load_changed  # which loads its base by this very function
+
+        model = load_changed(base, delta, ema, overrides)
+        if size and size != model.architecture.image_size:
+            model.resize(*size)
+        return model.to(device) if device is not None else model
     checkpoint = read(path, ema)
+    if DELTA in checkpoint.metadata:
+        raise UserError(f"{path} holds only what a training has changed: give the weights it was made for too, as BASE+{path}.")
     if "vitrail" in checkpoint.metadata:
         model = load_artefact(checkpoint, path, overrides)
         if size and size != model.architecture.image_size:
@@ -79,6 +93,20 @@ def load(
             raise UserError(f"The configuration beside {path} is damaged ({error!r}).") from None
     model = model.eval()
     return model.to(device) if device is not None else model
+
+
+def split_path(path: str | Path) -> tuple[str | Path, str | Path | None]:
+    """ "base.pth+delta.safetensors" to its parts; a file with a plus in its name is that file."""
+    text = str(path)
+    if os.path.exists(text):
+        return path, None
+    for place in (place for place in range(len(text) - 1, 0, -1) if text[place] == "+"):
+        if os.path.isfile(text[place + 1 :]):
+            return text[:place], text[place + 1 :]
+    base, _, delta = text.partition("+")
+    if delta and os.path.exists(base):
+        raise UserError(f"There is no file {delta}.")
+    return path, None
 
 
 def recognise(checkpoint: Checkpoint) -> tuple[str, dict[str, Tensor]]:
@@ -167,12 +195,27 @@ def describe(model: Model, kind: str, checkpoint: Checkpoint) -> None:
         model.class_names = huggingface.class_names(checkpoint.config, model.architecture.classes)
 
 
-def load_artefact(checkpoint: Checkpoint, path: str | Path, overrides: dict[str, Any]) -> Model:
+class Header(NamedTuple):
+    """What an artefact says about its tensors."""
+
+    name: str | None
+    architecture: Architecture
+    preprocessing: Preprocessing
+    class_names: list[str] | None
+    notes: dict[str, str]
+
+    def put_on(self, model: Model) -> Model:
+        model.name = model.name if self.name is None else self.name
+        model.preprocessing, model.class_names, model.notes = self.preprocessing, self.class_names, self.notes
+        return model
+
+
+def read_header(text: str, path: str | Path, overrides: dict[str, Any]) -> Header:
     fixed = sorted(set(overrides) - TRAINING_ONLY)
     if fixed:
         raise UserError(f"{path} says itself what it is; {fixed[0]} cannot be replaced when loading it.")
     try:
-        header = json.loads(checkpoint.metadata["vitrail"])
+        header = json.loads(text)
         if header["layout"] > ARTEFACT:
             raise UserError(f"{path} was written by a newer Vitrail ({header['version']}); update to read it.")
         architecture = Architecture.from_dict(header["architecture"]).replace(**overrides)
@@ -182,10 +225,13 @@ def load_artefact(checkpoint: Checkpoint, path: str | Path, overrides: dict[str,
             raise ValueError("class names")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{path} has a damaged Vitrail header ({error!r}).") from None
-    model = assemble(architecture, checkpoint.tensors, lambda key, _: Pair(key, (key,), SAME), path)
-    model.name = str(header.get("name", model.name))
-    model.preprocessing, model.class_names, model.notes = preprocessing, names, notes
-    return model
+    name = str(header["name"]) if "name" in header else None
+    return Header(name, architecture, preprocessing, names, notes)
+
+
+def load_artefact(checkpoint: Checkpoint, path: str | Path, overrides: dict[str, Any]) -> Model:
+    header = read_header(checkpoint.metadata["vitrail"], path, overrides)
+    return header.put_on(assemble(header.architecture, checkpoint.tensors, lambda key, _: Pair(key, (key,), SAME), path))
 
 
 def save(model: Model, path: str | Path, format: str = "vitrail", approximate: bool = False) -> Path:

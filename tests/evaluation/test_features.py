@@ -1,0 +1,169 @@
+"""One vector per picture, the one that was asked for, with the right labels."""
+
+import numpy as np
+import pytest
+import torch
+
+import vitrail
+from tests.pictures import make_folder, spoil
+from vitrail.data.augment.pipeline import augment
+from vitrail.data.feeding import Feed
+from vitrail.data.opening import open_source
+from vitrail.data.source import Labels, Subset
+from vitrail.evaluation.accuracy import test_view
+from vitrail.evaluation.features import VECTORS, Readout, embed
+from vitrail.models.architecture import Architecture
+from vitrail.models.model import Model
+
+SMALL = {"image_size": 16, "patch_size": 4, "width": 16, "depth": 2, "heads": 2}
+
+
+def small(**changes):
+    return Model(Architecture(**(SMALL | {"classes": 3, "image_size": (16, 16)} | changes))).eval()
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return open_source(str(make_folder(tmp_path_factory.mktemp("colours"), count=5, size=(20, 24))))
+
+
+def images_of(model, source):
+    feed = Feed(source, workers=0, say=lambda sentence: None)
+    (batch,) = feed.sweep(100)
+    return augment(batch.pixels, batch.sizes, torch.zeros_like(batch.index), test_view(model.preprocessing)).images
+
+
+def test_pooled_is_what_the_classifier_reads(source):
+    model = small()
+    found = embed(model, source, batch=4, workers=0)
+    assert found.vectors.shape == (15, 16)
+    assert found.vectors.dtype == torch.float32
+    assert found.picture.tolist() == list(range(15))
+    assert found.labels.tolist() == source.label.values.tolist()
+    with torch.no_grad():
+        assert torch.allclose(found.vectors, model.features(images_of(model, source)).pooled, atol=1e-5)
+
+
+def test_every_vector_against_the_parts_of_the_model(source):
+    model = small(distillation=True, pre_logits=12)
+    with torch.no_grad():
+        images = images_of(model, source)
+        features = model.features(images)
+        raw, layout = model.encode(*model.embed(images))
+        expected = {
+            "pooled": features.special[:, 0],
+            "class": features.special[:, 0],
+            "distillation": features.special[:, 1],
+            "mean": features.tokens.mean(1),
+            "class_mean": torch.cat([features.special[:, 0], features.tokens.mean(1)], 1),
+            "penultimate": model.pre_logits(features.pooled),
+            "logits": model(images),
+        }
+        before = {"class": raw[:, 0], "distillation": raw[:, 1], "mean": raw[:, 2:].mean(1), "pooled": raw[:, 0]}
+    assert set(expected) == set(VECTORS)
+    assert layout.special == 2
+    for name, vectors in expected.items():
+        assert torch.allclose(embed(model, source, Readout(name), workers=0).vectors, vectors, atol=1e-5), name
+    for name, vectors in before.items():
+        assert torch.allclose(embed(model, source, Readout(name, before_norm=True), workers=0).vectors, vectors, atol=1e-5), name
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"readout": "mean"},
+        {"readout": "mean", "pool_norm": True},
+        {"readout": "class_attention", "readout_depth": 1, "readout_heads": 2},
+        {"readout": "per_class", "readout_depth": 1, "readout_heads": 2},
+    ],
+)
+def test_other_readouts(source, changes):
+    model = small(**changes)
+    with torch.no_grad():
+        images = images_of(model, source)
+        pooled = model.features(images).pooled
+        raw, layout = model.encode(*model.embed(images))
+    pooled = pooled.mean(1) if changes["readout"] == "per_class" else pooled
+    assert torch.allclose(embed(model, source, workers=0).vectors, pooled, atol=1e-5)
+    if changes["readout"] == "mean":
+        assert torch.allclose(embed(model, source, Readout("mean"), workers=0).vectors, pooled, atol=1e-5)
+        bare = embed(model, source, Readout("mean", before_norm=True), workers=0).vectors
+        assert torch.allclose(bare, raw[:, layout.special :].mean(1), atol=1e-5)
+    with torch.no_grad():  # the norm of what comes before it is what comes after it
+        bare = embed(model, source, Readout(before_norm=True), workers=0).vectors
+        if changes["readout"] in ("class_attention",) or changes.get("pool_norm"):
+            assert torch.allclose(model.norm(bare[:, None])[:, 0], pooled, atol=1e-5)
+
+
+def test_unit_length_and_bfloat16(source):
+    model = small()
+    plain, unit = embed(model, source, workers=0), embed(model, source, Readout(unit=True), workers=0)
+    assert torch.allclose(unit.vectors.norm(dim=1), torch.ones(15), atol=1e-6)
+    assert torch.allclose(unit.vectors * plain.vectors.norm(dim=1, keepdim=True), plain.vectors, atol=1e-5)
+    rough = embed(model, source, Readout(bf16=True), workers=0).vectors
+    assert rough.dtype == torch.float32
+    assert 0 < (rough - plain.vectors).abs().max() < 0.1
+
+
+def test_batches_workers_and_feeds_change_nothing(source):
+    model = small()
+    one = embed(model, source, batch=100, workers=0)
+    for other in (
+        embed(model, source, batch=4, workers=2),
+        embed(model, Feed(source, workers=0, say=lambda sentence: None), batch=7),
+    ):
+        assert torch.allclose(other.vectors, one.vectors, atol=1e-5)
+        assert torch.equal(other.picture, one.picture)
+        assert torch.equal(other.labels, one.labels)
+
+
+def test_further_labels_and_the_mode_of_the_model(source):
+    some = Subset(source, np.array([3, 14, 7]))
+    some.extra = {"coarse_label": Labels(np.array([1, -1, 0]), ["a", "b"])}
+    model = small().train()
+    counts = []
+    found = embed(model, some, workers=0, batch=2, advance=counts.append)
+    assert found.extra["coarse_label"].tolist() == [1, -1, 0]
+    assert found.labels.tolist() == [0, 2, 1]
+    assert model.training
+    assert counts == [2, 1]
+    picked = found.pick(found.extra["coarse_label"] >= 0)
+    assert (picked.picture.tolist(), picked.labels.tolist()) == ([0, 2], [0, 1])
+
+
+def test_unreadable_pictures_are_left_out_and_named(tmp_path):
+    make_folder(tmp_path, ["a", "b"], 2)
+    spoil(tmp_path / "a" / "001.png")
+    found = embed(small(), open_source(str(tmp_path)), workers=0)
+    assert found.picture.tolist() == [0, 2, 3]
+    assert found.labels.tolist() == [0, 1, 1]
+    assert [problem.where for problem in found.problems] == [str(tmp_path / "a" / "001.png")]
+    for file in tmp_path.glob("*/*.png"):
+        spoil(file)
+    with pytest.raises(vitrail.UserError, match="No picture of"):
+        embed(small(), open_source(str(tmp_path)), workers=0)
+
+
+def test_what_a_model_does_not_have(source):
+    mean = small(readout="mean", classes=0)
+    for vector, reason in (
+        ("class", "no class token"),
+        ("class_mean", "no class token"),
+        ("distillation", "no distillation token"),
+        ("logits", "no classifier"),
+        ("nonsense", "no vector called 'nonsense'"),
+    ):
+        with pytest.raises(vitrail.UserError, match=reason):
+            embed(mean, source, Readout(vector), workers=0)
+    with pytest.raises(vitrail.UserError, match="after the final norm"):
+        embed(small(), source, Readout("penultimate", before_norm=True), workers=0)
+    with pytest.raises(vitrail.UserError, match="no single vector"):
+        embed(small(readout="per_class", readout_depth=1, readout_heads=2), source, Readout("penultimate"), workers=0)
+
+
+def test_features_that_are_not_finite_are_refused(source):
+    model = small()
+    with torch.no_grad():
+        model.norm.weight[0] = torch.nan
+    with pytest.raises(vitrail.UserError, match="of 15 of 15 pictures are not finite"):
+        embed(model, source, workers=0)

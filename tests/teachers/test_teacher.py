@@ -1,0 +1,203 @@
+"""What every teacher does, whatever is inside it."""
+
+import pytest
+import torch
+from torch import nn
+
+import vitrail
+from tests.small import structures
+from vitrail.models.catalogue import build
+from vitrail.models.preprocessing import Preprocessing
+from vitrail.teachers import Teacher, open_teacher
+from vitrail.teachers.network import ConvNet, Timm
+from vitrail.teachers.regnet import RegNet, RegNetPlan
+
+HALF = Preprocessing((8, 8), mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
+STUDENT = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+class Little(ConvNet):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(3, 6, 3, 2, 1), nn.Linear(6, 4)
+        self.dropout = nn.Dropout(0.5)
+
+    def maps(self, images):
+        return self.dropout(self.conv(images).relu())
+
+    def classifier(self):
+        return self.fc
+
+
+def normalised(pixels, mean, std):
+    return (pixels - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
+
+
+def test_it_sees_the_students_view_in_its_own_colours():
+    teacher = Teacher(Little(), HALF, 4)
+    pixels = torch.rand(2, 3, 8, 8)
+    seen = teacher.see(normalised(pixels, *STUDENT), *STUDENT)
+    torch.testing.assert_close(seen, normalised(pixels, HALF.mean, HALF.std))
+    torch.testing.assert_close(teacher(normalised(pixels, *STUDENT), *STUDENT), teacher(normalised(pixels, HALF.mean, HALF.std)))
+    own = torch.randn(2, 3, 8, 8)
+    assert teacher.see(own) is own
+
+
+def test_blue_first():
+    teacher = Teacher(Little(), HALF, 4, order="bgr")
+    pixels = torch.rand(1, 3, 4, 4)
+    torch.testing.assert_close(teacher.see(pixels), pixels[:, [2, 1, 0]])
+    torch.testing.assert_close(
+        teacher.see(normalised(pixels, *STUDENT), *STUDENT), normalised(pixels, HALF.mean, HALF.std)[:, [2, 1, 0]]
+    )
+
+
+def test_the_size_is_the_students_unless_said_otherwise():
+    teacher = Teacher(Little(), HALF, 4)
+    pictures = torch.randn(2, 3, 20, 12)
+    assert teacher.see(pictures).shape == (2, 3, 20, 12)
+    teacher = Teacher(Little(), HALF, 4, size=8)
+    assert teacher.see(pictures).shape == (2, 3, 8, 8)
+    flat = torch.full((1, 3, 30, 30), 0.25)
+    torch.testing.assert_close(teacher.see(flat), flat[:, :, :8, :8])  # a resized plain picture is as plain
+
+
+def test_it_is_frozen_and_stays_in_evaluation_mode():
+    teacher = Teacher(Little(), HALF, 4)
+    around = nn.ModuleList([teacher]).train()
+    assert around.training
+    assert not any(module.training for module in teacher.modules())
+    assert not any(parameter.requires_grad for parameter in teacher.parameters())
+    pictures = torch.randn(2, 3, 8, 8)
+    assert torch.equal(teacher(pictures), teacher(pictures))
+
+
+@pytest.mark.parametrize("ask", ["forward", "dense", "features"])
+def test_its_answers_are_targets_of_losses(ask):
+    teacher = Teacher(Little(), HALF, 4)
+    pictures = torch.randn(2, 3, 8, 8, requires_grad=True)
+    target = getattr(teacher, ask)(pictures)
+    assert not target.requires_grad
+    student = torch.randn_like(target, requires_grad=True)
+    nn.functional.cross_entropy(student, target.softmax(1)).backward()
+    assert student.grad is not None
+    assert pictures.grad is None
+
+
+def test_half_precision_around_it_does_not_reach_it():
+    teacher = Teacher(Little(), HALF, 4)
+    pictures = torch.randn(2, 3, 8, 8)
+    plain = teacher(pictures)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(teacher(pictures), plain)
+    assert plain.dtype == torch.float32
+
+
+def test_the_mean_of_dense_logits_is_the_logits_of_a_convnet():
+    teacher = Teacher(RegNet(RegNetPlan((1, 1), (8, 16), 8, 8, classes=5)), HALF, 5)
+    pictures = torch.randn(2, 3, 40, 64)
+    dense = teacher.dense(pictures)
+    assert dense.shape == (2, 5, 5, 8)
+    torch.testing.assert_close(dense.mean((2, 3)), teacher(pictures), rtol=1e-4, atol=1e-5)
+    assert teacher.features(pictures).shape == (2, 16)
+
+
+@pytest.mark.parametrize(
+    ("pictures", "colours", "says"),
+    [
+        (torch.zeros(3, 8, 8), (), r"\[B, 3, height, width\]"),
+        (torch.zeros(2, 1, 8, 8), (), r"not \[2, 1, 8, 8\]"),
+        (torch.zeros(2, 3, 8, 8), ((0.5,), (0.5,)), "3 numbers each, not 1 and 1"),
+    ],
+)
+def test_wrong_pictures_get_a_sentence(pictures, colours, says):
+    with pytest.raises(vitrail.UserError, match=says):
+        Teacher(Little(), HALF, 4)(pictures, *colours)
+
+
+@pytest.mark.parametrize("name", structures())
+def test_every_vitrail_model_teaches(name):
+    architecture = structures()[name]
+    model = build(architecture, name=name).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    teacher = open_teacher(model)
+    pictures = torch.randn(2, 3, *architecture.image_size)
+    with torch.no_grad():
+        torch.testing.assert_close(teacher(pictures), model(pictures))
+    if architecture.readout == "per_class":
+        for ask in (teacher.dense, teacher.features):
+            with pytest.raises(vitrail.UserError, match="one query per class"):
+                ask(pictures)
+        return
+    dense = teacher.dense(pictures)
+    assert dense.shape == (2, architecture.classes, *model.grid)
+    assert teacher.features(pictures).shape[0] == 2
+    plain = architecture.readout == "mean" and not (architecture.pool_norm or architecture.pre_logits or architecture.dense_head)
+    if plain:
+        torch.testing.assert_close(dense.mean((2, 3)), teacher(pictures), rtol=1e-3, atol=1e-4)
+    if architecture.dense_head:
+        with torch.no_grad():
+            expected = model.outputs(pictures).dense
+        torch.testing.assert_close(dense.flatten(2).transpose(1, 2), expected)
+    if teacher.size is None:
+        larger = torch.randn(1, 3, *(2 * side for side in architecture.image_size))
+        assert teacher.dense(larger).shape[2:] == tuple(2 * side for side in model.grid)
+    else:
+        larger = torch.randn(1, 3, *(2 * side for side in architecture.image_size))
+        assert teacher.dense(larger).shape[2:] == model.grid  # brought to the size it is tied to
+
+
+def test_a_distilled_model_answers_at_patches_with_both_heads():
+    model = build(structures()["deit_tiny_distilled_patch16"]).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    pictures = torch.randn(1, 3, *model.architecture.image_size)
+    tokens = model.features(pictures).tokens
+    expected = (model.head(tokens) + model.head_distillation(tokens)) / 2
+    torch.testing.assert_close(open_teacher(model).dense(pictures).flatten(2), expected.transpose(1, 2).detach())
+
+
+class Patches(nn.Module):
+    def dynamic_feat_size(self, size):
+        return size[0] // 4, size[1] // 4
+
+
+class TimmLike(nn.Module):
+    """timm's manners: convnets with a norm before the classifier, channels last, tokens of which two are special."""
+
+    num_prefix_tokens = 2
+
+    def __init__(self, form):
+        super().__init__()
+        self.form, self.patch_embed = form, Patches()
+        if form == "last":
+            self.output_fmt = "NHWC"
+        self.proj, self.norm, self.fc = nn.Conv2d(3, 6, 4, 4), nn.LayerNorm(6), nn.Linear(6, 4)
+        self.special = nn.Parameter(torch.randn(1, 2, 6))
+
+    def forward_features(self, x):
+        maps = self.proj(x)
+        if self.form == "tokens":
+            return torch.cat([self.special.expand(len(x), -1, -1), maps.flatten(2).transpose(1, 2)], 1)
+        return maps.movedim(1, -1) if self.form == "last" else maps
+
+    def forward_head(self, x, pre_logits=False):
+        x = x[:, 2:].mean(1) if self.form == "tokens" else x.mean((1, 2) if self.form == "last" else (2, 3))
+        return self.norm(x) if pre_logits else self.fc(self.norm(x))
+
+    def forward(self, x):
+        return self.forward_head(self.forward_features(x))
+
+
+@pytest.mark.parametrize("form", ["first", "last", "tokens"])
+def test_modules_in_timms_manner(form):
+    module = TimmLike(form)
+    teacher = open_teacher(module, preprocessing=HALF, classes=list("abcd"))
+    assert isinstance(teacher.network, Timm)
+    pictures = torch.randn(2, 3, 8, 12)
+    torch.testing.assert_close(teacher(pictures), module(pictures).detach())
+    assert teacher.features(pictures).shape == (2, 6)
+    maps = module.proj(pictures).movedim(1, -1)
+    expected = module.fc(module.norm(maps)).movedim(-1, 1).detach()
+    torch.testing.assert_close(teacher.dense(pictures), expected)
