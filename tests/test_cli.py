@@ -258,7 +258,7 @@ def test_recipes_as_a_table_and_as_json(typed, typed_wrong):
     assert max(map(len, table.splitlines())) <= 120
     assert all(f"\n  {name} " in table for name in list_recipes())
     _, table, _ = typed("recipes", "deit*384")
-    assert "deit_base_to_384                 512  30 epochs" in table
+    assert "deit_base_to_384                       512  30 epochs" in table
     assert "    from deit_base\n" in "\n".join(line.rstrip() for line in table.splitlines())
     assert "83.1 % top-1 on ImageNet" in table
     assert "takes them with --from" in table

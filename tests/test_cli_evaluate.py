@@ -232,7 +232,7 @@ def test_several_right_labels(typed, typed_wrong, weights, pictures, folder):
     (folder / "labels.json").write_text(json.dumps([[0, 1]] * 11 + [[]]))
     code, said, _ = typed("evaluate", weights, pictures, "--labels", folder / "labels.json")
     assert code == 0
-    assert "100.00%" in said
+    assert "100.00 %" in said
     assert "any label: 11 pictures; 1 without one do not count" in said
     (folder / "labels.json").write_text("[[0]]")
     assert "1 lists of labels for the 12 pictures" in typed_wrong(

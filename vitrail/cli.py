@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from vitrail.commands import training
+from vitrail.commands.annotate import annotate, store
 from vitrail.commands.compare import ablate, compare
 from vitrail.commands.data import data
 from vitrail.commands.delta import delta
@@ -27,6 +28,7 @@ app.add_typer(data, name="data")
 app.add_typer(delta, name="delta")
 app.add_typer(probe, name="probe")
 app.add_typer(training.recipes, name="recipes")
+app.add_typer(store, name="store")
 for command in (
     training.train,
     training.resume,
@@ -34,6 +36,7 @@ for command in (
     training.replay,
     compare,
     ablate,
+    annotate,
     predict,
     embed,
     suite,
@@ -218,18 +221,31 @@ def convert(
 
 def main() -> None:
     """Entry point: a `UserError` becomes one sentence on standard error and exit code 2."""
+    code = exit_code()
+    if "RANK" in os.environ:
+        # Threads of torch's process group outlive it now and then, and an interpreter that ends then aborts the process.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def exit_code() -> int:
     try:
         app()
     except UserError as error:
         if is_teller(error.told_here):
             print(error, file=sys.stderr)
-        sys.exit(2)
+        return 2
     except KeyboardInterrupt:
         if is_teller(None):
             print("Stopped.", file=sys.stderr)
-        sys.exit(130)
+        return 130
     except BrokenPipeError:
-        sys.exit(0)
+        return 0
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    return 0
 
 
 def is_teller(told_here: bool | None) -> bool:

@@ -11,7 +11,7 @@ from vitrail.data.augment.geometry import random_resized_crop
 from vitrail.data.augment.pipeline import Augmentation, augment, augment_views, flips, follow, look
 from vitrail.data.randomness import sample_key
 from vitrail.errors import UserError
-from vitrail.objectives.classification import make_targets
+from vitrail.objectives.targets import make_targets
 from vitrail.recipes.recipe import Objective
 
 PIPELINES = {

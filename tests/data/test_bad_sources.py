@@ -394,7 +394,7 @@ def test_splits_that_are_not_there(tmp_path: Path) -> None:
         open_source(root, "test")
     with pytest.raises(UserError, match="There is no split called holdout"):
         open_source(root, "holdout")
-    with pytest.raises(UserError, match="too few pictures per class to set 10% aside"):
+    with pytest.raises(UserError, match="too few pictures per class to set 10 % aside"):
         open_splits(write_folder(tmp_path / "single", {"x": 1, "y": 1}))
     for name in ("val", "test"):
         write_folder(tmp_path / "b" / name, {"x": 1})

@@ -2,11 +2,15 @@
 
 A miniature is a recipe with a tiny network of the same structure, 16 pictures a step and 32 digits, so that an epoch has two
 steps and twenty steps see the warm-up and what comes after it. Recipes whose miniatures are alike share one list of losses.
+
+Where a recipe wants a teacher, an untrained network with strong opinions is asked; where it wants labels of patches, it gets the
+maps that this network has made of the same digits.
 """
 
 import contextlib
 import hashlib
 import json
+import tempfile
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -16,6 +20,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
+import vitrail
 from vitrail.data.feeding import Feed
 from vitrail.data.opening import open_splits
 from vitrail.data.source import Subset
@@ -24,6 +29,8 @@ from vitrail.models.catalogue import create
 from vitrail.models.catalogue import lookup as find_model
 from vitrail.recipes import Recipe, list_recipes, lookup
 from vitrail.recipes.recipe import parse_span
+from vitrail.teachers.annotating import Wanted, annotate
+from vitrail.teachers.opening import open_teacher
 from vitrail.training.devices import Devices
 from vitrail.training.display import Display
 from vitrail.training.loop import Options, Training
@@ -34,7 +41,17 @@ FILE = Path(__file__).with_suffix(".json")
 STEPS, BATCH, PICTURES = 20, 16, 32
 WARMUP = 10  # steps, of a warm-up that a recipe gives in steps: thousands of them would never be passed here
 # What no loss of the training depends on when it starts from scratch.
-NO_MATTER = ("name", "about", "average", "testing", "start.after", "start.weights", "start.zero_head")
+NO_MATTER = (
+    "name",
+    "about",
+    "average",
+    "testing",
+    "start.after",
+    "start.weights",
+    "start.zero_head",
+    "architecture.dense_weight",
+)
+SURE = 1.0  # deviation of the teacher's classifier, which would start at zero
 
 
 def shrink(a: Architecture) -> Architecture:
@@ -119,6 +136,42 @@ def speed() -> Speed:
     return Speed(create("vit_base_patch16", 10, 32, depth=0), torch.device("cpu"), 1)
 
 
+@cache
+def beside() -> tempfile.TemporaryDirectory[str]:
+    """A folder that goes with the process."""
+    return tempfile.TemporaryDirectory()
+
+
+@cache
+def teacher() -> str:
+    """A file with a network that is as sure of its answers as a trained one."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        model = create("house_mini", len(digits().source.classes), 16, width=32, depth=1)
+        model.head.weight.normal_(0.0, SURE)
+    path = Path(beside().name, "teacher.safetensors")
+    vitrail.save(model, path)
+    return str(path)
+
+
+@cache
+def labels() -> str:
+    """A store with the three best classes of every cell of its maps."""
+    path = Path(beside().name, "maps")
+    annotate(open_teacher(teacher(), "cpu"), digits().source, path, Wanted(what=("tokens",), top_k=3), workers=0)
+    return str(path)
+
+
+def guided(little: Recipe) -> Recipe:
+    """The recipe with what it learns from."""
+    changes = {}
+    if little.distillation.kind != "none":
+        changes["distillation.teacher"] = teacher()
+    if little.tokens.weight > 0 or little.tokens.target != "truth":
+        changes["tokens.labels"] = labels()
+    return little.set(changes)
+
+
 class Enough(Exception):
     """Ends a training before it would test and save its weights, which takes longer than its steps."""
 
@@ -136,7 +189,7 @@ class Losses:
 
 
 def first_losses(little: Recipe) -> list[float]:
-    feed, devices, losses = digits(), Devices(torch.device("cpu")), Losses()
+    little, feed, devices, losses = guided(little), digits(), Devices(torch.device("cpu")), Losses()
     model = build(little, feed.source)
     training = Training(little, model, devices, feed, feed, Path("nowhere"), Options(log_steps=1))
     training.total = training.test_every = STEPS + 1

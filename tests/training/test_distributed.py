@@ -31,7 +31,8 @@ from vitrail.data.workers import Workers
 from vitrail.errors import UserError
 from vitrail.models.catalogue import build
 from vitrail.objectives.supervised import Supervised
-from vitrail.recipes.recipe import Objective
+from vitrail.objectives.targets import Targets
+from vitrail.recipes import Recipe
 from vitrail.training.checkpoints import read_checkpoint
 from vitrail.training.devices import Devices, connected, cut, has_idle_heads
 from vitrail.training.facts import choose_folder, fingerprint
@@ -381,7 +382,7 @@ def test_only_heads_without_labels_are_idle():
     for name, architecture in structures().items():
         model = build(architecture)
         targets = torch.full((2, architecture.classes), 1 / architecture.classes)
-        Supervised(model, Objective())(torch.randn(2, 3, *architecture.image_size), targets).backward()
+        Supervised(model, Recipe())(torch.randn(2, 3, *architecture.image_size), Targets(targets)).backward()
         idle = [key for key, parameter in model.named_parameters() if parameter.requires_grad and parameter.grad is None]
         assert bool(idle) == has_idle_heads(model), (name, idle)
 

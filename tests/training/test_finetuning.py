@@ -11,6 +11,7 @@ from vitrail.data.opening import open_splits
 from vitrail.data.source import Subset
 from vitrail.errors import UserError
 from vitrail.objectives.supervised import Supervised
+from vitrail.objectives.targets import Targets
 from vitrail.recipes import lookup
 from vitrail.training.optimisers import parameter_groups
 from vitrail.training.preparing import adapted, build, dressed, look_at, resolve
@@ -46,7 +47,7 @@ def test_every_network_goes_to_other_classes_and_another_rectangle(name):
             assert not value.any()
         elif not (key == "readout.queries" and model.architecture.readout == "per_class"):
             assert torch.equal(value, expected.state_dict()[key]), key
-    loss = Supervised(model.train(), lookup("finetune").objective)(torch.randn(2, 3, *size), torch.eye(3)[:2])
+    loss = Supervised(model.train(), lookup("finetune"))(torch.randn(2, 3, *size), Targets(torch.eye(3)[:2]))
     loss.backward()
     assert loss.isfinite()
     learning = {key for key, parameter in model.named_parameters() if key.startswith("head") and parameter.grad is not None}

@@ -51,3 +51,25 @@ def test_a_changed_leaf_changes_them(leaf, little):
     recipe, losses = little
     assert recipe.leaves()[leaf] != CHANGES[leaf]
     assert first_losses(recipe.set({leaf: CHANGES[leaf]})) != pytest.approx(losses, rel=2 * SAME)
+
+
+# The same for what a recipe learns from beside the labels.
+GUIDES = {
+    "deit_small_distilled": {"distillation.weight": 0.4, "distillation.kind": "soft", "distillation.smoothing": 0.1},
+    "deit_small_soft": {"distillation.temperature": 2.0, "distillation.per_class": False},
+    "lvvit_s_tokens": {"tokens.weight": 0.5, "tokens.target": "truth", "tokens.mix": 0.0},
+    "lvvit_s_relabel": {"tokens.target": "blend", "mixing.cutmix": 0.0},
+}
+
+
+@pytest.mark.parametrize(("name", "leaf"), [(name, leaf) for name, leaves in GUIDES.items() for leaf in leaves])
+def test_a_changed_leaf_of_teaching_changes_them(name, leaf):
+    recipe, value = miniature(lookup(name)), GUIDES[name][leaf]
+    assert recipe.leaves()[leaf] != value
+    assert first_losses(recipe.set({leaf: value})) != pytest.approx(GOLDEN["losses"][NAMES[name]], rel=2 * SAME)
+
+
+def test_mixing_labels_is_putting_answers_back():
+    """A sum over the same pairs of answer and label, in another order."""
+    recipe = miniature(lookup("lvvit_s_tokens")).set({"tokens.mix_what": "labels"})
+    assert first_losses(recipe) == pytest.approx(GOLDEN["losses"][NAMES["lvvit_s_tokens"]], rel=SAME)

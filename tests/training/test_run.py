@@ -97,7 +97,7 @@ def test_mistakes_and_test_pictures_are_looked_at(done, plain):
     rights = [each["top1"] * each["pictures"] for each in plain["per_class"]]
     assert rights == pytest.approx(np.diag(matrix).tolist())
     assert plain["test"]["pictures"] == 12
-    assert 0 <= plain["test"]["top1"] <= plain["test"]["top5"] <= 1
+    assert 0 <= plain["test"]["top1"] <= 1
     wrong = int(matrix.sum() - np.trace(matrix))
     assert len(plain["mistakes"]) == min(wrong, 16)
     for mistake in plain["mistakes"]:

@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from vitrail.wording import percent
+
 delta = typer.Typer(
     no_args_is_help=True,
     help="Keep a fine-tuning as what it has changed: [bold]make[/bold], [bold]apply[/bold], [bold]info[/bold].",
@@ -36,7 +38,7 @@ def make(
     save_delta(found, out)
     size = out.stat().st_size
     print(
-        f"{out}: {len(found.tensors)} tensors, {size / 1e6:.1f} MB, {size / found.base_bytes:.1%} of the "
+        f"{out}: {len(found.tensors)} tensors, {size / 1e6:.1f} MB, {percent(size / found.base_bytes, 1)} of the "
         f"{found.base_bytes / 1e6:.1f} MB of its base {found.base[:12]}"
     )
 
@@ -79,7 +81,7 @@ def info(
         "model": f"{facts['name']} at {show_size(tuple(facts['image_size']))} pixels",
         "base": f"{base['name'] or 'without a name'}, sha256 {base['sha256']}",
         "size": f"{facts['parameters']:,} parameters, {facts['bytes'] / 1e6:.1f} MB, "
-        f"{facts['bytes'] / max(base['bytes'], 1):.1%} of the base's",
+        f"{percent(facts['bytes'] / max(base['bytes'], 1), 1)} of the base's",
         "classes": ", ".join(names[:8]) + (f", … ({len(names)})" if len(names) > 8 else "") if names else "without names",
     }
     if recipe:

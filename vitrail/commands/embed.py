@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from vitrail.wording import percent
+
 if TYPE_CHECKING:
     from vitrail.data.loader import Problem
     from vitrail.evaluation.suite import Row, Task
@@ -123,11 +125,11 @@ def show_suite(tasks: "Sequence[Task]", rows: "Sequence[Row]", means: dict[str, 
         cells = []
         for path in means:
             row = found[task.name, path]
-            cells.append(f"{row.score:.2%}" + (f" ± {row.spread:.2%}" if row.spread is not None else ""))
+            cells.append(percent(row.score, 2) + (f" ± {percent(row.spread, 2)}" if row.spread is not None else ""))
         table.add_row(Text(task.name), task.probe, *cells)
     table.add_row()
     for name in next(iter(means.values())):
-        table.add_row(Text(name, "bold"), "", *(f"{each[name]:.2%}" for each in means.values()))
+        table.add_row(Text(name, "bold"), "", *(percent(each[name], 2) for each in means.values()))
     console().print(table)
 
 

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vitrail.commands.predict import one_line
+from vitrail.wording import percent
 
 if TYPE_CHECKING:
     from vitrail.evaluation.disagreement import Disagreement
@@ -26,13 +27,13 @@ def show(measured: "Sequence[Evaluation]", found: Sequence[dict[str, Any]]) -> N
         row = [
             f"{each.source}, {each.split}",
             f"{each.pictures:,}",
-            f"{percent(each.top1)} ± {100 * each.top1_error:.2f}",
+            f"{cell(each.top1)} ± {100 * each.top1_error:.2f}",
             f"{100 * (each.top1 - first.top1):+.2f}" if each is not first else "",
-            percent(each.top5),
-            percent(each.multilabel.top1) if each.multilabel else "",
+            cell(each.top5),
+            cell(each.multilabel.top1) if each.multilabel else "",
             f"{each.loss:.4f}",
-            *(percent(mended.ece), percent(mended.adaptive_ece)),
-            *(f"{mended.temperature:.3f}" if mended.temperature else "", percent(mended.ece_after)),
+            *(cell(mended.ece), cell(mended.adaptive_ece)),
+            *(f"{mended.temperature:.3f}" if mended.temperature else "", cell(mended.ece_after)),
         ]
         rows.append(row)
     columns = ("source", "pictures", "top-1", "difference", "top-5", "any label", "loss", "ECE", "adaptive", "T", "ECE with T")
@@ -58,7 +59,7 @@ def show(measured: "Sequence[Evaluation]", found: Sequence[dict[str, Any]]) -> N
     if found:
         say("")
         cells = [
-            (each["size"], f"{each['crop_ratio']:g}", percent(each["top1"]), percent(each["top5"]), f"{each['loss']:.4f}")
+            (each["size"], f"{each['crop_ratio']:g}", cell(each["top1"]), cell(each["top5"]), f"{each['loss']:.4f}")
             for each in found
         ]
         show_table(("size", "crop ratio", "top-1", "top-5", "loss"), cells)
@@ -75,7 +76,7 @@ def show_classes(found: "Evaluation") -> None:
         say("")
         show_table(
             ("hardest classes", "top-1", "pictures"),
-            [(each["name"], percent(each["top1"]), str(each["pictures"])) for each in worst],
+            [(each["name"], cell(each["top1"]), str(each["pictures"])) for each in worst],
         )
     if pairs:
         say("")
@@ -145,5 +146,5 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 120)
 
 
-def percent(value: float | None) -> str:
-    return "" if value is None else "–" if not math.isfinite(value) else f"{value:.2%}"
+def cell(value: float | None) -> str:
+    return "" if value is None else "–" if not math.isfinite(value) else percent(value, 2)

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vitrail.errors import UserError
+from vitrail.wording import percent
 
 if TYPE_CHECKING:
     from vitrail.evaluation.predicting import Prediction
@@ -192,8 +193,8 @@ def rendered(predictions: "list[Prediction]", known: bool, live: bool) -> str:
         table.add_column(column, justify="left" if column else "right", overflow="fold")
     for each in predictions:
         first, *others = each.guesses
-        rest = ", ".join(f"{guess.name} {guess.probability:.1%}" for guess in others)
-        cells = (each.where, first.name, f"{first.probability:.1%}", rest, *([each.truth or ""] if known else []))
+        rest = ", ".join(f"{guess.name} {percent(guess.probability, 1)}" for guess in others)
+        cells = (each.where, first.name, percent(first.probability, 1), rest, *([each.truth or ""] if known else []))
         table.add_row(*(Text(one_line(cell)) for cell in cells))  # as text: brackets in names are not markup
     terminal = live and sys.stdout.isatty()
     console = Console(width=None if terminal else 120, force_terminal=terminal, file=io.StringIO())

@@ -30,6 +30,7 @@ from vitrail.commands.embed import (
 )
 from vitrail.commands.structure import levels, random_labels, spectrum
 from vitrail.commands.training import choice
+from vitrail.wording import percent
 
 if TYPE_CHECKING:
     from vitrail.evaluation.features import Embedding, Readout
@@ -193,7 +194,7 @@ def retrieval(
     for name in ("mAP", "queries", "without answer"):
         table.add_column(name, justify="right")
     for name, each in found.items():
-        table.add_row(name, f"{each.mean:.2%}", f"{each.queries:,}", f"{each.without:,}")
+        table.add_row(name, percent(each.mean, 2), f"{each.queries:,}", f"{each.without:,}")
     console().print(table)
     print(sentence(looked))
 
@@ -248,7 +249,7 @@ def measure(name: str, weights: Path, source: str, settings: "Settings", options
 
 def cell(key: str, value: Any) -> str:
     if key in ("top1", "top5", "spread"):
-        return f"{value:.2%}"
+        return percent(value, 2)
     return f"{value:,}" if isinstance(value, int) else f"{value:g}"
 
 

@@ -33,6 +33,7 @@ from vitrail.commands.embed import (
     watched,
 )
 from vitrail.errors import UserError
+from vitrail.wording import percent
 
 
 def spectrum(
@@ -88,7 +89,7 @@ def spectrum(
         tell(content)
         return
     table = Table("weights", box=None, header_style="bold", pad_edge=False)
-    for name in ("pictures", "features", "effective", *(f"for {share:.0%}" for share in SHARES)):
+    for name in ("pictures", "features", "effective", *(f"for {percent(share)}" for share in SHARES)):
         table.add_column(name, justify="right")
     for name, each in found.items():
         counts = (str(each.components(share)) for share in SHARES)
@@ -141,7 +142,7 @@ def random_labels(
         table.add_column(name, justify="right")
     for name, values in (("halves", found.plain), ("halves within the predicted class", found.conditioned)):
         mean, spread = summary(values)
-        table.add_row(name, f"{mean:.2%}", f"{spread:.2%}" if splits > 1 else "")
+        table.add_row(name, percent(mean, 2), percent(spread, 2) if splits > 1 else "")
     console().print(table)
     print(f"{found.pictures:,} pictures of {found.classes} classes, {2 * found.classes} halves.")
 
@@ -205,6 +206,6 @@ def levels(
         for name, level in zip(grid.models, grid.train, strict=True):
             table.add_column(Text(f"{level}\n{Path(name).name}"), justify="right", overflow="fold")
         for each, row in zip(known, grid.scores[what], strict=True):
-            table.add_row(Text(f"{each.name} ({each.classes})"), *(f"{value:.2%}" for value in row))
+            table.add_row(Text(f"{each.name} ({each.classes})"), *(percent(value, 2) for value in row))
         console().print(table)
-        print(", ".join(f"{name} {value:.2%}" for name, value in grid.parts(what).items()) + "\n")
+        print(", ".join(f"{name} {percent(value, 2)}" for name, value in grid.parts(what).items()) + "\n")

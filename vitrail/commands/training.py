@@ -28,6 +28,13 @@ FromOption = Annotated[str | None, typer.Option("--from", help="Start from these
 ScopeOption = Annotated[
     str | None, typer.Option(help="What is trained: full, attention, ffn, head, norm or last:N; short for --set start.scope=….")
 ]
+TeacherOption = Annotated[
+    str | None,
+    typer.Option(help="Learn from this network, or a store of its answers; short for --set distillation.teacher=…."),
+]
+LabelsOption = Annotated[
+    str | None, typer.Option(help="Learn labels of patches from this store; short for --set tokens.labels=….")
+]
 EpochsOption = Annotated[float | None, typer.Option(help="Short for --set schedule.length='N epochs'.")]
 SeedOption = Annotated[int | None, typer.Option(help="Short for --set seed=N.")]
 DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1; a GPU if there is one.")]
@@ -44,6 +51,8 @@ def train(
     changes: SetOption = None,
     weights: FromOption = None,
     scope: ScopeOption = None,
+    teacher: TeacherOption = None,
+    labels: LabelsOption = None,
     epochs: EpochsOption = None,
     seed: SeedOption = None,
     seeds: Annotated[
@@ -84,7 +93,8 @@ def train(
         save_steps=save_steps,
         log_steps=log_steps,
     )
-    leaves = leaves_of(changes, weights, epochs, seed) | ({"start.scope": scope} if scope is not None else {})
+    more_leaves = {"start.scope": scope, "distillation.teacher": teacher, "tokens.labels": labels}
+    leaves = leaves_of(changes, weights, epochs, seed) | {key: value for key, value in more_leaves.items() if value is not None}
     if seeds is not None:
         from vitrail.training.seeds import choose_home, plan_seeds
 
@@ -240,15 +250,18 @@ def list_all(
         previous = recipe.about.paper
         result = ": ".join(part for part in (recipe.about.row.split(";")[0], recipe.about.expects) if part)
         origin = f"\n    from {recipe.start.after}" if recipe.start.after else ""
-        table.add_row(f"  {name}{origin}", str(recipe.batch), recipe.schedule.length, Text(result))
+        guided = "".join(f"\n    with {who}" for who in guides(recipe))
+        table.add_row(f"  {name}{origin}{guided}", str(recipe.batch), recipe.schedule.length, Text(result))
     Console(width=None if sys.stdout.isatty() else 120).print(table)
     if any(recipe.start.after for recipe in found.values()):
         print("\nA recipe that starts from weights (from NAME) takes them with --from: those that recipe NAME gives, or others.")
+    for who, sentence in {who: sentence for recipe in found.values() for who, sentence in guides(recipe).items()}.items():
+        print(f"\nA recipe with {who} needs {sentence}.")
 
 
 @recipes.command("show")
 def show_one(
-    name: Annotated[str, typer.Argument(help="A recipe's name.")],
+    name: Annotated[str, typer.Argument(help="A recipe's name, or a recipe.yaml of an earlier run.")],
     changes: SetOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of YAML.")] = False,
 ) -> None:
@@ -258,8 +271,23 @@ def show_one(
     """
     from vitrail.recipes import lookup
 
-    tree = lookup(name).set(leaves_of(changes, None, None, None)).to_dict()
+    found = open_recipe(name)
+    recipe = (lookup(found) if isinstance(found, str) else found).set(leaves_of(changes, None, None, None))
+    tree = recipe.to_dict()
+    if not as_json:
+        for who, sentence in guides(recipe).items():
+            print(f"# A recipe with {who} needs {sentence}.")
     print(json.dumps(tree, indent=1) if as_json else yaml.safe_dump(json.loads(json.dumps(tree)), sort_keys=False), end="")
+
+
+def guides(recipe: Any) -> dict[str, str]:
+    """What a recipe learns by beside the labels, and how that is given."""
+    found = {}
+    if recipe.distillation.kind != "none":
+        found["a teacher"] = "--teacher: a network of any known kind, or a store of answers made by vitrail annotate"
+    if recipe.tokens.weight > 0 or recipe.tokens.target != "truth":
+        found["labels of patches"] = "--labels: a store of maps made by vitrail annotate --what tokens"
+    return found
 
 
 def open_recipe(name: str | None) -> Any:
@@ -274,6 +302,9 @@ def open_recipe(name: str | None) -> Any:
         raise UserError(f"The recipe {name} cannot be read: {error.strerror}.") from None
     except RecursionError:
         raise UserError(f"The recipe {name} is nested too deeply.") from None
+    except yaml.MarkedYAMLError as error:
+        line = f" (line {error.problem_mark.line + 1})" if error.problem_mark else ""
+        raise UserError(f"The recipe {name} is not YAML: {error.problem}{line}.") from None
     except (ValueError, yaml.YAMLError) as error:
         raise UserError(f"The recipe {name} is not YAML: {' '.join(str(error).split())}.") from None
     return Recipe.from_dict(tree)

@@ -14,6 +14,7 @@ from vitrail.data.source import Source, Splits, split_by_seed
 from vitrail.data.table import open_table
 from vitrail.data.tar import expand, open_tar
 from vitrail.errors import UserError
+from vitrail.wording import percent
 
 UNDERSTOOD = (
     "a folder of class folders, Parquet files, WebDataset tars, CIFAR batches, IDX files, a CSV or TSV table, "
@@ -53,7 +54,9 @@ def open_splits(path: str, seed: int = 0, share: float = 0.1, held_out: float = 
     share = held_out or share
     rest, held = split_by_seed(train, share, seed)
     if not len(held):
-        raise UserError(f"{train.name} has too few pictures per class to set {share:.0%} aside: add pictures or a val folder.")
+        raise UserError(
+            f"{train.name} has too few pictures per class to set {percent(share)} aside: add pictures or a val folder."
+        )
     return Splits(rest, held, test)
 
 

@@ -20,6 +20,7 @@ from vitrail.data.decode import decode
 from vitrail.data.randomness import sample_key
 from vitrail.data.source import Source
 from vitrail.errors import UserError
+from vitrail.wording import percent
 
 PAPER, INK, QUIET, MOUNT, EDGE = "#ffffff", "#1d1d1f", "#86868b", "#f2f2f4", "#e2e2e6"
 MARGIN, GAP, ALLEY = 40, 4, 28  # round the sheet, between pictures, between classes
@@ -156,7 +157,7 @@ def kind_of(mix: Mix) -> str:
 
 def admixture(other: str, mix: Mix) -> str:
     """What a view holds besides its own class."""
-    return "" if mix.share == 1.0 else f"+ {1 - mix.share:.0%} {other or 'another'}"
+    return "" if mix.share == 1.0 else f"+ {percent(1 - mix.share)} {other or 'another'}"
 
 
 def spread(source: Source, count: int, seed: int) -> list[tuple[int, np.ndarray]]:

@@ -14,10 +14,10 @@ from vitrail.models.preprocessing import Preprocessing
 
 
 class Accuracy(NamedTuple):
-    """Shares of 1, the mean loss, over how many pictures."""
+    """Shares of 1, the mean loss, over how many pictures; no top-5 among five classes or fewer, where it says nothing."""
 
     top1: float
-    top5: float
+    top5: float | None
     loss: float
     pictures: int
 
@@ -58,8 +58,8 @@ def count_hits(model: nn.Module, feed: Feed, view: Augmentation, batch: int, par
     return total
 
 
-def summarise(total: Tensor) -> Accuracy:
+def summarise(total: Tensor, classes: int) -> Accuracy:
     top1, top5, loss, count = total.tolist()
     if not count:
         raise UserError("Not one of the pictures to test with could be read.")
-    return Accuracy(top1 / count, top5 / count, loss / count, int(count))
+    return Accuracy(top1 / count, top5 / count if classes > 5 else None, loss / count, int(count))

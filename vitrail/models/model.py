@@ -92,9 +92,15 @@ class Model(nn.Module):
         """[B, K, height, width], normalised as `preprocessing` says, to logits [B, C]."""
         return self.outputs(image).logits
 
-    def outputs(self, image: Tensor) -> Outputs:
-        """All heads at once: what objectives with a distillation token or token labels need."""
-        return self.classify(self.features(image))
+    def outputs(self, image: Tensor, mixed: Tensor | None = None) -> Outputs:
+        """All heads at once: what objectives with a distillation token or token labels need.
+
+        Patches where `mixed` [N] is true are exchanged between the pictures of a pair before they are encoded (MixToken).
+        """
+        patches, layout = self.embed(image)
+        if mixed is not None:
+            patches = mix_tokens(patches, mixed)
+        return self.classify(self.read(*self.encode(patches, layout)))
 
     def features(self, image: Tensor) -> Features:
         """Tokens, grid and pooled vector of a batch."""
@@ -237,6 +243,11 @@ class Model(nn.Module):
         self.architecture, self.grid = architecture, grid
         self.preprocessing = self.preprocessing._replace(image_size=size)
         return self
+
+
+def mix_tokens(tokens: Tensor, mixed: Tensor) -> Tensor:
+    """tokens [B, N, D]: those of `mixed` [N] come from the picture at the mirrored place of the batch; twice undoes it."""
+    return torch.where(mixed[None, :, None], tokens.flip(0), tokens)
 
 
 def fuse(main: Tensor, distillation: Tensor, how: str) -> Tensor:

@@ -1,28 +1,10 @@
-"""Learning classes: from labels to targets, from logits to a loss."""
+"""The loss of class logits."""
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vitrail.data.augment.mixing import Mix
 from vitrail.recipes.recipe import Objective
-
-
-def make_targets(labels: Tensor, classes: int, mix: Mix, objective: Objective) -> Tensor:
-    """Labels [B] to what the network should say [B, C], each row a distribution: smoothed first, mixed second.
-
-    The share that smoothing takes from the true class goes to all classes, the true one among them (the released code), or to
-    the others alone (DeiT's text). Mixing takes its part from the batch in reverse order, as `mix_pictures` does.
-    """
-    smoothing = objective.smoothing if classes > 1 else 0.0
-    if objective.smooth_over == "others":
-        off, on = smoothing / max(classes - 1, 1), 1.0 - smoothing
-    else:
-        off = smoothing / classes
-        on = 1.0 - smoothing + off
-    targets = torch.full((len(labels), classes), off, device=labels.device)
-    targets.scatter_(1, labels.long()[:, None], on)
-    return targets if mix.share == 1.0 else torch.lerp(targets.flip(0), targets, mix.share)
 
 
 def classification_loss(logits: Tensor, targets: Tensor, objective: Objective) -> Tensor:

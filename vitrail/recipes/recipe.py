@@ -65,6 +65,33 @@ class Objective:
 
 
 @dataclass(frozen=True)
+class Distillation:
+    """What a teacher says about a picture, as a second thing to learn; kind "none": no teacher.
+
+    The labels weigh 1 - `weight`. With a distillation token its head learns from the teacher and the other from the labels.
+    """
+
+    kind: Literal["none", "soft", "hard"] = "none"  # its probabilities, or its first choice
+    teacher: str = ""  # a network of any known kind, asked about every augmented picture, or a store of what one has said
+    weight: float = 0.5
+    temperature: float = 1.0  # of soft probabilities
+    smoothing: float = 0.0  # of the first choice
+    per_class: bool = False  # the released code's soft loss: divided by the number of classes, too
+
+
+@dataclass(frozen=True)
+class TokenLabels:
+    """Labels from a teacher's map of the picture: of its patches (token labelling), of what is seen of it (re-labelling)."""
+
+    labels: str = ""  # the store with the maps
+    weight: float = 0.0  # of the patches' loss, that of the picture having 1; 0: patches have no labels
+    target: Literal["truth", "relabel", "blend"] = "truth"  # the picture's own label: the data's, the mean of the map, or both
+    outside: Literal["spread", "zero"] = "spread"  # classes that a cell does not keep: equal parts of the rest, or a logit of 0
+    mix: float = 0.0  # MixToken: the parameter of the Beta distribution that the box is drawn from; 0: none
+    mix_what: Literal["answers", "labels"] = "answers"  # what is mixed to agree: answers are put back, or labels follow
+
+
+@dataclass(frozen=True)
 class Optimiser:
     """How gradients become steps."""
 
@@ -146,6 +173,8 @@ class Recipe:
     augmentation: Augmentation = field(default_factory=Augmentation)  # size (0, 0): chosen by the pictures
     mixing: Mixing = Mixing()
     objective: Objective = Objective()
+    distillation: Distillation = Distillation()
+    tokens: TokenLabels = TokenLabels()
     optimiser: Optimiser = Optimiser()
     schedule: Schedule = Schedule()
     average: Average = Average()

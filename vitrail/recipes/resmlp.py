@@ -1,13 +1,14 @@
 """ResMLP: "Feedforward networks for image classification with data-efficient training" (arXiv 2105.03404).
 
-DeiT's training with LAMB for 400 epochs, in full precision. Names are those of the models; `resmlp_s12_90ep` is the
-old-fashioned control, `…_21k` the pre-training, `…_to_{data}` a transfer. The paper's text inherits a batch of 1024 and a
-drop-path rate of 0.1; the released settings, which are here, have 2048 and rates that grow with depth as in CaiT.
+DeiT's training with LAMB for 400 epochs, in full precision. Names are those of the models; `…_distilled` has a teacher,
+`resmlp_s12_90ep` is the old-fashioned control, `…_21k` the pre-training, `…_to_{data}` a transfer. The paper's text inherits a
+batch of 1024 and a drop-path rate of 0.1; the released settings, which are here, have 2048 and rates that grow with depth as in
+CaiT.
 """
 
 from vitrail.recipes.cait import transfers
 from vitrail.recipes.changing import change, named, top1
-from vitrail.recipes.deit import DEIT, LAMB
+from vitrail.recipes.deit import DEIT, LAMB, taught
 from vitrail.recipes.recipe import About, Recipe, Schedule
 
 PAPER = "ResMLP, arXiv 2105.03404"
@@ -50,6 +51,15 @@ def sized(model: str, drop_path: float, score: float | None) -> Recipe:
 
 RECIPES = {f"resmlp_{size}": sized(f"resmlp_{size}", drop, score) for size, (drop, score) in SIZES.items()}
 RECIPES |= {f"resmlp_s12_{name}": sized(f"resmlp_s12_{name}", 0.05, score) for name, score in VARIANTS.items()}
+
+# One head learns from labels and teacher; of S36 only the released weights are known.
+for _size, _row, _score in (
+    ("s12", "Table 4.3, distillation", 77.8),
+    ("s24", "Table 4.3, distillation", 80.8),
+    ("s36", "the released weights, distillation", 81.1),
+    ("b24_patch8", "Table 4.3, distillation", 83.6),
+):
+    RECIPES |= named(taught(RECIPES[f"resmlp_{_size}"], f"resmlp_{_size}_distilled", _row, _score))
 
 # The control of Table 4.3: "SGD, 90 epochs, a waterfall schedule, the augmentations of ResNet"; the usual numbers of those.
 RECIPES["resmlp_s12_90ep"] = change(

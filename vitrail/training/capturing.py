@@ -5,7 +5,9 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-Compute = Callable[[Tensor, Tensor], Tensor]
+from vitrail.objectives.targets import Targets
+
+Compute = Callable[[Tensor, Targets], Tensor]
 ROUNDS = 3  # before the capture: compilers compile and libraries choose their kernels
 
 
@@ -23,35 +25,37 @@ class Captured:
         self.graph: torch.cuda.CUDAGraph | None = None
         self.possible = True
 
-    def __call__(self, images: Tensor, targets: Tensor) -> Tensor:
+    def __call__(self, images: Tensor, targets: Targets) -> Tensor:
+        given = [tensor for tensor in (images, *targets) if tensor is not None]
         if self.graph is None and self.possible:
             self._capture(images, targets)
-        if self.graph is None or images.shape != self.images.shape or targets.shape != self.targets.shape:
+        if self.graph is None or [tensor.shape for tensor in given] != [tensor.shape for tensor in self.inputs]:
             return self.compute(images, targets)
-        self.images.copy_(images)
-        self.targets.copy_(targets)
+        for kept, tensor in zip(self.inputs, given, strict=True):
+            kept.copy_(tensor)
         self.graph.replay()
         for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
             parameter.grad = gradient  # the graph writes to the same memory each time
         return self.loss
 
-    def _capture(self, images: Tensor, targets: Tensor) -> None:
+    def _capture(self, images: Tensor, targets: Targets) -> None:
         generator = torch.cuda.default_generators[self.device.index]
         state, before = generator.get_state(), [tensor.clone() for tensor in self.kept]
-        self.images, self.targets = images.clone(), targets.clone()
+        images, targets = images.clone(), targets.clone()
+        self.inputs = [tensor for tensor in (images, *targets) if tensor is not None]
         graph = torch.cuda.CUDAGraph()
         aside = torch.cuda.Stream(self.device)
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
             for _ in range(ROUNDS):
-                self.compute(self.images, self.targets)
+                self.compute(images, targets)
                 forget(self.parameters)
         torch.cuda.current_stream().wait_stream(aside)
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # the graph keeps memory of its own for activations
         try:
             with torch.cuda.graph(graph):
-                self.loss = self.compute(self.images, self.targets)
+                self.loss = self.compute(images, targets)
             self.graph, self.gradients = graph, [parameter.grad for parameter in self.parameters]
         except RuntimeError:
             self.possible = False

@@ -18,6 +18,7 @@ from vitrail.training.loop import Training
 from vitrail.training.metrics import as_json
 from vitrail.training.report import thumbnail, write_report
 from vitrail.weights import load
+from vitrail.wording import percent
 
 LOOKED_AT = 50_000  # validation pictures beyond which looking for mistakes takes too long
 
@@ -36,8 +37,10 @@ def close_run(training: Training, folder: Path, splits: Splits, workers: int | N
     if unread:
         say(f"{unread:,} of {len(splits.validation):,} validation pictures could not be read and were left out.")
     if "test" in facts:
-        say(f"test accuracy {facts['test']['top1']:.2%} ({facts['test']['pictures']:,} pictures)")
-    say(f"best validation accuracy {best['top1']:.2%} (epoch {best['epoch']:g}); weights {folder / 'best.safetensors'}")
+        say(f"test accuracy {percent(facts['test']['top1'], 2)} ({facts['test']['pictures']:,} pictures)")
+    weights = folder / "best.safetensors"
+    missing = "" if weights.is_file() else ", which is not there any more"
+    say(f"best validation accuracy {percent(best['top1'], 2)} (epoch {best['epoch']:g}); weights {weights}{missing}")
 
 
 def look_again(
@@ -71,7 +74,7 @@ def accuracy(training: Training, model: Model, feed: Feed) -> dict[str, Any]:
             hits = count_hits(model, feed, test_view(model.preprocessing), batch_of(training))
     finally:
         feed.close()
-    return {name: as_json(value) for name, value in summarise(hits)._asdict().items()}
+    return {name: as_json(value) for name, value in summarise(hits, model.architecture.classes)._asdict().items()}
 
 
 def batch_of(training: Training) -> int:

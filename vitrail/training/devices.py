@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
 from vitrail.errors import UserError
 from vitrail.models.model import Model
@@ -243,6 +243,7 @@ def shard(module: nn.Module, model: Model, devices: Devices) -> nn.Module:
     # them in half would be faster and another training: norms, scales and the residual stream would be rounded too.
     for part in (*model.blocks, model):
         fully_shard(part, mesh=mesh)
+    register_fsdp_forward_method(model, "outputs")  # what `Supervised` calls; the weights are gathered around it
     return module
 
 
@@ -255,9 +256,8 @@ def check_shardable(model: Model) -> None:
 
 
 def has_idle_heads(model: Model) -> bool:
-    """Whether labels alone leave a head without a gradient: the dense one, or the one of two that is not the answer."""
-    single = model.head_distillation is not None and model.architecture.fusion in ("class", "distillation")
-    return model.head_dense is not None or single
+    """Whether labels alone leave a head without a gradient: the dense one."""
+    return model.head_dense is not None
 
 
 def without_reduction(module: nn.Module, last: bool) -> Any:

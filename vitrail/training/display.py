@@ -17,6 +17,7 @@ from rich.text import Text
 
 from vitrail.training.bands import Band, Verdict
 from vitrail.training.metrics import Smoothed, figures
+from vitrail.wording import percent
 
 REFRESH = 0.2  # seconds between two pictures of the bar
 SHARE = 0.003  # of the time that drawing may take, however slow the terminal is
@@ -144,7 +145,7 @@ class Display:
         width = self.console.width
         head = Table.grid(expand=True, padding=(0, 2, 0, 0))
         head.add_column(ratio=1)
-        texts = [Text(f"{self.current / self.total:.0%}".replace("%", " %"), "bold")]
+        texts = [Text(percent(self.current / self.total), "bold")]
         texts += self._place()[:: 1 if width >= WIDE else 2] if width >= NARROW else []
         texts += self._times() if width >= WIDE else self._times()[-1:]
         for _ in texts:
@@ -253,10 +254,6 @@ def unbroken(parts: list[Text]) -> Text:
     joined = Text("   ").join(parts)
     spaces = "\0".join(part.plain.replace(" ", "\u00a0") for part in parts).replace("\0", "   ")
     return Text(spaces, spans=joined.spans)
-
-
-def percent(share: float, digits: int = 0) -> str:
-    return f"{100 * share:.{digits}f} %"
 
 
 def clock(seconds: float) -> str:

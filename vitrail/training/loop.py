@@ -24,8 +24,9 @@ from vitrail.data.order import Order
 from vitrail.data.randomness import sample_key
 from vitrail.evaluation.accuracy import Accuracy, count_hits, summarise, test_view
 from vitrail.models.model import Model
-from vitrail.objectives.classification import make_targets
+from vitrail.objectives.guide import Guide
 from vitrail.objectives.supervised import Supervised
+from vitrail.objectives.targets import Targets
 from vitrail.recipes.recipe import Recipe
 from vitrail.training.averaging import Average
 from vitrail.training.capturing import Captured
@@ -78,6 +79,7 @@ class Training:
     validation: Feed
     folder: Path
     options: Options = Options()
+    guide: Guide | None = None
     step: int = 0
     best: dict[str, Any] = field(default_factory=dict)
     skipped: int = 0
@@ -86,7 +88,6 @@ class Training:
     def __post_init__(self) -> None:
         recipe, device = self.recipe, self.devices.device
         label = self.train.source.label
-        self.classes = self.model.architecture.classes
         self.order = Order(
             len(self.train.source),
             recipe.batch,
@@ -102,7 +103,8 @@ class Training:
         self.model.recompute = self.options.recompute
         if self.options.compile:
             compile_blocks(self.model)
-        task = Supervised(self.model, recipe.objective)
+        self.guide = self.guide or Guide(recipe, self.model, self.train.source, device)
+        task = Supervised(self.model, recipe)
         self.module = wrap(task, self.model, self.devices, self.options.sharding)
         self.optimiser = make_optimiser(self.model, recipe.optimiser, recipe.rate)
         self.average = Average(self.model, recipe.average.decay) if recipe.average.decay else None
@@ -169,22 +171,23 @@ class Training:
         self.optimiser.zero_grad(set_to_none=True)
         self.step += 1
 
-    def learn(self, images: Tensor, targets: Tensor) -> Tensor:
+    def learn(self, images: Tensor, targets: Targets) -> Tensor:
         """Forward and backward pass of one unit: its share of the loss; gradients are added to the parameters'."""
         with self.statistics.of_unit(), self.autocast():
             part = self.module(images, targets) / self.devices.accumulation
         (self.scaler.scale(part) if self.scaler else part).backward()
         return part.detach()
 
-    def prepare(self, batch: Batch, step: int, unit: int) -> tuple[Tensor, Tensor]:
+    def prepare(self, batch: Batch, step: int, unit: int) -> tuple[Tensor, Targets]:
         """A batch of stored pictures to what the network sees and what it should say."""
         recipe, (epoch, within) = self.recipe, divmod(step, self.order.steps)
         batch = batch.to(self.devices.device)
-        assert batch.labels is not None
         how, mixing = recipe.augmentation, recipe.mixing
-        images = augment(batch.pixels, batch.sizes, sample_key(recipe.seed, epoch, batch.index, batch.repeat), how).images
+        seen = augment(batch.pixels, batch.sizes, sample_key(recipe.seed, epoch, batch.index, batch.repeat), how)
         mix = draw_mix(recipe.seed, epoch, within, unit, how.size, mixing.mixup, mixing.cutmix, mixing.switch)
-        return mix_pictures(images, mix), make_targets(batch.labels, self.classes, mix, recipe.objective)
+        images = mix_pictures(seen.images, mix)
+        assert self.guide is not None
+        return images, self.guide.targets(batch, seen, images, mix, epoch, within, unit)
 
     def _account(self, loss: Tensor, norm: Tensor) -> Tensor:
         """Add to the window; 1 where this step must not be taken. Nothing waits for the device. Loss and norm are those of all
@@ -228,7 +231,7 @@ class Training:
         self._check()
         result = self.evaluate()
         epoch = self.step / self.order.steps
-        values = result._asdict()
+        values = {name: value for name, value in result._asdict().items() if value is not None}
         better = result.top1 > self.best.get("top1", -1.0)
         if better:
             self.best = {"step": self.step, "epoch": epoch} | {name: as_json(value) for name, value in values.items()}
@@ -246,9 +249,8 @@ class Training:
         view = test_view(self.model.preprocessing)
         share = max(self.recipe.batch // self.devices.units, 1)
         with self.reported(), self.autocast():
-            return summarise(
-                self.devices.sum(count_hits(self.model, self.validation, view, share, self.devices.rank, self.devices.world))
-            )
+            hits = count_hits(self.model, self.validation, view, share, self.devices.rank, self.devices.world)
+            return summarise(self.devices.sum(hits), self.model.architecture.classes)
 
     def _may_capture(self) -> bool:
         """Whether a step is one unit of one process, whose gradients a graph can write anew each time."""

@@ -14,6 +14,7 @@ from vitrail.errors import UserError
 from vitrail.models.cost import Cost, cost
 from vitrail.models.model import Model
 from vitrail.objectives.supervised import Supervised
+from vitrail.objectives.targets import Targets
 from vitrail.recipes.recipe import Recipe
 
 SHARE = 0.9  # of the free memory that a training may plan with
@@ -62,9 +63,9 @@ class Plan:
 
 def taste(model: Model, recipe: Recipe, device: torch.device, pictures: int) -> Taste:
     """Forward and backward over random pictures, twice: the second time counts."""
-    task = Supervised(model, recipe.objective).train()
+    task = Supervised(model, recipe).train()
     images = torch.zeros(pictures, 3, *recipe.augmentation.size, device=device)
-    targets = torch.full((pictures, model.architecture.classes), 1.0 / model.architecture.classes, device=device)
+    targets = random_targets(model, recipe, device, pictures)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(recipe.precision)
     state = {name: value.clone() for name, value in model.named_buffers()}
     seconds, memory = 0.0, 0.0
@@ -85,6 +86,16 @@ def taste(model: Model, recipe: Recipe, device: torch.device, pictures: int) -> 
     for name, value in model.named_buffers():
         value.copy_(state[name])
     return Taste(pictures, seconds, memory)
+
+
+def random_targets(model: Model, recipe: Recipe, device: torch.device, pictures: int) -> Targets:
+    """Of the shapes that the recipe's own will have."""
+    classes, patches = model.architecture.classes, model.grid[0] * model.grid[1]
+    even = torch.full((pictures, classes), 1.0 / classes, device=device)
+    teacher = even if recipe.distillation.kind != "none" else None
+    tokens = even[:, None].expand(-1, patches, -1).contiguous() if recipe.tokens.weight else None
+    mixed = torch.zeros(patches, dtype=torch.bool, device=device) if recipe.tokens.mix else None
+    return Targets(even, teacher, tokens, mixed)
 
 
 def make_plan(model: Model, recipe: Recipe, device: torch.device, at_most: int, shares: int = 1) -> Plan:

@@ -3,6 +3,7 @@
 import dataclasses
 import datetime
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from vitrail.models.model import Model
 from vitrail.models.preprocessing import Preprocessing
 from vitrail.recipes import Recipe, lookup
 from vitrail.recipes.fitting import fit, usual_side
+from vitrail.teachers.store import read_manifest
 from vitrail.training.devices import Devices, cut
 from vitrail.training.loop import Options
 from vitrail.training.planning import Plan, enough_memory
@@ -31,7 +33,7 @@ from vitrail.weights.files import split_path
 from vitrail.weights.reading import BEST
 
 # Parts in which a training may differ from the weights it starts from, because they are made anew or resampled.
-RENEWED = {"classes", "pre_logits", "patch_size", "image_size"}
+RENEWED = {"classes", "pre_logits", "patch_size", "image_size", "dense_head"}
 
 
 def resolve(recipe: str | Recipe | None, model: str | None, changes: dict[str, Any] | None, device: str) -> Recipe:
@@ -46,11 +48,56 @@ def resolve(recipe: str | Recipe | None, model: str | None, changes: dict[str, A
         raise UserError("optimiser.rate=0 never changes a weight: give a rate above 0.")
     weights = located(os.path.expanduser(resolved.start.weights))
     resolved = dataclasses.replace(resolved, start=dataclasses.replace(resolved.start, weights=weights))
+    resolved = with_teacher(resolved)
     if resolved.start.after and not weights:
         raise UserError(
             f"{resolved.name} starts from trained weights, such as those of {resolved.start.after}: give --from WEIGHTS."
         )
     return resolved
+
+
+def with_teacher(recipe: Recipe) -> Recipe:
+    """The recipe with its teacher and its labels of patches where they lie; refused if one is needed and not there, or idle."""
+    distillation, tokens, changes = recipe.distillation, recipe.tokens, dict(recipe.architecture)
+    if distillation.kind != "none" and not distillation.teacher:
+        raise UserError(f"{recipe.name} learns from a teacher: give --teacher, a network or a store made by vitrail annotate.")
+    if distillation.kind == "none" and distillation.teacher:
+        distillation = dataclasses.replace(distillation, kind="hard")
+    if not tokens.labels and (tokens.weight > 0 or tokens.target != "truth"):
+        raise UserError(f"{recipe.name} learns labels of patches: give --labels, a store made by vitrail annotate.")
+    if tokens.labels and tokens.weight == 0 and tokens.target == "truth":
+        tokens = dataclasses.replace(tokens, weight=0.5, target="relabel")
+    if tokens.weight > 0:
+        changes["dense_head"] = True
+    teacher, labels = (place(os.path.expanduser(path)) for path in (distillation.teacher, tokens.labels))
+    # Said here and not after the pictures have been decoded.
+    if teacher and not teacher.startswith("timm:") and not os.path.exists(teacher):
+        raise UserError(
+            f"There is no teacher at {teacher}: give a network's file, timm:NAME or a store made by vitrail annotate."
+        )
+    if labels:
+        read_manifest(Path(labels))
+    return dataclasses.replace(
+        recipe,
+        architecture=changes,
+        distillation=dataclasses.replace(distillation, teacher=teacher),
+        tokens=dataclasses.replace(tokens, labels=labels),
+    )
+
+
+def taught(recipe: Recipe) -> list[str]:
+    """Sentences on who teaches."""
+    distillation, tokens, said = recipe.distillation, recipe.tokens, []
+    if distillation.kind != "none":
+        said.append(f"{distillation.weight:g} of the loss is {distillation.kind} distillation from {distillation.teacher}")
+    if tokens.labels:
+        mixed = ", MixToken" if tokens.mix else ""
+        said.append(f"labels of patches from {tokens.labels} with weight {tokens.weight:g}, of pictures: {tokens.target}{mixed}")
+    return said
+
+
+def place(path: str) -> str:
+    return os.path.abspath(path) if path and os.path.exists(path) else path
 
 
 def located(weights: str) -> str:
@@ -60,7 +107,7 @@ def located(weights: str) -> str:
         return f"{located(str(base))}+{os.path.abspath(delta)}"
     if os.path.isfile(os.path.join(weights, BEST)):
         weights = os.path.join(weights, BEST)
-    return os.path.abspath(weights) if weights and os.path.exists(weights) else weights
+    return place(weights)
 
 
 def look_at(source: str, recipe: Recipe, model: str | None = None) -> tuple[Splits, Recipe, Model | None, list[str]]:
@@ -72,6 +119,7 @@ def look_at(source: str, recipe: Recipe, model: str | None = None) -> tuple[Spli
     check_splits(source, splits)
     trained = open_weights(recipe, model) if recipe.start.weights else None
     recipe, said = fit(recipe, splits.train, trained.preprocessing if trained else None)
+    said += taught(recipe)
     steps = steps_of(recipe, splits.train)
     if total_steps(recipe.schedule, steps) < 1:
         raise UserError(
@@ -188,22 +236,23 @@ def adapted(trained: Model, recipe: Recipe, classes: list[str]) -> tuple[Model, 
     changes = {field: value for field, value in recipe.architecture.items() if field in RENEWED | TRAINING_ONLY}
     trained.resize(*recipe.augmentation.size, patch_size=changes.pop("patch_size", None))
     after = trained.architecture.replace(**changes | {"classes": len(classes), "image_size": trained.architecture.image_size})
-    if not is_new_classifier(trained, recipe, classes):
+    fresh = is_new_classifier(trained, recipe, classes)
+    if not fresh and after.dense_head == trained.architecture.dense_head:
         return trained, False
     model = build_model(after, trained.name)
-    state = model.state_dict()
+    state, lost = model.state_dict(), ("head", "pre_logits") if fresh else ()
     # Queries of one class each belong to the classifier too, which their shape tells.
     kept = {
         name: tensor
         for name, tensor in trained.state_dict().items()
-        if not name.startswith(("head", "pre_logits")) and name in state and state[name].shape == tensor.shape
+        if not name.startswith(lost) and name in state and state[name].shape == tensor.shape
     }
     model.load_state_dict(state | kept)
     for name, parameter in model.named_parameters():
         # Labels of whole pictures do not train a dense head, which in evaluation would add what it started with.
-        if name.startswith("head" if recipe.start.zero_head else "head_dense"):
+        if name not in kept and name.startswith("head" if recipe.start.zero_head else "head_dense"):
             torch.nn.init.zeros_(parameter)
-    return model, True
+    return model, fresh
 
 
 def is_new_classifier(trained: Model, recipe: Recipe, classes: list[str]) -> bool:

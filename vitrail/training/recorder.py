@@ -78,7 +78,7 @@ def examine(training: Training) -> dict[str, Any]:
     """Compute the step at hand unit by unit without taking it, and look at every module's output and every gradient."""
     recipe, model, step = training.recipe, training.model, training.step
     units = training.devices.units
-    task = Supervised(model, recipe.objective)
+    task = Supervised(model, recipe)
     model.train(recipe.start.mode == "train")
     found: dict[str, Any] = {"step": step, "seed": recipe.seed, "first_bad_module": None, "first_bad_gradient": None, "units": []}
     found["bad_weights"] = [name for name, value in model.state_dict().items() if not finite(value)]
@@ -123,12 +123,12 @@ class Watch:
         self.model = model
         self.first_bad: str | None = None
         self.blocks: list[dict[str, Any]] = []
-        self.calls: list[str] = []  # the modules whose forward is running, the innermost last
+        self.calls = ["model"]  # the modules that are computing, the innermost last; the model's own arithmetic is around all
         self.hooks = ExitStack()
 
     def __enter__(self) -> "Watch":
-        for name, module in self.model.named_modules():
-            before, after = self._looks(name or "model", name.startswith("blocks.") and name.count(".") == 1)
+        for name, module in list(self.model.named_modules())[1:]:
+            before, after = self._looks(name, name.startswith("blocks.") and name.count(".") == 1)
             self.hooks.callback(module.register_forward_pre_hook(before).remove)
             self.hooks.callback(module.register_forward_hook(after).remove)
         return self
@@ -139,7 +139,7 @@ class Watch:
     def _looks(self, name: str, is_block: bool) -> tuple[Callable, Callable]:
         def before(module: nn.Module, inputs: tuple[Any, ...]) -> None:
             # Every module has been looked at, so that it is the caller's own arithmetic that made this.
-            if self.first_bad is None and self.calls and not all(finite(value) for value in inputs):
+            if self.first_bad is None and not all(finite(value) for value in inputs):
                 self.first_bad = self.calls[-1]
             self.calls.append(name)
 

@@ -263,6 +263,7 @@ def mistakes(run: Mapping[str, Any]) -> str:
         words = f"<b>{escape(str(mistake.get('guess')))}</b>"
         words += f" {100 * float(mistake['confidence']):.0f} %" if mistake.get("confidence") is not None else ""
         words += f"<br>is {escape(str(mistake.get('truth')))}"
+        words += f"<br><small>{escape(str(mistake['where']))}</small>" if mistake.get("where") else ""
         shown.append(f'<figure><img alt="" src="{embedded(mistake.get("picture"))}"><figcaption>{words}</figcaption></figure>')
     return f"<div class='pictures'>{''.join(shown)}</div>" if shown else ""
 

@@ -26,6 +26,7 @@ from vitrail.data.source import Splits
 from vitrail.errors import UserError
 from vitrail.models.cost import cost
 from vitrail.models.model import Model
+from vitrail.objectives.guide import Guide
 from vitrail.recipes import Recipe
 from vitrail.training.bands import find_band
 from vitrail.training.checkpoints import Checkpoints, alone
@@ -209,10 +210,11 @@ def go(
     """The training itself, from its newest checkpoint if there is one, to the report."""
     at_least = round(max(recipe.augmentation.size) * recipe.data.detail) or None
     with devices.together():
+        guide = Guide(recipe, model, splits.train, devices.device)
         feeds = [Feed(part, devices.device, workers, at_least, facts["bad"], say) for part in (splits.train, splits.validation)]
     for feed in feeds:
         say(feed.sentence)
-    training = Training(recipe, model, devices, feeds[0], feeds[1], folder, options)
+    training = Training(recipe, model, devices, feeds[0], feeds[1], folder, options, guide)
     loaded = load_state(training, say)
     ended = training.step == training.total
     if loaded:

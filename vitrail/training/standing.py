@@ -16,6 +16,7 @@ from vitrail.training.ablating import Ablation, Cell
 from vitrail.training.metrics import FILE
 from vitrail.training.pool import Job
 from vitrail.training.report import read_json
+from vitrail.wording import percent
 
 REFRESH = 1.0  # seconds
 TAIL = 4096  # bytes of metrics.jsonl in which its last line is looked for
@@ -79,14 +80,14 @@ class Standing:
             return Text(self._result(folder), STYLES["done"])
         if state == "running":
             share = progress(folder, cell.recipe)
-            return Text("starting" if share is None else f"{share:.0%}", STYLES["running"])
+            return Text("starting" if share is None else percent(share), STYLES["running"])
         return Text("·" if state == "waiting" else state, STYLES.get(state, "dim"))
 
     def _result(self, folder: Path) -> str:
         """The best top-1 of a finished run, read once."""
         if folder not in self._done:
             top1 = read_json(folder).get("best", {}).get("top1")
-            self._done[folder] = f"{top1:.2%}" if isinstance(top1, float) else "done"
+            self._done[folder] = percent(top1, 2) if isinstance(top1, float) else "done"
         return self._done[folder]
 
 

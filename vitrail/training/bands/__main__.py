@@ -13,6 +13,7 @@ from vitrail.errors import UserError
 from vitrail.training.bands import FOLDER, Band, content, identity
 from vitrail.training.metrics import Smoothed, read_metrics
 from vitrail.training.report import device_words, read_run
+from vitrail.wording import percent
 from vitrail.writing import write_aside
 
 GRID = np.arange(1, 101) / 100
@@ -116,7 +117,8 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(2)
     low, high = band.top1(1.0)
     print(
-        f"{path}: {band.seeds} seeds, loss {band.loss(1.0)[0]:.3f}–{band.loss(1.0)[1]:.3f}, top-1 {low:.1%}–{high:.1%} at the end"
+        f"{path}: {band.seeds} seeds, loss {band.loss(1.0)[0]:.3f}–{band.loss(1.0)[1]:.3f}, "
+        f"top-1 {percent(low, 1)}–{percent(high, 1)} at the end"
     )
 
 

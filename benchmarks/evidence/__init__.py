@@ -1,0 +1,1 @@
+"""The papers' claims, tried again at a small scale: `python -m benchmarks.evidence --help`."""

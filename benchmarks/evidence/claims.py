@@ -1,0 +1,156 @@
+"""Which claims, and what is compared to try them: cells that differ in a leaf or two of one recipe, at the same budget."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+PLAIN = {"model": "deit_tiny_patch16", "architecture.drop_path": 0.0}  # a ViT without convolutions
+DEEP = PLAIN | {"architecture.depth": 36, "architecture.width": 96, "architecture.heads": 3}
+SCALED = {"architecture.residual": "layerscale", "architecture.residual_start": 1e-4}
+
+
+@dataclass(frozen=True)
+class Claim:
+    """`{teacher}`, `{labels}` and `{weights}` in a cell are what the command is given."""
+
+    says: str
+    paper: str  # its own numbers
+    data: str  # the set it is tried on
+    cells: dict[str, dict[str, Any]]
+    base: dict[str, Any] = field(default_factory=dict)
+    recipe: str = "small"
+
+
+CLAIMS = {
+    "distillation": Claim(
+        "A convnet's hard choices teach more than its probabilities, and a token of their own takes them in best.",
+        "DeiT, Table 3.3, ImageNet, Ti: none 72.2, soft 72.2, hard 74.3, token 74.5",
+        "cifar10",
+        {
+            "none": {},
+            "soft": {
+                "distillation.kind": "soft",
+                "distillation.teacher": "{teacher}",
+                "distillation.temperature": 3.0,
+                "distillation.weight": 0.1,
+            },
+            "hard": {"distillation.kind": "hard", "distillation.teacher": "{teacher}"},
+            "hard, token": {
+                "distillation.kind": "hard",
+                "distillation.teacher": "{teacher}",
+                "architecture.distillation": True,
+            },
+        },
+        PLAIN,
+    ),
+    "tokens": Claim(
+        "Labels of patches teach more than one label, and MixToken more than CutMix.",
+        "LV-ViT, Tables 3 and 6, ImageNet, S: labels 82.4, re-labels with CutMix 82.8, token labels with MixToken 83.3",
+        "tiny-imagenet",
+        {
+            "none": {},
+            "token labels": {"tokens.labels": "{labels}", "tokens.weight": 0.5, "tokens.target": "relabel"},
+            "token labels, MixToken": {
+                "tokens.labels": "{labels}",
+                "tokens.weight": 0.5,
+                "tokens.target": "relabel",
+                "tokens.mix": 1.0,
+                "mixing.cutmix": 0.0,
+            },
+        },
+        {
+            "model": "lvvit_t",
+            "architecture.patch_size": 8,
+            "architecture.stem_kernels": [3, 3, 3, 4],
+            "architecture.stem_strides": [2, 1, 1, 4],
+            "mixing.mixup": 0.0,
+        },
+    ),
+    "scopes": Claim(
+        "Fine-tuning attention alone does as well as fine-tuning everything; the MLPs alone do worse.",
+        "Three things, Table 5, ViT-S from 224 to 384, AdamW: full 82.7, attention 82.5, ffn 82.2",
+        "oxford-pets",
+        {scope: {"start.scope": scope} for scope in ("full", "attention", "ffn")},
+        {"start.weights": "{weights}"},
+        "finetune",
+    ),
+    "layerscale": Claim(
+        "LayerScale lets 36 blocks train.",
+        "CaiT, Table 1, DeiT-S of 36 blocks: none 78.9 (81.9 with more drop-path), ReZero 81.6, T-Fixup 82.1, Fixup 82.4, "
+        "LayerScale 82.9",
+        "cifar10",
+        {
+            "none": {},
+            "ReZero": {"architecture.residual": "rezero"},
+            "Fixup": {"architecture.residual": "fixup"},
+            "T-Fixup": {"architecture.residual": "tfixup"},
+            "LayerScale": SCALED,
+        },
+        DEEP,
+    ),
+    "class attention": Claim(
+        "A class token that only reads, after the patches are done, beats one that is there from the start.",
+        "CaiT, Table 2, DeiT-S without LayerScale: class token 79.9, mean 80.3, 12 + 2 blocks with class attention 80.8",
+        "cifar10",
+        {
+            "class token": {},
+            "class attention": {"architecture.readout": "class_attention"},
+            "mean": {"architecture.readout": "mean"},
+        },
+        PLAIN | SCALED,
+    ),
+    "parallel": Claim(
+        "Two branches side by side do as well as twice the blocks one after the other.",
+        "Three things, Table 2, ViT-B with LayerScale, 300 epochs: 36 x 1 83.9, 18 x 2 83.8",
+        "cifar10",
+        {
+            "24 x 1": {"architecture.depth": 24},
+            "12 x 2": {"architecture.depth": 12, "architecture.branches": 2},
+            "6 x 4": {"architecture.depth": 6, "architecture.branches": 4},
+        },
+        PLAIN | SCALED | {"architecture.width": 128, "architecture.heads": 2},
+    ),
+    "recipe": Claim(
+        "Three simple augmentations, a simple crop and sigmoids do better than RandAugment, resized crops and a softmax.",
+        "DeiT III, ViT-B: softmax 80.9, sigmoids 82.2 (300 epochs, RandAugment); RandAugment 82.7, 3-Augment 83.1 (400 epochs)",
+        "cifar10",
+        {
+            "RandAugment, resized crop, softmax": {"augmentation.policy": "rand", "augmentation.crop": "random_resized"},
+            "3-Augment": {"augmentation.policy": "three", "augmentation.crop": "random_resized"},
+            "simple crop": {"augmentation.policy": "rand", "augmentation.crop": "simple"},
+            "sigmoids": {
+                "augmentation.policy": "rand",
+                "augmentation.crop": "random_resized",
+                "objective.loss": "binary",
+                "objective.smoothing": 0.0,
+            },
+        },
+        PLAIN | SCALED,
+    ),
+    "communication": Claim(
+        "Without a product across patches an MLP network does not see the picture.",
+        "ResMLP, S12: linear 76.6, none 56.5",
+        "cifar10",
+        {"none": {"architecture.mixer": "none"}, "linear": {}},
+        {"model": "resmlp_s12", "architecture.patch_size": 4, "architecture.drop_path": 0.0},
+    ),
+    "pooling": Claim(
+        "Pooling by attention does as well as the mean or better, and shows what it looks at.",
+        "PatchConvNet, S60: attention 82.1, mean 81.9",
+        "cifar10",
+        {"mean": {"architecture.readout": "mean"}, "attention": {}},
+        {
+            "model": "patchconvnet_s60",
+            "architecture.patch_size": 4,
+            "architecture.depth": 12,
+            "architecture.width": 192,
+            "architecture.drop_path": 0.0,
+        },
+    ),
+    "stems": Claim(
+        "A stem of several small steps beats one linear map of a patch, and hMLP does so without mixing patches.",
+        "Three things, Table 7, ViT-B: linear 82.20 ± 0.06, convolutions 82.57, hMLP 82.54 ± 0.09",
+        "cifar10",
+        {"linear": {}, "hMLP": {"architecture.stem": "hmlp"}, "convolutions": {"architecture.stem": "conv"}},
+        PLAIN | SCALED,
+    ),
+}

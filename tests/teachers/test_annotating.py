@@ -1,0 +1,325 @@
+"""Writing: the teacher's own answers, each picture once, and after every kind of interruption the same bytes."""
+
+import errno
+import os
+import random
+import signal
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.pictures import make_folder, make_picture, spoil
+from tests.teachers.answers import make_source, make_store, make_teacher, network
+from vitrail.data.augment.pipeline import augment
+from vitrail.data.feeding import Feed
+from vitrail.data.opening import open_parts, open_source
+from vitrail.data.source import Subset
+from vitrail.errors import UserError
+from vitrail.evaluation.accuracy import test_view as tested
+from vitrail.teachers import open_teacher, storing
+from vitrail.teachers.annotating import Wanted, annotate, identity
+from vitrail.teachers.joining import join
+from vitrail.teachers.store import Store
+from vitrail.writing import aside
+
+ALL = ("logits", "tokens", "features")
+
+
+def contents(folder: Path):
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def test_the_store_says_what_the_teacher_says(tmp_path):
+    teacher, source = make_teacher(), make_source(tmp_path / "p", size=(24, 20))
+    store = make_store(tmp_path / "s", teacher, source, what=ALL, views=2)
+    rows = torch.arange(36)
+    (batch,) = Feed(source, workers=0).sweep(36)
+    view = tested(teacher.preprocessing)
+    images = augment(batch.pixels, batch.sizes, torch.zeros_like(batch.index), view).images
+    direct = teacher(images)
+    torch.testing.assert_close(store.class_scores(rows), direct, atol=2e-2, rtol=1e-3)
+    torch.testing.assert_close(store.features(rows), teacher.features(images), atol=1e-2, rtol=1e-3)
+    torch.testing.assert_close(store.class_scores(rows, view=1), teacher(images.flip(3)), atol=2e-2, rtol=1e-3)
+    assert store.logits(rows)[0].argmax(1).tolist() == direct.argmax(1).tolist()
+    # Maps are of the whole picture, which is wider than it is high, not of the centre square that is tested.
+    squashed = augment(
+        batch.pixels, batch.sizes, torch.zeros_like(batch.index), tested(teacher.preprocessing._replace(resize="square"))
+    ).images
+    torch.testing.assert_close(store.dense_scores(rows), teacher.dense(squashed), atol=2e-2, rtol=1e-3)
+    torch.testing.assert_close(store.dense_scores(rows, view=1), teacher.dense(squashed.flip(3)), atol=2e-2, rtol=1e-3)
+
+
+def test_a_teachers_accuracy_is_that_of_its_store(tmp_path):
+    source = open_source("digits", "test")
+    teacher = make_teacher(10)
+    store = make_store(tmp_path / "s", teacher, source, shard=128, batch=64, top_k=5)
+    labels = torch.from_numpy(source.label.values)
+    said = store.logits(store.rows(source))[1]
+    hits = torch.zeros(2)
+    for batch in Feed(source, workers=0).sweep(64):
+        images = augment(batch.pixels, batch.sizes, torch.zeros_like(batch.index), tested(teacher.preprocessing)).images
+        best = teacher(images).topk(5, 1).indices == batch.labels[:, None]
+        hits += torch.stack([best[:, 0].sum(), best.any(1).sum()])
+    assert (said[:, 0] == labels).sum() == hits[0]
+    assert (said == labels[:, None]).any(1).sum() == hits[1]
+
+
+def test_equal_pictures_are_asked_about_once(tmp_path):
+    make_folder(tmp_path / "p", count=5)
+    for number in range(5):  # the same bytes under another class and name
+        (tmp_path / "p" / "red" / f"again {number}.png").write_bytes((tmp_path / "p" / "blue" / f"{number:03}.png").read_bytes())
+    source = open_source(str(tmp_path / "p"))
+    result = annotate(make_teacher(), source, tmp_path / "s", Wanted(batch=4), workers=0)
+    assert (result.given, result.pictures) == (20, 15)
+    rows = Store.open(tmp_path / "s").rows(source)
+    assert len(rows) == 20
+    assert len(set(rows.tolist())) == 15
+
+
+def test_unreadable_pictures_are_noted_and_have_no_row(tmp_path):
+    make_folder(tmp_path / "p", count=5)
+    spoil(tmp_path / "p" / "green" / "002.png")
+    source = open_source(str(tmp_path / "p"))
+    (tmp_path / "p" / "red" / "000.png").unlink()  # since it was listed
+    result = annotate(make_teacher(), source, tmp_path / "s", Wanted(batch=4), workers=0)
+    assert sorted(Path(problem.where).parts[-2:] for problem in result.skipped) == [("green", "002.png"), ("red", "000.png")]
+    store = Store.open(tmp_path / "s")
+    rows = store.rows(source)
+    lost = [Path(source.where(index)).parts[-2:] for index in torch.nonzero(rows < 0).flatten().tolist()]
+    assert lost == [("green", "002.png"), ("red", "000.png")]
+    # Those beside an unreadable one in its batch have their own answers.
+    whole = open_source(str(make_folder(tmp_path / "q", count=5)))
+    clean = make_store(tmp_path / "clean", make_teacher(), whole)
+    good = torch.nonzero(rows >= 0).flatten()
+    torch.testing.assert_close(store.logits(rows[good])[0], clean.logits(clean.rows(whole)[good])[0], atol=1e-2, rtol=1e-3)
+
+
+def test_workers_and_none_give_the_same_bytes(tmp_path):
+    source, teacher = make_source(tmp_path / "p", 20), make_teacher()
+    for workers in (0, 2):
+        annotate(teacher, source, tmp_path / str(workers), Wanted(ALL, 3, batch=8), workers=workers, shard=16)
+    assert contents(tmp_path / "0") == contents(tmp_path / "2")
+
+
+def in_a_process(work):
+    """How a forked process ended that did this: its exit code, or minus the signal."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+            os._exit(0)
+        except BaseException:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def dies_after(pictures):
+    """A watch that ends the process when so many pictures are annotated."""
+
+    @contextmanager
+    def watch(title, total):
+        done = 0
+
+        def advance(count):
+            nonlocal done
+            done += count
+            if title == "annotating" and done >= pictures:
+                die()
+
+        yield advance
+
+    return watch
+
+
+def dies_while_writing(files, length):
+    """`aside` that ends the process at the given file: with `length` bytes of it on the disk; None: whole, but not noted."""
+    written = []
+
+    @contextmanager
+    def write(path, side=None):
+        written.append(path)
+        with aside(path, side) as place:
+            yield place
+            if len(written) == files and length is not None:
+                place.write_bytes(place.read_bytes()[:length])
+                die()
+        if len(written) == files:
+            die()
+
+    return write
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_killed_at_random_moments_it_goes_on_to_the_same_bytes(seed, tmp_path, monkeypatch):
+    source, teacher = make_source(tmp_path / "p", 16), make_teacher()
+
+    def run(folder, watch=storing.unwatched):
+        annotate(teacher, source, tmp_path / folder, Wanted(ALL, 3, 2, batch=4), workers=0, watch=watch, shard=8)
+
+    run("whole")
+    draw = random.Random(seed)
+    killed = 0
+    for _ in range(6):
+        watch = storing.unwatched
+        with monkeypatch.context() as patch:
+            if draw.random() < 0.5:
+                watch = dies_after(draw.randrange(1, 24))
+            else:
+                patch.setattr(storing, "aside", dies_while_writing(draw.randrange(1, 6), draw.choice([None, 1, 40])))
+            code = in_a_process(partial(run, "cut", watch))
+        assert code in (0, -signal.SIGKILL)
+        if code == 0:
+            break
+        killed += 1
+        with pytest.raises(UserError, match=r"not finished|no store"):
+            Store.open(tmp_path / "cut")
+    assert killed >= 2, "nothing was interrupted"
+    run("cut")
+    assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
+
+
+def test_what_is_finished_is_not_done_again(tmp_path):
+    source, teacher = make_source(tmp_path / "p"), make_teacher()
+    make_store(tmp_path / "s", teacher, source)
+    before = contents(tmp_path / "s")
+    asked = []
+    teacher.network.maps = lambda images: asked.append(len(images)) or type(teacher.network).maps(teacher.network, images)
+    result = annotate(teacher, source, tmp_path / "s", Wanted(batch=4), workers=0, shard=10)
+    assert asked == [1]  # to learn the shapes
+    assert (result.kept, result.shards) == (4, 4)
+    assert contents(tmp_path / "s") == before
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"top_k": 2}, "top k 0, not 2"),
+        ({"what": ("features",)}, "what logits, not features"),
+        ({"batch": 5}, "batch 4, not 5"),
+        ({"views": 2}, "views plain, not plain, mirrored"),
+    ],
+)
+def test_other_options_are_refused(change, words, tmp_path):
+    source, teacher = make_source(tmp_path / "p", 3), make_teacher()
+    make_store(tmp_path / "s", teacher, source)
+    with pytest.raises(UserError, match=words):
+        make_store(tmp_path / "s", teacher, source, **change)
+
+
+def test_another_teacher_or_other_data_are_refused(tmp_path):
+    source, teacher = make_source(tmp_path / "p", 3), make_teacher()
+    make_store(tmp_path / "s", teacher, source)
+    with pytest.raises(UserError, match="another teacher"):
+        make_store(tmp_path / "s", make_teacher(seed=1), source)
+    make_picture(tmp_path / "p" / "red" / "new.png", 1)
+    with pytest.raises(UserError, match="other data"):
+        make_store(tmp_path / "s", teacher, open_source(str(tmp_path / "p")))
+
+
+def test_a_teacher_is_known_by_its_weights():
+    assert identity(make_teacher())["weights"] == identity(make_teacher())["weights"]
+    assert identity(make_teacher())["weights"] != identity(make_teacher(seed=1))["weights"]
+
+
+def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
+    source, teacher = make_source(tmp_path / "p", 10), make_teacher()
+    make_store(tmp_path / "whole", teacher, source)
+
+    @contextmanager
+    def full(path, side=None):
+        with aside(path, side) as place:
+            yield place
+            if path.name == "shard-00001.safetensors":
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storing, "aside", full)
+        with pytest.raises(UserError, match=r"No space left on device .*run the same command again"):
+            make_store(tmp_path / "s", teacher, source)
+    assert sorted(contents(tmp_path / "s")) == ["manifest.json", "shard-00000.safetensors"]
+    make_store(tmp_path / "s", teacher, source)
+    assert contents(tmp_path / "s") == contents(tmp_path / "whole")
+    monkeypatch.setattr(storing, "free_space", lambda out: 100)
+    with pytest.raises(UserError, match=r"needs 900 bytes for 30 pictures, and 100 bytes are free"):
+        make_store(tmp_path / "tight", teacher, source)
+
+
+def test_a_place_that_is_taken_is_refused(tmp_path):
+    source, teacher = make_source(tmp_path / "p", 2), make_teacher()
+    (tmp_path / "letter").write_text("dear")
+    with pytest.raises(UserError, match="is a file"):
+        make_store(tmp_path / "letter", teacher, source)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "mine.txt").write_text("mine")
+    with pytest.raises(UserError, match="no store"):
+        make_store(tmp_path / "folder", teacher, source)
+    with pytest.raises(UserError, match="lies inside"):
+        make_store(tmp_path / "p" / "answers", teacher, source)
+
+    def second():
+        with pytest.raises(UserError, match="Another process is writing"):
+            make_store(tmp_path / "s", teacher, source)
+
+    (tmp_path / "s").mkdir()
+    with storing.alone(tmp_path / "s"):
+        assert in_a_process(second) == 0
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e6])
+def test_answers_that_are_no_numbers_are_refused(value, tmp_path):
+    source, teacher = make_source(tmp_path / "p", 3), make_teacher()
+    teacher.network.fc.bias.data[2] = value
+    with pytest.raises(UserError, match=r"not finite, or above .*blue/000\.png"):
+        make_store(tmp_path / "s", teacher, source)
+
+
+def test_what_cannot_be_asked(tmp_path):
+    for bad in ({"what": ("colour",)}, {"what": ()}, {"views": 3}, {"top_k": -1}, {"batch": 0}):
+        with pytest.raises(UserError):
+            Wanted(**bad)
+    source = make_source(tmp_path / "p", 2)
+    silent = open_teacher(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(768, 3)), preprocessing={"image_size": 16})
+    with pytest.raises(UserError, match="one answer per picture"):
+        make_store(tmp_path / "s", silent, source, what=("tokens",))
+    with pytest.raises(UserError, match="holds no pictures"):
+        make_store(tmp_path / "s", make_teacher(), Subset(source, np.arange(0)))
+    bad = [spoil(tmp_path / "bad" / name / f"{number}.png") for name in "ab" for number in range(2)]
+    bad[1].write_bytes(b"")
+    with pytest.raises(UserError, match=r"None of 2 pictures .*bad/a/0\.png: not a JPEG"):
+        make_store(tmp_path / "s", make_teacher(), open_source(str(tmp_path / "bad")))
+    lost = open_source(str(make_folder(tmp_path / "q", count=2)))
+    for index in range(len(lost)):
+        Path(lost.where(index)).unlink()
+    with pytest.raises(UserError, match="None of the 6 pictures"):
+        make_store(tmp_path / "s", make_teacher(), lost)
+
+
+def test_all_splits_together(tmp_path):
+    parts = list(open_parts("digits").values())
+    both = join(parts)
+    assert len(both) == sum(map(len, parts))
+    first = len(parts[0])
+    assert np.array_equal(both.encoded(first), parts[1].encoded(0))
+    assert both.where(first) == parts[1].where(0)
+
+
+def test_more_kept_than_there_are_is_all(tmp_path):
+    store = make_store(tmp_path / "s", make_teacher(3), make_source(tmp_path / "p", 2), top_k=5)
+    assert store.manifest["top_k"] == 0
+    assert store.logits(torch.arange(2))[1].tolist() == [[0, 1, 2]] * 2
+
+
+def test_a_checkpoint_file_of_a_convnet(tmp_path):
+    torch.save(network(5).state_dict(), tmp_path / "net.pth")
+    teacher = open_teacher(tmp_path / "net.pth", size=32)
+    store = make_store(tmp_path / "s", teacher, make_source(tmp_path / "p", 2), what=("tokens",), top_k=2)
+    assert store.manifest["size"] == [32, 32]
+    assert store.manifest["teacher"]["name"] == "net.pth"

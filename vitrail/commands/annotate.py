@@ -1,0 +1,217 @@
+"""vitrail annotate, store info."""
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from vitrail.errors import UserError
+
+if TYPE_CHECKING:
+    from vitrail.data.source import Source
+    from vitrail.teachers.storing import Written
+
+store = typer.Typer(no_args_is_help=True, help="Look into a store of a teacher's answers.")
+NAMED = 10  # of the pictures that could not be read; the manifest has all
+
+
+def annotate(
+    places: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="TEACHER SOURCE",
+            help="A checkpoint, a run's folder, timm:NAME, a .pt2 or .onnx file; then the data as for `vitrail train`.",
+        ),
+    ],
+    out: Annotated[Path, typer.Option(metavar="STORE", help="The folder to write.")],
+    what: Annotated[str, typer.Option(help="logits, tokens (a map of labels), features; several with commas.")] = "logits",
+    top_k: Annotated[int, typer.Option("--top-k", min=0, help="How many classes are kept of each answer; 0: all.")] = 0,
+    views: Annotated[int, typer.Option(min=1, max=2, help="2: of each picture's mirror image, too.")] = 1,
+    size: Annotated[str | None, typer.Option(help="The size the teacher sees: 384, or 192x256; its own if not given.")] = None,
+    split: Annotated[str | None, typer.Option(help="train, validation, test or all; train if not given.")] = None,
+    classes: Annotated[
+        str | None, typer.Option(help="The teacher's classes where it does not name them: a file with one a line, or how many.")
+    ] = None,
+    preprocessing: Annotated[
+        Path | None,
+        typer.Option(help='JSON, for a teacher that does not say it: {"image_size": 224, "mean": …, "std": …}.'),
+    ] = None,
+    kind: Annotated[str | None, typer.Option(help="What the file does not tell: resnet_keras, exported, onnx.")] = None,
+    from_published: Annotated[
+        Path | None, typer.Option("--from-published", metavar="FOLDER", help="Label maps of TokenLabeling instead of a teacher.")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Pictures computed at a time.")] = 64,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1; a GPU if there is one.")] = None,
+    workers: Annotated[int | None, typer.Option(min=0, help="Processes that decode pictures; as useful if not given.")] = None,
+) -> None:
+    """Ask a teacher about every picture once and keep what it says. Stopped and run again, it goes on where it was.
+
+    Example: [bold]vitrail annotate regnety_160.pth photos/ --out answers --what logits,tokens --top-k 5[/bold]
+    """
+    from vitrail.data.progress import progress
+    from vitrail.teachers.storing import check_place
+
+    needed = 1 if from_published is not None else 2
+    if len(places) != needed:
+        raise UserError(
+            "With --from-published give the data alone: vitrail annotate SOURCE --from-published FOLDER --out STORE."
+            if from_published is not None
+            else f"Give a teacher and the data, not {len(places)} things: vitrail annotate TEACHER SOURCE --out STORE."
+        )
+    source = open_data(places[-1], split)
+    check_place(out, places[-1])
+    named = read_classes(classes)
+    try:
+        if from_published is not None:
+            from vitrail.teachers.published import import_published
+
+            result = import_published(from_published, source, out, named, workers, progress, complain)
+        else:
+            from vitrail.teachers.annotating import Wanted
+            from vitrail.teachers.annotating import annotate as run
+
+            wanted = Wanted(tuple(part.strip() for part in what.split(",") if part.strip()), top_k, views, batch)
+            teacher = open_one(places[0], device, named, preprocessing, kind, size)
+            result = run(teacher, source, out, wanted, workers, progress, complain, Path(places[0]))
+    except KeyboardInterrupt:
+        complain("Stopped; the same command goes on where this one was.")
+        sys.exit(130)
+    tell(places[-1], result)
+
+
+@store.command()
+def info(
+    path: Annotated[Path, typer.Argument(metavar="STORE", help="A folder that `vitrail annotate` has written.")],
+    check: Annotated[bool, typer.Option("--check", help="Read every shard and compare it with its digest.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Say whose answers a store holds, about how many pictures, and how much room they take.
+
+    Example: [bold]vitrail store info answers --check[/bold]
+    """
+    from vitrail.teachers.store import check_shards, read_manifest
+
+    manifest = read_manifest(path)
+    check_shards(path, manifest, check)
+    facts = summary(manifest)
+    if as_json:
+        print(json.dumps(facts | {"checked": check}, indent=1, ensure_ascii=False))
+        return
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for name, value in facts.items():
+        if value is not None:
+            table.add_row(Text(name.replace("_", " "), "bold"), Text(shown(name, value)))
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    if check:
+        print("Every shard is what its digest says.")
+
+
+def summary(manifest: dict[str, Any]) -> dict[str, Any]:
+    teacher, shards = manifest["teacher"], manifest["shards"]
+    done, size = (sum(shard[name] for shard in shards) for name in ("pictures", "bytes"))
+    return {
+        "teacher": teacher["name"],
+        "weights": teacher["weights"],
+        "classes": teacher["classes"],
+        "class_names": teacher["class_names"],
+        "keeps": manifest["what"],
+        "values": manifest["values"],
+        "top_k": manifest["top_k"],
+        "views": manifest["views"],
+        "size": manifest["size"],
+        "covers": manifest["covers"],
+        "arrays": {name: [each["dtype"], *each["shape"]] for name, each in manifest["arrays"].items()},
+        "pictures": manifest["pictures"],
+        "annotated": done,
+        "unreadable": sum(len(shard["skipped"]) for shard in shards),
+        "shards": len(shards),
+        "bytes": size,
+        "bytes_per_picture": round(size / done, 1) if done else None,
+        "complete": manifest["complete"],
+        "vitrail": manifest["vitrail"],
+    }
+
+
+def shown(name: str, value: Any) -> str:
+    if name == "class_names":
+        return ", ".join(value[:5]) + (", …" if len(value) > 5 else "")
+    if name == "arrays":
+        return "\n".join(f"{each} {kind} [{', '.join(map(str, shape))}]" for each, (kind, *shape) in value.items())
+    if name == "size":
+        return " x ".join(map(str, value))
+    if name == "top_k":
+        return f"{value} classes" if value else "all classes"
+    if name == "covers":
+        return {"whole": "maps lie over the whole picture", "centre": "maps lie over the centre square"}.get(value, value)
+    if isinstance(value, bool):
+        return "yes" if value else "no: run the same vitrail annotate again"
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return f"{value:,}" if isinstance(value, int | float) else str(value)
+
+
+def open_data(path: str, split: str | None) -> "Source":
+    from vitrail.data.opening import open_parts, open_source
+    from vitrail.teachers.joining import join
+
+    if split == "all":
+        return join(list(open_parts(path).values()))
+    return open_source(path, split)
+
+
+def open_one(
+    path: str, device: str | None, classes: list[str] | int | None, preprocessing: Path | None, kind: str | None, size: str | None
+) -> Any:
+    from vitrail.cli import parse_size
+    from vitrail.teachers import open_teacher
+    from vitrail.training.devices import choose_device
+    from vitrail.weights.reading import read_json
+
+    prepared = read_json(preprocessing) if preprocessing is not None else None
+    if preprocessing is not None and prepared is None:
+        raise UserError(f"There is no file {preprocessing}.")
+    return open_teacher(path, choose_device(device), classes, prepared, kind, parse_size(size))
+
+
+def read_classes(text: str | None) -> list[str] | int | None:
+    """How many classes, or their names, one a line."""
+    if text is None:
+        return None
+    if text.isascii() and text.isdigit():
+        return int(text)
+    try:
+        names = [line.strip() for line in Path(text).expanduser().read_text(encoding="utf-8").splitlines() if line.strip()]
+    except FileNotFoundError:
+        raise UserError(f"There is no file {text}: give a file with one class a line, or their number.") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{text} cannot be read: {error}.") from None
+    if not names:
+        raise UserError(f"{text} names no classes: write one a line.")
+    return names
+
+
+def tell(name: str, result: "Written") -> None:
+    from vitrail.data.reporting import bytes_text, counted
+
+    kept = f" ({result.kept:,} of them from an earlier run)" if result.kept else ""
+    twice = result.given - result.pictures - result.lost
+    again = f" ({counted(twice, 'further one')} equal to these)" if twice else ""
+    print(
+        f"{name} -> {result.path}: {counted(result.pictures, 'picture')}{again} in {counted(result.shards, 'shard')}{kept}, "
+        f"{bytes_text(result.bytes)}, {result.bytes / result.pictures:,.0f} bytes each"
+    )
+    if result.skipped:
+        complain(f"Left out, because unreadable: {counted(len(result.skipped), 'picture')}.")
+        for problem in result.skipped[:NAMED]:
+            complain(f"  {problem.where}: {problem.reason}")
+        if len(result.skipped) > NAMED:
+            complain(f"  and {len(result.skipped) - NAMED:,} more")
+
+
+def complain(sentence: str) -> None:
+    print(sentence.encode("utf-8", "replace").decode(), file=sys.stderr)  # file names that are no text could not be printed

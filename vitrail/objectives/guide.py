@@ -1,0 +1,129 @@
+"""From a batch to what the network should say about it: the data's labels, what a teacher says, labels of patches."""
+
+import re
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from vitrail.data.augment.mixing import Mix
+from vitrail.data.augment.pipeline import Augmented
+from vitrail.data.loader import Batch
+from vitrail.data.source import Source
+from vitrail.errors import UserError
+from vitrail.models.model import Model, mix_tokens
+from vitrail.objectives.distillation import teacher_targets
+from vitrail.objectives.targets import Targets, blend, label_targets
+from vitrail.objectives.tokens import covered, draw_token_mix, project, token_mask
+from vitrail.recipes.recipe import Recipe
+from vitrail.teachers.matching import match_teacher
+from vitrail.teachers.opening import open_teacher
+from vitrail.teachers.store import MANIFEST, Store
+from vitrail.teachers.teacher import Teacher
+
+ADVICE = re.compile(r"[;:] say which[^;:]*$")
+
+
+class Guide:
+    """Opens the recipe's teacher and stores once; `targets` is asked for every unit and waits for nothing."""
+
+    def __init__(self, recipe: Recipe, model: Model, source: Source, device: torch.device) -> None:
+        self.recipe, self.device = recipe, device
+        self.classes, self.grid, self.patch = model.architecture.classes, model.grid, model.architecture.patch_size
+        self.teacher = self.answers = self.maps = None
+        if recipe.distillation.kind != "none":
+            if Path(recipe.distillation.teacher, MANIFEST).is_file():
+                self.answers = Answers(recipe.distillation.teacher, source, device, "logits")
+            else:
+                self.teacher = open_teacher(recipe.distillation.teacher, device)
+                self.index = matched(self.teacher, source).to(device)
+        if recipe.tokens.labels:
+            self.maps = Answers(recipe.tokens.labels, source, device, "tokens", recipe.tokens.outside)
+
+    def targets(self, batch: Batch, seen: Augmented, images: Tensor, mix: Mix, epoch: int, step: int, unit: int) -> Targets:
+        """`seen` is what the augmentation gave, `images` what mixing made of it: what the network and its teacher see."""
+        recipe = self.recipe
+        assert batch.labels is not None
+        classes, tokens, mixed = label_targets(batch.labels, self.classes, recipe.objective), None, None
+        if self.maps is not None:
+            values, whose = self.maps.tokens(batch.index)
+            logits = project(values, whose, seen, self.grid, self.patch, self.classes, self.maps.covers == "centre")
+            classes = self._own(classes, batch.labels, self._smooth(logits.mean(1).softmax(-1)))
+            if recipe.tokens.weight:
+                tokens = self._smooth(logits.softmax(-1))
+        if tokens is not None and mix.share < 1.0:
+            part = covered(mix, recipe.augmentation.size, self.grid, self.patch, self.device)
+            tokens = torch.lerp(tokens, tokens.flip(0), part[None, :, None])
+        classes, teacher = blend(classes, mix.share), self._taught(batch, images, mix)
+        if recipe.tokens.mix:
+            drawn = draw_token_mix(recipe.seed, epoch, step, unit, self.grid, recipe.tokens.mix)
+            mixed = token_mask(drawn, self.grid, self.device)
+            classes = blend(classes, drawn.share)
+            teacher = None if teacher is None else blend(teacher, drawn.share)
+            if tokens is not None and recipe.tokens.mix_what == "labels":
+                tokens = mix_tokens(tokens, mixed)
+        return Targets(classes, teacher, tokens, mixed)
+
+    def _taught(self, batch: Batch, images: Tensor, mix: Mix) -> Tensor | None:
+        """The teacher's distribution [B, C]: of the mixed pictures themselves, or mixed from what a store knows of each."""
+        how, seen = self.recipe.distillation, self.recipe.augmentation
+        if self.teacher is not None:
+            return teacher_targets(self.teacher(images, seen.mean, seen.std)[:, self.index], how)
+        if self.answers is not None:
+            return blend(teacher_targets(self.answers.logits(batch.index), how), mix.share)
+        return None
+
+    def _own(self, truth: Tensor, labels: Tensor, found: Tensor) -> Tensor:
+        """The label of the whole picture; "blend" trusts the map half, and more where it contradicts the data."""
+        match self.recipe.tokens.target:
+            case "truth":
+                return truth
+            case "relabel":
+                return found
+        agrees = found.argmax(1, keepdim=True) == labels[:, None]
+        return torch.lerp(truth, found, torch.where(agrees, 0.5, 0.9))
+
+    def _smooth(self, targets: Tensor) -> Tensor:
+        smoothing = self.recipe.objective.smoothing if self.classes > 1 else 0.0
+        return targets * (1.0 - smoothing) + smoothing / self.classes if smoothing else targets
+
+
+def matched(teacher: Teacher | Store, source: Source) -> Tensor:
+    """int64 [student's classes]: which of the teacher's each is."""
+    try:
+        return match_teacher(teacher, source.classes)  # type: ignore[arg-type]  # of a teacher it asks the classes
+    except UserError as error:
+        # The advice is that of commands with a map of classes, which a training does not have.
+        raise UserError(ADVICE.sub("; take a teacher whose classes have these names.", str(error))) from None
+
+
+class Answers:
+    """What a store says about the pictures of a source, by their numbers."""
+
+    def __init__(self, path: str, source: Source, device: torch.device, what: str, outside: str = "spread") -> None:
+        store = Store.open(path)
+        if what not in store.what:
+            raise UserError(f"{path} keeps {' and '.join(store.what)}: annotate again with --what {what}.")
+        if outside == "spread" and not store.knows_rest(what):
+            raise UserError(
+                f"{path} does not know what lies outside the classes it keeps: set tokens.outside=zero."
+            )
+        self.outside = outside
+        self.index = matched(store, source).to(device)
+        # Of the teacher's classes: the student's number, one too high for those that the student does not have.
+        self.own = torch.full((store.classes,), len(source.classes), device=device)
+        self.own[self.index] = torch.arange(len(source.classes), device=device)
+        self.rows, self.store = store.rows(source).to(device), store.to(device)
+        self.covers = store.covers
+
+    def logits(self, pictures: Tensor) -> Tensor:
+        """[B, C]"""
+        return self.store.class_scores(self.rows[pictures], self.index)
+
+    def tokens(self, pictures: Tensor) -> tuple[Tensor, Tensor]:
+        """The K best logits of every cell and their classes, [B, K, h, w] each; a logit of 0 is that of every other class."""
+        rows = self.rows[pictures]
+        values, classes = self.store.tokens(rows)
+        if self.outside == "spread":
+            values = values - self.store.outside("tokens", rows)[:, None]
+        return values, self.own[classes]

@@ -1,0 +1,251 @@
+"""Writing a store so that what is there is whole.
+
+A shard is written beside its place, flushed, renamed and noted in the manifest, which says `complete` when all are there. What an
+interrupted run has finished is checked and kept, and the result is the same to the byte.
+"""
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from safetensors.numpy import save
+
+from vitrail.data.loader import Problem
+from vitrail.data.reporting import bytes_text
+from vitrail.data.source import Source, Subset
+from vitrail.errors import UserError
+from vitrail.teachers.addressing import WIDTH, first_of_each, keys_of
+from vitrail.teachers.store import FORMAT, LAYOUT, MANIFEST, digest_of, read_manifest
+from vitrail.version import __version__
+from vitrail.writing import aside
+
+SHARD = 1024  # pictures
+LOCK = ".lock"
+FREE_TO_DIFFER = ("vitrail", "complete", "shards")  # between a run and the one that goes on
+Span = tuple[int, int]
+Arrays = dict[str, np.ndarray]
+Advance = Callable[[int], Any]
+Watch = Callable[[str, int], AbstractContextManager[Advance]]  # work by its name and length to what is told how much is done
+
+
+@contextmanager
+def unwatched(title: str, total: int) -> Iterator[Advance]:
+    yield lambda count: None
+
+
+class Part(NamedTuple):
+    """What is known about the pictures of a shard: arrays [n, ...], and which rows could not be read, and why."""
+
+    arrays: Arrays
+    skipped: list[tuple[int, Problem]]
+
+
+@dataclass(frozen=True)
+class Written:
+    path: Path
+    pictures: int  # different ones
+    given: int  # as many as the source has
+    bytes: int
+    shards: int
+    kept: int  # shards that an earlier run had finished
+    skipped: list[Problem]  # pictures that could not be read
+    lost: int  # of these, such as had no bytes at all
+
+
+@dataclass(frozen=True)
+class Shelf:
+    """Different pictures of a source, each once, in the order of their first appearance."""
+
+    source: Source  # of the different pictures
+    keys: np.ndarray  # uint8 [N, 16]
+    given: int
+    lost: list[Problem]  # files without bytes to read: they have no key, and nobody can ask for them
+
+
+def shelve(source: Source, out: Path, workers: int | None, watch: Watch) -> Shelf:
+    """The different pictures of a source that is to be kept at `out`."""
+    check_place(out, source.name)
+    if not len(source):
+        raise UserError(f"{source.name} holds no pictures: add some.")
+    with watch("looking pictures up", len(source)) as advance:
+        keys, readable = keys_of(source, workers, advance)
+    places = np.flatnonzero(readable)
+    if not len(places):
+        raise UserError(f"None of the {len(source):,} pictures of {source.name} can be read; the first is {source.where(0)}.")
+    places = places[first_of_each(keys[places])]
+    lost = [Problem(source.where(int(index)), "there is nothing to read") for index in np.flatnonzero(~readable)]
+    return Shelf(Subset(source, places), keys[places], len(source), lost)
+
+
+def write_store(
+    out: Path,
+    shelf: Shelf,
+    head: dict[str, Any],
+    make: Callable[[list[Span], Advance], Iterator[Part]],
+    watch: Watch = unwatched,
+    warn: Callable[[str], Any] = lambda sentence: None,
+    shard: int = SHARD,
+) -> Written:
+    """The store of a shelf's pictures. `head` says what the manifest must say of the teacher and of what is kept, `arrays` among
+    it; `make` gives the parts of the spans that are missing and tells how many pictures it has done.
+    """
+    wanted = {"format": FORMAT, "layout": LAYOUT, "vitrail": __version__, "complete": False} | head
+    wanted |= {
+        "pictures": len(shelf.keys),
+        "shard": shard,
+        "data": hashlib.sha256(shelf.keys.tobytes()).hexdigest(),
+        "shards": [],
+    }
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with alone(out), watch("annotating", len(shelf.keys)) as advance:
+            return _write(out, shelf, wanted, make, advance, warn)
+    except OSError as error:
+        why = os.strerror(error.errno) if error.errno else str(error)
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        what = "make room and run the same command again, the finished shards are kept" if full else "choose another place"
+        raise UserError(f"{out} could not be written, {why} ({free_space(out) >> 20} MiB free): {what}.") from None
+
+
+def _write(
+    out: Path,
+    shelf: Shelf,
+    wanted: dict[str, Any],
+    make: Callable[[list[Span], Advance], Iterator[Part]],
+    advance: Advance,
+    warn: Callable[[str], Any],
+) -> Written:
+    manifest, size = wanted, wanted["shard"]
+    for leftover in out.glob(".*.part"):
+        leftover.unlink()
+    done: dict[str, dict[str, Any]] = {}
+    if (out / MANIFEST).exists():
+        manifest = resumed(out, wanted)
+        for each in manifest["shards"]:
+            file = out / each["name"]
+            if file.is_file() and file.stat().st_size == each["bytes"] and digest_of(file) == each["sha256"]:
+                done[each["name"]] = each
+                advance(each["pictures"])
+            else:
+                warn(f"{file} is damaged or gone and is made anew.")
+    total = len(shelf.keys)
+    spans = {f"shard-{start // size:05d}.safetensors": (start, min(start + size, total)) for start in range(0, total, size)}
+    missing = {name: span for name, span in spans.items() if name not in done}
+    kept = len(done)
+    check_room(out, manifest["arrays"], sum(stop - start for start, stop in missing.values()))
+    if missing:
+        note(out, manifest | {"complete": False, "shards": [done[name] for name in spans if name in done]})
+    parts = make(list(missing.values()), advance) if missing else iter(())
+    for (name, (start, stop)), part in zip(missing.items(), parts, strict=True):
+        check_part(part, manifest["arrays"], stop - start)
+        arrays = {"key": shelf.keys[start:stop]} | part.arrays
+        # safetensors writes memory as it lies.
+        content = save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
+        with aside(out / name) as side:
+            side.write_bytes(content)
+        done[name] = {
+            "name": name,
+            "pictures": stop - start,
+            "bytes": len(content),
+            "sha256": hashlib.sha256(content).hexdigest(),
+            "skipped": [{"row": row, "where": problem.where, "reason": problem.reason} for row, problem in part.skipped],
+        }
+        note(out, manifest | {"complete": len(done) == len(spans), "shards": [done[each] for each in spans if each in done]})
+    shards = [done[name] for name in spans]
+    skipped = shelf.lost + [Problem(each["where"], each["reason"]) for one in shards for each in one["skipped"]]
+    return Written(out, total, shelf.given, sum(one["bytes"] for one in shards), len(shards), kept, skipped, len(shelf.lost))
+
+
+def check_part(part: Part, arrays: dict[str, Any], count: int) -> None:
+    for name, each in arrays.items():
+        assert part.arrays[name].shape == (count, *each["shape"]), name
+        assert part.arrays[name].dtype == each["dtype"], name
+
+
+def resumed(out: Path, wanted: dict[str, Any]) -> dict[str, Any]:
+    """The manifest of an earlier run, which must want the same."""
+    found = read_manifest(out)
+    for name, value in wanted.items():
+        before = found.get(name)
+        if name in FREE_TO_DIFFER or before == json.loads(json.dumps(value)):
+            continue
+        if name in ("data", "pictures"):
+            raise UserError(f"{out} was begun from other data, or the data has changed since: give another folder, or remove it.")
+        if name == "teacher":
+            raise UserError(
+                f"{out} was begun with another teacher, {found['teacher']['name']}: give the same, or another folder."
+            )
+        raise UserError(
+            f"{out} was begun with {name.replace('_', ' ')} {told(before)}, not {told(value)}: give the same options, or another "
+            f"folder."
+        )
+    return found
+
+
+def told(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple | dict) else str(value)
+
+
+def note(out: Path, manifest: dict[str, Any]) -> None:
+    with aside(out / MANIFEST) as side:
+        side.write_text(json.dumps(manifest, indent=1, ensure_ascii=True) + "\n", encoding="utf-8")
+
+
+def row_bytes(arrays: dict[str, Any]) -> int:
+    """Bytes that one picture takes, its key included."""
+    return WIDTH + sum(int(np.prod(each["shape"])) * np.dtype(each["dtype"]).itemsize for each in arrays.values())
+
+
+def check_room(out: Path, arrays: dict[str, Any], pictures: int) -> None:
+    """Hours of a teacher's work are not begun where they cannot be kept."""
+    need, free = pictures * row_bytes(arrays), free_space(out)
+    if need > free:
+        raise UserError(
+            f"{out} needs {bytes_text(need)} for {pictures:,} pictures, and {bytes_text(free)} are free: make room, or keep less "
+            f"(--top-k 5)."
+        )
+
+
+def free_space(out: Path) -> int:
+    place = next(each for each in (out, *out.absolute().parents) if each.exists())
+    return shutil.disk_usage(place).free
+
+
+def check_place(out: Path, source: str) -> None:
+    """Refuses to write into the data, or beside anything that is no store."""
+    data = Path(os.path.expanduser(source))
+    if source and data.is_dir() and out.resolve().is_relative_to(data.resolve()):
+        raise UserError(f"{out} lies inside {source} and would become a part of it: give a folder elsewhere.")
+    if out.exists() and not out.is_dir():
+        raise UserError(f"{out} is a file: give a folder to write to.")
+    try:
+        inside = {entry.name for entry in out.iterdir()} if out.exists() else set()
+    except OSError as error:
+        raise UserError(f"{out} cannot be read: {error.strerror}.") from None
+    strange = [name for name in inside if name != LOCK and not (name.startswith(".") and name.endswith(".part"))]
+    if strange and MANIFEST not in inside:
+        raise UserError(f"{out} is not empty, and what is in it is no store: give a new or empty folder.")
+
+
+@contextmanager
+def alone(out: Path) -> Iterator[None]:
+    """Only one run at a time writes here; the lock goes with the process, however it ends."""
+    with (out / LOCK).open("w") as file:
+        try:
+            # A record lock: unlike flock's, it is not inherited by the workers, who may outlive a killed run by a moment.
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(f"Another process is writing {out}: wait for it, or stop it.") from None
+        try:
+            yield
+        finally:
+            (out / LOCK).unlink(missing_ok=True)
