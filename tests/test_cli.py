@@ -387,3 +387,12 @@ def test_predict_of_nothing(digits_run, typed_wrong, tmp_path):
     assert typed_wrong("predict", digits_run[0], tmp_path, spoil(tmp_path / "bad.png")) == "No picture could be read."
     assert "There is no file" in typed_wrong("predict", tmp_path / "none.safetensors", tmp_path / "bad.png")
     assert "is not a safetensors" in typed_wrong("predict", tmp_path / "bad.png", tmp_path / "bad.png")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
+def test_standard_output_that_is_full():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "vitrail", "models"], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert (done.returncode, done.stderr) == (2, "The disk is full: make room, or write elsewhere.\n")

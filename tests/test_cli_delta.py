@@ -72,3 +72,19 @@ def test_one_sentence_for_what_is_wrong(folder, tmp_path):
         with pytest.raises(UserError, match=sentence):
             typed(*words)
     assert not (tmp_path / "run").exists()
+
+
+def test_what_is_read_is_not_overwritten(folder, tmp_path):
+    delta, run = tmp_path / "delta.safetensors", folder / "run"
+    before = (run / "best.safetensors").read_bytes()
+    assert "would be overwritten" in refused("delta", "make", folder / "base.pth", run, "--out", run / "best.safetensors")
+    assert (run / "best.safetensors").read_bytes() == before
+    typed("delta", "make", folder / "base.pth", run, "--out", delta)
+    kept = delta.read_bytes()
+    assert "would be overwritten" in refused("delta", "apply", folder / "base.pth", delta, "--out", delta)
+    assert delta.read_bytes() == kept
+
+
+def test_a_part_is_trained_only_of_weights():
+    assert "give --from" in refused("train", "digits", "--scope", "attention")
+    assert "start.scope='last:' is not known" in refused("train", "digits", "--scope", "last:")

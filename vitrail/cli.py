@@ -1,5 +1,7 @@
 """The command `vitrail`: parse, call, print."""
 
+import contextlib
+import errno
 import json
 import os
 import sys
@@ -243,6 +245,13 @@ def exit_code() -> int:
         return 130
     except BrokenPipeError:
         return 0
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        with contextlib.suppress(OSError):
+            sys.stdout.close()  # what could not be written is not tried again at the end
+        print("The disk is full: make room, or write elsewhere.", file=sys.stderr)
+        return 2
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     return 0

@@ -31,6 +31,16 @@ def write_aside(path: Path, write: Callable[[Path], Any]) -> None:
         raise UserError(f"{path} could not be written: {error} ({free} MiB free).") from None
 
 
+def refuse_overwriting(out: Path | None, *read: str | Path) -> None:
+    """Complain if the file to write is one that is read; the folder of a run stands for the weights in it."""
+    if out is None or not out.exists():
+        return
+    for path in map(Path, read):
+        for each in (path, path / "best.safetensors"):
+            if each.exists() and each.samefile(out):
+                raise UserError(f"{out} is read here and would be overwritten: give another name to write to.")
+
+
 @contextmanager
 def aside(path: Path, side: Path | None = None) -> Iterator[Path]:
     """The place beside the path to write to; it gets its name at the end, or is removed on failure."""

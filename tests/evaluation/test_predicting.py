@@ -11,6 +11,7 @@ from vitrail.data.augment.pipeline import augment
 from vitrail.data.decode import decode
 from vitrail.data.folder import FolderSource
 from vitrail.data.loader import Problem
+from vitrail.errors import UserError
 from vitrail.evaluation.accuracy import test_view
 from vitrail.evaluation.predicting import detail, in_words, open_pictures, predict, read_list
 
@@ -152,3 +153,15 @@ def test_pictures_are_decoded_as_in_the_training(model):
     model.notes["recipe"] = '{"data": {"detail": 0.0}}'
     assert detail(model) is None
     del model.notes["recipe"]
+
+
+def test_answers_that_are_no_numbers(model, tmp_path):
+    make_folder(tmp_path, ["a"], 2, (8, 8))
+    source, _ = open_pictures([tmp_path])
+    kept = model.head.bias.detach().clone()
+    with torch.no_grad():
+        model.head.bias[0] = torch.nan
+    with pytest.raises(UserError, match="its weights are damaged"):
+        list(predict(model, source, workers=0))
+    with torch.no_grad():
+        model.head.bias.copy_(kept)

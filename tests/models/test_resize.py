@@ -5,6 +5,7 @@ import scipy.ndimage
 import torch
 from torch.nn import functional as F
 
+import vitrail
 from tests.models.test_every_model import randomise
 from tests.small import structures
 from vitrail.errors import UserError
@@ -99,6 +100,9 @@ def test_a_larger_patch_gives_the_same_tokens_on_a_larger_picture():
     larger = larger.permute(0, 3, 1, 4, 2, 5).reshape(2, 3, 48, 72)
     model.resize(48, 72, patch_size=12)
     assert model.architecture.patch_size == 12
+    named = vitrail.create("deit_tiny_patch16", 3, (32, 32), depth=1, device="meta")
+    assert named.resize(32, 32, patch_size=8).name == "deit_tiny_patch16 with depth=1, patch_size=8"
+    assert named.resize(32, 32, patch_size=4).name == "deit_tiny_patch16 with depth=1, patch_size=4"
     torch.testing.assert_close(model.embed(larger)[0], tokens, rtol=1e-3, atol=1e-3)
     kernel = torch.randn(4, 3, 16, 16)
     assert torch.equal(patch_kernel_resize(kernel, 16), kernel)

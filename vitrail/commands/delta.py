@@ -33,12 +33,14 @@ def make(
     """
     from vitrail.weights import load
     from vitrail.weights.delta import make_delta, save_delta
+    from vitrail.writing import refuse_overwriting
 
+    refuse_overwriting(out, *base.split("+"), *tuned.split("+"))
     found = make_delta(load(base), load(tuned))
     save_delta(found, out)
     size = out.stat().st_size
     print(
-        f"{out}: {len(found.tensors)} tensors, {size / 1e6:.1f} MB, {percent(size / found.base_bytes, 1)} of the "
+        f"{out}: {len(found.tensors)} tensors, {size / 1e6:.2f} MB, {percent(size / found.base_bytes, 1)} of the "
         f"{found.base_bytes / 1e6:.1f} MB of its base {found.base[:12]}"
     )
 
@@ -54,7 +56,9 @@ def apply(
     Example: [bold]vitrail delta apply deit3_small.pth pets.safetensors --out whole.safetensors[/bold]
     """
     from vitrail.weights import load, save
+    from vitrail.writing import refuse_overwriting
 
+    refuse_overwriting(out, *base.split("+"), changed)
     model = load(base, delta=changed)
     save(model, out)
     print(f"{model.name or 'the model'} -> {out}")

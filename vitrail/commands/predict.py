@@ -55,11 +55,14 @@ def predict(
     from vitrail.evaluation.predicting import predict as answers
     from vitrail.training.devices import choose_device
     from vitrail.weights import load
+    from vitrail.writing import refuse_overwriting
 
     kind = choose_format(format, as_json, out)
     model = load(weights_file(weights), device=choose_device(device))
     paths = [path for word in images for path in (read_list(sys.stdin.buffer.read()) if word == "-" else [word])]
     source, problems = open_pictures(paths)
+    if out is not None:
+        refuse_overwriting(out, *str(weights).split("+"), *(source.where(index) for index in range(len(source))))
     bad = 0
 
     def good() -> "Iterator[Prediction]":

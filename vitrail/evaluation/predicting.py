@@ -132,8 +132,8 @@ def predict(
     names = model.class_names or [f"class {index}" for index in range(model.architecture.classes)]
     if workers is None:
         workers = usual_workers() if len(source) > FEW else 0
-    pool = Workers(Reader(source, detail(model), False).pictures, workers)
     chunks = np.split(np.arange(len(source)), range(batch, len(source), batch))
+    pool = Workers(Reader(source, detail(model), False).pictures, min(workers, len(chunks)))
     model.eval()
     try:
         for canvas in pool.run(chunks if len(source) else []):
@@ -171,7 +171,10 @@ def likeliest(model: Model, source: Source, canvas: Canvas, good: np.ndarray, to
     pictures = make_batch(source, readable).to(next(model.parameters()).device)
     view = test_view(model.preprocessing)
     images = augment(pictures.pixels, pictures.sizes, torch.zeros_like(pictures.index), view).images
-    chances, classes = model(images).float().softmax(1).topk(top, 1)
+    logits = model(images).float()
+    if not logits.isfinite().all():
+        raise UserError("The model's answers are no numbers: its weights are damaged.")
+    chances, classes = logits.softmax(1).topk(top, 1)
     return chances.tolist(), classes.tolist()
 
 

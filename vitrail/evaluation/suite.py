@@ -34,6 +34,7 @@ from vitrail.evaluation.probing import (
 )
 from vitrail.models.model import Model
 from vitrail.version import __version__
+from vitrail.weights.files import split_path
 from vitrail.writing import write_aside
 
 USUAL = Settings()
@@ -205,7 +206,10 @@ def key(task: Task, sides: Sides, weights: str) -> str:
 
 
 def digest(path: Path) -> str:
-    """Of a file's bytes, or of all files of a folder."""
+    """Of a file's bytes, of all files of a folder, or of base+delta."""
+    base, delta = split_path(path)
+    if delta is not None:
+        return hashlib.sha256((digest(Path(base)) + digest(Path(delta))).encode()).hexdigest()
     try:
         if path.is_file():
             with open(path, "rb") as file:

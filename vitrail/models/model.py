@@ -1,5 +1,6 @@
 """The one trunk: every architecture of the catalogue is an instance of `Model`."""
 
+import re
 from typing import NamedTuple
 
 import torch
@@ -235,6 +236,7 @@ class Model(nn.Module):
         architecture = self.architecture.replace(**changes)
         if "patch_size" in changes and isinstance(self.stem, LinearStem):
             self.stem.resize_patch(changes["patch_size"])
+            self.name = renamed(self.name, changes["patch_size"])
         grid = self.stem.grid(*size)
         if grid != self.grid:
             for module in list(self.modules()):
@@ -243,6 +245,13 @@ class Model(nn.Module):
         self.architecture, self.grid = architecture, grid
         self.preprocessing = self.preprocessing._replace(image_size=size)
         return self
+
+
+def renamed(name: str, patch: int) -> str:
+    """What `create` would have called a network with these patches."""
+    if "patch_size=" in name:
+        return re.sub(r"patch_size=\d+", f"patch_size={patch}", name)
+    return f"{name}{', ' if ' with ' in name else ' with '}patch_size={patch}" if name else name
 
 
 def mix_tokens(tokens: Tensor, mixed: Tensor) -> Tensor:

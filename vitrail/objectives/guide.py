@@ -105,9 +105,7 @@ class Answers:
         if what not in store.what:
             raise UserError(f"{path} keeps {' and '.join(store.what)}: annotate again with --what {what}.")
         if outside == "spread" and not store.knows_rest(what):
-            raise UserError(
-                f"{path} does not know what lies outside the classes it keeps: set tokens.outside=zero."
-            )
+            raise UserError(f"{path} does not know what lies outside the classes it keeps: set tokens.outside=zero.")
         self.outside = outside
         self.index = matched(store, source).to(device)
         # Of the teacher's classes: the student's number, one too high for those that the student does not have.

@@ -223,7 +223,9 @@ class Recipe:
                 raise UserError(f"{key} is a group of settings: set one of them, such as {key}.{example(key, self)}.")
             if leaf not in node and path != ["architecture"]:
                 raise unknown_key(key, self)
-            node[leaf] = parse_value(value)
+            parsed = parse_value(value)
+            is_text = isinstance(node.get(leaf), str) and isinstance(value, str)
+            node[leaf] = value if is_text and not isinstance(parsed, str) else parsed  # "last:" is text, though YAML sees more
         return Recipe.from_dict(tree)
 
     def leaves(self) -> dict[str, Any]:
@@ -329,8 +331,6 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         return value
     if hint is float:
         value = parse_value(value)  # YAML takes 1e-3 for text
-    if hint is float and isinstance(value, str):
-        value = parse_value(value)  # a YAML file has 1e-3 as text
     if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
         if not math.isfinite(value):
             raise UserError(f"{where}={value!r} is not a finite number.")

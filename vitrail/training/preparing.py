@@ -48,6 +48,8 @@ def resolve(recipe: str | Recipe | None, model: str | None, changes: dict[str, A
         raise UserError("optimiser.rate=0 never changes a weight: give a rate above 0.")
     weights = located(os.path.expanduser(resolved.start.weights))
     resolved = dataclasses.replace(resolved, start=dataclasses.replace(resolved.start, weights=weights))
+    if resolved.start.scope != "full" and not weights:
+        raise UserError(f"start.scope={resolved.start.scope} would leave most of a network at random: give --from WEIGHTS.")
     resolved = with_teacher(resolved)
     if resolved.start.after and not weights:
         raise UserError(

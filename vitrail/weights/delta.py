@@ -90,7 +90,8 @@ def make_delta(base: Model, tuned: Model) -> Delta:
         raise UserError("The two hold the same weights: a delta would be empty.")
     if len(changed) == len(after):
         raise UserError(
-            "The two have no tensor in common, so that a delta would be the whole file: give what it was trained from."
+            "Every tensor differs, so that a delta would be the whole model: keep the file as it is, "
+            "or train with --scope attention for a small delta."
         )
     tensors = {name: tensor.detach().cpu().clone() for name, tensor in changed.items()}
     size = sum(tensor.numel() * tensor.element_size() for tensor in before.values())
