@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 import vitrail
 from tests.models.test_every_model import randomise
-from vitrail.layers.residual import DropPath, drop_path_rates
+from vitrail.layers.layout import Layout
+from vitrail.layers.residual import Branch, DropPath, Residual, drop_path_rates
 from vitrail.layers.resnet import pad_same
 from vitrail.layers.stems import hmlp_strides, unfold_patches
 from vitrail.models.architecture import FUSIONS, Architecture
@@ -65,6 +67,33 @@ def test_drop_path_is_per_image_and_unbiased():
     assert drop.eval()(x) is x
     assert drop_path_rates(0.3, 4, "uniform") == [0.3] * 4
     assert drop_path_rates(0.3, 4, "linear") == pytest.approx([0, 0.1, 0.2, 0.3])
+
+
+def test_skipped_images_are_not_computed_and_the_mean_is_right():
+    """Of eight images four have each branch, twice as strong; which ones changes, and nothing else does in evaluation."""
+    seen = []
+
+    class Doubled(nn.Module):
+        def forward(self, x, layout, relative=None):
+            seen.append(x.shape[0])
+            return 2 * x
+
+    def branch():
+        return Branch(nn.Identity(), Doubled(), nn.Identity(), 0.5, skip=True)
+
+    residual, x = Residual(2, branch), torch.randn(8, 3, 4, requires_grad=True)
+    torch.testing.assert_close(residual.eval()(x, Layout(1, 3)), 5 * x)
+    residual.train()
+    seen.clear()
+    outs = torch.stack([residual(x, Layout(1, 3)) for _ in range(400)])
+    assert set(seen) == {4}
+    ratio = (outs / x).detach()
+    torch.testing.assert_close(ratio, ratio[..., :1, :1].expand_as(ratio), rtol=1e-4, atol=1e-4)
+    assert {round(each) for each in ratio.flatten().tolist()} == {1, 5, 9}
+    torch.testing.assert_close(ratio.mean((0, 1, 2, 3)), torch.tensor(5.0), rtol=1e-4, atol=1e-4)
+    assert ratio[:, :, 0, 0].mean(0).sub(5).abs().max() < 0.7  # each image as often as the others
+    (gradient,) = torch.autograd.grad(outs[0].sum(), x)
+    torch.testing.assert_close(gradient, ratio[0], rtol=1e-4, atol=1e-4)
 
 
 def test_parallel_branches_draw_their_own_masks():

@@ -187,3 +187,18 @@ def test_gpu_agrees_and_is_never_waited_for():
     assert same({name: tensor.cpu() for name, tensor in tensors_of(twin).items()}, tensors_of(model))
     for name, mean in on_device.state_dict().items():
         torch.testing.assert_close(mean.cpu(), average.state_dict()[name], rtol=1e-6, atol=1e-6)
+
+
+def test_the_decay_grows_from_low():
+    """After n steps it is (1 + n) / (10 + n) at most; with decay 0.5 from the eighth on as without."""
+    model = small()
+    average, name = Average(model, 0.5), next(iter(dict(model.named_parameters())))
+    expected = dict(model.named_parameters())[name].detach().double().clone()
+    for step in range(12):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1.0)
+        decay = min(0.5, (1 + step) / (10 + step))
+        expected = decay * expected + (1 - decay) * dict(model.named_parameters())[name].detach().double()
+        average.update(steps=step)
+    torch.testing.assert_close(average.state_dict()[name].double(), expected, rtol=1e-5, atol=1e-5)

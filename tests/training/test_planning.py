@@ -1,6 +1,7 @@
 """Will it fit, and how long: the prediction, and what it says when it does not."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,10 +10,11 @@ import torch
 import vitrail
 from vitrail.data.opening import open_splits
 from vitrail.data.source import Subset
+from vitrail.errors import UserError
 from vitrail.recipes import lookup
 from vitrail.training import planning
 from vitrail.training.devices import Devices
-from vitrail.training.planning import Plan, enough_memory, kept_bytes, make_plan
+from vitrail.training.planning import Plan, check_room, enough_memory, kept_bytes, make_plan
 from vitrail.training.preparing import divide, forecast, unseen
 from vitrail.training.scope import apply_scope
 
@@ -107,3 +109,15 @@ def test_the_forecast_in_words():
 def test_pixels_that_no_patch_covers(parts, size, lost):
     said = unseen(vitrail.create("deit_tiny_patch16", 3, size, patch_size=4, depth=1, **parts))
     assert said == [] if not lost else said[0].endswith(f"the last {lost} are not seen")
+
+
+def test_a_disk_without_room_is_told_beforehand(tmp_path, monkeypatch):
+    model, recipe = vitrail.create("house_mini", 3, 16, depth=1, width=32), lookup("laptop")
+    count = sum(parameter.numel() for parameter in model.parameters())
+    need = 3 * 12 * count + 12 * count  # three states of weights and two moments, three artefacts
+    free = {"bytes": need}
+    monkeypatch.setattr(planning.shutil, "disk_usage", lambda place: SimpleNamespace(free=free["bytes"]))
+    check_room(tmp_path / "new" / "run", model, recipe, keep=2)
+    free["bytes"] = need - 1
+    with pytest.raises(UserError, match="make room there"):
+        check_room(tmp_path / "new" / "run", model, recipe, keep=2)

@@ -74,12 +74,14 @@ def residual_scale(kind: str, width: int, start: float, mode: str = "constant", 
 class DropPath(nn.Module):
     """Stochastic depth: a branch is dropped per image, survivors divided by the keep probability.
 
-    The probability is a tensor, because the compiler makes one graph for all values of a tensor and one per value of a number.
+    `skip`: instead of a coin per image, a random part of the batch of that share is kept, and the branch is computed for it alone
+    (`kept`). The probability is a tensor, because the compiler makes one graph for all values of a tensor and one per value of a
+    number.
     """
 
-    def __init__(self, rate: float):
+    def __init__(self, rate: float, skip: bool = False):
         super().__init__()
-        self.rate, self.active = rate, rate > 0.0
+        self.rate, self.active, self.skip = rate, rate > 0.0, skip and rate > 0.0
         self.keep = torch.tensor(1.0 - rate, device="cpu")  # no buffer: networks are also built on the meta device
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "DropPath":
@@ -92,6 +94,11 @@ class DropPath(nn.Module):
             return x
         chosen = torch.rand(x.shape[0], *[1] * (x.ndim - 1), device=x.device) < self.keep
         return x * (chosen / self.keep).to(x.dtype)
+
+    def kept(self, x: Tensor) -> Tensor:
+        """The images [k] of a batch [B, ...] that keep the branch, each as likely as any other, in their order."""
+        count = max(round(x.shape[0] * (1.0 - self.rate)), 1)
+        return torch.rand(x.shape[0], device=x.device).argsort()[:count].sort().values
 
     def extra_repr(self) -> str:
         return f"{self.rate:g}"
@@ -118,13 +125,19 @@ class ShiftedLinear(nn.Linear):
 class Branch(nn.Module):
     """What is added to the stream: scale(body(norm(x))), dropped per image while training."""
 
-    def __init__(self, norm: nn.Module, body: nn.Module, scale: nn.Module, drop: float):
+    def __init__(self, norm: nn.Module, body: nn.Module, scale: nn.Module, drop: float, skip: bool = False):
         super().__init__()
         self.norm, self.body, self.scale = norm, body, scale
-        self.drop = DropPath(drop)
+        self.drop = DropPath(drop, skip)
 
     def forward(self, x: Tensor, layout: Layout, relative: nn.Module | None = None) -> Tensor:
         return self.drop(self.scale(self.body(self.norm(x), layout, relative)))
+
+    def add(self, total: Tensor, x: Tensor, layout: Layout, relative: nn.Module | None = None) -> Tensor:
+        """total plus the branch, which is not computed for images that drop it."""
+        kept = self.drop.kept(x)
+        update = self.scale(self.body(self.norm(x.index_select(0, kept)), layout, relative))
+        return total.index_add(0, kept, (update * (x.shape[0] / kept.shape[0])).to(total.dtype))
 
 
 class Residual(nn.Module):
@@ -133,10 +146,17 @@ class Residual(nn.Module):
     def __init__(self, branches: int, make_branch: Callable[[], Branch], post: nn.Module | None = None):
         super().__init__()
         self.branches = nn.ModuleList(make_branch() for _ in range(branches))
+        self.skips = any(branch.drop.skip for branch in self.branches if isinstance(branch, Branch))
         self.post = post if post is not None else nn.Identity()
 
     def forward(self, x: Tensor, layout: Layout, relative: nn.Module | None = None) -> Tensor:
-        return self.post(x + self.update(x, layout, relative))
+        if not (self.training and self.skips):
+            return self.post(x + self.update(x, layout, relative))
+        total = x
+        for branch in self.branches:
+            assert isinstance(branch, Branch)
+            total = branch.add(total, x, layout, relative)
+        return self.post(total)
 
     def update(self, x: Tensor, layout: Layout, relative: nn.Module | None = None) -> Tensor:
         first, *others = self.branches

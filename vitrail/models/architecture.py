@@ -26,6 +26,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "residual": SCALES,
     "residual_start_mode": ("constant", "zero", "uniform"),
     "drop_path_schedule": ("uniform", "linear"),
+    "drop_path_kind": ("each", "skip"),
     "positions": POSITIONS,
     "position_place": ("stem", "layers", "shared"),
     "position_resample": RESAMPLE,
@@ -41,6 +42,7 @@ TRAINING_ONLY = {
     "residual_frozen",
     "drop_path",
     "drop_path_schedule",
+    "drop_path_kind",
     "dropout",
     "attention_dropout",
     "start",
@@ -87,6 +89,7 @@ class Architecture:
     residual_frozen: bool = False
     drop_path: float = 0.0
     drop_path_schedule: str = "uniform"
+    drop_path_kind: str = "each"  # a coin for each image, or "skip": a random part of the batch is left out and not computed
     dropout: float = 0.0
     attention_dropout: float = 0.0
     # positions and tokens

@@ -42,7 +42,7 @@ def make_block(a: Architecture, index: int, grid: Grid) -> Block:
     def residual(body) -> Residual:
         def branch() -> Branch:
             scale = residual_scale(a.residual, a.width, a.residual_start, a.residual_start_mode, a.residual_frozen)
-            return Branch(norm("pre"), body(), scale, drop)
+            return Branch(norm("pre"), body(), scale, drop, a.drop_path_kind == "skip")
 
         return Residual(a.branches, branch, norm("post"))
 

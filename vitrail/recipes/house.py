@@ -37,7 +37,7 @@ SMALL = Recipe(
     objective=Objective(smoothing=0.1),
     optimiser=Optimiser(rate=1e-3, decay=0.05, clip=1.0),
     schedule=Schedule(length="200 epochs", warmup="5%", floor=1e-5),
-    average=Average(decay=0.999, report=True),
+    average=Average(decay=0.999, report=True, ramp=True),
     testing=Testing(crop_ratio=1.0),
     about=About("house", "from scratch on one GPU"),
 )

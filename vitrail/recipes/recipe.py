@@ -134,6 +134,7 @@ class Average:
 
     decay: float = 0.0
     report: bool = False  # measured, chosen and shipped instead of the plain weights
+    ramp: bool = False  # decay after n steps at most (1 + n) / (10 + n): the weights of the start are soon forgotten
 
 
 @dataclass(frozen=True)

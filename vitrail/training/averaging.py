@@ -1,5 +1,6 @@
 """A running mean of a model's weights."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -30,8 +31,12 @@ class Average:
         self._others = [name for dtype, names in kinds.items() if not dtype.is_floating_point for name in names]
 
     @torch.no_grad()
-    def update(self, skip: Tensor | None = None) -> None:
-        """Take the weights of this step in; where `skip` [] is 1 the mean stays as it is, without anybody asking the device."""
+    def update(self, skip: Tensor | None = None, steps: float = math.inf) -> None:
+        """Take the weights of this step in; where `skip` [] is 1 the mean stays as it is, without anybody asking the device.
+
+        After few `steps` the decay is lower, so that the mean is over a part of what has been, not over the start.
+        """
+        decay = self.decay if steps == math.inf else min(self.decay, (1.0 + steps) / (10.0 + steps))
         for names in self._floating:
             # torch's fused SGD with decay -1 on the "gradient" w and rate -(1 - decay) is the rule above in one pass, and the
             # one such kernel that reads a flag on the device: a buffer that is no number does not get in by way of 0 * nan.
@@ -41,7 +46,7 @@ class Average:
                 [],
                 weight_decay=-1.0,
                 momentum=0.0,
-                lr=self.decay - 1.0,
+                lr=decay - 1.0,
                 dampening=0.0,
                 nesterov=False,
                 maximize=False,

@@ -167,7 +167,7 @@ class Training:
         if self.scaler:
             self.scaler.update()
         if self.average:
-            self.average.update(skip=bad)
+            self.average.update(bad, self.step if recipe.average.ramp else math.inf)
         self.optimiser.zero_grad(set_to_none=True)
         self.step += 1
 

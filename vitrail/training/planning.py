@@ -1,10 +1,12 @@
 """Will it fit, and how long will it take? Answered by computing a few pictures, before anything is written."""
 
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -86,6 +88,20 @@ def taste(model: Model, recipe: Recipe, device: torch.device, pictures: int) -> 
     for name, value in model.named_buffers():
         value.copy_(state[name])
     return Taste(pictures, seconds, memory)
+
+
+def check_room(folder: Path, model: Model, recipe: Recipe, keep: int) -> None:
+    """Complain if the checkpoints and artefacts of a training have no room on the disk of its folder."""
+    count = sum(parameter.numel() for parameter in model.parameters())
+    state = 4 * count * (COPIES[recipe.optimiser.kind] - 1 + bool(recipe.average.decay))  # gradients are not saved
+    need = (keep + 1) * state + 3 * 4 * count  # a file is written beside those that it replaces
+    place = next(each for each in (folder, *folder.parents) if each.exists())
+    free = shutil.disk_usage(place).free
+    if free < need:
+        raise UserError(
+            f"The run needs about {need / 1e9:.1f} GB on the disk of {folder} and {free / 1e9:.1f} GB are free: make room there, "
+            "or give another --out."
+        )
 
 
 def random_targets(model: Model, recipe: Recipe, device: torch.device, pictures: int) -> Targets:

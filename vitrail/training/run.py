@@ -45,7 +45,7 @@ from vitrail.training.facts import (
 )
 from vitrail.training.loop import NotFinite, Options, Stopped, Training
 from vitrail.training.metrics import Metrics
-from vitrail.training.planning import make_plan
+from vitrail.training.planning import check_room, make_plan
 from vitrail.training.preparing import build, check_numbers, divide, forecast, look_at, rebuild, resolve, unseen
 from vitrail.training.speed import Speed
 from vitrail.training.state import gather, load_state, save_artefact
@@ -104,6 +104,7 @@ def train(
             if options.sharding != "none":
                 check_shardable(start)
             shares = devices.world if options.sharding != "none" else 1
+            check_room(folder, start, resolved, options.keep)
             plan = make_plan(start, resolved, devices.device, resolved.batch // devices.world, shares)
         devices = divide(devices, resolved, plan, micro_batch)
         price = cost(start.architecture)

@@ -1,0 +1,1 @@
+"""How fast a model is, beside others and beside what the device could do."""

@@ -1,0 +1,197 @@
+"""What takes part: our models by name or file, and timm's beside them where it has the same."""
+
+import dataclasses
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vitrail.benching.settings import Setting
+from vitrail.errors import UserError
+from vitrail.models.architecture import Architecture
+from vitrail.models.catalogue import build, lookup
+from vitrail.models.cost import Cost, cost
+from vitrail.models.model import Model
+from vitrail.objectives.classification import classification_loss
+from vitrail.objectives.supervised import Supervised
+from vitrail.objectives.targets import Targets
+from vitrail.recipes.catalogue import recipes
+from vitrail.recipes.recipe import Objective, Recipe
+from vitrail.training.preparing import located
+from vitrail.weights import load
+
+DEPTHS = ("drop_path", "drop_path_schedule")  # what a recipe says about stochastic depth
+TIMM = {  # where adding the size to our name does not give timm's
+    "resmlp_s12": "resmlp_12",
+    "resmlp_s24": "resmlp_24",
+    "resmlp_s36": "resmlp_36",
+    "resmlp_b24_patch8": "resmlp_big_24",
+}
+ALIKE = 0.01  # share of the parameters by which two models that count as the same may differ
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One of those that are compared. Weights do not matter to the speed: every network starts anew, as its architecture says."""
+
+    name: str  # as the user gave it
+    project: str  # vitrail or timm
+    architecture: Architecture  # ours, also of timm's
+    recipe: Recipe
+    foreign: str = ""  # timm's name
+
+    def at(self, setting: Setting) -> Architecture:
+        changes: dict[str, Any] = {"image_size": setting.size or self.architecture.image_size}
+        if setting.depth:
+            changes["depth"] = setting.depth
+        return self.architecture.replace(**changes)
+
+    def network(self, setting: Setting, device: torch.device) -> nn.Module:
+        """A fresh network on the device."""
+        architecture = self.at(setting)
+        if self.project == "vitrail":
+            return build(architecture, self.name, device)
+        with torch.device(device):
+            return make_timm(self.foreign, architecture, bool(setting.depth))
+
+    def task(self, network: nn.Module) -> nn.Module:
+        """Images and targets to the loss."""
+        if isinstance(network, Model):
+            return Supervised(network, self.recipe)
+        return Judged(network, self.recipe.objective)
+
+
+class Judged(nn.Module):
+    """A network of any origin and the loss of its answers."""
+
+    def __init__(self, network: nn.Module, objective: Objective) -> None:
+        super().__init__()
+        self.network, self.objective = network, objective
+
+    def forward(self, images: Tensor, targets: Targets) -> Tensor:
+        return classification_loss(self.network(images), targets.classes, self.objective)
+
+
+def open_contender(name: str) -> Contender:
+    """A model by its name, or the architecture of a checkpoint or of a run's best weights."""
+    path = located(name)
+    if is_there(path):
+        model = load(path)
+        architecture, known = model.architecture, model.name
+    else:
+        known, architecture = lookup(name)
+    recipe = own_recipe(known, architecture)
+    changes = {field: value for field, value in recipe.architecture.items() if field in DEPTHS}
+    return Contender(name, "vitrail", architecture.replace(**changes), recipe)
+
+
+def is_there(path: str) -> bool:
+    from vitrail.cli import is_file
+
+    return is_file(path)
+
+
+def own_recipe(name: str, architecture: Architecture) -> Recipe:
+    """The paper's plainest training of a model from scratch: its loss and its stochastic depth. A plain one if there is none.
+
+    Plainest is the shortest name: the others add a length, a size or a teacher. A dense head wants labels of patches, a
+    distillation token a teacher.
+    """
+    dense, taught = architecture.dense_head, architecture.distillation
+    found = [
+        recipe
+        for recipe in recipes().values()
+        if recipe.model == name
+        and not recipe.start.after
+        and recipe.about.paper
+        and (recipe.tokens.weight > 0) == dense
+        and (recipe.distillation.kind != "none") == taught
+    ]
+    if found:
+        return min(found, key=lambda recipe: len(recipe.name))
+    return Recipe(architecture={field: getattr(architecture, field) for field in DEPTHS})
+
+
+def price(contender: Contender, setting: Setting) -> Cost:
+    """Parameters and multiply-adds; complains about a size or a depth that cannot be."""
+    return counted(dataclasses.replace(contender.at(setting), drop_path=0.0))
+
+
+@cache
+def counted(architecture: Architecture) -> Cost:
+    return cost(architecture)
+
+
+def opponents(contenders: Sequence[Contender]) -> tuple[list[Contender], list[str]]:
+    """timm's model beside each of ours, and a sentence for each that it has none for."""
+    timm, found, said = import_timm(), [], []
+    for contender in contenders:
+        name = timm_name(timm, contender)
+        if name is None:
+            said.append(f"timm has no model like {contender.name}.")
+            continue
+        with torch.device("meta"):
+            network = make_timm(name, contender.architecture, False)
+        theirs = sum(parameter.numel() for parameter in network.parameters())
+        ours = counted(dataclasses.replace(contender.architecture, drop_path=0.0)).parameters
+        if abs(theirs - ours) > ALIKE * ours:
+            said.append(f"timm's {name} has {theirs:,} parameters and {contender.name} {ours:,}: they are not compared.")
+            continue
+        found.append(dataclasses.replace(contender, project="timm", foreign=name))
+    return found, said
+
+
+def import_timm() -> ModuleType:
+    try:
+        return importlib.import_module("timm")
+    except ModuleNotFoundError as error:
+        if error.name == "timm":
+            raise UserError("timm is not installed: install it with `pip install timm`, or leave --against out.") from None
+        raise UserError(f"timm cannot be imported here ({error}): mend it, or leave --against out.") from None
+    except (ImportError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"timm cannot be imported here ({reason}): mend it, or leave --against out.") from None
+
+
+def timm_name(timm: ModuleType, contender: Contender) -> str | None:
+    """timm's name of the same architecture: ours with a size in it. Which size is no matter, it is set anew."""
+    try:
+        plain, known = lookup(contender.name)
+    except UserError:  # a file
+        from vitrail.models.catalogue import name_of
+
+        plain = name_of(contender.architecture)
+        if not plain:
+            return None
+        known = lookup(plain)[1]
+    base = TIMM.get(plain, plain.removesuffix("_ls"))
+    sides = dict.fromkeys((known.image_size[0], 224, 384, 448))
+    return next((f"{base}_{side}" for side in sides if timm.is_model(f"{base}_{side}")), None)
+
+
+def make_timm(name: str, architecture: Architecture, other_depth: bool) -> nn.Module:
+    """timm's model with our size, classes and stochastic depth, and without the LayerScale of deep ViTs where ours has none."""
+    timm = import_timm()
+    wanted: dict[str, Any] = {
+        "img_size": architecture.image_size,
+        "num_classes": architecture.classes,
+        "in_chans": architecture.channels,
+        "drop_path_rate": architecture.drop_path,
+    }
+    if other_depth:
+        wanted["num_blocks" if name.startswith("resmlp") else "depth"] = architecture.depth
+    if name.startswith("vit_") and architecture.residual == "plain":
+        wanted["init_values"] = None
+    return timm.create_model(name, pretrained=False, **wanted)
+
+
+def label(contender: Contender) -> str:
+    """Short enough for a table: of a file, the last two parts of its path."""
+    path = Path(contender.name)
+    return str(Path(*path.parts[-2:])) if len(path.parts) > 2 else contender.name
