@@ -9,6 +9,7 @@ from vitrail.version import __version__
 if TYPE_CHECKING:
     from vitrail.models import Architecture, Model, build, create, list_models
     from vitrail.recipes import Recipe
+    from vitrail.shipping.optimising import optimise
     from vitrail.training.run import resume, train
     from vitrail.weights import load, save
 
@@ -22,6 +23,7 @@ __all__ = [
     "create",
     "list_models",
     "load",
+    "optimise",
     "resume",
     "save",
     "train",
@@ -31,6 +33,7 @@ __all__ = [
 HOMES = dict.fromkeys(("Architecture", "Model", "build", "create", "list_models"), "vitrail.models")
 HOMES |= dict.fromkeys(("load", "save"), "vitrail.weights")
 HOMES |= dict.fromkeys(("resume", "train"), "vitrail.training.run")
+HOMES["optimise"] = "vitrail.shipping.optimising"
 HOMES["Recipe"] = "vitrail.recipes"
 
 

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from vitrail.commands import training
 from vitrail.commands.annotate import annotate, store
+from vitrail.commands.bench import bench
 from vitrail.commands.compare import ablate, compare
 from vitrail.commands.data import data
 from vitrail.commands.delta import delta
@@ -44,6 +45,7 @@ for command in (
     suite,
     evaluate,
     disagree,
+    bench,
 ):
     app.command()(command)
 console = Console(width=None if sys.stdout.isatty() else 120)

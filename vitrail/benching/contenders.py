@@ -5,7 +5,6 @@ import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from vitrail.benching.settings import Setting
 from vitrail.errors import UserError
 from vitrail.models.architecture import Architecture
-from vitrail.models.catalogue import build, lookup
+from vitrail.models.catalogue import build, lookup, name_of
 from vitrail.models.cost import Cost, cost
 from vitrail.models.model import Model
 from vitrail.objectives.classification import classification_loss
@@ -57,8 +56,8 @@ class Contender:
         architecture = self.at(setting)
         if self.project == "vitrail":
             return build(architecture, self.name, device)
-        with torch.device(device):
-            return make_timm(self.foreign, architecture, bool(setting.depth))
+        # Made on the host first: timm's way of spacing its rates reads numbers, which a device context would break.
+        return make_timm(self.foreign, architecture, bool(setting.depth)).to(device)
 
     def task(self, network: nn.Module) -> nn.Module:
         """Images and targets to the loss."""
@@ -78,23 +77,16 @@ class Judged(nn.Module):
         return classification_loss(self.network(images), targets.classes, self.objective)
 
 
-def open_contender(name: str) -> Contender:
+def open_contender(name: str, is_file: bool = False) -> Contender:
     """A model by its name, or the architecture of a checkpoint or of a run's best weights."""
-    path = located(name)
-    if is_there(path):
-        model = load(path)
+    if is_file:
+        model = load(located(name))
         architecture, known = model.architecture, model.name
     else:
         known, architecture = lookup(name)
     recipe = own_recipe(known, architecture)
     changes = {field: value for field, value in recipe.architecture.items() if field in DEPTHS}
     return Contender(name, "vitrail", architecture.replace(**changes), recipe)
-
-
-def is_there(path: str) -> bool:
-    from vitrail.cli import is_file
-
-    return is_file(path)
 
 
 def own_recipe(name: str, architecture: Architecture) -> Recipe:
@@ -136,8 +128,7 @@ def opponents(contenders: Sequence[Contender]) -> tuple[list[Contender], list[st
         if name is None:
             said.append(f"timm has no model like {contender.name}.")
             continue
-        with torch.device("meta"):
-            network = make_timm(name, contender.architecture, False)
+        network = make_timm(name, contender.architecture, False)
         theirs = sum(parameter.numel() for parameter in network.parameters())
         ours = counted(dataclasses.replace(contender.architecture, drop_path=0.0)).parameters
         if abs(theirs - ours) > ALIKE * ours:
@@ -164,8 +155,6 @@ def timm_name(timm: ModuleType, contender: Contender) -> str | None:
     try:
         plain, known = lookup(contender.name)
     except UserError:  # a file
-        from vitrail.models.catalogue import name_of
-
         plain = name_of(contender.architecture)
         if not plain:
             return None
@@ -187,11 +176,5 @@ def make_timm(name: str, architecture: Architecture, other_depth: bool) -> nn.Mo
     if other_depth:
         wanted["num_blocks" if name.startswith("resmlp") else "depth"] = architecture.depth
     if name.startswith("vit_") and architecture.residual == "plain":
-        wanted["init_values"] = None
+        wanted["init_values"] = 0.0  # timm drops a None and keeps the model's own
     return timm.create_model(name, pretrained=False, **wanted)
-
-
-def label(contender: Contender) -> str:
-    """Short enough for a table: of a file, the last two parts of its path."""
-    path = Path(contender.name)
-    return str(Path(*path.parts[-2:])) if len(path.parts) > 2 else contender.name

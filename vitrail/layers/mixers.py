@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from vitrail.layers.kernels import talking_heads_for
 from vitrail.layers.layout import Layout
 from vitrail.layers.norms import activation
 from vitrail.layers.positions import Grid, resample
@@ -78,11 +79,17 @@ class TalkingHeads(Attention):
         self.after = nn.Linear(heads, heads)
 
     def forward(self, x: Tensor, layout: Layout, relative: nn.Module | None = None) -> Tensor:
-        query, key, value = self._heads(x)
-        weights = self._weights(query, key, layout, relative)
-        weights = self.after(weights.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
-        weights = F.dropout(weights, self.attention_dropout, self.training)
-        return self.dropout(self.proj((weights @ value).transpose(1, 2).flatten(2)))
+        qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1))
+        dropping = self.training and self.attention_dropout > 0
+        fused = None if dropping or relative is not None else talking_heads_for(qkv)
+        if fused is not None:
+            out = fused(qkv, self.before.weight, self.before.bias, self.after.weight, self.after.bias)[0]
+        else:
+            query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+            weights = self._weights(query, key, layout, relative)
+            weights = self.after(weights.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+            out = (F.dropout(weights, self.attention_dropout, self.training) @ value).transpose(1, 2)
+        return self.dropout(self.proj(out.flatten(2)))
 
     def _weights(self, query: Tensor, key: Tensor, layout: Layout, relative: nn.Module | None) -> Tensor:
         scores = self._scores(query, key, layout, relative)

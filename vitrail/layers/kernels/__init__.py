@@ -1,0 +1,44 @@
+"""Triton kernels for what torch has no fused kernel for, and the one place that says where they can be used.
+
+Nothing here imports Triton before a tensor lies on a GPU (torch brings Triton along there). Launches go to the tensors' device.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+HAS_TRITON = find_spec("triton") is not None
+WIDEST = 64  # channels of a head
+
+
+@cache
+def shared_memory(device: int | None) -> int:
+    """Bytes that a program may have for itself."""
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
+
+
+@torch.compiler.assume_constant_result
+def most_heads(device: int | None) -> int:
+    """How many talking heads the GPU has room for: none before Ampere, 16 with 200 kB of shared memory, else 8."""
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return 0
+    return 16 if shared_memory(device) >= 200_000 else 8
+
+
+def talking_heads_for(qkv: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None:
+    """Fused talking-heads attention for queries, keys and values [B, N, 3, H, D] if there is a kernel for them, else None.
+
+    It works on half precision: single precision would leave the matrix units unused. An exported program must run elsewhere too.
+    """
+    if not (qkv.is_cuda and HAS_TRITON) or torch.version.hip or torch.compiler.is_exporting():
+        return None
+    if qkv.dtype not in (torch.bfloat16, torch.float16) or qkv.shape[4] > WIDEST:
+        return None
+    if qkv.shape[3] > most_heads(qkv.device.index):
+        return None
+    from vitrail.layers.kernels.talking_heads import talking_heads
+
+    return talking_heads

@@ -1,8 +1,12 @@
-"""What the kernels of talking heads share. A tile [OWN, OTHER] pairs the tokens that a program works for with those it walks over.
+"""What the kernels of talking heads share. A tile [OWN, OTHER] pairs a program's tokens with those it walks over.
 
 Tokens on one side are queries, on the other keys. The tiles of all heads are a tuple, so that each stays in registers, and mixing
 heads is H x H multiplications of a tile by a number, in float32.
 """
+
+# Triton adds tuples, and neither unpacks nor annotates them.
+# ruff: noqa: RUF005
+# mypy: disable-error-code="assignment"
 
 import triton
 import triton.language as tl
@@ -41,20 +45,32 @@ def products(
     for head in tl.static_range(H):
         left = load(own_start + head * D, own, count, OWN_STRIDE, D, PADDED)
         right = load(other_start + head * D, other, count, OTHER_STRIDE, D, PADDED)
-        tiles = tiles + (tl.dot(left, tl.trans(right), input_precision="ieee"),)  # noqa: RUF005
+        tiles = tiles + (tl.dot(left, tl.trans(right), input_precision="ieee"),)
     return tiles
 
 
 @triton.jit
 def mix(weights, tiles, H: tl.constexpr, TURNED: tl.constexpr):
     """Tile g becomes the sum over h of weights[g, h] * tile h; turned, of weights[h, g]."""
+    if H > 8:
+        return mix_matrix(weights, tiles, H, TURNED)
     mixed = ()
     for new in tl.static_range(H):
         total = tiles[0] * tl.load(weights + (new if TURNED else new * H))
         for old in tl.static_range(1, H):
             total += tiles[old] * tl.load(weights + (old * H + new if TURNED else new * H + old))
-        mixed = mixed + (total,)  # noqa: RUF005
+        mixed = mixed + (total,)
     return mixed
+
+
+@triton.jit
+def gather(tiles, start, other, STRIDE: tl.constexpr, acc, count, H: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr):
+    """Adds to the sums [OWN, PADDED] of every head the other tokens' vectors, weighted by a tile."""
+    sums = ()
+    for head in tl.static_range(H):
+        right = load(start + head * D, other, count, STRIDE, D, PADDED)
+        sums = sums + (tl.dot(tiles[head].to(right.dtype), right, acc[head], input_precision="ieee"),)
+    return sums
 
 
 @triton.jit
@@ -62,7 +78,7 @@ def load_rows(start, tokens, count, H: tl.constexpr):
     """Numbers [tokens] of every head out of [H, N]; zero beyond the last token."""
     rows = ()
     for head in tl.static_range(H):
-        rows = rows + (tl.load(start + head * count + tokens, tokens < count, 0.0),)  # noqa: RUF005
+        rows = rows + (tl.load(start + head * count + tokens, tokens < count, 0.0),)
     return rows
 
 
@@ -70,7 +86,7 @@ def load_rows(start, tokens, count, H: tl.constexpr):
 def stack(tiles, H: tl.constexpr, WIDE: tl.constexpr):
     """Tiles as one matrix [OWN * OTHER, WIDE], a column for each head; WIDE is 2, 4, 8 or 16, and columns from H on are zero."""
     for _ in tl.static_range(H, WIDE):
-        tiles = tiles + (tiles[0] * 0,)  # noqa: RUF005
+        tiles = tiles + (tl.zeros_like(tiles[0]),)
     half: tl.constexpr = WIDE // 2
     if half >= 1:
         tiles = pairs(tiles, half)
@@ -88,5 +104,37 @@ def stack(tiles, H: tl.constexpr, WIDE: tl.constexpr):
 def pairs(tiles, HALF: tl.constexpr):
     joined = ()
     for place in tl.static_range(HALF):
-        joined = joined + (tl.join(tiles[place], tiles[place + HALF]),)  # noqa: RUF005
+        joined = joined + (tl.join(tiles[place], tiles[place + HALF]),)
     return joined
+
+
+@triton.jit
+def pair_sums(left, right, DTYPE: tl.constexpr, H: tl.constexpr, WIDE: tl.constexpr):
+    """Sums [WIDE, WIDE] over the whole tile of left tile g times right tile h."""
+    return tl.dot(tl.trans(stack(left, H, WIDE).to(DTYPE)), stack(right, H, WIDE).to(DTYPE), input_precision="ieee")
+
+
+@triton.jit
+def halves(tiles, COUNT: tl.constexpr):
+    """The inverse of `pairs`."""
+    first, second = (), ()
+    for place in tl.static_range(COUNT):
+        left, right = tl.split(tiles[place])
+        first, second = first + (left,), second + (right,)
+    return first + second
+
+
+@triton.jit
+def mix_matrix(weights, tiles, H: tl.constexpr, TURNED: tl.constexpr):
+    """`mix` as a product of matrices, in TF32: numbers for more than 8 heads would fill the registers."""
+    OWN: tl.constexpr = tiles[0].shape[0]
+    OTHER: tl.constexpr = tiles[0].shape[1]
+    old, new = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
+    matrix = tl.load(weights + (old * H + new if TURNED else new * H + old), (old < H) & (new < H), 0.0)
+    whole = tl.dot(stack(tiles, H, 16), matrix, input_precision="tf32")
+    apart = halves(halves((tl.reshape(whole, (OWN, OTHER, 2, 2, 2, 2)),), 1), 2)
+    apart = halves(halves(apart, 4), 8)
+    mixed = ()
+    for head in tl.static_range(H):
+        mixed = mixed + (apart[head],)
+    return mixed

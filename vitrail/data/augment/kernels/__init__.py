@@ -2,7 +2,7 @@
 
 A program works on some pixels of one picture and branches on what that picture drew, so that a picture costs what it needs: half
 of them leave a RandAugment layer as a copy. Launches go to the current device, which has to be that of the tensors
-(`torch.cuda.set_device`). Only this folder imports Triton.
+(`torch.cuda.set_device`). Only this folder and `layers/kernels` import Triton.
 """
 
 from vitrail.data.augment.kernels.drawing import bits, fold, uniform

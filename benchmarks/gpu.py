@@ -1,0 +1,151 @@
+"""Speed on a GPU, Vitrail beside timm in one process and in turns; prints tables in Markdown.
+
+    python benchmarks/gpu.py pairs --out results            # throughput, batch 256: inference and training, every mode
+    python benchmarks/gpu.py latency --out results          # inference, batch 1
+    python benchmarks/gpu.py curves --out results           # over resolution, batch and depth, with pictures
+    python benchmarks/gpu.py pairs deit_small_patch16 --modes eager --seconds 300
+    python benchmarks/gpu.py pairs deit_tiny_patch16 --device cpu --batch 2 --rounds 2 --modes eager --no-timm
+
+What is measured is what `vitrail bench` measures. After `--seconds` no further heat is begun. Every heat is kept in
+`OUT/WHAT_MODEL.json` as soon as it is over, and what is there already from the same machine and settings is not measured again.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vitrail.benching.ceiling import measure_ceiling
+from vitrail.benching.contenders import import_timm, open_contender, opponents
+from vitrail.benching.drawing import draw
+from vitrail.benching.measuring import FAILED, Cell, Heat, beside, make_heats, run_heats, times_as_fast
+from vitrail.benching.report import content, headline, write_json
+from vitrail.benching.settings import BATCHES, Setting, all_settings, curve_depths, curve_sizes
+from vitrail.benching.timing import machine
+from vitrail.training.devices import begin, choose_device
+
+MODELS = (
+    "deit_small_patch16",
+    "vit_base_patch16",
+    "deit3_base_patch16",
+    "cait_s24",
+    "resmlp_s24",
+    "vit_small_patch16_18x2",
+    "vit_base_r50_s16",
+    "patchconvnet_s60",
+    "lvvit_s",
+)
+CURVED = ("deit_small_patch16", "deit3_base_patch16")
+COLUMNS = ("model", "by", "task", "mode", "batch", "size", "depth", "images/s", "ms", "TFLOP/s", "of ceiling", "memory")
+COLUMNS += ("compiling", "times as fast as timm")
+KEY = ("model", "project", "task", "precision", "mode", "batch", "size", "depth")
+
+
+def wanted(options: argparse.Namespace, name: str, device: torch.device) -> Iterator[tuple[Any, list[Setting]]]:
+    """What to measure of a model: a title for each list of settings."""
+    modes, precisions = options.modes.split(","), options.precision.split(",")
+    if options.what == "pairs":
+        yield "pairs", all_settings(options.tasks.split(","), precisions, modes, [options.batch])
+    elif options.what == "latency":
+        yield "latency", all_settings(["inference"], precisions, modes, [1])
+    else:
+        architecture, few = open_contender(name).architecture, modes[:1]
+        for title, changes in (
+            ("resolution", {"sizes": curve_sizes(architecture), "batches": [options.batch // 4 or 1]}),
+            ("batch", {"batches": BATCHES[device.type]}),
+            ("depth", {"depths": curve_depths(architecture), "batches": [options.batch]}),
+        ):
+            yield title, all_settings(options.tasks.split(","), precisions, few, **changes)
+
+
+def key(cell: Cell | dict) -> str:
+    found = cell if isinstance(cell, dict) else cell.to_dict()
+    return json.dumps([found[name] for name in KEY])
+
+
+def read_back(path: Path, facts: dict, rounds: int) -> list[Cell]:
+    """Cells that the same machine has measured before, in as many rounds; what failed is tried again."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    if found["machine"] != facts or found["rounds"] != rounds:
+        return []
+    fields = Cell.__dataclass_fields__
+    cells = [Cell(**{name: value for name, value in each.items() if name in fields}) for each in found["cells"]]
+    for cell in cells:
+        cell.size = (cell.size[0], cell.size[1])
+    return [cell for cell in cells if not cell.trouble.startswith(FAILED)]
+
+
+def unmeasured(heats: Sequence[Heat], cells: Sequence[Cell]) -> list[Heat]:
+    known = {key(cell) for cell in cells}
+    return [heat for heat in heats if not all(key(entry.cell(None)) in known for entry in heat)]
+
+
+def print_table(cells: Sequence[Cell]) -> None:
+    """In Markdown, ready for a page of the documentation."""
+    print("\n| " + " | ".join(COLUMNS) + " |")
+    print("| --- " * len(COLUMNS) + "|")
+    for cell in cells:
+        start = f"| `{cell.model}` | {cell.project} | {cell.task} {cell.precision} | {cell.mode} | {cell.batch} "
+        start += f"| {cell.size[0]} | {cell.depth} |"
+        if not cell.seconds:
+            print(f"{start} {cell.trouble} | | | | | | |")
+            continue
+        other = beside(cell, cells)
+        ratio = times_as_fast(cell, other) if other else None
+        print(
+            f"{start} {cell.rate:,.0f} ±{cell.spread:.1%} | {1e3 * cell.median:.2f} | {cell.operations / 1e12:.1f} "
+            f"| {f'{cell.share:.0%}' if cell.share else ''} | {f'{cell.memory / 1e9:.2f} GB' if cell.memory else ''} "
+            f"| {f'{cell.compile_seconds:.0f} s' if cell.compile_seconds is not None else ''} "
+            f"| {f'{ratio.median:.3f} ±{ratio.spread:.1%}' if ratio else ''} |"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("pairs", "latency", "curves"))
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--tasks", default="inference,train")
+    parser.add_argument("--modes", default="eager,compiled,graph")
+    parser.add_argument("--precision", default="bf16")
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--no-timm", action="store_true")
+    parser.add_argument("--device", default=None)
+    parser.add_argument("--out", type=Path, default=Path("results"))
+    options = parser.parse_args()
+    begun = time.monotonic()
+    device = begin(choose_device(options.device))
+    facts = machine(device) | ({} if options.no_timm else {"timm": str(import_timm().__version__)})
+    ceiling = measure_ceiling(device, options.precision.split(","))
+    print(f"{headline(facts)}; n = {options.rounds} rounds in turns; median, ± half the interquartile range")
+    print("ceiling: " + ", ".join(f"{rate / 1e12:.4g} TFLOP/s {name}" for name, rate in ceiling.operations.items()), end=", ")
+    print(f"{ceiling.bandwidth / 1e9:.4g} GB/s copied", flush=True)
+    for name in options.names or (CURVED if options.what == "curves" else MODELS):
+        contender = open_contender(name)
+        others, said = ([], []) if options.no_timm else opponents([contender])
+        print(*said, sep="\n", end="\n" if said else "")
+        for title, settings in wanted(options, name, device):
+            path = options.out / f"{title if options.what == 'curves' else options.what}_{name}.json"
+            cells = read_back(path, facts, options.rounds)
+            heats = unmeasured(make_heats([contender], others, settings), cells)
+            while heats and time.monotonic() - begun < options.seconds:
+                for found in run_heats([heats.pop(0)], options.rounds, device, ceiling):
+                    cells += found
+                    write_json(path, content(facts, ceiling, cells, options.rounds, not heats))
+            if not cells:
+                continue
+            print_table(cells)
+            if options.what == "curves":
+                path.with_suffix(".png").write_bytes(draw(cells, title, headline(facts)))
+
+
+if __name__ == "__main__":
+    main()

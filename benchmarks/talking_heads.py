@@ -1,0 +1,111 @@
+"""Talking-heads attention with the fused kernels beside the plain path: milliseconds and peak memory of one layer, bfloat16.
+
+    python benchmarks/talking_heads.py                                  # CaiT-S24 at 224 and 384, batch 256 and 64
+    python benchmarks/talking_heads.py --shape 128,196,16,48            # batch, tokens, heads, channels of a head
+    python benchmarks/talking_heads.py --tiling 16,64,8,2               # another cut of the kernels, for tuning
+
+A row is the attention alone, without the projections around it: the plain path eager and compiled, and the kernels. `infer` is a
+forward without gradients, `train` forward and backward. The contenders take turns in every round; printed are the median of the
+rounds, half the spread, and the most memory that a run held beyond its inputs. It needs a GPU.
+"""
+
+import argparse
+import json
+import statistics
+
+import torch
+from timing import half_spread, in_turns, machine
+from torch import Tensor, nn
+
+from vitrail.layers import mixers
+from vitrail.layers.kernels import talking_heads_for
+from vitrail.layers.layout import Layout
+
+SHAPES = ("256,196,8,48", "64,576,8,48")
+
+
+class Contender:
+    """One layer of the given shape; `fused` says whether it may use the kernels."""
+
+    def __init__(self, shape: list[int], train: bool, fused: bool, compiled: bool = False):
+        batch, tokens, heads, width = shape
+        torch.manual_seed(0)
+        layer = mixers.TalkingHeads(heads * width, heads)
+        layer.qkv, layer.proj = nn.Identity(), nn.Identity()  # type: ignore[assignment]
+        self.layer, self.fused, self.train, self.layout = layer.cuda(), fused, train, Layout(1, tokens)
+        self.body = torch.compile(self.layer, fullgraph=True) if compiled else self.layer
+        self.x = torch.randn(batch, tokens, 3 * heads * width, device="cuda").bfloat16().requires_grad_(train)
+        self.gradient = torch.randn(batch, tokens, heads * width, device="cuda").bfloat16()
+
+    def __call__(self) -> None:
+        mixers.talking_heads_for = talking_heads_for if self.fused else no_kernel
+        with torch.autocast("cuda", torch.bfloat16), torch.set_grad_enabled(self.train):
+            out = self.body(self.x, self.layout)
+        if self.train:
+            out.backward(self.gradient.to(out.dtype))
+            self.x.grad = None
+            self.layer.zero_grad()
+
+    def memory(self) -> float:
+        """Megabytes at the peak of a run, less those before it."""
+        self()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        start = torch.cuda.memory_allocated()
+        self()
+        return (torch.cuda.max_memory_allocated() - start) / 1e6
+
+
+def no_kernel(qkv: Tensor) -> None:
+    return None
+
+
+def measure(shape: list[int], train: bool, options: argparse.Namespace) -> dict:
+    if talking_heads_for(torch.empty(1, 1, 3, *shape[2:], device="cuda", dtype=torch.bfloat16)) is None:
+        raise SystemExit(f"there is no kernel for {shape[2]} heads of {shape[3]} channels on this device")
+    contenders = {"plain": Contender(shape, train, fused=False), "fused": Contender(shape, train, fused=True)}
+    if options.compile:
+        contenders["plain, compiled"] = Contender(shape, train, fused=False, compiled=True)
+    times = in_turns(dict(contenders), "cuda", options.rounds, options.repeats)
+    return {
+        "shape": shape,
+        "step": "train" if train else "infer",
+        "milliseconds": {name: round(1e3 * statistics.median(each), 3) for name, each in times.items()},
+        "half_spread": {name: round(half_spread(each), 3) for name, each in times.items()},
+        "megabytes": {name: round(contender.memory(), 1) for name, contender in contenders.items()},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", action="append", help="batch,tokens,heads,channels; may be given several times")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="the compiled plain path too")
+    parser.add_argument("--tiling", help="own,other,warps,stages: see `Tiling`")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("the kernels need a GPU")
+    if options.tiling:
+        from vitrail.layers.kernels import talking_heads
+
+        cut = talking_heads.Tiling(*map(int, options.tiling.split(",")))
+        talking_heads.tiling = lambda qkv: cut
+    if not options.json:
+        print(f"{machine('cuda')}; n = {options.rounds} rounds of {options.repeats} runs")
+        print("| batch, tokens, heads, channels | step | path | ms | MB |\n| --- | --- | --- | --- | --- |")
+    for shape in ([int(part) for part in text.split(",")] for text in options.shape or SHAPES):
+        for train in (False, True):
+            row = measure(shape, train, options)
+            if options.json:
+                print(json.dumps(row | {"machine": machine("cuda"), "rounds": options.rounds}), flush=True)
+                continue
+            for name, time in row["milliseconds"].items():
+                spread, size = row["half_spread"][name], row["megabytes"][name]
+                where = ", ".join(map(str, shape))
+                print(f"| {where} | {row['step']} | {name} | {time:.3f} ±{100 * spread:.1f}% | {size:,.0f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,263 @@
+"""`vitrail.optimise` as a user meets it: same answers, an untouched original, a report, refusals in a sentence."""
+
+import copy
+import functools
+import json
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import vitrail
+from tests.models.test_every_model import randomise
+from tests.small import structures
+from vitrail.models.architecture import Architecture
+from vitrail.models.catalogue import build
+from vitrail.shipping.checking import check_pictures, difference
+from vitrail.shipping.graphing import LARGEST, Graphs
+
+SMALL = Architecture(width=32, depth=3, heads=2, branches=2, classes=5, image_size=(8, 12), patch_size=4, residual="layerscale")
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def small(**changes):
+    return randomise(build(SMALL.replace(**changes)))
+
+
+@pytest.mark.parametrize("name", structures())
+def test_every_structure_in_float32(name):
+    model = randomise(build(structures()[name])).eval()
+    optimised = vitrail.optimise(model)
+    image = torch.randn(2, 3, *model.architecture.image_size)
+    with torch.no_grad():
+        assert difference(optimised(image), model(image)) <= 1e-4
+    assert 0 < optimised.report.folding <= 1e-4
+    assert optimised.report.done
+
+
+def test_the_original_is_untouched():
+    model = small(drop_path=0.3, dropout=0.1, stem="hmlp", patch_size=16, image_size=(32, 32)).train()
+    model.blocks[0].eval()
+    before, modes = copy.deepcopy(model.state_dict()), [module.training for module in model.modules()]
+    optimised = vitrail.optimise(model)
+    assert [module.training for module in model.modules()] == modes
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, before[key]), key
+    ours = {value.data_ptr() for value in model.state_dict().values()}
+    assert not ours & {value.data_ptr() for value in optimised.parameters()}
+    image = torch.randn(2, 3, 32, 32)
+    assert torch.equal(optimised(image), optimised(image))
+    assert not optimised(image).requires_grad
+    assert difference(optimised(image), model.eval()(image).detach()) < 1e-4
+
+
+def test_the_answer_may_be_learned_from():
+    """No inference tensor comes out: an optimised teacher's logits go into a student's loss."""
+    optimised = vitrail.optimise(small())
+    with torch.inference_mode():
+        optimised(torch.randn(2, 3, 8, 12))
+    weight = torch.ones(5, requires_grad=True)
+    (optimised(torch.randn(2, 3, 8, 12)) * weight).sum().backward()
+    assert weight.grad is not None
+
+
+def test_the_report():
+    report = vitrail.optimise(small(), batch=2).report
+    assert report.aim == "latency"
+    assert report.precision == "float32"
+    assert "residuals whose parallel branches became one: 6" in report.done
+    assert any("CUDA graphs" in sentence for sentence in report.left)
+    assert "largest difference" in str(report)
+    assert json.loads(json.dumps(report.to_dict()))["folding"] == report.folding
+
+
+def test_bfloat16_and_back():
+    model = small().eval()
+    optimised = vitrail.optimise(model, dtype=torch.bfloat16)
+    image = torch.randn(2, 3, 8, 12)
+    assert {parameter.dtype for parameter in optimised.parameters()} == {torch.bfloat16}
+    assert optimised(image).dtype == torch.float32
+    assert optimised.report.precision == "bfloat16"
+    assert 1e-5 < optimised.report.rounding < 0.2
+    assert 1e-5 < optimised.report.running <= max(4 * optimised.report.rounding, 16 * 2**-7)
+    assert optimised.report.folding < 1e-5
+    assert optimised.float()(image).isfinite().all()
+    # A model that is in bfloat16 already: its weights are multiplied before they are rounded again.
+    own = vitrail.optimise(copy.deepcopy(model).bfloat16())
+    assert own.report.precision == "bfloat16"
+    assert own.report.folding < 1e-5
+
+
+def test_an_example_of_another_size_is_compared_too():
+    model = small()
+    optimised = vitrail.optimise(model, "throughput", example=torch.randn(3, 3, 16, 20))
+    assert optimised(torch.randn(1, 3, 16, 20)).shape == (1, 5)
+
+
+def test_compiled_parts_answer_alike(monkeypatch):
+    """With a backend that needs no C++ compiler. All blocks but the last, which computes less, are one graph."""
+    graphs = []
+    backend = functools.partial(torch.nn.Module.compile, backend=lambda graph, _: graphs.append(graph) or graph, fullgraph=True)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: backend(module))
+    torch.compiler.reset()
+    model = small(depth=6).eval()
+    optimised = vitrail.optimise(model, compile=True, batch=2)
+    image = torch.randn(2, 3, 8, 12)
+    with torch.no_grad():
+        assert difference(optimised(image), model(image)) < 1e-4
+    torch.compiler.reset()
+    assert len(graphs) == 2
+    assert "blocks compiled by torch.compile" in optimised.report.done
+
+
+def test_a_difference_is_refused_and_its_place_named():
+    """A large shift that the next product cancels: the original has rounded the tokens by then, the folded network has not."""
+    model = small(branches=1)
+    branch = model.blocks[1].ffn.branches[0]
+    with torch.no_grad():
+        branch.norm.bias.fill_(1e5)
+        branch.body.fc1.weight -= branch.body.fc1.weight.mean(1, keepdim=True)
+    with pytest.raises(vitrail.UserError, match="first in block 1; use the original model"):
+        vitrail.optimise(model)
+    assert vitrail.optimise(model, tolerance=1.0).report.folding > 1e-4
+
+
+def test_answers_that_are_no_numbers():
+    model = small()
+    with torch.no_grad():
+        model.head.weight[0, 0] = torch.nan
+    with pytest.raises(vitrail.UserError, match="not finite"):
+        vitrail.optimise(model)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"for_": "speed"}, "latency, throughput"),
+        ({"batch": 0}, "at least 1"),
+        ({"batch": 1.5}, "at least 1"),
+        ({"tolerance": 0}, "positive"),
+        ({"tolerance": float("nan")}, "positive"),
+        ({"dtype": torch.float16}, "float32 or bfloat16"),
+        ({"example": torch.randn(3, 8, 12)}, r"\[batch, 3, height, width\]"),
+        ({"example": torch.randn(1, 1, 8, 12)}, r"\[batch, 3, height, width\]"),
+        ({"example": "cat.jpg"}, "not a str"),
+        ({"example": torch.randn(1, 3, 2, 2)}, "no patch"),
+    ],
+)
+def test_wrong_arguments(options, said):
+    with pytest.raises(vitrail.UserError, match=said):
+        vitrail.optimise(small(), **options)
+
+
+def test_what_is_no_model():
+    with pytest.raises(vitrail.UserError, match="not Linear"):
+        vitrail.optimise(torch.nn.Linear(2, 2))
+    with pytest.raises(vitrail.UserError, match="meta"):
+        vitrail.optimise(vitrail.create("deit_tiny_patch16", device="meta"))
+    with pytest.raises(vitrail.UserError, match="only answers"):
+        vitrail.optimise(small()).train()
+    fixed = small(mixer="linear", readout="mean")
+    with pytest.raises(vitrail.UserError, match="fixed grid"):
+        vitrail.optimise(fixed, example=torch.randn(1, 3, 16, 16))
+
+
+def test_check_pictures_are_fixed_and_of_two_kinds():
+    model = small()
+    pictures = check_pictures(model, (32, 48))
+    assert torch.equal(pictures, check_pictures(model, (32, 48)))
+    steps = (pictures[..., 1:] - pictures[..., :-1]).square().mean((1, 2, 3)) / pictures.var((1, 2, 3))
+    assert steps[:2].min() > 1.5  # noise: neighbours have nothing in common
+    assert steps[2:].max() < 0.3
+
+
+def test_pictures_on_the_processor_pass_by_the_graphs():
+    graphs = Graphs(lambda image: image + 1)
+    assert torch.equal(graphs(torch.zeros(2)), torch.ones(2))
+    assert graphs.captured == 0
+
+
+def test_the_benchmark(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "optimise.json"
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    words = "vit_tiny_patch16_1x2 --device cpu --dtype float32 --batches 1 --rounds 2 --repeats 1 --out"
+    monkeypatch.setattr(sys, "argv", ["optimise.py", *words.split(), str(out)])
+    runpy.run_path(str(BENCHMARKS / "optimise.py"), run_name="__main__")
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["way"] for row in rows] == ["eager", "optimised"]
+    assert all(row["milliseconds"] > 0 for row in rows)
+    assert rows[1]["report"]["folding"] < 1e-4
+    assert "batch   1  optimised" in capsys.readouterr().out
+
+
+def test_the_page_runs_and_shows_what_is_printed(capsys):
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "optimise.md").read_text()
+    code, shown = re.search(r"```python\n(.*?)```\n\n```\n(.*?)```", page, re.DOTALL).groups()
+    exec(code, {})
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert lines == shown.splitlines()[:-1]
+    assert last.startswith(shown.splitlines()[-1].partition(" …")[0])
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("name", structures())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_graphs_on_a_gpu(name, dtype):
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    model = randomise(build(structures()[name])).cuda().eval()
+    optimised = vitrail.optimise(model, dtype=dtype, compile=False)
+    assert optimised.graphs.captured == 1
+    limit = 1e-4 if dtype == torch.float32 else 0.2
+    for batch in (1, 3, 1, LARGEST + 1):
+        image = torch.randn(batch, 3, *model.architecture.image_size, device="cuda")
+        first, kept = optimised(image), optimised(image)
+        optimised(torch.randn_like(image))  # must not write over an answer that was given
+        assert torch.equal(first, kept)
+        with torch.no_grad():
+            assert difference(first, model(image)) <= limit
+    assert optimised.graphs.captured == 2
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_streams_and_casts_on_a_gpu():
+    model = small().cuda().eval()
+    optimised = vitrail.optimise(model, compile=False)
+    images = torch.randn(8, 1, 3, 8, 12, device="cuda")
+    expected = [optimised(image) for image in images]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in images]
+    found = []
+    for image, stream in zip(images, streams, strict=True):
+        with torch.cuda.stream(stream):
+            found.append(optimised(image))
+    torch.cuda.synchronize()
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    with torch.autocast("cuda", torch.bfloat16):
+        assert optimised(images[0]).dtype == torch.bfloat16
+    with torch.inference_mode():
+        optimised(images[0])
+    assert torch.equal(optimised(images[0]), expected[0])
+    optimised.double()
+    assert optimised(images[0]).dtype == torch.float64
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("aim", ["latency", "throughput"])
+def test_compiled_on_a_gpu(aim):
+    torch.compiler.reset()
+    model = small().cuda().eval()
+    optimised = vitrail.optimise(model, aim, batch=4)
+    image = torch.randn(4, 3, 8, 12, device="cuda")
+    with torch.no_grad():
+        assert difference(optimised(image), model(image)) < 1e-2
+    assert "blocks compiled by torch.compile" in optimised.report.done

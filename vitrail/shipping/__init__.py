@@ -1,0 +1,1 @@
+"""From a trained model to one that answers: networks rewritten for inference."""

@@ -1,0 +1,253 @@
+"""`vitrail.optimise`: the same answers, sooner. The network is folded, compiled, captured, and compared with the original."""
+
+import copy
+import math
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vitrail.errors import UserError
+from vitrail.models.architecture import show_size
+from vitrail.models.model import Model
+from vitrail.shipping.checking import check_pictures, difference, first_difference, full_products
+from vitrail.shipping.folded import Folded
+from vitrail.shipping.folding import Notes, fold
+from vitrail.shipping.graphing import LARGEST, Graphs
+
+AIMS = ("latency", "throughput")
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float64: "float64"}
+# A rewritten network rounds elsewhere: it may be this much farther from the exact answer than the original is in the same
+# precision, or this many units of that precision, whichever is more.
+FARTHER, UNITS = 4.0, 16.0
+TF32 = 2.0**-10  # the unit of what GPUs may compute float32 products in, convolutions by default
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was done to a model, what was left and why, and how far its answers moved on fixed pictures.
+
+    Differences are the largest of any logit, as a share of the largest logit. `folding` is that of the rewritten network in
+    float32; `running` that of the network as it runs, in its precision; `rounding` that of the original in the same precision.
+    """
+
+    aim: str
+    precision: str
+    done: tuple[str, ...]
+    left: tuple[str, ...]
+    folding: float
+    running: float
+    rounding: float
+    parameters: tuple[int, int]  # before and after
+
+    def to_dict(self) -> dict[str, Any]:
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
+
+    def __str__(self) -> str:
+        lines = [f"optimised for {self.aim} in {self.precision}"]
+        lines += [f"  done  {sentence}" for sentence in self.done]
+        lines += [f"  left  {sentence}" for sentence in self.left]
+        moved = f"  largest difference to the original: {self.running:.1e} of the largest logit, {self.folding:.1e} from folding"
+        if self.rounding:
+            moved += f"; the original in {self.precision} is {self.rounding:.1e} from itself in full precision"
+        return "\n".join([*lines, moved])
+
+
+class Optimised(nn.Module):
+    """A network that only answers: images [B, K, height, width] to logits [B, C], as the model it was made from.
+
+    It does not learn and is not saved: keep the original and optimise it after loading. `report` says what was done.
+    """
+
+    report: Report
+
+    def __init__(self, folded: Folded, dtype: torch.dtype, compiled: bool, graphs: bool):
+        super().__init__()
+        self.folded, self.dtype = folded.to(dtype), dtype
+        trunk = folded.trunk
+        self.architecture, self.preprocessing, self.class_names = trunk.architecture, trunk.preprocessing, trunk.class_names
+        self.name, self.compiled = trunk.name, compiled
+        self.graphs = Graphs(self._compute) if graphs else None
+        super().train(False)
+        if compiled:
+            compile_parts(trunk)
+
+    @torch.no_grad()
+    def forward(self, image: Tensor) -> Tensor:
+        return self._compute(image) if self.graphs is None else self.graphs(image)
+
+    def _compute(self, image: Tensor) -> Tensor:
+        logits = self.folded(image.to(self.dtype))
+        return logits.float() if self.dtype == torch.bfloat16 else logits
+
+    def train(self, mode: bool = True) -> "Optimised":
+        if mode:
+            raise UserError("an optimised model only answers; train the model it was made from and optimise that again.")
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "Optimised":
+        if self.graphs is not None:
+            self.graphs.forget()  # they read the weights where they were
+        super()._apply(fn, recurse)
+        self.dtype = next(self.parameters()).dtype
+        return self
+
+
+def compile_parts(trunk: Model) -> None:
+    """Part by part, as in training: blocks are alike, so one graph serves all of them."""
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, 16)  # two kinds of blocks, and several shapes
+    for block in trunk.blocks:
+        block.compile()
+    if trunk.architecture.stem != "linear":  # which is one kernel already
+        trunk.stem.compile()
+
+
+def optimise(
+    model: Model,
+    for_: str = "latency",
+    batch: int | None = None,
+    example: Tensor | None = None,
+    tolerance: float = 1e-4,
+    dtype: torch.dtype | None = None,
+    compile: bool | None = None,
+    graph: bool | None = None,
+) -> Optimised:
+    """A copy of the model for inference; the model itself is left as it is.
+
+    `for_` "latency" or "throughput": few pictures at once (on a GPU by CUDA graphs, one per shape) or many. `batch` or `example`
+    [B, K, height, width]: what it will be given, prepared now instead of at the first call; an example is compared, too.
+    `tolerance`: the largest allowed difference by folding, as a share of the largest logit. `dtype`: float32 or bfloat16, the
+    model's own by default. `compile`, `graph`: torch.compile and CUDA graphs, by default on a GPU (graphs for latency).
+    """
+    check_arguments(model, for_, batch, example, tolerance)
+    own = next(model.parameters())
+    dtype = dtype or own.dtype
+    if dtype not in DTYPES or own.dtype not in DTYPES:
+        raise UserError(f"{dtype} is not a precision for an optimised model; use float32 or bfloat16.")
+    cuda = own.device.type == "cuda"
+    compiled = cuda if compile is None else compile
+    graphs = (cuda and for_ == "latency") if graph is None else graph and cuda
+
+    exact = torch.float64 if own.dtype == torch.float64 else torch.float32
+    original = copy.deepcopy(model).eval().requires_grad_(False).to(exact)
+    folded, notes = fold(copy.deepcopy(original))
+    parameters = count(original), count(folded)
+    images = [check_pictures(model, model.architecture.image_size).to(own.device, exact)]
+    if example is not None:
+        images.append(example.to(own.device, exact))
+    with torch.no_grad(), full_products(own.device):
+        expected = [ask_original(original, image) for image in images]
+        folding = worst(difference(folded(image), answer) for image, answer in zip(images, expected, strict=True))
+        if not folding <= tolerance:
+            place = first_difference(original, folded, images[0], tolerance)
+            raise UserError(
+                f"folding changes the answers by {folding:.1e} of the largest, more than tolerance={tolerance:g}, and first in "
+                f"{place}; use the original model, or allow more."
+            )
+    same = dtype == exact and not cuda and not compiled  # it will run as it has just been compared
+    rounding = 0.0 if same else measure_rounding(original, images, expected, dtype)
+    del original
+
+    optimised = Optimised(folded, dtype, compiled, graphs)
+    portion = batch or (1 if for_ == "latency" and example is None else 0)
+    try:
+        running = folding if same else measure_running(optimised, images, expected, portion)
+    except torch._dynamo.exc.TorchDynamoException as error:
+        said = str(error).strip().partition("\n")[0]
+        raise UserError(f"torch.compile does not work on this machine ({said}); give compile=False.") from error
+    unit = TF32 if cuda and dtype == torch.float32 else torch.finfo(dtype).eps
+    limit = max(FARTHER * rounding, UNITS * unit, tolerance)
+    if not running <= limit:
+        raise UserError(
+            f"the optimised model's answers in {DTYPES[dtype]} are {running:.1e} of the largest from the original's, though "
+            f"folding changes them by {folding:.1e} only; use the original model, or try compile=False and graph=False."
+        )
+    done, left = describe(notes, optimised, cuda)
+    optimised.report = Report(for_, DTYPES[dtype], done, left, folding, running, rounding, parameters)
+    return optimised
+
+
+def check_arguments(model: Model, for_: str, batch: int | None, example: Tensor | None, tolerance: float) -> None:
+    if not isinstance(model, Model):
+        raise UserError(
+            f"optimise takes a model of vitrail.create or vitrail.load, not {type(model).__name__}; unwrap or load it first."
+        )
+    if for_ not in AIMS:
+        raise UserError(f"for_={for_!r} is not known; choose from {', '.join(AIMS)}.")
+    if batch is not None and (type(batch) is not int or batch < 1):
+        raise UserError(f"batch={batch!r} is not a number of pictures; give a whole number of at least 1.")
+    if not isinstance(tolerance, int | float) or not 0 < tolerance < math.inf:
+        raise UserError(f"tolerance={tolerance!r} is not a share; give a positive number such as 1e-4.")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise UserError("this model has no weights yet (it is on the meta device); load or create it on a real one.")
+    if example is None:
+        return
+    a = model.architecture
+    if not isinstance(example, Tensor) or example.ndim != 4 or example.shape[1] != a.channels or not len(example):
+        found = f"one of shape {tuple(example.shape)}" if isinstance(example, Tensor) else f"a {type(example).__name__}"
+        raise UserError(f"the example must be a tensor [batch, {a.channels}, height, width], not {found}.")
+    if min(model.stem.grid(*example.shape[-2:])) < 1:
+        raise UserError(f"pictures of {show_size((example.shape[-2], example.shape[-1]))} have no patch; give a larger example.")
+
+
+def ask_original(original: Model, image: Tensor) -> Tensor:
+    try:
+        answer = original(image)
+    except ValueError as error:  # a model of one grid, asked about another
+        raise UserError(f"the example does not fit: {error}.") from error
+    if not answer.isfinite().all():
+        raise UserError("the model's own answers are not finite numbers, so there is nothing to keep; look at its weights.")
+    return answer
+
+
+def measure_rounding(original: Model, images: list[Tensor], expected: list[Tensor], dtype: torch.dtype) -> float:
+    """How far the original is from its exact answers in the precision that was asked for."""
+    half = dtype == torch.bfloat16
+    with torch.no_grad(), torch.autocast(images[0].device.type, torch.bfloat16, enabled=half):
+        return worst(difference(original(image), answer) for image, answer in zip(images, expected, strict=True))
+
+
+def measure_running(optimised: Optimised, images: list[Tensor], expected: list[Tensor], portion: int) -> float:
+    """The optimised network as it will run: an example as it is, our pictures `portion` at a time.
+
+    With portion 0 nobody has said how many there will be, and nothing is compiled for our number of them.
+    """
+    found = []
+    for index, image in enumerate(images):
+        if index:
+            found.append(optimised(image))
+        elif not portion:
+            with torch.no_grad(), torch.compiler.set_stance("force_eager") if optimised.compiled else nullcontext():
+                found.append(optimised._compute(image))
+        else:
+            enough = image.repeat(-(-portion // len(image)), 1, 1, 1)[: max(portion, len(image))]
+            answers = [optimised(part) for part in enough.split(portion) if len(part) == portion]
+            found.append(torch.cat(answers)[: len(image)])
+    return worst(difference(one, answer[: len(one)]) for one, answer in zip(found, expected, strict=True))
+
+
+def worst(values: Any) -> float:
+    """The largest; not a number if any is not."""
+    found = list(values)
+    return math.nan if any(math.isnan(value) for value in found) else max(found)
+
+
+def count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def describe(notes: Notes, optimised: Optimised, cuda: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    done = [f"{sentence}: {number}" for sentence, number in notes.done.items() if number]
+    left = list(notes.left)
+    if optimised.compiled:
+        done.append("blocks compiled by torch.compile")
+    if optimised.graphs is not None:
+        done.append(f"CUDA graphs for each shape of up to {LARGEST} pictures, {optimised.graphs.captured} captured so far")
+        if None in optimised.graphs.known.values():
+            left.append("a CUDA graph could not be captured; that shape is computed as usual")
+    if not cuda:
+        left.append("CUDA graphs: the model is on the CPU")
+    return tuple(done), tuple(left)
