@@ -17,7 +17,7 @@ import torch
 from timing import half_spread, in_turns, machine
 from torch import Tensor, nn
 
-from vitrail.layers import mixers
+from vitrail.layers import kernels, mixers
 from vitrail.layers.kernels import talking_heads_for
 from vitrail.layers.layout import Layout
 
@@ -77,6 +77,7 @@ def measure(shape: list[int], train: bool, options: argparse.Namespace) -> dict:
 
 
 def main() -> None:
+    kernels.ENABLED = True
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", action="append", help="batch,tokens,heads,channels; may be given several times")
     parser.add_argument("--rounds", type=int, default=5)

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from vitrail.layers import mixers
+from vitrail.layers import kernels, mixers
 from vitrail.layers.kernels import talking_heads_for
 from vitrail.layers.layout import Layout
 from vitrail.layers.mixers import TalkingHeads
@@ -18,6 +18,11 @@ RUNS = find_spec("triton") is not None and (GPU or os.environ.get("TRITON_INTERP
 without_kernels = pytest.mark.skipif(not RUNS, reason="needs a GPU, or Triton and TRITON_INTERPRET=1")
 without_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
 NAMES = ("qkv", "before", "shift", "after", "bias")
+
+
+@pytest.fixture(autouse=True)
+def enabled(monkeypatch):
+    monkeypatch.setattr(kernels, "ENABLED", True)
 
 
 def reference(qkv, before, shift, after, bias):

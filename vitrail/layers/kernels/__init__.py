@@ -12,6 +12,7 @@ from torch import Tensor
 
 HAS_TRITON = find_spec("triton") is not None
 WIDEST = 64  # channels of a head
+ENABLED = False  # the kernels are right in Triton's interpreter; they are taken by themselves once they are measured on a GPU
 
 
 @cache
@@ -33,7 +34,7 @@ def talking_heads_for(qkv: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor, 
 
     It works on half precision: single precision would leave the matrix units unused. An exported program must run elsewhere too.
     """
-    if not (qkv.is_cuda and HAS_TRITON) or torch.version.hip or torch.compiler.is_exporting():
+    if not (ENABLED and qkv.is_cuda and HAS_TRITON) or torch.version.hip or torch.compiler.is_exporting():
         return None
     if qkv.dtype not in (torch.bfloat16, torch.float16) or qkv.shape[4] > WIDEST:
         return None
