@@ -14,6 +14,7 @@ from tests.training.small import EASY
 from vitrail.data.feeding import Feed
 from vitrail.data.opening import open_splits
 from vitrail.errors import UserError
+from vitrail.objectives.guide import in_order
 from vitrail.teachers import open_teacher
 from vitrail.teachers.annotating import Wanted, annotate
 from vitrail.training.checkpoints import Checkpoints, read_checkpoint
@@ -204,9 +205,14 @@ def test_a_teacher_that_has_vanished_is_named(pictures, teacher, tmp_path, monke
         stop_at(patched, 2)
         halted = train(pictures, tmp_path / "run", VIT | {"distillation.teacher": str(path)})
     path.unlink()
-    with pytest.raises(UserError, match=rf"no file {path}") as raised:
+    with pytest.raises(UserError, match=rf"is not at {path} any more") as raised:
         resume(halted.folder, device="cpu")
     assert str(raised.value).count("\n") == 0
+    other = vitrail.load(teacher)
+    other.head.weight.data.neg_()
+    vitrail.save(other, path)
+    with pytest.raises(UserError, match=r"is not what .* has learnt from"):
+        resume(halted.folder, device="cpu")
     shutil.copy(teacher, path)
     assert resume(halted.folder, device="cpu").finished
 
@@ -220,6 +226,27 @@ def test_a_store_that_has_vanished_is_named(pictures, store, tmp_path, monkeypat
     shutil.rmtree(path)
     with pytest.raises(UserError, match=str(path)):
         resume(halted.folder, device="cpu")
+
+
+def test_what_the_user_says_stays(teacher, store):
+    """A teacher and labels that nothing else is said about are used in the usual way."""
+
+    def seen(**leaves):
+        found = resolve("laptop", None, {key.replace("__", "."): value for key, value in leaves.items()}, "cpu")
+        return found.distillation.kind, found.tokens.weight, found.tokens.target
+
+    paths = {"distillation__teacher": str(teacher), "tokens__labels": str(store)}
+    assert seen(**paths) == ("hard", 0.5, "relabel")
+    assert seen(**paths, distillation__kind="none", tokens__target="truth") == ("none", 0.5, "truth")
+    assert seen(**paths, distillation__kind="soft", tokens__weight=0) == ("soft", 0.0, "relabel")
+
+
+def test_a_teacher_without_names_is_told(pictures, store):
+    source = open_splits(str(pictures)).train
+    assert in_order(None, 3, source) == [
+        "the teacher does not name its 3 classes: they are taken in the order of the data's, blue, green, red …"
+    ]
+    assert in_order(NAMES, 3, source) == in_order(None, 1000, source) == []
 
 
 def test_parts_of_a_batch_add_up_to_it(pictures, teacher, store, tmp_path):

@@ -93,8 +93,7 @@ def train(
         save_steps=save_steps,
         log_steps=log_steps,
     )
-    more_leaves = {"start.scope": scope, "distillation.teacher": teacher, "tokens.labels": labels}
-    leaves = leaves_of(changes, weights, epochs, seed) | {key: value for key, value in more_leaves.items() if value is not None}
+    leaves = leaves_of(changes, weights, epochs, seed) | guided(scope, teacher, labels)
     if seeds is not None:
         from vitrail.training.seeds import choose_home, plan_seeds
 
@@ -148,6 +147,9 @@ def plan(
     model: ModelOption = None,
     changes: SetOption = None,
     weights: FromOption = None,
+    scope: ScopeOption = None,
+    teacher: TeacherOption = None,
+    labels: LabelsOption = None,
     epochs: EpochsOption = None,
     device: DeviceOption = None,
     micro_batch: MicroOption = None,
@@ -158,8 +160,11 @@ def plan(
     """
     from vitrail.training.run import foresee
 
-    for sentence in foresee(source, open_recipe(recipe), model, leaves_of(changes, weights, epochs, None), device, micro_batch):
+    leaves = leaves_of(changes, weights, epochs, None) | guided(scope, teacher, labels)
+    for sentence in foresee(source, open_recipe(recipe), model, leaves, device, micro_batch):
         print(sentence)
+    if teacher is not None:
+        print("The teacher's own time and memory come on top.")
 
 
 def replay(
@@ -308,6 +313,21 @@ def open_recipe(name: str | None) -> Any:
     except (ValueError, yaml.YAMLError) as error:
         raise UserError(f"The recipe {name} is not YAML: {' '.join(str(error).split())}.") from None
     return Recipe.from_dict(tree)
+
+
+def guided(scope: str | None, teacher: str | None, labels: str | None) -> dict[str, str]:
+    """Options that are short for one leaf each."""
+    found = {}
+    for option, leaf, value in (
+        ("--scope", "start.scope", scope),
+        ("--teacher", "distillation.teacher", teacher),
+        ("--labels", "tokens.labels", labels),
+    ):
+        if value is not None:
+            if not value.strip():
+                raise UserError(f"{option} is empty: give what it should be, or leave it out.")
+            found[leaf] = value
+    return found
 
 
 def leaves_of(changes: list[str] | None, weights: str | None, epochs: float | None, seed: int | None) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """From a batch to what the network should say about it: the data's labels, what a teacher says, labels of patches."""
 
+import hashlib
+import os
 import re
 from pathlib import Path
 
@@ -24,6 +26,19 @@ from vitrail.teachers.teacher import Teacher
 ADVICE = re.compile(r"[;:] say which[^;:]*$")
 
 
+def identities(recipe: Recipe) -> dict[str, str]:
+    """By path, a digest of each file that a training learns from; of a store that of its list of shards, which has theirs."""
+    found = {}
+    paths = (recipe.distillation.teacher if recipe.distillation.kind != "none" else "", recipe.tokens.labels)
+    for path in filter(os.path.exists, filter(None, paths)):
+        files = [os.path.join(path, name) for name in (MANIFEST, "best.safetensors", "model.safetensors", "pytorch_model.bin")]
+        file = next(filter(os.path.isfile, [path, *files]), None)
+        if file is not None:
+            with open(file, "rb") as content:
+                found[path] = hashlib.file_digest(content, "sha256").hexdigest()
+    return found
+
+
 class Guide:
     """Opens the recipe's teacher and stores once; `targets` is asked for every unit and waits for nothing."""
 
@@ -31,12 +46,15 @@ class Guide:
         self.recipe, self.device = recipe, device
         self.classes, self.grid, self.patch = model.architecture.classes, model.grid, model.architecture.patch_size
         self.teacher = self.answers = self.maps = None
+        self.said: list[str] = []  # what a person should know about it
         if recipe.distillation.kind != "none":
             if Path(recipe.distillation.teacher, MANIFEST).is_file():
                 self.answers = Answers(recipe.distillation.teacher, source, device, "logits")
+                self.said += in_order(self.answers.store.class_names, self.answers.store.classes, source)
             else:
                 self.teacher = open_teacher(recipe.distillation.teacher, device)
                 self.index = matched(self.teacher, source).to(device)
+                self.said += in_order(self.teacher.class_names, self.teacher.classes, source)
         if recipe.tokens.labels:
             self.maps = Answers(recipe.tokens.labels, source, device, "tokens", recipe.tokens.outside)
 
@@ -95,6 +113,14 @@ def matched(teacher: Teacher | Store, source: Source) -> Tensor:
     except UserError as error:
         # The advice is that of commands with a map of classes, which a training does not have.
         raise UserError(ADVICE.sub("; take a teacher whose classes have these names.", str(error))) from None
+
+
+def in_order(names: list[str] | None, count: int, source: Source) -> list[str]:
+    """A sentence if nothing but the order says which class is which."""
+    if names is not None or count != len(source.classes):
+        return []
+    first = ", ".join(source.classes[:3])
+    return [f"the teacher does not name its {count} classes: they are taken in the order of the data's, {first} …"]
 
 
 class Answers:

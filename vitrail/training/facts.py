@@ -23,6 +23,7 @@ from vitrail.data.source import Splits
 from vitrail.errors import UserError
 from vitrail.models.cost import cost
 from vitrail.models.model import Model
+from vitrail.objectives.guide import identities
 from vitrail.recipes import Recipe
 from vitrail.training.checkpoints import LOCK
 from vitrail.training.devices import Devices
@@ -30,6 +31,15 @@ from vitrail.training.loop import Options
 from vitrail.training.report import read_json
 from vitrail.version import __version__
 from vitrail.writing import write_aside
+
+
+def check_same_teachers(recipe: Recipe, known: dict[str, str] | None, folder: Path) -> None:
+    """Complain if a teacher or a store is not what the run was started with."""
+    for path in known or {}:
+        if not os.path.exists(path):
+            raise UserError(f"What {folder} learns from is not at {path} any more: put it back there.")
+    if known is not None and identities(recipe) != known:
+        raise UserError(f"What lies at {', '.join(known)} is not what {folder} has learnt from: put that back.")
 
 
 def describe(

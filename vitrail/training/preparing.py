@@ -33,7 +33,7 @@ from vitrail.weights.files import split_path
 from vitrail.weights.reading import BEST
 
 # Parts in which a training may differ from the weights it starts from, because they are made anew or resampled.
-RENEWED = {"classes", "pre_logits", "patch_size", "image_size", "dense_head"}
+RENEWED = {"classes", "pre_logits", "patch_size", "image_size", "dense_head", "dense_weight"}
 
 
 def resolve(recipe: str | Recipe | None, model: str | None, changes: dict[str, Any] | None, device: str) -> Recipe:
@@ -50,7 +50,7 @@ def resolve(recipe: str | Recipe | None, model: str | None, changes: dict[str, A
     resolved = dataclasses.replace(resolved, start=dataclasses.replace(resolved.start, weights=weights))
     if resolved.start.scope != "full" and not weights:
         raise UserError(f"start.scope={resolved.start.scope} would leave most of a network at random: give --from WEIGHTS.")
-    resolved = with_teacher(resolved)
+    resolved = with_teacher(resolved, frozenset(changes or {}))
     if resolved.start.after and not weights:
         raise UserError(
             f"{resolved.name} starts from trained weights, such as those of {resolved.start.after}: give --from WEIGHTS."
@@ -58,17 +58,21 @@ def resolve(recipe: str | Recipe | None, model: str | None, changes: dict[str, A
     return resolved
 
 
-def with_teacher(recipe: Recipe) -> Recipe:
-    """The recipe with its teacher and its labels of patches where they lie; refused if one is needed and not there, or idle."""
+def with_teacher(recipe: Recipe, said: frozenset[str] = frozenset()) -> Recipe:
+    """The recipe with its teacher and its labels of patches where they lie; refused if one is needed and not there.
+
+    A teacher or labels that no other leaf speaks of are used in the usual way; leaves that the user has `said` stay.
+    """
     distillation, tokens, changes = recipe.distillation, recipe.tokens, dict(recipe.architecture)
     if distillation.kind != "none" and not distillation.teacher:
         raise UserError(f"{recipe.name} learns from a teacher: give --teacher, a network or a store made by vitrail annotate.")
-    if distillation.kind == "none" and distillation.teacher:
+    if distillation.kind == "none" and distillation.teacher and "distillation.kind" not in said:
         distillation = dataclasses.replace(distillation, kind="hard")
     if not tokens.labels and (tokens.weight > 0 or tokens.target != "truth"):
         raise UserError(f"{recipe.name} learns labels of patches: give --labels, a store made by vitrail annotate.")
     if tokens.labels and tokens.weight == 0 and tokens.target == "truth":
-        tokens = dataclasses.replace(tokens, weight=0.5, target="relabel")
+        weight = 0.0 if "tokens.weight" in said else 0.5
+        tokens = dataclasses.replace(tokens, weight=weight, target="truth" if "tokens.target" in said else "relabel")
     if tokens.weight > 0:
         changes["dense_head"] = True
     teacher, labels = (place(os.path.expanduser(path)) for path in (distillation.teacher, tokens.labels))
@@ -76,6 +80,11 @@ def with_teacher(recipe: Recipe) -> Recipe:
     if teacher and not teacher.startswith("timm:") and not os.path.exists(teacher):
         raise UserError(
             f"There is no teacher at {teacher}: give a network's file, timm:NAME or a store made by vitrail annotate."
+        )
+    if teacher.endswith((".pt2", ".onnx")):
+        raise UserError(
+            f"{teacher} does not say how its pictures are prepared: ask it once with vitrail annotate --preprocessing, and give "
+            "--teacher that store."
         )
     if labels:
         read_manifest(Path(labels))

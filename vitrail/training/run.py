@@ -26,7 +26,7 @@ from vitrail.data.source import Splits
 from vitrail.errors import UserError
 from vitrail.models.cost import cost
 from vitrail.models.model import Model
-from vitrail.objectives.guide import Guide
+from vitrail.objectives.guide import Guide, identities
 from vitrail.recipes import Recipe
 from vitrail.training.bands import find_band
 from vitrail.training.checkpoints import Checkpoints, alone
@@ -35,6 +35,7 @@ from vitrail.training.devices import Devices, check_shardable, choose_device, co
 from vitrail.training.display import Display
 from vitrail.training.facts import (
     check_same_data,
+    check_same_teachers,
     choose_folder,
     describe,
     fingerprint,
@@ -112,7 +113,7 @@ def train(
         for sentence in (*said, *unseen(start), devices.describe(resolved.batch)):
             say(sentence)
         say(forecast(plan, resolved, devices, splits.train))
-        facts = describe(source, splits, resolved, start, devices, options, bad)
+        facts = describe(source, splits, resolved, start, devices, options, bad) | {"teachers": identities(resolved)}
         check_same_data(devices, facts)
         missing = missing_folders(folder)
         with alone(folder, devices.first), tidied(folder, missing if devices.first else None):
@@ -183,6 +184,7 @@ def _resume(
             raise UserError(
                 f"{folder} cuts its batch into {facts['units']} parts, which {devices.world} processes cannot share evenly."
             )
+        check_same_teachers(recipe, facts.get("teachers"), folder)
         begun = Checkpoints(folder / "checkpoints").all()
         model = rebuild(facts, recipe, splits.train) if begun else build(recipe, splits.train)
     devices = dataclasses.replace(devices, units=facts["units"])
@@ -194,6 +196,12 @@ def _resume(
     )
     with alone(folder, devices.first):
         return go(folder, recipe, model, splits, devices, options, workers, facts, say, resumed=True)
+
+
+def hint(recipe: Recipe) -> str:
+    if recipe.distillation.kind != "none" or recipe.tokens.labels:
+        return "The teacher may have answered with what is no number; else a lower optimiser.rate or a longer warm-up often helps"
+    return "A lower optimiser.rate or a longer warm-up often helps"
 
 
 def go(
@@ -212,6 +220,8 @@ def go(
     at_least = round(max(recipe.augmentation.size) * recipe.data.detail) or None
     with devices.together():
         guide = Guide(recipe, model, splits.train, devices.device)
+        for sentence in guide.said:
+            say(sentence)
         feeds = [Feed(part, devices.device, workers, at_least, facts["bad"], say) for part in (splits.train, splits.validation)]
     for feed in feeds:
         say(feed.sentence)
@@ -246,7 +256,7 @@ def go(
         bundle = record(training, error.step, facts)
         raise UserError(
             f"The loss or a gradient was not a number at step {error.step}; the state before it is in {bundle}: "
-            f"`vitrail replay {bundle}` shows where it began. A lower optimiser.rate or a longer warm-up often helps; "
+            f"`vitrail replay {bundle}` shows where it began. {hint(recipe)}; "
             f"`vitrail resume {folder} --on-nan skip` leaves such steps out."
         ) from None
     finally:
