@@ -1,7 +1,12 @@
 """Two test processes on two cores: one thread each."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
+
+from vitrail import cli
 
 torch.set_num_threads(1)
 
@@ -9,3 +14,20 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def typed(monkeypatch, capfd):
+    """What a command says and how it ends, in this process: starting one takes seconds."""
+
+    def typed(*words):
+        monkeypatch.setattr(sys, "argv", ["vitrail", *map(str, words)])
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as exit:
+            code = exit.code or 0
+        out, error = capfd.readouterr()
+        return SimpleNamespace(returncode=code, stdout=out, stderr=error)
+
+    return typed

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ import torch
 from tests.pictures import make_folder, spoil
 from tests.teachers.answers import network
 from tests.teachers.test_published import write_maps
-from vitrail import cli
 from vitrail.commands import annotate as command
 from vitrail.data.opening import open_source
 from vitrail.teachers.store import Store
@@ -27,84 +25,69 @@ def place(tmp_path_factory):
 
 
 @pytest.fixture
-def run(monkeypatch, capfd):
-    def typed(*words):
-        monkeypatch.setattr(sys, "argv", ["vitrail", *map(str, words)])
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as exit:
-            code = exit.code or 0
-        out, error = capfd.readouterr()
-        return SimpleNamespace(returncode=code, stdout=out, stderr=error)
-
-    return typed
-
-
-@pytest.fixture
-def refused(run):
-    def typed(*words):
-        result = run(*words)
+def refused(typed):
+    def told(*words):
+        result = typed(*words)
         assert result.returncode == 2, result
         assert result.stderr.count("\n") == 1
         assert "Traceback" not in result.stderr
         return result.stderr
 
-    return typed
+    return told
 
 
-def annotate(run, place, out, *more):
-    return run("annotate", place / "[b]net.pth", place / "photos", "--out", out, "--size", 32, "--device", "cpu", *more)
+def annotate(typed, place, out, *more):
+    return typed("annotate", place / "[b]net.pth", place / "photos", "--out", out, "--size", 32, "--device", "cpu", *more)
 
 
-def test_annotate_and_info(run, place, tmp_path):
-    result = annotate(run, place, tmp_path / "s", "--what", "logits,tokens", "--top-k", 2, "--views", 2, "--batch", 5)
+def test_annotate_and_info(typed, place, tmp_path):
+    result = annotate(typed, place, tmp_path / "s", "--what", "logits,tokens", "--top-k", 2, "--views", 2, "--batch", 5)
     assert result.returncode == 0, result.stderr
     assert "18 pictures in 1 shard," in result.stdout
     assert "bytes each" in result.stdout
-    again = annotate(run, place, tmp_path / "s", "--what", "tokens, logits", "--top-k", 2, "--views", 2, "--batch", 5)
+    again = annotate(typed, place, tmp_path / "s", "--what", "tokens, logits", "--top-k", 2, "--views", 2, "--batch", 5)
     assert "1 of them from an earlier run" in again.stdout
-    shown = run("store", "info", tmp_path / "s", "--check")
+    shown = typed("store", "info", tmp_path / "s", "--check")
     assert "[b]net.pth" in shown.stdout  # as text, not as markup
     assert "plain, mirrored" in shown.stdout
     assert "Every shard is what its digest says." in shown.stdout
-    facts = json.loads(run("store", "info", tmp_path / "s", "--json").stdout)
+    facts = json.loads(typed("store", "info", tmp_path / "s", "--json").stdout)
     assert (facts["keeps"], facts["top_k"], facts["pictures"], facts["complete"]) == (["logits", "tokens"], 2, 18, True)
     assert facts["bytes"] == sum(file.stat().st_size for file in (tmp_path / "s").glob("*.safetensors"))
     store = Store.open(tmp_path / "s")
     assert store.rows(open_source(str(place / "photos"))).tolist() == list(range(18))
 
 
-def test_every_split_and_class_names(run, place, tmp_path):
+def test_every_split_and_class_names(typed, place, tmp_path):
     (tmp_path / "names.txt").write_text("green\nred\nblue\n")
-    result = annotate(run, place, tmp_path / "s", "--split", "all", "--classes", tmp_path / "names.txt")
+    result = annotate(typed, place, tmp_path / "s", "--split", "all", "--classes", tmp_path / "names.txt")
     assert "30 pictures" in result.stdout, result.stderr
     store = Store.open(tmp_path / "s")
     assert store.match(["blue", "green", "red"]).tolist() == [2, 0, 1]
     assert store.rows(open_source(str(place / "photos"), "test")).min() >= 18
-    assert "12 pictures" in annotate(run, place, tmp_path / "t", "--split", "test").stdout
+    assert "12 pictures" in annotate(typed, place, tmp_path / "t", "--split", "test").stdout
 
 
-def test_unreadable_pictures_are_named(run, place, tmp_path):
+def test_unreadable_pictures_are_named(typed, place, tmp_path):
     spoil(make_folder(tmp_path / "p", count=3) / "red" / "bad[1].png")
-    result = run("annotate", place / "[b]net.pth", tmp_path / "p", "--out", tmp_path / "s", "--size", 32, "--device", "cpu")
+    result = typed("annotate", place / "[b]net.pth", tmp_path / "p", "--out", tmp_path / "s", "--size", 32, "--device", "cpu")
     assert result.returncode == 0
     assert "Left out, because unreadable: 1 picture." in result.stderr
     assert "red/bad[1].png: not a JPEG" in result.stderr
 
 
-def test_published_maps(run, refused, tmp_path):
+def test_published_maps(typed, refused, tmp_path):
     source = open_source(str(make_folder(tmp_path / "p", count=3)))
     write_maps(tmp_path / "maps", source)
     words = ("annotate", tmp_path / "p", "--from-published", tmp_path / "maps", "--out", tmp_path / "s")
     assert "3: say with --classes" in refused(*words)
-    result = run(*words, "--classes", 1000)
+    result = typed(*words, "--classes", 1000)
     assert "9 pictures" in result.stdout, result.stderr
-    assert "centre square" in run("store", "info", tmp_path / "s").stdout
+    assert "centre square" in typed("store", "info", tmp_path / "s").stdout
     assert "give the data alone" in refused("annotate", "teacher.pth", *words[1:])
 
 
-def test_a_teacher_that_does_not_say_its_preprocessing(run, refused, place, tmp_path):
+def test_a_teacher_that_does_not_say_its_preprocessing(typed, refused, place, tmp_path):
     module = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(768, 3)).eval()
     program = torch.export.export(module, (torch.zeros(2, 3, 16, 16),))
     torch.export.save(program, tmp_path / "net.pt2")
@@ -112,11 +95,11 @@ def test_a_teacher_that_does_not_say_its_preprocessing(run, refused, place, tmp_
     assert "give its preprocessing" in refused(*words)
     (tmp_path / "prepared.json").write_text('{"image_size": 16, "mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]}')
     assert "There is no file" in refused(*words, "--preprocessing", tmp_path / "none.json")
-    result = run(*words, "--preprocessing", tmp_path / "prepared.json")
+    result = typed(*words, "--preprocessing", tmp_path / "prepared.json")
     assert "18 pictures" in result.stdout, result.stderr
 
 
-def test_refusals(run, refused, place, tmp_path):
+def test_refusals(typed, refused, place, tmp_path):
     net, photos, out = place / "[b]net.pth", place / "photos", tmp_path / "s"
     end = ("--out", out, "--device", "cpu")
     assert "There is no file" in refused("annotate", tmp_path / "none.pth", photos, *end)
@@ -136,14 +119,14 @@ def test_refusals(run, refused, place, tmp_path):
     assert not out.exists()
 
 
-def test_an_interruption_says_how_to_go_on(run, place, tmp_path, monkeypatch):
+def test_an_interruption_says_how_to_go_on(typed, place, tmp_path, monkeypatch):
     def interrupted(*words, **more):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("vitrail.teachers.annotating.Annotator.ask", interrupted)
-    result = annotate(run, place, tmp_path / "s")
+    result = annotate(typed, place, tmp_path / "s")
     assert (result.returncode, result.stderr) == (130, "Stopped; the same command goes on where this one was.\n")
-    assert "no: run the same vitrail annotate again" in run("store", "info", tmp_path / "s").stdout
+    assert "no: run the same vitrail annotate again" in typed("store", "info", tmp_path / "s").stdout
     monkeypatch.undo()
     assert "Traceback" not in result.stderr
 

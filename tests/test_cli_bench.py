@@ -2,13 +2,11 @@
 
 import json
 import sys
-from types import SimpleNamespace
 
 import pytest
 
 import vitrail
 from tests.benching.test_contenders import Timm
-from vitrail import cli
 from vitrail.benching.ceiling import Ceiling
 
 SMALL = ("--size", "32", "--depth", "2", "--rounds", "2", "--device", "cpu")
@@ -23,18 +21,8 @@ def quick(monkeypatch):
 
 
 @pytest.fixture
-def run(monkeypatch, capfd):
-    def typed(*words):
-        monkeypatch.setattr(sys, "argv", ["vitrail", "bench", *map(str, words)])
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as exit:
-            code = exit.code or 0
-        out, error = capfd.readouterr()
-        return SimpleNamespace(returncode=code, stdout=out, stderr=error)
-
-    return typed
+def run(typed):
+    return lambda *words: typed("bench", *words)
 
 
 def test_help_has_an_example(run):

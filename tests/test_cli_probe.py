@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ import torch
 
 import vitrail
 from tests.pictures import make_folder, spoil
-from vitrail import cli
 from vitrail.commands.embed import weights_file
 
 
@@ -32,38 +30,23 @@ def place(tmp_path_factory):
 
 
 @pytest.fixture
-def run(monkeypatch, capfd):
-    def typed(*words):
-        monkeypatch.setattr(sys, "argv", ["vitrail", *map(str, words)])
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as exit:
-            code = exit.code or 0
-        out, error = capfd.readouterr()
-        return SimpleNamespace(returncode=code, stdout=out, stderr=error)
-
-    return typed
-
-
-@pytest.fixture
-def refused(run):
+def refused(typed):
     """Exit code 2 and one sentence on standard error."""
 
-    def typed(*words):
-        result = run(*words)
+    def told(*words):
+        result = typed(*words)
         assert (result.returncode, result.stdout) == (2, ""), result
         assert result.stderr.count("\n") == 1
         return result.stderr.strip()
 
-    return typed
+    return told
 
 
-def test_help_has_examples(run):
+def test_help_has_examples(typed):
     for words in (("embed",), ("suite",), *(("probe", name) for name in ("knn", "linear", "fewshot", "retrieval", "spectrum"))):
-        assert f"Example: vitrail {' '.join(words)}" in run(*words, "--help").stdout
+        assert f"Example: vitrail {' '.join(words)}" in typed(*words, "--help").stdout
     for name in ("random-labels", "levels"):
-        assert f"Example: vitrail probe {name}" in run("probe", name, "--help").stdout
+        assert f"Example: vitrail probe {name}" in typed("probe", name, "--help").stdout
 
 
 def test_help_does_not_wait_for_torch():
@@ -71,39 +54,39 @@ def test_help_does_not_wait_for_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_knn_as_a_table_and_as_json(place, run):
-    result = run("probe", "knn", place / "[b].safetensors", place / "all.csv", "-k", 3, "--workers", 0)
+def test_knn_as_a_table_and_as_json(place, typed):
+    result = typed("probe", "knn", place / "[b].safetensors", place / "all.csv", "-k", 3, "--workers", 0)
     assert result.returncode == 0, result.stderr
     assert "24 pictures of train remembered, 9 of test asked, 3 classes, 16 features (pooled)." in result.stdout
     words = ("--protocol", "grafit", "--labels", "coarse_label", "--vector", "mean", "--workers", 0, "--json")
-    content = json.loads(run("probe", "knn", place / "[b].safetensors", place / "all.csv", *words).stdout)
+    content = json.loads(typed("probe", "knn", place / "[b].safetensors", place / "all.csv", *words).stdout)
     assert (content["classes"], content["readout"]["vector"], content["temperature"]) == (2, "mean", 0.05)
     assert content["k"] in content["chosen_from"]
 
 
-def test_retrieval_three_ways(place, run, refused):
+def test_retrieval_three_ways(place, typed, refused):
     words = (place / "[b].safetensors", place / "all.csv", "--coarse", "coarse_label", "--workers", 0)
-    content = json.loads(run("probe", "retrieval", *words, "--json").stdout)
+    content = json.loads(typed("probe", "retrieval", *words, "--json").stdout)
     assert 0 < content["cosine"]["mean"] <= content["oracle"]["mean"] <= 1
     assert "does not name the 2 classes of coarse_label" in refused("probe", "retrieval", *words, "--coarse-by", "softmax")
 
 
-def test_levels_and_their_names(place, run, refused):
+def test_levels_and_their_names(place, typed, refused):
     file = place / "[b].safetensors"
-    result = run("probe", "levels", file, f"coarse_label={file}", place / "all.csv", "--workers", 0)
+    result = typed("probe", "levels", file, f"coarse_label={file}", place / "all.csv", "--workers", 0)
     assert result.returncode == 0, result.stderr
     assert all(text in result.stdout for text in ("coarse_label (2)", "label (3)", "[b].safetensors", "coarse to fine"))
     assert "has no level 'colour'" in refused("probe", "levels", f"colour={file}", place / "all.csv")
 
 
-def test_embed_data_and_pictures(place, tmp_path, run):
+def test_embed_data_and_pictures(place, tmp_path, typed):
     file = place / "[b].safetensors"
-    result = run("embed", file, place / "all.csv", "--split", "test", "--out", tmp_path / "f.npy", "--workers", 0)
+    result = typed("embed", file, place / "all.csv", "--split", "test", "--out", tmp_path / "f.npy", "--workers", 0)
     assert result.returncode == 0, result.stderr
     assert result.stdout == f"9 pictures, 16 features each -> {tmp_path / 'f.npy'} and {tmp_path / 'f.json'}\n"
     picture = place / "test" / "green" / "001.png"
     bad = spoil(tmp_path / "bad.png")
-    result = run("embed", file, picture, bad, "--out", tmp_path / "one.npy")
+    result = typed("embed", file, picture, bad, "--out", tmp_path / "one.npy")
     assert result.returncode == 1
     assert str(bad) in result.stderr
     names = json.loads((tmp_path / "f.json").read_text())["pictures"]
@@ -112,25 +95,25 @@ def test_embed_data_and_pictures(place, tmp_path, run):
     assert json.loads((tmp_path / "one.json").read_text())["labels"] == {}
 
 
-def test_spectrum_and_its_figure(place, tmp_path, run):
+def test_spectrum_and_its_figure(place, tmp_path, typed):
     file = place / "[b].safetensors"
-    result = run("probe", "spectrum", file, place / "all.csv", "--plot", tmp_path / "e.png", "--workers", 0, "--json")
+    result = typed("probe", "spectrum", file, place / "all.csv", "--plot", tmp_path / "e.png", "--workers", 0, "--json")
     assert result.returncode == 0, result.stderr
     (found,) = json.loads(result.stdout).values()
     assert (found["pictures"], len(found["energy"])) == (24, 16)
     assert (tmp_path / "e.png").stat().st_size > 1000
 
 
-def test_a_suite_is_one_table_and_goes_on(place, run):
+def test_a_suite_is_one_table_and_goes_on(place, typed):
     tasks = "tasks:\n- {name: '[x]', source: all.csv, probe: knn, settings: {k: 3}}\n- {source: all.csv, probe: retrieval}"
     (place / "tasks.yaml").write_text(tasks)
     words = ("suite", place / "tasks.yaml", place / "[b].safetensors", "--workers", 0)
-    result = run(*words)
+    result = typed(*words)
     assert result.returncode == 0, result.stderr
     assert all(text in result.stdout for text in ("[x]", "all.csv retrieval", "mean"))
     assert len(list((place / "tasks.results").glob("*.json"))) == 2
-    assert run(*words).stdout == result.stdout
-    content = json.loads(run(*words, "--json").stdout)
+    assert typed(*words).stdout == result.stdout
+    content = json.loads(typed(*words, "--json").stdout)
     assert content["means"] == {
         str(place / "[b].safetensors"): pytest.approx({"mean": sum(r["score"] for r in content["results"]) / 2})
     }

@@ -6,12 +6,12 @@ import torch
 from PIL import Image, ImageEnhance, ImageOps
 
 from tests.data.test_augment_parts import from_pil, pictures, to_pil
+from tests.objectives.labels import make_targets
 from vitrail.data.augment import masks, mixing, passes, policies
 from vitrail.data.augment.geometry import random_resized_crop
 from vitrail.data.augment.pipeline import Augmentation, augment, augment_views, flips, follow, look
 from vitrail.data.randomness import sample_key
 from vitrail.errors import UserError
-from vitrail.objectives.targets import make_targets
 from vitrail.recipes.recipe import Objective
 
 PIPELINES = {

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
+from tests.objectives.labels import make_targets
 from vitrail.data.augment.mixing import Mix, draw_mix
 from vitrail.objectives.classification import classification_loss
-from vitrail.objectives.targets import make_targets
 from vitrail.recipes.recipe import Objective
 
 WHOLE = Mix(1.0, None)

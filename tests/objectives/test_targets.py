@@ -5,8 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
+from tests.objectives.labels import make_targets
 from vitrail.data.augment.mixing import Mix, draw_mix, mix_pictures
-from vitrail.objectives.targets import Targets, blend, label_targets, make_targets, smoothed
+from vitrail.objectives.targets import Targets, blend, label_targets, smoothed
 from vitrail.recipes.recipe import Objective
 
 

@@ -306,7 +306,7 @@ def test_classes_that_the_student_does_not_have_are_left_out():
 def test_what_a_pasted_box_covers_is_its_area(rows, columns, patch, step):
     size = (rows * patch, columns * patch)
     mix = draw_mix(0, 0, step, 0, size, 0.0, 1.0)
-    part = covered(mix, size, (rows, columns), patch, CPU)
+    part = covered(mix, (rows, columns), patch, CPU)
     top, bottom, left, right = mix.box or (0, 0, 0, 0)
     assert part.shape == (rows * columns,)
     assert 0 <= part.min() <= part.max() <= 1
@@ -319,19 +319,19 @@ def test_what_a_pasted_box_covers_is_its_area(rows, columns, patch, step):
 
 
 def test_patches_on_the_edge_of_a_box_are_mixed_by_what_they_lose():
-    part = covered(Mix(0.0, (4, 20, 8, 14)), (24, 32), (3, 4), 8, CPU).unflatten(0, (3, 4))
+    part = covered(Mix(0.0, (4, 20, 8, 14)), (3, 4), 8, CPU).unflatten(0, (3, 4))
     expected = torch.tensor([[0, 0.375, 0, 0], [0, 0.75, 0, 0], [0, 0.375, 0, 0]])
     torch.testing.assert_close(part, expected)
 
 
 def test_pixels_beyond_the_last_patch_do_not_count():
     """21 x 30 pixels, patches of 8: a box over all covers every patch, one in the rest covers none."""
-    assert covered(Mix(0.0, (0, 21, 0, 30)), (21, 30), (2, 3), 8, CPU).tolist() == [1.0] * 6
-    assert covered(Mix(0.9, (16, 21, 24, 30)), (21, 30), (2, 3), 8, CPU).tolist() == [0.0] * 6
+    assert covered(Mix(0.0, (0, 21, 0, 30)), (2, 3), 8, CPU).tolist() == [1.0] * 6
+    assert covered(Mix(0.9, (16, 21, 24, 30)), (2, 3), 8, CPU).tolist() == [0.0] * 6
 
 
 def test_mixup_takes_the_same_everywhere():
-    torch.testing.assert_close(covered(Mix(0.7, None), (24, 32), (3, 4), 8, CPU), torch.full((12,), 0.3))
+    torch.testing.assert_close(covered(Mix(0.7, None), (3, 4), 8, CPU), torch.full((12,), 0.3))
 
 
 def test_labels_of_patches_are_mixed_as_the_pixels_are():
@@ -340,7 +340,7 @@ def test_labels_of_patches_are_mixed_as_the_pixels_are():
     for step in range(30):
         mix = draw_mix(1, 0, step, 0, (24, 32), 0.8, 1.0)
         pictures = mix_pictures(numbers[:, None, None, None].expand(-1, 1, 24, 32), mix)
-        part = covered(mix, (24, 32), (3, 4), 8, CPU)
+        part = covered(mix, (3, 4), 8, CPU)
         labels = torch.lerp(numbers[:, None].expand(-1, 12), numbers.flip(0)[:, None].expand(-1, 12), part)
         torch.testing.assert_close(labels.unflatten(1, (3, 4)), F.avg_pool2d(pictures, 8)[:, 0], rtol=1e-5, atol=1e-5)
 

@@ -70,7 +70,7 @@ class Guide:
             if recipe.tokens.weight:
                 tokens = self._smooth(logits.softmax(-1))
         if tokens is not None and mix.share < 1.0:
-            part = covered(mix, recipe.augmentation.size, self.grid, self.patch, self.device)
+            part = covered(mix, self.grid, self.patch, self.device)
             tokens = torch.lerp(tokens, tokens.flip(0), part[None, :, None])
         classes, teacher = blend(classes, mix.share), self._taught(batch, images, mix)
         if recipe.tokens.mix:

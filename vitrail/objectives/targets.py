@@ -5,7 +5,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vitrail.data.augment.mixing import Mix
 from vitrail.recipes.recipe import Objective
 
 
@@ -43,8 +42,3 @@ def smoothed(classes: int, smoothing: float, over_others: bool = False) -> tuple
 def blend(targets: Tensor, share: float) -> Tensor:
     """Mixing takes its part from the batch in reverse order, as `mix_pictures` does; `share` remains of one's own."""
     return targets if share == 1.0 else torch.lerp(targets.flip(0), targets, share)
-
-
-def make_targets(labels: Tensor, classes: int, mix: Mix, objective: Objective) -> Tensor:
-    """Labels [B] to what the network should say [B, C], each row a distribution: smoothed first, mixed second."""
-    return blend(label_targets(labels, classes, objective), mix.share)

@@ -60,7 +60,7 @@ def folded(places: Tensor, sizes: Tensor) -> Tensor:
     return torch.cat([inside, places[..., 2:]], -1)
 
 
-def covered(mix: Mix, size: Grid, grid: Grid, patch: int, device: torch.device) -> Tensor:
+def covered(mix: Mix, grid: Grid, patch: int, device: torch.device) -> Tensor:
     """The share of every patch [N] that CutMix has pasted over; mixup takes the same share everywhere."""
     if mix.box is None:
         return torch.full((grid[0] * grid[1],), 1.0 - mix.share, device=device)

@@ -1,5 +1,7 @@
 """Programs in files, which may be tied to one size and to one number of pictures, and give logits alone."""
 
+from abc import abstractmethod
+
 import torch
 from torch import Tensor
 
@@ -10,9 +12,9 @@ class Fixed(Network):
     mixed = False  # its precision is written into it
     only_batch: int | None = None
 
+    @abstractmethod
     def call(self, images: Tensor) -> Tensor:
         """As many pictures as the program takes, to their logits."""
-        raise NotImplementedError
 
     def logits(self, images: Tensor) -> Tensor:
         if self.only_batch is None:

@@ -1,5 +1,6 @@
 """What a teacher asks of the network inside it, and the networks that answer by maps, by tokens or by logits alone."""
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,15 +11,15 @@ from vitrail.models.model import Model, fuse
 Size = tuple[int, int]
 
 
-class Network(nn.Module):
+class Network(nn.Module, ABC):
     """Pictures [B, 3, height, width], prepared as the network was trained to see them, to what it knows about them."""
 
     only_size: Size | None = None  # the one size that it takes
     mixed = True  # may compute in bfloat16 where that is fast
 
+    @abstractmethod
     def logits(self, images: Tensor) -> Tensor:
         """[B, C]"""
-        raise NotImplementedError
 
     def dense(self, images: Tensor) -> Tensor:
         """[B, C, h, w]: the classifier at every position."""
@@ -32,12 +33,13 @@ class Network(nn.Module):
 class ConvNet(Network):
     """Maps, their mean, a linear classifier: the head may read every position as well as their mean."""
 
+    @abstractmethod
     def maps(self, images: Tensor) -> Tensor:
         """[B, D, h, w]"""
-        raise NotImplementedError
 
+    @abstractmethod
     def classifier(self) -> nn.Linear:
-        raise NotImplementedError
+        """Of what `features` gives."""
 
     def logits(self, images: Tensor) -> Tensor:
         return self.classifier()(self.features(images))
