@@ -23,6 +23,7 @@ from timing import half_spread, machine, timed
 
 import vitrail
 from vitrail.objectives.supervised import Supervised
+from vitrail.objectives.targets import Targets
 from vitrail.recipes import lookup
 from vitrail.recipes.recipe import Recipe
 from vitrail.training.loop import compile_blocks
@@ -42,12 +43,12 @@ class Tuning:
         with self.device:
             self.model = vitrail.create(recipe.model, options.classes, options.size).to(self.device).train()
             self.images = torch.randn(options.batch, 3, options.size, options.size)
-            self.targets = torch.eye(options.classes)[torch.arange(options.batch) % options.classes]
+            self.targets = Targets(torch.eye(options.classes)[torch.arange(options.batch) % options.classes])
         self.trained = apply_scope(self.model, scope)
         self.model.recompute = options.recompute
         if options.compile:
             compile_blocks(self.model)
-        self.task = Supervised(self.model, recipe.objective)
+        self.task = Supervised(self.model, recipe)
         self.optimiser = make_optimiser(self.model, recipe.optimiser, recipe.rate)
 
     def loss(self) -> torch.Tensor:

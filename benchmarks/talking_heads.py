@@ -77,7 +77,7 @@ def measure(shape: list[int], train: bool, options: argparse.Namespace) -> dict:
 
 
 def main() -> None:
-    kernels.ENABLED = True
+    kernels.ENABLED = frozenset(("talking_heads",))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", action="append", help="batch,tokens,heads,channels; may be given several times")
     parser.add_argument("--rounds", type=int, default=5)

@@ -23,7 +23,7 @@ def shrink(a: Architecture) -> Architecture:
         changes |= {"stem_width": 32, "stem_layers": tuple(1 for _ in a.stem_layers)}
     if a.stem == "resnet_features":
         changes["width"] = 32 * 4 * 8
-    if a.stem == "tower":
+    if a.stem in ("tower", "basic"):
         changes["stem_width"] = 8
     if a.stem == "linear":
         changes |= {"patch_size": 4, "image_size": (8, 12)}

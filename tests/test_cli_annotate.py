@@ -119,16 +119,19 @@ def test_refusals(typed, refused, place, tmp_path):
     assert not out.exists()
 
 
-def test_an_interruption_says_how_to_go_on(typed, place, tmp_path, monkeypatch):
-    def interrupted(*words, **more):
-        raise KeyboardInterrupt
+def test_what_could_not_be_done_binds_nobody(typed, refused, place, tmp_path, monkeypatch):
+    """Once with too little memory, then with other options."""
 
-    monkeypatch.setattr("vitrail.teachers.annotating.Annotator.ask", interrupted)
-    result = annotate(typed, place, tmp_path / "s")
-    assert (result.returncode, result.stderr) == (130, "Stopped; the same command goes on where this one was.\n")
-    assert "no: run the same vitrail annotate again" in typed("store", "info", tmp_path / "s").stdout
-    monkeypatch.undo()
-    assert "Traceback" not in result.stderr
+    def short(*words, **more):
+        raise torch.OutOfMemoryError("no")
+
+    words = ("annotate", place / "[b]net.pth", place / "photos", "--out", tmp_path / "s", "--size", 32, "--device", "cpu")
+    with monkeypatch.context() as patch:
+        patch.setattr("vitrail.teachers.annotating.Annotator.ask", short)
+        assert "too small for 64 pictures at a time: give a smaller --batch" in refused(*words)
+    assert not (tmp_path / "s").exists()
+    assert typed(*words, "--batch", 8, "--top-k", 2).returncode == 0
+    assert "begun with batch 8, not 64" in refused(*words, "--top-k", 2)
 
 
 def test_help_has_examples_and_loads_no_torch():

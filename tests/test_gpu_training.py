@@ -1,60 +1,64 @@
-"""On a GPU: a process of NCCL, replicated and sharded, compiled, in bfloat16, against a training without processes."""
+"""On a GPU: a process of NCCL, replicated and sharded, compiled, in bfloat16, against a training without processes.
 
+Every training that makes a group of processes or captures a graph has a process of its own, and a time limit.
+"""
+
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import vitrail
-from tests.training.processes import TINY, environment, free_port, trained
-from vitrail.training import loop
-from vitrail.training.devices import Devices, choose_device, connected, replicate
-from vitrail.training.loop import Options
-from vitrail.training.state import gather
+from tests.training.on_gpu import CHANGES
+from tests.training.processes import ROOT, TINY, environment, free_port
+from vitrail.training.devices import choose_device
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-CHANGES = {"precision": "bf16", "schedule.length": "10 steps", "architecture.drop_path": 0.0}
+LIMIT = 240  # seconds
 
 
-def weights_of(training):
-    return torch.cat([tensor.float().flatten().cpu() for tensor in gather(training.model, training.options.sharding).values()])
+def finished(*words, **more):
+    """What Python says to these words; a process that hangs is ended, with all that it has started."""
+    own = {name: value for name, value in environment(**more).items() if name not in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")}
+    visible = {name: os.environ[name] for name in ("CUDA_VISIBLE_DEVICES",) if name in os.environ}
+    command = [sys.executable, *map(str, words)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    child = subprocess.Popen(command, cwd=ROOT, env=own | visible, start_new_session=True, **pipes)
+    try:
+        said = child.communicate(timeout=LIMIT)[0]
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        pytest.fail(f"{' '.join(command)} hung:\n{child.communicate()[0][-4000:]}")
+    assert child.returncode == 0, said[-4000:]
+    return said
+
+
+def weights(folder, name):
+    return torch.load(folder / f"{name}.pt", weights_only=True)["weights"]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """The weights of a training without processes, and where all start."""
+    folder = tmp_path_factory.mktemp("plain")
+    finished("-m", "tests.training.on_gpu", "plain", folder)
+    return weights(folder, "plain"), weights(folder, "start")
 
 
 @pytest.mark.parametrize("sharding", ["none", "full"])
-def test_one_process_of_nccl(sharding, tmp_path, monkeypatch):
-    options, plainly = Options(sharding=sharding, compile=True, save_steps=5), loop.wrap
-    for name, value in environment(0, 1, free_port()).items():
-        if name != "CUDA_VISIBLE_DEVICES":
-            monkeypatch.setenv(name, value)
-    with connected() as devices:
-        assert devices.device.type == "cuda"
-        numbers = torch.ones(3, device="cuda")
-        dist.all_reduce(numbers)  # from device to device
-        assert numbers.tolist() == [1, 1, 1]
-        counts = torch.ones(3)
-        dist.all_reduce(counts, dist.ReduceOp.MAX)  # from processor to processor
-        found = [None]
-        dist.all_gather_object(found, {"step": 3})
-        assert found == [{"step": 3}]
-
-        two = Devices(devices.device, units=2)
-        expected = weights_of(trained(tmp_path / "plain", two, CHANGES, Options(compile=True)))
-        if sharding == "none":  # one process alone would not replicate
-            monkeypatch.setattr(loop, "wrap", lambda module, model, devices, _: replicate(module, model, devices))
-        whole = trained(tmp_path / "whole", two, CHANGES, options)
-        trained(tmp_path / "part", two, CHANGES, options, until=5)
-        resumed = trained(tmp_path / "part", two, CHANGES, options)
-        assert min(resumed.seen)[0] == 5
-        monkeypatch.setattr(loop, "wrap", plainly)
-        start = weights_of(trained(tmp_path / "start", two, CHANGES | {"optimiser.rate": 0.0}, until=1))
-        way = (expected - start).norm()
-        assert way > 0
-        for ours in (weights_of(whole), weights_of(resumed)):
-            assert (ours - expected).norm() <= 0.05 * way
-        assert whole.best["pictures"] == 142
+def test_one_process_of_nccl(sharding, plain, tmp_path):
+    finished("-m", "tests.training.on_gpu", "processes", tmp_path, sharding, rank=0, world=1, port=free_port())
+    expected, start = plain
+    way = (expected - start).norm()
+    assert way > 0
+    for name in ("whole", "resumed"):
+        assert (weights(tmp_path, name) - expected).norm() <= 0.05 * way
 
 
 def test_torchrun_with_sharding(tmp_path):
@@ -65,36 +69,24 @@ def test_torchrun_with_sharding(tmp_path):
     recipe.write_text(json.dumps(TINY.to_dict()))  # which is YAML, too
     words = ["train", "digits", "--recipe", recipe, "--out", out, "--shard", "--workers", 0, *more]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 1, "-m", "vitrail"]
-    for command in ([*launcher, *words], ["-m", "vitrail", "resume", out, "--workers", 0]):
-        done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-    assert "This run is finished" in done.stderr
+    finished(*launcher, *words)
+    assert "This run is finished" in finished("-m", "vitrail", "resume", out, "--workers", 0)
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-000000010.sharded"]
     assert vitrail.load(out / "best.safetensors").architecture.classes == 10
 
 
-def test_a_captured_step_is_the_same_step(tmp_path, monkeypatch):
+def test_a_captured_step_is_the_same_step(tmp_path):
     """With batch norm in the stem, drop-path and a running mean: the graph draws and remembers as the plain way does."""
-    changes = CHANGES | {
-        "architecture.drop_path": 0.2,
-        "architecture.stem": "tower",
-        "architecture.stem_kernels": [3, 3, 4],
-        "architecture.stem_strides": [1, 1, TINY.architecture.get("patch_size", 4)],
-        "average.decay": 0.9,
-    }
-    alone = Devices(torch.device("cuda", 0))
-    captured = trained(tmp_path / "captured", alone, changes, Options(compile=True))
-    assert captured.compute.graph is not None
-    monkeypatch.setattr(loop.Training, "_may_capture", lambda training: False)
-    plain = trained(tmp_path / "plain", alone, changes, Options(compile=True))
-    start = trained(tmp_path / "start", alone, changes | {"optimiser.rate": 0.0}, Options(), until=1)
-    way = (weights_of(plain) - weights_of(start)).norm()
+    for name in ("captured", "uncaptured"):
+        finished("-m", "tests.training.on_gpu", name, tmp_path)
+    expected = weights(tmp_path, "uncaptured")
+    way = (expected - weights(tmp_path, "start")).norm()
     assert way > 0
-    assert (weights_of(captured) - weights_of(plain)).norm() <= 0.01 * way
-    state = plain.model.state_dict()
-    for name, tensor in captured.model.state_dict().items():
-        if "running" in name or "num_batches" in name:
-            torch.testing.assert_close(tensor, state[name], rtol=1e-3, atol=1e-3)
+    assert (weights(tmp_path, "captured") - expected).norm() <= 0.01 * way
+    ours, theirs = (torch.load(tmp_path / f"{name}.pt", weights_only=True)["statistics"] for name in ("captured", "uncaptured"))
+    assert ours.keys() == theirs.keys() != set()
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("tokens", [64, 65, 192, 196])

@@ -1,10 +1,14 @@
 """The command `vitrail`: parse, call, print."""
 
+from vitrail import stopping  # first: it answers Ctrl-C while the rest is loaded
+
+# isort: split
 import contextlib
 import errno
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from typer.core import TyperGroup
 
 from vitrail.commands import training
 from vitrail.commands.annotate import annotate, store
@@ -19,6 +24,7 @@ from vitrail.commands.bench import bench
 from vitrail.commands.compare import ablate, compare
 from vitrail.commands.data import data
 from vitrail.commands.delta import delta
+from vitrail.commands.demo import demo
 from vitrail.commands.embed import embed, suite
 from vitrail.commands.evaluate import disagree, evaluate
 from vitrail.commands.predict import predict
@@ -26,13 +32,37 @@ from vitrail.commands.probe import probe
 from vitrail.errors import UserError
 from vitrail.version import __version__
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
+
+class Commands(TyperGroup):
+    """Keeps interrupts from typer, which would end the program without a word."""
+
+    def make_context(self, *words: Any, **named: Any) -> Any:
+        with halting():
+            return super().make_context(*words, **named)
+
+    def invoke(self, ctx: Any) -> Any:
+        with halting():
+            return super().invoke(ctx)
+
+
+@contextlib.contextmanager
+def halting() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        raise stopping.Halted(str(interrupt) or "Stopped.") from None
+
+
+app = typer.Typer(
+    cls=Commands, no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False
+)
 app.add_typer(data, name="data")
 app.add_typer(delta, name="delta")
 app.add_typer(probe, name="probe")
 app.add_typer(training.recipes, name="recipes")
 app.add_typer(store, name="store")
 for command in (
+    demo,
     training.train,
     training.resume,
     training.plan,
@@ -123,9 +153,10 @@ def info(
     from vitrail.models.catalogue import create
     from vitrail.models.cost import cost, row
     from vitrail.weights import load
+    from vitrail.weights.bundled import find_bundled
 
     size = parse_size(image_size)
-    from_file = is_file(name)
+    from_file = find_bundled(name) is not None or is_file(name)
     model = load(name) if from_file else create(name, device="meta", image_size=size)
     if from_file and size:
         model.resize(*size)
@@ -235,16 +266,28 @@ def main() -> None:
 
 
 def exit_code() -> int:
+    stopping.begin()
+    try:
+        return run()
+    except (KeyboardInterrupt, stopping.Halted) as interrupt:
+        stopping.tell(str(interrupt) or "Stopped.")
+        return stopping.CODE
+    except Exception:
+        if not stopping.State.heard:
+            raise
+        stopping.tell("Stopped.")  # what a library has made of an interrupt
+        return stopping.CODE
+    finally:
+        stopping.disarm()
+
+
+def run() -> int:
     try:
         app()
     except UserError as error:
         if is_teller(error.told_here):
             print(error, file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        if is_teller(None):
-            print("Stopped.", file=sys.stderr)
-        return 130
     except BrokenPipeError:
         return 0
     except OSError as error:
@@ -263,6 +306,8 @@ def is_teller(told_here: bool | None) -> bool:
     """Whether this process speaks for all that torchrun has started; on its own where they have not agreed on one."""
     return os.environ.get("LOCAL_RANK", "0") == "0" if told_here is None else told_here
 
+
+stopping.disarm()  # somebody may have imported this for its own purposes
 
 if __name__ == "__main__":
     main()

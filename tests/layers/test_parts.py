@@ -8,9 +8,11 @@ from torch.nn import functional as F
 import vitrail
 from tests.models.test_every_model import randomise
 from vitrail.layers.layout import Layout
+from vitrail.layers.mixers import AcrossPatches
 from vitrail.layers.residual import Branch, DropPath, Residual, drop_path_rates
 from vitrail.layers.resnet import pad_same
-from vitrail.layers.stems import hmlp_strides, unfold_patches
+from vitrail.layers.stems import BasicStem, PatchMap, basic_strides, hmlp_strides, unfold_patches
+from vitrail.layers.subset import draw_subset, put, take
 from vitrail.models.architecture import FUSIONS, Architecture
 from vitrail.models.cait import layerscale_start
 from vitrail.models.catalogue import build
@@ -32,17 +34,64 @@ def test_no_pixel_reaches_another_patch(stem, norm):
     assert perturbed(model.stem, torch.randn(1, 3, 32, 48)).tolist() == [False, True, False, False, False, False]
 
 
-@pytest.mark.parametrize("stem", ["conv", "tower"])
+@pytest.mark.parametrize("stem", ["conv", "tower", "basic"])
 def test_convolutional_stems_mix_patches(stem):
-    model = randomise(build(TINY.replace(stem=stem, stem_width=8))).eval()
+    model = randomise(build(TINY.replace(stem=stem, stem_width=8, stem_layers=(1, 1)))).eval()
     assert perturbed(model.stem, torch.randn(1, 3, 32, 48)).sum() > 1
 
 
-def test_the_linear_stem_is_unfold_and_a_matrix():
-    model = randomise(build(TINY))
-    image = torch.randn(2, 3, 32, 48)
-    expected = unfold_patches(image, 16) @ model.stem.proj.weight.flatten(1).T + model.stem.proj.bias
-    torch.testing.assert_close(model.stem(image), expected, rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize("size", [(32, 48), (35, 63)])
+def test_patches_as_a_product_are_the_convolution(size):
+    """Values and gradients; pixels behind the last whole patch are left out by both."""
+    map = PatchMap(3, 24, 16).double()
+    image = torch.randn(2, 3, *size, dtype=torch.float64, requires_grad=True)
+    expected = F.conv2d(image, map.weight, map.bias, stride=16)
+    found = map(image)
+    assert found.shape == expected.shape
+    torch.testing.assert_close(found, expected)
+    direction = torch.randn_like(expected)
+    wanted = torch.autograd.grad(expected, (image, map.weight, map.bias), direction)
+    torch.testing.assert_close(torch.autograd.grad(found, (image, map.weight, map.bias), direction), wanted)
+    torch.testing.assert_close(unfold_patches(image, 16), F.unfold(image, 16, stride=16).transpose(1, 2))
+
+
+def test_a_map_over_patches_is_linear_on_the_transpose():
+    map = AcrossPatches(6, 10).double()
+    x = torch.randn(3, 6, 5, dtype=torch.float64, requires_grad=True)
+    expected = F.linear(x.transpose(1, 2), map.weight, map.bias).transpose(1, 2)
+    found, direction = map(x), torch.randn(3, 10, 5, dtype=torch.float64)
+    torch.testing.assert_close(found, expected)
+    wanted = torch.autograd.grad(expected, (x, map.weight, map.bias), direction)
+    torch.testing.assert_close(torch.autograd.grad(found, (x, map.weight, map.bias), direction), wanted)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert map.float()(x.float()).dtype == torch.bfloat16
+
+
+def test_a_subset_taken_and_put_back():
+    subset = draw_subset(7, 4, torch.device("cpu"))
+    assert subset.rows.tolist() == sorted(set(subset.rows.tolist()))
+    assert [subset.place[row].item() for row in subset.rows] == [0, 1, 2, 3]
+    assert (subset.place == -1).sum() == 3
+    x = torch.randn(7, 2, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.equal(take(x, subset), x[subset.rows])
+    back = put(take(x, subset), subset)
+    assert torch.equal(back[subset.rows], x[subset.rows])
+    assert back[subset.place < 0].eq(0).all()
+    part = torch.randn(4, 2, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: take(x, subset), x)
+    assert torch.autograd.gradcheck(lambda part: put(part, subset), part)
+
+
+@pytest.mark.parametrize(
+    ("patch", "stages", "strides"),
+    [(1, 2, (1, 1, 1)), (2, 2, (1, 1, 2)), (4, 2, (1, 2, 2)), (8, 2, (2, 2, 2)), (16, 2, (4, 2, 2)), (16, 3, (2, 2, 2, 2))],
+)
+def test_the_basic_stem_halves_late(patch, stages, strides):
+    assert basic_strides(patch, stages) == strides
+    stem = BasicStem(3, 24, patch, 4, (1,) * stages, "batch", "relu")
+    tokens = stem(torch.randn(2, 3, 4 * patch, 5 * patch))
+    assert tokens.shape == (2, 20, 24)
+    assert stem.grid(4 * patch, 5 * patch) == (4, 5)
 
 
 def test_hmlp_hierarchies():

@@ -20,6 +20,7 @@ STEMS = {
     "linear": {"stem_norm": ("none", "batch", "layer"), "stem_activation": ("none", "gelu")},
     "conv": {"stem_norm": ("none", "batch", "layer")},
     "tower": {"stem_norm": ("batch", "layer"), "stem_width": (8,)},
+    "basic": {"stem_norm": ("none", "batch", "layer"), "stem_width": (8,), "stem_layers": ((1,), (2, 1))},
     "hmlp": {"stem_norm": ("batch", "layer")},
     "local_transformer": {},
     "resnet": {"stem_width": (32,), "stem_layers": ((1,), (1, 1))},
@@ -141,6 +142,8 @@ def test_unknown_choices_are_named(field):
         ({"stem": "local_transformer", "patch_size": 14}, "4-pixel"),
         ({"stem": "tower", "stem_kernels": (7, 3, 8)}, "as many"),
         ({"stem": "hmlp", "stem_strides": (2, 2)}, "multiply"),
+        ({"stem": "basic"}, "stem_layers"),
+        ({"stem": "basic", "stem_layers": (1,), "patch_size": 12}, "power of two"),
         ({"widht": 3}, "did you mean width"),
     ],
 )

@@ -77,9 +77,9 @@ def test_patch_maps_keep_constant_pictures():
     body = model.block(0).mix.branches[0].body
     body.map.weight.data = torch.rand(6, 1).expand(6, 6).clone()
     body.map.bias.data.zero_()
-    before = body.map(torch.ones(1, 6)).mean()
+    before = body.map(torch.ones(1, 6, 1)).mean()
     model.resize(64, 96)
-    after = body.map(torch.ones(1, 24))
+    after = body.map(torch.ones(1, 24, 1))
     assert body.map.weight.shape == (24, 24)
     torch.testing.assert_close(after.mean(), before, rtol=0.05, atol=0.05)
 

@@ -121,8 +121,8 @@ def test_what_stays_is_said():
 
 
 def test_batch_norms_of_stems_disappear():
-    for stem in ("conv", "tower", "hmlp"):
-        a = SMALL.replace(stem=stem, patch_size=16, image_size=(32, 32), stem_width=8)
+    for stem in ("conv", "tower", "basic", "hmlp"):
+        a = SMALL.replace(stem=stem, patch_size=16, image_size=(32, 32), stem_width=8, stem_layers=(1, 2))
         original, found, folded, _ = answers(a)
         assert difference(found, original) < 1e-11
         assert not any(isinstance(module, torch.nn.BatchNorm2d) for module in folded.modules())

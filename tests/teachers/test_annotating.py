@@ -20,7 +20,7 @@ from vitrail.data.opening import open_parts, open_source
 from vitrail.data.source import Subset
 from vitrail.errors import UserError
 from vitrail.evaluation.accuracy import test_view as tested
-from vitrail.teachers import open_teacher, storing
+from vitrail.teachers import annotating, open_teacher, storing
 from vitrail.teachers.annotating import Wanted, annotate, identity
 from vitrail.teachers.joining import join
 from vitrail.teachers.store import Store
@@ -323,3 +323,87 @@ def test_a_checkpoint_file_of_a_convnet(tmp_path):
     store = make_store(tmp_path / "s", teacher, make_source(tmp_path / "p", 2), what=("tokens",), top_k=2)
     assert store.manifest["size"] == [32, 32]
     assert store.manifest["teacher"]["name"] == "net.pth"
+
+
+class Broken(torch.nn.Module):
+    """Answers until it is asked about a batch, as a network that does not fit beside so many pictures."""
+
+    def __init__(self, error):
+        super().__init__()
+        self.error, self.layer = error, torch.nn.Linear(3, 5)
+
+    def forward(self, images):
+        if len(images) > 2:
+            raise self.error
+        return self.layer(images.mean((2, 3)))
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no"), KeyboardInterrupt(), RuntimeError("odd")])
+def test_what_fails_before_its_first_shard_leaves_nothing(error, tmp_path):
+    source, broken = make_source(tmp_path / "p", 4), open_teacher(Broken(error), preprocessing={"image_size": 16})
+    out = tmp_path / "new" / "folder"
+    with pytest.raises(UserError if isinstance(error, torch.OutOfMemoryError) else type(error)):
+        make_store(out, broken, source)
+    assert not (tmp_path / "new").exists()
+    out.mkdir(parents=True)  # what was there before stays
+    with pytest.raises(UserError if isinstance(error, torch.OutOfMemoryError) else type(error)):
+        make_store(out, broken, source)
+    assert list(out.iterdir()) == []
+    assert len(make_store(out, make_teacher(), source, top_k=2)) == 12
+
+
+def test_what_was_killed_before_its_first_shard_binds_nobody(tmp_path, monkeypatch):
+    source = make_source(tmp_path / "p", 4)
+    with monkeypatch.context() as patch:
+        patch.setattr(storing, "aside", dies_while_writing(2, None))  # the manifest, then a shard that it does not know of
+        assert in_a_process(partial(make_store, tmp_path / "s", make_teacher(), source, 5)) == -signal.SIGKILL
+    assert sorted(contents(tmp_path / "s")) == [".lock", "manifest.json", "shard-00000.safetensors"]
+    store = make_store(tmp_path / "s", make_teacher(seed=1), source, views=2)
+    assert store.views == 2
+    make_store(tmp_path / "whole", make_teacher(seed=1), source, views=2)
+    assert contents(tmp_path / "s") == contents(tmp_path / "whole")
+
+
+def test_a_shard_that_cannot_be_kept_is_the_last(tmp_path, monkeypatch):
+    """Those before it are, though the next are computed while it is written."""
+    source, teacher = make_source(tmp_path / "p", 16), make_teacher()
+    whole, asked = storing.write_shard, []
+
+    def failing(path, *more):
+        asked.append(path.name)
+        if path.name == "shard-00002.safetensors":
+            raise UserError("no more")
+        return whole(path, *more)
+
+    monkeypatch.setattr(storing, "write_shard", failing)
+    with pytest.raises(UserError, match="no more"):
+        make_store(tmp_path / "s", teacher, source, shard=4)
+    assert asked == [f"shard-{number:05}.safetensors" for number in range(3)]
+    assert sorted(contents(tmp_path / "s")) == ["manifest.json", "shard-00000.safetensors", "shard-00001.safetensors"]
+
+
+def test_a_batch_of_several_chunks_is_one_batch(tmp_path, monkeypatch):
+    """Decoded by parts, asked about whole, with unreadable pictures in the middle of either."""
+    source = make_source(tmp_path / "p", 8)
+    for name in ("blue/005.png", "green/000.png"):
+        (tmp_path / "p" / name).write_text(f"{name} is no picture")
+    teacher, sizes = make_teacher(), []
+    maps = type(teacher.network).maps
+    teacher.network.maps = lambda images: sizes.append(len(images)) or maps(teacher.network, images)
+    one = make_store(tmp_path / "one", teacher, source, shard=20, batch=12)
+    assert sizes == [1, 10, 8, 4]  # one to learn the shapes; 20 pictures and 4 in batches of 12, without the unreadable
+    monkeypatch.setattr(annotating, "CHUNK", 5)
+    for workers in (0, 2):
+        annotate(teacher, source, tmp_path / str(workers), Wanted(batch=12), workers=workers, shard=20)
+        assert contents(tmp_path / str(workers)) == contents(tmp_path / "one")
+    assert one.skipped.tolist() == [5, 8]
+
+
+def test_a_network_that_fails_is_told_before_pictures_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(annotating, "shelve", lambda *_: pytest.fail("read pictures"))
+    strange = open_teacher(make_teacher().network, preprocessing={"image_size": 16})
+    strange.network.maps = lambda images: images @ images.new_zeros(5, 5)
+    with pytest.raises(UserError, match=r"fails on a picture of 16 x 16 \(.*\): give another --size") as raised:
+        annotate(strange, make_source(tmp_path / "p", 1), tmp_path / "s")
+    assert "\n" not in str(raised.value)
+    assert not (tmp_path / "s").exists()

@@ -112,13 +112,17 @@ def test_what_does_not_belong_together(tmp_path):
     torch.save(torch.zeros(2, 5, 7, 7), tmp_path / "maps" / "green" / "001.pt")
     with pytest.raises(UserError, match="maps of one size"):
         import_published(tmp_path / "maps", source, out, 1000, 0)
+    assert not out.exists()
     with pytest.raises(UserError, match="There is no folder"):
         import_published(tmp_path / "nowhere", source, out, 1000, 0)
     with pytest.raises(UserError, match="not made of such"):
         import_published(tmp_path / "maps", open_source("digits", "test"), tmp_path / "d", 1000, 0)
     shutil.rmtree(tmp_path / "maps")
     write_maps(tmp_path / "maps", source, kept=4)
-    with pytest.raises(UserError, match="begun with top k 5"):
+    import_published(tmp_path / "maps", source, out, 1000, 0)
+    shutil.rmtree(tmp_path / "maps")
+    write_maps(tmp_path / "maps", source)
+    with pytest.raises(UserError, match="begun with top k 4"):
         import_published(tmp_path / "maps", source, out, 1000, 0)
     for name in ("same.one.png", "same.two.png"):
         shutil.copy(source.where(0 if "one" in name else 1), tmp_path / "p" / "red" / name)

@@ -67,6 +67,8 @@ def shrink(a: Architecture) -> Architecture:
     }
     if a.stem == "tower":
         changes |= {"stem_width": 16, "stem_kernels": (*a.stem_kernels[:-1], 2), "stem_strides": (*a.stem_strides[:-1], 2)}
+    if a.stem == "basic":
+        changes["stem_width"] = 16
     if a.stem == "hmlp":
         changes |= {"patch_size": 16, "image_size": (32, 32), "stem_strides": a.stem_strides}
     if a.stem == "local_transformer":

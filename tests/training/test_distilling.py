@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 
@@ -17,6 +18,7 @@ from vitrail.errors import UserError
 from vitrail.objectives.guide import in_order
 from vitrail.teachers import open_teacher
 from vitrail.teachers.annotating import Wanted, annotate
+from vitrail.training import run as runs
 from vitrail.training.checkpoints import Checkpoints, read_checkpoint
 from vitrail.training.devices import Devices
 from vitrail.training.loop import Options, Training
@@ -59,10 +61,10 @@ def pictures(tmp_path_factory):
     return root
 
 
-def make_teacher(path, names=NAMES, seed=0, **parts):
+def make_teacher(path, names=NAMES, seed=0, size=16, **parts):
     torch.manual_seed(seed)
     small = {"width": 16, "depth": 1, "heads": 2, "patch_size": 4}
-    model = vitrail.create("deit_tiny_patch16", len(names), 16, **small | parts)
+    model = vitrail.create("deit_tiny_patch16", len(names), size, **small | parts)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     model.class_names = list(names)
@@ -304,6 +306,22 @@ def test_fine_tuning_keeps_both_heads_and_the_teacher(pictures, teacher, tmp_pat
         assert {"head.weight", "head_distillation.weight"} <= moved
 
 
+def test_fine_tuning_adds_a_distillation_token(pictures, teacher, plain, tmp_path, monkeypatch, capsys):
+    """To weights that were trained without one: it learns from the teacher; stopped and resumed it is the same training."""
+    changes = {"start.weights": str(plain.artefact), "architecture.distillation": True, "start.zero_head": False}
+    changes |= {"distillation.teacher": str(teacher)}
+    run = train(pictures, tmp_path / "tuned", changes, recipe="finetune")
+    assert "these weights have no distillation token" in capsys.readouterr().err
+    before, after = vitrail.load(plain.artefact), vitrail.load(run.folder / "last.safetensors")
+    assert len(after.special) == len(before.special) + 1 == 2
+    assert after.head_distillation.weight.any()
+    with monkeypatch.context() as patched:
+        stop_at(patched, 2)
+        halted = train(pictures, tmp_path / "halted", changes, recipe="finetune")
+    again = resume(halted.folder, device="cpu")
+    assert (again.folder / "last.safetensors").read_bytes() == (run.folder / "last.safetensors").read_bytes()
+
+
 def test_fine_tuning_adds_a_head_for_patches(pictures, store, plain, tmp_path):
     """It starts at zero, so that it says nothing before it has learnt something, and then it learns."""
     changes = {"start.weights": str(plain.artefact), "tokens.labels": str(store), "start.zero_head": False}
@@ -375,6 +393,45 @@ def test_who_cannot_teach(pictures, teacher, store, tmp_path):
     with pytest.raises(UserError, match="knows nothing of"):
         train(make_folder(tmp_path / "other", count=6, size=(20, 18)), tmp_path / "run", VIT | {"tokens.labels": str(store)})
     assert not (tmp_path / "run").exists()
+
+
+def test_who_cannot_teach_is_told_first(pictures, teacher, store, tmp_path, monkeypatch):
+    """Before anything is decoded, measured or built, of a training and of its plan."""
+    for name in ("Feed", "make_plan", "build"):
+        monkeypatch.setattr(runs, name, lambda *_, name=name, **__: pytest.fail(f"{name} came first"))
+    strange = make_teacher(tmp_path / "strange.safetensors", ["oak", "elm", "ash"])
+    coarse = make_teacher(
+        tmp_path / "coarse.safetensors", size=64, patch_size=32
+    )  # of whose patches a student's picture has none
+    damaged = vitrail.load(make_teacher(tmp_path / "damaged.safetensors"))
+    damaged.head.bias.data[0] = torch.nan
+    vitrail.save(damaged, tmp_path / "damaged.safetensors")
+    other = tmp_path / "other"
+    annotate(open_teacher(strange), open_splits(str(pictures)).train, other, workers=0)
+    logits = tmp_path / "logits"
+    annotate(open_teacher(teacher), open_splits(str(pictures)).train, logits, workers=0)
+    cases = [
+        ({"distillation.teacher": str(strange)}, "unknown to the model are 3 of 3"),
+        ({"distillation.teacher": str(coarse)}, r"coarse.safetensors fails on the student's pictures of 16 x 16"),
+        ({"distillation.teacher": str(tmp_path / "damaged.safetensors")}, "answers with what is not a number"),
+        ({"distillation.teacher": str(other)}, "unknown to the model are 3 of 3"),
+        ({"tokens.labels": str(logits)}, "keeps logits: annotate again with --what tokens"),
+    ]
+    for changes, says in cases:
+        with pytest.raises(UserError, match=says):
+            train(pictures, tmp_path / "run", VIT | changes)
+        with pytest.raises(UserError, match=says):
+            runs.foresee(str(pictures), "laptop", None, TINY | VIT | changes, "cpu")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_plan_counts_the_teacher(pictures, teacher, store, tmp_path, capsys):
+    asked = runs.foresee(str(pictures), "laptop", None, TINY | VIT | {"distillation.teacher": str(teacher)}, "cpu")
+    assert re.search(r" GB; \d+ % of the time and 0\.0 GB are the teacher's$", asked[-1])
+    stored = runs.foresee(str(pictures), "laptop", None, TINY | VIT | {"distillation.teacher": str(store)}, "cpu")
+    assert stored[-1].endswith(" GB")
+    train(pictures, tmp_path / "run", VIT | {"distillation.teacher": str(teacher)})
+    assert re.search(r" % of the time and 0\.0 GB are the teacher's\n", capsys.readouterr().err)
 
 
 def test_a_teacher_without_numbers_stops_the_training(pictures, tmp_path):

@@ -109,6 +109,79 @@ def test_the_same_classes_at_another_size_keep_both_heads():
     assert torch.equal(model.head_distillation.weight, heads[1])
 
 
+TAUGHT = {"architecture.distillation": True}
+
+
+@pytest.mark.parametrize("name", [name for name, a in structures().items() if a.readout in ("class", "class_attention")])
+def test_a_distillation_token_is_added(name):
+    """Everything else is the trained network's, row by row; at another size, with the classes it knows."""
+    a = structures()[name]
+    if a.distillation:
+        a = a.replace(distillation=False)
+    trained = randomise(vitrail.build(a))
+    trained.class_names = [f"class {number}" for number in range(5)]
+    expected = vitrail.build(a)
+    expected.load_state_dict(trained.state_dict())
+    size = sized(trained, 1, 1)
+    expected.resize(*size)
+    recipe = recipe_for(size, **TAUGHT, **{"start.zero_head": False})
+    model, fresh = adapted(trained, recipe, trained.class_names)
+    assert not fresh
+    assert model.architecture.distillation
+    added = []
+    for key, value in expected.state_dict().items():
+        ours = model.state_dict()[key]
+        if ours.shape != value.shape:
+            added.append(key)
+            ours = torch.cat([ours[:1], ours[2:]])
+        assert torch.equal(ours, value), key
+    assert added
+    assert model.state_dict().keys() - expected.state_dict().keys() == {"head_distillation.weight", "head_distillation.bias"}
+    assert model.head_distillation.weight.any()
+    loss = Supervised(model.train(), recipe)(torch.randn(2, 3, *size), Targets(torch.eye(5)[:2], torch.eye(5)[1:3]))
+    loss.backward()
+    tokens = model.readout.queries if model.special is None else model.special
+    assert (tokens.grad.abs().sum(-1) > 0).all()
+    assert model.head_distillation.weight.grad.any()
+
+
+@pytest.mark.parametrize("ending", ["safetensors", "pth"])
+@pytest.mark.parametrize("way", ["recipe", "model"])
+def test_a_distillation_token_for_weights_in_a_file(way, ending, tmp_path):
+    """Asked for by a leaf or by the model's name: it is said, the recipe keeps it, and a run that begins again has it too."""
+    parts = {"width": 64, "depth": 2, "heads": 1, "patch_size": 4}
+    base = randomise(vitrail.create("deit_tiny_patch16", 10, 32, **parts))
+    vitrail.save(base, tmp_path / f"base.{ending}", "deit" if ending == "pth" else "vitrail")
+    changes = {"start.weights": str(tmp_path / f"base.{ending}"), "start.zero_head": False, "augmentation.size": 32}
+    changes |= TAUGHT if way == "recipe" else {f"architecture.{field}": value for field, value in parts.items()}
+    model = None if way == "recipe" else "deit_tiny_distilled_patch16"
+    splits, recipe, trained, said = look_at("digits", resolve("finetune", model, changes, "cpu"), model)
+    assert "no distillation token: the token, its position and its classifier are new" in said[-1]
+    assert recipe.architecture["distillation"] is True
+    first = build(recipe, splits.train, trained)
+    assert first.head_distillation is not None
+    assert torch.equal(first.head.weight, base.head.weight)
+    assert torch.equal(first.special[:1], base.special)
+    again = build(recipe, splits.train)  # as a run that has no checkpoint yet
+    assert all(torch.equal(value, first.state_dict()[name]) for name, value in again.state_dict().items())
+    head = look_at("digits", recipe.set({"start.scope": "head"}), model)[-1]
+    assert head[-1].endswith("start.scope=head leaves the token as it starts")
+
+
+def test_a_distillation_token_where_nobody_reads_it_or_that_is_there_already(tmp_path):
+    parts = {"width": 64, "depth": 1, "heads": 1, "patch_size": 8}
+    vitrail.save(vitrail.create("deit_tiny_patch16", 10, 32, readout="mean", **parts), tmp_path / "mean.safetensors")
+    vitrail.save(vitrail.create("deit_tiny_distilled_patch16", 10, 32, **parts), tmp_path / "both.safetensors")
+    changes = {"start.weights": str(tmp_path / "mean.safetensors"), "augmentation.size": 32}
+    with pytest.raises(UserError, match="a distillation token needs readout=class or class_attention"):
+        look_at("digits", resolve("finetune", None, changes | TAUGHT, "cpu"))
+    changes["start.weights"] = str(tmp_path / "both.safetensors")
+    *_, said = look_at("digits", resolve("finetune", None, changes | TAUGHT, "cpu"))
+    assert not any("distillation token" in sentence for sentence in said)
+    with pytest.raises(UserError, match="has distillation=True, and False is asked for"):
+        look_at("digits", resolve("finetune", None, changes | {"architecture.distillation": False}, "cpu"))
+
+
 def test_rates_fall_from_the_head_to_the_stem_of_what_is_trained():
     trained = vitrail.create("deit_tiny_patch16", 3, 32, width=32, depth=3, heads=2, patch_size=8)
     recipe = recipe_for((32, 32), **{"start.scope": "last:2", "optimiser.layer_decay": 0.5})

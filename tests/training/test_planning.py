@@ -12,9 +12,10 @@ from vitrail.data.opening import open_splits
 from vitrail.data.source import Subset
 from vitrail.errors import UserError
 from vitrail.recipes import lookup
+from vitrail.teachers import open_teacher
 from vitrail.training import planning
 from vitrail.training.devices import Devices
-from vitrail.training.planning import Plan, check_room, enough_memory, kept_bytes, make_plan
+from vitrail.training.planning import Plan, answering_bytes, check_room, enough_memory, kept_bytes, make_plan
 from vitrail.training.preparing import divide, forecast, unseen
 from vitrail.training.scope import apply_scope
 
@@ -23,7 +24,7 @@ RECIPE = lookup("laptop").set({"augmentation.size": 16, "batch": 8, "schedule.le
 
 
 def little(**parts):
-    return vitrail.create("deit_tiny_patch16", 3, 16, patch_size=4, width=32, heads=2, **({"depth": 4} | parts))
+    return vitrail.create("deit_tiny_patch16", 3, 16, **{"patch_size": 4, "width": 32, "heads": 2, "depth": 4} | parts)
 
 
 def test_memory_is_what_is_fixed_and_so_much_for_each_picture():
@@ -59,6 +60,23 @@ def test_what_is_frozen_and_what_is_computed_again_takes_less():
     deep = little(depth=12)
     deep.recompute = True
     assert kept_bytes(deep, planning.cost(deep.architecture)) < 0.5 * planning.cost(deep.architecture).activation_bytes
+
+
+def test_a_teacher_that_is_asked_at_every_step_counts():
+    """Its weights, its time, and what it holds for a picture where that is more than the student keeps."""
+    large = open_teacher(little(width=256, depth=8, heads=4))
+    alone, taught = make_plan(little(depth=1), RECIPE, CPU, 8), make_plan(little(depth=1), RECIPE, CPU, 8, teacher=large)
+    weights = sum(4 * parameter.numel() for parameter in large.parameters())
+    assert taught.fixed - alone.fixed == taught.teacher == weights
+    assert alone.asking == alone.teacher == 0
+    assert 0.5 < taught.asking < 1  # hundred times the work, of which the student goes back, too
+    assert taught.duration(8) > 2 * alone.duration(8)
+    tokens = 17 * 4
+    assert answering_bytes(large, RECIPE) == 2 * tokens * (1024 + 1024)  # into the activation of a feed-forward layer, and out
+    assert taught.each == max(alone.each, answering_bytes(large, RECIPE))
+    wide = open_teacher(little(width=512, depth=1, mlp_ratio=16.0))
+    assert make_plan(little(depth=1), RECIPE, CPU, 8, teacher=wide).each == answering_bytes(wide, RECIPE) > alone.each
+    assert not any(layer._forward_hooks for layer in wide.modules())
 
 
 def test_what_cannot_fit_is_not_tried(monkeypatch):
@@ -98,6 +116,8 @@ def test_the_forecast_in_words():
     devices = dataclasses.replace(Devices(CPU), units=2)
     words = forecast(Plan(1e9, 1e9, 9e9, 0.5, 6, overhead=2.0), RECIPE, devices, source)
     assert words == "10 steps, about 0:01:20 at 1 images/s; 5.0 GB of 9.0 GB"
+    taught = Plan(1e9, 1e9, 9e9, 0.5, 6, overhead=2.0, asking=0.4, teacher=3e8)
+    assert forecast(taught, RECIPE, devices, source) == f"{words}; 40 % of the time and 0.3 GB are the teacher's"
     repeated = RECIPE.set({"schedule.length": "2 epochs", "data.round_to": 50})  # an epoch is cut to 50 pictures: 6 steps
     assert forecast(Plan(1e9, 1e9, 9e9, 0.5, 6), repeated, devices, source).startswith("12 steps")
 

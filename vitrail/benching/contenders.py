@@ -4,7 +4,6 @@ import dataclasses
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -112,12 +111,7 @@ def own_recipe(name: str, architecture: Architecture) -> Recipe:
 
 def price(contender: Contender, setting: Setting) -> Cost:
     """Parameters and multiply-adds; complains about a size or a depth that cannot be."""
-    return counted(dataclasses.replace(contender.at(setting), drop_path=0.0))
-
-
-@cache
-def counted(architecture: Architecture) -> Cost:
-    return cost(architecture)
+    return cost(dataclasses.replace(contender.at(setting), drop_path=0.0))
 
 
 def opponents(contenders: Sequence[Contender]) -> tuple[list[Contender], list[str]]:
@@ -130,7 +124,7 @@ def opponents(contenders: Sequence[Contender]) -> tuple[list[Contender], list[st
             continue
         network = make_timm(name, contender.architecture, False)
         theirs = sum(parameter.numel() for parameter in network.parameters())
-        ours = counted(dataclasses.replace(contender.architecture, drop_path=0.0)).parameters
+        ours = cost(dataclasses.replace(contender.architecture, drop_path=0.0)).parameters
         if abs(theirs - ours) > ALIKE * ours:
             said.append(f"timm's {name} has {theirs:,} parameters and {contender.name} {ours:,}: they are not compared.")
             continue

@@ -124,7 +124,7 @@ def ablate(
         raise UserError("--pick with --metric test would spoil the test pictures: choose by the validation pictures.")
     names = [name.strip() for name in (devices or "").split(",") if name.strip()]
     kinds = [choose_device(name).type for name in names]
-    base_changes = leaves_of(changes, weights, epochs, None)
+    base_changes = leaves_of(changes, weights, epochs, None, recipe)
     if "seed" in base_changes:
         raise UserError("Every cell has the same seeds: give the first with --seed, and how many with --seeds.")
     base = resolve(open_recipe(recipe), model, base_changes | {"seed": seed}, kinds[0] if kinds else choose_device(None).type)

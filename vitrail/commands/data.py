@@ -19,7 +19,8 @@ data = typer.Typer(no_args_is_help=True, help="Look into a data set, or pack it 
 SourceArgument = Annotated[
     str,
     typer.Argument(
-        metavar="SOURCE", help="A folder of class folders, Parquet, tar, CIFAR or IDX files, a table, hf://owner/name, or digits."
+        metavar="SOURCE",
+        help="A folder of class folders, Parquet, tar, CIFAR or IDX files, a table, hf://owner/name, pets or digits.",
     ),
 ]
 WorkersOption = Annotated[int | None, typer.Option(min=0, help="Processes that decode pictures; one per core if not given.")]

@@ -27,7 +27,8 @@ ManyArgument = Annotated[
 SourceArgument = Annotated[
     str,
     typer.Argument(
-        metavar="SOURCE", help="A folder of class folders, Parquet, tar, CIFAR or IDX files, a table, hf://owner/name, or digits."
+        metavar="SOURCE",
+        help="A folder of class folders, Parquet, tar, CIFAR or IDX files, a table, hf://owner/name, pets or digits.",
     ),
 ]
 LabelsOption = Annotated[str, typer.Option(help="The column of labels: label, or a further one such as coarse_label.")]

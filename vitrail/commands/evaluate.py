@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vitrail.evaluation.matching import Among, Matching
     from vitrail.models.model import Model
 
-SOURCE = "A folder of class folders, Parquet, tar, CIFAR or IDX files, a table, hf://owner/name, or digits"
+SOURCE = "A folder of class folders, Parquet, tar, CIFAR or IDX files, a table, hf://owner/name, pets or digits"
 SplitOption = Annotated[
     str | None, typer.Option(help="train, validation or test; test if there is one, else validation, else everything.")
 ]

@@ -15,7 +15,8 @@ from typer.core import TyperGroup
 from vitrail.errors import UserError
 
 SourceArgument = Annotated[
-    str, typer.Argument(help="A folder of class folders, Parquet, tar, CIFAR or IDX files, a table, hf://owner/name, or digits.")
+    str,
+    typer.Argument(help="A folder of class folders, Parquet, tar, CIFAR or IDX files, a table, hf://owner/name, pets or digits."),
 ]
 RecipeOption = Annotated[
     str | None, typer.Option(help="A recipe's name (`vitrail recipes` lists them) or a recipe.yaml of an earlier run.")
@@ -35,7 +36,9 @@ TeacherOption = Annotated[
 LabelsOption = Annotated[
     str | None, typer.Option(help="Learn labels of patches from this store; short for --set tokens.labels=….")
 ]
-EpochsOption = Annotated[float | None, typer.Option(help="Short for --set schedule.length='N epochs'.")]
+EpochsOption = Annotated[
+    float | None, typer.Option(help="How many epochs in all; a recipe's cool-down is a part of them and keeps its share.")
+]
 SeedOption = Annotated[int | None, typer.Option(help="Short for --set seed=N.")]
 DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1; a GPU if there is one.")]
 MicroOption = Annotated[int | None, typer.Option(min=1, help="Pictures computed at a time; as many as fit if not given.")]
@@ -93,7 +96,7 @@ def train(
         save_steps=save_steps,
         log_steps=log_steps,
     )
-    leaves = leaves_of(changes, weights, epochs, seed) | guided(scope, teacher, labels)
+    leaves = leaves_of(changes, weights, epochs, seed, recipe) | guided(scope, teacher, labels)
     if seeds is not None:
         from vitrail.training.seeds import choose_home, plan_seeds
 
@@ -160,11 +163,9 @@ def plan(
     """
     from vitrail.training.run import foresee
 
-    leaves = leaves_of(changes, weights, epochs, None) | guided(scope, teacher, labels)
+    leaves = leaves_of(changes, weights, epochs, None, recipe) | guided(scope, teacher, labels)
     for sentence in foresee(source, open_recipe(recipe), model, leaves, device, micro_batch):
         print(sentence)
-    if teacher is not None:
-        print("The teacher's own time and memory come on top.")
 
 
 def replay(
@@ -330,8 +331,10 @@ def guided(scope: str | None, teacher: str | None, labels: str | None) -> dict[s
     return found
 
 
-def leaves_of(changes: list[str] | None, weights: str | None, epochs: float | None, seed: int | None) -> dict[str, Any]:
-    """--set and its shorthands as changes of leaves."""
+def leaves_of(
+    changes: list[str] | None, weights: str | None, epochs: float | None, seed: int | None, recipe: str | None = None
+) -> dict[str, Any]:
+    """--set and its shorthands as changes of leaves of the recipe."""
     found: dict[str, Any] = {}
     for change in changes or []:
         key, sign, value = change.partition("=")
@@ -341,10 +344,19 @@ def leaves_of(changes: list[str] | None, weights: str | None, epochs: float | No
     if weights is not None:
         found["start.weights"] = weights
     if epochs is not None:
-        found["schedule.length"] = f"{epochs:g} epochs"
+        found |= length_of(recipe, epochs, found)
     if seed is not None:
         found["seed"] = seed
     return found
+
+
+def length_of(recipe: str | None, epochs: float, changes: dict[str, Any]) -> dict[str, Any]:
+    from vitrail.recipes import Recipe, lookup
+    from vitrail.recipes.lengths import whole_length
+
+    found = open_recipe(recipe)
+    base = lookup(found) if isinstance(found, str) else found or Recipe()  # the usual recipes have no cool-down, as this has none
+    return whole_length(base.set({key: value for key, value in changes.items() if key == "schedule.cooldown"}).schedule, epochs)
 
 
 def choice(option: str, value: str, choices: tuple[str, ...]) -> None:

@@ -10,6 +10,7 @@ from vitrail.data.folder import SPLITS, Parts, listing, open_folder, shards
 from vitrail.data.hub import PREFIX, open_hub
 from vitrail.data.idx import is_idx, open_idx
 from vitrail.data.parquet import open_parquet
+from vitrail.data.pets import open_pets
 from vitrail.data.source import Source, Splits, split_by_seed
 from vitrail.data.table import open_table
 from vitrail.data.tar import expand, open_tar
@@ -18,7 +19,7 @@ from vitrail.wording import percent
 
 UNDERSTOOD = (
     "a folder of class folders, Parquet files, WebDataset tars, CIFAR batches, IDX files, a CSV or TSV table, "
-    "hf://owner/name, or digits"
+    "hf://owner/name, pets or digits"
 )
 COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 
@@ -76,6 +77,8 @@ def open_parts(path: str) -> Parts:
     """All the splits of the data at the path, by name."""
     if path == "digits":
         return open_digits()
+    if path == "pets" and not os.path.exists(path):
+        return open_pets()
     if not path:
         raise UserError(f"The path to the data is empty: give {UNDERSTOOD}.")
     if path.startswith(PREFIX):

@@ -63,10 +63,10 @@ class Workers:
         while len(self.processes) < self.count:
             ours, theirs = multiprocessing.Pipe()
             process = multiprocessing.Process(target=serve, args=(self.work, theirs), daemon=True)
-            with interrupts_held():
+            with interrupts_held():  # until it is known whom to end
                 process.start()
-            theirs.close()  # before the next fork: a pipe held open by a sibling would not show that its worker died
-            self.processes.append((process, ours))
+                theirs.close()  # before the next fork: a pipe held open by a sibling would not show that its worker died
+                self.processes.append((process, ours))
 
     @contextmanager
     def _pipe(self, turn: int) -> Iterator[Any]:

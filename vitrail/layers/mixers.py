@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vitrail.layers.kernels import talking_heads_for
+from vitrail.layers.kernels import bias_gelu_for, talking_heads_for
 from vitrail.layers.layout import Layout
 from vitrail.layers.norms import activation
 from vitrail.layers.positions import Grid, resample
@@ -27,7 +27,14 @@ class FeedForward(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, layout: Layout | None = None, relative: nn.Module | None = None) -> Tensor:
-        return self.dropout(self.fc2(self.dropout(self.activation(self.fc1(x)))))
+        return self.dropout(self.fc2(self.dropout(self.inner(x))))
+
+    def inner(self, x: Tensor) -> Tensor:
+        exact = type(self.activation) is nn.GELU and self.activation.approximate == "none"
+        fused = bias_gelu_for(x) if exact and type(self.fc1) is nn.Linear else None
+        if fused is None:
+            return self.activation(self.fc1(x))
+        return fused(F.linear(x, self.fc1.weight), self.fc1.bias)
 
 
 class Attention(nn.Module):
@@ -131,17 +138,30 @@ def check_grid(layout: Layout, grid: Grid) -> None:
         )
 
 
+class AcrossPatches(nn.Linear):
+    """A linear map over the patches of [B, N, D], each channel by itself: one small product for each picture, no transposes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight
+        if not x.is_meta and torch.is_autocast_enabled(x.device.type):  # before it is repeated, not after
+            weight = weight.to(torch.get_autocast_dtype(x.device.type))
+        if x.is_cuda:
+            weight = F.pad(weight, (0, -weight.shape[1] % 8))[:, : weight.shape[1]]  # rows begin where a wide load may
+        out = torch.bmm(weight.expand(x.shape[0], -1, -1), x)
+        return out + self.bias.to(out.dtype)[:, None]
+
+
 class PatchLinear(nn.Module):
     """ResMLP's cross-patch layer: one linear map over the patches, shared by all channels."""
 
     def __init__(self, grid: Grid):
         super().__init__()
         self.grid = grid
-        self.map = nn.Linear(grid[0] * grid[1], grid[0] * grid[1])
+        self.map = AcrossPatches(grid[0] * grid[1], grid[0] * grid[1])
 
     def forward(self, x: Tensor, layout: Layout, relative: nn.Module | None = None) -> Tensor:
         check_grid(layout, self.grid)
-        return self.map(x.transpose(1, 2)).transpose(1, 2)
+        return self.map(x)
 
     def resize(self, grid: Grid) -> None:
         self.map = resize_patch_map(self.map, self.grid, grid, self.grid, grid)
@@ -155,13 +175,13 @@ class PatchMlp(nn.Module):
         super().__init__()
         patches = grid[0] * grid[1]
         self.grid = grid
-        self.fc1 = nn.Linear(patches, 4 * patches)
+        self.fc1 = AcrossPatches(patches, 4 * patches)
         self.activation = activation(act)
-        self.fc2 = nn.Linear(4 * patches, patches)
+        self.fc2 = AcrossPatches(4 * patches, patches)
 
     def forward(self, x: Tensor, layout: Layout, relative: nn.Module | None = None) -> Tensor:
         check_grid(layout, self.grid)
-        return self.fc2(self.activation(self.fc1(x.transpose(1, 2)))).transpose(1, 2)
+        return self.fc2(self.activation(self.fc1(x)))
 
     def resize(self, grid: Grid) -> None:
         # The hidden units have no place in the picture: read them as four grids, one after the other.
@@ -171,12 +191,12 @@ class PatchMlp(nn.Module):
         self.grid = grid
 
 
-def resize_patch_map(old: nn.Linear, grid: Grid, new_grid: Grid, out: Grid, new_out: Grid) -> nn.Linear:
+def resize_patch_map(old: AcrossPatches, grid: Grid, new_grid: Grid, out: Grid, new_out: Grid) -> AcrossPatches:
     """A linear map over patches for another grid: both axes bicubic, row sums kept."""
     with torch.no_grad():
         columns = resample(old.weight.T, grid, new_grid)  # [N', out]
         weight = resample(columns.T, out, new_out) * (grid[0] * grid[1] / (new_grid[0] * new_grid[1]))
-        new = nn.Linear(new_grid[0] * new_grid[1], new_out[0] * new_out[1], device="meta")
+        new = AcrossPatches(new_grid[0] * new_grid[1], new_out[0] * new_out[1], device="meta")
         new.weight = nn.Parameter(weight.contiguous(), old.weight.requires_grad)
         new.bias = nn.Parameter(resample(old.bias[:, None], out, new_out)[:, 0].contiguous(), old.bias.requires_grad)
     return new

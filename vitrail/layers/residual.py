@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from vitrail.layers.layout import Layout
 from vitrail.layers.norms import Affine
+from vitrail.layers.subset import Subset, draw_subset, put, take
 
 SCALES = ("plain", "layerscale", "affine", "constant", "scalar", "rezero", "skipinit", "fixup", "tfixup")
 
@@ -95,10 +96,9 @@ class DropPath(nn.Module):
         chosen = torch.rand(x.shape[0], *[1] * (x.ndim - 1), device=x.device) < self.keep
         return x * (chosen / self.keep).to(x.dtype)
 
-    def kept(self, x: Tensor) -> Tensor:
-        """The images [k] of a batch [B, ...] that keep the branch, each as likely as any other, in their order."""
-        count = max(round(x.shape[0] * (1.0 - self.rate)), 1)
-        return torch.rand(x.shape[0], device=x.device).argsort()[:count].sort().values
+    def kept(self, x: Tensor) -> Subset:
+        """The images of a batch [B, ...] that keep the branch."""
+        return draw_subset(x.shape[0], max(round(x.shape[0] * (1.0 - self.rate)), 1), x.device)
 
     def extra_repr(self) -> str:
         return f"{self.rate:g}"
@@ -136,8 +136,8 @@ class Branch(nn.Module):
     def add(self, total: Tensor, x: Tensor, layout: Layout, relative: nn.Module | None = None) -> Tensor:
         """total plus the branch, which is not computed for images that drop it."""
         kept = self.drop.kept(x)
-        update = self.scale(self.body(self.norm(x.index_select(0, kept)), layout, relative))
-        return total.index_add(0, kept, (update * (x.shape[0] / kept.shape[0])).to(total.dtype))
+        update = self.scale(self.body(self.norm(take(x, kept)), layout, relative))
+        return total + put(update * (x.shape[0] / kept.rows.shape[0]), kept).to(total.dtype)
 
 
 class Residual(nn.Module):

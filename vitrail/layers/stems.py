@@ -15,7 +15,20 @@ from vitrail.layers.norms import activation, map_norm
 from vitrail.layers.positions import Grid, patch_kernel_resize
 from vitrail.layers.residual import Branch, Residual
 
-STEMS = ("linear", "conv", "tower", "hmlp", "local_transformer", "resnet", "resnet_features")
+STEMS = ("linear", "conv", "tower", "basic", "hmlp", "local_transformer", "resnet", "resnet_features")
+
+
+class PatchMap(nn.Conv2d):
+    """A convolution whose windows lie side by side, as the one product that it is: few input channels make others slow."""
+
+    def __init__(self, channels: int, width: int, patch: int):
+        super().__init__(channels, width, patch, patch)
+
+    def forward(self, x: Tensor) -> Tensor:
+        patch = self.kernel_size[0]
+        height, width = x.shape[-2] // patch, x.shape[-1] // patch
+        out = F.linear(unfold_patches(x, patch), self.weight.flatten(1), self.bias)
+        return out.transpose(1, 2).unflatten(2, (height, width))
 
 
 class LinearStem(nn.Module):
@@ -24,7 +37,7 @@ class LinearStem(nn.Module):
     def __init__(self, channels: int, width: int, patch: int, norm: str = "none", act: str = "none"):
         super().__init__()
         self.patch = patch
-        self.proj = nn.Conv2d(channels, width, patch, patch)
+        self.proj = PatchMap(channels, width, patch)
         self.norm = map_norm(norm, width)
         self.activation = activation(act)
 
@@ -88,14 +101,79 @@ class TowerStem(nn.Module):
 
     def grid(self, height: int, width: int) -> Grid:
         for conv in (*self.convs, self.proj):
-            (kernel, _), (stride, _), (padding, _) = conv.kernel_size, conv.stride, conv.padding
-            height, width = ((side + 2 * padding - kernel) // stride + 1 for side in (height, width))
+            height, width = stepped(conv, height, width)
         return height, width
 
     def forward(self, x: Tensor) -> Tensor:
         for conv, norm in zip(self.convs, self.norms, strict=True):
             x = self.activation(norm(conv(x)))
         return to_tokens(self.proj(x))
+
+
+class BasicBlock(nn.Module):
+    """ResNet's: two 3x3 convolutions around which the map is added; the second norm's scale starts at zero."""
+
+    def __init__(self, width: int, norm: str, act: str):
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(width, width, 3, padding=1, bias=norm == "none") for _ in range(2))
+        self.norms = nn.ModuleList(map_norm(norm, width) for _ in range(2))
+        self.activation = activation(act)
+        if norm != "none":
+            nn.init.zeros_(self.norms[1].weight)  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.activation(self.norms[0](self.convs[0](x)))
+        return self.activation(x + self.norms[1](self.convs[1](inner)))
+
+
+class BasicStem(nn.Module):
+    """Stages of basic blocks, each twice as wide as the one before, then one convolution that cuts the tokens.
+
+    The tokens' convolution halves the map, then the entries of the stages do so, the last one first, as often as the patch size
+    asks for; what remains is left to the first entry.
+    """
+
+    def __init__(self, channels: int, width: int, patch: int, inner: int, layers: tuple[int, ...], norm: str, act: str):
+        super().__init__()
+        self.convs, self.norms, self.stages = nn.ModuleList(), nn.ModuleList(), nn.ModuleList()
+        self.activation = activation(act)
+        strides = basic_strides(patch, len(layers))
+        for stage, count in enumerate(layers):
+            outer, stride = inner << stage, strides[stage]
+            kernel = 2 * max(stride, 2) - 1
+            self.convs.append(nn.Conv2d(channels, outer, kernel, stride, kernel // 2, bias=norm == "none"))
+            self.norms.append(map_norm(norm, outer))
+            self.stages.append(nn.Sequential(*(BasicBlock(outer, norm, act) for _ in range(count))))
+            channels = outer
+        kernel = 2 * strides[-1] if patch > 1 else 1
+        self.proj = nn.Conv2d(channels, width, kernel, strides[-1], (kernel - strides[-1]) // 2)
+
+    def grid(self, height: int, width: int) -> Grid:
+        for conv in (*self.convs, self.proj):
+            height, width = stepped(conv, height, width)
+        return height, width
+
+    def forward(self, x: Tensor) -> Tensor:
+        for conv, norm, stage in zip(self.convs, self.norms, self.stages, strict=True):
+            x = stage(self.activation(norm(conv(x))))
+        return to_tokens(self.proj(x))
+
+
+def basic_strides(patch: int, stages: int) -> tuple[int, ...]:
+    """Of the stages' entries and the tokens' convolution, multiplied: the patch size, a power of two."""
+    strides = []
+    for _ in range(stages):
+        strides.append(min(patch, 2))
+        patch //= strides[-1]
+    return (patch, *reversed(strides))
+
+
+def stepped(conv: nn.Module, height: int, width: int) -> Grid:
+    """What a convolution makes of a map's size."""
+    assert isinstance(conv, nn.Conv2d)
+    kernel, stride, padding = conv.kernel_size[0], conv.stride[0], int(conv.padding[0])
+    height, width = ((side + 2 * padding - kernel) // stride + 1 for side in (height, width))
+    return height, width
 
 
 class HmlpStem(nn.Module):
@@ -107,7 +185,7 @@ class HmlpStem(nn.Module):
         widths = [channels, *[width // 4] * (len(strides) - 1), width]
         layers: list[nn.Module] = []
         for step, stride in enumerate(strides):
-            layers += [nn.Conv2d(widths[step], widths[step + 1], stride, stride), map_norm(norm, widths[step + 1])]
+            layers += [PatchMap(widths[step], widths[step + 1], stride), map_norm(norm, widths[step + 1])]
             layers += [activation(act)] if step < len(strides) - 1 else []
         self.layers = nn.Sequential(*layers)
 
@@ -169,4 +247,7 @@ class LocalTransformerStem(nn.Module):
 
 def unfold_patches(image: Tensor, patch: int) -> Tensor:
     """Raw pixels of each patch [B, N, K*P*P], in the order of the linear stem's kernel."""
-    return F.unfold(image, patch, stride=patch).transpose(1, 2)
+    height, width = image.shape[-2] // patch, image.shape[-1] // patch
+    image = image[..., : height * patch, : width * patch]
+    pieces = image.unflatten(3, (width, patch)).unflatten(2, (height, patch))  # [B, K, height, P, width, P]
+    return pieces.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)

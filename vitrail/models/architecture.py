@@ -49,7 +49,12 @@ TRAINING_ONLY = {
 }
 
 
-USUAL = {"conv": ("batch", "gelu"), "hmlp": ("batch", "gelu"), "tower": ("batch", "relu")}  # norm and activation of a stem
+USUAL = {  # norm and activation of a stem
+    "conv": ("batch", "gelu"),
+    "hmlp": ("batch", "gelu"),
+    "tower": ("batch", "relu"),
+    "basic": ("batch", "relu"),
+}
 
 
 @dataclass(frozen=True)
@@ -70,10 +75,10 @@ class Architecture:
     patch_size: int = 16  # the total stride from pixels to tokens
     stem_norm: str = ""  # "": the stem's usual one
     stem_activation: str = ""
-    stem_width: int = 64  # inner channels of the tower, root channels of the ResNet
+    stem_width: int = 64  # inner channels of the tower, first ones of the basic blocks, root channels of the ResNet
     stem_kernels: tuple[int, ...] = ()  # of the tower
     stem_strides: tuple[int, ...] = ()  # of the tower and the hMLP
-    stem_layers: tuple[int, ...] = ()  # bottlenecks per stage of the ResNet
+    stem_layers: tuple[int, ...] = ()  # basic blocks, or bottlenecks of the ResNet, per stage
     stem_eps: float = 1e-6  # of the ResNet's GroupNorm
     # blocks
     mixer: str = "attention"
@@ -208,9 +213,10 @@ class Architecture:
                 "with stem=resnet_features the width must be the channels at the ResNet's end: stem_width x 2^(stages + 1).",
             ),
             (
-                self.stem == "conv" and self.patch_size & (self.patch_size - 1) != 0,
-                f"the conv stem halves the picture, so the patch size must be a power of two, not {self.patch_size}.",
+                self.stem in ("conv", "basic") and self.patch_size & (self.patch_size - 1) != 0,
+                f"the {self.stem} stem halves the picture, so the patch size must be a power of two, not {self.patch_size}.",
             ),
+            (self.stem == "basic" and not self.stem_layers, "the basic stem needs stem_layers, such as (2, 2)."),
             (
                 self.stem == "local_transformer" and self.patch_size % 4 != 0,
                 f"the local-transformer stem cuts 4-pixel pieces, which do not divide the patch size {self.patch_size}.",
@@ -291,17 +297,17 @@ class Architecture:
     def _meaning(self, name: str) -> Any:
         """A field's value, or None where the architecture does not use that field."""
         reads = self.reads_with_queries
-        conv_stem = self.stem in ("conv", "tower", "hmlp", "linear")
+        conv_stem = self.stem in ("conv", "tower", "basic", "hmlp", "linear")
         unused = {
             "heads": not self.uses_heads,
             "qkv_bias": not self.uses_heads and self.readout not in ("class_attention", "per_class"),
             "branches": self.depth == 0,
             "stem_norm": not conv_stem,
             "stem_activation": not conv_stem,
-            "stem_width": self.stem not in ("tower", "resnet", "resnet_features"),
+            "stem_width": self.stem not in ("tower", "basic", "resnet", "resnet_features"),
             "stem_kernels": self.stem != "tower",
             "stem_strides": self.stem not in ("tower", "hmlp"),
-            "stem_layers": self.stem not in ("resnet", "resnet_features"),
+            "stem_layers": self.stem not in ("basic", "resnet", "resnet_features"),
             "stem_eps": self.stem not in ("resnet", "resnet_features"),
             "norm_eps": self.norm not in ("layer", "group") and self.readout_norm != "layer",
             "norm_groups": self.norm != "group",

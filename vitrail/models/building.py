@@ -12,7 +12,15 @@ from vitrail.layers.residual import Block, Branch, Residual, ShiftedLinear, drop
 from vitrail.layers.resnet import ResNetStem
 from vitrail.models.architecture import Architecture
 
-Stem = stems.LinearStem | stems.ConvStem | stems.TowerStem | stems.HmlpStem | stems.LocalTransformerStem | ResNetStem
+Stem = (
+    stems.LinearStem
+    | stems.ConvStem
+    | stems.TowerStem
+    | stems.BasicStem
+    | stems.HmlpStem
+    | stems.LocalTransformerStem
+    | ResNetStem
+)
 
 
 def make_stem(a: Architecture) -> Stem:
@@ -24,6 +32,9 @@ def make_stem(a: Architecture) -> Stem:
         case "tower":
             options = (a.stem_width, a.stem_kernels, a.stem_strides, a.stem_norm, a.stem_activation)
             return stems.TowerStem(a.channels, a.width, *options)
+        case "basic":
+            size = (a.patch_size, a.stem_width, a.stem_layers)
+            return stems.BasicStem(a.channels, a.width, *size, a.stem_norm, a.stem_activation)
         case "hmlp":
             return stems.HmlpStem(a.channels, a.width, a.stem_strides, a.stem_norm, a.stem_activation)
         case "local_transformer":

@@ -43,6 +43,7 @@ def attention(query, key, value, *args, **kwargs) -> int:
     return 2 * 2 * math.prod(query) * key[-2]
 
 
+@cache
 def cost(architecture: Architecture) -> Cost:
     """The cost of one image at the architecture's own size.
 

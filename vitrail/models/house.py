@@ -1,12 +1,26 @@
 """Models of our own for small data: convolutions first, where a plain ViT would need a hundred thousand pictures to learn them.
 
 `house_mini` mixes tokens by depth-wise convolutions throughout and trains on a CPU; `house_small` is a ViT as wide as DeiT-S
-and two thirds as deep behind a short tower of convolutions. Recipes set their patch size to suit the pictures.
+and half as deep behind the first stages of a small ResNet, `house_tiny` the like as wide as DeiT-Ti. Recipes set their patch size
+to suit the pictures.
 """
 
 from vitrail.models.architecture import Architecture
 from vitrail.models.preprocessing import Preprocessing
 
+SMALL = Architecture(
+    width=384,
+    depth=7,
+    heads=6,
+    stem="basic",
+    stem_width=64,
+    stem_layers=(1, 1, 1),
+    residual="layerscale",
+    residual_start=0.1,
+    readout="mean",
+    image_size=(32, 32),
+    patch_size=4,
+)
 MODELS = {
     "house_mini": Architecture(
         width=128,
@@ -21,28 +35,8 @@ MODELS = {
         image_size=(32, 32),
         patch_size=4,
     ),
-    "house_small": Architecture(
-        width=384,
-        depth=8,
-        heads=6,
-        stem="tower",
-        stem_width=128,
-        stem_kernels=(3, 3, 3, 3, 4),
-        stem_strides=(1, 1, 2, 1, 2),
-        residual="layerscale",
-        residual_start=0.1,
-        readout="mean",
-        image_size=(32, 32),
-        patch_size=4,
-    ),
+    "house_tiny": SMALL.replace(width=192, depth=11, heads=3, stem_width=32, image_size=64, patch_size=8),
+    "house_small": SMALL,
 }
 ALIASES: dict[str, str] = {}
-
-
-def tower_strides(patch: int) -> tuple[int, ...]:
-    """Of `house_small`: which of its five convolutions halve the picture, the last one first."""
-    halving = (4, 2, 0, 3)[: patch.bit_length() - 1]
-    return tuple(2 if stage in halving else 1 for stage in range(5))
-
-
 PREPROCESSING = Preprocessing(image_size=(32, 32), crop_ratio=1.0)

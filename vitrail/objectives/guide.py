@@ -3,6 +3,7 @@
 import hashlib
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from vitrail.objectives.distillation import teacher_targets
 from vitrail.objectives.targets import Targets, blend, label_targets
 from vitrail.objectives.tokens import covered, draw_token_mix, project, token_mask
 from vitrail.recipes.recipe import Recipe
+from vitrail.teachers.fixed import first_line
 from vitrail.teachers.matching import match_teacher
 from vitrail.teachers.opening import open_teacher
 from vitrail.teachers.store import MANIFEST, Store
@@ -39,22 +41,66 @@ def identities(recipe: Recipe) -> dict[str, str]:
     return found
 
 
+@dataclass(frozen=True)
+class Asked:
+    """A network that is asked at every step."""
+
+    teacher: Teacher
+    index: Tensor  # int64 [student's classes]: which of the teacher's each is
+    said: list[str]  # what a person should know about it
+
+
+def open_asked(recipe: Recipe, source: Source, device: torch.device) -> Asked | None:
+    """The network that a recipe asks at every step, if it asks one; refused if it cannot answer about the student's pictures."""
+    path = recipe.distillation.teacher
+    if recipe.distillation.kind == "none" or is_store(path):
+        return None
+    teacher = open_teacher(path, device)
+    index = matched(teacher, source).to(device)
+    try_out(teacher, recipe, device)
+    return Asked(teacher, index, in_order(teacher.class_names, teacher.classes, source))
+
+
+def try_out(teacher: Teacher, recipe: Recipe, device: torch.device) -> None:
+    """Ask about an empty picture of the student's size."""
+    how, path = recipe.augmentation, recipe.distillation.teacher
+    try:
+        answer = teacher(torch.zeros(1, len(how.mean), *how.size, device=device), how.mean, how.std)
+    except UserError:
+        raise
+    except Exception as error:  # a stranger's network may raise anything
+        height, width = how.size
+        raise UserError(
+            f"The teacher {path} fails on the student's pictures of {height} x {width} ({first_line(error)}): take another, or "
+            "ask it once, at its own size, with vitrail annotate."
+        ) from None
+    if not bool(answer.isfinite().all()):
+        raise UserError(f"The teacher {path} answers with what is not a number: its weights are damaged, take others.")
+
+
+def check_stores(recipe: Recipe, source: Source) -> None:
+    """Complain about stores that cannot teach, by what they say of themselves: no shard and no picture is read."""
+    if recipe.distillation.kind != "none" and is_store(recipe.distillation.teacher):
+        open_store(recipe.distillation.teacher, source, "logits", check=False)
+    if recipe.tokens.labels:
+        open_store(recipe.tokens.labels, source, "tokens", recipe.tokens.outside, check=False)
+
+
 class Guide:
     """Opens the recipe's teacher and stores once; `targets` is asked for every unit and waits for nothing."""
 
-    def __init__(self, recipe: Recipe, model: Model, source: Source, device: torch.device) -> None:
+    def __init__(self, recipe: Recipe, model: Model, source: Source, device: torch.device, asked: Asked | None = None) -> None:
+        """`asked` is what `open_asked` gave, if that was done already."""
         self.recipe, self.device = recipe, device
         self.classes, self.grid, self.patch = model.architecture.classes, model.grid, model.architecture.patch_size
         self.teacher = self.answers = self.maps = None
         self.said: list[str] = []  # what a person should know about it
-        if recipe.distillation.kind != "none":
-            if Path(recipe.distillation.teacher, MANIFEST).is_file():
-                self.answers = Answers(recipe.distillation.teacher, source, device, "logits")
-                self.said += in_order(self.answers.store.class_names, self.answers.store.classes, source)
-            else:
-                self.teacher = open_teacher(recipe.distillation.teacher, device)
-                self.index = matched(self.teacher, source).to(device)
-                self.said += in_order(self.teacher.class_names, self.teacher.classes, source)
+        asked = asked or open_asked(recipe, source, device)
+        if asked is not None:
+            self.teacher, self.index, self.said = asked.teacher, asked.index, asked.said
+        elif recipe.distillation.kind != "none":
+            self.answers = Answers(recipe.distillation.teacher, source, device, "logits")
+            self.said = in_order(self.answers.store.class_names, self.answers.store.classes, source)
         if recipe.tokens.labels:
             self.maps = Answers(recipe.tokens.labels, source, device, "tokens", recipe.tokens.outside)
 
@@ -123,17 +169,26 @@ def in_order(names: list[str] | None, count: int, source: Source) -> list[str]:
     return [f"the teacher does not name its {count} classes: they are taken in the order of the data's, {first} …"]
 
 
+def is_store(path: str) -> bool:
+    return Path(path, MANIFEST).is_file()
+
+
+def open_store(path: str, source: Source, what: str, outside: str = "spread", check: bool = True) -> tuple[Store, Tensor]:
+    """A store and which of its teacher's classes the student's are; refused if it does not keep `what` is asked for."""
+    store = Store.open(path, check)
+    if what not in store.what:
+        raise UserError(f"{path} keeps {' and '.join(store.what)}: annotate again with --what {what}.")
+    if outside == "spread" and not store.knows_rest(what):
+        raise UserError(f"{path} does not know what lies outside the classes it keeps: set tokens.outside=zero.")
+    return store, matched(store, source)
+
+
 class Answers:
     """What a store says about the pictures of a source, by their numbers."""
 
     def __init__(self, path: str, source: Source, device: torch.device, what: str, outside: str = "spread") -> None:
-        store = Store.open(path)
-        if what not in store.what:
-            raise UserError(f"{path} keeps {' and '.join(store.what)}: annotate again with --what {what}.")
-        if outside == "spread" and not store.knows_rest(what):
-            raise UserError(f"{path} does not know what lies outside the classes it keeps: set tokens.outside=zero.")
-        self.outside = outside
-        self.index = matched(store, source).to(device)
+        store, index = open_store(path, source, what, outside)
+        self.outside, self.index = outside, index.to(device)
         # Of the teacher's classes: the student's number, one too high for those that the student does not have.
         self.own = torch.full((store.classes,), len(source.classes), device=device)
         self.own[self.index] = torch.arange(len(source.classes), device=device)

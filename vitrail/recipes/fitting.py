@@ -8,7 +8,6 @@ from vitrail.data.decode import decoded_size
 from vitrail.data.source import Source
 from vitrail.errors import UserError
 from vitrail.models.catalogue import lookup
-from vitrail.models.house import tower_strides
 from vitrail.models.preprocessing import Preprocessing
 from vitrail.recipes.recipe import Recipe
 
@@ -33,10 +32,8 @@ def fit(recipe: Recipe, source: Source, trained: Preprocessing | None = None) ->
             length, patch = next(((size, patch) for limit, size, patch in LADDER if side <= limit), (224, 16))
             size, why = (length, length), f"for pictures of about {side} pixels"
             stem = recipe.architecture.get("stem", lookup(recipe.model)[1].stem)
-            if "patch_size" not in recipe.architecture and stem in ("linear", "conv", "hmlp"):
+            if "patch_size" not in recipe.architecture and stem in ("linear", "conv", "basic", "hmlp"):
                 changes["architecture.patch_size"] = patch
-            elif recipe.model == "house_small" and not {"patch_size", "stem", "stem_strides"} & recipe.architecture.keys():
-                changes |= {"architecture.patch_size": patch, "architecture.stem_strides": list(tower_strides(patch))}
         recipe = recipe.set(changes | {"augmentation.size": list(size)})
         said.append(f"the network sees {size[0]} x {size[1]} pixels, {why}")
     if recipe.batch > len(source):

@@ -32,14 +32,19 @@ SMALL = Recipe(
     model="house_small",
     architecture={"drop_path": 0.05},
     batch=512,
-    augmentation=Augmentation(size=ANY, crop="simple", policy="rand", erasing=0.25),
-    mixing=Mixing(mixup=0.8, cutmix=1.0),
+    augmentation=Augmentation(size=ANY, crop="simple", policy="rand", layers=1, erasing=0.25),
+    mixing=Mixing(mixup=0.1, cutmix=1.0),
     objective=Objective(smoothing=0.1),
     optimiser=Optimiser(rate=1e-3, decay=0.05, clip=1.0),
     schedule=Schedule(length="200 epochs", warmup="5%", floor=1e-5),
     average=Average(decay=0.999, report=True, ramp=True),
     testing=Testing(crop_ratio=1.0),
-    about=About("house", "from scratch on one GPU"),
+    about=About(
+        "house",
+        "from scratch on one GPU",
+        "Tiny ImageNet, 70 epochs: 61.3 % (1 seed)",
+        "one GPU; Tiny ImageNet in ten minutes on half an H200",
+    ),
 )
 FINETUNE = Recipe(
     name="finetune",

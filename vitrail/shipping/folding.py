@@ -15,7 +15,7 @@ from vitrail.layers.positions import ABSOLUTE, RelativeBias, RelativePositions
 from vitrail.layers.readouts import ClassAttentionBlock, ClassMlpBlock, PerClassHead, QueryReadout
 from vitrail.layers.residual import Branch, Residual
 from vitrail.layers.resnet import ResNetStem, StandardisedConv, pad_same
-from vitrail.layers.stems import LinearStem, LocalTransformerStem, TowerStem
+from vitrail.layers.stems import BasicBlock, BasicStem, LinearStem, LocalTransformerStem, TowerStem
 from vitrail.models.model import Model
 from vitrail.shipping.algebra import (
     Map,
@@ -304,7 +304,15 @@ def norms_behind(stem: nn.Module) -> list[tuple[nn.Conv2d, nn.Module, str]]:
     """(convolution, where the norm behind it lives, under which name) for the stems made of such pairs."""
     if isinstance(stem, LinearStem):
         return [(stem.proj, stem, "norm")]
-    convs, norms, ahead = (stem.convs, stem.norms, 0) if isinstance(stem, TowerStem) else (stem.layers, stem.layers, 1)
-    assert isinstance(convs, nn.ModuleList | nn.Sequential)
-    assert isinstance(norms, nn.Module)
-    return [(conv, norms, str(index + ahead)) for index, conv in enumerate(convs) if isinstance(conv, nn.Conv2d)]
+    if isinstance(stem, BasicStem):
+        inner = [pair for block in stem.stages.modules() if isinstance(block, BasicBlock) for pair in side_by_side(block)]
+        return side_by_side(stem) + inner
+    if isinstance(stem, TowerStem):
+        return side_by_side(stem)
+    layers = stem.layers
+    assert isinstance(layers, nn.Sequential)
+    return [(conv, layers, str(index + 1)) for index, conv in enumerate(layers) if isinstance(conv, nn.Conv2d)]
+
+
+def side_by_side(home: TowerStem | BasicStem | BasicBlock) -> list[tuple[nn.Conv2d, nn.Module, str]]:
+    return [(conv, home.norms, str(index)) for index, conv in enumerate(home.convs) if isinstance(conv, nn.Conv2d)]

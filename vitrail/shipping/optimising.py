@@ -1,4 +1,4 @@
-"""`vitrail.optimise`: the same answers, sooner. The network is folded, compiled, captured, and compared with the original."""
+"""`vitrail.optimise`: the same answers, sooner. The network is folded, compiled and captured or packed, and compared."""
 
 import copy
 import math
@@ -16,12 +16,15 @@ from vitrail.shipping.checking import check_pictures, difference, first_differen
 from vitrail.shipping.folded import Folded
 from vitrail.shipping.folding import Notes, fold
 from vitrail.shipping.graphing import LARGEST, Graphs
+from vitrail.shipping.packing import can_code, can_pack, pack
 
 AIMS = ("latency", "throughput")
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float64: "float64"}
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.float32}  # of what is not in eight bits
 # A rewritten network rounds elsewhere: it may be this much farther from the exact answer than the original is in the same
 # precision, or this many units of that precision, whichever is more.
 FARTHER, UNITS = 4.0, 16.0
+COARSE = 0.25  # eight bits: a difference that no network with a clear answer should show
 TF32 = 2.0**-10  # the unit of what GPUs may compute float32 products in, convolutions by default
 
 
@@ -41,6 +44,7 @@ class Report:
     running: float
     rounding: float
     parameters: tuple[int, int]  # before and after
+    alike: tuple[int, int]  # pictures with the same first answer, of how many that `running` has compared
 
     def to_dict(self) -> dict[str, Any]:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
@@ -52,6 +56,8 @@ class Report:
         moved = f"  largest difference to the original: {self.running:.1e} of the largest logit, {self.folding:.1e} from folding"
         if self.rounding:
             moved += f"; the original in {self.precision} is {self.rounding:.1e} from itself in full precision"
+        if self.precision == "int8":
+            moved += f"; the same first answer for {self.alike[0]} of {self.alike[1]} pictures"
         return "\n".join([*lines, moved])
 
 
@@ -63,9 +69,11 @@ class Optimised(nn.Module):
 
     report: Report
 
-    def __init__(self, folded: Folded, dtype: torch.dtype, compiled: bool, graphs: bool):
+    def __init__(
+        self, folded: Folded, dtype: torch.dtype, compiled: bool, graphs: bool, packed: bool = False, coded: bool = False
+    ):
         super().__init__()
-        self.folded, self.dtype = folded.to(dtype), dtype
+        self.folded, self.dtype, self.packed, self.coded = folded.to(dtype), dtype, packed, coded
         trunk = folded.trunk
         self.architecture, self.preprocessing, self.class_names = trunk.architecture, trunk.preprocessing, trunk.class_names
         self.name, self.compiled = trunk.name, compiled
@@ -76,10 +84,21 @@ class Optimised(nn.Module):
 
     @torch.no_grad()
     def forward(self, image: Tensor) -> Tensor:
+        if self.packed:
+            return self._uncompiled(image)
         return self._compute(image) if self.graphs is None else self.graphs(image)
+
+    @torch.compiler.disable
+    def _uncompiled(self, image: Tensor) -> Tensor:
+        """What was packed is nothing that torch.compile of a caller could read."""
+        if not len(image):  # the library's products in eight bits need a row
+            return self._compute(image.new_zeros(1, *image.shape[1:]))[:0]
+        return self._compute(image)
 
     def _compute(self, image: Tensor) -> Tensor:
         logits = self.folded(image.to(self.dtype))
+        if self.coded:  # eight bits have no code for what is not a number, and an answer must not come of it
+            logits = logits + image.flatten(1).sum(1).mul(0.0)[:, None]
         return logits.float() if self.dtype == torch.bfloat16 else logits
 
     def train(self, mode: bool = True) -> "Optimised":
@@ -88,6 +107,13 @@ class Optimised(nn.Module):
         return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Optimised":
+        if self.packed:
+            found = fn(torch.empty(1, dtype=self.dtype))
+            if found.dtype != self.dtype or found.device.type != "cpu":
+                raise UserError(
+                    "a model packed for a processor keeps its precision and place; move or cast the original and optimise that."
+                )
+            return self
         if self.graphs is not None:
             self.graphs.forget()  # they read the weights where they were
         super()._apply(fn, recurse)
@@ -114,22 +140,27 @@ def optimise(
     dtype: torch.dtype | None = None,
     compile: bool | None = None,
     graph: bool | None = None,
+    precision: str | None = None,
 ) -> Optimised:
     """A copy of the model for inference; the model itself is left as it is.
 
     `for_` "latency" or "throughput": few pictures at once (on a GPU by CUDA graphs, one per shape) or many. `batch` or `example`
     [B, K, height, width]: what it will be given, prepared now instead of at the first call; an example is compared, too.
-    `tolerance`: the largest allowed difference by folding, as a share of the largest logit. `dtype`: float32 or bfloat16, the
-    model's own by default. `compile`, `graph`: torch.compile and CUDA graphs, by default on a GPU (graphs for latency).
+    `tolerance`: the largest allowed difference by folding, as a share of the largest logit. `precision`: "fp32", "bf16" or, on a
+    processor, "int8", whose ranges are learned from the example; or `dtype`: float32 or bfloat16, the model's own by default.
+    `compile`, `graph`: torch.compile and CUDA graphs, by default on a GPU (graphs for latency); without compile a processor's
+    weights are packed.
     """
     check_arguments(model, for_, batch, example, tolerance)
     own = next(model.parameters())
-    dtype = dtype or own.dtype
-    if dtype not in DTYPES or own.dtype not in DTYPES:
-        raise UserError(f"{dtype} is not a precision for an optimised model; use float32 or bfloat16.")
     cuda = own.device.type == "cuda"
+    dtype = choose_dtype(own, dtype, precision)
     compiled = cuda if compile is None else compile
     graphs = (cuda and for_ == "latency") if graph is None else graph and cuda
+    coded = precision == "int8"
+    if coded and (cuda or compiled or not can_code()):
+        raise UserError(why_not_coded(cuda, compiled))
+    packed = own.device.type == "cpu" and not compiled and can_pack(dtype)
 
     exact = torch.float64 if own.dtype == torch.float64 else torch.float32
     original = copy.deepcopy(model).eval().requires_grad_(False).to(exact)
@@ -147,27 +178,57 @@ def optimise(
                 f"folding changes the answers by {folding:.1e} of the largest, more than tolerance={tolerance:g}, and first in "
                 f"{place}; use the original model, or allow more."
             )
-    same = dtype == exact and not cuda and not compiled  # it will run as it has just been compared
-    rounding = 0.0 if same else measure_rounding(original, images, expected, dtype)
+    same = dtype == exact and not cuda and not compiled and not packed  # it will run as it has just been compared
+    rounding = 0.0 if dtype == exact and not cuda else measure_rounding(original, images, expected, dtype)
     del original
 
-    optimised = Optimised(folded, dtype, compiled, graphs)
+    optimised = Optimised(folded, dtype, compiled, graphs, packed, coded)
+    if packed:
+        pack(folded, notes, images[-1].to(dtype) if coded else None)
+    if coded:  # pictures unlike those that the ranges were learned from are not what it is for
+        images, expected = images[-1:], expected[-1:]
     portion = batch or (1 if for_ == "latency" and example is None else 0)
     try:
-        running = folding if same else measure_running(optimised, images, expected, portion)
+        found = run_optimised(optimised, images, portion)
     except torch._dynamo.exc.TorchDynamoException as error:
         said = str(error).strip().partition("\n")[0]
         raise UserError(f"torch.compile does not work on this machine ({said}); give compile=False.") from error
+    pairs = [(one, answer[: len(one)]) for one, answer in zip(found, expected, strict=True)]
+    running = folding if same else worst(difference(*pair) for pair in pairs)
     unit = TF32 if cuda and dtype == torch.float32 else torch.finfo(dtype).eps
-    limit = max(FARTHER * rounding, UNITS * unit, tolerance)
+    limit = COARSE if coded else max(FARTHER * rounding, UNITS * unit, tolerance)
+    kind = "int8" if coded else DTYPES[dtype]
     if not running <= limit:
+        advice = "give more pictures like yours as the example, or use bf16" if coded else "try compile=False and graph=False"
         raise UserError(
-            f"the optimised model's answers in {DTYPES[dtype]} are {running:.1e} of the largest from the original's, though "
-            f"folding changes them by {folding:.1e} only; use the original model, or try compile=False and graph=False."
+            f"the optimised model's answers in {kind} are {running:.1e} of the largest from the original's, though "
+            f"folding changes them by {folding:.1e} only; use the original model, or {advice}."
         )
+    if coded and example is None:
+        notes.leave("ranges of eight bits learned from real pictures: no example was given, they are those of made-up ones")
     done, left = describe(notes, optimised, cuda)
-    optimised.report = Report(for_, DTYPES[dtype], done, left, folding, running, rounding, parameters)
+    alike = sum(int((one.argmax(-1) == answer.argmax(-1)).sum()) for one, answer in pairs), sum(len(one) for one, _ in pairs)
+    optimised.report = Report(for_, kind, done, left, folding, running, rounding, parameters, alike)
     return optimised
+
+
+def choose_dtype(own: Tensor, dtype: torch.dtype | None, precision: str | None) -> torch.dtype:
+    if precision is not None and precision not in PRECISIONS:
+        raise UserError(f"precision={precision!r} is not known; choose from {', '.join(PRECISIONS)}.")
+    if precision is not None and dtype is not None:
+        raise UserError("precision and dtype both say in which numbers to compute; give one of them.")
+    found = PRECISIONS[precision] if precision else dtype or own.dtype
+    if found not in DTYPES or own.dtype not in DTYPES:
+        raise UserError(f"{found} is not a precision for an optimised model; use float32 or bfloat16.")
+    return found
+
+
+def why_not_coded(cuda: bool, compiled: bool) -> str:
+    if cuda:
+        return "int8 is for processors; move the model there with .cpu(), or use precision='bf16' on the GPU."
+    if compiled:
+        return "int8 is packed and not compiled; leave compile out."
+    return "this build of torch has no products in int8 (oneDNN) for this processor; use precision='fp32' or 'bf16'."
 
 
 def check_arguments(model: Model, for_: str, batch: int | None, example: Tensor | None, tolerance: float) -> None:
@@ -210,7 +271,7 @@ def measure_rounding(original: Model, images: list[Tensor], expected: list[Tenso
         return worst(difference(original(image), answer) for image, answer in zip(images, expected, strict=True))
 
 
-def measure_running(optimised: Optimised, images: list[Tensor], expected: list[Tensor], portion: int) -> float:
+def run_optimised(optimised: Optimised, images: list[Tensor], portion: int) -> list[Tensor]:
     """The optimised network as it will run: an example as it is, our pictures `portion` at a time.
 
     With portion 0 nobody has said how many there will be, and nothing is compiled for our number of them.
@@ -226,7 +287,7 @@ def measure_running(optimised: Optimised, images: list[Tensor], expected: list[T
             enough = image.repeat(-(-portion // len(image)), 1, 1, 1)[: max(portion, len(image))]
             answers = [optimised(part) for part in enough.split(portion) if len(part) == portion]
             found.append(torch.cat(answers)[: len(image)])
-    return worst(difference(one, answer[: len(one)]) for one, answer in zip(found, expected, strict=True))
+    return found
 
 
 def worst(values: Any) -> float:

@@ -2,30 +2,46 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from vitrail.data.augment.pipeline import Augmentation, augment
-from vitrail.data.loader import Canvas, Reader
+from vitrail.data.loader import Canvas, Problem, Reader
 from vitrail.data.source import Source
 from vitrail.data.workers import Workers, usual_workers
 from vitrail.errors import UserError
 from vitrail.evaluation.accuracy import test_view
 from vitrail.evaluation.predicting import FEW
-from vitrail.teachers.fixed import Fixed
+from vitrail.teachers.ahead import ahead
+from vitrail.teachers.fixed import Fixed, first_line
 from vitrail.teachers.network import Size
 from vitrail.teachers.store import WHAT
-from vitrail.teachers.storing import SHARD, Advance, Arrays, Part, Shelf, Span, Watch, Written, shelve, unwatched, write_store
+from vitrail.teachers.storing import (
+    SHARD,
+    Advance,
+    Arrays,
+    Finish,
+    Part,
+    Shelf,
+    Span,
+    Watch,
+    Written,
+    shelve,
+    unwatched,
+    write_store,
+)
 from vitrail.teachers.teacher import Teacher
 
 VIEWS = ("plain", "mirrored")
+CHUNK = 64  # pictures that one process decodes at a time, so that several share a large batch
 DETAIL = 2  # JPEGs are decoded at this many times the teacher's size at least, as for a model that is tested
 
 
@@ -66,20 +82,34 @@ def annotate(
     goes on and gives the same to the byte: batches are cut within a shard. `file` is where a program comes from, whose weights
     cannot be looked at.
     """
+    annotator = Annotator(teacher, wanted, workers)  # complains about the teacher before any picture is read
     shelf = shelve(source, out, workers, watch)
-    annotator = Annotator(teacher, wanted, shelf, workers)
     head = annotator.head() | {"teacher": identity(teacher, file)}
     with repeatable():
-        return write_store(out, shelf, head, annotator.parts, watch, warn, shard)
+        return write_store(out, shelf, head, partial(annotator.parts, shelf), watch, warn, shard)
+
+
+def usual_batch(device: torch.device) -> int:
+    """Pictures at a time that keep a device busy."""
+    return 256 if device.type == "cuda" else 64
+
+
+class Chunk(NamedTuple):
+    """Pictures as one process has decoded them, without those that it could not read."""
+
+    pixels: Tensor  # uint8 [n, H, W, 3], page-locked where there is a GPU
+    sizes: Tensor  # int64 [n, 2]
+    rows: Tensor  # int64 [n]: which of those given
+    given: int
+    skipped: list[tuple[int, Problem]]
 
 
 @dataclass
 class Annotator:
-    """One run: a teacher, and the pictures that it is asked about."""
+    """A teacher, and what it is asked."""
 
     teacher: Teacher
     wanted: Wanted
-    shelf: Shelf
     workers: int | None
     arrays: dict[str, dict[str, Any]] = field(init=False)
 
@@ -91,9 +121,19 @@ class Annotator:
         self.size: Size = teacher.size or own.image_size
         self.tested = test_view(own._replace(image_size=self.size))
         self.whole = Augmentation(self.size, "squash", filter=own.interpolation, mean=own.mean, std=own.std)
+        self.aside = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        try:
+            found = self.answers(self.blank(), self.blank())
+        except UserError:
+            raise
+        except Exception as error:  # a stranger's network may raise anything
+            height, width = self.size
+            raise UserError(
+                f"{teacher.name} fails on a picture of {height} x {width} ({first_line(error)}): give another --size."
+            ) from None
         self.arrays = {
             name: {"dtype": dtype_of(tensor, name, teacher.classes), "shape": [len(self.views), *tensor.shape[1:]]}
-            for name, tensor in self.answers(self.blank(), self.blank()).items()
+            for name, tensor in found.items()
         }
 
     def head(self) -> dict[str, Any]:
@@ -124,16 +164,19 @@ class Annotator:
             found["features"] = self.teacher.features(tested)
         return found
 
-    def parts(self, spans: list[Span], advance: Advance) -> Iterator[Part]:
-        """The arrays of each span; pictures are decoded ahead, across spans. The host waits for the device once per span."""
-        count = self.workers if self.workers is not None else usual_workers() if len(self.shelf.keys) > FEW else 0
-        pool = Workers(Reader(self.shelf.source, DETAIL * max(self.size), False).pictures, count)
+    def parts(self, shelf: Shelf, spans: list[Span], advance: Advance) -> Generator[Finish, None, None]:
+        """What each span is to be, not waited for. Processes decode ahead, across spans, and a thread hands over what they made:
+        on a GPU this one does nothing but launch.
+        """
+        count = self.workers if self.workers is not None else usual_workers() if len(shelf.keys) > FEW else 0
+        pool = Workers(Reader(shelf.source, DETAIL * max(self.size), False).pictures, count)
         step = self.wanted.batch
-        cuts = [np.arange(at, min(at + step, stop)) for start, stop in spans for at in range(start, stop, step)]
-        canvases = pool.run(cuts)
+        batches = [(at, min(at + step, stop)) for start, stop in spans for at in range(start, stop, step)]
+        cuts = [np.arange(at, min(at + CHUNK, stop)) for start, stop in batches for at in range(start, stop, CHUNK)]
         try:
-            for start, stop in spans:
-                yield self.part(start, stop, canvases, advance)
+            with closing(ahead(map(self.sorted_out, pool.run(cuts)))) as chunks:
+                for start, stop in spans:
+                    yield self.part(shelf, start, stop, chunks, advance)
         except torch.OutOfMemoryError:
             raise UserError(
                 f"The device's memory is too small for {self.wanted.batch} pictures at a time: give a smaller --batch."
@@ -141,49 +184,72 @@ class Annotator:
         finally:
             pool.close()
 
-    def part(self, start: int, stop: int, canvases: Iterator[Canvas], advance: Advance) -> Part:
+    def sorted_out(self, canvas: Canvas) -> Chunk:
+        bad, good = (np.flatnonzero(each) for each in (canvas.sizes[:, 0] == 0, canvas.sizes[:, 0] > 0))
+        rows = torch.from_numpy(good)
+        pixels = canvas.pixels[rows] if len(bad) else canvas.pixels
+        if self.device.type == "cuda":
+            pixels = pixels.pin_memory()
+        skipped = [(int(row), problem) for row, problem in zip(bad, canvas.problems, strict=True)]
+        return Chunk(pixels, torch.from_numpy(canvas.sizes[good]), rows, len(canvas.sizes), skipped)
+
+    def part(self, shelf: Shelf, start: int, stop: int, chunks: Iterator[Chunk], advance: Advance) -> Finish:
         room = {
             name: torch.zeros(stop - start, *each["shape"], dtype=SHORT[each["dtype"]], device=self.device)
             for name, each in self.arrays.items()
         }
-        skipped, done = [], start
-        while done < stop:
-            canvas = next(canvases)
-            bad = np.flatnonzero(canvas.sizes[:, 0] == 0)
-            skipped += [(done - start + int(row), problem) for row, problem in zip(bad, canvas.problems, strict=True)]
-            good = np.flatnonzero(canvas.sizes[:, 0] > 0)
-            if len(good):
-                self.ask(canvas, good, room, done - start)
-            done += len(canvas.sizes)
-            advance(len(canvas.sizes))
+        skipped, done = [], 0
+        while done < stop - start:
+            end = min(done + self.wanted.batch, stop - start)
+            found = []
+            while done < end:
+                chunk = next(chunks)
+                skipped += [(done + row, problem) for row, problem in chunk.skipped]
+                if len(chunk.rows):
+                    found.append(chunk._replace(rows=chunk.rows + done))
+                done += chunk.given
+                advance(chunk.given)
+            if found:
+                self.ask(found, room)
         if len(skipped) == stop - start:
             where, why = skipped[0][1]
             raise UserError(f"None of {stop - start:,} pictures one after the other can be read; {where}: {why}.")
-        arrays = {name: as_numpy(tensor, self.arrays[name]["dtype"]) for name, tensor in room.items()}
-        return Part(self.checked(arrays, start), skipped)
+        computed = torch.cuda.current_stream(self.device).record_event() if self.aside is not None else None
+        return partial(self.finished, shelf, start, room, skipped, computed)
 
-    def ask(self, canvas: Canvas, good: np.ndarray, room: dict[str, Tensor], first: int) -> None:
-        """Answers for the readable pictures of a canvas, into their rows."""
-        rows = torch.from_numpy(good)
-        pixels = (canvas.pixels if len(good) == len(canvas.pixels) else canvas.pixels[rows]).to(self.device, non_blocking=True)
-        pixels, sizes = pixels.permute(0, 3, 1, 2), torch.from_numpy(canvas.sizes[good]).to(self.device, non_blocking=True)
-        rows = (rows + first).to(self.device, non_blocking=True)
-        still = torch.zeros_like(rows)
-        dense = "tokens" in self.wanted.what
+    def ask(self, found: list[Chunk], room: dict[str, Tensor]) -> None:
+        """Answers for a batch of readable pictures, into their rows."""
         # Each view is rendered if somebody is asked about it.
-        tested = augment(pixels, sizes, still, self.tested).images if self.wanted.what != ("tokens",) else self.blank()
-        whole = augment(pixels, sizes, still, self.whole).images if dense else self.blank()
+        is_tested, is_whole = self.wanted.what != ("tokens",), "tokens" in self.wanted.what
+        tested, whole = [], []
+        for chunk in found:
+            pixels = chunk.pixels.to(self.device, non_blocking=True).permute(0, 3, 1, 2)
+            sizes = chunk.sizes.to(self.device, non_blocking=True)
+            still = torch.zeros(len(sizes), dtype=torch.int64, device=self.device)
+            tested += [augment(pixels, sizes, still, self.tested).images] if is_tested else []
+            whole += [augment(pixels, sizes, still, self.whole).images] if is_whole else []
+        rows = torch.cat([chunk.rows for chunk in found]).to(self.device, non_blocking=True)
+        views = [torch.cat(each) if each else self.blank() for each in (tested, whole)]
         for number in range(len(self.views)):
-            for name, tensor in self.answers(*(view.flip(3) if number else view for view in (tested, whole))).items():
+            for name, tensor in self.answers(*(view.flip(3) if number else view for view in views)).items():
                 room[name][rows, number] = tensor.to(room[name].dtype)
 
-    def checked(self, arrays: Arrays, start: int) -> Arrays:
+    def finished(self, shelf: Shelf, start: int, room: dict[str, Tensor], skipped: list, computed: Any) -> Part:
+        """On the host. The device goes on with the next span meanwhile: a stream of its own waits for this one alone."""
+        if self.aside is not None:
+            with torch.cuda.stream(self.aside):
+                self.aside.wait_event(computed)
+                room = {name: tensor.cpu() for name, tensor in room.items()}
+        arrays = {name: tensor.numpy().view(self.arrays[name]["dtype"]) for name, tensor in room.items()}
+        return Part(self.checked(arrays, shelf.source, start), skipped)
+
+    def checked(self, arrays: Arrays, source: Source, start: int) -> Arrays:
         for name, array in arrays.items():
             if array.dtype == np.float16 and not np.isfinite(array).all():
                 row = int(np.argwhere(~np.isfinite(array))[0, 0])
                 raise UserError(
                     f"The {name.split('.')[0]} of {self.teacher.name} are not finite, or above what half precision holds, for "
-                    f"{self.shelf.source.where(start + row)}: the weights are damaged, or its preprocessing is another."
+                    f"{source.where(start + row)}: the weights are damaged, or its preprocessing is another."
                 )
         return arrays
 
@@ -208,10 +274,6 @@ def dtype_of(tensor: Tensor, name: str, classes: int) -> str:
 def class_dtype(classes: int) -> str:
     """The narrowest that holds every class number."""
     return "uint16" if classes <= 1 << 16 else "uint32"
-
-
-def as_numpy(tensor: Tensor, dtype: str) -> np.ndarray:
-    return tensor.cpu().numpy().view(dtype)
 
 
 def identity(teacher: Teacher, file: Path | None = None) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from vitrail.teachers.fixed import Fixed, first_line
 from vitrail.teachers.network import Network, Plain, Size, Timm, Transformer
 from vitrail.teachers.onnx import Onnx
 from vitrail.teachers.teacher import Teacher
+from vitrail.weights.bundled import find_bundled
 from vitrail.weights.files import load, recognise
 from vitrail.weights.reading import read
 from vitrail.weights.timm import read_preprocessing
@@ -66,7 +67,7 @@ def open_teacher(
     elif str(what).startswith("timm:"):
         teacher = from_timm(str(what).removeprefix("timm:"), classes)
     else:
-        teacher = from_path(Path(what).expanduser(), kind, device, preprocessing)
+        teacher = from_path(find_bundled(what) or Path(what).expanduser(), kind, device, preprocessing)
     if preprocessing is not None:
         teacher.preprocessing, teacher.order = prepared(preprocessing, teacher.preprocessing)
     if size is not None:

@@ -8,8 +8,9 @@ classes have lost which they are. They were made from the centre square of each 
 import os
 import pickle
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -20,7 +21,7 @@ from vitrail.data.source import Source
 from vitrail.data.workers import Workers, usual_workers
 from vitrail.errors import UserError
 from vitrail.teachers.annotating import class_dtype
-from vitrail.teachers.storing import SHARD, Advance, Arrays, Part, Span, Watch, Written, shelve, unwatched, write_store
+from vitrail.teachers.storing import SHARD, Advance, Arrays, Finish, Part, Span, Watch, Written, shelve, unwatched, write_store
 
 EXACT = {torch.float16: 1 << 11, torch.bfloat16: 1 << 8, torch.float32: 1 << 24}  # whole numbers that a type tells apart
 CHUNK = 128  # maps per task
@@ -63,7 +64,7 @@ def import_published(
     return write_store(out, shelf, head, lambda spans, advance: parts(pool, spans, advance), watch, warn, shard)
 
 
-def parts(pool: Workers, spans: list[Span], advance: Advance) -> Iterator[Part]:
+def parts(pool: Workers, spans: list[Span], advance: Advance) -> Generator[Finish, None, None]:
     cuts = [[(at, min(at + CHUNK, stop)) for at in range(start, stop, CHUNK)] for start, stop in spans]
     found = pool.run([cut for each in cuts for cut in each])
     try:
@@ -72,9 +73,13 @@ def parts(pool: Workers, spans: list[Span], advance: Advance) -> Iterator[Part]:
             for start, stop in each:
                 arrays.append(next(found))
                 advance(stop - start)
-            yield Part({name: np.concatenate([one[name] for one in arrays]) for name in arrays[0]}, [])
+            yield partial(joined, arrays)
     finally:
         pool.close()
+
+
+def joined(arrays: list[Arrays]) -> Part:
+    return Part({name: np.concatenate([one[name] for one in arrays]) for name in arrays[0]}, [])
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Writing a store so that what is there is whole.
 
 A shard is written beside its place, flushed, renamed and noted in the manifest, which says `complete` when all are there. What an
-interrupted run has finished is checked and kept, and the result is the same to the byte.
+interrupted run has finished is checked and kept, and the result is the same to the byte. Disks are slow beside devices: a thread
+writes one shard while the next is made.
 """
 
 import errno
@@ -10,8 +11,10 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,13 +26,16 @@ from vitrail.data.loader import Problem
 from vitrail.data.reporting import bytes_text
 from vitrail.data.source import Source, Subset
 from vitrail.errors import UserError
+from vitrail.stopping import work_begins
 from vitrail.teachers.addressing import WIDTH, first_of_each, keys_of
 from vitrail.teachers.store import FORMAT, LAYOUT, MANIFEST, digest_of, read_manifest
 from vitrail.version import __version__
 from vitrail.writing import aside
 
 SHARD = 1024  # pictures
+AHEAD = 2  # shards that wait for the disk while the next is made
 LOCK = ".lock"
+SHARDS = "shard-*.safetensors"
 FREE_TO_DIFFER = ("vitrail", "complete", "shards")  # between a run and the one that goes on
 Span = tuple[int, int]
 Arrays = dict[str, np.ndarray]
@@ -47,6 +53,10 @@ class Part(NamedTuple):
 
     arrays: Arrays
     skipped: list[tuple[int, Problem]]
+
+
+Finish = Callable[[], Part]  # waits for what is still being computed; a thread calls it
+Make = Callable[[list[Span], Advance], Generator[Finish, None, None]]
 
 
 @dataclass(frozen=True)
@@ -90,7 +100,7 @@ def write_store(
     out: Path,
     shelf: Shelf,
     head: dict[str, Any],
-    make: Callable[[list[Span], Advance], Iterator[Part]],
+    make: Make,
     watch: Watch = unwatched,
     warn: Callable[[str], Any] = lambda sentence: None,
     shard: int = SHARD,
@@ -105,22 +115,50 @@ def write_store(
         "data": hashlib.sha256(shelf.keys.tobytes()).hexdigest(),
         "shards": [],
     }
+    made: list[Path] = []
+    work_begins()
     try:
+        made = [each for each in (out, *out.absolute().parents) if not each.exists()]
         out.mkdir(parents=True, exist_ok=True)
-        with alone(out), watch("annotating", len(shelf.keys)) as advance:
+        with alone(out), begun(out), watch("annotating", len(shelf.keys)) as advance:
             return _write(out, shelf, wanted, make, advance, warn)
-    except OSError as error:
+    except BaseException as error:
+        with suppress(OSError):  # not empty: there is something to go on with
+            for each in made:
+                each.rmdir()
+        if not isinstance(error, OSError):
+            raise
         why = os.strerror(error.errno) if error.errno else str(error)
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         what = "make room and run the same command again, the finished shards are kept" if full else "choose another place"
         raise UserError(f"{out} could not be written, {why} ({free_space(out) >> 20} MiB free): {what}.") from None
 
 
+@contextmanager
+def begun(out: Path) -> Iterator[None]:
+    """What fails or is stopped before its first shard leaves nothing: the next one to come may want something else."""
+    try:
+        yield
+    except BaseException:
+        if is_bare(out):
+            for each in (out / MANIFEST, *out.glob(SHARDS)):
+                each.unlink(missing_ok=True)
+        raise
+
+
+def is_bare(out: Path) -> bool:
+    """Whether there is a manifest that knows of no shard: nothing was kept, and nobody is bound to what it says."""
+    try:
+        return not read_manifest(out)["shards"]
+    except UserError:  # none, or not ours to touch
+        return False
+
+
 def _write(
     out: Path,
     shelf: Shelf,
     wanted: dict[str, Any],
-    make: Callable[[list[Span], Advance], Iterator[Part]],
+    make: Make,
     advance: Advance,
     warn: Callable[[str], Any],
 ) -> Written:
@@ -128,7 +166,10 @@ def _write(
     for leftover in out.glob(".*.part"):
         leftover.unlink()
     done: dict[str, dict[str, Any]] = {}
-    if (out / MANIFEST).exists():
+    if is_bare(out):  # of a run that was killed before it could tidy up
+        for leftover in out.glob(SHARDS):
+            leftover.unlink()
+    elif (out / MANIFEST).exists():
         manifest = resumed(out, wanted)
         for each in manifest["shards"]:
             file = out / each["name"]
@@ -144,25 +185,46 @@ def _write(
     check_room(out, manifest["arrays"], sum(stop - start for start, stop in missing.values()))
     if missing:
         note(out, manifest | {"complete": False, "shards": [done[name] for name in spans if name in done]})
-    parts = make(list(missing.values()), advance) if missing else iter(())
-    for (name, (start, stop)), part in zip(missing.items(), parts, strict=True):
-        check_part(part, manifest["arrays"], stop - start)
-        arrays = {"key": shelf.keys[start:stop]} | part.arrays
-        # safetensors writes memory as it lies.
-        content = save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
-        with aside(out / name) as side:
-            side.write_bytes(content)
-        done[name] = {
-            "name": name,
-            "pictures": stop - start,
-            "bytes": len(content),
-            "sha256": hashlib.sha256(content).hexdigest(),
-            "skipped": [{"row": row, "where": problem.where, "reason": problem.reason} for row, problem in part.skipped],
-        }
-        note(out, manifest | {"complete": len(done) == len(spans), "shards": [done[each] for each in spans if each in done]})
+    broken = False
+
+    def keep(name: str, span: Span, finish: Finish) -> None:
+        nonlocal broken
+        if broken:  # what comes after a shard that could not be kept is not kept either
+            return
+        try:
+            done[name] = write_shard(out / name, shelf.keys[slice(*span)], finish(), manifest["arrays"])
+            note(out, manifest | {"complete": len(done) == len(spans), "shards": [done[each] for each in spans if each in done]})
+        except BaseException:
+            broken = True
+            raise
+
+    waiting: deque[Future] = deque()
+    with closing(make(list(missing.values()), advance)) as parts, ThreadPoolExecutor(1) as writer:
+        for (name, span), finish in zip(missing.items(), parts, strict=True):
+            waiting.append(writer.submit(keep, name, span, finish))
+            if len(waiting) > AHEAD:
+                waiting.popleft().result()
+        for each in waiting:
+            each.result()
     shards = [done[name] for name in spans]
     skipped = shelf.lost + [Problem(each["where"], each["reason"]) for one in shards for each in one["skipped"]]
     return Written(out, total, shelf.given, sum(one["bytes"] for one in shards), len(shards), kept, skipped, len(shelf.lost))
+
+
+def write_shard(path: Path, keys: np.ndarray, part: Part, arrays: dict[str, Any]) -> dict[str, Any]:
+    """What the manifest says of it."""
+    check_part(part, arrays, len(keys))
+    # safetensors writes memory as it lies.
+    content = save({name: np.ascontiguousarray(array) for name, array in ({"key": keys} | part.arrays).items()})
+    with aside(path) as side:
+        side.write_bytes(content)
+    return {
+        "name": path.name,
+        "pictures": len(keys),
+        "bytes": len(content),
+        "sha256": hashlib.sha256(content).hexdigest(),
+        "skipped": [{"row": row, "where": problem.where, "reason": problem.reason} for row, problem in part.skipped],
+    }
 
 
 def check_part(part: Part, arrays: dict[str, Any], count: int) -> None:

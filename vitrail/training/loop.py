@@ -5,10 +5,9 @@ optimiser, running mean, step. What is written to disk at step n and read back g
 """
 
 import math
-import signal
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -36,6 +35,7 @@ from vitrail.training.display import Display
 from vitrail.training.metrics import Metrics, as_json
 from vitrail.training.optimisers import clip_gradients, make_optimiser, set_rate
 from vitrail.training.schedules import rate_at, span_steps, total_steps
+from vitrail.training.signals import listening
 from vitrail.training.speed import Speed
 from vitrail.training.state import gather, save_artefact, save_state
 from vitrail.training.statistics import Statistics
@@ -122,7 +122,8 @@ class Training:
         stream = self.train.stream(self.order, self.devices.mine, self.devices.units)
         saved = time.monotonic()
         begun = saved - self.seconds
-        with listening() as asked, closing(stream.run(self.step, self.total)) as batches:  # type: ignore[type-var]
+        at_once = f"Stopped at once; `vitrail resume {self.folder}` goes on from what was saved last."
+        with listening(at_once) as asked, closing(stream.run(self.step, self.total)) as batches:  # type: ignore[type-var]
             while self.step < self.total:
                 self._step(lambda: speed.waiting(lambda: next(batches)))
                 speed.count(self.recipe.batch)
@@ -141,7 +142,7 @@ class Training:
                         metrics.sync()
                     speed.pause(self.save)
                     saved = time.monotonic()
-                if stop and not ended:
+                if stop:
                     raise Stopped
 
     def _step(self, next_batch: Callable[[], Batch]) -> None:
@@ -297,29 +298,3 @@ def unit_seed(seed: int, step: int, unit: int) -> int:
     value = (seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + unit * 0x94D049BB133111EB + 1) & (2**64 - 1)
     value ^= value >> 31
     return (value * 0xD6E8FEB86659FD93) & (2**63 - 1)
-
-
-@contextmanager
-def listening():
-    """Ctrl-C and SIGTERM ask for a stop after the step in hand; a second one ends the program at once.
-
-    The command ends with 130 after any of them.
-    """
-    asked = {"stop": 0.0}
-    before: dict[int, Any] = {}
-
-    def hear(number: int, frame: Any) -> None:
-        if asked["stop"]:
-            raise KeyboardInterrupt
-        asked["stop"] = 1.0
-
-    try:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            before[number] = signal.signal(number, hear)
-    except ValueError:
-        pass  # not the main thread: whoever runs this answers for signals
-    try:
-        yield asked
-    finally:
-        for heard, handler in before.items():
-            signal.signal(heard, handler)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor, nn
 
 from vitrail.data.loader import free_memory
 from vitrail.errors import UserError
@@ -18,6 +19,7 @@ from vitrail.models.model import Model
 from vitrail.objectives.supervised import Supervised
 from vitrail.objectives.targets import Targets
 from vitrail.recipes.recipe import Recipe
+from vitrail.teachers.teacher import Teacher
 
 SHARE = 0.9  # of the free memory that a training may plan with
 QUICK = 0.2  # seconds for a few pictures, below which more are tasted for a better measure
@@ -30,6 +32,7 @@ class Taste(NamedTuple):
     pictures: int
     seconds: float
     memory: float  # bytes above the weights
+    asking: float = 0.0  # of the seconds, those of the teacher
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,8 @@ class Plan:
     seconds: float  # per picture
     largest: int  # pictures that a unit may have
     overhead: float = 0.0  # seconds per unit, however small it is
+    asking: float = 0.0  # the share of the time that a teacher takes
+    teacher: float = 0.0  # bytes of `fixed` that are its weights
 
     def duration(self, pictures: int) -> float:
         """Seconds that a unit takes."""
@@ -63,31 +68,39 @@ class Plan:
             )
 
 
-def taste(model: Model, recipe: Recipe, device: torch.device, pictures: int) -> Taste:
-    """Forward and backward over random pictures, twice: the second time counts."""
-    task = Supervised(model, recipe).train()
-    images = torch.zeros(pictures, 3, *recipe.augmentation.size, device=device)
+def taste(model: Model, recipe: Recipe, device: torch.device, pictures: int, teacher: Teacher | None = None) -> Taste:
+    """Forward and backward over empty pictures, twice: the second time counts. A teacher is asked about them first."""
+    task, how = Supervised(model, recipe).train(), recipe.augmentation
+    images = torch.zeros(pictures, 3, *how.size, device=device)
     targets = random_targets(model, recipe, device, pictures)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(recipe.precision)
     state = {name: value.clone() for name, value in model.named_buffers()}
-    seconds, memory = 0.0, 0.0
+    seconds, asking, memory, before = 0.0, 0.0, 0.0, 0.0
     for _ in range(2):
+        start = now(device)
         if device.type == "cuda":
-            torch.cuda.synchronize(device)
             torch.cuda.reset_peak_memory_stats(device)
             before = torch.cuda.memory_allocated(device)
-        start = time.perf_counter()
+        if teacher is not None:
+            teacher(images, how.mean, how.std)
+            asking = now(device) - start
         with torch.autocast(device.type, dtype, enabled=dtype is not None):
             loss = task(images, targets)
         loss.backward()
+        seconds = now(device) - start
         if device.type == "cuda":
-            torch.cuda.synchronize(device)
             memory = torch.cuda.max_memory_allocated(device) - before
-        seconds = time.perf_counter() - start
         model.zero_grad(set_to_none=True)
     for name, value in model.named_buffers():
         value.copy_(state[name])
-    return Taste(pictures, seconds, memory)
+    return Taste(pictures, seconds, memory, asking)
+
+
+def now(device: torch.device) -> float:
+    """The time at which all is done that was asked of the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def check_room(folder: Path, model: Model, recipe: Recipe, keep: int) -> None:
@@ -114,16 +127,23 @@ def random_targets(model: Model, recipe: Recipe, device: torch.device, pictures:
     return Targets(even, teacher, tokens, mixed)
 
 
-def make_plan(model: Model, recipe: Recipe, device: torch.device, at_most: int, shares: int = 1) -> Plan:
+def make_plan(
+    model: Model, recipe: Recipe, device: torch.device, at_most: int, shares: int = 1, teacher: Teacher | None = None
+) -> Plan:
     """Measured on the device that will do the work; the model's weights and statistics are left as they were.
 
-    `shares` is the number of processes that share weights, gradients and what the optimiser keeps.
+    `shares` is the number of processes that share weights, gradients and what the optimiser keeps. A `teacher`, which is asked
+    at every step, lies on the device already; every process has all of it.
     """
     price = cost(model.architecture)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     fixed = 4.0 * (price.parameters * (1 + bool(recipe.average.decay)) + trained * (COPIES[recipe.optimiser.kind] - 1)) / shares
-    held = 4.0 * price.parameters  # the weights are on the device already
+    taught = weight_bytes(teacher)
+    fixed += taught
+    held = 4.0 * price.parameters + taught  # these weights are on the device already
     each = kept_bytes(model, price)
+    if teacher is not None and device.type == "cpu":  # a GPU is measured; the teacher forgets all before the student begins
+        each = max(each, answering_bytes(teacher, recipe))
     free = fixed + each * at_most  # where the system does not say
     if device.type == "cpu" and free_memory():
         free = SHARE * free_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", "1")) + held
@@ -132,17 +152,40 @@ def make_plan(model: Model, recipe: Recipe, device: torch.device, at_most: int, 
     few = max(min(some // 2, 4), 1)
     with enough_memory():
         model.to(device)
-        first = taste(model, recipe, device, few)
+        first = taste(model, recipe, device, few, teacher)
         quick = device.type == "cuda" or first.seconds < QUICK
         many = max(min(some, 32 if quick else 8), few + 1)
-        second = taste(model, recipe, device, many)
+        second = taste(model, recipe, device, many, teacher)
     if device.type == "cuda":
         each = max((second.memory - first.memory) / (many - few), 1.0)
         unused = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         free = SHARE * unused + held
     seconds = min(max((second.seconds - first.seconds) / (many - few), 0.0), second.seconds / many)
     overhead = second.seconds - seconds * many
-    return Plan(fixed, each, free, seconds, largest_unit(fixed, each, free), overhead)
+    asking = second.asking / second.seconds if second.seconds else 0.0
+    return Plan(fixed, each, free, seconds, largest_unit(fixed, each, free), overhead, asking, taught)
+
+
+def weight_bytes(teacher: Teacher | None) -> float:
+    return float(sum(tensor.nbytes for tensor in teacher.state_dict().values())) if teacher is not None else 0.0
+
+
+def answering_bytes(teacher: Teacher, recipe: Recipe) -> float:
+    """What a teacher holds at a time for one picture: of its layers, the largest input and output, and as much for shortcuts."""
+    most = 0
+
+    def look(layer: nn.Module, given: tuple, answer: object) -> None:
+        nonlocal most
+        most = max(most, sum(each.nbytes for each in (*given, answer) if isinstance(each, Tensor)))
+
+    hooks = [layer.register_forward_hook(look) for layer in teacher.modules() if not list(layer.children())]
+    try:
+        how = recipe.augmentation
+        teacher(torch.zeros(1, len(how.mean), *how.size), how.mean, how.std)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return 2.0 * most
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from vitrail.models.model import Model
 from vitrail.models.preprocessing import Preprocessing
 from vitrail.recipes import Recipe, lookup
 from vitrail.recipes.fitting import fit, usual_side
+from vitrail.recipes.lengths import told
 from vitrail.teachers.store import read_manifest
 from vitrail.training.devices import Devices, cut
 from vitrail.training.loop import Options
@@ -29,11 +30,15 @@ from vitrail.training.planning import Plan, enough_memory
 from vitrail.training.schedules import total_steps
 from vitrail.training.scope import apply_scope
 from vitrail.weights import load
+from vitrail.weights.bundled import find_bundled
 from vitrail.weights.files import split_path
 from vitrail.weights.reading import BEST
+from vitrail.wording import percent
 
 # Parts in which a training may differ from the weights it starts from, because they are made anew or resampled.
 RENEWED = {"classes", "pre_logits", "patch_size", "image_size", "dense_head", "dense_weight"}
+# What comes with a distillation token, which weights without one are given.
+TOKEN = ("distillation", "distillation_head", "fusion")
 
 
 def resolve(recipe: str | Recipe | None, model: str | None, changes: dict[str, Any] | None, device: str) -> Recipe:
@@ -77,7 +82,7 @@ def with_teacher(recipe: Recipe, said: frozenset[str] = frozenset()) -> Recipe:
         changes["dense_head"] = True
     teacher, labels = (place(os.path.expanduser(path)) for path in (distillation.teacher, tokens.labels))
     # Said here and not after the pictures have been decoded.
-    if teacher and not teacher.startswith("timm:") and not os.path.exists(teacher):
+    if teacher and not teacher.startswith("timm:") and not os.path.exists(find_bundled(teacher) or teacher):
         raise UserError(
             f"There is no teacher at {teacher}: give a network's file, timm:NAME or a store made by vitrail annotate."
         )
@@ -129,6 +134,8 @@ def look_at(source: str, recipe: Recipe, model: str | None = None) -> tuple[Spli
     splits = open_splits(source, held_out=recipe.data.held_out)
     check_splits(source, splits)
     trained = open_weights(recipe, model) if recipe.start.weights else None
+    if trained and model is not None:
+        recipe = with_token(recipe, trained, find_model(model)[1])
     recipe, said = fit(recipe, splits.train, trained.preprocessing if trained else None)
     said += taught(recipe)
     steps = steps_of(recipe, splits.train)
@@ -141,10 +148,17 @@ def look_at(source: str, recipe: Recipe, model: str | None = None) -> tuple[Spli
     if recipe.data.repeats > 1 or recipe.data.round_to > 1:
         epoch = order_of(recipe, splits.train).accounting()
         said.append(f"an epoch is {epoch.steps:,} steps, {epoch.samples:,} samples of {epoch.distinct:,} pictures")
+    said += told(recipe.schedule)
     if trained:
         head = "a new" if is_new_classifier(trained, recipe, splits.train.classes) else "its own"
         size = show_size(trained.architecture.image_size)
         said.append(f"starting from {recipe.start.weights}: {trained.name or 'a model'} at {size} pixels, with {head} classifier")
+        if gains_token(trained, recipe):
+            stays = "" if recipe.start.scope == "full" else f"; start.scope={recipe.start.scope} leaves the token as it starts"
+            said.append(
+                "these weights have no distillation token: the token, its position and its classifier are new and start as in a "
+                f"training from scratch, everything else is loaded{stays}"
+            )
     return splits, recipe, trained, said
 
 
@@ -214,13 +228,15 @@ def open_weights(recipe: Recipe, model: str | None = None) -> Model:
     weights = recipe.start.weights
     training = {field: value for field, value in recipe.architecture.items() if field in TRAINING_ONLY}
     others = {field: value for field, value in recipe.architecture.items() if field not in TRAINING_ONLY | RENEWED}
-    # A file of another kind may be silent about a part and needs to be told.
-    trained = load(weights, **(training if is_artefact(weights) else training | others))
+    # A file of another kind may be silent about a part and needs to be told; of a distillation token it never is.
+    silent = {field: value for field, value in others.items() if field != "distillation"}
+    trained = load(weights, **(training if is_artefact(weights) else training | silent))
     found = trained.architecture
     wanted = found.replace(**others)
     if model is not None:
         wanted = find_model(model)[1].replace(**recipe.architecture, classes=found.classes, image_size=found.image_size)
-    different = [field for field in found.differences(wanted) if field not in RENEWED]
+    added = TOKEN if wanted.distillation and not found.distillation else ()
+    different = [field for field in found.differences(wanted) if field not in RENEWED and field not in added]
     if different:
         field = different[0]
         raise UserError(
@@ -230,13 +246,28 @@ def open_weights(recipe: Recipe, model: str | None = None) -> Model:
     return trained
 
 
+def gains_token(trained: Model, recipe: Recipe) -> bool:
+    """Whether the recipe wants a distillation token that the weights do not have."""
+    return bool(recipe.architecture.get("distillation")) and not trained.architecture.distillation
+
+
+def with_token(recipe: Recipe, trained: Model, asked: Architecture) -> Recipe:
+    """The recipe with the distillation token of the model that was asked for beside it, where the weights have none: a run that
+    is resumed knows the recipe alone.
+    """
+    if not asked.distillation or trained.architecture.distillation:
+        return recipe
+    parts = {field: getattr(asked, field) for field in TOKEN} | recipe.architecture
+    return dataclasses.replace(recipe, architecture=parts)
+
+
 def is_artefact(path: str) -> bool:
     """Whether the file says itself what it is; of base and delta, whether the base does."""
     base, delta = split_path(path)
     if delta is not None:
         return is_artefact(str(base))
     try:
-        with safe_open(path, "pt") as file:
+        with safe_open(find_bundled(path) or path, "pt") as file:
             return "vitrail" in (file.metadata() or {})
     except (SafetensorError, OSError, ValueError):
         return False
@@ -247,8 +278,10 @@ def adapted(trained: Model, recipe: Recipe, classes: list[str]) -> tuple[Model, 
     changes = {field: value for field, value in recipe.architecture.items() if field in RENEWED | TRAINING_ONLY}
     trained.resize(*recipe.augmentation.size, patch_size=changes.pop("patch_size", None))
     after = trained.architecture.replace(**changes | {"classes": len(classes), "image_size": trained.architecture.image_size})
-    fresh = is_new_classifier(trained, recipe, classes)
-    if not fresh and after.dense_head == trained.architecture.dense_head:
+    fresh, token = is_new_classifier(trained, recipe, classes), gains_token(trained, recipe)
+    if token:
+        after = after.replace(**{field: recipe.architecture[field] for field in TOKEN if field in recipe.architecture})
+    if not fresh and not token and after.dense_head == trained.architecture.dense_head:
         return trained, False
     model = build_model(after, trained.name)
     state, lost = model.state_dict(), ("head", "pre_logits") if fresh else ()
@@ -258,6 +291,10 @@ def adapted(trained: Model, recipe: Recipe, classes: list[str]) -> tuple[Model, 
         for name, tensor in trained.state_dict().items()
         if not name.startswith(lost) and name in state and state[name].shape == tensor.shape
     }
+    if token:  # its rows follow those of the class token
+        for name, tensor in trained.state_dict().items():
+            if name.startswith(("special", "readout.queries", "positions.")) and len(state[name]) == len(tensor) + 1:
+                kept[name] = torch.cat([tensor[:1], state[name][1:2], tensor[1:]])
     model.load_state_dict(state | kept)
     for name, parameter in model.named_parameters():
         # Labels of whole pictures do not train a dense head, which in evaluation would add what it started with.
@@ -317,4 +354,5 @@ def forecast(plan: Plan, recipe: Recipe, devices: Devices, source: Source) -> st
         f"{steps:,} steps, about {datetime.timedelta(seconds=round(seconds * steps))} at {rate:,.0f} images/s"
         f"{' before compiling' if devices.device.type == 'cuda' else ''}; "
         f"{memory / 1e9:.1f} GB of {plan.free / 1e9:.1f} GB"
+        + (f"; {percent(plan.asking)} of the time and {plan.teacher / 1e9:.1f} GB are the teacher's" if plan.teacher else "")
     )

@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -26,10 +26,11 @@ from vitrail.data.source import Splits
 from vitrail.errors import UserError
 from vitrail.models.cost import cost
 from vitrail.models.model import Model
-from vitrail.objectives.guide import Guide, identities
+from vitrail.objectives.guide import Guide, check_stores, identities, open_asked
 from vitrail.recipes import Recipe
+from vitrail.stopping import State, work_begins
 from vitrail.training.bands import find_band
-from vitrail.training.checkpoints import Checkpoints, alone
+from vitrail.training.checkpoints import Checkpoints, alone, number_of
 from vitrail.training.closing import close_run
 from vitrail.training.devices import Devices, check_shardable, choose_device, connected, is_launched
 from vitrail.training.display import Display
@@ -86,7 +87,7 @@ def train(
     >>> run = vitrail.train("photos/", recipe="laptop", out="runs/photos")
     >>> model = vitrail.load(run.artefact)
     """
-    with connected(device) as devices:
+    with stoppable() as place, connected(device) as devices:
         say = to_terminal if devices.first else nobody
         options = options or Options(compile=devices.device.type == "cuda")
         with devices.together():
@@ -95,18 +96,23 @@ def train(
             splits, resolved, trained, said = look_at(source, resolved, model)
             folder, going_on = choose_folder(out, source, resolved.name)
         folder, going_on = devices.agreed((folder, going_on))  # as the first process sees it, which writes there
+        place.append(folder)
         if going_on:
             return _resume(folder, devices, options, workers, say)
         for sentence in said:
             say(sentence)
         with devices.together():
+            # Who cannot teach is told before anything is decoded or measured.
+            asked = open_asked(resolved, splits.train, devices.device)
+            check_stores(resolved, splits.train)
             start = build(resolved, splits.train, trained)
             start.recompute = options.recompute
             if options.sharding != "none":
                 check_shardable(start)
             shares = devices.world if options.sharding != "none" else 1
             check_room(folder, start, resolved, options.keep)
-            plan = make_plan(start, resolved, devices.device, resolved.batch // devices.world, shares)
+            guide = Guide(resolved, start, splits.train, devices.device, asked)
+            plan = make_plan(start, resolved, devices.device, resolved.batch // devices.world, shares, guide.teacher)
         devices = divide(devices, resolved, plan, micro_batch)
         price = cost(start.architecture)
         said = [f"{start.name}: {price.parameters:,} parameters, {price.macs / 1e9:.2f} G multiply-adds a picture; run {folder}"]
@@ -116,13 +122,14 @@ def train(
         facts = describe(source, splits, resolved, start, devices, options, bad) | {"teachers": identities(resolved)}
         check_same_data(devices, facts)
         missing = missing_folders(folder)
+        work_begins()
         with alone(folder, devices.first), tidied(folder, missing if devices.first else None):
             if devices.first:
                 text = yaml.safe_dump(json.loads(json.dumps(resolved.to_dict())), sort_keys=False)
                 write_aside(folder / "recipe.yaml", lambda side: side.write_text(text))
                 write_json(folder / "run.json", facts)  # last: from here on it can be resumed
             devices.wait()
-            return go(folder, resolved, start, splits, devices, options, workers, facts, say)
+            return go(folder, resolved, start, splits, devices, options, workers, facts, say, guide)
 
 
 def foresee(
@@ -142,10 +149,14 @@ def foresee(
             check_numbers(micro_batch, None)
             resolved = resolve(recipe, model, changes, devices.device.type)
             splits, resolved, trained, said = look_at(source, resolved, model)
+            asked = open_asked(resolved, splits.train, devices.device)
+            check_stores(resolved, splits.train)
             start = build(resolved, splits.train, trained)
             price = cost(start.architecture)
             said.append(f"{start.name}: {price.parameters:,} parameters, {price.macs / 1e9:.2f} G multiply-adds a picture")
-            plan = make_plan(start, resolved, devices.device, resolved.batch // devices.world)
+            said += asked.said if asked else []
+            teacher = asked.teacher if asked else None
+            plan = make_plan(start, resolved, devices.device, resolved.batch // devices.world, teacher=teacher)
         devices = divide(devices, resolved, plan, micro_batch)
         said += [*unseen(start), devices.describe(resolved.batch), forecast(plan, resolved, devices, splits.train)]
         return said if devices.first else []
@@ -159,7 +170,8 @@ def resume(
     on_nan: Literal["stop", "skip"] | None = None,
 ) -> Run:
     """Go on with a run that was stopped, killed or cut off, with its own options unless others are given."""
-    with connected(device) as devices:
+    with stoppable() as place, connected(device) as devices:
+        place.append(Path(folder))
         return _resume(Path(folder), devices, options, workers, to_terminal if devices.first else nobody, on_nan)
 
 
@@ -185,8 +197,10 @@ def _resume(
                 f"{folder} cuts its batch into {facts['units']} parts, which {devices.world} processes cannot share evenly."
             )
         check_same_teachers(recipe, facts.get("teachers"), folder)
+        asked = open_asked(recipe, splits.train, devices.device)
         begun = Checkpoints(folder / "checkpoints").all()
         model = rebuild(facts, recipe, splits.train) if begun else build(recipe, splits.train)
+        guide = Guide(recipe, model, splits.train, devices.device, asked)
     devices = dataclasses.replace(devices, units=facts["units"])
     options = options or dataclasses.replace(
         saved,
@@ -194,8 +208,33 @@ def _resume(
         compile=saved.compile and devices.device.type == "cuda",
         sharding=saved.sharding if is_launched() else "none",  # one process alone holds everything itself
     )
+    work_begins()
     with alone(folder, devices.first):
-        return go(folder, recipe, model, splits, devices, options, workers, facts, say, resumed=True)
+        return go(folder, recipe, model, splits, devices, options, workers, facts, say, guide, resumed=True)
+
+
+@contextlib.contextmanager
+def stoppable() -> Iterator[list[Path]]:
+    """An interrupt outside the steps of a training says what was kept in the folder that the list is given."""
+    place: list[Path] = []
+    try:
+        yield place
+    except (KeyboardInterrupt, Exception) as error:
+        # A library that is loaded just then may make something else of an interrupt.
+        if not isinstance(error, KeyboardInterrupt) and not State.heard:
+            raise
+        raise KeyboardInterrupt(what_is_kept(place[0] if place else None)) from None
+
+
+def what_is_kept(folder: Path | None) -> str:
+    if folder is None or not (folder / "run.json").exists():
+        return "Stopped before the first step; nothing was kept."
+    if (folder / "last.safetensors").exists():
+        return f"Stopped after the last step; `vitrail resume {folder}` writes the report."
+    saved = Checkpoints(folder / "checkpoints").all()
+    if not saved:
+        return f"Stopped before anything was saved; `vitrail resume {folder}` starts at the first step."
+    return f"Stopped at once; `vitrail resume {folder}` goes on from step {number_of(saved[-1])}."
 
 
 def hint(recipe: Recipe) -> str:
@@ -214,14 +253,14 @@ def go(
     workers: int | None,
     facts: dict[str, Any],
     say: Say,
+    guide: Guide,
     resumed: bool = False,
 ) -> Run:
     """The training itself, from its newest checkpoint if there is one, to the report."""
     at_least = round(max(recipe.augmentation.size) * recipe.data.detail) or None
+    for sentence in guide.said:
+        say(sentence)
     with devices.together():
-        guide = Guide(recipe, model, splits.train, devices.device)
-        for sentence in guide.said:
-            say(sentence)
         feeds = [Feed(part, devices.device, workers, at_least, facts["bad"], say) for part in (splits.train, splits.validation)]
     for feed in feeds:
         say(feed.sentence)
@@ -248,7 +287,10 @@ def go(
                 training.run(display, metrics, Speed(model, devices.device, devices.world))
                 display.finish()
     except Stopped:
-        say(f"Stopped at step {training.step} of {training.total}; `vitrail resume {folder}` goes on.")
+        if training.step == training.total:
+            say(f"Stopped after the last step; `vitrail resume {folder}` writes the report.")
+        else:
+            say(f"Stopped at step {training.step} of {training.total}; `vitrail resume {folder}` goes on.")
         return Run(folder, False, training.best)
     except NotFinite as error:
         from vitrail.training.recorder import record

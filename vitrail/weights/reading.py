@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from vitrail.errors import UserError
+from vitrail.weights.bundled import find_bundled
 
 # Where projects put the weights inside their training files, in the order of trust.
 WRAPPERS = ("model", "state_dict", "module", "teacher", "student", "params")
@@ -37,8 +38,8 @@ class Checkpoint:
 
 
 def read(path: str | Path, ema: bool = False) -> Checkpoint:
-    """Read a file or folder of any of the known kinds."""
-    path = Path(path)
+    """Read a file or folder of any of the known kinds, or the weights of a bundled name."""
+    path = find_bundled(path) or Path(path)
     if not path.exists():
         raise UserError(f"There is no file {path}.")
     if path.is_dir():

@@ -12,7 +12,7 @@ from torch import Tensor
 
 HAS_TRITON = find_spec("triton") is not None
 WIDEST = 64  # channels of a head
-ENABLED = False  # the kernels are right in Triton's interpreter; they are taken by themselves once they are measured on a GPU
+ENABLED: frozenset[str] = frozenset()  # right in Triton's interpreter; taken by themselves once they are measured on a GPU
 
 
 @cache
@@ -29,14 +29,29 @@ def most_heads(device: int | None) -> int:
     return 16 if shared_memory(device) >= 200_000 else 8
 
 
+def may_run(name: str, x: Tensor) -> bool:
+    """Whether a kernel is chosen and can work on what a product of such a tensor gives: half precision, here and now."""
+    if name not in ENABLED or not (x.is_cuda and HAS_TRITON) or torch.version.hip or torch.compiler.is_exporting():
+        return False
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
+    return dtype in (torch.bfloat16, torch.float16)
+
+
+def bias_gelu_for(x: Tensor) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """gelu(product of x + bias) with a backward of one pass; without gradients a compiler does as well."""
+    if not torch.is_grad_enabled() or not may_run("bias_gelu", x):
+        return None
+    from vitrail.layers.kernels.bias_gelu import bias_gelu
+
+    return bias_gelu
+
+
 def talking_heads_for(qkv: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None:
     """Fused talking-heads attention for queries, keys and values [B, N, 3, H, D] if there is a kernel for them, else None.
 
     It works on half precision: single precision would leave the matrix units unused. An exported program must run elsewhere too.
     """
-    if not (ENABLED and qkv.is_cuda and HAS_TRITON) or torch.version.hip or torch.compiler.is_exporting():
-        return None
-    if qkv.dtype not in (torch.bfloat16, torch.float16) or qkv.shape[4] > WIDEST:
+    if not may_run("talking_heads", qkv) or qkv.dtype == torch.float32 or qkv.shape[4] > WIDEST:
         return None
     if qkv.shape[3] > most_heads(qkv.device.index):
         return None

@@ -1,0 +1,103 @@
+"""The photographs that come with the package, and the script that has made them."""
+
+import importlib.util
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import vitrail
+from tests.pictures import make_folder
+from vitrail.data.decode import decode
+from vitrail.data.duplicates import exact_groups, fingerprint, near_groups
+from vitrail.data.opening import open_parts, open_source, open_splits
+from vitrail.data.pets import PETS
+
+TOOL = Path(vitrail.__file__).parents[1] / "tools" / "make_pets.py"
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def test_they_are_small_enough_to_ship_and_say_whose_they_are():
+    assert PETS.stat().st_size <= 4_000_000
+    words = PETS.with_suffix(".md").read_text()
+    for part in ("Oxford-IIIT Pet", "Parkhi", "Vedaldi", "Zisserman", "Jawahar", "CC BY-SA 4.0", "Changes"):
+        assert part in words
+
+
+def test_every_breed_has_as_many():
+    parts = open_parts("pets")
+    assert {split: len(part) for split, part in parts.items()} == {"train": 600, "validation": 120, "test": 300}
+    for part, each in zip(parts.values(), (50, 10, 25), strict=True):
+        assert part.name == "pets"
+        assert len(part.classes) == 12
+        assert np.bincount(part.label.values).tolist() == [each] * 12
+    assert parts["test"].where(0) == "picture 720 of pets"
+
+
+def test_no_picture_is_there_twice():
+    found = [fingerprint(decode(part.encoded(index))) for part in open_parts("pets").values() for index in range(len(part))]
+    exact = exact_groups(np.array([each.digest for each in found]))
+    hashes, thumbnails = np.array([each.hash for each in found], dtype=np.uint64), np.stack([each.thumbnail for each in found])
+    assert np.array_equal(near_groups(exact, hashes, thumbnails), np.arange(1020))
+
+
+def test_pictures_are_square_and_in_colour():
+    source = open_source("pets", "test")
+    pixels = [decode(source.encoded(index)) for index in range(0, 300, 25)]
+    assert {each.shape for each in pixels} == {(128, 128, 3)}
+    assert np.ptp(np.stack(pixels), axis=-1).mean() > 5
+    assert pickle.loads(pickle.dumps(source)).encoded(7) == source.encoded(7)
+
+
+def test_a_training_takes_the_splits_as_they_are():
+    assert [len(part) for part in open_splits("pets")] == [600, 120, 300]
+
+
+def test_a_folder_by_that_name_comes_first(tmp_path):
+    make_folder(tmp_path / "pets")
+    assert open_source("pets").classes == ["blue", "green", "red"]
+    assert open_source("./pets").classes == ["blue", "green", "red"]
+
+
+@pytest.fixture
+def tool(monkeypatch):
+    spec = importlib.util.spec_from_file_location("make_pets", TOOL)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "EACH", {"train": 1, "validation": 1, "test": 1})
+    return module
+
+
+def noise(folder, breeds, count):
+    """Pictures that do not resemble each other, wider than high."""
+    for place, breed in enumerate(breeds):
+        for number in range(count):
+            pixels = np.random.default_rng([place, number, count]).integers(0, 256, (9, 12, 3), dtype=np.uint8)
+            (folder / breed).mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels).resize((180, 135)).save(folder / breed / f"{number}.png")
+
+
+def test_the_script_takes_the_first_of_each_breed_and_cuts_them(tool, tmp_path, monkeypatch, capsys):
+    breeds = [*tool.BREEDS, "a breed that is not taken"]
+    noise(tmp_path / "all" / "train", breeds, 3)
+    noise(tmp_path / "all" / "test", breeds, 2)
+    twin = tmp_path / "all" / "train" / "pug"
+    (twin / "1.png").write_bytes((twin / "0.png").read_bytes())
+    monkeypatch.setattr("sys.argv", ["make_pets.py", "all", "--out", "made.parquet"])
+    tool.main()
+    assert "36 pictures" in capsys.readouterr().out
+    made = open_source("made.parquet")
+    assert made.classes == list(tool.BREEDS.values())
+    assert np.bincount(made.label.values).tolist() == [3] * 12
+    assert {decode(made.encoded(index)).shape for index in range(36)} == {(128, 128, 3)}
+    everything = [fingerprint(decode(made.encoded(index))).digest for index in range(36)]
+    assert len(set(everything)) == 36
+    (twin / "2.png").write_bytes((twin / "0.png").read_bytes())
+    with pytest.raises(SystemExit, match="fewer than 2 different pictures"):
+        tool.main()

@@ -1,0 +1,61 @@
+"""gelu(x + bias) and its gradients against float64: on a GPU, or with TRITON_INTERPRET=1."""
+
+import os
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from vitrail.layers import kernels, mixers
+from vitrail.layers.kernels import bias_gelu_for
+from vitrail.layers.mixers import FeedForward
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+RUNS = find_spec("triton") is not None and (GPU or os.environ.get("TRITON_INTERPRET") == "1")
+without_kernels = pytest.mark.skipif(not RUNS, reason="needs a GPU, or Triton and TRITON_INTERPRET=1")
+
+
+@pytest.fixture(autouse=True)
+def enabled(monkeypatch):
+    monkeypatch.setattr(kernels, "ENABLED", frozenset(("bias_gelu",)))
+
+
+@pytest.mark.gpu
+@without_kernels
+@pytest.mark.parametrize("shape", [(2, 5, 24), (3, 700, 130), (1, 1, 1), (1100, 256)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_kernels(shape, dtype):
+    from vitrail.layers.kernels.bias_gelu import bias_gelu
+
+    x = (3 * torch.randn(shape, device=DEVICE)).to(dtype).requires_grad_()
+    bias = torch.randn(shape[-1], device=DEVICE, requires_grad=True)
+    gradient = torch.randn(shape, device=DEVICE).to(dtype)
+    out = bias_gelu(x, bias)
+    assert out.dtype == dtype
+    found = (out, *torch.autograd.grad(out, (x, bias), gradient))
+    x64, bias64 = x.detach().double().requires_grad_(), bias.detach().double().requires_grad_()
+    wanted = F.gelu(x64 + bias64)
+    expected = (wanted, *torch.autograd.grad(wanted, (x64, bias64), gradient.double()))
+    for ours, theirs in zip(found, expected, strict=True):
+        apart = (ours.double() - theirs).abs().max() / theirs.abs().max()
+        assert apart < (1e-5 if dtype == torch.float32 else 2e-3)
+
+
+def test_no_kernel_for_a_processor():
+    assert bias_gelu_for(torch.zeros(3, 4, dtype=torch.bfloat16)) is None
+
+
+@pytest.mark.parametrize(("act", "asked"), [("gelu", True), ("gelu_tanh", False), ("relu", False)])
+def test_what_asks_for_it(monkeypatch, act, asked):
+    calls = []
+
+    def pretend(x):
+        return lambda product, bias: calls.append(1) or F.gelu(product + bias)
+
+    monkeypatch.setattr(mixers, "bias_gelu_for", pretend)
+    layer, x = FeedForward(6, 12, act), torch.randn(2, 3, 6)
+    found = layer(x)
+    assert bool(calls) == asked
+    torch.testing.assert_close(found, layer.fc2(layer.activation(layer.fc1(x))))

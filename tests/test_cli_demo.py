@@ -1,0 +1,72 @@
+"""`vitrail demo`, as a person types it, on a few of the photographs."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from vitrail.data import opening
+from vitrail.data.pets import open_pets
+from vitrail.data.source import Subset
+
+
+@pytest.fixture(autouse=True)
+def few(tmp_path, monkeypatch):
+    """Three pictures of each breed to train, one to validate, two to test: a demo in seconds."""
+
+    def some():
+        whole = open_pets()
+        return {
+            split: Subset(
+                part, np.sort(np.concatenate([np.flatnonzero(part.label.values == breed)[:count] for breed in range(12)]))
+            )
+            for (split, part), count in zip(whole.items(), (3, 1, 2), strict=True)
+        }
+
+    monkeypatch.setattr(opening, "open_pets", some)
+    monkeypatch.chdir(tmp_path)
+
+
+def test_the_page_and_the_numbers(typed, tmp_path):
+    result = typed("demo", "--epochs", 1, "--seed", 3, "--device", "cpu")
+    assert result.returncode == 0, result.stderr
+    assert "adapted from house_tiny, attention only" in result.stdout
+    assert "24 test pictures of 12 breeds (± standard error), seed 3; guessing would give 8.3 %." in result.stdout
+    assert "vitrail train photos/ --from house_tiny --scope attention" in result.stdout
+    folder = tmp_path / "runs" / "pets-demo"
+    page = (folder / "report.html").read_text()
+    for title in ("Side by side", "The surest mistakes", "Where it looks", "What is taken for what", "Next: your own pictures"):
+        assert f"<h2>{title}</h2>" in page
+    assert page.count("<tr><td>") == 2  # one row for either training
+    assert "CC BY-SA 4.0" in page
+    assert page.count("data:image/jpeg") > 5
+    assert not re.search(r"(src|href)=[\"'](?!data:)", page)
+    recipes = [json.loads((folder / name / "run.json").read_text())["recipe"] for name in ("adapted", "scratch")]
+    different = {key for key in recipes[0] if recipes[0][key] != recipes[1][key]}
+    assert different == {"model", "start", "optimiser"} or different == {"start", "optimiser"}
+    assert (recipes[0]["start"]["weights"], recipes[0]["start"]["scope"]) == ("house_tiny", "attention")
+    assert (recipes[1]["start"]["weights"], recipes[1]["start"]["scope"]) == ("", "full")
+    shares = re.findall(r"([\d.]+) % ± ([\d.]+)", result.stdout)
+    tests = [json.loads((folder / name / "run.json").read_text())["test"] for name in ("adapted", "scratch")]
+    assert [float(share) for share, _ in shares] == [round(100 * each["top1"], 1) for each in tests]
+    adapted, scratch = json.loads((folder / "results.json").read_text())["trainings"]
+    assert adapted["test_pictures"] == scratch["test_pictures"] == 24
+    assert adapted["trained_parameters"] < scratch["trained_parameters"] / 3
+    assert scratch["trained_parameters"] == scratch["parameters"]
+
+
+@pytest.mark.parametrize("name", ["pets", "house_tiny"])
+def test_something_else_by_the_same_name(typed, tmp_path, name):
+    (tmp_path / name).mkdir()
+    result = typed("demo")
+    assert result.returncode == 2
+    assert result.stderr == f"A file or folder called {name} lies here and would be taken instead: run the demo elsewhere.\n"
+
+
+def test_a_folder_with_other_things(typed, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("")
+    result = typed("demo", "--out", "mine")
+    assert (result.returncode, result.stderr) == (2, "mine holds other things: give a new folder with --out.\n")
+    assert sorted(path.name for path in (tmp_path / "mine").iterdir()) == ["thesis.txt"]

@@ -1,0 +1,261 @@
+"""Ctrl-C at every moment of a command: one sentence on what was kept, exit code 130, no traceback, nothing half done."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.teachers.answers import network
+from tests.training.small import EASY, SHORT
+from vitrail import stopping
+from vitrail.commands import annotate as annotating_command
+from vitrail.teachers import annotating, storing
+from vitrail.training import closing, loop, preparing, run
+from vitrail.training.loop import Training
+
+ROOT = Path(__file__).parents[1]
+KICK = "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
+
+
+def program(text, *words, limit=60):
+    """What Python says to a program, and how it ends; hearing Ctrl-C, which a shell's background jobs do not."""
+    start = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    return subprocess.run(
+        [sys.executable, "-c", start + text, *words], cwd=ROOT, capture_output=True, text=True, timeout=limit, check=False
+    )
+
+
+def test_while_the_commands_are_loaded():
+    done = program(f"""
+import sys
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "rich.table":
+            {KICK}
+sys.meta_path.insert(0, Finder())
+from vitrail.cli import main
+main()
+""")
+    assert (done.returncode, done.stderr, done.stdout) == (130, "Stopped.\n", "")
+
+
+@pytest.mark.parametrize("inside", [KICK, f"try:\n    {KICK}\nexcept BaseException:\n    raise ImportError('half done')"])
+def test_while_a_command_loads_its_libraries(inside, tmp_path):
+    (tmp_path / "slow_library.py").write_text(inside)
+    done = program(f"""
+import sys
+from vitrail import cli
+sys.path.insert(0, {str(tmp_path)!r})
+@cli.app.command()
+def slow():
+    import slow_library
+sys.argv = ["vitrail", "slow"]
+cli.main()
+""")
+    assert (done.returncode, done.stderr) == (130, "Stopped.\n")
+
+
+def test_an_interrupt_that_got_lost_is_sent_again():
+    """In a destructor nothing can be raised."""
+    done = program(f"""
+import sys, time
+from vitrail import cli
+class Careless:
+    def __del__(self):
+        {KICK}
+@cli.app.command()
+def work():
+    Careless()
+    time.sleep(30)
+sys.argv = ["vitrail", "work"]
+cli.main()
+""")
+    assert (done.returncode, done.stderr) == (130, "Stopped.\n")
+
+
+def test_what_a_library_makes_of_an_interrupt():
+    text = f"""
+import sys, time
+from vitrail import cli
+@cli.app.command()
+def wrap(heard: bool = False):
+    try:
+        if heard:
+            {KICK}
+            time.sleep(30)
+    except KeyboardInterrupt:
+        pass
+    raise RuntimeError("something in C failed")
+sys.argv = ["vitrail", *sys.argv[1:]]
+cli.main()
+"""
+    done = program(text, "wrap", "--heard")
+    assert (done.returncode, done.stderr) == (130, "Stopped.\n")
+    assert "something in C failed" in program(text, "wrap").stderr  # which is one, if nobody interrupted it
+
+
+def test_at_the_end_of_the_program():
+    done = program(f"""
+import atexit, sys, time
+from vitrail import cli
+def late():
+    {KICK}
+    time.sleep(30)
+atexit.register(late)
+sys.argv = ["vitrail", "--version"]
+cli.main()
+""")
+    assert done.returncode in (0, 130)
+    assert (done.stderr, bool(done.stdout)) == ("", True)  # all had been said
+
+
+def test_while_processes_are_started():
+    """One that is not known yet would not be ended, and waited for."""
+    done = program(f"""
+import multiprocessing
+from vitrail.data.workers import Workers
+original = multiprocessing.Process.start
+def start(self):
+    original(self)
+    {KICK}
+multiprocessing.Process.start = start
+try:
+    list(Workers(abs, 2).run([1, 2]))
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+""")
+    assert (done.returncode, done.stdout) == (0, "interrupted\n")
+
+
+def test_a_background_job_stays_deaf():
+    done = program(f"signal.signal(signal.SIGINT, signal.SIG_IGN)\nfrom vitrail import cli\n{KICK}\nprint('on')")
+    assert (done.returncode, done.stdout) == (0, "on\n")
+
+
+def test_importing_the_commands_changes_nothing():
+    done = program("from vitrail import cli\nprint(signal.getsignal(signal.SIGINT) is signal.default_int_handler)")
+    assert done.stdout == "True\n"
+
+
+def interrupt_before(monkeypatch, owner, name, time=1):
+    """Ctrl-C as a function is called for the `time`-th time."""
+    original, calls = getattr(owner, name), []
+
+    def interrupted(*words, **named):
+        calls.append(name)
+        if len(calls) == time:
+            os.kill(os.getpid(), signal.SIGINT)
+        return original(*words, **named)
+
+    monkeypatch.setattr(owner, name, interrupted)
+
+
+NOTHING = "Stopped before the first step; nothing was kept."
+GOES_ON = "Stopped at step {} of 6; `vitrail resume {{}}` goes on."
+REPORT = "Stopped after the last step; `vitrail resume {}` writes the report."
+MOMENTS = {
+    "recipe": (run, "resolve", 1, NOTHING),
+    "data": (preparing, "open_splits", 1, NOTHING),
+    "model": (run, "build", 1, NOTHING),
+    "measuring": (run, "make_plan", 1, NOTHING),
+    "decoding": (run, "Feed", 1, NOTHING),
+    "validation pictures": (run, "Feed", 2, NOTHING),
+    "optimiser": (loop, "make_optimiser", 1, NOTHING),
+    "display": (run, "Display", 1, NOTHING),
+    "first batch": (Training, "prepare", 1, GOES_ON.format(1)),
+    "a step": (Training, "learn", 3, GOES_ON.format(3)),
+    "validating": (Training, "evaluate", 1, GOES_ON.format(3)),
+    "saving": (Training, "save", 1, GOES_ON.format(4)),
+    "the last step": (Training, "learn", 6, REPORT),
+    "the last validation": (Training, "evaluate", 2, REPORT),
+    "the last weights": (run, "gather", 1, "Stopped at once; `vitrail resume {}` goes on from step 6."),
+    "closing": (run, "close_run", 1, REPORT),
+    "the report": (closing, "write_report", 1, REPORT),
+}
+WORDS = {**SHORT, "schedule.length": "6 steps", "testing.every": "3 steps"}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_every_moment_of_a_training(moment, typed, tmp_path, monkeypatch):
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    owner, name, time, sentence = MOMENTS[moment]
+    for each, what, value in EASY:
+        monkeypatch.setattr(each, what, value)
+    folder = tmp_path / "run"
+    changes = [part for key, value in WORDS.items() for part in ("--set", f"{key}={value}")]
+    words = ["train", "digits", "--recipe", "laptop", "--out", folder, *changes, "--device", "cpu", "--workers", 0]
+    with monkeypatch.context() as patch:
+        interrupt_before(patch, owner, name, time)
+        done = typed(*words, "--save-steps", 3 if moment == "saving" else 0)
+    assert done.returncode == 130, done.stderr
+    assert done.stderr.splitlines()[-1] == sentence.format(folder)
+    assert "Traceback" not in done.stderr
+    assert folder.exists() == (sentence != NOTHING)
+    if folder.exists():
+        again = typed("resume", folder, "--device", "cpu", "--workers", 0)
+        assert again.returncode == 0, again.stderr
+        assert "best validation accuracy" in again.stderr
+
+
+def test_a_library_that_fails_of_it_at_the_end_of_a_training(typed, tmp_path, monkeypatch):
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for each, what, value in EASY:
+        monkeypatch.setattr(each, what, value)
+
+    def drawn(folder):
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        except KeyboardInterrupt:
+            raise ImportError("half loaded") from None
+
+    monkeypatch.setattr(closing, "write_report", drawn)
+    changes = [part for key, value in WORDS.items() for part in ("--set", f"{key}={value}")]
+    done = typed("train", "digits", "--out", tmp_path / "run", *changes, "--device", "cpu", "--workers", 0)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (130, REPORT.format(tmp_path / "run"))
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    path = tmp_path_factory.mktemp("teacher") / "net.pth"
+    torch.save(network(10).state_dict(), path)
+    return path
+
+
+KEPT = "Stopped; 500 of 1,437 pictures are kept in {}, and the same command goes on from there."
+ANNOTATING = {
+    "data": (annotating_command, "open_data", 1, "Stopped."),
+    "the teacher": (annotating_command, "open_one", 1, "Stopped before the first shard was written: nothing was kept."),
+    "looking up": (annotating, "shelve", 1, "Stopped before the first shard was written: nothing was kept."),
+    "first batch": (annotating.Annotator, "ask", 1, "Stopped before the first shard was written: nothing was kept."),
+    "second shard": (annotating.Annotator, "ask", 3, KEPT),
+}
+
+
+@pytest.mark.parametrize("moment", ANNOTATING)
+def test_every_moment_of_annotating(moment, teacher, typed, tmp_path, monkeypatch):
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    owner, name, time, sentence = ANNOTATING[moment]
+    whole = storing.write_store
+    monkeypatch.setattr(annotating, "write_store", lambda *words: whole(*words[:-1], 500))
+    out = tmp_path / "store"
+    words = ["annotate", teacher, "digits", "--out", out, "--size", 32, "--device", "cpu", "--workers", 0, "--batch", 250]
+    with monkeypatch.context() as patch:
+        interrupt_before(patch, owner, name, time)
+        done = typed(*words)
+    assert (done.returncode, done.stderr) == (130, sentence.format(out) + "\n")
+    assert out.exists() == (sentence == KEPT)
+    again = typed(*words)
+    assert again.returncode == 0, again.stderr
+    assert ("from an earlier run" in again.stdout) == (sentence == KEPT)
+
+
+def test_a_sentence_is_said_once_where_torchrun_has_started_several(monkeypatch, capfd):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    stopping.tell("Stopped.")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    stopping.tell("Stopped.")
+    assert capfd.readouterr().err == "Stopped.\n"

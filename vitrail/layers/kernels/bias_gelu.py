@@ -1,0 +1,107 @@
+"""gelu(x + bias), whose backward makes both gradients in one pass.
+
+A compiler makes two passes of it: one for the gradient of `x`, and one that reads everything again for the column sums that are
+the gradient of the bias. Here a program walks down a stripe of rows, writes the one and adds up the other.
+"""
+
+# mypy: disable-error-code="assignment"
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ROWS, COLUMNS, STEPS = 16, 128, 32  # of a tile, and tiles of a stripe
+WARPS = 4
+
+
+@triton.jit
+def tile(row, column, rows, columns):
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    return row.to(tl.int64)[:, None] * columns + column[None, :], inside
+
+
+@triton.jit
+def forward_kernel(x, bias, out, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    place, inside = tile(row, column, rows, columns)
+    value = tl.load(x + place, inside, 0.0).to(tl.float32)
+    value += tl.load(bias + column, column < columns, 0.0).to(tl.float32)[None, :]
+    value = 0.5 * value * (1.0 + tl.erf(value * 0.7071067811865476))
+    tl.store(out + place, value.to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def backward_kernel(
+    gradient,  # [rows, columns]
+    x,
+    bias,
+    grad,
+    sums,  # [stripes, columns]
+    rows,
+    columns,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    shift = tl.load(bias + column, column < columns, 0.0).to(tl.float32)[None, :]
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for step in range(STEPS):
+        row = (tl.program_id(0) * STEPS + step) * ROWS + tl.arange(0, ROWS)
+        place, inside = tile(row, column, rows, columns)
+        value = tl.load(x + place, inside, 0.0).to(tl.float32) + shift
+        share = 0.5 * (1.0 + tl.erf(value * 0.7071067811865476))
+        slope = share + value * 0.3989422804014327 * tl.exp(-0.5 * value * value)
+        found = (tl.load(gradient + place, inside, 0.0).to(tl.float32) * slope).to(grad.dtype.element_ty)
+        tl.store(grad + place, found, inside)
+        total += found.to(tl.float32)
+    tl.store(sums + tl.program_id(0) * columns + column, tl.sum(total, 0), column < columns)
+
+
+@torch.library.custom_op("vitrail::bias_gelu", mutates_args=())
+def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
+    """x [..., D] and bias [D]; the result has the type of x."""
+    x = x.contiguous()
+    rows, columns = x.numel() // x.shape[-1], x.shape[-1]
+    out = torch.empty_like(x)
+    with torch.cuda.device_of(x):
+        grid = (triton.cdiv(rows, ROWS), triton.cdiv(columns, COLUMNS))
+        forward_kernel[grid](x, bias, out, rows, columns, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS)
+    return out
+
+
+@bias_gelu.register_fake
+def _(x: Tensor, bias: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("vitrail::bias_gelu_backward", mutates_args=())
+def bias_gelu_backward(gradient: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    gradient, x = gradient.contiguous(), x.contiguous()
+    rows, columns = x.numel() // x.shape[-1], x.shape[-1]
+    stripes = triton.cdiv(rows, ROWS * STEPS)
+    grad, sums = torch.empty_like(x), x.new_empty(stripes, columns, dtype=torch.float32)
+    with torch.cuda.device_of(x):
+        backward_kernel[(stripes, triton.cdiv(columns, COLUMNS))](
+            gradient, x, bias, grad, sums, rows, columns, ROWS=ROWS, COLUMNS=COLUMNS, STEPS=STEPS, num_warps=WARPS
+        )
+    return grad, sums.sum(0).to(bias.dtype)
+
+
+@bias_gelu_backward.register_fake
+def _(gradient: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty_like(bias)
+
+
+def keep(ctx, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    grad, grad_bias = bias_gelu_backward(gradient, *ctx.saved_tensors)
+    return grad, grad_bias
+
+
+bias_gelu.register_autograd(backward, setup_context=keep)

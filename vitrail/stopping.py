@@ -1,0 +1,111 @@
+"""Ctrl-C at any moment of a command: one sentence and the exit code 130, never a traceback.
+
+Whoever has something to say of what was kept raises KeyboardInterrupt with that sentence; of others it is "Stopped.".
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from types import FrameType
+from typing import Any
+
+CODE = 130
+AGAIN = 0.05  # seconds after which an interrupt that got lost is sent again
+
+
+class Halted(Exception):
+    """An interrupt on its way out of the command line's library, which would end the program without a word."""
+
+
+class State:
+    """Of this process: whether it was interrupted, and whether there is anything to tidy up."""
+
+    heard = False
+    working = False
+
+
+def arm() -> None:
+    """From now on Ctrl-C is answered here; not where somebody has said otherwise, as a shell says of its background jobs."""
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, hear)
+
+
+def disarm() -> None:
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is hear:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def begin() -> None:
+    """A command begins."""
+    State.heard = State.working = False
+    if sys.unraisablehook is not repeat:
+        repeat.before = sys.unraisablehook
+        sys.unraisablehook = repeat
+    arm()
+
+
+def work_begins() -> None:
+    """There will be files from here on: an interrupt has to go the long way, past everybody who tidies up."""
+    State.working = True
+
+
+def hear(number: int, frame: FrameType | None) -> None:
+    State.heard = True
+    if not State.working and is_loading(frame):
+        # Modules in C make of an interrupt whatever they like, and nothing has been done yet.
+        tell("Stopped.")
+        leave(CODE)
+    raise KeyboardInterrupt
+
+
+def is_loading(frame: FrameType | None) -> bool:
+    """Whether a module is being imported."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+class Repeat:
+    """An interrupt that came where nothing can be raised (in a destructor, say) is not printed but sent again."""
+
+    before: Any = sys.__unraisablehook__
+
+    def __call__(self, trouble: Any) -> None:
+        if not issubclass(trouble.exc_type, KeyboardInterrupt):
+            self.before(trouble)
+            return
+        timer = threading.Timer(AGAIN, send)
+        timer.daemon = True
+        try:
+            timer.start()
+        except RuntimeError:  # no threads any more: the program was ending anyway, and all is said
+            leave(CODE)
+
+
+def send() -> None:
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)  # which wakes it, if it waits for something
+
+
+repeat = Repeat()
+
+
+def tell(sentence: str) -> None:
+    """Once, where torchrun has started several."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        with contextlib.suppress(OSError):
+            os.write(2, f"{sentence}\n".encode("utf-8", "replace"))
+
+
+def leave(code: int) -> None:
+    """At once."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(code)
+
+
+arm()  # while the commands are being loaded, at the end of which `vitrail.cli` disarms
