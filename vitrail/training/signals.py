@@ -2,11 +2,10 @@
 
 The first asks for a stop after the step in hand, the second ends the program at once, whatever it is doing. Python hears a signal
 between two of its own instructions: a program that hangs in a library hears none. So a thread counts them too, and ends a
-program that does not; and where even that thread cannot run, the system's own way to end it is back after the first.
+program that does not.
 """
 
 import contextlib
-import ctypes
 import os
 import select
 import signal
@@ -35,8 +34,6 @@ def listening(sentence: str) -> Iterator[dict[str, float]]:
         if asked["stop"]:
             raise KeyboardInterrupt
         asked["stop"] = 1.0
-        signal.signal(number, hear)
-        once(number)
 
     if threading.current_thread() is not threading.main_thread():
         yield asked  # whoever runs this answers for signals
@@ -45,7 +42,6 @@ def listening(sentence: str) -> Iterator[dict[str, float]]:
         with watched(sentence):
             for number in NUMBERS:
                 before[number] = signal.signal(number, hear)
-                once(number)
             yield asked
     finally:
         for heard, handler in before.items():
@@ -84,25 +80,3 @@ def watch(heard: int, sentence: str) -> None:
         os.write(2, b"\x1b[?25h\n")  # the cursor, which a display may have hidden
     tell(sentence)
     os._exit(CODE)
-
-
-def once(number: int) -> None:
-    """Let the system forget the handler as it calls it, so that the next such signal ends the program; where it is able to."""
-    with contextlib.suppress(AttributeError, OSError, TypeError):
-        library = ctypes.CDLL(None)
-        install = library.sysv_signal  # glibc's
-        for each in (library.signal, install):
-            each.restype, each.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_void_p)
-        with held(number):
-            handler = library.signal(number, 0)  # Python's own, which calls ours
-            install(number, handler)
-
-
-@contextlib.contextmanager
-def held(number: int) -> Iterator[None]:
-    """A signal that comes now waits."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
