@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -70,3 +71,28 @@ def test_a_folder_with_other_things(typed, tmp_path):
     result = typed("demo", "--out", "mine")
     assert (result.returncode, result.stderr) == (2, "mine holds other things: give a new folder with --out.\n")
     assert sorted(path.name for path in (tmp_path / "mine").iterdir()) == ["thesis.txt"]
+
+
+def test_a_demo_that_cannot_begin_leaves_nothing(typed, tmp_path):
+    assert typed("demo", "--out", "mine", "--epochs", 0.5).returncode == 2  # less than a step of so few pictures
+    assert not (tmp_path / "mine").exists()
+
+
+def test_a_demo_that_was_stopped_goes_on(typed, tmp_path):
+    """Its first training is there already; what is left is done, and other settings are another demo."""
+    words = ("demo", "--out", "mine", "--epochs", 1, "--device", "cpu")
+    assert typed(*words).returncode == 0
+    for path in (tmp_path / "mine" / "report.html", tmp_path / "mine" / "results.json"):
+        path.unlink()
+    shutil.rmtree(tmp_path / "mine" / "scratch")
+    before = (tmp_path / "mine" / "adapted" / "best.safetensors").read_bytes()
+    result = typed(*words)
+    assert result.returncode == 0, result.stderr
+    assert "This run is finished" in result.stderr
+    assert (tmp_path / "mine" / "adapted" / "best.safetensors").read_bytes() == before
+    assert (tmp_path / "mine" / "report.html").exists()
+    other = typed("demo", "--out", "mine", "--epochs", 1, "--seed", 9, "--device", "cpu")
+    assert (other.returncode, other.stderr) == (
+        2,
+        "mine holds a demo with other --epochs or --seed: give those, or a new folder with --out.\n",
+    )

@@ -8,6 +8,7 @@ rounding makes is printed. `--data` is the name of the data that users will know
 """
 
 import argparse
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ def history(run: Path, data: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("weights", help="the folder of a run, or its weights")
-    parser.add_argument("name", choices=NAMES)
+    parser.add_argument("name", choices=list(NAMES))
     parser.add_argument("--data", default="", help="what to call the data")
     parser.add_argument("--out", type=Path, help="another file than the one that ships")
     given = parser.parse_args()
@@ -56,6 +57,7 @@ def main() -> None:
         out, model, tensors, {name: json.dumps(value) for name, value in history(Path(given.weights), given.data).items()}
     )
     size = out.stat().st_size
+    print(f"SHA-256, for vitrail/weights/bundled/__init__.py: {hashlib.sha256(out.read_bytes()).hexdigest()}")
     difference, largest = logit_difference(model, load(out))
     print(f"{out}: {size / 1e6:.2f} MB; largest logit difference {difference:.2g} (largest logit {largest:.3g})")
     if size > LIMIT:

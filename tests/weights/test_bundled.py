@@ -9,8 +9,10 @@ import torch
 from PIL import Image
 
 import vitrail
+from vitrail.errors import UserError
 from vitrail.teachers.opening import open_teacher
 from vitrail.training.preparing import is_artefact, resolve
+from vitrail.weights import bundled
 from vitrail.weights.bundled import NAMES, find_bundled
 from vitrail.weights.reading import read_safetensors
 
@@ -107,3 +109,24 @@ def test_other_names_are_files():
     assert find_bundled("./house_tiny") is None
     with pytest.raises(vitrail.UserError, match="There is no file house_mini"):
         vitrail.load("house_mini")
+
+
+def test_a_damaged_file_is_refused(tmp_path, monkeypatch):
+    data = bytearray(find_bundled("house_tiny").read_bytes())
+    data[6_000_000] ^= 1
+    (tmp_path / "house_tiny.safetensors").write_bytes(data)
+    monkeypatch.setattr(bundled, "__file__", str(tmp_path / "__init__.py"))
+    bundled.whole.cache_clear()
+    try:
+        with pytest.raises(UserError, match="are damaged: install Vitrail again"):
+            vitrail.load("house_tiny")
+        (tmp_path / "house_tiny.safetensors").unlink()
+        with pytest.raises(UserError, match="are missing"):
+            vitrail.load("house_tiny")
+    finally:
+        bundled.whole.cache_clear()
+
+
+def test_a_name_that_is_nearly_right():
+    with pytest.raises(UserError, match=r"no file house_tinny\. Weights that come with the package: house_tiny\."):
+        vitrail.load("house_tinny")

@@ -1,5 +1,7 @@
 """vitrail demo: the bundled weights adapted to the built-in photographs, beside the same training from scratch."""
 
+import contextlib
+import json
 import os
 import sys
 from pathlib import Path
@@ -46,25 +48,44 @@ def demo(
     from vitrail.commands.demo_page import Attempt, look_at_test, write_page
     from vitrail.training.facts import check_place, next_folder, write_json
     from vitrail.training.loop import Options
-    from vitrail.training.run import to_terminal, train
+    from vitrail.training.run import resume, to_terminal, train
 
     for name in (WEIGHTS, PICTURES):
         if os.path.exists(name):
             raise UserError(f"A file or folder called {name} lies here and would be taken instead: run the demo elsewhere.")
     folder = out.expanduser() if out is not None else next_folder(PICTURES, "demo")
-    check_place(folder)
+    settings, mark = {"epochs": epochs, "seed": seed}, folder / "demo.json"
+    if not mark.exists():
+        check_place(folder)
+        write_json(mark, settings)
+    elif json.loads(mark.read_text()) != settings:
+        raise UserError(f"{folder} holds a demo with other --epochs or --seed: give those, or a new folder with --out.")
+    again = f"`vitrail demo --out {folder} --epochs {epochs:g} --seed {seed}` goes on."
     attempts: list[Attempt] = []
-    for name, title, own in (
-        ("adapted", f"adapted from {WEIGHTS}, attention only", ADAPTED),
-        ("scratch", "from scratch", SCRATCH),
-    ):
-        to_terminal(f"{'' if not attempts else chr(10)}{len(attempts) + 1} of 2: {title}")
-        leaves = SHARED | own | {"schedule.length": f"{epochs:g} epochs", "seed": seed}
-        model = None if "start.weights" in own else WEIGHTS
-        done = train(PICTURES, "finetune", model, folder / name, leaves, Options(), device)
-        if not done.finished:
-            sys.exit(130)
-        attempts.append(look_at_test(title, done.folder, device))
+    try:
+        for name, title, own in (
+            ("adapted", f"adapted from {WEIGHTS}, attention only", ADAPTED),
+            ("scratch", "from scratch", SCRATCH),
+        ):
+            to_terminal(f"{'' if not attempts else chr(10)}{len(attempts) + 1} of 2: {title}")
+            leaves = SHARED | own | {"schedule.length": f"{epochs:g} epochs", "seed": seed}
+            model = None if "start.weights" in own else WEIGHTS
+            if (folder / name / "run.json").exists():
+                done = resume(folder / name, device=device)
+            else:
+                done = train(PICTURES, "finetune", model, folder / name, leaves, Options(), device)
+            if not done.finished:
+                to_terminal(again)
+                sys.exit(130)
+            attempts.append(look_at_test(title, done.folder, device))
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"Stopped; {again}") from None
+    except UserError:
+        if not (folder / "adapted").exists():  # nothing has begun
+            mark.unlink()
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        raise
     page = write_page(folder / "report.html", attempts, NEXT)
     write_json(folder / "results.json", {"next": NEXT, "trainings": [each.to_dict() for each in attempts]})
     print()

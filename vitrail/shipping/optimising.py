@@ -250,6 +250,8 @@ def check_arguments(model: Model, for_: str, batch: int | None, example: Tensor 
     if not isinstance(example, Tensor) or example.ndim != 4 or example.shape[1] != a.channels or not len(example):
         found = f"one of shape {tuple(example.shape)}" if isinstance(example, Tensor) else f"a {type(example).__name__}"
         raise UserError(f"the example must be a tensor [batch, {a.channels}, height, width], not {found}.")
+    if not example.is_floating_point() or not example.isfinite().all():
+        raise UserError("the example must be pictures prepared as for the model: finite floating-point numbers.")
     if min(model.stem.grid(*example.shape[-2:])) < 1:
         raise UserError(f"pictures of {show_size((example.shape[-2], example.shape[-1]))} have no patch; give a larger example.")
 

@@ -1,6 +1,7 @@
 """Opening checkpoint files by their content, safely: no pickle may run code, a broken file gets one sentence."""
 
 import argparse
+import difflib
 import json
 import pickle
 import re
@@ -17,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from vitrail.errors import UserError
-from vitrail.weights.bundled import find_bundled
+from vitrail.weights.bundled import NAMES, find_bundled
 
 # Where projects put the weights inside their training files, in the order of trust.
 WRAPPERS = ("model", "state_dict", "module", "teacher", "student", "params")
@@ -41,7 +42,9 @@ def read(path: str | Path, ema: bool = False) -> Checkpoint:
     """Read a file or folder of any of the known kinds, or the weights of a bundled name."""
     path = find_bundled(path) or Path(path)
     if not path.exists():
-        raise UserError(f"There is no file {path}.")
+        meant = difflib.get_close_matches(str(path), NAMES, 1, 0.6)
+        hint = f" Weights that come with the package: {', '.join(NAMES)}." if meant else ""
+        raise UserError(f"There is no file {path}.{hint}")
     if path.is_dir():
         return read_folder(path, ema)
     try:

@@ -1,9 +1,14 @@
 """The weights that come with the package, by name; `docs/weights.md` says what they are."""
 
+import hashlib
 import os
+from functools import cache
 from pathlib import Path
 
-NAMES = ("house_tiny",)
+from vitrail.errors import UserError
+
+# The SHA-256 of each file, which `tools/bundle_weights.py` prints.
+NAMES = {"house_tiny": "76185f3c2d7c98e7c691c6aa24f884e55ae958946bcf47526c4265bf4b1f00f4"}
 
 
 def find_bundled(path: str | Path) -> Path | None:
@@ -11,4 +16,17 @@ def find_bundled(path: str | Path) -> Path | None:
     name = str(path)
     if name not in NAMES or os.path.exists(name):
         return None
-    return Path(__file__).with_name(f"{name}.safetensors")
+    return whole(name)
+
+
+@cache
+def whole(name: str) -> Path:
+    """The file, refused if a byte of it is not what was shipped."""
+    file = Path(__file__).with_name(f"{name}.safetensors")
+    try:
+        found = hashlib.sha256(file.read_bytes()).hexdigest()
+    except OSError:
+        raise UserError(f"The weights {name} are missing from this installation: install Vitrail again.") from None
+    if found != NAMES[name]:
+        raise UserError(f"The weights {name} of this installation are damaged: install Vitrail again.")
+    return file
