@@ -259,3 +259,24 @@ def test_a_sentence_is_said_once_where_torchrun_has_started_several(monkeypatch,
     monkeypatch.setenv("LOCAL_RANK", "0")
     stopping.tell("Stopped.")
     assert capfd.readouterr().err == "Stopped.\n"
+
+
+def test_again_while_leaving():
+    """As `timeout` does, which hands on what its whole group has heard already."""
+    done = program(f"""
+from vitrail import cli, stopping
+tell = stopping.tell
+def twice(sentence):
+    tell(sentence)
+    {KICK}
+stopping.tell = twice
+def interrupted():
+    {KICK}
+cli.run = interrupted
+import atexit
+def late():
+    {KICK}
+atexit.register(late)
+cli.main()
+""")
+    assert (done.returncode, done.stderr) == (130, "Stopped.\n")

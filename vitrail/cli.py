@@ -7,6 +7,7 @@ import contextlib
 import errno
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -257,6 +258,8 @@ def convert(
 def main() -> None:
     """Entry point: a `UserError` becomes one sentence on standard error and exit code 2."""
     code = exit_code()
+    if stopping.State.leaving:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is said
     if "RANK" in os.environ:
         # Threads of torch's process group outlive it now and then, and an interpreter that ends then aborts the process.
         sys.stdout.flush()
@@ -270,13 +273,11 @@ def exit_code() -> int:
     try:
         return run()
     except (KeyboardInterrupt, stopping.Halted) as interrupt:
-        stopping.tell(str(interrupt) or "Stopped.")
-        return stopping.CODE
+        return stopping.say_last(str(interrupt) or "Stopped.")
     except Exception:
         if not stopping.State.heard:
             raise
-        stopping.tell("Stopped.")  # what a library has made of an interrupt
-        return stopping.CODE
+        return stopping.say_last("Stopped.")  # what a library has made of an interrupt
     finally:
         stopping.disarm()
 

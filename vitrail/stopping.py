@@ -20,10 +20,11 @@ class Halted(Exception):
 
 
 class State:
-    """Of this process: whether it was interrupted, and whether there is anything to tidy up."""
+    """Of this process: whether it was interrupted, whether there is anything to tidy up, and whether all is said."""
 
     heard = False
     working = False
+    leaving = False
 
 
 def arm() -> None:
@@ -39,7 +40,7 @@ def disarm() -> None:
 
 def begin() -> None:
     """A command begins."""
-    State.heard = State.working = False
+    State.heard = State.working = State.leaving = False
     if sys.unraisablehook is not repeat:
         repeat.before = sys.unraisablehook
         sys.unraisablehook = repeat
@@ -51,7 +52,16 @@ def work_begins() -> None:
     State.working = True
 
 
+def say_last(sentence: str) -> int:
+    """The last word of a command that was interrupted; further interrupts have nothing left to stop. Gives the exit code."""
+    State.leaving = True
+    tell(sentence)
+    return CODE
+
+
 def hear(number: int, frame: FrameType | None) -> None:
+    if State.leaving:
+        return
     State.heard = True
     if not State.working and is_loading(frame):
         # Modules in C make of an interrupt whatever they like, and nothing has been done yet.
