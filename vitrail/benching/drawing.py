@@ -1,17 +1,13 @@
 """A benchmark as a picture: bars side by side, or a line per model over what a curve runs through."""
 
-import io
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-from PIL import Image
-
 from vitrail.benching.measuring import Cell
 from vitrail.benching.settings import Curve
 from vitrail.models.architecture import show_size
-from vitrail.training.curves import LIGHT, Look, dress
+from vitrail.training.curves import LIGHT, Look, dress, png_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,7 +23,6 @@ def draw(cells: Sequence[Cell], curve: Curve | None, machine: str, look: Look = 
     """PNG of the cells that have numbers."""
     # The object interface rather than pyplot: no global state, no display needed, whatever the user has set up.
     from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     shown = [cell for cell in cells if cell.seconds]
@@ -38,12 +33,7 @@ def draw(cells: Sequence[Cell], curve: Curve | None, machine: str, look: Look = 
         else:
             draw_bars(figure, shown, look)
         figure.text(0.99, 0.01, machine, ha="right", va="bottom", color=look.faint, fontsize=8, parse_math=False)
-        canvas = FigureCanvasAgg(figure)
-        canvas.draw()
-        pixels = np.asarray(canvas.buffer_rgba())[..., :3]
-    file = io.BytesIO()
-    Image.fromarray(np.ascontiguousarray(pixels)).quantize(128, dither=Image.Dither.NONE).save(file, "PNG", optimize=True)
-    return file.getvalue()
+        return png_of(figure)
 
 
 def draw_bars(figure: "Figure", cells: Sequence[Cell], look: Look) -> None:

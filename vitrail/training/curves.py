@@ -14,6 +14,7 @@ from vitrail.training.metrics import Smoothed, figures
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 Points = tuple[np.ndarray, np.ndarray]  # epochs and values
 
@@ -63,7 +64,6 @@ class Curves:
         """The picture as PNG; one column is for telephones."""
         # The object interface rather than pyplot: no global state, no display needed, whatever the user has set up.
         from matplotlib import rc_context
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
         with rc_context({"font.family": "DejaVu Sans", "font.size": 10, "axes.unicode_minus": False, "path.simplify": True}):
@@ -84,12 +84,7 @@ class Curves:
             for axes in panels[-1]:
                 axes.set_xlabel("epoch", color=look.faint)
                 axes.set_xlim(0, self.total or 1)
-            canvas = FigureCanvasAgg(figure)
-            canvas.draw()
-            pixels = np.asarray(canvas.buffer_rgba())[..., :3]
-        file = io.BytesIO()
-        Image.fromarray(np.ascontiguousarray(pixels)).quantize(128, dither=Image.Dither.NONE).save(file, "PNG", optimize=True)
-        return file.getvalue()
+            return png_of(figure)
 
     def _losses(self, axes: "Axes", look: Look) -> None:
         epochs, losses = self.of("train", "loss")
@@ -165,6 +160,18 @@ class Curves:
 def dots(values: np.ndarray) -> dict[str, Any]:
     """Validations are few at times: then each is marked, and a single one is seen at all."""
     return {"marker": "o", "markersize": 4, "clip_on": False} if len(values) <= 40 else {}
+
+
+def png_of(figure: "Figure") -> bytes:
+    """The figure in 128 colours, which lines and letters need no more of."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    pixels = np.asarray(canvas.buffer_rgba())[..., :3]
+    file = io.BytesIO()
+    Image.fromarray(np.ascontiguousarray(pixels)).quantize(128, dither=Image.Dither.NONE).save(file, "PNG", optimize=True)
+    return file.getvalue()
 
 
 def dress(axes: "Axes", title: str, look: Look) -> None:

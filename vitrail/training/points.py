@@ -1,14 +1,12 @@
 """Groups of trainings as a picture: a dot for every seed, the mean, and the interval around it."""
 
-import io
 import textwrap
 from collections.abc import Sequence
 
 import numpy as np
-from PIL import Image
 
 from vitrail.evaluation.comparing import MEASURES, Row, title
-from vitrail.training.curves import LIGHT, Look, dress
+from vitrail.training.curves import LIGHT, Look, dress, png_of
 
 WIDTH = 9.0  # inches
 LINE = 0.42  # of a group
@@ -19,7 +17,6 @@ def draw_points(rows: Sequence[Row], metric: str, at: str, look: Look = LIGHT) -
     """The picture as PNG, the first group at the top with its mean as a dotted line through all."""
     # The object interface rather than pyplot: no global state, no display needed, whatever the user has set up.
     from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     scale = 100 if MEASURES[metric].percent else 1
@@ -47,9 +44,4 @@ def draw_points(rows: Sequence[Row], metric: str, at: str, look: Look = LIGHT) -
         axes.set_ylim(len(rows) - 0.5, -0.5)
         axes.ticklabel_format(axis="x", useOffset=False)
         axes.set_title("dots: seeds, line: mean, bar: 95 % interval", loc="right", color=look.faint, fontsize=9)
-        canvas = FigureCanvasAgg(figure)
-        canvas.draw()
-        pixels = np.asarray(canvas.buffer_rgba())[..., :3]
-    file = io.BytesIO()
-    Image.fromarray(np.ascontiguousarray(pixels)).quantize(128, dither=Image.Dither.NONE).save(file, "PNG", optimize=True)
-    return file.getvalue()
+        return png_of(figure)
