@@ -1,9 +1,11 @@
 """Speed on a GPU, Vitrail beside timm in one process and in turns; prints tables in Markdown.
 
-    python benchmarks/gpu.py pairs --out results            # throughput, batch 256: inference and training, every mode
+    python benchmarks/gpu.py pairs --modes own --out results  # throughput, batch 256: each as its own project trains and ships
+    python benchmarks/gpu.py pairs --out results            # the same in every mode
     python benchmarks/gpu.py latency --out results          # inference, batch 1
     python benchmarks/gpu.py curves --out results           # over resolution, batch and depth, with pictures
     python benchmarks/gpu.py pairs deit_small_patch16 --modes eager --seconds 300
+    python benchmarks/gpu.py pairs patchconvnet_s60 --register deit/patchconvnet_models.py    # beside the authors' code
     python benchmarks/gpu.py pairs deit_tiny_patch16 --device cpu --batch 2 --rounds 2 --modes eager --no-timm
 
 What is measured is what `vitrail bench` measures. After `--seconds` no further heat is begun. Every heat is kept in
@@ -12,8 +14,10 @@ What is measured is what `vitrail bench` measures. After `--seconds` no further 
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Iterator, Sequence
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +91,15 @@ def unmeasured(heats: Sequence[Heat], cells: Sequence[Cell]) -> list[Heat]:
     return [heat for heat in heats if not all(key(entry.cell(None)) in known for entry in heat)]
 
 
+def register(path: Path) -> None:
+    """Run a file of somebody's models, which tells timm about them."""
+    spec = spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules[path.stem] = module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+
 def print_table(cells: Sequence[Cell]) -> None:
     """In Markdown, ready for a page of the documentation."""
     print("\n| " + " | ".join(COLUMNS) + " |")
@@ -118,12 +131,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--no-timm", action="store_true")
+    parser.add_argument("--register", type=Path, action="append", default=[], help="a file that registers models with timm")
     parser.add_argument("--device", default=None)
     parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args()
     begun = time.monotonic()
     device = begin(choose_device(options.device))
     facts = machine(device) | ({} if options.no_timm else {"timm": str(import_timm().__version__)})
+    for path in options.register:
+        register(path)
     ceiling = measure_ceiling(device, options.precision.split(","))
     print(f"{headline(facts)}; n = {options.rounds} rounds in turns; median, ± half the interquartile range")
     print("ceiling: " + ", ".join(f"{rate / 1e12:.4g} TFLOP/s {name}" for name, rate in ceiling.operations.items()), end=", ")

@@ -1,6 +1,6 @@
 """Which claims, and what is compared to try them: cells that differ in a leaf or two of one recipe, at the same budget."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 PLAIN = {"model": "deit_tiny_patch16", "architecture.drop_path": 0.0}  # a ViT without convolutions
@@ -20,6 +20,14 @@ class Claim:
     recipe: str = "small"
 
 
+SCOPES = Claim(
+    "Fine-tuning attention alone does as well as fine-tuning everything; the MLPs alone do worse.",
+    "Three things, Table 5, ViT-S from 224 to 384, AdamW: full 82.7, attention 82.5, ffn 82.2",
+    "oxford-pets",
+    {scope: {"start.scope": scope} for scope in ("full", "attention", "ffn")},
+    {"start.weights": "{weights}"},
+    "finetune",
+)
 CLAIMS = {
     "distillation": Claim(
         "A convnet's hard choices teach more than its probabilities, and a token of their own takes them in best.",
@@ -65,14 +73,8 @@ CLAIMS = {
             "mixing.mixup": 0.0,
         },
     ),
-    "scopes": Claim(
-        "Fine-tuning attention alone does as well as fine-tuning everything; the MLPs alone do worse.",
-        "Three things, Table 5, ViT-S from 224 to 384, AdamW: full 82.7, attention 82.5, ffn 82.2",
-        "oxford-pets",
-        {scope: {"start.scope": scope} for scope in ("full", "attention", "ffn")},
-        {"start.weights": "{weights}"},
-        "finetune",
-    ),
+    "scopes": SCOPES,
+    "scopes on cifar10": replace(SCOPES, data="cifar10"),
     "layerscale": Claim(
         "LayerScale lets 36 blocks train.",
         "CaiT, Table 1, DeiT-S of 36 blocks: none 78.9 (81.9 with more drop-path), ReZero 81.6, T-Fixup 82.1, Fixup 82.4, "

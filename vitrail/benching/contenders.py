@@ -30,6 +30,7 @@ TIMM = {  # where adding the size to our name does not give timm's
     "resmlp_s24": "resmlp_24",
     "resmlp_s36": "resmlp_36",
     "resmlp_b24_patch8": "resmlp_big_24",
+    "patchconvnet_s60": "S60",  # the authors', where their code has registered it
 }
 ALIKE = 0.01  # share of the parameters by which two models that count as the same may differ
 
@@ -155,7 +156,8 @@ def timm_name(timm: ModuleType, contender: Contender) -> str | None:
         known = lookup(plain)[1]
     base = TIMM.get(plain, plain.removesuffix("_ls"))
     sides = dict.fromkeys((known.image_size[0], 224, 384, 448))
-    return next((f"{base}_{side}" for side in sides if timm.is_model(f"{base}_{side}")), None)
+    names = (base, *(f"{base}_{side}" for side in sides))
+    return next((name for name in names if timm.is_model(name)), None)
 
 
 def make_timm(name: str, architecture: Architecture, other_depth: bool) -> nn.Module:

@@ -8,7 +8,7 @@ from vitrail.errors import UserError
 from vitrail.models.architecture import Architecture, show_size
 
 TASKS = ("inference", "train")
-MODES = ("eager", "compiled", "whole", "graph")
+MODES = ("eager", "compiled", "whole", "graph", "own")
 PRECISIONS = ("bf16", "fp32")
 CURVES = ("resolution", "batch", "depth")
 SHARES = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0)  # of the model's own side or depth

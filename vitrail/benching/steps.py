@@ -12,6 +12,8 @@ from vitrail.errors import UserError
 from vitrail.models.model import Model
 from vitrail.objectives.targets import Targets
 from vitrail.recipes.recipe import Optimiser
+from vitrail.shipping.graphing import LARGEST
+from vitrail.shipping.optimising import optimise
 from vitrail.training.capturing import Captured
 from vitrail.training.loop import compile_blocks
 from vitrail.training.optimisers import make_optimiser
@@ -38,10 +40,13 @@ def make_run(contender: Contender, setting: Setting, device: torch.device) -> Ru
         if not architecture.classes:
             raise UserError(f"{contender.name} has no classifier to train: give one that has, or --task inference.")
         targets = make_targets(network, contender, setting.batch, device)
+    if setting.mode == "own" and setting.task == "inference":
+        return answerer_of_its_own(network, setting, images)
     task = contender.task(network)
     compile_as(setting.mode, network, task if setting.task == "train" else network)
     compute = trainer(task, setting, device) if setting.task == "train" else answerer(network, setting, device)
-    captured = Captured(compute, network, list(network.buffers()), device) if setting.mode == "graph" else None
+    capture = setting.mode == "graph" or (setting.mode == "own" and isinstance(network, Model) and device.type == "cuda")
+    captured = Captured(compute, network, list(network.buffers()), device) if capture else None
     optimiser = stepper(network) if setting.task == "train" else None
 
     def run() -> None:
@@ -64,7 +69,7 @@ def make_targets(network: nn.Module, contender: Contender, batch: int, device: t
 
 
 def compile_as(mode: str, network: nn.Module, outermost: nn.Module) -> None:
-    """Each as its own project trains: ours block by block, others as one graph, and with "whole" both as one."""
+    """As its own project trains: ours block by block, others as one graph, and with "whole" both as one."""
     if mode == "eager":
         return
     if isinstance(network, Model) and mode != "whole":
@@ -93,6 +98,23 @@ def answerer(network: nn.Module, setting: Setting, device: torch.device) -> Comp
             return network(images)
 
     return compute
+
+
+def answerer_of_its_own(network: nn.Module, setting: Setting, images: Tensor) -> Run:
+    """Each as its project would ship it: ours optimised, others compiled as one graph, with weights in the precision."""
+    dtype = torch.bfloat16 if setting.precision == "bf16" else torch.float32
+    images = images.to(dtype)
+    answer: nn.Module = network
+    if isinstance(network, Model):
+        answer = optimise(network, "latency" if setting.batch <= LARGEST else "throughput", batch=setting.batch, dtype=dtype)
+    else:
+        network.to(dtype).eval().compile()
+
+    def run() -> None:
+        with torch.no_grad():
+            answer(images)
+
+    return run
 
 
 def stepper(network: nn.Module) -> torch.optim.Optimizer:

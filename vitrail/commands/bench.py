@@ -39,7 +39,11 @@ def bench(
     size: Annotated[str | None, typer.Option(help="Picture sizes: 224,384 or 192x256 (height x width); the model's own.")] = None,
     depth: Annotated[str | None, typer.Option(help="Numbers of blocks: 6,12; the model's own.")] = None,
     mode: Annotated[
-        str, typer.Option(help="eager, compiled (as `vitrail train` does it), whole (as one graph), graph (a CUDA graph).")
+        str,
+        typer.Option(
+            help="eager, compiled (block by block), whole (as one graph), graph (a CUDA graph), own (as each project trains and "
+            "ships: ours as `vitrail train` and `vitrail.optimise` do it, timm compiled)."
+        ),
     ] = "eager",
     precision: Annotated[str | None, typer.Option(help="bf16, fp32 or both; bf16 on a GPU, fp32 on a CPU.")] = None,
     curve: Annotated[str | None, typer.Option(help="resolution, batch or depth: measure from small to large.")] = None,

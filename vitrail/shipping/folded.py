@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from vitrail.layers.kernels import exporting
 from vitrail.layers.layout import Layout
 from vitrail.layers.mixers import check_grid
 from vitrail.layers.positions import Grid
@@ -59,9 +60,23 @@ class WideFeedForward(nn.Module):
     def __init__(self, fc1: nn.Linear, activation: nn.Module, fc2: nn.Linear):
         super().__init__()
         self.fc1, self.activation, self.fc2 = fc1, activation, fc2
+        self.exact = type(activation) is nn.GELU and activation.approximate == "none"
 
     def forward(self, x: Tensor, layout: Layout | None = None, relative: nn.Module | None = None) -> Tensor:
+        if self.exact and x.is_cuda and self.fc1.weight.dtype == torch.bfloat16 and not exporting():
+            return self.fc2(linear_gelu(x.to(torch.bfloat16), self.fc1.weight, self.fc1.bias))
         return self.fc2(self.activation(self.fc1(x)))
+
+
+@torch.library.custom_op("vitrail::linear_gelu", mutates_args=())
+def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """GELU inside the product, by the library's formula with a tanh: at most 5e-4 off."""
+    return torch._addmm_activation(bias, x.flatten(0, -2), weight.t(), use_gelu=True).view(*x.shape[:-1], -1)
+
+
+@linear_gelu.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], len(weight))
 
 
 class FoldedPatches(nn.Module):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 ROUNDS = 3  # before the capture: compilers compile and libraries choose their kernels
-LARGEST = 32  # pictures; above, kernels are long enough to hide their launching
+LARGEST = 32  # pictures; above, most kernels are long enough to hide their launching
 SHAPES = 8  # graphs kept: each has memory of its own
 
 
@@ -43,15 +43,19 @@ class Graph:
 
 
 class Graphs:
-    """`compute(image)` by graphs: captured at the first call of a shape; what cannot be captured is computed as usual."""
+    """`compute(image)` by graphs: captured at the first call of a shape; what cannot be captured is computed as usual.
 
-    def __init__(self, compute: Callable[[Tensor], Tensor]):
-        self.compute = compute
+    Batches of up to LARGEST pictures, or those of the one size that `batch` says.
+    """
+
+    def __init__(self, compute: Callable[[Tensor], Tensor], batch: int | None = None):
+        self.compute, self.batch = compute, batch
         self.known: dict[tuple, Graph | None] = {}
         self.lock = threading.Lock()
 
     def __call__(self, image: Tensor) -> Tensor:
-        if not image.is_cuda or len(image) > LARGEST or torch.cuda.is_current_stream_capturing():
+        fits = len(image) <= LARGEST if self.batch is None else len(image) == self.batch
+        if not image.is_cuda or not fits or torch.cuda.is_current_stream_capturing():
             return self.compute(image)
         with self.lock, torch.cuda.device(image.device):
             graph = self._graph(image)

@@ -13,7 +13,7 @@ from vitrail.errors import UserError
 from vitrail.models.architecture import show_size
 from vitrail.models.model import Model
 from vitrail.shipping.checking import check_pictures, difference, first_difference, full_products
-from vitrail.shipping.folded import Folded
+from vitrail.shipping.folded import Folded, WideFeedForward
 from vitrail.shipping.folding import Notes, fold
 from vitrail.shipping.graphing import LARGEST, Graphs
 from vitrail.shipping.packing import can_code, can_pack, pack
@@ -70,14 +70,21 @@ class Optimised(nn.Module):
     report: Report
 
     def __init__(
-        self, folded: Folded, dtype: torch.dtype, compiled: bool, graphs: bool, packed: bool = False, coded: bool = False
+        self,
+        folded: Folded,
+        dtype: torch.dtype,
+        compiled: bool,
+        graphs: bool,
+        packed: bool = False,
+        coded: bool = False,
+        batch: int | None = None,
     ):
         super().__init__()
         self.folded, self.dtype, self.packed, self.coded = folded.to(dtype), dtype, packed, coded
         trunk = folded.trunk
         self.architecture, self.preprocessing, self.class_names = trunk.architecture, trunk.preprocessing, trunk.class_names
         self.name, self.compiled = trunk.name, compiled
-        self.graphs = Graphs(self._compute) if graphs else None
+        self.graphs = Graphs(self._compute, batch) if graphs else None
         super().train(False)
         if compiled:
             compile_parts(trunk)
@@ -148,15 +155,16 @@ def optimise(
     [B, K, height, width]: what it will be given, prepared now instead of at the first call; an example is compared, too.
     `tolerance`: the largest allowed difference by folding, as a share of the largest logit. `precision`: "fp32", "bf16" or, on a
     processor, "int8", whose ranges are learned from the example; or `dtype`: float32 or bfloat16, the model's own by default.
-    `compile`, `graph`: torch.compile and CUDA graphs, by default on a GPU (graphs for latency); without compile a processor's
-    weights are packed.
+    `compile`, `graph`: torch.compile and CUDA graphs, by default on a GPU (graphs for latency, and for throughput where the batch
+    is known); without compile a processor's weights are packed.
     """
     check_arguments(model, for_, batch, example, tolerance)
     own = next(model.parameters())
     cuda = own.device.type == "cuda"
     dtype = choose_dtype(own, dtype, precision)
     compiled = cuda if compile is None else compile
-    graphs = (cuda and for_ == "latency") if graph is None else graph and cuda
+    many = batch or (len(example) if example is not None else None) if for_ == "throughput" else None
+    graphs = (cuda and (for_ == "latency" or many is not None)) if graph is None else graph and cuda
     coded = precision == "int8"
     if coded and (cuda or compiled or not can_code()):
         raise UserError(why_not_coded(cuda, compiled))
@@ -182,7 +190,7 @@ def optimise(
     rounding = 0.0 if dtype == exact and not cuda else measure_rounding(original, images, expected, dtype)
     del original
 
-    optimised = Optimised(folded, dtype, compiled, graphs, packed, coded)
+    optimised = Optimised(folded, dtype, compiled, graphs, packed, coded, many)
     if packed:
         pack(folded, notes, images[-1].to(dtype) if coded else None)
     if coded:  # pictures unlike those that the ranges were learned from are not what it is for
@@ -308,9 +316,14 @@ def describe(notes: Notes, optimised: Optimised, cuda: bool) -> tuple[tuple[str,
     if optimised.compiled:
         done.append("blocks compiled by torch.compile")
     if optimised.graphs is not None:
-        done.append(f"CUDA graphs for each shape of up to {LARGEST} pictures, {optimised.graphs.captured} captured so far")
+        many = optimised.graphs.batch
+        which = f"of up to {LARGEST} pictures" if many is None else f"of {many} pictures"
+        done.append(f"CUDA graphs for each shape {which}, {optimised.graphs.captured} captured so far")
         if None in optimised.graphs.known.values():
             left.append("a CUDA graph could not be captured; that shape is computed as usual")
+    inside = sum(isinstance(part, WideFeedForward) and part.exact for part in optimised.modules())
+    if cuda and optimised.dtype == torch.bfloat16 and inside:
+        done.append(f"GELUs inside the product before them, by the formula with a tanh: {inside}")
     if not cuda:
         left.append("CUDA graphs: the model is on the CPU")
     return tuple(done), tuple(left)

@@ -29,9 +29,15 @@ def most_heads(device: int | None) -> int:
     return 16 if shared_memory(device) >= 200_000 else 8
 
 
+@torch.compiler.assume_constant_result
+def exporting() -> bool:
+    """Asked when a graph is made: in some versions a compiler that asks for itself always hears yes."""
+    return torch.compiler.is_exporting()
+
+
 def may_run(name: str, x: Tensor) -> bool:
     """Whether a kernel is chosen and can work on what a product of such a tensor gives: half precision, here and now."""
-    if name not in ENABLED or not (x.is_cuda and HAS_TRITON) or torch.version.hip or torch.compiler.is_exporting():
+    if name not in ENABLED or not (x.is_cuda and HAS_TRITON) or torch.version.hip or exporting():
         return False
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
     return dtype in (torch.bfloat16, torch.float16)
