@@ -16,7 +16,7 @@ import torch
 import vitrail
 from tests.training.on_gpu import CHANGES
 from tests.training.processes import ROOT, TINY, environment, free_port
-from vitrail.training.devices import choose_device
+from vitrail.layers.attending import attend
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 LIMIT = 240  # seconds
@@ -89,13 +89,14 @@ def test_a_captured_step_is_the_same_step(tmp_path):
         torch.testing.assert_close(tensor, theirs[name], rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("tokens", [64, 65, 192, 196])
-def test_gradients_of_attention_are_numbers(tokens):
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("asking", "asked"), [(64, 64), (65, 65), (192, 192), (196, 196), (320, 320), (1, 64), (2, 198)])
+def test_gradients_of_attention_are_numbers(asking, asked, compiled):
     """Far negative scores, as a head that attends to nothing much has them."""
-    device = choose_device("cuda")
-    query, key, value = torch.randn(3, 2, 2, tokens, 64, device=device, dtype=torch.bfloat16).mul(0.1).unbind(0)
+    query = torch.randn(2, 2, asking, 64, device="cuda", dtype=torch.bfloat16) * 0.1
+    key, value = torch.randn(2, 2, 2, asked, 64, device="cuda", dtype=torch.bfloat16).mul(0.1).unbind(0)
     query[..., 0], key[..., 0] = 1.0, -120.0 * 8
     parts = [part.clone().requires_grad_() for part in (query, key, value)]
-    out = torch.nn.functional.scaled_dot_product_attention(*parts)
+    out = (torch.compile(attend, fullgraph=True, dynamic=False) if compiled else attend)(*parts)
     out.backward(torch.randn_like(out))
     assert all(part.grad.isfinite().all() for part in parts)

@@ -56,11 +56,10 @@ CLAIMS = {
         "tiny-imagenet",
         {
             "none": {},
-            "token labels": {"tokens.labels": "{labels}", "tokens.weight": 0.5, "tokens.target": "relabel"},
+            "token labels": {"tokens.labels": "{labels}", "tokens.weight": 0.5},
             "token labels, MixToken": {
                 "tokens.labels": "{labels}",
                 "tokens.weight": 0.5,
-                "tokens.target": "relabel",
                 "tokens.mix": 1.0,
                 "mixing.cutmix": 0.0,
             },

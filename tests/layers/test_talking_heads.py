@@ -114,7 +114,7 @@ def test_when_the_kernel_is_asked_for(monkeypatch, training, dropout, biased):
 @without_kernels
 @pytest.mark.parametrize(
     ("batch", "tokens", "heads", "width"),
-    [(2, 37, 4, 16), (1, 35, 8, 48), (1, 17, 6, 48), (3, 5, 1, 16), (1, 18, 12, 16)],
+    [(2, 37, 4, 16), (1, 35, 8, 48), (1, 17, 6, 48), (3, 5, 1, 16)],
 )
 def test_the_kernels(batch, tokens, heads, width):
     """Half precision on a GPU, where they are made for it; single precision when interpreted."""
@@ -192,7 +192,7 @@ def test_the_operators_are_registered_rightly():
 
 @pytest.mark.gpu
 @without_gpu
-@pytest.mark.parametrize("heads", [4, 6, 8, 16])
+@pytest.mark.parametrize("heads", [4, 6, 8])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_layer_under_autocast(heads, compiled):
     """On a GPU the kernel is chosen, and is nearer to float64 than twice what the plain path is."""

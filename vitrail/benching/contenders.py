@@ -24,7 +24,7 @@ from vitrail.recipes.recipe import Objective, Recipe
 from vitrail.training.preparing import located
 from vitrail.weights import load
 
-DEPTHS = ("drop_path", "drop_path_schedule")  # what a recipe says about stochastic depth
+DEPTHS = ("drop_path", "drop_path_schedule", "drop_path_kind")  # what a recipe says about stochastic depth
 TIMM = {  # where adding the size to our name does not give timm's
     "resmlp_s12": "resmlp_12",
     "resmlp_s24": "resmlp_24",

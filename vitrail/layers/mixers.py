@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from vitrail.layers.attending import attend
 from vitrail.layers.kernels import bias_gelu_for, talking_heads_for
 from vitrail.layers.layout import Layout
 from vitrail.layers.norms import activation
@@ -64,7 +65,7 @@ class Attention(nn.Module):
         query, key, value = self._heads(x)
         bias = relative(query, layout) if relative is not None else None
         rate = self.attention_dropout if self.training else 0.0
-        x = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, dropout_p=rate)
+        x = attend(query, key, value, bias, rate)
         return self.dropout(self.proj(x.transpose(1, 2).flatten(2)))
 
     def _scores(self, query: Tensor, key: Tensor, layout: Layout, relative: nn.Module | None) -> Tensor:

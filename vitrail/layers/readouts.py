@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from vitrail.layers.attending import attend
 from vitrail.layers.layout import Layout
 from vitrail.layers.mixers import FeedForward, check_grid
 from vitrail.layers.positions import Grid, resample
@@ -33,7 +33,7 @@ class ClassAttention(nn.Module):
 
     def forward(self, query: Tensor, patches: Tensor) -> Tensor:
         q, k, v = self._heads(query, patches)
-        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return self.proj(attend(q, k, v).transpose(1, 2).flatten(2))
 
     def maps(self, query: Tensor, patches: Tensor) -> Tensor:
         """Attention weights [B, H, S, S + N] (or [B, H, S, N] with patch keys only); rows sum to one."""

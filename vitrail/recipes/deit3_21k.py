@@ -8,7 +8,7 @@ from typing import Any
 
 from vitrail.recipes.changing import change, named, top1
 from vitrail.recipes.deit import DEIT, LAMB
-from vitrail.recipes.deit3 import DEIT3, MODELS, ONCE, PAPER
+from vitrail.recipes.deit3 import DEIT3, MODELS, ONCE, PAPER, dropping
 from vitrail.recipes.recipe import About, Recipe, Schedule
 
 LARGE = change(
@@ -47,7 +47,7 @@ for _model, _size, _epochs, _drop, _score in PRETRAINED:
             LARGE,
             _name + ("_90ep" if _epochs == 90 and _model != "huge" else ""),
             model=MODELS[_model],
-            architecture={"drop_path": _drop},
+            architecture=dropping(_drop),
             augmentation={"size": (_size, _size)},
             schedule={"length": f"{_epochs} epochs"},
             about={"row": f"Table 6.5, {_epochs} epochs", "expects": top1(_score) + (" after fine-tuning" if _score else "")},
@@ -60,7 +60,7 @@ for _model, (_drop, _scores) in TUNED.items():
             change(
                 _base,
                 f"{_base.name}_to_1k" + (f"_{_size}" if _size != 224 else ""),
-                architecture={"drop_path": _drop},
+                architecture=dropping(_drop),
                 start={"after": _base.name},
                 augmentation={"size": (_size, _size)},
                 optimiser={"rate": 3e-4},

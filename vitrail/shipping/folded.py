@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from vitrail.layers.attending import attend
 from vitrail.layers.kernels import exporting
 from vitrail.layers.layout import Layout
 from vitrail.layers.mixers import check_grid
@@ -50,7 +51,7 @@ class WideAttention(nn.Module):
         bias = relative(query, layout) if relative is not None else None
         if bias is not None and bias.shape[1] != heads:  # one number per head, the same in every branch
             bias = bias.repeat(1, self.branches, 1, 1)
-        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=self.scale)
+        mixed = attend(query, key, value, bias, scale=self.scale)
         return self.proj(mixed.transpose(1, 2).flatten(2))
 
 
@@ -149,7 +150,7 @@ class FoldedClassAttention(nn.Module):
         pair = pair if own is None else torch.cat([own, pair], 1)
         key, value = pair.unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
         asked = self.q(normed).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        mixed = F.scaled_dot_product_attention(asked, key, value, scale=1.0)
+        mixed = attend(asked, key, value, scale=1.0)
         query = query + self.proj(mixed.transpose(1, 2).flatten(2))
         return query + self.ffn(self.norm2(query))
 

@@ -198,8 +198,6 @@ def choose_device(name: str | None, local: int = 0) -> torch.device:
             # Of the processes without a GPU the first tells it; those with one do not know.
             trouble.told_here = index == count if device.index is None else None
             raise trouble
-        # cuDNN's attention gives gradients that are no numbers for 64, 192, … tokens on Hopper GPUs (torch 2.11 to 2.13).
-        torch.backends.cuda.enable_cudnn_sdp(False)
         return torch.device("cuda", index)
     return device
 

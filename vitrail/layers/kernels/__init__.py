@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 HAS_TRITON = find_spec("triton") is not None
-WIDEST = 64  # channels of a head
-ENABLED: frozenset[str] = frozenset()  # right in Triton's interpreter; taken by themselves once they are measured on a GPU
+MOST, WIDEST = 8, 64  # heads, and channels of a head; for more heads Triton compiles for minutes
+ENABLED = frozenset(("talking_heads", "bias_gelu"))
 
 
 @cache
@@ -22,11 +22,9 @@ def shared_memory(device: int | None) -> int:
 
 
 @torch.compiler.assume_constant_result
-def most_heads(device: int | None) -> int:
-    """How many talking heads the GPU has room for: none before Ampere, 16 with 200 kB of shared memory, else 8."""
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return 0
-    return 16 if shared_memory(device) >= 200_000 else 8
+def is_ampere(device: int | None) -> bool:
+    """Or later: the kernels' matrix products need it."""
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @torch.compiler.assume_constant_result
@@ -57,9 +55,9 @@ def talking_heads_for(qkv: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor, 
 
     It works on half precision: single precision would leave the matrix units unused. An exported program must run elsewhere too.
     """
-    if not may_run("talking_heads", qkv) or qkv.dtype == torch.float32 or qkv.shape[4] > WIDEST:
+    if not may_run("talking_heads", qkv) or qkv.dtype == torch.float32 or not is_ampere(qkv.device.index):
         return None
-    if qkv.shape[3] > most_heads(qkv.device.index):
+    if qkv.shape[3] > MOST or qkv.shape[4] > WIDEST:
         return None
     from vitrail.layers.kernels.talking_heads import talking_heads
 

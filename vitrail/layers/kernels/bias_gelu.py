@@ -22,14 +22,27 @@ def tile(row, column, rows, columns):
 
 
 @triton.jit
+def normal(value):
+    """The standard normal distribution at a value: its integral and its density, of one exponential.
+
+    Abramowitz and Stegun, 7.1.26: at most 1e-7 off, in a third of the instructions of an exact error function, which would take
+    longer than reading and writing memory does.
+    """
+    bell = tl.exp(-0.5 * value * value)
+    t = 1.0 / (1.0 + 0.2316418882663604 * tl.abs(value))  # 0.3275911 / sqrt(2)
+    tail = 0.5 * bell * t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
+    return tl.where(value < 0, tail, 1.0 - tail), 0.3989422804014327 * bell
+
+
+@triton.jit
 def forward_kernel(x, bias, out, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     place, inside = tile(row, column, rows, columns)
     value = tl.load(x + place, inside, 0.0).to(tl.float32)
     value += tl.load(bias + column, column < columns, 0.0).to(tl.float32)[None, :]
-    value = 0.5 * value * (1.0 + tl.erf(value * 0.7071067811865476))
-    tl.store(out + place, value.to(out.dtype.element_ty), inside)
+    share, _ = normal(value)
+    tl.store(out + place, (value * share).to(out.dtype.element_ty), inside)
 
 
 @triton.jit
@@ -52,9 +65,8 @@ def backward_kernel(
         row = (tl.program_id(0) * STEPS + step) * ROWS + tl.arange(0, ROWS)
         place, inside = tile(row, column, rows, columns)
         value = tl.load(x + place, inside, 0.0).to(tl.float32) + shift
-        share = 0.5 * (1.0 + tl.erf(value * 0.7071067811865476))
-        slope = share + value * 0.3989422804014327 * tl.exp(-0.5 * value * value)
-        found = (tl.load(gradient + place, inside, 0.0).to(tl.float32) * slope).to(grad.dtype.element_ty)
+        share, density = normal(value)
+        found = (tl.load(gradient + place, inside, 0.0).to(tl.float32) * (share + value * density)).to(grad.dtype.element_ty)
         tl.store(grad + place, found, inside)
         total += found.to(tl.float32)
     tl.store(sums + tl.program_id(0) * columns + column, tl.sum(total, 0), column < columns)

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vitrail.layers.kernels import shared_memory
-from vitrail.layers.kernels.tiles import gather, load_rows, mix, pair_sums, products, store
+from vitrail.layers.kernels.tiles import gather, load_all, load_rows, mix, pair_sums, products, products_held, store
 
 LOWEST = tl.constexpr(-1e30)  # finite, so that a place no key ever came to gives no NaN
 
@@ -49,6 +49,8 @@ def forward_kernel(
     own = tl.program_id(0) % blocks * OWN + tl.arange(0, OWN)
     lane = tl.arange(0, OTHER)
 
+    held = load_all(query, own, count, 3 * WIDTH, H, D, PADDED)
+
     # Each place of the tile has its own running maximum and sum; they meet once, after the loop, and not in every step.
     most, total = (), ()
     for _ in tl.static_range(H):
@@ -56,7 +58,7 @@ def forward_kernel(
         total = total + (tl.zeros([OWN, OTHER], tl.float32),)
     for start in range(0, count, OTHER):
         other = start + lane
-        scores = products(query, own, 3 * WIDTH, key, other, 3 * WIDTH, count, H, D, PADDED)
+        scores = products_held(held, key, other, 3 * WIDTH, count, H, D, PADDED)
         mixed = mix(before, scores, H, False)
         new_most, new_total = (), ()
         for head in tl.static_range(H):
@@ -75,7 +77,7 @@ def forward_kernel(
 
     for start in range(0, count, OTHER):
         other = start + lane
-        scores = products(query, own, 3 * WIDTH, key, other, 3 * WIDTH, count, H, D, PADDED)
+        scores = products_held(held, key, other, 3 * WIDTH, count, H, D, PADDED)
         mixed, shares = mix(before, scores, H, False), ()
         for head in tl.static_range(H):
             share = tl.where(other[None, :] < count, tl.exp(mixed[head] - lse[head][:, None]), 0.0)
@@ -256,7 +258,7 @@ class Tiling(NamedTuple):
 
 
 def tiling(qkv: Tensor) -> Tiling:
-    ahead = qkv.is_cuda and shared_memory(qkv.device.index) >= 120_000 and qkv.shape[3] <= 8
+    ahead = qkv.is_cuda and shared_memory(qkv.device.index) >= 120_000
     return Tiling(16, 32, 4, 2 if ahead else 1)
 
 

@@ -28,6 +28,15 @@ def store(start, value, tokens, count, STRIDE: tl.constexpr, D: tl.constexpr, PA
 
 
 @triton.jit
+def load_all(start, tokens, count, STRIDE: tl.constexpr, H: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr):
+    """The vectors of every head."""
+    vectors = ()
+    for head in tl.static_range(H):
+        vectors = vectors + (load(start + head * D, tokens, count, STRIDE, D, PADDED),)
+    return vectors
+
+
+@triton.jit
 def products(
     own_start,
     own,
@@ -50,10 +59,18 @@ def products(
 
 
 @triton.jit
+def products_held(held, start, other, STRIDE: tl.constexpr, count, H: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr):
+    """The same with vectors that stay in registers."""
+    tiles = ()
+    for head in tl.static_range(H):
+        right = load(start + head * D, other, count, STRIDE, D, PADDED)
+        tiles = tiles + (tl.dot(held[head], tl.trans(right), input_precision="ieee"),)
+    return tiles
+
+
+@triton.jit
 def mix(weights, tiles, H: tl.constexpr, TURNED: tl.constexpr):
     """Tile g becomes the sum over h of weights[g, h] * tile h; turned, of weights[h, g]."""
-    if H > 8:
-        return mix_matrix(weights, tiles, H, TURNED)
     mixed = ()
     for new in tl.static_range(H):
         total = tiles[0] * tl.load(weights + (new if TURNED else new * H))
@@ -84,7 +101,7 @@ def load_rows(start, tokens, count, H: tl.constexpr):
 
 @triton.jit
 def stack(tiles, H: tl.constexpr, WIDE: tl.constexpr):
-    """Tiles as one matrix [OWN * OTHER, WIDE], a column for each head; WIDE is 2, 4, 8 or 16, and columns from H on are zero."""
+    """Tiles as one matrix [OWN * OTHER, WIDE], a column for each head; WIDE is 2, 4 or 8, and columns from H on are zero."""
     for _ in tl.static_range(H, WIDE):
         tiles = tiles + (tl.zeros_like(tiles[0]),)
     half: tl.constexpr = WIDE // 2
@@ -94,8 +111,6 @@ def stack(tiles, H: tl.constexpr, WIDE: tl.constexpr):
         tiles = pairs(tiles, half // 2)
     if half >= 4:
         tiles = pairs(tiles, half // 4)
-    if half >= 8:
-        tiles = pairs(tiles, half // 8)
     whole = tiles[0]
     return tl.reshape(whole, (whole.numel // WIDE, WIDE))
 
@@ -112,29 +127,3 @@ def pairs(tiles, HALF: tl.constexpr):
 def pair_sums(left, right, DTYPE: tl.constexpr, H: tl.constexpr, WIDE: tl.constexpr):
     """Sums [WIDE, WIDE] over the whole tile of left tile g times right tile h."""
     return tl.dot(tl.trans(stack(left, H, WIDE).to(DTYPE)), stack(right, H, WIDE).to(DTYPE), input_precision="ieee")
-
-
-@triton.jit
-def halves(tiles, COUNT: tl.constexpr):
-    """The inverse of `pairs`."""
-    first, second = (), ()
-    for place in tl.static_range(COUNT):
-        left, right = tl.split(tiles[place])
-        first, second = first + (left,), second + (right,)
-    return first + second
-
-
-@triton.jit
-def mix_matrix(weights, tiles, H: tl.constexpr, TURNED: tl.constexpr):
-    """`mix` as a product of matrices, in TF32: numbers for more than 8 heads would fill the registers."""
-    OWN: tl.constexpr = tiles[0].shape[0]
-    OTHER: tl.constexpr = tiles[0].shape[1]
-    old, new = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
-    matrix = tl.load(weights + (old * H + new if TURNED else new * H + old), (old < H) & (new < H), 0.0)
-    whole = tl.dot(stack(tiles, H, 16), matrix, input_precision="tf32")
-    apart = halves(halves((tl.reshape(whole, (OWN, OTHER, 2, 2, 2, 2)),), 1), 2)
-    apart = halves(halves(apart, 4), 8)
-    mixed = ()
-    for head in tl.static_range(H):
-        mixed = mixed + (apart[head],)
-    return mixed
