@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.evidence.claims import CLAIMS, Claim
+from benchmarks.evidence.findings import FINDINGS
 from benchmarks.evidence.running import Pictures, attempt
 from vitrail.evaluation.spread import paired, summarise
 
@@ -47,7 +48,13 @@ def main(words: list[str] | None = None) -> None:
 
 def table(results: Path) -> str:
     lines = ["# Evidence", "", "Claims of the papers, tried again at a small scale: same budget, same recipe, several seeds."]
-    lines += ["`python -m benchmarks.evidence run CLAIM …` trains the cells of a claim, `… table` prints this page.", ""]
+    lines += [
+        "`python -m benchmarks.evidence run CLAIM …` trains the cells of a claim, `… table` prints this page. Rows have the"
+    ]
+    lines += [
+        "seeds 0, 1, 2, …; `benchmarks/evidence/results/` has every run, with its changes and with its seconds, in which several"
+    ]
+    lines += ["trainings shared the GPU.", ""]
     for name, claim in CLAIMS.items():
         file = results / f"{name.replace(' ', '-')}.json"
         if not file.exists():
@@ -56,6 +63,7 @@ def table(results: Path) -> str:
         runs = json.loads(file.read_text())["runs"]
         for epochs in dict.fromkeys(run["epochs"] for run in runs):
             lines += section(claim, [run for run in runs if run["epochs"] == epochs])
+        lines += [FINDINGS[name].strip(), ""] if name in FINDINGS else []
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
@@ -66,9 +74,9 @@ def section(claim: Claim, runs: list[dict[str, Any]]) -> list[str]:
     lines = [
         f"Tried on {first['data']} at {first['size'][0]} pixels, {first['epochs']:g} epochs, {first['pictures']:,} pictures;",
         f"{first['device']}, torch {first['versions']['torch']}, commit {commits}. Mean ± standard deviation of the seeds; the",
-        "difference is to the first row, paired by seed; seconds are those of a training.",
+        "difference is to the first row, paired by seed; operations are those of the network's products in a training.",
         "",
-        "| | parameters | top-1 | n | difference | p | seconds |",
+        "| | parameters | top-1 | n | difference | p | operations |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     base = accuracies(runs, cells[0])
@@ -78,10 +86,9 @@ def section(claim: Claim, runs: list[dict[str, Any]]) -> list[str]:
         deviation = f" ± {spread.sd:.2f}" if spread.sd is not None else ""
         row = [cell, f"{some['parameters'] / 1e6:.1f} M", f"{spread.mean:.2f}{deviation}", str(len(mine)), "", ""]
         if cell != cells[0] and len(common) > 1:
-            test = paired([mine[seed] for seed in common], [base[seed] for seed in common])
+            test = paired([base[seed] for seed in common], [mine[seed] for seed in common])
             row[4:] = [f"{test.mean:+.2f}", "" if test.p is None else f"{test.p:.2g}"]
-        seconds = sorted(run["seconds_of_steps"] for run in runs if run["cell"] == cell)
-        lines.append("| " + " | ".join([*row, f"{seconds[len(seconds) // 2]:.0f}"]) + " |")
+        lines.append("| " + " | ".join([*row, f"{some['operations'] / 1e15:.1f}e15"]) + " |")
     return [*lines, ""]
 
 

@@ -20,7 +20,7 @@ class Claim:
     recipe: str = "small"
 
 
-SCOPES = Claim(
+SCOPES = Claim(  # from `house_tiny`, the network trained on Tiny ImageNet
     "Fine-tuning attention alone does as well as fine-tuning everything; the MLPs alone do worse.",
     "Three things, Table 5, ViT-S from 224 to 384, AdamW: full 82.7, attention 82.5, ffn 82.2",
     "oxford-pets",

@@ -75,6 +75,7 @@ def train(pictures: Pictures, claim: Claim, changes: dict[str, Any], out: Path |
         "steps": training.total,
         "parameters": price.parameters,
         "macs": price.macs,
+        "operations": 6 * price.macs * training.total * recipe.batch,
         "size": list(recipe.augmentation.size),
         "seconds": round(time.monotonic() - start, 1),
         "seconds_of_steps": round(time.monotonic() - begun, 1),
@@ -94,7 +95,7 @@ def train_in_stages(pictures: Pictures, claim: Claim, changes: dict[str, Any], e
         before = train(pictures, claim, changes | early, weights)
         rest = {"schedule.length": f"{(1 - share) * epochs:g} epochs", "start.weights": str(weights)}
         after = train(pictures, claim, changes | rest)
-    both = {key: round(before[key] + after[key], 1) for key in ("steps", "seconds", "seconds_of_steps")}
+    both = {key: round(before[key] + after[key], 1) for key in ("steps", "operations", "seconds", "seconds_of_steps")}
     return after | both
 
 
