@@ -16,6 +16,7 @@ MODEL = "deit_tiny_patch16"
         (f"finetuning.py --model {MODEL} --size 32 --device cpu --batch 2 --rounds 1 --repeats 1 --classes 5", "attention"),
         (f"optimisers.py {MODEL} --device cpu --rounds 1 --repeats 1", "running mean"),
         (f"gpu.py pairs {MODEL} --device cpu --batch 1 --rounds 1 --modes eager --no-timm --precision fp32 --out OUT", MODEL),
+        (f"gpu.py latency {MODEL} --device cpu --rounds 1 --modes own --no-timm --precision fp32 --out OUT", "own"),
     ],
     ids=lambda text: text.split(".")[0],
 )

@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +18,8 @@ from tests.weights.test_formats import SUFFIX, little
 from vitrail import cli
 from vitrail.commands.training import open_recipe
 from vitrail.recipes import list_recipes, lookup
+
+ROOT = Path(__file__).parents[1]
 
 
 def run(*words, **options):
@@ -61,6 +65,36 @@ def test_info_of_a_name_at_another_size():
     content = json.loads(run("info", "deit_tiny_patch16", "--image-size", "192x256", "--json").stdout)
     assert content["cost"]["tokens"] == 12 * 16 + 1
     assert content["architecture"]["image_size"] == [192, 256]
+
+
+def test_weights_that_come_with_the_package_are_named(typed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = typed("info", "house_tiny")[1]
+    for part in ("100,000 pictures, 200 classes", "60.8 % of 10,000 validation pictures at 64 x 64", "docs/weights.md"):
+        assert part in text
+    assert "at 64 x 64" in typed("info", "house_tiny", "--image-size", "96")[1]  # the size that it was measured at
+    card = (ROOT / "docs" / "weights.md").read_text()
+    facts = json.loads(typed("info", "house_tiny", "--json")[1])["bundled_weights"]
+    assert facts["card"] == "docs/weights.md"
+    assert f"{facts['train']:,} training pictures of {facts['data']}" in card
+    stated = float(re.search(r"validation top-1 .*\| ([\d.]+) %", card)[1])
+    assert round(stated, 1) == round(100 * facts["top1"], 1)
+    assert json.loads(typed("info", "house_mini", "--json")[1])["bundled_weights"] is None
+    assert "weights" not in typed("info", "house_mini")[1]
+    (tmp_path / "house_tiny").mkdir()
+    text = typed("info", "house_tiny")[1]
+    assert "60.8 %" not in text
+    assert "called house_tiny come with the package, but something by that name lies here" in text
+
+
+def test_the_list_of_models_marks_them(typed):
+    text = typed("models", "house")[1]
+    assert re.search(r"^house_tiny \*  ", text, re.MULTILINE)
+    assert text.count("*") == 2
+    assert text.endswith("* Trained weights come with the package: `vitrail info house_tiny` says what they know.\n")
+    assert "*" not in typed("models", "deit3")[1]
+    rows = json.loads(typed("models", "house", "--json")[1])
+    assert {row["name"]: row["bundled_weights"] for row in rows if row["bundled_weights"]} == {"house_tiny": True}
 
 
 def test_info_of_a_file(deit_file):
@@ -331,8 +365,9 @@ def test_a_loss_that_is_not_a_number_is_recorded_and_replayed(typed, typed_wrong
 def test_mistakes_at_the_keyboard(typed, typed_wrong, tmp_path):
     out = ("--out", tmp_path / "run")
     assert "There is nothing at" in typed_wrong("train", tmp_path / "nowhere", *out)
-    assert "'-1 epochs' is not a span of time" in typed_wrong("train", "digits", "--epochs", "-1", *out)
-    assert "less than one step" in typed_wrong("train", "digits", "--epochs", "0", *out)
+    for epochs in ("-1", "0", "inf", "nan"):
+        assert f"--epochs {epochs} is no length of a training" in typed_wrong("train", "digits", "--epochs", epochs, *out)
+    assert "less than one step" in typed_wrong("train", "digits", "--epochs", "0.001", *out)
     assert "the nearest are deit_small" in typed_wrong("train", "digits", "--recipe", "deit_smal", *out)
     assert "--on-nan wait is not known; choose from stop, skip" in typed_wrong("train", "digits", "--on-nan", "wait", *out)
     assert "--bad hide is not known; choose from skip, fatal" in typed_wrong("train", "digits", "--bad", "hide", *out)

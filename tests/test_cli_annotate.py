@@ -7,11 +7,12 @@ import sys
 import pytest
 import torch
 
-from tests.pictures import make_folder, spoil
+from tests.pictures import make_folder, make_picture, spoil
 from tests.teachers.answers import network
 from tests.teachers.test_published import write_maps
 from vitrail.commands import annotate as command
 from vitrail.data.opening import open_source
+from vitrail.errors import UserError
 from vitrail.teachers.store import Store
 
 
@@ -63,9 +64,49 @@ def test_every_split_and_class_names(typed, place, tmp_path):
     result = annotate(typed, place, tmp_path / "s", "--split", "all", "--classes", tmp_path / "names.txt")
     assert "30 pictures" in result.stdout, result.stderr
     store = Store.open(tmp_path / "s")
-    assert store.match(["blue", "green", "red"]).tolist() == [2, 0, 1]
+    assert store.class_names == ["blue", "green", "red"]  # the data's, in its order
+    assert "3 of the teacher's 3 classes are the data's (by name): answers are kept about these alone" in result.stdout
     assert store.rows(open_source(str(place / "photos"), "test")).min() >= 18
     assert "12 pictures" in annotate(typed, place, tmp_path / "t", "--split", "test").stdout
+
+
+def test_the_classes_of_the_data_alone_or_all(typed, place, refused, tmp_path):
+    torch.save(network(5).state_dict(), tmp_path / "net.pth")
+    (tmp_path / "names.txt").write_text("red\ncyan\nblue\npink\ngreen\n")
+    (tmp_path / "net.pth.teacher.json").write_text('{"classes": "names.txt", "size": 32}')  # as --classes and --size
+    words = ("annotate", tmp_path / "net.pth", place / "photos", "--device", "cpu", "--top-k", 2)
+    result = typed(*words, "--out", tmp_path / "few")
+    assert "3 of the teacher's 5 classes are the data's (by name): answers are kept about these alone" in result.stdout
+    assert Store.open(tmp_path / "few").class_names == ["blue", "green", "red"]
+    facts = json.loads(typed("store", "info", tmp_path / "few", "--json").stdout)
+    assert (facts["classes"], facts["teacher_classes"], facts["size"]) == (3, 5, [32, 32])
+    result = typed(*words, "--out", tmp_path / "all", "--all-classes")
+    assert "answers are kept about all." in result.stdout
+    assert Store.open(tmp_path / "all").match(["blue", "green", "red"]).tolist() == [2, 4, 0]
+    assert "begun about 3 (blue, green, …) classes, not 5 (red, cyan, …)" in refused(
+        *words, "--out", tmp_path / "few", "--all-classes"
+    )
+
+
+def test_classes_that_cannot_be_matched_are_told_before_any_work(typed, place, tmp_path, monkeypatch):
+    def busy(*words, **more):
+        raise UserError("working")
+
+    monkeypatch.setattr("vitrail.teachers.annotating.shelve", busy)
+    (tmp_path / "names.txt").write_text("oak\nelm\nred\n")
+    result = annotate(typed, place, tmp_path / "s", "--classes", tmp_path / "names.txt")
+    first, last = result.stderr.splitlines()
+    assert first.startswith("Warning: answers are kept about all 3 of the teacher's classes")
+    assert "unknown to the model are 2 of 3 ('blue', 'green')" in first
+    assert "--classes" in first
+    assert "--map" not in first
+    assert last == "working"
+    # Features have no classes.
+    result = annotate(typed, place, tmp_path / "s", "--classes", tmp_path / "names.txt", "--what", "features")
+    assert result.stderr.splitlines() == ["working"]
+    make_picture(tmp_path / "flat" / "a.png", 1)
+    words = ("annotate", place / "[b]net.pth", tmp_path / "flat", "--out", tmp_path / "s", "--size", 32, "--device", "cpu")
+    assert "has no classes: answers are kept about all 3 of the teacher's." in typed(*words).stdout
 
 
 def test_unreadable_pictures_are_named(typed, place, tmp_path):

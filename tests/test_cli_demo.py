@@ -65,6 +65,32 @@ def test_something_else_by_the_same_name(typed, tmp_path, name):
     assert result.stderr == f"A file or folder called {name} lies here and would be taken instead: run the demo elsewhere.\n"
 
 
+@pytest.mark.parametrize("name", ["pets", "./house_tiny"])
+def test_a_folder_that_would_hide_them(typed, tmp_path, name):
+    result = typed("demo", "--out", name)
+    assert result.returncode == 2
+    assert "would be taken for what the demo learns from: give a folder by another name" in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("epochs", ["inf", "-inf", "nan", "0", "-1", "1e9", "0.001"])
+def test_lengths_that_are_none(typed, tmp_path, monkeypatch, epochs):
+    monkeypatch.setattr(opening, "open_pets", None)  # nothing is opened
+    result = typed("demo", "--epochs", epochs)
+    assert result.returncode == 2
+    said = f"--epochs {float(epochs):g} is not the length of a training: give a number from 0.1 to 10000.\n"
+    assert (result.stdout, result.stderr) == ("", said)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("content", ["{", ""])
+def test_a_mark_that_cannot_be_read(typed, tmp_path, content):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "demo.json").write_text(content)
+    result = typed("demo", "--out", "mine")
+    assert (result.returncode, result.stderr) == (2, "mine/demo.json cannot be read: give a new folder with --out.\n")
+
+
 def test_a_folder_with_other_things(typed, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("")

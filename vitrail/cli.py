@@ -32,6 +32,7 @@ from vitrail.commands.predict import predict
 from vitrail.commands.probe import probe
 from vitrail.errors import UserError
 from vitrail.version import __version__
+from vitrail.wording import percent
 
 
 class Commands(TyperGroup):
@@ -93,7 +94,10 @@ def show_version(wanted: bool) -> None:
 def root(
     version: Annotated[bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version.")] = False,
 ) -> None:
-    """Train, distil, adapt, measure, look into and ship vision transformers and their kin."""
+    """Train, distil, adapt, measure, look into and ship vision transformers and their kin.
+
+    Start with [bold]vitrail demo[/bold], then with a folder of pictures, one folder per class: [bold]vitrail train photos/[/bold]
+    """
 
 
 @app.command()
@@ -107,13 +111,18 @@ def models(
     """
     from vitrail.models.catalogue import list_models, page_of
     from vitrail.models.cost import known_costs, row
+    from vitrail.weights.bundled import NAMES
 
     names = list_models(pattern)
     if not names:
         raise UserError(f"No model matches {pattern!r}; `vitrail models` lists all.")
     costs = known_costs()
     if as_json:
-        print(json.dumps([{"name": name, "paper": paper(page_of()[name]), **costs[name].to_dict()} for name in names], indent=1))
+        rows = [
+            {"name": name, "paper": paper(page_of()[name]), **costs[name].to_dict(), "bundled_weights": name in NAMES}
+            for name in names
+        ]
+        print(json.dumps(rows, indent=1))
         return
     table = cost_table()
     previous = None
@@ -121,12 +130,14 @@ def models(
         if previous is not None and page_of()[name] is not previous:
             table.add_row()
         previous = page_of()[name]
-        table.add_row(*row(name, costs[name]))
+        table.add_row(*row(f"{name} *" if name in NAMES else name, costs[name]))
     console.print(table)
     console.print(
         "mult-adds: matrix products and convolutions, one image; memory: activations kept for one image's backward, float32.",
         style="dim",
     )
+    for name in (name for name in names if name in NAMES):
+        console.print(f"* Trained weights come with the package: `vitrail info {name}` says what they know.", style="dim")
 
 
 def paper(page: Any) -> str:
@@ -142,11 +153,11 @@ def cost_table() -> Table:
 
 @app.command()
 def info(
-    name: Annotated[str, typer.Argument(help="A model's name, or a checkpoint file or folder.")],
+    name: Annotated[str, typer.Argument(help="A model's name, bundled weights (house_tiny), or a checkpoint file or folder.")],
     image_size: Annotated[str | None, typer.Option(help="Another size: 384, or 192x256 (height x width).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Show one model: its parts, its cost, how pictures are prepared for it.
+    """Show one model: its parts, its cost, how pictures are prepared for it, and what its weights know if they ship.
 
     Example: [bold]vitrail info cait_s24 --image-size 384[/bold]
     """
@@ -154,11 +165,13 @@ def info(
     from vitrail.models.catalogue import create
     from vitrail.models.cost import cost, row
     from vitrail.weights import load
-    from vitrail.weights.bundled import find_bundled
+    from vitrail.weights.bundled import NAMES, find_bundled
 
     size = parse_size(image_size)
-    from_file = find_bundled(name) is not None or is_file(name)
+    bundled = find_bundled(name) is not None
+    from_file = bundled or is_file(name)
     model = load(name) if from_file else create(name, device="meta", image_size=size)
+    weights = bundled_facts(model) if bundled else None
     if from_file and size:
         model.resize(*size)
     price = cost(model.architecture)
@@ -171,6 +184,7 @@ def info(
             "cost": price.to_dict(),
             "preprocessing": model.preprocessing.to_dict(),
             "class_names": model.class_names,
+            "bundled_weights": weights,
         }
         print(json.dumps(content, indent=1))
         return
@@ -185,6 +199,38 @@ def info(
     assumed = " (assumed: the file does not say)" if "preprocessing" in model.notes else ""
     console.print(f"\n[bold]pictures[/bold]{assumed}")
     for field, value in model.preprocessing.to_dict().items():
+        say(f"  {field:20} {value}")
+    if weights is not None:
+        show_weights(name, weights)
+    elif name in NAMES:
+        say(f"\nTrained weights called {name} come with the package, but something by that name lies here and comes first.")
+
+
+def bundled_facts(model: Any) -> dict[str, Any]:
+    """What the file of bundled weights says of them; accuracy is that of the validation in their training."""
+    data, metrics = json.loads(model.notes["data"]), json.loads(model.notes["metrics"])
+    return {
+        "data": data["name"],
+        "train": data["train"],
+        "classes": model.architecture.classes,
+        "image_size": list(model.architecture.image_size),
+        "validation": metrics["pictures"],
+        "top1": metrics["top1"],
+        "top5": metrics["top5"],
+        "card": "docs/weights.md",
+    }
+
+
+def show_weights(name: str, facts: dict[str, Any]) -> None:
+    height, width = facts["image_size"]
+    accuracy = f"top-1 {percent(facts['top1'], 1)} of {facts['validation']:,} validation pictures at {height} x {width} pixels"
+    console.print("\n[bold]weights[/bold] (trained, and part of the package)")
+    for field, value in {
+        "trained on": f"{facts['data']}: {facts['train']:,} pictures, {facts['classes']} classes",
+        "accuracy": accuracy,
+        "card": f"{facts['card']}: how they were made, what they are for, their terms",
+        "use": f"vitrail train photos/ --from {name}, or vitrail.load({name!r})",
+    }.items():
         say(f"  {field:20} {value}")
 
 

@@ -59,10 +59,43 @@ def test_a_training_takes_the_splits_as_they_are():
     assert [len(part) for part in open_splits("pets")] == [600, 120, 300]
 
 
-def test_a_folder_by_that_name_comes_first(tmp_path):
+@pytest.mark.parametrize("name", ["pets", "digits"])
+def test_a_folder_by_that_name_comes_first_and_is_named_once(tmp_path, capfd, name):
+    built_in = open_source(name).classes
+    make_folder(tmp_path / name)
+    assert open_source(f"./{name}").classes == ["blue", "green", "red"]
+    assert capfd.readouterr().err == ""
+    for _ in range(2):
+        assert open_source(name).classes == ["blue", "green", "red"]
+    said = f"The folder {name} that lies here is taken, not the built-in {name}: for that, run elsewhere.\n"
+    assert capfd.readouterr().err == said
+    (tmp_path / name).rename("elsewhere")
+    assert open_source(name).classes == built_in
+
+
+@pytest.mark.parametrize("name", ["pets", "digits"])
+def test_a_file_by_that_name(tmp_path, capfd, name):
+    (tmp_path / name).write_text("")
+    with pytest.raises(vitrail.UserError, match="unknown kind"):
+        open_source(name)
+    assert f"The file {name} that lies here is taken" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["pets", "digits"])
+@pytest.mark.parametrize("inside", ["run.json", "seed-0/run.json"])
+def test_the_folder_of_a_run_hides_nothing(tmp_path, capfd, name, inside):
+    """`vitrail train pets --out pets`, and then `vitrail resume pets`."""
+    (tmp_path / name / inside).parent.mkdir(parents=True)
+    (tmp_path / name / inside).write_text("{}")
+    assert len(open_source(name).classes) >= 10
+    assert capfd.readouterr().err == ""
+
+
+def test_of_several_processes_one_says_it(tmp_path, capfd, monkeypatch):
     make_folder(tmp_path / "pets")
-    assert open_source("pets").classes == ["blue", "green", "red"]
-    assert open_source("./pets").classes == ["blue", "green", "red"]
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    open_source("pets")
+    assert capfd.readouterr().err == ""
 
 
 @pytest.fixture

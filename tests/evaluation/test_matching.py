@@ -77,6 +77,45 @@ def test_the_same_name_twice_is_told_and_an_id_decides(tmp_path):
     assert read_ids(str(tmp_path)) == read_ids("digits") == {}
 
 
+def test_what_a_list_calls_its_classes_goes_before_what_imagenet_does():
+    """A list that is nearly all ImageNet's, in which only one crane is called just that."""
+    names = [name.split(",")[0] for _, name in imagenet()]
+    names[134] = "crane bird"
+    names[744] = "Launcher"
+    assert places(names, 1000, ["crane", "goldfish", "n02012849", "launcher"]) == [517, 1, 134, 744]
+    assert match(names, 1000, ["crane", "goldfish"]).how == "by name"
+    names[134], names[517] = "crane", "crane for building"
+    assert places(names, 1000, ["crane", "goldfish"]) == [134, 1]
+    assert places(names, 1000, ["crane", "goldfish"], ids={"crane": "n03126707"}) == [517, 1]  # an id leaves no doubt
+
+
+def test_names_go_before_the_usual_order():
+    names = [name for _, name in imagenet()]
+    other = list(names)
+    other[3], other[4] = other[4], other[3]
+    other[744] = "missile launcher"
+    found = match(names, 1000, other)
+    assert [group[0] for group in found.groups] == [0, 1, 2, 4, 3, *range(5, 1000)]
+    assert found.how == "by WordNet id and name, the others as ImageNet's classes in the usual order"
+
+
+def test_advice_is_that_of_the_place(tmp_path):
+    for names, wanted in ((["a", "b", "c"], ["a", "x"]), (None, ["x", "y"]), (["cat, tom", "dog", "cow"], ["cat", "tom"])):
+        with pytest.raises(UserError, match=r": ask a friend\.$|; ask a friend\.$") as told:
+            match(names, 3, wanted, advice="ask a friend")
+        assert "--map" not in str(told.value)
+
+
+def test_ids_lie_beside_the_folders_of_splits(tmp_path):
+    (tmp_path / "wordnet_ids.json").write_text('{"crane": "n03126707"}')
+    (tmp_path / "train").mkdir()
+    (tmp_path / "cranes").mkdir()
+    assert read_ids(str(tmp_path / "train")) == {"crane": "n03126707"}
+    assert read_ids(str(tmp_path / "cranes")) == {}
+    (tmp_path / "train" / "wordnet_ids.json").write_text("{}")  # the nearest counts
+    assert read_ids(str(tmp_path / "train")) == {}
+
+
 def test_differences_are_shown_from_both_sides():
     with pytest.raises(UserError) as told:
         match(["cat", "dog", "cow", "hen", "pig"], 5, ["cat", "whale", "shark", "eel", "ray"], "sea")

@@ -1,5 +1,6 @@
 """From a batch to its targets: who is asked about what, and how mixing reaches everything that was said."""
 
+import json
 import math
 
 import numpy as np
@@ -258,10 +259,64 @@ def test_a_teacher_of_other_classes(source, monkeypatch, tmp_path):
     assert "--map" not in str(online.value)  # which a training does not have
 
 
-def test_a_teacher_of_unnamed_classes(source, monkeypatch):
+def test_a_teacher_of_unnamed_classes(source, monkeypatch, tmp_path):
     monkeypatch.setattr(guides, "open_teacher", lambda path, device: make_teacher(7))
-    with pytest.raises(UserError, match=r"7 classes without names.*; take a teacher whose classes have these names\.$"):
+    with pytest.raises(UserError, match=r"7 classes without names.*: name the teacher's with vitrail annotate --classes\.$"):
         asked(recipe_of(distillation__teacher="timm:somebody"), source)
+    (tmp_path / "net.pth").touch()
+    with pytest.raises(UserError, match=r"7 classes without names.*: name the teacher's in .*net\.pth\.teacher\.json\.$"):
+        asked(recipe_of(distillation__teacher=str(tmp_path / "net.pth")), source)
+    make_store(tmp_path / "store", make_teacher(7), source)
+    with pytest.raises(UserError, match=r"7 classes without names.*: name the teacher's with vitrail annotate --classes\.$"):
+        asked(recipe_of(distillation__teacher=str(tmp_path / "store")), source)
+
+
+def test_the_ids_beside_the_data_tell_which_class_is_which(tmp_path):
+    """A teacher of ImageNet's classes without names, live and as a store."""
+    pictures, teacher = make_source(tmp_path / "pictures", 2), make_teacher(1000)
+    make_store(tmp_path / "store", teacher, pictures, what=("logits", "tokens"), top_k=5)
+    recipe = recipe_of(distillation__teacher=str(tmp_path / "store"), tokens__labels=str(tmp_path / "store"))
+    with pytest.raises(UserError, match=r"unknown .* 3 of 3.*or their WordNet ids in wordnet_ids\.json beside the data\.$"):
+        asked(recipe, pictures, indices=(0, 1))
+    ids = {"blue": "n03126707", "green": "n02012849", "red": "n01440764"}
+    (tmp_path / "pictures" / "wordnet_ids.json").write_text(json.dumps(ids))
+    assert asked(recipe, pictures, indices=(0, 1))[-1].teacher.shape == (2, 3)
+    store = guides.Store.open(tmp_path / "store")
+    assert guides.matched(store, pictures, "store").tolist() == [517, 134, 0]
+    assert guides.matched(teacher, pictures, "net").tolist() == [517, 134, 0]
+
+
+def test_a_teacher_of_larger_pictures_is_told(source, teacher, monkeypatch):
+    monkeypatch.setattr(guides, "open_teacher", lambda path, device: teacher)
+    recipe = recipe_of(distillation__teacher="timm:somebody")  # 12 x 16, the teacher's 16 x 16
+    (said,) = guides.open_asked(recipe, source, CPU).said
+    assert "made for pictures of 16 pixels and sees the student's of 12x16" in said
+    assert "vitrail annotate" in said
+    assert guides.open_asked(recipe.set({"augmentation.size": [16, 20]}), source, CPU).said == []
+    monkeypatch.setattr(teacher, "size", (16, 16))  # it is shown every picture at its own
+    assert guides.open_asked(recipe, source, CPU).said == []
+
+
+def test_a_program_can_be_asked_if_its_preprocessing_is_said_beside_it(source, tmp_path):
+    module = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(768, 3)).eval()
+    torch.export.save(torch.export.export(module, (torch.zeros(2, 3, 16, 16),)), tmp_path / "net.pt2")
+    with pytest.raises(UserError, match=r"how its pictures are prepared: say it in .*net\.pt2\.teacher\.json"):
+        recipe_of(distillation__teacher=str(tmp_path / "net.pt2"))
+    said = {"preprocessing": {"image_size": 16}, "classes": ["red", "blue", "green"]}
+    (tmp_path / "net.pt2.teacher.json").write_text(json.dumps(said))
+    recipe = recipe_of(distillation__teacher=str(tmp_path / "net.pt2"))
+    assert guides.open_asked(recipe, source, CPU).index.tolist() == [1, 2, 0]
+
+
+def test_what_is_said_beside_a_teacher_is_part_of_it(tmp_path):
+    (tmp_path / "net.pth").write_bytes(b"weights")
+    recipe = recipe_of(distillation__teacher=str(tmp_path / "net.pth"))
+    before = guides.identities(recipe)
+    (tmp_path / "net.pth.teacher.json").write_text('{"kind": "resnet_keras"}')
+    after = guides.identities(recipe)
+    assert before.items() < after.items()
+    (tmp_path / "net.pth.teacher.json").write_text("{}")
+    assert guides.identities(recipe) != after
 
 
 def test_a_student_that_knows_what_the_teacher_says(source, stores):

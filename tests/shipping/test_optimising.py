@@ -3,6 +3,7 @@
 import copy
 import functools
 import json
+import pickle
 import re
 import runpy
 import sys
@@ -149,6 +150,9 @@ def test_answers_that_are_no_numbers():
         ({"example": torch.randn(1, 1, 8, 12)}, r"\[batch, 3, height, width\]"),
         ({"example": "cat.jpg"}, "not a str"),
         ({"example": torch.randn(1, 3, 2, 2)}, "no patch"),
+        ({"example": torch.randn(0, 3, 8, 12)}, "at least one"),
+        ({"example": torch.full((1, 3, 8, 12), torch.nan)}, "finite"),
+        ({"example": torch.zeros(1, 3, 8, 12, dtype=torch.uint8)}, "floating-point numbers, not torch.uint8"),
     ],
 )
 def test_wrong_arguments(options, said):
@@ -166,6 +170,130 @@ def test_what_is_no_model():
     fixed = small(mixer="linear", readout="mean")
     with pytest.raises(vitrail.UserError, match="fixed grid"):
         vitrail.optimise(fixed, example=torch.randn(1, 3, 16, 16))
+    with pytest.raises(vitrail.UserError, match="optimised already"):
+        vitrail.optimise(vitrail.optimise(small()))
+
+
+# On a processor packed, and as elsewhere: by torch's own products.
+KINDS = {"packed": {}, "coded": {"precision": "int8"}, "bare": {"dtype": torch.float64}}
+
+
+@pytest.fixture(params=KINDS)
+def optimised(request):
+    found = vitrail.optimise(small(), **KINDS[request.param])
+    assert found.packed == (request.param != "bare")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("image", "said"),
+    [
+        (
+            torch.randn(3, 8, 12),
+            r"tensor \[batch, 3, height, width\], not one of shape \(3, 8, 12\); a single picture is image\[None\]",
+        ),
+        (torch.randn(8, 12), r"not one of shape \(8, 12\)\.$"),
+        (torch.randn(1, 1, 8, 12), r"not one of shape \(1, 1, 8, 12\)\.$"),
+        (torch.randn(1, 8, 12, 3), r"permute\(0, 3, 1, 2\) has the channels first"),
+        (torch.randn(1, 3, 2, 2), "2 x 2 pixels have no patch of 4; give larger ones"),
+        (torch.zeros(1, 3, 8, 12, dtype=torch.uint8), "not torch.uint8; divide pixels by 255"),
+        (torch.zeros(1, 3, 8, 12, dtype=torch.int64), "not torch.int64"),
+        (torch.zeros(1, 3, 8, 12, device="meta"), "pictures are on meta and the model is on cpu"),
+        (torch.zeros(1, 3, 8, 12).numpy(), "not a ndarray"),
+        ("cat.jpg", "not a str"),
+        (None, "not a NoneType"),
+    ],
+)
+def test_what_cannot_be_answered(optimised, image, said):
+    for _ in range(2):  # what was refused once is not taken for known
+        with pytest.raises(vitrail.UserError, match=said):
+            optimised(image)
+    assert optimised(torch.randn(2, 3, 8, 12).half()).shape == (2, 5)
+
+
+@pytest.mark.parametrize("name", structures())
+def test_other_sizes_are_answered_or_refused_as_by_the_model(name):
+    model = randomise(build(structures()[name])).eval()
+    optimised = vitrail.optimise(model)
+    height, width = model.architecture.image_size
+    image = torch.randn(1, 3, 2 * height, width)
+    try:
+        expected = model(image).detach()
+    except ValueError:
+        with pytest.raises(vitrail.UserError, match=rf"call resize\({2 * height}, {width}\) of the original model"):
+            optimised(image)
+        resized = vitrail.optimise(model.resize(2 * height, width))
+        assert difference(resized(image), model(image).detach()) <= 1e-4
+    else:
+        assert difference(optimised(image), expected) <= 1e-4
+
+
+@pytest.mark.parametrize("name", ["features", "outputs", "trace", "resize", "embed", "blocks", "head", "stem", "grid"])
+def test_parts_that_only_a_model_has(optimised, name):
+    assert hasattr(small(), name)
+    with pytest.raises(vitrail.UserError, match=f"only answers and has no {name}; use that of the model it was made from"):
+        getattr(optimised, name)
+    assert not hasattr(optimised, name)
+
+
+def test_names_that_nothing_has(optimised):
+    with pytest.raises(AttributeError, match="no attribute 'feature'") as caught:
+        optimised.feature  # noqa: B018
+    assert not isinstance(caught.value, vitrail.UserError)
+
+
+def test_it_is_not_kept(optimised, tmp_path):
+    for keep in (pickle.dumps, lambda each: torch.save(each, tmp_path / "fast.pt")):
+        with pytest.raises(vitrail.UserError, match=r"not pickled; save the model it was made from with vitrail\.save"):
+            keep(optimised)
+    with pytest.raises(vitrail.UserError, match="takes no other weights"):
+        optimised.load_state_dict({})
+    with pytest.raises(vitrail.UserError):
+        vitrail.save(optimised, tmp_path / "fast.safetensors")
+    assert not (tmp_path / "fast.safetensors").exists()
+
+
+def test_what_is_packed_is_neither_saved_nor_moved_nor_exported(tmp_path):
+    optimised = vitrail.optimise(small())
+    for format in ("vitrail", "timm"):
+        with pytest.raises(vitrail.UserError, match="of an optimised one, save what it was made from"):
+            vitrail.save(optimised, tmp_path / "fast.safetensors", format)
+    for place in ("cuda", "cuda:7", "mps", "meta"):  # whether there is one or not
+        with pytest.raises(vitrail.UserError, match="keeps its precision and place"):
+            optimised.to(place)
+    with pytest.raises(vitrail.UserError, match="not exported"):
+        torch.export.export(optimised, (torch.randn(2, 3, 8, 12),))
+
+
+def test_what_is_not_packed_may_be_exported_and_compiled():
+    optimised = vitrail.optimise(small(), dtype=torch.float64)
+    image = torch.randn(2, 3, 8, 12, dtype=torch.float64)
+    exported = torch.export.export(optimised, (image,), dynamic_shapes=({0: torch.export.Dim("batch", min=1, max=8)},))
+    assert torch.allclose(exported.module()(image[:1]), optimised(image[:1]))
+    compiled = torch.compile(lambda x: optimised(x) + 1, backend="eager", fullgraph=True)
+    assert torch.allclose(compiled(image), optimised(image) + 1)
+    torch.compiler.reset()
+
+
+def test_a_deep_copy_answers_by_itself(optimised):
+    optimised.graphs = Graphs(optimised._compute, 2)  # as on a GPU: they hold a lock, and a network to ask
+    twin = copy.deepcopy(optimised)
+    image = torch.randn(2, 3, 8, 12)
+    assert torch.equal(twin(image), optimised(image))
+    assert twin.graphs is not optimised.graphs
+    assert twin.graphs.compute.__self__ is twin
+    assert twin.graphs.batch == 2
+    assert twin.report == optimised.report
+    if not optimised.packed:  # what is packed never changes, and may be shared
+        assert not {each.data_ptr() for each in twin.parameters()} & {each.data_ptr() for each in optimised.parameters()}
+
+
+def test_a_deep_copy_compiles_for_itself(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compiled.append(module))
+    twin = copy.deepcopy(vitrail.optimise(small(), compile=True))
+    assert compiled[-3:] == list(twin.folded.trunk.blocks)
+    assert len({id(each) for each in compiled}) == 6
 
 
 def test_check_pictures_are_fixed_and_of_two_kinds():

@@ -1,6 +1,7 @@
 """Writing: the teacher's own answers, each picture once, and after every kind of interruption the same bytes."""
 
 import errno
+import json
 import os
 import random
 import signal
@@ -23,6 +24,7 @@ from vitrail.evaluation.accuracy import test_view as tested
 from vitrail.teachers import annotating, open_teacher, storing
 from vitrail.teachers.annotating import Wanted, annotate, identity
 from vitrail.teachers.joining import join
+from vitrail.teachers.matching import match_data
 from vitrail.teachers.store import Store
 from vitrail.writing import aside
 
@@ -66,6 +68,88 @@ def test_a_teachers_accuracy_is_that_of_its_store(tmp_path):
         hits += torch.stack([best[:, 0].sum(), best.any(1).sum()])
     assert (said[:, 0] == labels).sum() == hits[0]
     assert (said == labels[:, None]).any(1).sum() == hits[1]
+
+
+@pytest.mark.parametrize(
+    ("prepared", "size", "passes"),
+    [
+        ({"crop_ratio": 1.0}, (20, 20), 1),  # nothing is cut from a square
+        ({"crop_ratio": 1.0}, (24, 20), 2),
+        ({"crop_ratio": 0.8}, (20, 20), 2),
+        ({"crop_ratio": 0.8, "resize": "square"}, (24, 20), 1),
+    ],
+)
+def test_one_pass_where_the_crop_makes_no_difference(prepared, size, passes, tmp_path, monkeypatch):
+    source, teacher = make_source(tmp_path / "p", 4, size), make_teacher()
+    teacher.preprocessing = teacher.preprocessing._replace(**prepared)
+    maps, asked = type(teacher.network).maps, []
+    teacher.network.maps = lambda images: asked.append(len(images)) or maps(teacher.network, images)
+    make_store(tmp_path / "s", teacher, source, 12, what=ALL, top_k=3, views=2)
+    assert asked == [1] + [4] * 3 * 2 * passes  # one to learn the shapes; three batches in two views
+    monkeypatch.setattr(annotating.Annotator, "is_same", lambda self, sizes: False)
+    make_store(tmp_path / "twice", teacher, source, 12, what=ALL, top_k=3, views=2)
+    assert contents(tmp_path / "s") == contents(tmp_path / "twice")
+
+
+NAMED = ["cyan", "red", "blue", "grey", "green", "pink", "white"]
+
+
+def test_the_largest_of_the_chosen_classes(tmp_path):
+    """In the data's order and by its names, as if the teacher knew no others."""
+    source, teacher = make_source(tmp_path / "p"), make_teacher(names=NAMED)
+    chosen = match_data(teacher, source, "")
+    assert chosen.numbers.tolist() == [2, 4, 1]
+    for kept in (0, 2):
+        wanted = Wanted(("logits", "tokens"), kept, batch=4)
+        annotate(teacher, source, tmp_path / f"few{kept}", wanted, workers=0, chosen=chosen)
+    whole = make_store(tmp_path / "whole", teacher, source, what=("logits", "tokens"))
+    rows, index = torch.arange(36), chosen.numbers
+    all_three, two = (Store.open(tmp_path / f"few{kept}") for kept in (0, 2))
+    for store in (all_three, two):
+        assert (store.classes, store.class_names) == (3, ["blue", "green", "red"])
+        assert store.manifest["chosen"] == {"of": 7, "classes": [2, 4, 1]}
+        assert store.match(source.classes).tolist() == [0, 1, 2]
+    assert torch.equal(all_three.class_scores(rows), whole.class_scores(rows)[:, index])
+    assert torch.equal(all_three.dense_scores(rows), whole.dense_scores(rows)[:, index])
+    values, classes = two.tokens(rows)
+    expected = whole.dense_scores(rows)[:, index].topk(2, 1)
+    assert torch.equal(values, expected.values)
+    assert torch.equal(classes, expected.indices)
+    # What is left out is one class here, so that nothing is spread.
+    torch.testing.assert_close(two.class_targets(rows), whole.class_scores(rows)[:, index].softmax(1), atol=2e-3, rtol=1e-2)
+    assert (two.manifest["top_k"], all_three.manifest["top_k"]) == (2, 0)
+
+
+def test_a_store_goes_on_about_the_same_classes_alone(tmp_path):
+    source, teacher = make_source(tmp_path / "p", 4), make_teacher(names=NAMED)
+    chosen = match_data(teacher, source, "")
+
+    def run(folder, chosen):
+        return annotate(teacher, source, tmp_path / folder, Wanted(batch=4), workers=0, shard=5, chosen=chosen)
+
+    run("few", chosen)
+    before = contents(tmp_path / "few")
+    (tmp_path / "few" / "shard-00001.safetensors").unlink()
+    assert run("few", chosen).kept == 2
+    assert contents(tmp_path / "few") == before
+    others = chosen._replace(names=["b", "g", "r"])
+    numbers = chosen._replace(numbers=torch.tensor([2, 4, 6]))
+    for other, words in (
+        (None, r"begun about 3 \(blue, green, …\) classes, not 7 \(cyan, red, …\): .*--all-classes"),
+        (others, r"begun about 3 \(blue, green, …\) classes, not 3 \(b, g, …\)"),
+        (numbers, "begun with others of the teacher's classes"),
+    ):
+        with pytest.raises(UserError, match=words):
+            run("few", other)
+    assert contents(tmp_path / "few") == before
+    run("all", None)
+    with pytest.raises(UserError, match=r"begun about 7 .*, not 3"):
+        run("all", chosen)
+    # Manifests of before there was a choice are of all classes.
+    manifest = json.loads((tmp_path / "all" / "manifest.json").read_text())
+    del manifest["chosen"]
+    (tmp_path / "all" / "manifest.json").write_text(json.dumps(manifest))
+    assert run("all", None).kept == 3
 
 
 def test_equal_pictures_are_asked_about_once(tmp_path):

@@ -4,8 +4,10 @@ import pytest
 import torch
 
 import vitrail
+from tests.teachers.answers import make_source
 from tests.teachers.test_teacher import HALF, Little
 from vitrail.teachers import Teacher, match_teacher
+from vitrail.teachers.matching import match_data
 
 
 def teacher(names, classes=None):
@@ -29,6 +31,24 @@ def test_imagenet_without_names_by_wordnet_id():
     index = match_teacher(teacher(None, 1000), ["n01443537", "n01440764"])
     assert index.tolist() == [1, 0]
     assert match_teacher(teacher(None, 1000), ["fish", "tench"], ids={"fish": "n01443537"}).tolist() == [1, 0]
+
+
+def test_the_ids_beside_the_data_are_used(tmp_path):
+    source = make_source(tmp_path / "photos", 1)
+    with pytest.raises(vitrail.UserError, match=r"unknown to the model are 3 of 3.*; paint them\.$"):
+        match_data(teacher(None, 1000), source, "paint them")
+    (tmp_path / "photos" / "wordnet_ids.json").write_text(
+        '{"blue": "n01443537", "green": "n01440764", "red": "n03126707", "x": 1}'
+    )
+    found = match_data(teacher(None, 1000), source, "paint them")
+    assert (found.numbers.tolist(), found.names, found.how) == ([1, 0, 517], ["blue", "green", "red"], "by WordNet id")
+
+
+def test_advice_that_can_be_followed():
+    with pytest.raises(vitrail.UserError, match=r"134 and 517: say which is which with mapping=.*, or give WordNet ids"):
+        match_teacher(teacher(None, 1000), ["crane", "goldfish"])
+    assert match_teacher(teacher(None, 1000), ["crane", "goldfish"], {"crane": 517}).tolist() == [517, 1]
+    assert match_teacher(teacher(None, 1000), ["crane", "goldfish"], ids={"crane": "n02012849"}).tolist() == [134, 1]
 
 
 def test_as_a_map_says():

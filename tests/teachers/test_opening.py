@@ -1,5 +1,6 @@
 """Every way to a teacher, and what is said where there is none."""
 
+import json
 import os
 import pickle
 import sys
@@ -89,6 +90,105 @@ def test_what_is_not_said_is_kept(tmp_path):
     teacher = open_teacher(tmp_path / "it.pth", preprocessing={"crop_ratio": 0.95}, size=48)
     assert teacher.preprocessing == Preprocessing(crop_ratio=0.95, interpolation="bilinear")
     assert teacher.see(torch.zeros(1, 3, 64, 64)).shape == (1, 3, 48, 48)
+
+
+KERAS = ResNetPlan((1, 1, 1, 1), classes=4, planes=8, inner=8, stem=(8,))
+
+
+def test_what_a_kind_says_is_kept(tmp_path):
+    """Blue first, above all, unless the preprocessing itself says another order."""
+    torch.save(ResNet(KERAS).state_dict(), tmp_path / "it.pth")
+
+    def opened(**prepared):
+        return open_teacher(tmp_path / "it.pth", kind="resnet_keras", preprocessing=prepared or None)
+
+    plain = opened()
+    assert plain.order == "bgr"
+    for some in ({"crop_ratio": 1.0}, {"image_size": 64}, {"resize": "square"}):
+        teacher = opened(**some)
+        assert (teacher.order, teacher.preprocessing.mean) == ("bgr", plain.preprocessing.mean)
+    assert open_teacher(tmp_path / "it.pth", kind="resnet_keras", preprocessing=HALF).order == "bgr"
+    turned = opened(order="rgb")
+    assert (turned.order, turned.preprocessing) == ("rgb", plain.preprocessing)
+    own = opened(mean=[103.939, 116.779, 123.68], range=255)  # in the network's own order
+    assert own.order == "bgr"
+    assert own.preprocessing.mean == pytest.approx(plain.preprocessing.mean)
+    with pytest.raises(vitrail.UserError, match='"range": 255'):
+        opened(mean=[103.939, 116.779, 123.68])
+
+
+def test_pictures_that_a_resnet_cannot_have_seen(tmp_path):
+    """A batch norm that has seen values to 255: opened as what it is not, it would guess."""
+    network = ResNet(KERAS)
+    images = torch.rand(16, 3, 64, 64)
+    outside = torch.rand(16, 3, 1, 1).expand(-1, -1, 64, 64)
+    for scale, usual in ((4.5, True), (255.0, False)):  # as of deviation 0.225, and as they are
+        network.train()
+        network.bn1.momentum = None
+        network.bn1.reset_running_stats()
+        with torch.no_grad():
+            network.maps((0.2 * images + 0.8 * outside - 0.45) * scale)
+        torch.save(network.state_dict(), tmp_path / "it.pth")
+        if usual:
+            assert open_teacher(tmp_path / "it.pth").order == "rgb"
+            continue
+        with pytest.raises(vitrail.UserError, match=r"other values .* \(resnet_keras\) .* in .*it\.pth\.teacher\.json\.$"):
+            open_teacher(tmp_path / "it.pth")
+        for said in ({"kind": "resnet_keras"}, {"kind": "checkpoint"}, {"preprocessing": {"std": [1, 1, 1], "range": 255}}):
+            assert open_teacher(tmp_path / "it.pth", **said).classes == 4
+
+
+def test_what_is_said_beside_a_file(tmp_path):
+    torch.save(ResNet(KERAS).state_dict(), tmp_path / "it.pth")
+    (tmp_path / "names.txt").write_text("a\nb\nc\nd\n")
+    said = {"kind": "resnet_keras", "classes": "names.txt", "preprocessing": {"crop_ratio": 1.0}, "size": [40, 48]}
+    (tmp_path / "it.pth.teacher.json").write_text(json.dumps(said))
+    teacher = open_teacher(tmp_path / "it.pth")
+    assert (teacher.order, teacher.class_names, teacher.size) == ("bgr", list("abcd"), (40, 48))
+    assert teacher.network.plan.early
+    assert teacher.preprocessing.crop_ratio == 1.0
+    other = open_teacher(tmp_path / "it.pth", classes=list("wxyz"), preprocessing={"image_size": 64}, kind="checkpoint", size=32)
+    assert (other.order, other.class_names, other.size) == ("rgb", list("wxyz"), (32, 32))
+    assert other.preprocessing[:2] == ((64, 64), 1.0)  # arguments go first, and what they do not say stays
+    (tmp_path / "it.pth.teacher.json").write_text('{"classes": ["k", "l", "m", "n"], "size": null}')
+    assert open_teacher(tmp_path / "it.pth").class_names == list("klmn")
+
+
+def test_a_name_too_long_for_a_file_beside_it(tmp_path):
+    torch.save(ResNet(KERAS).state_dict(), tmp_path / ("n" * 250))
+    assert open_teacher(tmp_path / ("n" * 250)).classes == 4
+
+
+def test_what_is_said_in_a_folder(tmp_path):
+    vitrail.save(little(), tmp_path / "best.safetensors")
+    (tmp_path / "teacher.json").write_text('{"size": 32, "classes": ["a", "b", "c", "d", "e"]}')
+    teacher = open_teacher(tmp_path)
+    assert (teacher.class_names, teacher.size) == (list("abcde"), (32, 32))
+    assert open_teacher(tmp_path / "best.safetensors").size is None
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "not valid JSON"),
+        ("[]", "not hold a JSON object"),
+        ('{"knd": "onnx"}', "'knd', which says nothing about a teacher; did you mean kind"),
+        ('{"kind": "robot"}', "'robot' is no kind of teacher"),
+        ('{"classes": "none.txt"}', "There is no file .*none.txt"),
+        ('{"classes": true}', "classes are a list of names"),
+        ('{"classes": [1, 2, 3, 4]}', "classes are a list of names"),
+        ('{"classes": 5}', "has 4 classes, but 5 were named"),
+        ('{"size": [1, 2, 3]}', "size is a number of pixels"),
+        ('{"size": 1.5}', "size is a number of pixels"),
+        ('{"preprocessing": "plain"}', "a Preprocessing or a dictionary"),
+    ],
+)
+def test_a_sentence_for_what_makes_no_sense_beside_a_file(text, says, tmp_path):
+    torch.save(ResNet(KERAS).state_dict(), tmp_path / "it.pth")
+    (tmp_path / "it.pth.teacher.json").write_text(text)
+    with pytest.raises(vitrail.UserError, match=says) as caught:
+        open_teacher(tmp_path / "it.pth")
+    assert "\n" not in str(caught.value)
 
 
 class Refusing(nn.Module):

@@ -158,6 +158,25 @@ def test_a_distilled_model_answers_at_patches_with_both_heads():
     torch.testing.assert_close(open_teacher(model).dense(pictures).flatten(2), expected.transpose(1, 2).detach())
 
 
+def together_and_apart(teacher, pictures, what):
+    """Both of them; the network may be asked once for the first."""
+    asked = {"logits": teacher, "tokens": teacher.dense, "features": teacher.features}
+    return teacher.answers(pictures, what), {name: asked[name](pictures) for name in what}
+
+
+@pytest.mark.parametrize("name", ["deit_tiny_patch16", "deit_tiny_distilled_patch16", "lvvit_t", "cait_xxs24", "resmlp_s12"])
+def test_several_answers_of_a_model_in_one_pass(name):
+    model = build(structures()[name]).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    runs = []
+    model.stem.register_forward_hook(lambda *_: runs.append(1))
+    pictures = torch.randn(2, 3, *model.architecture.image_size)
+    together, apart = together_and_apart(open_teacher(model), pictures, ("logits", "tokens", "features"))
+    assert len(runs) == 1 + 3
+    assert all(torch.equal(together[key], apart[key]) for key in apart)
+
+
 class Patches(nn.Module):
     def dynamic_feat_size(self, size):
         return size[0] // 4, size[1] // 4
@@ -201,3 +220,5 @@ def test_modules_in_timms_manner(form):
     maps = module.proj(pictures).movedim(1, -1)
     expected = module.fc(module.norm(maps)).movedim(-1, 1).detach()
     torch.testing.assert_close(teacher.dense(pictures), expected)
+    together, apart = together_and_apart(teacher, pictures, ("logits", "tokens", "features"))
+    assert all(torch.equal(together[name], apart[name]) for name in apart)

@@ -82,12 +82,30 @@ def test_what_lies_in_a_scope():
     assert {name.split(".")[1] for name in inside("last:2") if name.startswith("blocks")} == {"1", "2"}
     assert not any(name.startswith(("stem", "positions", "special")) for name in inside("last:2"))
     assert inside("last:0") == head | {"norm.weight", "norm.bias"}
-    assert inside("last:99") >= {name for name in inside("full") if name.startswith("blocks")}
+    assert inside("last:3") >= {name for name in inside("full") if name.startswith("blocks")}
     branches = inside("attention", "vit_tiny_patch16_6x2_ls")
     assert {name.split(".")[4] for name in branches if name.startswith("blocks")} == {"0", "1"}
     cait = inside("attention", "cait_xxs24")
     assert any(name.startswith("readout") and ".attention." in name for name in cait)
     assert not any("scale" in name for name in cait)
+
+
+@pytest.mark.parametrize("count", [4, 99, 10**30])
+def test_more_blocks_than_there_are(count):
+    model = vitrail.create("deit_tiny_patch16", 3, 32, device="meta", depth=3)
+    before = trained(model)
+    with pytest.raises(vitrail.UserError, match=rf"last:{count} is more than .* 3 blocks: give last:3, or full"):
+        apply_scope(model, f"last:{count}")
+    assert trained(model) == before
+
+
+def test_a_training_of_more_blocks_than_there_are_is_refused_before_it_begins(typed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for command in ("train", "plan"):
+        result = typed(command, "digits", "--from", "house_tiny", "--scope", "last:12", "--device", "cpu")
+        assert result.returncode == 2
+        assert result.stderr.endswith("start.scope=last:12 is more than this network has, 11 blocks: give last:11, or full.\n")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", structures())
@@ -96,6 +114,10 @@ def test_every_network_has_something_in_every_scope(name, scope):
     """At least the classifier, which always learns; gradients reach it."""
     model = vitrail.build(structures()[name])
     before = trained(model)
+    if scope == "last:1" and not model.blocks:  # a network of convolutions alone
+        with pytest.raises(vitrail.UserError, match="0 blocks"):
+            apply_scope(model, scope)
+        return
     apply_scope(model, scope)
     assert trained(model) <= before
     assert {part for part in before if part.startswith("head")} <= trained(model)

@@ -13,10 +13,15 @@ from rich.text import Text
 from vitrail.errors import UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from vitrail.data.source import Source
+    from vitrail.teachers import Teacher
+    from vitrail.teachers.matching import Chosen
     from vitrail.teachers.storing import Written
 
 store = typer.Typer(no_args_is_help=True, help="Look into a store of a teacher's answers.")
+ADVICE = "name the teacher's with --classes, or put the WordNet ids of the data's into wordnet_ids.json beside it"
 NAMED = 10  # of the pictures that could not be read; the manifest has all
 
 
@@ -33,6 +38,9 @@ def annotate(
     top_k: Annotated[int, typer.Option("--top-k", min=0, help="How many classes are kept of each answer; 0: all.")] = 0,
     views: Annotated[int, typer.Option(min=1, max=2, help="2: of each picture's mirror image, too.")] = 1,
     size: Annotated[str | None, typer.Option(help="The size the teacher sees: 384, or 192x256; its own if not given.")] = None,
+    all_classes: Annotated[
+        bool, typer.Option("--all-classes", help="Keep answers about all of the teacher's classes, not the data's alone.")
+    ] = False,
     split: Annotated[str | None, typer.Option(help="train, validation, test or all; train if not given.")] = None,
     classes: Annotated[
         str | None, typer.Option(help="The teacher's classes where it does not name them: a file with one a line, or how many.")
@@ -56,6 +64,7 @@ def annotate(
     Example: [bold]vitrail annotate regnety_160.pth photos/ --out answers --what logits,tokens --top-k 5[/bold]
     """
     from vitrail.data.progress import progress
+    from vitrail.teachers.beside import read_classes
     from vitrail.teachers.storing import check_place
 
     needed = 1 if from_published is not None else 2
@@ -67,7 +76,7 @@ def annotate(
         )
     source = open_data(places[-1], split)
     check_place(out, places[-1])
-    named = read_classes(classes)
+    named = read_classes(classes) if classes is not None else None
     try:
         if from_published is not None:
             from vitrail.teachers.published import import_published
@@ -81,7 +90,8 @@ def annotate(
             batch = batch or usual_batch(choose_device(device))
             wanted = Wanted(tuple(part.strip() for part in what.split(",") if part.strip()), top_k, views, batch)
             teacher = open_one(places[0], device, named, preprocessing, kind, size)
-            result = run(teacher, source, out, wanted, workers, progress, complain, Path(places[0]))
+            chosen = choose(teacher, source, places[-1], wanted.what, all_classes)
+            result = run(teacher, source, out, wanted, workers, progress, complain, Path(places[0]), chosen=chosen)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(what_is_kept(out)) from None
     tell(places[-1], result)
@@ -121,6 +131,7 @@ def summary(manifest: dict[str, Any]) -> dict[str, Any]:
         "teacher": teacher["name"],
         "weights": teacher["weights"],
         "classes": teacher["classes"],
+        "teacher_classes": (manifest.get("chosen") or {}).get("of"),
         "class_names": teacher["class_names"],
         "keeps": manifest["what"],
         "values": manifest["values"],
@@ -169,7 +180,7 @@ def open_data(path: str, split: str | None) -> "Source":
 
 def open_one(
     path: str, device: str | None, classes: list[str] | int | None, preprocessing: Path | None, kind: str | None, size: str | None
-) -> Any:
+) -> "Teacher":
     from vitrail.cli import parse_size
     from vitrail.teachers import open_teacher
     from vitrail.training.devices import choose_device
@@ -181,21 +192,30 @@ def open_one(
     return open_teacher(path, choose_device(device), classes, prepared, kind, parse_size(size))
 
 
-def read_classes(text: str | None) -> list[str] | int | None:
-    """How many classes, or their names, one a line."""
-    if text is None:
+def choose(teacher: "Teacher", source: "Source", data: str, what: "Sequence[str]", all_classes: bool) -> "Chosen | None":
+    """Those of the teacher's classes that are kept, None for all; says how they were found before hours are spent on them."""
+    from vitrail.teachers.matching import match_data
+
+    count = f"{teacher.classes:,}"
+    if tuple(what) == ("features",):
         return None
-    if text.isascii() and text.isdigit():
-        return int(text)
+    if not source.classes:
+        print(f"{data} has no classes: answers are kept about all {count} of the teacher's.")
+        return None
     try:
-        names = [line.strip() for line in Path(text).expanduser().read_text(encoding="utf-8").splitlines() if line.strip()]
-    except FileNotFoundError:
-        raise UserError(f"There is no file {text}: give a file with one class a line, or their number.") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{text} cannot be read: {error}.") from None
-    if not names:
-        raise UserError(f"{text} names no classes: write one a line.")
-    return names
+        found = match_data(teacher, source, ADVICE, data)
+    except UserError as error:
+        complain(
+            f"Warning: answers are kept about all {count} of the teacher's classes, and a training on this data would refuse "
+            f"them. {error}"
+        )
+        return None
+    if found.numbers.tolist() == list(range(teacher.classes)):
+        print(f"The teacher's {count} classes are the data's ({found.how}).")
+        return None
+    kept = "about all" if all_classes else "about these alone; --all-classes keeps all"
+    print(f"{len(found.names):,} of the teacher's {count} classes are the data's ({found.how}): answers are kept {kept}.")
+    return None if all_classes else found
 
 
 def tell(name: str, result: "Written") -> None:

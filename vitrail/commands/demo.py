@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from vitrail.commands.demo_page import Attempt
 
 WEIGHTS, PICTURES = "house_tiny", "pets"
+SHORTEST, LONGEST = 0.1, 10_000.0  # epochs; the shortest is a step
 NEXT = f"vitrail train photos/ --from {WEIGHTS} --scope attention"
 # What the two trainings share; float32 is fast on every CPU, and few pictures need small batches to take enough steps.
 SHARED: dict[str, Any] = {
@@ -35,14 +36,18 @@ SCRATCH: dict[str, Any] = {"optimiser.rate": 1e-3, "optimiser.layer_decay": 1.0,
 
 def demo(
     out: Annotated[Path | None, typer.Option(help="The folder for both runs and the page; runs/pets-demo if not given.")] = None,
-    epochs: Annotated[float, typer.Option(min=0.01, help="How long either training is.")] = 3,
+    epochs: Annotated[float, typer.Option(help="How long either training is, from 0.1 to 10000.")] = 3,
     seed: Annotated[int, typer.Option(help="Of both trainings.")] = 0,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1; a GPU if there is one.")] = None,
 ) -> None:
     """Adapt the bundled weights to built-in photographs of cats and dogs, and compare with training from scratch.
 
+    It takes minutes on a laptop, fetches nothing and writes a page, report.html. Stopped, it goes on with the same --out.
+
     Example: [bold]vitrail demo --out runs/demo[/bold]
     """
+    if not SHORTEST <= epochs <= LONGEST:  # nor what is not a number
+        raise UserError(f"--epochs {epochs:g} is not the length of a training: give a number from {SHORTEST:g} to {LONGEST:g}.")
     # Before torch is loaded: threads that spin while they wait slow a training down many times on a machine that is busy.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from vitrail.commands.demo_page import Attempt, look_at_test, write_page
@@ -54,13 +59,15 @@ def demo(
         if os.path.exists(name):
             raise UserError(f"A file or folder called {name} lies here and would be taken instead: run the demo elsewhere.")
     folder = out.expanduser() if out is not None else next_folder(PICTURES, "demo")
+    if os.path.abspath(folder) in (os.path.abspath(WEIGHTS), os.path.abspath(PICTURES)):
+        raise UserError(f"--out {folder} would be taken for what the demo learns from: give a folder by another name.")
     settings, mark = {"epochs": epochs, "seed": seed}, folder / "demo.json"
     if not mark.exists():
         check_place(folder)
         write_json(mark, settings)
-    elif json.loads(mark.read_text()) != settings:
+    elif read_settings(mark) != settings:
         raise UserError(f"{folder} holds a demo with other --epochs or --seed: give those, or a new folder with --out.")
-    again = f"`vitrail demo --out {folder} --epochs {epochs:g} --seed {seed}` goes on."
+    again = f"`vitrail demo --out {folder} --epochs {epochs:.10g} --seed {seed}` goes on."
     attempts: list[Attempt] = []
     try:
         for name, title, own in (
@@ -68,7 +75,7 @@ def demo(
             ("scratch", "from scratch", SCRATCH),
         ):
             to_terminal(f"{'' if not attempts else chr(10)}{len(attempts) + 1} of 2: {title}")
-            leaves = SHARED | own | {"schedule.length": f"{epochs:g} epochs", "seed": seed}
+            leaves = SHARED | own | {"schedule.length": f"{epochs:.10g} epochs", "seed": seed}
             model = None if "start.weights" in own else WEIGHTS
             if (folder / name / "run.json").exists():
                 done = resume(folder / name, device=device)
@@ -92,6 +99,13 @@ def demo(
     show(attempts)
     print(f"\nreport   {page}\nnumbers  {folder / 'results.json'}\nweights  {folder / 'adapted' / 'best.safetensors'}")
     print(f"\nNext, with your own pictures, one folder per class:\n  {NEXT}")
+
+
+def read_settings(mark: Path) -> Any:
+    try:
+        return json.loads(mark.read_text())
+    except (ValueError, OSError):
+        raise UserError(f"{mark} cannot be read: give a new folder with --out.") from None
 
 
 def show(attempts: "list[Attempt]") -> None:

@@ -227,7 +227,7 @@ def match_all(model: "Model", parts: "Sequence[Part]", paths: Sequence[str], cho
         if rules is not None and all(name in known for name in rules):
             own = {name: value for name, value in rules.items() if name in part.source.classes} or None
         classes = part.source.classes
-        found.append(match(model.class_names, model.architecture.classes, classes, path, own, read_ids(path)))
+        found.append(match(model.class_names, model.architecture.classes, classes, path, own, read_ids(part.source.name)))
     return found
 
 

@@ -1,6 +1,7 @@
 """vitrail train, resume, plan, replay, recipes."""
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,13 +20,22 @@ SourceArgument = Annotated[
     typer.Argument(help="A folder of class folders, Parquet, tar, CIFAR or IDX files, a table, hf://owner/name, pets or digits."),
 ]
 RecipeOption = Annotated[
-    str | None, typer.Option(help="A recipe's name (`vitrail recipes` lists them) or a recipe.yaml of an earlier run.")
+    str | None,
+    typer.Option(
+        help="A recipe's name (`vitrail recipes` lists them) or a recipe.yaml of an earlier run; if not given: laptop, small on "
+        "a GPU, finetune with --from."
+    ),
 ]
 ModelOption = Annotated[str | None, typer.Option(help="Another model than the recipe's (`vitrail models` lists them).")]
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change any leaf of the recipe; again for more.")
 ]
-FromOption = Annotated[str | None, typer.Option("--from", help="Start from these weights, a checkpoint of any known kind.")]
+FromOption = Annotated[
+    str | None,
+    typer.Option(
+        "--from", help="Start from these weights: a checkpoint of any known kind, or house_tiny, which comes with the package."
+    ),
+]
 ScopeOption = Annotated[
     str | None, typer.Option(help="What is trained: full, attention, ffn, head, norm or last:N; short for --set start.scope=….")
 ]
@@ -74,7 +84,7 @@ def train(
     save_steps: Annotated[
         int, typer.Option(min=0, help="Save the state every so many steps too, not only every two minutes.")
     ] = 0,
-    log_steps: Annotated[int, typer.Option(min=0, help="Log every so many steps.")] = 0,
+    log_steps: Annotated[int, typer.Option(min=0, help="Log every so many steps; 0: about twenty times an epoch.")] = 0,
 ) -> None:
     """Train a model on pictures.
 
@@ -344,6 +354,8 @@ def leaves_of(
     if weights is not None:
         found["start.weights"] = weights
     if epochs is not None:
+        if not 0 < epochs < math.inf:
+            raise UserError(f"--epochs {epochs:g} is no length of a training: give a positive number such as 30.")
         found |= length_of(recipe, epochs, found)
     if seed is not None:
         found["seed"] = seed

@@ -4,7 +4,6 @@ Worker processes (`workers.py`) take whole batches in turn; a step is reached wi
 Data sets that fit are decoded once and stay resident (`choose_store`, `Store`); `StoredLoader` then gives the same stream.
 """
 
-import itertools
 import multiprocessing
 import sys
 from abc import ABC, abstractmethod
@@ -388,7 +387,7 @@ class StoredLoader(Stream):
         readable = store.sizes[:, 0] > 0
         whole = bool(readable.all())
         self._report()
-        for step, unit in itertools.product(range(start, stop), self.mine):
+        for step, unit in ((step, unit) for step in range(start, stop) for unit in self.mine):
             part = (*divmod(step, self.order.steps), unit, self.units)
             if whole:
                 samples = self.order.unit(*part)

@@ -1,6 +1,9 @@
 """Which source a path is. There are no flags: what lies at the path says it."""
 
 import os
+import sys
+from functools import cache
+from pathlib import Path
 
 import numpy as np
 
@@ -21,6 +24,7 @@ UNDERSTOOD = (
     "a folder of class folders, Parquet files, WebDataset tars, CIFAR batches, IDX files, a CSV or TSV table, "
     "hf://owner/name, pets or digits"
 )
+BUILT_IN = ("digits", "pets")
 COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 
 
@@ -75,10 +79,10 @@ def check_trainable(source: Source) -> None:
 
 def open_parts(path: str) -> Parts:
     """All the splits of the data at the path, by name."""
-    if path == "digits":
-        return open_digits()
-    if path == "pets" and not os.path.exists(path):
-        return open_pets()
+    if is_built_in(path):
+        return open_digits() if path == "digits" else open_pets()
+    if path in BUILT_IN:
+        tell_hidden(os.path.abspath(path))
     if not path:
         raise UserError(f"The path to the data is empty: give {UNDERSTOOD}.")
     if path.startswith(PREFIX):
@@ -100,6 +104,23 @@ def open_parts(path: str) -> Parts:
     if is_idx(os.path.basename(path)):
         return open_idx(path)
     raise UserError(f"{path} is of an unknown kind: give {UNDERSTOOD}.")
+
+
+def is_built_in(path: str) -> bool:
+    """Whether the name stands for a set of the package: what lies here by that name comes first, as with weights.
+
+    A folder that `--out` made, of one training or of several, may be called like the data, and is no data.
+    """
+    if path not in BUILT_IN:
+        return False
+    return not os.path.exists(path) or any(any(Path(path).glob(pattern)) for pattern in ("run.json", "*/run.json"))
+
+
+@cache  # a command may open its data more than once
+def tell_hidden(path: str) -> None:
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # of the processes on a machine one says it
+        name, kind = os.path.basename(path), "folder" if os.path.isdir(path) else "file"
+        print(f"The {kind} {name} that lies here is taken, not the built-in {name}: for that, run elsewhere.", file=sys.stderr)
 
 
 def _open_directory(path: str) -> Parts:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vitrail.data.folder import SPLITS
 from vitrail.errors import UserError
 
 Among = Literal["subset", "all"]
@@ -19,6 +20,7 @@ WORDNET = re.compile(r"(?<![a-z0-9])n\d{8}(?!\d)")
 STANDARD = 0.9  # of 1000 names that must stand in ImageNet's order to make them ImageNet's; releases spell some differently
 SHOWN = 3
 OTHER = "(another class)"
+ADVICE = "say which is which with --map map.json"
 
 
 class Matching(NamedTuple):
@@ -74,12 +76,13 @@ def match(
     data: str = "the data",
     chosen: Mapping[str, Any] | None = None,
     ids: Mapping[str, str] | None = None,
+    advice: str = ADVICE,
 ) -> Matching:
     """The model's classes (`names`, or only their number) for each of the `wanted` ones of the data.
 
     `chosen` says for some classes of the data which of the model's they are, by name, WordNet id or number, one or a list;
     none (null or an empty list) leaves the class out. What it does not say is found by name. `ids` are WordNet ids of classes of
-    the data, which tell one crane from the other.
+    the data, which tell one crane from the other. `advice` is what a person can do here about classes that are not found.
     """
     if not classes:
         raise UserError("This model has no classifier: it cannot be asked for classes.")
@@ -96,20 +99,19 @@ def match(
         return _plain(wanted, range(classes), classes, f"in the order given, for {silent} has no class names")
     if own is None:
         raise UserError(
-            f"The model has {classes} classes without names and {data} has {len(wanted)} ({_some(wanted)}): "
-            f"say which is which with --map map.json."
+            f"The model has {classes} classes without names and {data} has {len(wanted)} ({_some(wanted)}): {advice}."
         )
     places, how = _by_name(own, wanted, ids or {})
     lost = [place for place, found in enumerate(places) if found is None]
     if lost:
-        raise UserError(_difference(own, names, wanted, lost, data))
+        raise UserError(_difference(own, names, wanted, lost, data, advice))
     found = [place for place in places if place is not None]
     twice = next((place for place in found if found.count(place) > 1), None)
     if twice is not None:
         both = [wanted[row] for row, place in enumerate(found) if place == twice]
         raise UserError(
             f"{both[0]!r} and {both[1]!r} of {data} are both called like the model's class {_called(own, names, twice)!r}: "
-            f"say which is which with --map map.json."
+            f"{advice}."
         )
     return _plain(wanted, found, classes, how)
 
@@ -117,8 +119,11 @@ def match(
 def read_ids(path: str) -> dict[str, str]:
     """WordNet ids of class names where a data set keeps them beside its files, in wordnet_ids.json; {} where it does not."""
     here = Path(path).expanduser()
+    folder = here if here.is_dir() else here.parent
+    places = [folder, folder.parent] if folder.name.lower() in SPLITS else [folder]  # the folder of a split lies in the data's
+    file = next(filter(Path.is_file, (place / "wordnet_ids.json" for place in places)), None)
     try:
-        content = json.loads(((here if here.is_dir() else here.parent) / "wordnet_ids.json").read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8")) if file is not None else None
     except (OSError, ValueError, RecursionError):
         return {}
     pairs = content.items() if isinstance(content, dict) else ()
@@ -215,28 +220,43 @@ def _one(own: list[str] | None, classes: int, value: Any, name: str) -> int:
 
 
 def _by_name(own: Sequence[str], wanted: Sequence[str], ids: Mapping[str, str]) -> tuple[list[int | None], str]:
-    """For each wanted class the one of ours that is called so, the surest kind of name first; and which kinds it took."""
+    """For each wanted class the one of ours that is called so, the surest kind of name first; and which kinds it took.
+
+    A list that is ImageNet's is also known by ImageNet's table, but what it calls its classes itself goes first.
+    """
     ours, theirs = _known(own), _known(wanted)
-    if ours is not None and theirs is not None:
-        return list(range(len(ours))), "ImageNet's classes in the usual order"
-    if theirs is None and ids:
-        theirs = [f"{ids[name]} {name}" if name in ids else name for name in wanted]
+    told = [f"{ids[name]} {name}" if name in ids else name for name in wanted]
     rows: list[int | None] = [None] * len(wanted)
-    used = []
-    for title, keys in KINDS:
-        places: dict[str, set[int]] = {}
-        for place, name in enumerate(own):
-            for key in keys(ours[place] if ours is not None else name):
-                places.setdefault(key, set()).add(place)
-        before = sum(row is not None for row in rows)
-        for row, name in enumerate(wanted):
-            if rows[row] is None:
-                found = {place for key in keys(theirs[row] if theirs is not None else name) for place in places.get(key, ())}
-                if len(found) == 1:
-                    rows[row] = found.pop()
-        if sum(row is not None for row in rows) > before:
-            used.append(title)
+    used: list[str] = []
+    _look(("WordNet id", _ids), _certain(own, own, ours), _certain(wanted, told, theirs), rows, used)
+    _look(("name", _identical), own, wanted, rows, used)
+    if ours is not None and theirs is not None:
+        taken = set(rows)
+        rest = [place if row is None and place not in taken else row for place, row in enumerate(rows)]
+        usual = "ImageNet's classes in the usual order"
+        return rest, usual if rest == list(range(len(rest))) else f"by {' and '.join(used)}, the others as {usual}"
+    for kind in KINDS:
+        _look(kind, own, told, rows, used)
+    if ours is not None or theirs is not None:
+        for kind in (("WordNet id", _ids), *KINDS):
+            _look(kind, ours or own, theirs or told, rows, used)
     return rows, "by " + " and ".join(used)
+
+
+def _look(kind: "Kind", own: Sequence[str], wanted: Sequence[str], rows: list[int | None], used: list[str]) -> None:
+    """Fill the rows still open where one kind of name leaves no doubt, and note that it helped."""
+    title, keys = kind
+    places: dict[str, set[int]] = {}
+    for place, name in enumerate(own):
+        for key in keys(name):
+            places.setdefault(key, set()).add(place)
+    for row, name in enumerate(wanted):
+        if rows[row] is None:
+            found = {place for key in keys(name) for place in places.get(key, ())}
+            if len(found) == 1:
+                rows[row] = found.pop()
+                if title not in used:
+                    used.append(title)
 
 
 def _known(names: Sequence[str]) -> list[str] | None:
@@ -244,8 +264,23 @@ def _known(names: Sequence[str]) -> list[str] | None:
     table = imagenet()
     if len(names) != len(table):
         return None
-    same = sum(number in name or _first(names_) in _first(name) for name, (number, names_) in zip(names, table, strict=True))
+    same = sum(map(_agrees, names, table))
     return [f"{number} {names_}" for number, names_ in table] if same >= STANDARD * len(table) else None
+
+
+def _agrees(name: str, entry: tuple[str, str]) -> bool:
+    number, names = entry
+    return number in name or _first(names) in _first(name)
+
+
+def _certain(names: Sequence[str], told: Sequence[str], known: list[str] | None) -> list[str]:
+    """Names with the WordNet ids that there is no doubt of: told, or the table's where list and table agree on a name."""
+    if known is None:
+        return list(told)
+    return [
+        entry if text == name and _agrees(name, pair) else text
+        for name, text, entry, pair in zip(names, told, known, imagenet(), strict=True)
+    ]
 
 
 def _plain_words(name: str) -> str:
@@ -276,16 +311,17 @@ def _first_lemma(name: str) -> Iterator[str]:
     yield from filter(None, [_first(name)])
 
 
-KINDS: tuple[tuple[str, Callable[[str], Iterator[str]]], ...] = (
-    ("name", _identical),
-    ("WordNet id", _ids),
+Kind = tuple[str, Callable[[str], Iterator[str]]]
+KINDS: tuple[Kind, ...] = (
     ("name in small letters", _whole),
     ("first name", _first_lemma),
     ("one of their names", _all_lemmas),
 )
 
 
-def _difference(own: list[str], names: Sequence[str] | None, wanted: Sequence[str], lost: list[int], data: str) -> str:
+def _difference(
+    own: list[str], names: Sequence[str] | None, wanted: Sequence[str], lost: list[int], data: str, advice: str
+) -> str:
     model = [title for _, title in imagenet()] if names is None else list(names)
     found = {place for place in _by_name(own, wanted, {})[0] if place is not None}
     spare = [model[place] for place in range(len(model)) if place not in found]
@@ -294,11 +330,11 @@ def _difference(own: list[str], names: Sequence[str] | None, wanted: Sequence[st
     if alike is not None:
         return (
             f"{alike[0]!r} of {data} is the name of several of the model's classes, numbers {alike[1][0]} and {alike[1][1]}: "
-            f"say which with --map map.json."
+            f"{advice}."
         )
     return (
         f"The model's {len(model)} classes are not those of {data}: unknown to the model are {len(lost)} of {len(wanted)} "
-        f"({_some(only)}), while it has {_some(spare)}; say which is which with --map map.json."
+        f"({_some(only)}), while it has {_some(spare)}; {advice}."
     )
 
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,18 +13,21 @@ from vitrail.data.augment.pipeline import Augmented
 from vitrail.data.loader import Batch
 from vitrail.data.source import Source
 from vitrail.errors import UserError
+from vitrail.evaluation.matching import imagenet
+from vitrail.models.architecture import show_size
 from vitrail.models.model import Model, mix_tokens
 from vitrail.objectives.distillation import teacher_targets
 from vitrail.objectives.targets import Targets, blend, label_targets
 from vitrail.objectives.tokens import covered, draw_token_mix, project, token_mask
 from vitrail.recipes.recipe import Recipe
+from vitrail.teachers.beside import file_beside
 from vitrail.teachers.fixed import first_line
-from vitrail.teachers.matching import match_teacher
+from vitrail.teachers.matching import match_data
 from vitrail.teachers.opening import open_teacher
 from vitrail.teachers.store import MANIFEST, Store
 from vitrail.teachers.teacher import Teacher
 
-ADVICE = re.compile(r"[;:] say which[^;:]*$")
+RENAME = "give the data's classes the teacher's names, or their WordNet ids in wordnet_ids.json beside the data"
 
 
 def identities(recipe: Recipe) -> dict[str, str]:
@@ -36,9 +38,15 @@ def identities(recipe: Recipe) -> dict[str, str]:
         files = [os.path.join(path, name) for name in (MANIFEST, "best.safetensors", "model.safetensors", "pytorch_model.bin")]
         file = next(filter(os.path.isfile, [path, *files]), None)
         if file is not None:
-            with open(file, "rb") as content:
-                found[path] = hashlib.file_digest(content, "sha256").hexdigest()
+            found[path] = digest(file)
+        if os.path.isfile(file_beside(path)):
+            found[str(file_beside(path))] = digest(file_beside(path))
     return found
+
+
+def digest(file: str | Path) -> str:
+    with open(file, "rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 @dataclass(frozen=True)
@@ -56,9 +64,9 @@ def open_asked(recipe: Recipe, source: Source, device: torch.device) -> Asked | 
     if recipe.distillation.kind == "none" or is_store(path):
         return None
     teacher = open_teacher(path, device)
-    index = matched(teacher, source).to(device)
+    index = matched(teacher, source, path).to(device)
     try_out(teacher, recipe, device)
-    return Asked(teacher, index, in_order(teacher.class_names, teacher.classes, source))
+    return Asked(teacher, index, in_order(teacher.class_names, teacher.classes, source) + smaller(teacher, recipe))
 
 
 def try_out(teacher: Teacher, recipe: Recipe, device: torch.device) -> None:
@@ -152,13 +160,13 @@ class Guide:
         return targets * (1.0 - smoothing) + smoothing / self.classes if smoothing else targets
 
 
-def matched(teacher: Teacher | Store, source: Source) -> Tensor:
+def matched(teacher: Teacher | Store, source: Source, path: str) -> Tensor:
     """int64 [student's classes]: which of the teacher's each is."""
-    try:
-        return match_teacher(teacher, source.classes)  # type: ignore[arg-type]  # of a teacher it asks the classes
-    except UserError as error:
-        # The advice is that of commands with a map of classes, which a training does not have.
-        raise UserError(ADVICE.sub("; take a teacher whose classes have these names.", str(error))) from None
+    advice = RENAME
+    if teacher.class_names is None and teacher.classes != len(imagenet()):
+        again = isinstance(teacher, Store) or not os.path.exists(path)
+        advice = f"name the teacher's {'with vitrail annotate --classes' if again else f'in {file_beside(path)}'}"
+    return match_data(teacher, source, advice, "the student").numbers
 
 
 def in_order(names: list[str] | None, count: int, source: Source) -> list[str]:
@@ -167,6 +175,17 @@ def in_order(names: list[str] | None, count: int, source: Source) -> list[str]:
         return []
     first = ", ".join(source.classes[:3])
     return [f"the teacher does not name its {count} classes: they are taken in the order of the data's, {first} …"]
+
+
+def smaller(teacher: Teacher, recipe: Recipe) -> list[str]:
+    """A sentence if the student's pictures are smaller than those that the teacher was made for, and it sees them so."""
+    own, student = teacher.preprocessing.image_size, recipe.augmentation.size
+    if teacher.size is not None or not any(side < usual for side, usual in zip(student, own, strict=True)):
+        return []
+    return [
+        f"the teacher was made for pictures of {show_size(own)} pixels and sees the student's of {show_size(student)}, of "
+        f"which it may know less: ask it once, at its own size, with vitrail annotate, and give that store"
+    ]
 
 
 def is_store(path: str) -> bool:
@@ -180,7 +199,7 @@ def open_store(path: str, source: Source, what: str, outside: str = "spread", ch
         raise UserError(f"{path} keeps {' and '.join(store.what)}: annotate again with --what {what}.")
     if outside == "spread" and not store.knows_rest(what):
         raise UserError(f"{path} does not know what lies outside the classes it keeps: set tokens.outside=zero.")
-    return store, matched(store, source)
+    return store, matched(store, source, path)
 
 
 class Answers:

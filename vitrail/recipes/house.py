@@ -42,7 +42,7 @@ SMALL = Recipe(
     about=About(
         "house",
         "from scratch on one GPU",
-        "Tiny ImageNet, 70 epochs: 61.3 % (1 seed)",
+        "Tiny ImageNet, 70 epochs: 61.3 % (1 seed); CIFAR-10, 130 epochs: 94.8 % (1 seed)",
         "one GPU; Tiny ImageNet in ten minutes on half an H200",
     ),
 )

@@ -268,7 +268,7 @@ def parse_span(text: str) -> tuple[float, str]:
 def parse_scope(text: str) -> tuple[str, int]:
     """ "attention" to ("attention", 0), "last:3" to ("last", 3)."""
     kind, _, count = text.partition(":")
-    if kind == "last" and count.isdigit():
+    if kind == "last" and count.isascii() and count.isdigit():
         return kind, int(count)
     if text not in SCOPES:
         raise UserError(f"start.scope={text!r} is not known; choose from {', '.join(SCOPES)} or last:n.")

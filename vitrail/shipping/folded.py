@@ -64,7 +64,8 @@ class WideFeedForward(nn.Module):
         self.exact = type(activation) is nn.GELU and activation.approximate == "none"
 
     def forward(self, x: Tensor, layout: Layout | None = None, relative: nn.Module | None = None) -> Tensor:
-        if self.exact and x.is_cuda and self.fc1.weight.dtype == torch.bfloat16 and not exporting():
+        inside = self.exact and type(self.fc1) is nn.Linear and self.fc1.weight.dtype == torch.bfloat16
+        if inside and x.is_cuda and not exporting():
             return self.fc2(linear_gelu(x.to(torch.bfloat16), self.fc1.weight, self.fc1.bias))
         return self.fc2(self.activation(self.fc1(x)))
 

@@ -10,21 +10,22 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.errors import UserError
-from vitrail.models.architecture import show_size
 from vitrail.models.model import Model
 from vitrail.shipping.checking import check_pictures, difference, first_difference, full_products
+from vitrail.shipping.float8 import to_float8
 from vitrail.shipping.folded import Folded, WideFeedForward
 from vitrail.shipping.folding import Notes, fold
 from vitrail.shipping.graphing import LARGEST, Graphs
-from vitrail.shipping.packing import can_code, can_pack, pack
+from vitrail.shipping.packing import can_pack, pack
+from vitrail.shipping.requests import DTYPES, check_arguments, check_given, check_precision, choose_dtype
 
-AIMS = ("latency", "throughput")
-DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float64: "float64"}
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.float32}  # of what is not in eight bits
 # A rewritten network rounds elsewhere: it may be this much farther from the exact answer than the original is in the same
 # precision, or this many units of that precision, whichever is more.
 FARTHER, UNITS = 4.0, 16.0
+EIGHT = ("int8", "fp8")
+ADVICE = {"int8": "give more pictures like yours as the example, or use bf16", "fp8": "use bf16"}
 COARSE = 0.25  # eight bits: a difference that no network with a clear answer should show
+KEEP = "save the model it was made from with vitrail.save, and optimise that where it runs."
 TF32 = 2.0**-10  # the unit of what GPUs may compute float32 products in, convolutions by default
 
 
@@ -56,9 +57,13 @@ class Report:
         moved = f"  largest difference to the original: {self.running:.1e} of the largest logit, {self.folding:.1e} from folding"
         if self.rounding:
             moved += f"; the original in {self.precision} is {self.rounding:.1e} from itself in full precision"
-        if self.precision == "int8":
+        if self.precision in EIGHT:
             moved += f"; the same first answer for {self.alike[0]} of {self.alike[1]} pictures"
         return "\n".join([*lines, moved])
+
+
+class NoPart(UserError, AttributeError):
+    """Also what Python expects of a name that is not there, so that `hasattr` answers."""
 
 
 class Optimised(nn.Module):
@@ -84,6 +89,8 @@ class Optimised(nn.Module):
         trunk = folded.trunk
         self.architecture, self.preprocessing, self.class_names = trunk.architecture, trunk.preprocessing, trunk.class_names
         self.name, self.compiled = trunk.name, compiled
+        self.place = next(folded.parameters()).device
+        self.known: tuple | None = None  # shape, type and place of pictures that were found right: the next are mostly alike
         self.graphs = Graphs(self._compute, batch) if graphs else None
         super().train(False)
         if compiled:
@@ -91,9 +98,21 @@ class Optimised(nn.Module):
 
     @torch.no_grad()
     def forward(self, image: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():  # a caller's compiler would make conditions of its graph from these
+            self._check(image)
         if self.packed:
+            if torch.compiler.is_exporting():
+                raise UserError("a model packed for a processor is not exported; export the model it was made from.")
             return self._uncompiled(image)
         return self._compute(image) if self.graphs is None else self.graphs(image)
+
+    def _check(self, image: Tensor) -> None:
+        kind = (image.shape, image.dtype, image.device) if isinstance(image, Tensor) else None
+        if kind is None or kind != self.known:
+            check_given(image, self.folded.trunk)
+            if image.device != self.place:
+                raise UserError(f"the pictures are on {image.device} and the model is on {self.place}; move the pictures there.")
+            self.known = kind
 
     @torch.compiler.disable
     def _uncompiled(self, image: Tensor) -> Tensor:
@@ -113,10 +132,41 @@ class Optimised(nn.Module):
             raise UserError("an optimised model only answers; train the model it was made from and optimise that again.")
         return self
 
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "folded" not in self._modules or not hasattr(self.folded.trunk, name):
+                raise
+        raise NoPart(f"an optimised model only answers and has no {name}; use that of the model it was made from.")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Optimised":
+        """Another one, which compiles and captures for itself."""
+        twin = memo[id(self)] = type(self).__new__(type(self))
+        twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in vars(self).items() if name != "graphs"})
+        twin.graphs = Graphs(twin._compute, self.graphs.batch) if self.graphs is not None else None
+        if self.compiled:
+            compile_parts(twin.folded.trunk)
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UserError(f"an optimised model is not pickled; {KEEP}")
+
+    def state_dict(self, *words: Any, **named: Any) -> Any:
+        if self.packed:
+            raise UserError(f"an optimised model is not saved; {KEEP}")
+        return super().state_dict(*words, **named)
+
+    def load_state_dict(self, *words: Any, **named: Any) -> Any:
+        raise UserError("an optimised model takes no other weights; load them into the model it was made from and optimise that.")
+
     def _apply(self, fn: Any, recurse: bool = True) -> "Optimised":
         if self.packed:
-            found = fn(torch.empty(1, dtype=self.dtype))
-            if found.dtype != self.dtype or found.device.type != "cpu":
+            try:
+                found = fn(torch.empty(1, dtype=self.dtype))
+            except (RuntimeError, AssertionError):  # there is no such place here
+                found = None
+            if found is None or found.dtype != self.dtype or found.device.type != "cpu":
                 raise UserError(
                     "a model packed for a processor keeps its precision and place; move or cast the original and optimise that."
                 )
@@ -124,7 +174,8 @@ class Optimised(nn.Module):
         if self.graphs is not None:
             self.graphs.forget()  # they read the weights where they were
         super()._apply(fn, recurse)
-        self.dtype = next(self.parameters()).dtype
+        own = next(self.parameters())
+        self.dtype, self.place, self.known = own.dtype, own.device, None
         return self
 
 
@@ -154,10 +205,12 @@ def optimise(
     `for_` "latency" or "throughput": few pictures at once (on a GPU by CUDA graphs, one per shape) or many. `batch` or `example`
     [B, K, height, width]: what it will be given, prepared now instead of at the first call; an example is compared, too.
     `tolerance`: the largest allowed difference by folding, as a share of the largest logit. `precision`: "fp32", "bf16" or, on a
-    processor, "int8", whose ranges are learned from the example; or `dtype`: float32 or bfloat16, the model's own by default.
-    `compile`, `graph`: torch.compile and CUDA graphs, by default on a GPU (graphs for latency, and for throughput where the batch
-    is known); without compile a processor's weights are packed.
+    processor, "int8", whose ranges are learned from the example, or on a Hopper GPU "fp8"; or `dtype`: float32 or bfloat16, the
+    model's own by default. `compile`, `graph`: torch.compile and CUDA graphs, by default on a GPU (graphs for latency, and for
+    throughput where the batch is known); without compile a processor's weights are packed.
     """
+    if isinstance(model, Optimised):
+        raise UserError("this model is optimised already; to do it otherwise, give the model it was made from.")
     check_arguments(model, for_, batch, example, tolerance)
     own = next(model.parameters())
     cuda = own.device.type == "cuda"
@@ -165,9 +218,8 @@ def optimise(
     compiled = cuda if compile is None else compile
     many = batch or (len(example) if example is not None else None) if for_ == "throughput" else None
     graphs = (cuda and (for_ == "latency" or many is not None)) if graph is None else graph and cuda
-    coded = precision == "int8"
-    if coded and (cuda or compiled or not can_code()):
-        raise UserError(why_not_coded(cuda, compiled))
+    check_precision(precision, own.device, compiled)
+    coded, floating = precision == "int8", precision == "fp8"
     packed = own.device.type == "cpu" and not compiled and can_pack(dtype)
 
     exact = torch.float64 if own.dtype == torch.float64 else torch.float32
@@ -193,6 +245,8 @@ def optimise(
     optimised = Optimised(folded, dtype, compiled, graphs, packed, coded, many)
     if packed:
         pack(folded, notes, images[-1].to(dtype) if coded else None)
+    if floating:
+        to_float8(folded.trunk, notes)
     if coded:  # pictures unlike those that the ranges were learned from are not what it is for
         images, expected = images[-1:], expected[-1:]
     portion = batch or (1 if for_ == "latency" and example is None else 0)
@@ -204,10 +258,10 @@ def optimise(
     pairs = [(one, answer[: len(one)]) for one, answer in zip(found, expected, strict=True)]
     running = folding if same else worst(difference(*pair) for pair in pairs)
     unit = TF32 if cuda and dtype == torch.float32 else torch.finfo(dtype).eps
-    limit = COARSE if coded else max(FARTHER * rounding, UNITS * unit, tolerance)
-    kind = "int8" if coded else DTYPES[dtype]
+    limit = COARSE if coded or floating else max(FARTHER * rounding, UNITS * unit, tolerance)
+    kind = precision if precision in EIGHT else DTYPES[dtype]
     if not running <= limit:
-        advice = "give more pictures like yours as the example, or use bf16" if coded else "try compile=False and graph=False"
+        advice = ADVICE.get(kind, "try compile=False and graph=False")
         raise UserError(
             f"the optimised model's answers in {kind} are {running:.1e} of the largest from the original's, though "
             f"folding changes them by {folding:.1e} only; use the original model, or {advice}."
@@ -220,55 +274,8 @@ def optimise(
     return optimised
 
 
-def choose_dtype(own: Tensor, dtype: torch.dtype | None, precision: str | None) -> torch.dtype:
-    if precision is not None and precision not in PRECISIONS:
-        raise UserError(f"precision={precision!r} is not known; choose from {', '.join(PRECISIONS)}.")
-    if precision is not None and dtype is not None:
-        raise UserError("precision and dtype both say in which numbers to compute; give one of them.")
-    found = PRECISIONS[precision] if precision else dtype or own.dtype
-    if found not in DTYPES or own.dtype not in DTYPES:
-        raise UserError(f"{found} is not a precision for an optimised model; use float32 or bfloat16.")
-    return found
-
-
-def why_not_coded(cuda: bool, compiled: bool) -> str:
-    if cuda:
-        return "int8 is for processors; move the model there with .cpu(), or use precision='bf16' on the GPU."
-    if compiled:
-        return "int8 is packed and not compiled; leave compile out."
-    return "this build of torch has no products in int8 (oneDNN) for this processor; use precision='fp32' or 'bf16'."
-
-
-def check_arguments(model: Model, for_: str, batch: int | None, example: Tensor | None, tolerance: float) -> None:
-    if not isinstance(model, Model):
-        raise UserError(
-            f"optimise takes a model of vitrail.create or vitrail.load, not {type(model).__name__}; unwrap or load it first."
-        )
-    if for_ not in AIMS:
-        raise UserError(f"for_={for_!r} is not known; choose from {', '.join(AIMS)}.")
-    if batch is not None and (type(batch) is not int or batch < 1):
-        raise UserError(f"batch={batch!r} is not a number of pictures; give a whole number of at least 1.")
-    if not isinstance(tolerance, int | float) or not 0 < tolerance < math.inf:
-        raise UserError(f"tolerance={tolerance!r} is not a share; give a positive number such as 1e-4.")
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise UserError("this model has no weights yet (it is on the meta device); load or create it on a real one.")
-    if example is None:
-        return
-    a = model.architecture
-    if not isinstance(example, Tensor) or example.ndim != 4 or example.shape[1] != a.channels or not len(example):
-        found = f"one of shape {tuple(example.shape)}" if isinstance(example, Tensor) else f"a {type(example).__name__}"
-        raise UserError(f"the example must be a tensor [batch, {a.channels}, height, width], not {found}.")
-    if not example.is_floating_point() or not example.isfinite().all():
-        raise UserError("the example must be pictures prepared as for the model: finite floating-point numbers.")
-    if min(model.stem.grid(*example.shape[-2:])) < 1:
-        raise UserError(f"pictures of {show_size((example.shape[-2], example.shape[-1]))} have no patch; give a larger example.")
-
-
 def ask_original(original: Model, image: Tensor) -> Tensor:
-    try:
-        answer = original(image)
-    except ValueError as error:  # a model of one grid, asked about another
-        raise UserError(f"the example does not fit: {error}.") from error
+    answer = original(image)
     if not answer.isfinite().all():
         raise UserError("the model's own answers are not finite numbers, so there is nothing to keep; look at its weights.")
     return answer
@@ -321,7 +328,7 @@ def describe(notes: Notes, optimised: Optimised, cuda: bool) -> tuple[tuple[str,
         done.append(f"CUDA graphs for each shape {which}, {optimised.graphs.captured} captured so far")
         if None in optimised.graphs.known.values():
             left.append("a CUDA graph could not be captured; that shape is computed as usual")
-    inside = sum(isinstance(part, WideFeedForward) and part.exact for part in optimised.modules())
+    inside = sum(isinstance(part, WideFeedForward) and part.exact and type(part.fc1) is nn.Linear for part in optimised.modules())
     if cuda and optimised.dtype == torch.bfloat16 and inside:
         done.append(f"GELUs inside the product before them, by the formula with a tanh: {inside}")
     if not cuda:

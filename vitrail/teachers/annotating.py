@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitrail.data.augment.pipeline import Augmentation, augment
+from vitrail.data.augment.pipeline import Augmentation, augment, look
 from vitrail.data.loader import Canvas, Problem, Reader
 from vitrail.data.source import Source
 from vitrail.data.workers import Workers, usual_workers
@@ -22,6 +22,7 @@ from vitrail.evaluation.accuracy import test_view
 from vitrail.evaluation.predicting import FEW
 from vitrail.teachers.ahead import ahead
 from vitrail.teachers.fixed import Fixed, first_line
+from vitrail.teachers.matching import Chosen
 from vitrail.teachers.network import Size
 from vitrail.teachers.store import WHAT
 from vitrail.teachers.storing import (
@@ -74,17 +75,19 @@ def annotate(
     warn: Callable[[str], Any] = lambda sentence: None,
     file: Path | None = None,
     shard: int = SHARD,
+    chosen: Chosen | None = None,
 ) -> Written:
     """Asks the teacher about every picture of a source once and keeps what it says below `out`.
 
     Equal pictures are asked about once. Logits and features are of the picture as the teacher is tested with it; maps are of
     the whole picture, squashed to the teacher's size, so that every crop of it finds its part. Interrupted and called again, it
     goes on and gives the same to the byte: batches are cut within a shard. `file` is where a program comes from, whose weights
-    cannot be looked at.
+    cannot be looked at. Of `chosen` classes alone answers are kept, in their order and by their names: all others are left out
+    before the largest are taken.
     """
-    annotator = Annotator(teacher, wanted, workers)  # complains about the teacher before any picture is read
+    annotator = Annotator(teacher, wanted, workers, chosen)  # complains about the teacher before any picture is read
     shelf = shelve(source, out, workers, watch)
-    head = annotator.head() | {"teacher": identity(teacher, file)}
+    head = annotator.head() | {"teacher": identity(teacher, file, chosen)}
     with repeatable():
         return write_store(out, shelf, head, partial(annotator.parts, shelf), watch, warn, shard)
 
@@ -111,19 +114,22 @@ class Annotator:
     teacher: Teacher
     wanted: Wanted
     workers: int | None
+    chosen: Chosen | None = None
     arrays: dict[str, dict[str, Any]] = field(init=False)
 
     def __post_init__(self) -> None:
         teacher, self.views = self.teacher, VIEWS[: self.wanted.views]
         self.device = next((tensor.device for tensor in teacher.network.state_dict().values()), torch.device("cpu"))
-        self.kept = min(self.wanted.top_k or teacher.classes, teacher.classes)
+        self.index = self.chosen.numbers.to(self.device) if self.chosen is not None else None
+        self.classes = teacher.classes if self.index is None else len(self.index)
+        self.kept = min(self.wanted.top_k or self.classes, self.classes)
         own = teacher.preprocessing
         self.size: Size = teacher.size or own.image_size
         self.tested = test_view(own._replace(image_size=self.size))
         self.whole = Augmentation(self.size, "squash", filter=own.interpolation, mean=own.mean, std=own.std)
         self.aside = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         try:
-            found = self.answers(self.blank(), self.blank())
+            found = self.answers({"tested": self.blank()}, same=True)
         except UserError:
             raise
         except Exception as error:  # a stranger's network may raise anything
@@ -132,7 +138,7 @@ class Annotator:
                 f"{teacher.name} fails on a picture of {height} x {width} ({first_line(error)}): give another --size."
             ) from None
         self.arrays = {
-            name: {"dtype": dtype_of(tensor, name, teacher.classes), "shape": [len(self.views), *tensor.shape[1:]]}
+            name: {"dtype": dtype_of(tensor, name, self.classes), "shape": [len(self.views), *tensor.shape[1:]]}
             for name, tensor in found.items()
         }
 
@@ -141,11 +147,12 @@ class Annotator:
         return {
             "what": [name for name in WHAT if name in self.wanted.what],
             "values": "logits before the softmax, float16",
-            "top_k": self.kept if self.kept < self.teacher.classes else 0,
+            "top_k": self.kept if self.kept < self.classes else 0,
             "views": list(self.views),
             "size": list(self.size),
             "covers": "whole" if "tokens" in self.wanted.what else None,
             "arrays": self.arrays,
+            "chosen": {"of": self.teacher.classes, "classes": self.index.tolist()} if self.index is not None else None,
             "batch": self.wanted.batch,
             "device": self.device.type,
         }
@@ -153,16 +160,24 @@ class Annotator:
     def blank(self) -> Tensor:
         return torch.zeros(1, len(self.teacher.preprocessing.mean), *self.size, device=self.device)
 
-    def answers(self, tested: Tensor, whole: Tensor) -> dict[str, Tensor]:
+    def questions(self, same: bool) -> dict[str, list[str]]:
+        """What is asked about which view: everything about one where both are the same, which takes one pass of the network."""
+        asked = [name for name in WHAT if name in self.wanted.what]
+        if same:
+            return {"tested": asked}
+        parts = {"tested": [name for name in asked if name != "tokens"], "whole": [name for name in asked if name == "tokens"]}
+        return {view: names for view, names in parts.items() if names}
+
+    def answers(self, views: dict[str, Tensor], same: bool) -> dict[str, Tensor]:
         """Of views [B, 3, height, width] to what is kept of each picture, [B, ...]; class numbers are int64."""
+        said: dict[str, Tensor] = {}
+        for view, names in self.questions(same).items():
+            said |= self.teacher.answers(views[view], names)
         found: dict[str, Tensor] = {}
-        if "logits" in self.wanted.what:
-            found |= largest("logits", self.teacher(tested), self.kept)
-        if "tokens" in self.wanted.what:
-            found |= largest("tokens", self.teacher.dense(whole), self.kept)
-        if "features" in self.wanted.what:
-            found["features"] = self.teacher.features(tested)
-        return found
+        for name in ("logits", "tokens"):
+            if name in said:
+                found |= largest(name, said[name] if self.index is None else said[name][:, self.index], self.kept)
+        return found | {name: said[name] for name in ("features",) if name in said}
 
     def parts(self, shelf: Shelf, spans: list[Span], advance: Advance) -> Generator[Finish, None, None]:
         """What each span is to be, not waited for. Processes decode ahead, across spans, and a thread hands over what they made:
@@ -219,20 +234,30 @@ class Annotator:
 
     def ask(self, found: list[Chunk], room: dict[str, Tensor]) -> None:
         """Answers for a batch of readable pictures, into their rows."""
-        # Each view is rendered if somebody is asked about it.
-        is_tested, is_whole = self.wanted.what != ("tokens",), "tokens" in self.wanted.what
-        tested, whole = [], []
+        same = all(self.is_same(chunk.sizes) for chunk in found)
+        views: dict[str, list[Tensor]] = {view: [] for view in self.questions(same)}
         for chunk in found:
             pixels = chunk.pixels.to(self.device, non_blocking=True).permute(0, 3, 1, 2)
             sizes = chunk.sizes.to(self.device, non_blocking=True)
             still = torch.zeros(len(sizes), dtype=torch.int64, device=self.device)
-            tested += [augment(pixels, sizes, still, self.tested).images] if is_tested else []
-            whole += [augment(pixels, sizes, still, self.whole).images] if is_whole else []
+            for view, images in views.items():
+                images.append(augment(pixels, sizes, still, self.tested if view == "tested" else self.whole).images)
         rows = torch.cat([chunk.rows for chunk in found]).to(self.device, non_blocking=True)
-        views = [torch.cat(each) if each else self.blank() for each in (tested, whole)]
+        seen = {view: torch.cat(images) for view, images in views.items()}
         for number in range(len(self.views)):
-            for name, tensor in self.answers(*(view.flip(3) if number else view for view in views)).items():
+            turned = {view: images.flip(3) for view, images in seen.items()} if number else seen
+            for name, tensor in self.answers(turned, same).items():
                 room[name][rows, number] = tensor.to(room[name].dtype)
+
+    def is_same(self, sizes: Tensor) -> bool:
+        """Whether what the teacher is tested with is the whole picture, for pictures of `sizes` [n, 2] that lie on the host."""
+        if self.tested.crop == self.whole.crop:
+            return True
+        still = torch.zeros_like(sizes[:, 0])
+        both = [look(sizes, still, how) for how in (self.tested, self.whole)]
+        return all(
+            torch.equal(*map(torch.as_tensor, parts)) for axes in zip(*both, strict=True) for parts in zip(*axes, strict=True)
+        )
 
     def finished(self, shelf: Shelf, start: int, room: dict[str, Tensor], skipped: list, computed: Any) -> Part:
         """On the host. The device goes on with the next span meanwhile: a stream of its own waits for this one alone."""
@@ -276,8 +301,8 @@ def class_dtype(classes: int) -> str:
     return "uint16" if classes <= 1 << 16 else "uint32"
 
 
-def identity(teacher: Teacher, file: Path | None = None) -> dict[str, Any]:
-    """Who answered: name, digest of its weights and of how they are put together, classes, preprocessing."""
+def identity(teacher: Teacher, file: Path | None = None, chosen: Chosen | None = None) -> dict[str, Any]:
+    """Who answered: name, digest of its weights and of how they are put together, the classes asked about, preprocessing."""
     network = teacher.network
     digest = hashlib.sha256(type(network).__name__.encode())
     plan = getattr(network, "plan", None) or getattr(getattr(network, "model", None), "architecture", None)
@@ -290,8 +315,8 @@ def identity(teacher: Teacher, file: Path | None = None) -> dict[str, Any]:
     return {
         "name": teacher.name,
         "weights": digest.hexdigest(),
-        "classes": teacher.classes,
-        "class_names": teacher.class_names,
+        "classes": teacher.classes if chosen is None else len(chosen.names),
+        "class_names": teacher.class_names if chosen is None else chosen.names,
         "preprocessing": json.loads(json.dumps(teacher.preprocessing.to_dict())),
         "order": teacher.order,
     }

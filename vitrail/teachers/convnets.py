@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vitrail.errors import UserError
 from vitrail.models.preprocessing import Preprocessing
 from vitrail.teachers import efficientnet, regnet, resnet
+from vitrail.teachers.beside import file_beside
 from vitrail.teachers.names import plain, recognise
 from vitrail.teachers.network import ConvNet
 from vitrail.weights import huggingface
@@ -51,6 +52,24 @@ def open_convnet(checkpoint: Checkpoint, path: str | Path, kind: str | None) -> 
         raise UserError(f"{path} looks like a {TITLES[family]}, but its tensors do not fit one.") from None
     fill(found.network, tensors, f"{path}", TITLES[family])
     return describe(found, checkpoint)
+
+
+def check_units(found: Found, path: str | Path) -> None:
+    """Refuses weights whose first batch norm has seen more than the pictures that are assumed could have shown it."""
+    network = found.network
+    if not isinstance(network, resnet.ResNet) or not isinstance(network.conv1, nn.Conv2d):
+        return
+    weight, seen = network.conv1.weight.detach(), network.bn1.running_var
+    assert isinstance(seen, Tensor)
+    length = weight.square().sum((1, 2, 3))
+    # No variance of values between 0 and 1 exceeds 1/4, nor that of a weighted sum the product of sums of squares and variances.
+    most = weight[0, 0].numel() * sum(0.25 / deviation**2 for deviation in found.preprocessing.std)
+    alive = length > 0
+    if bool(alive.any()) and float((seen[alive] / length[alive]).median()) > most:
+        raise UserError(
+            f"{path} has learnt from pictures of other values than a ResNet's usual ones, perhaps 0 to 255: say its kind "
+            f"(resnet_keras) or its preprocessing, as an option or in {file_beside(path)}."
+        )
 
 
 def make_resnet(shapes: Shapes, config: dict[str, Any], kind: str | None) -> Found:

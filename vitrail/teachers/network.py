@@ -1,12 +1,13 @@
 """What a teacher asks of the network inside it, and the networks that answer by maps, by tokens or by logits alone."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from vitrail.errors import UserError
-from vitrail.models.model import Model, fuse
+from vitrail.models.model import Features, Model, fuse
 
 Size = tuple[int, int]
 
@@ -16,6 +17,11 @@ class Network(nn.Module, ABC):
 
     only_size: Size | None = None  # the one size that it takes
     mixed = True  # may compute in bfloat16 where that is fast
+
+    def answers(self, images: Tensor, what: Sequence[str]) -> dict[str, Tensor]:
+        """Several of logits, tokens (the dense answer) and features at once, which takes one pass where it can."""
+        questions = {"logits": self.logits, "tokens": self.dense, "features": self.features}
+        return {name: questions[name](images) for name in what}
 
     @abstractmethod
     def logits(self, images: Tensor) -> Tensor:
@@ -41,14 +47,25 @@ class ConvNet(Network):
     def classifier(self) -> nn.Linear:
         """Of what `features` gives."""
 
+    def answers(self, images: Tensor, what: Sequence[str]) -> dict[str, Tensor]:
+        maps, read = self.maps(images), self.classifier()
+        found = {}
+        for name in what:
+            if name == "tokens":
+                found[name] = read(maps.movedim(1, -1)).movedim(-1, 1)
+            else:
+                pooled = maps.mean((2, 3))
+                found[name] = read(pooled) if name == "logits" else pooled
+        return found
+
     def logits(self, images: Tensor) -> Tensor:
-        return self.classifier()(self.features(images))
+        return self.answers(images, ("logits",))["logits"]
 
     def dense(self, images: Tensor) -> Tensor:
-        return self.classifier()(self.maps(images).movedim(1, -1)).movedim(-1, 1)
+        return self.answers(images, ("tokens",))["tokens"]
 
     def features(self, images: Tensor) -> Tensor:
-        return self.maps(images).mean((2, 3))
+        return self.answers(images, ("features",))["features"]
 
 
 class Transformer(Network):
@@ -61,13 +78,33 @@ class Transformer(Network):
         if a.mixer in ("linear", "mlp") or a.readout == "class_mlp":
             self.only_size = a.image_size  # their maps from patch to patch belong to one grid
 
+    def answers(self, images: Tensor, what: Sequence[str]) -> dict[str, Tensor]:
+        if self.model.architecture.readout == "per_class":
+            if "tokens" in what:
+                raise UserError(
+                    "A model with one query per class has no head for patches; take another teacher for dense labels."
+                )
+            if "features" in what:
+                raise UserError("A model with one query per class has no pooled vector; take another teacher for its features.")
+        found = self.model.features(images)
+        read = {
+            "logits": lambda: self.model.classify(found).logits,
+            "tokens": lambda: self._at_patches(found),
+            "features": lambda: found.pooled,
+        }
+        return {name: read[name]() for name in what}
+
     def logits(self, images: Tensor) -> Tensor:
         return self.model(images)
 
     def dense(self, images: Tensor) -> Tensor:
-        model, found = self.model, self.model.features(images)
-        if model.architecture.readout == "per_class":
-            raise UserError("A model with one query per class has no head for patches; take another teacher for dense labels.")
+        return self.answers(images, ("tokens",))["tokens"]
+
+    def features(self, images: Tensor) -> Tensor:
+        return self.answers(images, ("features",))["features"]
+
+    def _at_patches(self, found: Features) -> Tensor:
+        model = self.model
         if model.head_dense is not None:
             answer = model.head_dense(found.tokens)
         else:
@@ -76,11 +113,6 @@ class Transformer(Network):
             if model.head_distillation is not None:
                 answer = fuse(answer, model.head_distillation(tokens), model.architecture.fusion)
         return answer.transpose(1, 2).unflatten(2, found.grid)
-
-    def features(self, images: Tensor) -> Tensor:
-        if self.model.architecture.readout == "per_class":
-            raise UserError("A model with one query per class has no pooled vector; take another teacher for its features.")
-        return self.model.features(images).pooled
 
 
 class Plain(Network):
@@ -100,12 +132,25 @@ class Timm(Plain):
 
     module: Any
 
+    def answers(self, images: Tensor, what: Sequence[str]) -> dict[str, Tensor]:
+        if len(what) == 1:
+            return super().answers(images, what)
+        found = self.module.forward_features(images)
+        read = {
+            "logits": lambda: self.module.forward_head(found),
+            "tokens": lambda: self._at_places(found, images),
+            "features": lambda: self.module.forward_head(found, pre_logits=True),
+        }
+        return {name: read[name]() for name in what}
+
     def features(self, images: Tensor) -> Tensor:
         return self.module.forward_head(self.module.forward_features(images), pre_logits=True)
 
     def dense(self, images: Tensor) -> Tensor:
+        return self._at_places(self.module.forward_features(images), images)
+
+    def _at_places(self, found: Tensor, images: Tensor) -> Tensor:
         # Every position is shown to the head as a picture of its own, so that norms and layers before the classifier apply.
-        found = self.module.forward_features(images)
         if found.dim() == 4 and getattr(self.module, "output_fmt", "NCHW") == "NHWC":
             height, width = found.shape[1:3]
             places = found.flatten(0, 2)[:, None, None, :]

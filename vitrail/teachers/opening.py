@@ -13,7 +13,8 @@ from vitrail.errors import UserError
 from vitrail.models.architecture import as_size
 from vitrail.models.model import Model
 from vitrail.models.preprocessing import Preprocessing
-from vitrail.teachers.convnets import SMALL, open_convnet
+from vitrail.teachers.beside import read_beside
+from vitrail.teachers.convnets import SMALL, check_units, open_convnet
 from vitrail.teachers.exported import Exported
 from vitrail.teachers.fixed import Fixed, first_line
 from vitrail.teachers.network import Network, Plain, Size, Timm, Transformer
@@ -48,12 +49,20 @@ def open_teacher(
 
     `classes` names (or counts) the classes of a teacher that does not. `preprocessing` replaces what is known about how its
     pictures are prepared; as a dictionary it may say `order` ("bgr") and `range` (255), in which `mean` and `std` are meant.
-    `kind` says what a file does not tell: "resnet_keras" for weights of Keras's first ResNets. Every picture is brought to `size`
-    before the teacher sees it.
+    What it does not say stays as it is. `kind` says what a file does not tell: "resnet_keras" for weights of Keras's first
+    ResNets. Every picture is brought to `size` before the teacher sees it. A JSON file beside a file, or in a folder, may say all
+    this too (`beside`); arguments go first.
 
     >>> teacher = open_teacher("regnety_160-a5fe301d.pth", device="cuda")
     >>> logits = teacher(images, mean=student.preprocessing.mean, std=student.preprocessing.std)
     """
+    path = what if isinstance(what, str | Path) and not str(what).startswith("timm:") else None
+    bundled = find_bundled(path) if path is not None else None
+    said = read_beside(path) if path is not None and bundled is None else {}
+    kind = said.get("kind") if kind is None else kind
+    classes = said.get("classes") if classes is None else classes
+    size = said.get("size") if size is None else size
+    told = [given for given in (said.get("preprocessing"), preprocessing) if given is not None]
     if kind is not None and kind not in KINDS:
         raise UserError(f"{kind!r} is no kind of teacher; choose from {', '.join(KINDS)}, or leave it out.")
     try:
@@ -67,9 +76,9 @@ def open_teacher(
     elif str(what).startswith("timm:"):
         teacher = from_timm(str(what).removeprefix("timm:"), classes)
     else:
-        teacher = from_path(find_bundled(what) or Path(what).expanduser(), kind, device, preprocessing)
-    if preprocessing is not None:
-        teacher.preprocessing, teacher.order = prepared(preprocessing, teacher.preprocessing)
+        teacher = from_path(bundled or Path(what).expanduser(), kind, device, bool(told))
+    for given in told:
+        teacher.preprocessing, teacher.order = prepared(given, teacher.preprocessing, teacher.order)
     if size is not None:
         teacher.size = check_size(teacher.network, as_size(size))
     if device is not None:
@@ -79,13 +88,14 @@ def open_teacher(
     return name_classes(teacher, classes)
 
 
-def from_path(path: Path, kind: str | None, device: torch.device | None, preprocessing: Prepared | None) -> Teacher:
+def from_path(path: Path, kind: str | None, device: torch.device | None, is_prepared: bool) -> Teacher:
+    """The teacher in a file or folder; `is_prepared` if somebody says how its pictures are prepared."""
     if not path.exists():
         raise UserError(f"There is no file {path}.")
     if kind is None and path.suffix in (".onnx", ".pt2"):
         kind = "onnx" if path.suffix == ".onnx" else "exported"
     if kind in ("onnx", "exported"):
-        if preprocessing is None:
+        if not is_prepared:
             raise UserError(f"{path} does not say how its pictures are prepared; give its preprocessing (image_size, mean, std).")
         network: Fixed = Onnx(path, device) if kind == "onnx" else Exported(path, device)
         return Teacher(network, Preprocessing(image_size=network.only_size or (224, 224)), 0, name=path.name)
@@ -94,6 +104,8 @@ def from_path(path: Path, kind: str | None, device: torch.device | None, preproc
         return from_model(load(path), str(path))
     found = open_convnet(checkpoint, path, kind)
     if found is not None:
+        if kind is None and not is_prepared:
+            check_units(found, path)
         small = found.preprocessing.image_size == (SMALL, SMALL)  # of pictures so small nothing is learnt about larger ones
         return Teacher(
             found.network, found.preprocessing, found.classes, found.names, found.order, path.name, SMALL if small else None
@@ -162,10 +174,13 @@ def from_timm(name: str, classes: Sequence[str] | int | None) -> Teacher:
     return teacher
 
 
-def prepared(given: Prepared, known: Preprocessing) -> tuple[Preprocessing, str]:
-    """What a caller says about the pictures, told as of red first and values 0 to 1; and the order of colours."""
+def prepared(given: Prepared, known: Preprocessing, own: str = "rgb") -> tuple[Preprocessing, str]:
+    """What a caller says about the pictures, told as of red first and values 0 to 1; and the order of colours.
+
+    What he does not say stays as it is known, the network's `own` order of colours too.
+    """
     if isinstance(given, Preprocessing):
-        return given, "rgb"
+        return given, own
     if not isinstance(given, Mapping):
         raise UserError(f"preprocessing is a Preprocessing or a dictionary with image_size, mean, std …, not {given!r}.")
     names = (*Preprocessing._fields, *EXTRA)
@@ -173,7 +188,7 @@ def prepared(given: Prepared, known: Preprocessing) -> tuple[Preprocessing, str]
         if key not in names:
             near = difflib.get_close_matches(str(key), names, 1, 0.0)
             raise UserError(f"preprocessing has no {key!r}; did you mean {near[0]}?")
-    order, most = str(given.get("order", "rgb")), given.get("range", 1)
+    order, most = str(given.get("order", own)), given.get("range", 1)
     values = dict(known.to_dict()) | {key: value for key, value in given.items() if key not in EXTRA}
     try:
         values["image_size"] = as_size(values["image_size"])
@@ -182,6 +197,8 @@ def prepared(given: Prepared, known: Preprocessing) -> tuple[Preprocessing, str]
                 row = [float(value) / float(most) for value in given[key]]
                 values[key] = tuple(row[::-1] if order == "bgr" else row)
         result = Preprocessing.from_dict(values)
+        if "mean" in given and "range" not in given and max(result.mean) > 1:
+            raise UserError('preprocessing has a mean above 1: say the range of the values that it is meant for, "range": 255.')
         good = min(result.std) > 0 and order in ("rgb", "bgr") and len(result.std) == len(result.mean)
     except (TypeError, ValueError, ZeroDivisionError):
         good = False

@@ -137,8 +137,12 @@ class Store:
         mapping: Mapping[str, Any] | None = None,
         ids: Mapping[str, str] | None = None,
     ) -> Tensor:
-        """int64 [student's classes]: which of the teacher's each is; what does not fit is told with the first differences."""
-        return match_teacher(self, student_classes, mapping, ids)  # type: ignore[arg-type]  # of a teacher it asks the classes
+        """int64 [student's classes]: which of the store's each is; what does not fit is told with the first differences.
+
+        The store's are the teacher's, or those of them that are the data's. WordNet ids that lie beside data are
+        `read_ids(source.name)`.
+        """
+        return match_teacher(self, student_classes, mapping, ids)
 
     def logits(self, rows: Tensor, view: int | Tensor = 0) -> tuple[Tensor, Tensor]:
         """Values float32 and class numbers int64, [B, k] each; `view` is one for all, or int64 [B]."""

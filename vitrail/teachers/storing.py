@@ -236,6 +236,7 @@ def check_part(part: Part, arrays: dict[str, Any], count: int) -> None:
 def resumed(out: Path, wanted: dict[str, Any]) -> dict[str, Any]:
     """The manifest of an earlier run, which must want the same."""
     found = read_manifest(out)
+    check_classes(out, found, wanted)
     for name, value in wanted.items():
         before = found.get(name)
         if name in FREE_TO_DIFFER or before == json.loads(json.dumps(value)):
@@ -251,6 +252,21 @@ def resumed(out: Path, wanted: dict[str, Any]) -> dict[str, Any]:
             f"folder."
         )
     return found
+
+
+def check_classes(out: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Refuses to go on with the same teacher about other classes, or the same ones in another order."""
+    before, after = (
+        (manifest["teacher"].get("classes"), manifest["teacher"].get("class_names"), manifest.get("chosen"))
+        for manifest in (found, wanted)
+    )
+    if before == after or found["teacher"].get("weights") != wanted["teacher"].get("weights"):
+        return
+    first, then = (f"{count:,}" + (f" ({', '.join(names[:2])}, …)" if names else "") for count, names, _ in (before, after))
+    what = f"begun about {first} classes, not {then}" if before[:2] != after[:2] else "begun with others of the teacher's classes"
+    raise UserError(
+        f"{out} was {what}: give the same data and options (--all-classes keeps all of the teacher's), or another folder."
+    )
 
 
 def told(value: Any) -> str:

@@ -1,6 +1,8 @@
 """A frozen network that is asked for its opinion of the student's pictures: logits, maps of logits, features."""
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +57,10 @@ class Teacher(nn.Module):
         """What the classifier reads, [B, D]."""
         return self._ask(self.network.features, images, mean, std)
 
+    def answers(self, images: Tensor, what: Sequence[str]) -> dict[str, Tensor]:
+        """Several of logits, tokens and features of pictures in the teacher's own colours, in one pass where that is possible."""
+        return self._ask(partial(self.network.answers, what=what), images, None, None)
+
     @torch.no_grad()  # not inference_mode: its tensors could not be targets of a loss that is differentiated
     def see(self, images: Tensor, mean: Colours | None = None, std: Colours | None = None) -> Tensor:
         """The student's view as the network wants it: resized where it must be, renormalised, colours in its order."""
@@ -86,13 +92,16 @@ class Teacher(nn.Module):
         return self._changes[key]
 
     @torch.no_grad()
-    def _ask(self, question, images: Tensor, mean: Colours | None, std: Colours | None) -> Tensor:
+    def _ask(self, question, images: Tensor, mean: Colours | None, std: Colours | None) -> Any:
         images = self.see(images, mean, std)
         cuda = images.device.type == "cuda"
         if cuda:
             images = images.contiguous(memory_format=torch.channels_last)
         with torch.autocast(images.device.type, torch.bfloat16, enabled=cuda and self.network.mixed):
-            return question(images).float()
+            found = question(images)
+        if isinstance(found, dict):
+            return {name: answer.float() for name, answer in found.items()}
+        return found.float()
 
     def train(self, mode: bool = True) -> "Teacher":
         """Nothing: a teacher stays as it is when the student around it is put into training mode."""

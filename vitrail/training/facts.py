@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from vitrail.data.opening import is_built_in
 from vitrail.data.source import Splits
 from vitrail.errors import UserError
 from vitrail.models.cost import cost
@@ -47,7 +48,7 @@ def describe(
 ) -> dict[str, Any]:
     """What run.json holds from the start."""
     price = cost(model.architecture)
-    is_local = os.path.exists(os.path.expanduser(source))
+    is_local = not is_built_in(source) and os.path.exists(os.path.expanduser(source))
     return {
         "version": __version__,
         "source": os.path.abspath(os.path.expanduser(source)) if is_local else source,

@@ -23,6 +23,7 @@ from vitrail.models.preprocessing import Preprocessing
 from vitrail.recipes import Recipe, lookup
 from vitrail.recipes.fitting import fit, usual_side
 from vitrail.recipes.lengths import told
+from vitrail.teachers.beside import file_beside, read_beside
 from vitrail.teachers.store import read_manifest
 from vitrail.training.devices import Devices, cut
 from vitrail.training.loop import Options
@@ -86,10 +87,10 @@ def with_teacher(recipe: Recipe, said: frozenset[str] = frozenset()) -> Recipe:
         raise UserError(
             f"There is no teacher at {teacher}: give a network's file, timm:NAME or a store made by vitrail annotate."
         )
-    if teacher.endswith((".pt2", ".onnx")):
+    if teacher.endswith((".pt2", ".onnx")) and "preprocessing" not in read_beside(teacher):
         raise UserError(
-            f"{teacher} does not say how its pictures are prepared: ask it once with vitrail annotate --preprocessing, and give "
-            "--teacher that store."
+            f"{teacher} does not say how its pictures are prepared: say it in {file_beside(teacher)}, or ask it once with "
+            "vitrail annotate --preprocessing and give --teacher that store."
         )
     if labels:
         read_manifest(Path(labels))

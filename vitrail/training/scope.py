@@ -1,5 +1,6 @@
 """Which weights a training changes; the rest is frozen and costs neither gradients nor optimiser state."""
 
+from vitrail.errors import UserError
 from vitrail.models.model import Model
 from vitrail.recipes.recipe import parse_scope
 
@@ -8,10 +9,13 @@ def apply_scope(model: Model, scope: str) -> int:
     """Freeze what lies outside the scope; the number of parameters that stay trained. What the architecture froze stays so.
 
     The classifier is always trained. `attention` and `ffn` are those weights of every block (of every branch of it) and, since
-    a new size changes them, the positions; `norm` is every norm; `last:n` is the last n blocks and all that follows them.
+    a new size changes them, the positions; `norm` is every norm; `last:n` is the last n blocks and all that follows
+    them, and refused where there are fewer.
     """
     kind, count = parse_scope(scope)
     depth = len(model.blocks)
+    if count > depth:
+        raise UserError(f"start.scope={scope} is more than this network has, {depth} blocks: give last:{depth}, or full.")
 
     def inside(name: str) -> bool:
         parts = name.split(".")

@@ -246,6 +246,8 @@ def save(model: Model, path: str | Path, format: str = "vitrail", approximate: b
     suffixes = SUFFIXES.get(format, ())
     if suffixes and path.suffix not in suffixes:
         raise UserError(f"A file in the {TITLES[format]} format ends in {' or '.join(suffixes)}, not {path.name!r}.")
+    if not isinstance(getattr(model, "_orig_mod", model), Model):
+        raise UserError("save takes a model of vitrail.create or vitrail.load; of an optimised one, save what it was made from.")
     model = check_whole(getattr(model, "_orig_mod", model))  # a compiled model hides the one it was made from
     if format == "vitrail":
         write_aside(path, lambda side: write_safetensors(model.state_dict(), side, artefact_header(model)))
