@@ -69,6 +69,27 @@ def test_a_network_keeps_its_answers(name):
     assert (found.argmax(1) == wanted.argmax(1)).float().mean() >= 0.75
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU may have such products")
+def test_refused_where_there_are_no_such_products():
+    with pytest.raises(vitrail.UserError, match="fp8 needs a GPU of Hopper's kind"):
+        vitrail.optimise(vitrail.create("deit_tiny_patch16", 10, 32, depth=1), precision="fp8")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="needs a Hopper GPU")
+@pytest.mark.parametrize("aim", ["latency", "throughput"])
+def test_a_network_on_a_gpu(aim):
+    torch.manual_seed(3)
+    model = vitrail.create("deit_small_patch16", 100, 224).cuda().eval()
+    optimised = vitrail.optimise(model, aim, batch=8, precision="fp8")
+    assert optimised.report.precision == "fp8"
+    assert any("products in eight bits: 47" in sentence for sentence in optimised.report.done), optimised.report.done
+    images = torch.randn(8, 3, 224, 224, device="cuda")
+    with torch.no_grad():
+        wanted, found = model(images), optimised(images)
+    assert (found - wanted).norm() < 0.15 * wanted.norm()
+
+
 def test_odd_widths_stay_as_they_are():
     model = vitrail.create("deit_tiny_patch16", 10, 32, width=40, heads=5, depth=2, mlp_ratio=2.0).eval()
     folded, notes = fold(model)

@@ -175,6 +175,7 @@ def test_what_is_said_in_a_folder(tmp_path):
         ('{"knd": "onnx"}', "'knd', which says nothing about a teacher; did you mean kind"),
         ('{"kind": "robot"}', "'robot' is no kind of teacher"),
         ('{"classes": "none.txt"}', "There is no file .*none.txt"),
+        ('{"classes": "../none.txt"}', "a file in the same folder"),
         ('{"classes": true}', "classes are a list of names"),
         ('{"classes": [1, 2, 3, 4]}', "classes are a list of names"),
         ('{"classes": 5}', "has 4 classes, but 5 were named"),

@@ -209,7 +209,8 @@ def to_map(x: Tensor, layout: Layout) -> Tensor:
 
 
 def to_tokens(x: Tensor) -> Tensor:
-    return x.flatten(2).transpose(1, 2)
+    """[B, D, height, width] to [B, N, D], token after token in memory: sums keep a stream's order, and norms read along it."""
+    return x.flatten(2).transpose(1, 2).contiguous()
 
 
 class ConvMixer(nn.Module):

@@ -37,7 +37,9 @@ def read_beside(teacher: str | Path) -> dict[str, Any]:
     said = {key: value for key, value in found.items() if value is not None}
     classes, size = said.get("classes"), said.get("size")
     if isinstance(classes, str):
-        said["classes"] = read_classes(str(file.parent / Path(classes).expanduser()))
+        if Path(classes).name != classes:  # a file from elsewhere must not make anything else be read
+            raise UserError(f"{file}: classes name a file in the same folder, not {classes}.")
+        said["classes"] = read_classes(str(file.parent / classes))
     elif classes is not None and type(classes) is not int and not _all_of(classes, str):
         raise UserError(f"{file}: classes are a list of names, their number, or the name of a file with one a line.")
     if size is not None and type(size) is not int and not (_all_of(size, int) and len(size) == 2):
