@@ -88,10 +88,12 @@ def test_a_subset_taken_and_put_back():
 )
 def test_the_basic_stem_halves_late(patch, stages, strides):
     assert basic_strides(patch, stages) == strides
-    stem = BasicStem(3, 24, patch, 4, (1,) * stages, "batch", "relu")
-    tokens = stem(torch.randn(2, 3, 4 * patch, 5 * patch))
-    assert tokens.shape == (2, 20, 24)
-    assert stem.grid(4 * patch, 5 * patch) == (4, 5)
+    for chosen in (strides, strides[::-1]):
+        stem = BasicStem(3, 24, 4, (1,) * stages, chosen, "batch", "relu")
+        tokens = stem(torch.randn(2, 3, 4 * patch, 5 * patch))
+        assert tokens.shape == (2, 20, 24)
+        assert tokens.is_contiguous()
+        assert stem.grid(4 * patch, 5 * patch) == (4, 5)
 
 
 def test_hmlp_hierarchies():

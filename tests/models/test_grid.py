@@ -144,6 +144,11 @@ def test_unknown_choices_are_named(field):
         ({"stem": "hmlp", "stem_strides": (2, 2)}, "multiply"),
         ({"stem": "basic"}, "stem_layers"),
         ({"stem": "basic", "stem_layers": (1,), "patch_size": 12}, "power of two"),
+        (
+            {"stem": "basic", "stem_layers": (1,), "patch_size": 4, "stem_strides": (2, 2, 1)},
+            "1 stages and one for the tokens",
+        ),
+        ({"stem": "basic", "stem_layers": (1,), "patch_size": 4, "stem_strides": (2, 1)}, "do not multiply"),
         ({"widht": 3}, "did you mean width"),
     ],
 )

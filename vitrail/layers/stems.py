@@ -129,15 +129,15 @@ class BasicBlock(nn.Module):
 class BasicStem(nn.Module):
     """Stages of basic blocks, each twice as wide as the one before, then one convolution that cuts the tokens.
 
-    The tokens' convolution halves the map, then the entries of the stages do so, the last one first, as often as the patch size
-    asks for; what remains is left to the first entry.
+    `strides` are those of the stages' entries and of the tokens' convolution.
     """
 
-    def __init__(self, channels: int, width: int, patch: int, inner: int, layers: tuple[int, ...], norm: str, act: str):
+    def __init__(
+        self, channels: int, width: int, inner: int, layers: tuple[int, ...], strides: tuple[int, ...], norm: str, act: str
+    ):
         super().__init__()
         self.convs, self.norms, self.stages = nn.ModuleList(), nn.ModuleList(), nn.ModuleList()
         self.activation = activation(act)
-        strides = basic_strides(patch, len(layers))
         for stage, count in enumerate(layers):
             outer, stride = inner << stage, strides[stage]
             kernel = 2 * max(stride, 2) - 1
@@ -145,7 +145,7 @@ class BasicStem(nn.Module):
             self.norms.append(map_norm(norm, outer))
             self.stages.append(nn.Sequential(*(BasicBlock(outer, norm, act) for _ in range(count))))
             channels = outer
-        kernel = 2 * strides[-1] if patch > 1 else 1
+        kernel = 2 * strides[-1] if strides[-1] > 1 else 1
         self.proj = nn.Conv2d(channels, width, kernel, strides[-1], (kernel - strides[-1]) // 2)
 
     def grid(self, height: int, width: int) -> Grid:
@@ -160,7 +160,9 @@ class BasicStem(nn.Module):
 
 
 def basic_strides(patch: int, stages: int) -> tuple[int, ...]:
-    """Of the stages' entries and the tokens' convolution, multiplied: the patch size, a power of two."""
+    """The tokens' convolution halves the map, then the entries of the stages do so, the last one first, as often as the patch
+    size (a power of two) asks for; what remains is left to the first entry.
+    """
     strides = []
     for _ in range(stages):
         strides.append(min(patch, 2))

@@ -12,7 +12,7 @@ from vitrail.layers.norms import ACTIVATIONS, MAP_NORMS, TOKEN_NORMS
 from vitrail.layers.positions import ABSOLUTE, POSITIONS, RELATIVE, RESAMPLE
 from vitrail.layers.readouts import READOUTS
 from vitrail.layers.residual import SCALES
-from vitrail.layers.stems import STEMS, hmlp_strides
+from vitrail.layers.stems import STEMS, basic_strides, hmlp_strides
 
 FUSIONS = ("logit_mean", "softmax_sum", "class", "distillation")
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -77,7 +77,7 @@ class Architecture:
     stem_activation: str = ""
     stem_width: int = 64  # inner channels of the tower, first ones of the basic blocks, root channels of the ResNet
     stem_kernels: tuple[int, ...] = ()  # of the tower
-    stem_strides: tuple[int, ...] = ()  # of the tower and the hMLP
+    stem_strides: tuple[int, ...] = ()  # of the tower, the hMLP and the basic blocks' stages
     stem_layers: tuple[int, ...] = ()  # basic blocks, or bottlenecks of the ResNet, per stage
     stem_eps: float = 1e-6  # of the ResNet's GroupNorm
     # blocks
@@ -129,6 +129,8 @@ class Architecture:
         for name, usual in zip(("stem_norm", "stem_activation"), USUAL.get(self.stem, ("none", "none")), strict=True):
             if not getattr(self, name):
                 object.__setattr__(self, name, usual)
+        if self.stem == "basic" and not self.stem_strides:
+            object.__setattr__(self, "stem_strides", basic_strides(self.patch_size, len(self.stem_layers)))
         if self.stem == "hmlp" and not self.stem_strides:
             object.__setattr__(self, "stem_strides", hmlp_strides(self.patch_size))
         if self.stem == "tower" and not self.stem_kernels:
@@ -226,7 +228,11 @@ class Architecture:
                 f"the tower needs as many stem_strides {self.stem_strides} as stem_kernels {self.stem_kernels}.",
             ),
             (
-                self.stem in ("tower", "hmlp") and math.prod(self.stem_strides) != self.patch_size,
+                self.stem == "basic" and len(self.stem_strides) != len(self.stem_layers) + 1,
+                f"the basic stem needs stem_strides for its {len(self.stem_layers)} stages and one for the tokens.",
+            ),
+            (
+                self.stem in ("tower", "hmlp", "basic") and math.prod(self.stem_strides) != self.patch_size,
                 f"the stem_strides {self.stem_strides} do not multiply to the patch size {self.patch_size}.",
             ),
         ]
@@ -274,7 +280,7 @@ class Architecture:
         check_fields(changes)
         if "image_size" in changes:
             changes["image_size"] = as_size(changes["image_size"])
-        if "stem" in changes or ("patch_size" in changes and "stem_strides" not in changes):
+        if "stem" in changes or (("patch_size" in changes or "stem_layers" in changes) and "stem_strides" not in changes):
             changes = {"stem_strides": (), "stem_kernels": ()} | changes
         if changes.get("stem", self.stem) != self.stem:
             changes = {"stem_norm": "", "stem_activation": ""} | changes
@@ -306,7 +312,7 @@ class Architecture:
             "stem_activation": not conv_stem,
             "stem_width": self.stem not in ("tower", "basic", "resnet", "resnet_features"),
             "stem_kernels": self.stem != "tower",
-            "stem_strides": self.stem not in ("tower", "hmlp"),
+            "stem_strides": self.stem not in ("tower", "hmlp", "basic"),
             "stem_layers": self.stem not in ("basic", "resnet", "resnet_features"),
             "stem_eps": self.stem not in ("resnet", "resnet_features"),
             "norm_eps": self.norm not in ("layer", "group") and self.readout_norm != "layer",

@@ -33,7 +33,7 @@ def make_stem(a: Architecture) -> Stem:
             options = (a.stem_width, a.stem_kernels, a.stem_strides, a.stem_norm, a.stem_activation)
             return stems.TowerStem(a.channels, a.width, *options)
         case "basic":
-            size = (a.patch_size, a.stem_width, a.stem_layers)
+            size = (a.stem_width, a.stem_layers, a.stem_strides)
             return stems.BasicStem(a.channels, a.width, *size, a.stem_norm, a.stem_activation)
         case "hmlp":
             return stems.HmlpStem(a.channels, a.width, a.stem_strides, a.stem_norm, a.stem_activation)
