@@ -5,7 +5,7 @@
 
 The contenders take turns in every round; printed are the median of the rounds, the spread (half the distance between the
 extremes) and the gain over the eager original. All weights and pictures are in `--dtype`, without autocast. Small batches are
-optimised for latency, others for throughput.
+optimised for latency, others for throughput; on a Hopper GPU in float8, too.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import torch
 from timing import half_spread, in_turns, machine
 
 import vitrail
+from vitrail.shipping.float8 import can_multiply
 from vitrail.shipping.graphing import LARGEST
 from vitrail.writing import write_aside
 
@@ -49,6 +50,8 @@ def contenders(name: str, batch: int, options: argparse.Namespace) -> tuple[dict
     if cuda and aim == "latency":
         runs["compiled, graphs"] = torch.compile(model, mode="reduce-overhead")
     runs["optimised"] = optimised
+    if dtype == torch.bfloat16 and can_multiply(torch.device(options.device)):
+        runs["optimised, fp8"] = vitrail.optimise(model, aim, batch=batch, precision="fp8")
     model.to(dtype)
     image = torch.randn(batch, model.architecture.channels, *model.architecture.image_size, device=options.device, dtype=dtype)
 
