@@ -59,3 +59,12 @@ def test_what_asks_for_it(monkeypatch, act, asked):
     found = layer(x)
     assert bool(calls) == asked
     torch.testing.assert_close(found, layer.fc2(layer.activation(layer.fc1(x))))
+
+
+def test_gelu_inside_a_product():
+    from vitrail.layers.kernels.linear_gelu import linear_gelu
+
+    x, weight, bias = torch.randn(2, 3, 16), torch.randn(8, 16), torch.randn(8)
+    torch.testing.assert_close(linear_gelu(x, weight, bias), F.gelu(F.linear(x, weight, bias)), rtol=1e-3, atol=1e-3)
+    torch.library.opcheck(linear_gelu, (x, weight, bias))
+    assert kernels.linear_gelu_for(x, weight.bfloat16()) is None, "for a processor there is none"

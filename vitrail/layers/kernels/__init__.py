@@ -1,4 +1,4 @@
-"""Triton kernels for what torch has no fused kernel for, and the one place that says where they can be used.
+"""Kernels for what torch does not fuse, most of them in Triton, and the one place that says where they can be used.
 
 Nothing here imports Triton before a tensor lies on a GPU (torch brings Triton along there). Launches go to the tensors' device.
 """
@@ -48,6 +48,15 @@ def bias_gelu_for(x: Tensor) -> Callable[[Tensor, Tensor], Tensor] | None:
     from vitrail.layers.kernels.bias_gelu import bias_gelu
 
     return bias_gelu
+
+
+def linear_gelu_for(x: Tensor, weight: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+    """gelu(product + bias) inside the product, for weights in bfloat16 on a GPU, without gradients."""
+    if not x.is_cuda or weight.dtype != torch.bfloat16 or exporting():
+        return None
+    from vitrail.layers.kernels.linear_gelu import linear_gelu
+
+    return linear_gelu
 
 
 def talking_heads_for(qkv: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None:
