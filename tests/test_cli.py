@@ -132,6 +132,11 @@ def test_bad_input_gets_one_sentence(deit_file, tmp_path):
     (tmp_path / "folder.safetensors").mkdir()
     assert "is a folder" in refused("convert", deit_file, tmp_path / "folder.safetensors")
     assert "ends in .npz" in refused("convert", deit_file, tmp_path / "out.pth", "--format", "npz")
+    assert "is what is to be converted" in refused("convert", deit_file, deit_file, "--overwrite")
+    (tmp_path / "old.safetensors").write_bytes(b"old")
+    assert "There are weights at" in refused("convert", deit_file, tmp_path / "old.safetensors")
+    assert (tmp_path / "old.safetensors").read_bytes() == b"old"
+    assert run("convert", deit_file, tmp_path / "old.safetensors", "--overwrite").returncode == 0
     assert "no file" in refused("info", "deit_small_patch16_224.pth")
     assert "no model" in refused("info", "x" * 300)
     assert "cannot be written" in refused("convert", deit_file, "/etc/passwd/x.safetensors")
@@ -148,7 +153,7 @@ def test_a_full_disk_loses_nothing(deit_file, tmp_path):
         pytest.skip("no small disk can be mounted here")
     try:
         (disk / "out.safetensors").write_text("the old file")
-        message = refused("convert", deit_file, disk / "out.safetensors")
+        message = refused("convert", deit_file, disk / "out.safetensors", "--overwrite")
         assert "could not be written" in message
         assert [entry.name for entry in disk.iterdir()] == ["out.safetensors"]
         assert (disk / "out.safetensors").read_text() == "the old file"

@@ -278,6 +278,7 @@ def convert(
     image_size: Annotated[
         str | None, typer.Option(help="The size of IN where its position table is not square: 192x256.")
     ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what lies at OUT.")] = False,
 ) -> None:
     """Turn one checkpoint format into another.
 
@@ -287,6 +288,10 @@ def convert(
     from vitrail.weights.checking import logit_difference
 
     size = parse_size(image_size)
+    if source.exists() and target.exists() and target.samefile(source):
+        raise UserError(f"{target} is what is to be converted: give another name.")
+    if (target.is_file() or (target / "config.json").is_file()) and not overwrite:
+        raise UserError(f"There are weights at {target} already: give another name, or --overwrite.")
     format = format or {".safetensors": "vitrail", ".npz": "npz", ".pth": "deit", "": "hf"}.get(target.suffix, "vitrail")
     model = load(source, image_size=size, ema=ema)
     save(model, target, format, approximate)

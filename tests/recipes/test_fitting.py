@@ -35,7 +35,7 @@ def test_the_ladder_grows_and_is_divisible():
 
 
 def test_what_the_user_has_chosen_stays():
-    chosen = ANY.set({"augmentation.size": "24x32"})
+    chosen = ANY.set({"augmentation.size": "24x32", "batch": 50})
     assert fit(chosen, digits(100)) == (chosen, [])
     assert fit(ANY.set({"architecture.patch_size": 4}), digits(100))[0].architecture["patch_size"] == 4
     assert "patch_size" not in fit(ANY.set({"model": "lvvit_t"}), digits(100))[0].architecture  # a stem of its own
@@ -43,21 +43,30 @@ def test_what_the_user_has_chosen_stays():
 
 def test_weights_know_their_size_and_colours():
     trained = Preprocessing((48, 64), mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25))
-    fitted, said = fit(ANY, digits(100), trained)
+    fitted, said = fit(ANY.set({"batch": 50}), digits(100), trained)
     assert fitted.augmentation.size == (48, 64)
     assert (fitted.augmentation.mean, fitted.augmentation.std) == (trained.mean, trained.std)
     assert "patch_size" not in fitted.architecture
     assert said == ["the network sees 48 x 64 pixels, as its weights were trained"]
-    chosen = ANY.set({"augmentation.size": 32})
+    chosen = ANY.set({"augmentation.size": 32, "batch": 50})
     assert fit(chosen, digits(100), trained)[0] == chosen
 
 
-@pytest.mark.parametrize(("count", "batch"), [(64, 64), (63, 8), (20, 4), (5, 4), (3, 2), (2, 2), (1, 1)])
+@pytest.mark.parametrize(("count", "batch"), [(512, 64), (511, 32), (255, 16), (64, 16)])
+def test_an_epoch_of_our_own_recipes_has_some_steps(count, batch):
+    fitted, said = fit(ANY.set({"augmentation.size": 8}), digits(count))
+    assert fitted.batch == batch
+    assert said == ([] if batch == 64 else [f"batches of {batch} instead of 64, for an epoch to have some steps"])
+    assert fit(fitted, digits(count)) == (fitted, [])
+    paper = lookup("deit_small").set({"augmentation.size": 8, "batch": 64})
+    assert fit(paper, digits(count))[0].batch == 64
+
+
+@pytest.mark.parametrize(("count", "batch"), [(63, 8), (20, 4), (5, 4), (3, 2), (2, 2), (1, 1)])
 def test_a_batch_that_the_pictures_can_fill(count, batch):
     fitted, said = fit(ANY.set({"augmentation.size": 8}), digits(count))
     assert fitted.batch == batch
-    expected = [] if batch == 64 else [f"there are fewer pictures than the batch of 64 takes: it is {batch} instead"]
-    assert said == expected
+    assert said == [f"there are fewer pictures than the batch of 64 takes: it is {batch} instead"]
 
 
 def test_the_usual_side_is_the_median_of_what_can_be_read(tmp_path):

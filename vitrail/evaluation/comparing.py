@@ -218,9 +218,13 @@ def show(value: Any) -> str:
 
 def footnote(rows: Sequence[Row]) -> str:
     """Which tests the p-values are of."""
-    tested = [(row, row.difference) for row in rows if row.difference is not None and row.difference.test != "none"]
+    differing = [(row, row.difference) for row in rows if row.difference is not None]
+    tested = [(row, each) for row, each in differing if each.test != "none"]
     if not tested:
-        return ""
+        fewer = [row.group.name for row, each in differing if each.n < max(rows[0].spread.n, row.spread.n)]
+        return (
+            f"Differences of {', '.join(fewer)} to {rows[0].group.name} are those of the seeds that both have." if fewer else ""
+        )
     words = {"paired t": "paired t-test by seed", "Welch t": "Welch's t-test, the seeds being others"}
     tests = dict.fromkeys(words[each.test] for _, each in tested)
     found = f"Differences are to {rows[0].group.name}; p: {'; '.join(tests)}; two-sided."

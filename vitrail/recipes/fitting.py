@@ -9,10 +9,13 @@ from vitrail.data.source import Source
 from vitrail.errors import UserError
 from vitrail.models.catalogue import lookup
 from vitrail.models.preprocessing import Preprocessing
+from vitrail.recipes.house import RECIPES as HOUSE
 from vitrail.recipes.recipe import Recipe
 
 # Shorter side of the pictures up to -> the network's size and patch size.
 LADDER = ((12, 8, 2), (20, 16, 2), (30, 28, 4), (48, 32, 4), (72, 64, 8), (160, 128, 16))
+
+LEAST_STEPS, LEAST_BATCH = 8, 16  # in an epoch of our own recipes, which are for sets of any size
 
 
 def fit(recipe: Recipe, source: Source, trained: Preprocessing | None = None) -> tuple[Recipe, list[str]]:
@@ -40,6 +43,13 @@ def fit(recipe: Recipe, source: Source, trained: Preprocessing | None = None) ->
         before, batch = recipe.batch, 1 << int(np.log2(max(len(source) // 4, min(len(source), 4))))
         recipe = dataclasses.replace(recipe, batch=batch)
         said.append(f"there are fewer pictures than the batch of {before} takes: it is {batch} instead")
+    elif recipe.name in HOUSE and recipe.batch == HOUSE[recipe.name].batch:
+        batch = recipe.batch
+        while len(source) // batch < LEAST_STEPS and batch >= 2 * LEAST_BATCH:
+            batch //= 2
+        if batch != recipe.batch:
+            said.append(f"batches of {batch} instead of {recipe.batch}, for an epoch to have some steps")
+            recipe = dataclasses.replace(recipe, batch=batch)
     return recipe, said
 
 

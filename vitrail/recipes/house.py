@@ -56,7 +56,7 @@ FINETUNE = Recipe(
     mixing=Mixing(mixup=0.2),
     objective=Objective(smoothing=0.1),
     optimiser=Optimiser(rate=5e-4, decay=0.05, clip=1.0, layer_decay=0.75),
-    schedule=Schedule(length="10 epochs", warmup="10%"),
+    schedule=Schedule(length="20 epochs", warmup="10%"),
     testing=Testing(crop_ratio=1.0),
     about=About("house", "from any checkpoint, on one GPU"),
 )

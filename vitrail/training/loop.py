@@ -233,7 +233,8 @@ class Training:
         result = self.evaluate()
         epoch = self.step / self.order.steps
         values = {name: value for name, value in result._asdict().items() if value is not None}
-        better = result.top1 > self.best.get("top1", -1.0)
+        # Of equal accuracies, which few pictures often have, the one with the least loss.
+        better = (result.top1, -result.loss) > (self.best.get("top1", -1.0), -self.best.get("loss", math.inf))
         if better:
             self.best = {"step": self.step, "epoch": epoch} | {name: as_json(value) for name, value in values.items()}
             with self.reported():

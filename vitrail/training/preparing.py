@@ -16,7 +16,7 @@ from vitrail.errors import UserError
 from vitrail.evaluation.accuracy import test_view
 from vitrail.models.architecture import TRAINING_ONLY, Architecture, show_size
 from vitrail.models.catalogue import build as build_model
-from vitrail.models.catalogue import create
+from vitrail.models.catalogue import create, list_models
 from vitrail.models.catalogue import lookup as find_model
 from vitrail.models.model import Model
 from vitrail.models.preprocessing import Preprocessing
@@ -137,6 +137,8 @@ def look_at(source: str, recipe: Recipe, model: str | None = None) -> tuple[Spli
     trained = open_weights(recipe, model) if recipe.start.weights else None
     if trained and model is not None:
         recipe = with_token(recipe, trained, find_model(model)[1])
+    if trained and trained.name in list_models():
+        recipe = dataclasses.replace(recipe, model=trained.name)
     recipe, said = fit(recipe, splits.train, trained.preprocessing if trained else None)
     said += taught(recipe)
     steps = steps_of(recipe, splits.train)

@@ -53,7 +53,7 @@ def read(path: str | Path, ema: bool = False) -> Checkpoint:
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}.") from None
     config = read_json(path.with_name("config.json")) if path.name in FOLDER_FILES else None
-    preprocessor = read_json(path.with_name("preprocessor_config.json")) if config else None
+    preprocessor = read_json(path.with_name("preprocessor_config.json")) if path.name in FOLDER_FILES else None
     if len(head) < 16:
         raise UserError(f"{path} is too short to be a checkpoint; was the download cut off?")
     header = int.from_bytes(head[:8], "little")
