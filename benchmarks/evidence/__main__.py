@@ -72,7 +72,7 @@ def section(claim: Claim, runs: list[dict[str, Any]]) -> list[str]:
     first, cells = runs[0], [cell for cell in claim.cells if any(run["cell"] == cell for run in runs)]
     commits = ", ".join(sorted({run["versions"]["commit"] for run in runs}))
     lines = [
-        f"Tried on {first['data']} at {first['size'][0]} pixels, {first['epochs']:g} epochs, judged on {first['pictures']:,};",
+        f"On {first['data']} at {first['size'][0]} pixels, {first['epochs']:g} epochs, judged on {first['pictures']:,} pictures;",
         f"{first['device']}, torch {first['versions']['torch']}, commit {commits}. Mean ± standard deviation of the seeds; the",
         "difference is to the first row, paired by seed; operations are those of the network's products in a training.",
         "",
