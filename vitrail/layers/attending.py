@@ -17,7 +17,8 @@ def attend(
     """[B, H, T, D] each; softmax(query key^T * scale + bias) value.
 
     cuDNN's kernels, the fastest on Hopper GPUs, give gradients that are no numbers where tokens fill an odd number of half tiles:
-    64, 192, … of them, with far negative scores (torch 2.11 to 2.13). They are left out there, and with a bias or dropout.
+    64, 192, … of them, with far negative scores (torch 2.11 to 2.13). They are left out there, with a bias or
+    dropout, and for few tokens.
     """
     if not query.is_cuda or exporting():
         return F.scaled_dot_product_attention(query, key, value, bias, dropout, scale=scale)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.errors import UserError
+from vitrail.layers.kernels import exporting
 from vitrail.models.model import Model
 from vitrail.shipping.checking import check_pictures, difference, first_difference, full_products
 from vitrail.shipping.float8 import to_float8
@@ -101,7 +102,7 @@ class Optimised(nn.Module):
         if not torch.compiler.is_compiling():  # a caller's compiler would make conditions of its graph from these
             self._check(image)
         if self.packed:
-            if torch.compiler.is_exporting():
+            if exporting():
                 raise UserError("a model packed for a processor is not exported; export the model it was made from.")
             return self._uncompiled(image)
         return self._compute(image) if self.graphs is None else self.graphs(image)

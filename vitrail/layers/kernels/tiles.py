@@ -49,7 +49,7 @@ def products(
     D: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """For every head the inner products [OWN, OTHER] of two sets of vectors."""
+    """For every head the inner products [OWN, OTHER] of two sets of vectors, both read head by head: few registers."""
     tiles = ()
     for head in tl.static_range(H):
         left = load(own_start + head * D, own, count, OWN_STRIDE, D, PADDED)
@@ -60,7 +60,7 @@ def products(
 
 @triton.jit
 def products_held(held, start, other, STRIDE: tl.constexpr, count, H: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr):
-    """The same with vectors that stay in registers."""
+    """The same with vectors on one side that stay in registers, where there is room for them."""
     tiles = ()
     for head in tl.static_range(H):
         right = load(start + head * D, other, count, STRIDE, D, PADDED)
