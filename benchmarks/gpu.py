@@ -44,8 +44,8 @@ MODELS = (
     "lvvit_s",
 )
 CURVED = ("deit_small_patch16", "deit3_base_patch16")
-COLUMNS = ("model", "by", "task", "mode", "batch", "size", "depth", "images/s", "ms", "TFLOP/s", "of ceiling", "memory")
-COLUMNS += ("compiling", "times as fast as timm")
+COLUMNS = ("model", "by", "task", "mode", "batch", "size", "depth", "images/s", "ms", "floors, ms", "TFLOP/s", "of ceiling")
+COLUMNS += ("memory", "compiling", "times as fast as timm")
 KEY = ("model", "project", "task", "precision", "mode", "batch", "size", "depth")
 
 
@@ -108,12 +108,13 @@ def print_table(cells: Sequence[Cell]) -> None:
         start = f"| `{cell.model}` | {cell.project} | {cell.task} {cell.precision} | {cell.mode} | {cell.batch} "
         start += f"| {cell.size[0]} | {cell.depth} |"
         if not cell.seconds:
-            print(f"{start} {cell.trouble} | | | | | | |")
+            print(f"{start} {cell.trouble} | | | | | | | |")
             continue
         other = beside(cell, cells)
         ratio = times_as_fast(cell, other) if other else None
         print(
-            f"{start} {cell.rate:,.0f} ±{cell.spread:.1%} | {1e3 * cell.median:.2f} | {cell.operations / 1e12:.1f} "
+            f"{start} {cell.rate:,.0f} ±{cell.spread:.1%} | {1e3 * cell.median:.2f} "
+            f"| {', '.join(f'{name} {1e3 * value:.2f}' for name, value in cell.floors.items())} | {cell.operations / 1e12:.1f} "
             f"| {f'{cell.share:.0%}' if cell.share else ''} | {f'{cell.memory / 1e9:.2f} GB' if cell.memory else ''} "
             f"| {f'{cell.compile_seconds:.0f} s' if cell.compile_seconds is not None else ''} "
             f"| {f'{ratio.median:.3f} ±{ratio.spread:.1%}' if ratio else ''} |"

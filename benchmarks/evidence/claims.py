@@ -151,7 +151,11 @@ CLAIMS = {
         "A stem of several small steps beats one linear map of a patch, and hMLP does so without mixing patches.",
         "Three things, Table 7, ViT-B: linear 82.20 ± 0.06, convolutions 82.57, hMLP 82.54 ± 0.09",
         "cifar10",
-        {"linear": {}, "hMLP": {"architecture.stem": "hmlp"}, "convolutions": {"architecture.stem": "conv"}},
+        {
+            "linear": {},
+            "hMLP": {"architecture.stem": "hmlp", "architecture.stem_strides": [2, 2]},
+            "convolutions": {"architecture.stem": "conv"},
+        },
         PLAIN | SCALED,
     ),
     "resolution": Claim(

@@ -6,7 +6,7 @@ import torch
 from vitrail.benching import measuring
 from vitrail.benching.ceiling import Ceiling
 from vitrail.benching.contenders import Contender, open_contender
-from vitrail.benching.measuring import UNFIT, beside, make_heats, run_heats, times_as_fast
+from vitrail.benching.measuring import STATE, UNFIT, beside, make_heats, run_heats, times_as_fast
 from vitrail.benching.report import content, write_json
 from vitrail.benching.settings import Setting
 from vitrail.benching.steps import CannotRun
@@ -75,6 +75,9 @@ def test_numbers_of_a_cell(instant):
     found = first.to_dict()
     assert (found["images_per_second"], found["n"], found["milliseconds"]) == (2.0, 3, 1e3)
     assert (found["memory"], found["compile_seconds"]) == (None, None)
+    assert found["floor_milliseconds"] == {"products": pytest.approx(1e3 * first.share)}  # of a run that takes a second
+    second.memory = STATE * second.parameters + 10
+    assert second.floors["memory"] == pytest.approx(20 / CEILING.bandwidth)
 
 
 def test_a_real_run_gives_real_times():

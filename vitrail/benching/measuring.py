@@ -21,6 +21,7 @@ UNFIT = "does not fit"
 FAILED = "failed"
 PATIENCE = 1.0  # seconds; a run that takes longer is warm after two
 FREE = 0.9  # share of the free memory that a CPU run may plan with
+STATE = 16  # bytes of a parameter in training: itself, its gradient, two means
 LIMIT = 4096  # graphs of one function: every model of a heat has its own
 
 
@@ -46,6 +47,7 @@ class Cell:
     memory: int | None = None  # bytes at the peak, weights included; GPUs only
     compile_seconds: float | None = None  # by how much the first run took longer
     ceiling: float | None = None  # operations per second of the measured matrix product
+    bandwidth: float | None = None  # bytes per second of the measured copy
 
     @property
     def n(self) -> int:
@@ -74,10 +76,22 @@ class Cell:
         """Of the matrix product's operations per second."""
         return self.operations / self.ceiling if self.ceiling and self.seconds else None
 
+    @property
+    def floors(self) -> dict[str, float]:
+        """Seconds that one run cannot go below: its products at the ceiling's pace, and in training its activations (the peak
+        less weights, gradients and means), each byte written and read once."""
+        found = {}
+        if self.ceiling and self.seconds:
+            found["products"] = self.operations * self.median / self.ceiling
+        if self.bandwidth and self.memory and self.task == "train":
+            found["memory"] = 2 * max(self.memory - STATE * self.parameters, 0) / self.bandwidth
+        return found
+
     def to_dict(self) -> dict[str, Any]:
         found = asdict(self)
         if self.seconds:
             found |= {
+                "floor_milliseconds": {name: 1e3 * value for name, value in self.floors.items()},
                 "n": self.n,
                 "milliseconds": 1e3 * self.median,
                 "spread": self.spread,
@@ -124,6 +138,7 @@ class Entry(NamedTuple):
             parameters=self.price.parameters,
             macs=self.price.macs,
             ceiling=ceiling.operations.get(self.setting.precision) if ceiling else None,
+            bandwidth=ceiling.bandwidth if ceiling else None,
         )
 
 

@@ -160,14 +160,15 @@ class BasicStem(nn.Module):
 
 
 def basic_strides(patch: int, stages: int) -> tuple[int, ...]:
-    """The tokens' convolution halves the map, then the entries of the stages do so, the last one first, as often as the patch
-    size (a power of two) asks for; what remains is left to the first entry.
+    """The entries of the stages but the first halve the map, as in a ResNet, the last one first, then the tokens' convolution
+    does, as often as the patch size (a power of two) asks for; what remains is left to the first entry.
     """
-    strides = []
-    for _ in range(stages):
-        strides.append(min(patch, 2))
-        patch //= strides[-1]
-    return (patch, *reversed(strides))
+    entries = []
+    for _ in range(stages - 1):
+        entries.append(min(patch, 2))
+        patch //= entries[-1]
+    tokens = min(patch, 2)
+    return (patch // tokens, *reversed(entries), tokens)
 
 
 def stepped(conv: nn.Module, height: int, width: int) -> Grid:

@@ -14,7 +14,7 @@ SMALL = Architecture(
     heads=6,
     stem="basic",
     stem_width=64,
-    stem_layers=(1, 1, 1),
+    stem_layers=(2, 2, 2),
     residual="layerscale",
     residual_start=0.1,
     readout="mean",
@@ -35,7 +35,7 @@ MODELS = {
         image_size=(32, 32),
         patch_size=4,
     ),
-    "house_tiny": SMALL.replace(width=192, depth=11, heads=3, stem_width=32, image_size=64, patch_size=8),
+    "house_tiny": SMALL.replace(width=192, depth=11, heads=3, stem_width=32, stem_layers=(1, 1, 1), image_size=64, patch_size=8),
     "house_small": SMALL,
 }
 ALIASES: dict[str, str] = {}

@@ -30,7 +30,7 @@ LAPTOP = Recipe(
 SMALL = Recipe(
     name="small",
     model="house_small",
-    architecture={"drop_path": 0.05},
+    architecture={"drop_path": 0.1},
     batch=512,
     augmentation=Augmentation(size=ANY, crop="simple", policy="rand", layers=1, erasing=0.25),
     mixing=Mixing(mixup=0.1, cutmix=1.0),
@@ -42,8 +42,8 @@ SMALL = Recipe(
     about=About(
         "house",
         "from scratch on one GPU",
-        "Tiny ImageNet, 70 epochs: 61.3 % (1 seed); CIFAR-10, 130 epochs: 94.8 % (1 seed)",
-        "one GPU; Tiny ImageNet in ten minutes on half an H200",
+        "CIFAR-10, 230 epochs: 96.3 % (1 seed)",
+        "one GPU; CIFAR-10 in seven minutes on an H200",
     ),
 )
 FINETUNE = Recipe(
