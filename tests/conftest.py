@@ -31,3 +31,16 @@ def typed(monkeypatch, capfd):
         return SimpleNamespace(returncode=code, stdout=out, stderr=error)
 
     return typed
+
+
+@pytest.fixture
+def refused(typed):
+    """What a command that cannot be done says: exit code 2 and one sentence on standard error."""
+
+    def refused(*words):
+        result = typed(*words)
+        assert result.returncode == 2, result
+        assert result.stderr.count("\n") == 1, result.stderr
+        return result.stderr.strip()
+
+    return refused
