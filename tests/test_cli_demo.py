@@ -42,10 +42,9 @@ def finished(tmp_path_factory):
         patch.setattr(opening, "open_pets", some)
         patch.setattr(sys, "argv", ["vitrail", *SHORT])
         patch.chdir(place)
-        try:
+        with pytest.raises(SystemExit) as ended:
             cli.main()
-        except SystemExit as ended:
-            assert not ended.code, ended.code
+    assert not ended.value.code
     return place / "runs" / "pets-demo", printed.getvalue()
 
 
