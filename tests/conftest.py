@@ -1,5 +1,6 @@
-"""Two test processes on two cores: one thread each."""
+"""Two test processes on two cores: one thread each, and one for every process that they start."""
 
+import os
 import sys
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ import torch
 from vitrail import cli
 
 torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"  # threads that wait by spinning take the cores of the other tests
 
 
 @pytest.fixture(autouse=True)
@@ -31,3 +33,16 @@ def typed(monkeypatch, capfd):
         return SimpleNamespace(returncode=code, stdout=out, stderr=error)
 
     return typed
+
+
+@pytest.fixture
+def refused(typed):
+    """What a command that cannot be done says: exit code 2 and one sentence on standard error."""
+
+    def refused(*words):
+        result = typed(*words)
+        assert result.returncode == 2, result
+        assert result.stderr.count("\n") == 1, result.stderr
+        return result.stderr.strip()
+
+    return refused

@@ -1,4 +1,7 @@
-"""The command as a person types it: real processes, real files."""
+"""The command as a person types it, on real files.
+
+Most call its entry point in this process, because starting another takes seconds; each kind of ending is seen in a real one too.
+"""
 
 import json
 import os
@@ -28,12 +31,31 @@ def run(*words, **options):
     return subprocess.run(command, capture_output=True, text=True, check=False, **options)
 
 
-def refused(*words):
-    """Exit code 2, one sentence on standard error, no traceback."""
-    result = run(*words)
-    assert result.returncode == 2, result.stderr
-    assert "Traceback" not in result.stderr
-    return result.stderr.strip()
+@pytest.fixture
+def typed(monkeypatch, capsys):
+    """Words as typed -> exit code, standard output, standard error; never a traceback."""
+
+    def type_in(*words):
+        monkeypatch.setattr(sys, "argv", ["vitrail", *map(str, words)])
+        capsys.readouterr()
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as ended:
+            code = ended.code or 0
+        return code, *capsys.readouterr()
+
+    return type_in
+
+
+@pytest.fixture
+def typed_wrong(typed):
+    def type_in(*words):
+        code, _, said = typed(*words)
+        assert code == 2, said
+        return said.strip().splitlines()[-1]
+
+    return type_in
 
 
 @pytest.fixture(scope="module")
@@ -49,20 +71,20 @@ def test_help_has_examples():
     assert run("--version").stdout.strip() == vitrail.__version__
 
 
-def test_models_as_a_table_and_as_json():
+def test_models_as_a_table_and_as_json(typed):
     table = run("models", "cait").stdout
     assert all(text in table for text in ("cait_xxs24", "12.0 M", "2.52 G", "cait_m48"))
-    rows = json.loads(run("models", "cait", "--json").stdout)
+    rows = json.loads(typed("models", "cait", "--json")[1])
     assert rows[0]["name"] == "cait_xxs24"
     assert (rows[0]["parameters"], rows[0]["tokens"], rows[0]["image_size"]) == (11_956_264, 196, [224, 224])
     assert rows[0]["macs"] == 2_523_475_200
     assert "CaiT" in rows[0]["paper"]
 
 
-def test_info_of_a_name_at_another_size():
-    text = run("info", "cait_s24", "--image-size", "384").stdout
+def test_info_of_a_name_at_another_size(typed):
+    text = typed("info", "cait_s24", "--image-size", "384")[1]
     assert all(part in text for part in ("47.1 M", "32.1 G", "talking_heads", "class_attention", "crop_ratio"))
-    content = json.loads(run("info", "deit_tiny_patch16", "--image-size", "192x256", "--json").stdout)
+    content = json.loads(typed("info", "deit_tiny_patch16", "--image-size", "192x256", "--json")[1])
     assert content["cost"]["tokens"] == 12 * 16 + 1
     assert content["architecture"]["image_size"] == [192, 256]
 
@@ -97,51 +119,52 @@ def test_the_list_of_models_marks_them(typed):
     assert {row["name"]: row["bundled_weights"] for row in rows if row["bundled_weights"]} == {"house_tiny": True}
 
 
-def test_info_of_a_file(deit_file):
-    text = run("info", deit_file).stdout
-    assert "assumed" in text
-    assert json.loads(run("info", deit_file, "--json").stdout)["format"] == "deit"
+def test_info_of_a_file(deit_file, typed):
+    assert "assumed" in typed("info", deit_file)[1]
+    assert json.loads(typed("info", deit_file, "--json")[1])["format"] == "deit"
 
 
 @pytest.mark.parametrize("format", ["vitrail", "deit", "timm", "hf"])
-def test_convert_and_check(format, deit_file, tmp_path):
+def test_convert_and_check(format, deit_file, typed, tmp_path):
     out = tmp_path / f"out{SUFFIX[format]}"
-    result = run("convert", deit_file, out, "--format", format, "--check")
-    assert result.returncode == 0, result.stderr
-    assert "largest logit difference 0 " in result.stdout
+    code, said, complaints = typed("convert", deit_file, out, "--format", format, "--check")
+    assert code == 0, complaints
+    assert "largest logit difference 0 " in said
     image = torch.randn(1, 3, 32, 32)
     assert torch.equal(vitrail.load(out)(image), vitrail.load(deit_file)(image))
 
 
-def test_convert_says_what_does_not_fit(deit_file, tmp_path):
-    assert "activation=gelu" in refused("convert", deit_file, tmp_path / "out.npz", "--format", "npz")
+def test_convert_says_what_does_not_fit(deit_file, typed, typed_wrong, tmp_path):
+    assert "activation=gelu" in typed_wrong("convert", deit_file, tmp_path / "out.npz", "--format", "npz")
     assert not list(tmp_path.iterdir())
-    assert run("convert", deit_file, tmp_path / "out.npz", "--format", "npz", "--approximate", "--check").returncode == 0
-    assert "choose from vitrail, deit" in refused("convert", deit_file, tmp_path / "x.onnx", "--format", "onnx")
+    assert typed("convert", deit_file, tmp_path / "out.npz", "--format", "npz", "--approximate", "--check")[0] == 0
+    assert "choose from vitrail, deit" in typed_wrong("convert", deit_file, tmp_path / "x.onnx", "--format", "onnx")
 
 
-def test_bad_input_gets_one_sentence(deit_file, tmp_path):
-    assert "no file" in refused("convert", tmp_path / "none.pth", tmp_path / "out.safetensors")
-    assert "nearest are" in refused("info", "deit_smal")
-    assert "No model matches" in refused("models", "zzz")
-    assert "not an image size" in refused("info", "deit_tiny_patch16", "--image-size", "big")
-    assert "smaller than one patch" in refused("info", "deit_tiny_patch16", "--image-size", "8")
+def test_bad_input_gets_one_sentence(deit_file, typed, typed_wrong, tmp_path):
+    result = run("convert", tmp_path / "none.pth", tmp_path / "out.safetensors")
+    assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert "no file" in result.stderr
+    assert "nearest are" in typed_wrong("info", "deit_smal")
+    assert "No model matches" in typed_wrong("models", "zzz")
+    assert "not an image size" in typed_wrong("info", "deit_tiny_patch16", "--image-size", "big")
+    assert "smaller than one patch" in typed_wrong("info", "deit_tiny_patch16", "--image-size", "8")
     (tmp_path / "text.pth").write_text("hello, this is not a checkpoint")
-    assert "not a safetensors" in refused("info", tmp_path / "text.pth")
-    assert "EMA" in refused("convert", deit_file, tmp_path / "out.safetensors", "--ema")
+    assert "not a safetensors" in typed_wrong("info", tmp_path / "text.pth")
+    assert "EMA" in typed_wrong("convert", deit_file, tmp_path / "out.safetensors", "--ema")
     (tmp_path / "folder.safetensors").mkdir()
-    assert "is a folder" in refused("convert", deit_file, tmp_path / "folder.safetensors")
-    assert "ends in .npz" in refused("convert", deit_file, tmp_path / "out.pth", "--format", "npz")
-    assert "is what is to be converted" in refused("convert", deit_file, deit_file, "--overwrite")
+    assert "is a folder" in typed_wrong("convert", deit_file, tmp_path / "folder.safetensors")
+    assert "ends in .npz" in typed_wrong("convert", deit_file, tmp_path / "out.pth", "--format", "npz")
+    assert "is what is to be converted" in typed_wrong("convert", deit_file, deit_file, "--overwrite")
     (tmp_path / "old.safetensors").write_bytes(b"old")
-    assert "There are weights at" in refused("convert", deit_file, tmp_path / "old.safetensors")
+    assert "There are weights at" in typed_wrong("convert", deit_file, tmp_path / "old.safetensors")
     assert (tmp_path / "old.safetensors").read_bytes() == b"old"
-    assert run("convert", deit_file, tmp_path / "old.safetensors", "--overwrite").returncode == 0
-    assert "no file" in refused("info", "deit_small_patch16_224.pth")
-    assert "no model" in refused("info", "x" * 300)
-    assert "cannot be written" in refused("convert", deit_file, "/etc/passwd/x.safetensors")
-    assert "more than 2000" in refused("info", "vit_small_patch16_99999x9")
-    assert "not an image size" in refused("info", "deit_tiny_patch16", "--image-size", "²")
+    assert typed("convert", deit_file, tmp_path / "old.safetensors", "--overwrite")[0] == 0
+    assert "no file" in typed_wrong("info", "deit_small_patch16_224.pth")
+    assert "no model" in typed_wrong("info", "x" * 300)
+    assert "cannot be written" in typed_wrong("convert", deit_file, "/etc/passwd/x.safetensors")
+    assert "more than 2000" in typed_wrong("info", "vit_small_patch16_99999x9")
+    assert "not an image size" in typed_wrong("info", "deit_tiny_patch16", "--image-size", "²")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
@@ -153,44 +176,19 @@ def test_a_full_disk_loses_nothing(deit_file, tmp_path):
         pytest.skip("no small disk can be mounted here")
     try:
         (disk / "out.safetensors").write_text("the old file")
-        message = refused("convert", deit_file, disk / "out.safetensors", "--overwrite")
-        assert "could not be written" in message
+        result = run("convert", deit_file, disk / "out.safetensors", "--overwrite")
+        assert result.returncode == 2, result.stderr
+        assert "Traceback" not in result.stderr
+        assert "could not be written" in result.stderr
         assert [entry.name for entry in disk.iterdir()] == ["out.safetensors"]
         assert (disk / "out.safetensors").read_text() == "the old file"
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 
 
-# --- training. Most of these call the command's entry point in this process: starting another one takes longer than the training.
+# --- training
 
 SHORT = ("--set", "architecture.width=16", "--set", "architecture.depth=1", "--set", "batch=8", "--workers", "0")
-
-
-@pytest.fixture
-def typed(monkeypatch, capsys):
-    """Words as typed -> exit code, standard output, standard error; never a traceback."""
-
-    def type_in(*words):
-        monkeypatch.setattr(sys, "argv", ["vitrail", *map(str, words)])
-        capsys.readouterr()
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as ended:
-            code = ended.code or 0
-        return code, *capsys.readouterr()
-
-    return type_in
-
-
-@pytest.fixture
-def typed_wrong(typed):
-    def type_in(*words):
-        code, _, said = typed(*words)
-        assert code == 2, said
-        return said.strip().splitlines()[-1]
-
-    return type_in
 
 
 @pytest.fixture(scope="module")

@@ -25,18 +25,6 @@ def place(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def refused(typed):
-    def told(*words):
-        result = typed(*words)
-        assert result.returncode == 2, result
-        assert result.stderr.count("\n") == 1
-        assert "Traceback" not in result.stderr
-        return result.stderr
-
-    return told
-
-
 def annotate(typed, place, out, *more):
     return typed("annotate", place / "[b]net.pth", place / "photos", "--out", out, "--size", 32, "--device", "cpu", *more)
 

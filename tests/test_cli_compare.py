@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.test_cli import run
 from tests.training.runs import make_run
 from vitrail.commands.compare import ablate, compare
 from vitrail.errors import UserError
@@ -131,6 +130,6 @@ def test_an_ablation_that_is_killed_goes_on(tmp_path, capsys):
     assert 0 < answers["mcnemar"] <= 1
 
 
-def test_help_has_examples():
-    assert "vitrail compare runs/" in run("compare", "--help").stdout
-    assert "vitrail ablate laptop" in run("ablate", "--help").stdout
+def test_help_has_examples(typed):
+    assert "vitrail compare runs/" in typed("compare", "--help").stdout
+    assert "vitrail ablate laptop" in typed("ablate", "--help").stdout

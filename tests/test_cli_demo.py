@@ -1,41 +1,58 @@
 """`vitrail demo`, as a person types it, on a few of the photographs."""
 
+import contextlib
+import io
 import json
 import re
 import shutil
+import sys
 
 import numpy as np
 import pytest
 
+from vitrail import cli
 from vitrail.data import opening
 from vitrail.data.pets import open_pets
 from vitrail.data.source import Subset
 
 
+def some():
+    """Three pictures of each breed to train, one to validate, two to test: a demo in seconds."""
+    whole = open_pets()
+    return {
+        split: Subset(part, np.sort(np.concatenate([np.flatnonzero(part.label.values == breed)[:count] for breed in range(12)])))
+        for (split, part), count in zip(whole.items(), (3, 1, 2), strict=True)
+    }
+
+
 @pytest.fixture(autouse=True)
 def few(tmp_path, monkeypatch):
-    """Three pictures of each breed to train, one to validate, two to test: a demo in seconds."""
-
-    def some():
-        whole = open_pets()
-        return {
-            split: Subset(
-                part, np.sort(np.concatenate([np.flatnonzero(part.label.values == breed)[:count] for breed in range(12)]))
-            )
-            for (split, part), count in zip(whole.items(), (3, 1, 2), strict=True)
-        }
-
     monkeypatch.setattr(opening, "open_pets", some)
     monkeypatch.chdir(tmp_path)
 
 
-def test_the_page_and_the_numbers(typed, tmp_path):
-    result = typed("demo", "--epochs", 1, "--seed", 3, "--device", "cpu")
-    assert result.returncode == 0, result.stderr
-    assert "adapted from house_tiny, attention only" in result.stdout
-    assert "24 test pictures of 12 breeds (± standard error), seed 3; guessing would give 8.3 %." in result.stdout
-    assert "vitrail train photos/ --from house_tiny --scope attention" in result.stdout
-    folder = tmp_path / "runs" / "pets-demo"
+SHORT = ("demo", "--epochs", "1", "--seed", "3", "--device", "cpu")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A whole demo: its folder, which nobody changes, and what it has printed."""
+    place, printed = tmp_path_factory.mktemp("demo"), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.setattr(opening, "open_pets", some)
+        patch.setattr(sys, "argv", ["vitrail", *SHORT])
+        patch.chdir(place)
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+    assert not ended.value.code
+    return place / "runs" / "pets-demo", printed.getvalue()
+
+
+def test_the_page_and_the_numbers(finished):
+    folder, printed = finished
+    assert "adapted from house_tiny, attention only" in printed
+    assert "24 test pictures of 12 breeds (± standard error), seed 3; guessing would give 8.3 %." in printed
+    assert "vitrail train photos/ --from house_tiny --scope attention" in printed
     page = (folder / "report.html").read_text()
     for title in ("Side by side", "The surest mistakes", "Where it looks", "What is taken for what", "Next: your own pictures"):
         assert f"<h2>{title}</h2>" in page
@@ -48,13 +65,32 @@ def test_the_page_and_the_numbers(typed, tmp_path):
     assert different == {"model", "start", "optimiser"} or different == {"start", "optimiser"}
     assert (recipes[0]["start"]["weights"], recipes[0]["start"]["scope"]) == ("house_tiny", "attention")
     assert (recipes[1]["start"]["weights"], recipes[1]["start"]["scope"]) == ("", "full")
-    shares = re.findall(r"([\d.]+) % ± ([\d.]+)", result.stdout)
+    shares = re.findall(r"([\d.]+) % ± ([\d.]+)", printed)
     tests = [json.loads((folder / name / "run.json").read_text())["test"] for name in ("adapted", "scratch")]
     assert [float(share) for share, _ in shares] == [round(100 * each["top1"], 1) for each in tests]
     adapted, scratch = json.loads((folder / "results.json").read_text())["trainings"]
     assert adapted["test_pictures"] == scratch["test_pictures"] == 24
     assert adapted["trained_parameters"] < scratch["trained_parameters"] / 3
     assert scratch["trained_parameters"] == scratch["parameters"]
+
+
+def test_a_demo_that_was_stopped_goes_on(finished, typed, tmp_path):
+    """Its first training is there already; what is left is done, and other settings are another demo."""
+    shutil.copytree(finished[0], tmp_path / "mine")
+    for path in (tmp_path / "mine" / "report.html", tmp_path / "mine" / "results.json"):
+        path.unlink()
+    shutil.rmtree(tmp_path / "mine" / "scratch")
+    before = (tmp_path / "mine" / "adapted" / "best.safetensors").read_bytes()
+    result = typed(*SHORT, "--out", "mine")
+    assert result.returncode == 0, result.stderr
+    assert "This run is finished" in result.stderr
+    assert (tmp_path / "mine" / "adapted" / "best.safetensors").read_bytes() == before
+    assert (tmp_path / "mine" / "report.html").exists()
+    other = typed("demo", "--out", "mine", "--epochs", 1, "--seed", 9, "--device", "cpu")
+    assert (other.returncode, other.stderr) == (
+        2,
+        "mine holds a demo with other --epochs or --seed: give those, or a new folder with --out.\n",
+    )
 
 
 @pytest.mark.parametrize("name", ["pets", "house_tiny"])
@@ -102,23 +138,3 @@ def test_a_folder_with_other_things(typed, tmp_path):
 def test_a_demo_that_cannot_begin_leaves_nothing(typed, tmp_path):
     assert typed("demo", "--out", "mine", "--epochs", 0.5).returncode == 2  # less than a step of so few pictures
     assert not (tmp_path / "mine").exists()
-
-
-def test_a_demo_that_was_stopped_goes_on(typed, tmp_path):
-    """Its first training is there already; what is left is done, and other settings are another demo."""
-    words = ("demo", "--out", "mine", "--epochs", 1, "--device", "cpu")
-    assert typed(*words).returncode == 0
-    for path in (tmp_path / "mine" / "report.html", tmp_path / "mine" / "results.json"):
-        path.unlink()
-    shutil.rmtree(tmp_path / "mine" / "scratch")
-    before = (tmp_path / "mine" / "adapted" / "best.safetensors").read_bytes()
-    result = typed(*words)
-    assert result.returncode == 0, result.stderr
-    assert "This run is finished" in result.stderr
-    assert (tmp_path / "mine" / "adapted" / "best.safetensors").read_bytes() == before
-    assert (tmp_path / "mine" / "report.html").exists()
-    other = typed("demo", "--out", "mine", "--epochs", 1, "--seed", 9, "--device", "cpu")
-    assert (other.returncode, other.stderr) == (
-        2,
-        "mine holds a demo with other --epochs or --seed: give those, or a new folder with --out.\n",
-    )

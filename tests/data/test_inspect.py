@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from tests.data.test_sources import png, write_folder, write_parquet
-from tests.test_cli import refused, run
+from tests.test_cli import run
 from vitrail.commands import data as commands
 from vitrail.data.augment.pipeline import Augmentation
 from vitrail.data.decode import decode
@@ -204,8 +204,8 @@ def test_the_command_prints_80_plain_columns_and_draws(planted, tmp_path):
         assert sheet.width == 2 * MARGIN + 12 * TILE + 11 * 4
 
 
-def test_the_command_as_json(planted):
-    content = json.loads(run("data", "inspect", planted, "--json").stdout)
+def test_the_command_as_json(planted, typed):
+    content = json.loads(typed("data", "inspect", planted, "--json").stdout)
     assert content["splits"]["train"]["classes"]["bee"] == 33
     assert content["leaks"] == [{"from": "train", "to": "validation", "exact": 1, "near": 1}]
     assert len(content["duplicates"]) == 4
@@ -213,7 +213,7 @@ def test_the_command_as_json(planted):
     assert content["findings"][0].startswith("LEAK")
 
 
-def test_bad_input_gets_one_sentence(tmp_path):
+def test_bad_input_gets_one_sentence(refused, tmp_path):
     assert "There is nothing at" in refused("data", "inspect", tmp_path / "missing")
     with pytest.raises(UserError, match="a PNG picture"):
         commands.inspect("digits", out=tmp_path / "sheet.jpg")

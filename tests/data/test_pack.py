@@ -1,5 +1,6 @@
 """`vitrail data pack`: what goes in comes out, however often it is killed on the way."""
 
+import contextlib
 import io
 import json
 import multiprocessing
@@ -17,7 +18,6 @@ from pyarrow import parquet
 
 from tests.data.test_inspect import scene
 from tests.data.test_sources import png, write_cifar, write_folder, write_parquet, write_tar
-from tests.test_cli import run
 from vitrail.commands import data as commands
 from vitrail.data import packing
 from vitrail.data.decode import decode, decode_mask
@@ -221,7 +221,8 @@ def test_the_command_killed_from_outside(photos, whole, tmp_path):
     words = ["data", "pack", photos, str(out), "--shard-size", str(SHARD)]
     process = subprocess.Popen([sys.executable, "-m", "vitrail.cli", *words])
     while process.poll() is None and not list(out.glob(".packing/*.parquet")):
-        pass
+        with contextlib.suppress(subprocess.TimeoutExpired):  # looking all the time would take the core that it needs
+            process.wait(0.005)
     process.kill()
     process.wait()
     packed(photos, out)
@@ -329,13 +330,13 @@ def packed_quietly(photos: str, out: Path) -> None:
         os._exit(7 if "Another process is packing" in str(error) else 1)
 
 
-def test_unreadable_pictures_are_left_out_and_told_or_fatal(tmp_path):
+def test_unreadable_pictures_are_left_out_and_told_or_fatal(typed, tmp_path):
     root = tmp_path / "in"
     path = write_folder(root, {"a": 4, "b": 4})
     (root / "a" / "1.png").write_bytes(b"")
     (root / "b" / "3.png").write_bytes(png(3)[:40])
     out = tmp_path / "out"
-    result = run("data", "pack", path, out, "--shard-size", "150")
+    result = typed("data", "pack", path, out, "--shard-size", "150")
     assert result.returncode == 0
     assert "6 pictures in" in result.stdout
     assert "unreadable: 2 pictures" in result.stderr

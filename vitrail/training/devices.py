@@ -14,7 +14,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
 from vitrail.errors import UserError
 from vitrail.models.model import Model
@@ -234,6 +233,7 @@ def replicate(module: nn.Module, model: Model, devices: Devices) -> nn.Module:
 
 def shard(module: nn.Module, model: Model, devices: Devices) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
     check_shardable(model)
     mesh = init_device_mesh(devices.device.type, (devices.world,))
@@ -263,6 +263,7 @@ def without_reduction(module: nn.Module, last: bool) -> Any:
     if isinstance(module, nn.parallel.DistributedDataParallel) and not last:
         return module.no_sync()
     for part in module.children():
-        if isinstance(part, FSDPModule):
-            part.set_requires_gradient_sync(last)
+        # Of FSDP2's modules; their class would cost everyone who chooses a device a second of imports.
+        if synchronise := getattr(part, "set_requires_gradient_sync", None):
+            synchronise(last)
     return nullcontext()

@@ -6,6 +6,7 @@ Nothing here imports Triton before a tensor lies on a GPU (torch brings Triton a
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +14,13 @@ from torch import Tensor
 HAS_TRITON = find_spec("triton") is not None
 MOST, WIDEST = 8, 64  # heads, and channels of a head; for more heads Triton compiles for minutes
 ENABLED = frozenset(("talking_heads", "bias_gelu"))
+Answer = TypeVar("Answer", bound=Callable[..., bool])
+
+
+def constant(function: Answer) -> Answer:
+    """The mark of `torch.compiler.assume_constant_result`, which would load the compiler: seconds that few commands need."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 @cache
@@ -21,13 +29,13 @@ def shared_memory(device: int | None) -> int:
     return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
 
 
-@torch.compiler.assume_constant_result
+@constant
 def is_ampere(device: int | None) -> bool:
     """Or later: the kernels' matrix products need it."""
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-@torch.compiler.assume_constant_result
+@constant
 def exporting() -> bool:
     """Asked when a graph is made: in some versions a compiler that asks for itself always hears yes."""
     return torch.compiler.is_exporting()
