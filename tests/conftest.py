@@ -1,5 +1,6 @@
 """Two test processes on two cores: one thread each."""
 
+import signal
 import sys
 from types import SimpleNamespace
 
@@ -22,11 +23,14 @@ def typed(monkeypatch, capfd):
 
     def typed(*words):
         monkeypatch.setattr(sys, "argv", ["vitrail", *map(str, words)])
+        before = signal.getsignal(signal.SIGINT)
         try:
             cli.main()
             code = 0
         except SystemExit as exit:
             code = exit.code or 0
+        finally:
+            signal.signal(signal.SIGINT, before)  # a command that was stopped leaves deaf
         out, error = capfd.readouterr()
         return SimpleNamespace(returncode=code, stdout=out, stderr=error)
 
