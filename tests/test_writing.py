@@ -41,7 +41,7 @@ def test_names_that_no_file_has(name, tmp_path):
 def test_links_in_a_circle_and_devices(tmp_path):
     (tmp_path / "circle").symlink_to(tmp_path / "circle")
     for check in (check_writable, lambda path: write_aside(path, lambda side: side.write_text(""))):
-        with pytest.raises(UserError, match="circle.* cannot be written"):
+        with pytest.raises(UserError, match=r"circle.* cannot be written"):
             check(tmp_path / "circle" / "x.png")
     with pytest.raises(UserError, match="/dev/null is a device; give the name of a file"):
         check_writable(Path("/dev/null"))
