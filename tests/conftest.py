@@ -1,6 +1,7 @@
 """Two test processes on two cores: one thread each, and one for every process that they start."""
 
 import os
+import signal
 import sys
 from types import SimpleNamespace
 
@@ -24,11 +25,14 @@ def typed(monkeypatch, capfd):
 
     def typed(*words):
         monkeypatch.setattr(sys, "argv", ["vitrail", *map(str, words)])
+        before = signal.getsignal(signal.SIGINT)
         try:
             cli.main()
             code = 0
         except SystemExit as exit:
             code = exit.code or 0
+        finally:
+            signal.signal(signal.SIGINT, before)  # a command that was stopped leaves deaf
         out, error = capfd.readouterr()
         return SimpleNamespace(returncode=code, stdout=out, stderr=error)
 

@@ -363,6 +363,22 @@ def test_a_loss_that_is_not_a_number_is_recorded_and_replayed(typed, typed_wrong
     found = json.loads(typed("replay", bundle, "--json", "--device", "cpu")[1])
     assert found["recorded"]["step"] == found["replayed"]["step"]
     assert "is not a whole bundle" in typed_wrong("replay", tmp_path)
+    assert "give the folder that the training named" in typed_wrong("replay", tmp_path / "nothing")
+
+
+def test_weights_that_are_no_numbers(typed_wrong, tmp_path):
+    model = vitrail.create("house_mini", 2, 32, depth=1)
+    torch.nn.init.constant_(model.head.weight, torch.nan)
+    vitrail.save(model, tmp_path / "nan.safetensors")
+    said = typed_wrong("convert", tmp_path / "nan.safetensors", tmp_path / "out.safetensors", "--check")
+    assert f"The answers of {tmp_path / 'nan.safetensors'} are no numbers: its weights are damaged." in said
+
+
+@pytest.mark.parametrize("option", ["--from", "--model", "--teacher"])
+def test_a_variable_that_is_not_set(option, typed_wrong, tmp_path):
+    """An empty --from would train from scratch without a word."""
+    assert f"{option} is empty" in typed_wrong("train", "digits", option, "", "--out", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_mistakes_at_the_keyboard(typed, typed_wrong, tmp_path):

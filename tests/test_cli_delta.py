@@ -63,6 +63,8 @@ def test_one_sentence_for_what_is_wrong(folder, refused, tmp_path):
     assert not (tmp_path / "whole.safetensors").exists()
     for words, sentence in (
         (("delta", "info", tmp_path / "nothing"), "There is no file"),
+        (("delta", "info", tmp_path), "is a folder, not a delta"),
+        (("delta", "info", folder / "base.pth"), "is not a delta"),
         (("delta", "info", other), "is not a delta"),
         (("delta", "make", other, other, "--out", tmp_path / "d.safetensors"), "same weights"),
         (("train", "digits", "--scope", "heads", "--out", tmp_path / "run"), r"start\.scope='heads' is not known"),

@@ -165,7 +165,7 @@ def test_into_a_file(typed, typed_wrong, weights, pictures, tmp_path):
         assert (code, said) == (0, "")
         assert (tmp_path / "new" / name).read_text().startswith(first)
     assert "is a folder" in typed_wrong("predict", weights, pictures, "--out", tmp_path)
-    assert "could not be written" in typed_wrong("predict", weights, pictures, "--out", tmp_path / "new" / "a.csv" / "b.csv")
+    assert "cannot be written" in typed_wrong("predict", weights, pictures, "--out", tmp_path / "new" / "a.csv" / "b.csv")
     assert "two formats" in typed_wrong("predict", weights, pictures, "--json", "--format", "csv")
     assert "--format xml is not known" in typed_wrong("predict", weights, pictures, "--format", "xml")
 

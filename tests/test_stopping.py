@@ -218,6 +218,27 @@ def test_a_library_that_fails_of_it_at_the_end_of_a_training(typed, tmp_path, mo
     assert (done.returncode, done.stderr.splitlines()[-1]) == (130, REPORT.format(tmp_path / "run"))
 
 
+def test_a_library_that_fails_of_the_second_while_a_training_runs(typed, tmp_path, monkeypatch):
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for each, what, value in EASY:
+        monkeypatch.setattr(each, what, value)
+
+    def validated(training):
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+        except KeyboardInterrupt:
+            raise RuntimeError("something in C failed") from None
+
+    monkeypatch.setattr(Training, "evaluate", validated)
+    changes = [part for key, value in WORDS.items() for part in ("--set", f"{key}={value}")]
+    words = ["train", "digits", "--out", tmp_path / "run", *changes, "--device", "cpu", "--workers", 0, "--save-steps", 2]
+    done = typed(*words)
+    assert done.returncode == 130, done.stderr
+    assert done.stderr.splitlines()[-1] == f"Stopped at once; `vitrail resume {tmp_path / 'run'}` goes on from step 2."
+    assert "Traceback" not in done.stderr
+
+
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory):
     path = tmp_path_factory.mktemp("teacher") / "net.pth"
@@ -280,3 +301,48 @@ atexit.register(late)
 cli.main()
 """)
     assert (done.returncode, done.stderr) == (130, "Stopped.\n")
+
+
+LATE = """
+class Late:
+    def __init__(self, kick=os.kill, process=os.getpid(), number=signal.SIGINT):
+        self.words = kick, process, number
+    def __del__(self):  # when nothing else is left of the program
+        self.words[0](*self.words[1:])
+late = Late()
+"""
+
+
+@pytest.mark.parametrize("code", [0, 130])
+def test_while_python_takes_itself_apart(code):
+    """A training that was stopped leaves with 130 by itself; what comes then has nothing left to stop."""
+    done = program(f"""
+import os, sys
+from vitrail import cli
+@cli.app.command()
+def work():
+    print("said", flush=True)
+    sys.exit({code})
+{LATE}
+sys.argv = ["vitrail", "work"]
+cli.main()
+""")
+    assert (done.returncode, done.stdout, done.stderr) == (code, "said\n", "")
+
+
+def test_again_when_a_training_has_stopped():
+    """Between its last word and the end of the program."""
+    done = program(f"""
+import sys
+from vitrail import cli
+def stopped():
+    return 130
+cli.run = stopped
+before = cli.stopping.disarm
+def disarmed():
+    before()
+    {KICK}
+cli.stopping.disarm = disarmed
+cli.main()
+""")
+    assert (done.returncode, done.stderr) == (130, "")

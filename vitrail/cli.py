@@ -6,8 +6,8 @@ from vitrail import stopping  # first: it answers Ctrl-C while the rest is loade
 import contextlib
 import errno
 import json
+import math
 import os
-import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -286,12 +286,14 @@ def convert(
     """
     from vitrail.weights import load, save
     from vitrail.weights.checking import logit_difference
+    from vitrail.writing import check_writable
 
     size = parse_size(image_size)
     if source.exists() and target.exists() and target.samefile(source):
         raise UserError(f"{target} is what is to be converted: give another name.")
     if (target.is_file() or (target / "config.json").is_file()) and not overwrite:
         raise UserError(f"There are weights at {target} already: give another name, or --overwrite.")
+    check_writable(target)
     format = format or {".safetensors": "vitrail", ".npz": "npz", ".pth": "deit", "": "hf"}.get(target.suffix, "vitrail")
     model = load(source, image_size=size, ema=ema)
     save(model, target, format, approximate)
@@ -302,6 +304,8 @@ def convert(
         height, width = model.architecture.image_size
         difference, largest = logit_difference(model, load(target, image_size=None if height == width else (height, width)))
         say(f"largest logit difference {difference:.3g} (largest logit {largest:.3g}) on 2 fixed inputs")
+        if not math.isfinite(largest):
+            raise UserError(f"The answers of {source} are no numbers: its weights are damaged.")
         if not difference <= 1e-4 * largest and not approximate:
             raise UserError(f"{target} does not give the same logits as {source}.")
 
@@ -309,8 +313,7 @@ def convert(
 def main() -> None:
     """Entry point: a `UserError` becomes one sentence on standard error and exit code 2."""
     code = exit_code()
-    if stopping.State.leaving:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is said
+    stopping.State.over = True
     if "RANK" in os.environ:
         # Threads of torch's process group outlive it now and then, and an interpreter that ends then aborts the process.
         sys.stdout.flush()
@@ -322,7 +325,9 @@ def main() -> None:
 def exit_code() -> int:
     stopping.begin()
     try:
-        return run()
+        code = run()
+        stopping.State.leaving = code == stopping.CODE  # it has told itself what was kept
+        return code
     except (KeyboardInterrupt, stopping.Halted) as interrupt:
         return stopping.say_last(str(interrupt) or "Stopped.")
     except Exception:

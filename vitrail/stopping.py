@@ -3,6 +3,7 @@
 Whoever has something to say of what was kept raises KeyboardInterrupt with that sentence; of others it is "Stopped.".
 """
 
+import atexit
 import contextlib
 import os
 import signal
@@ -20,11 +21,13 @@ class Halted(Exception):
 
 
 class State:
-    """Of this process: whether it was interrupted, whether there is anything to tidy up, and whether all is said."""
+    """Of this process: whether it was interrupted, whether there is anything to tidy up, whether all is said of an interrupt, and
+    whether its command has ended."""
 
     heard = False
     working = False
     leaving = False
+    over = False
 
 
 def arm() -> None:
@@ -34,13 +37,20 @@ def arm() -> None:
 
 
 def disarm() -> None:
+    """Who is leaving stays deaf: that one was heard, and a second would end the program with a traceback or by the signal."""
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is hear:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, signal.SIG_IGN if State.leaving else signal.default_int_handler)
+
+
+def fall_silent() -> None:
+    """The last thing before Python takes itself apart, in which it gives signals back to the system, to be ended by them."""
+    if State.over and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def begin() -> None:
     """A command begins."""
-    State.heard = State.working = State.leaving = False
+    State.heard = State.working = State.leaving = State.over = False
     if sys.unraisablehook is not repeat:
         repeat.before = sys.unraisablehook
         sys.unraisablehook = repeat
@@ -118,4 +128,5 @@ def leave(code: int) -> None:
     os._exit(code)
 
 
+atexit.register(fall_silent)
 arm()  # while the commands are being loaded, at the end of which `vitrail.cli` disarms

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,15 +21,39 @@ def write_aside(path: Path, write: Callable[[Path], Any]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and not path.is_file():
             raise UserError(f"{path} is a folder or a device; give a file name.")
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be written: {error}.") from None
+    except (OSError, ValueError, RuntimeError) as error:  # the last is what older Pythons say of links in a circle
+        raise UserError(f"{path} cannot be written, {reason(error)}: choose another place.") from None
     try:
         with aside(path, side):
             write(side)
             side.chmod(0o666 & ~current_umask())
     except (OSError, RuntimeError, TypeError, safetensors.SafetensorError) as error:
         free = shutil.disk_usage(path.parent).free >> 20
-        raise UserError(f"{path} could not be written: {error} ({free} MiB free).") from None
+        raise UserError(
+            f"{path} could not be written, {reason(error)} ({free} MiB free): choose another place, or make room there."
+        ) from None
+
+
+def check_writable(path: Path | None) -> None:
+    """Complain, before anything is computed, about a file or a folder that could not be written in the end; None is none."""
+    if path is None:
+        return
+    above = path
+    try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise UserError(f"{path} is a device; give the name of a file or a folder.")
+        whole = path.resolve()
+        above = whole if whole.is_dir() else next(each for each in whole.parents if each.exists())
+        with tempfile.TemporaryFile(dir=above):
+            pass  # tried, because permissions do not tell: the system's own folders take nothing from anybody
+    except (OSError, ValueError, RuntimeError) as error:
+        why = f"because {above} takes no new files ({reason(error)})" if above != path else reason(error)
+        raise UserError(f"{path} cannot be written, {why}: choose another place.") from None
+
+
+def reason(error: Exception) -> str:
+    """What the system says, without the names of the files to the side."""
+    return os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error).partition("\n")[0].rstrip(".")
 
 
 def refuse_overwriting(out: Path | None, *read: str | Path) -> None:

@@ -386,6 +386,10 @@ def test_what_cannot_be_trained_on(tmp_path: Path) -> None:
         check_trainable(open_source(root))
     with pytest.raises(UserError, match="has no labels: put the pictures into one folder per class"):
         check_trainable(open_source(f"{root}/all"))
+    splits = open_splits(write_folder(tmp_path / "few", {"x": 1, "y": 9}))
+    check_trainable(splits.train)
+    with pytest.raises(UserError, match="of its 2 classes only y is both learned and validated; give every class at least two"):
+        check_trainable(splits.validation)
 
 
 def test_splits_that_are_not_there(tmp_path: Path) -> None:

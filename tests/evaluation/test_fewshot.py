@@ -57,3 +57,5 @@ def test_accuracy_over_the_choices():
     many = few_shots(memory, labels, queries, truth, 4, shots=50, seeds=1)
     assert many.mean > found.mean
     assert many.spread == 0
+    every = few_shots(memory, labels, queries, truth, 4, shots=1000, seeds=1)
+    assert every.shots == int(labels.bincount().max())  # no class has more to give

@@ -74,6 +74,14 @@ def test_unknown_names_suggest_the_nearest(wrong, near):
         vitrail.create("zzz")
 
 
+def test_a_file_is_not_a_name(tmp_path):
+    with pytest.raises(vitrail.UserError, match="There is no file"):
+        vitrail.create(str(tmp_path / "model.safetensors"))
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(vitrail.UserError, match="is a file of weights and not the name of a model: load it"):
+        vitrail.create(str(tmp_path / "model.safetensors"))
+
+
 def test_listing():
     assert list_models("cait_*24") == ["cait_xxs24", "cait_xs24", "cait_s24", "cait_m24"]
     assert "vit_base_r50_s16" in list_models("r50")

@@ -86,7 +86,7 @@ def test_patch_maps_keep_constant_pictures():
 
 def test_a_fixed_grid_says_what_to_do():
     model = build(TINY.replace(mixer="linear", readout="mean"))
-    with pytest.raises(ValueError, match=r"2 x 3 patches .* model\.resize"):
+    with pytest.raises(UserError, match=r"grid of 2 x 3; call resize\(64, 64\)"):
         model(torch.randn(1, 3, 64, 64))
 
 

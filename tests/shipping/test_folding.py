@@ -92,7 +92,6 @@ def test_the_last_block_computes_only_the_class_token():
     [
         {"classes": 0},
         {"classes": 0, "pre_logits": 8},
-        {"depth": 0},
         {"readout": "mean", "pool_norm": True},
         {"readout": "mean", "pool_norm": True, "dense_head": True},
         {"readout": "mean", "norm": "batch"},

@@ -152,6 +152,8 @@ def test_answers_that_are_no_numbers():
         ({"example": torch.randn(1, 3, 2, 2)}, "no patch"),
         ({"example": torch.randn(0, 3, 8, 12)}, "at least one"),
         ({"example": torch.full((1, 3, 8, 12), torch.nan)}, "finite"),
+        ({"precision": "int8", "example": torch.zeros(4, 3, 8, 12)}, "one colour each"),
+        ({"precision": "int8", "example": torch.randn(4, 3, 1, 1).expand(4, 3, 8, 12)}, "or leave the example out"),
         ({"example": torch.zeros(1, 3, 8, 12, dtype=torch.uint8)}, "floating-point numbers, not torch.uint8"),
     ],
 )
@@ -219,7 +221,7 @@ def test_other_sizes_are_answered_or_refused_as_by_the_model(name):
     image = torch.randn(1, 3, 2 * height, width)
     try:
         expected = model(image).detach()
-    except ValueError:
+    except vitrail.UserError:
         with pytest.raises(vitrail.UserError, match=rf"call resize\({2 * height}, {width}\) of the original model"):
             optimised(image)
         resized = vitrail.optimise(model.resize(2 * height, width))

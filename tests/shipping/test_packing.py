@@ -92,8 +92,17 @@ def test_eight_bits_do_not_depend_on_the_company():
     optimised = vitrail.optimise(model, precision="int8", example=image)
     loud = torch.cat([image[:1], 50 * image[1:]])
     assert torch.allclose(optimised(loud)[0], optimised(image[:1])[0], atol=1e-5)
-    assert not any("no example" in sentence for sentence in optimised.report.left)
+    assert not any("ranges of eight bits" in sentence for sentence in optimised.report.left)
     assert optimised.report.alike[1] == len(image)
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_an_example_of_one_picture_is_told(count):
+    model = small()
+    same = pictures(model, 1).repeat(count, 1, 1, 1)
+    left = vitrail.optimise(model, precision="int8", example=same).report.left
+    assert any("the example is one picture only" in sentence for sentence in left)
+    assert not any("one picture only" in sentence for sentence in vitrail.optimise(model, example=same).report.left)
 
 
 def test_eight_bits_that_are_too_few_are_refused(monkeypatch):

@@ -83,7 +83,7 @@ def test_missing_files_and_folders(tmp_path):
 @pytest.mark.parametrize(
     ("tensors", "says"),
     [
-        ({"conv1.weight": (64, 3, 7, 7)}, "known vision transformer"),
+        ({"conv1.weight": (64, 3, 7, 7)}, r"other\.safetensors \(the first is .*\) is that of a known vision transformer"),
         ({"patch_embed.proj.weight": (64, 3, 16, 16)}, "lacks the tensor"),
         ({"embeddings.patch_embeddings.projection.weight": (64, 3, 16, 16)}, "lacks the tensor"),
         ({"patch_embed.proj.weight": (64,), "norm.weight": (64,)}, "lacks|shapes"),

@@ -66,6 +66,7 @@ def annotate(
     from vitrail.data.progress import progress
     from vitrail.teachers.beside import read_classes
     from vitrail.teachers.storing import check_place
+    from vitrail.writing import check_writable
 
     needed = 1 if from_published is not None else 2
     if len(places) != needed:
@@ -76,6 +77,7 @@ def annotate(
         )
     source = open_data(places[-1], split)
     check_place(out, places[-1])
+    check_writable(out)
     named = read_classes(classes) if classes is not None else None
     try:
         if from_published is not None:

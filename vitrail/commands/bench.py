@@ -165,6 +165,8 @@ def parse_numbers(option: str, text: str | None) -> list[int]:
 
 def check_outputs(json_file: str | None, plot: Path | None) -> None:
     """Before anything is measured that could then not be written."""
+    from vitrail.writing import check_writable
+
     if plot is not None and plot.suffix != ".png":
         raise UserError(f"The plot is a PNG picture: call it bench.png, not {plot.name!r}.")
     for path in (plot, Path(json_file) if json_file not in (None, STANDARD) else None):
@@ -172,6 +174,7 @@ def check_outputs(json_file: str | None, plot: Path | None) -> None:
             raise UserError(f"{path} is a folder; give a file name.")
         if path is not None and path.suffix in (".safetensors", ".pth", ".pt", ".npz"):
             raise UserError(f"{path} looks like a checkpoint; the numbers are JSON: call the file bench.json.")
+        check_writable(path)
 
 
 def write_plot(path: Path, cells: "Sequence[Cell]", curve: "Curve | None", machine: str) -> None:

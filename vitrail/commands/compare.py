@@ -47,11 +47,13 @@ def compare(
     """
     from vitrail.evaluation import comparing
     from vitrail.training.results import read_results
+    from vitrail.writing import check_writable
 
     choice("--at", at, ("best", "last"))
     choice("--by", by, ("recipe", "folder"))
     if plot is not None and plot.suffix.lower() != ".png":
         raise UserError(f"--plot {plot} is not a PNG file: give a name that ends in .png.")
+    check_writable(plot)
     results, said = read_results(runs, metric, at)  # type: ignore[arg-type]
     groups, more = comparing.group_results(results, by == "folder")
     for sentence in (*said, *more):

@@ -47,9 +47,11 @@ def inspect(
     from vitrail.data.progress import progress
     from vitrail.data.reporting import findings, print_report
     from vitrail.data.sheets import base_name, contact_sheet
+    from vitrail.writing import check_writable
 
     if out is not None and out.suffix != ".png":
         raise UserError(f"A contact sheet is a PNG picture: call it sheet.png, not {out.name!r}.")
+    check_writable(out)
     if recipe and out is None:
         raise UserError("--recipe draws a picture beside the contact sheet: say where with --out sheet.png.")
     parts = open_parts(source)
@@ -116,9 +118,8 @@ def pack(
         complain("Stopped; the same command goes on where this one was.")
         sys.exit(130)
     kept = f" ({result.kept:,} of them from an earlier run)" if result.kept else ""
-    print(
-        f"{source} -> {out}: {result.rows:,} pictures in {counted(len(result.shards), 'shard')}{kept}, {bytes_text(result.bytes)}"
-    )
+    shards = f"{counted(len(result.shards), 'shard')}{kept}, {bytes_text(result.bytes)}"
+    print(f"{source} -> {out}: {counted(result.rows, 'picture')} in {shards}")
     if result.skipped:
         complain(f"Left out, because unreadable: {counted(len(result.skipped), 'picture')}.")
         for problem in result.skipped[:NAMED]:

@@ -33,8 +33,9 @@ def make(
     """
     from vitrail.weights import load
     from vitrail.weights.delta import make_delta, save_delta
-    from vitrail.writing import refuse_overwriting
+    from vitrail.writing import check_writable, refuse_overwriting
 
+    check_writable(out)
     refuse_overwriting(out, *base.split("+"), *tuned.split("+"))
     found = make_delta(load(base), load(tuned))
     save_delta(found, out)
@@ -56,8 +57,9 @@ def apply(
     Example: [bold]vitrail delta apply deit3_small.pth pets.safetensors --out whole.safetensors[/bold]
     """
     from vitrail.weights import load, save
-    from vitrail.writing import refuse_overwriting
+    from vitrail.writing import check_writable, refuse_overwriting
 
+    check_writable(out)
     refuse_overwriting(out, *base.split("+"), changed)
     model = load(base, delta=changed)
     save(model, out)

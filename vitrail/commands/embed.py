@@ -70,12 +70,15 @@ def embed(
 
     Example: [bold]vitrail embed runs/photos-laptop photos/ --out features.parquet[/bold]
     """
+    from vitrail.data.reporting import counted
     from vitrail.evaluation.features import Readout
     from vitrail.evaluation.features import embed as run
     from vitrail.evaluation.keeping import check_ending, write_embedding
     from vitrail.evaluation.probing import open_for_embedding
+    from vitrail.writing import check_writable
 
     check_ending(out)
+    check_writable(out)
     pictures, problems = open_for_embedding(source, split)
     readout = Readout(vector or "pooled", before_norm, unit, bf16)
     model = open_model(weights, device)
@@ -84,7 +87,7 @@ def embed(
     complain(problems := problems + embedding.problems)
     written = write_embedding(embedding, pictures, out, readout, str(weights))
     count, width = embedding.vectors.shape
-    print(f"{count:,} pictures, {width} features each -> {' and '.join(map(str, written))}")
+    print(f"{counted(count, 'picture')}, {width} features each -> {' and '.join(map(str, written))}")
     if problems:
         sys.exit(1)
 

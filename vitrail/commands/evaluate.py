@@ -119,10 +119,11 @@ def disagree(
 
     from vitrail.evaluation.disagreement import compare, draw_sheet
     from vitrail.training.devices import choose_device
-    from vitrail.writing import write_aside
+    from vitrail.writing import check_writable, write_aside
 
     if out is not None and out.suffix != ".png":
         raise UserError(f"The sheet is a PNG picture: call it differ.png, not {out.name!r}.")
+    check_writable(out)
     *files, path = words
     if not files:
         raise UserError("Give the weights of at least two models, then the data.")
@@ -289,8 +290,11 @@ def check_among(value: str) -> Literal["subset", "all"]:
 
 def check_folder(out: Path | None) -> None:
     """Before anything is computed that could then not be written."""
+    from vitrail.writing import check_writable
+
     if out is not None and out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file; --out is the folder to write the report into.")
+    check_writable(out)
 
 
 def parse_sizes(text: str | None) -> list[tuple[int, int]]:

@@ -55,9 +55,10 @@ def predict(
     from vitrail.evaluation.predicting import predict as answers
     from vitrail.training.devices import choose_device
     from vitrail.weights import load
-    from vitrail.writing import refuse_overwriting
+    from vitrail.writing import check_writable, refuse_overwriting
 
     kind = choose_format(format, as_json, out)
+    check_writable(out)
     model = load(weights_file(weights), device=choose_device(device))
     paths = [path for word in images for path in (read_list(sys.stdin.buffer.read()) if word == "-" else [word])]
     source, problems = open_pictures(paths)
@@ -117,7 +118,7 @@ def opened(out: Path | None) -> Iterator[BinaryIO]:
 
     Taken before a progress bar stands: the bar turns prints away to its own place above it.
     """
-    from vitrail.writing import aside
+    from vitrail.writing import aside, reason
 
     if out is None:
         sys.stdout.flush()
@@ -130,7 +131,7 @@ def opened(out: Path | None) -> Iterator[BinaryIO]:
         with aside(out.resolve()) as side, side.open("wb") as stream:
             yield stream
     except OSError as error:
-        raise UserError(f"{out} could not be written: {error.strerror or error}.") from None
+        raise UserError(f"{out} could not be written, {reason(error)}: choose another place.") from None
 
 
 class Encoded(io.RawIOBase):

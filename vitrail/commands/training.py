@@ -26,14 +26,27 @@ RecipeOption = Annotated[
         "a GPU, finetune with --from."
     ),
 ]
-ModelOption = Annotated[str | None, typer.Option(help="Another model than the recipe's (`vitrail models` lists them).")]
+
+
+def filled(option: typer.CallbackParam, value: str | None) -> str | None:
+    """What a script hands on from a variable that is not set is not what was meant."""
+    if value is not None and not value.strip():
+        raise UserError(f"{option.opts[0]} is empty: give what it should be, or leave it out.")
+    return value
+
+
+ModelOption = Annotated[
+    str | None, typer.Option(callback=filled, help="Another model than the recipe's (`vitrail models` lists them).")
+]
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change any leaf of the recipe; again for more.")
 ]
 FromOption = Annotated[
     str | None,
     typer.Option(
-        "--from", help="Start from these weights: a checkpoint of any known kind, or house_tiny, which comes with the package."
+        "--from",
+        callback=filled,
+        help="Start from these weights: a checkpoint of any known kind, or house_tiny, which comes with the package.",
     ),
 ]
 ScopeOption = Annotated[

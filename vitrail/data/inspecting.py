@@ -13,6 +13,7 @@ from vitrail.data.folder import Parts
 from vitrail.data.loader import Problem
 from vitrail.data.source import Source
 from vitrail.data.workers import Workers, usual_workers
+from vitrail.writing import reason
 
 USUAL_SIDE = 224  # what most networks look at; smaller pictures have to be enlarged
 CHUNK = 32  # pictures per task: few enough for a steady progress bar, many enough for the pipe
@@ -53,7 +54,7 @@ class Scanner:
             try:
                 self._look(source, index, scan, scan.facts[row])
             except (OSError, ValueError) as error:
-                scan.problems.append(Problem(source.where(index), str(error)))
+                scan.problems.append(Problem(source.where(index), reason(error)))
                 scan.facts[row]["height"] = 0
         return scan
 

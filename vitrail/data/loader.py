@@ -23,6 +23,7 @@ from vitrail.data.order import Order, Samples
 from vitrail.data.source import Source
 from vitrail.data.workers import Workers, usual_workers
 from vitrail.errors import UserError
+from vitrail.writing import reason
 
 IGNORE = 255  # what a mask holds where there is no picture or no mask: the usual id of "no class"
 
@@ -92,7 +93,7 @@ class Reader:
             encoded = self.source.mask(index) if self.masks else None
             return pixels, fit_mask(decode_mask(encoded), pixels) if encoded is not None else None
         except (OSError, ValueError) as error:
-            return Problem(self.source.where(index), str(error))
+            return Problem(self.source.where(index), reason(error))
 
     def pictures(self, indices: np.ndarray) -> Canvas:
         found = [self.picture(int(index)) for index in indices]

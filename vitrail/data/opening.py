@@ -74,6 +74,11 @@ def check_trainable(source: Source) -> None:
     present = np.unique(source.label.values[source.label.values >= 0])
     if len(present) < 2:
         only = source.label.names[int(present[0])] if len(present) else "none"
+        if len(source.label.names) > 1 and len(present):
+            raise UserError(
+                f"{source.name} has too few pictures: of its {len(source.label.names)} classes only {only} is both learned and "
+                "validated; give every class at least two."
+            )
         raise UserError(f"{source.name} has only one class ({only}): give the folder that holds the class folders, at least two.")
 
 

@@ -27,7 +27,7 @@ from vitrail.data.shards import ShardWriter, schema_of
 from vitrail.data.source import Source
 from vitrail.data.workers import Workers, usual_workers
 from vitrail.errors import UserError
-from vitrail.writing import aside, flush
+from vitrail.writing import aside, flush, reason
 
 LAYOUT = 1  # of the manifest
 CHUNK = 8  # pictures per task: a worker holds them all, and they may be large
@@ -231,7 +231,7 @@ class Packer:
             try:
                 rows.append(self.how.row(source, index))
             except (OSError, ValueError) as error:
-                rows.append(Problem(source.where(index), str(error)))
+                rows.append(Problem(source.where(index), reason(error)))
         return rows
 
 
@@ -271,7 +271,7 @@ def check_place(name: str, out: Path) -> None:
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file: give a folder to write to.")
     source = Path(os.path.expanduser(name))
-    if source.is_dir() and out.resolve().is_relative_to(source.resolve()):
+    if source.is_dir() and Path(os.path.realpath(out)).is_relative_to(source.resolve()):
         raise UserError(f"{out} lies inside {name} and would become a part of it: give a folder elsewhere.")
     try:
         inside = {entry.name for entry in out.iterdir()} if out.exists() else set()

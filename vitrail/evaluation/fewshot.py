@@ -79,6 +79,7 @@ def few_shots(
 ) -> Shots:
     """Top-1 on the queries with `shots` pictures of each class out of the memory, for several choices of them."""
     known = labels.cpu().numpy()
+    shots = min(shots, int(np.unique(known, return_counts=True)[1].max(initial=1)))  # what is said is what was taken
     found = []
     for seed in range(seeds):
         rows = torch.from_numpy(pick_shots(known, classes, shots, seed)).to(memory.device)

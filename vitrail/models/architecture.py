@@ -145,6 +145,7 @@ class Architecture:
     def _problems(self) -> list[tuple[bool, str]]:
         """The rules of the grid: each a condition that must not hold, and the sentence for it."""
         return [
+            (self.depth < 1 and self.stem != "resnet_features", "depth=0 leaves a network without a block; give at least 1."),
             (
                 self.depth * self.branches > 2000,
                 f"{self.depth} blocks of {self.branches} branches are more than 2000; is that meant?",
@@ -347,6 +348,7 @@ FIELDS = tuple(field.name for field in dataclasses.fields(Architecture))
 # The least and the largest value; whole numbers that are not listed are at least 0, others any finite number.
 RANGES: dict[str, tuple[float, float]] = {
     "width": (1, 1 << 20),
+    "heads": (1, 1 << 20),
     "branches": (1, 1 << 20),
     "channels": (1, 1 << 20),
     "patch_size": (1, 1 << 16),
@@ -378,7 +380,10 @@ def check_types(a: Architecture) -> None:
         else:
             fits = field.name == "image_size" or type(value) is kind
         if not fits:
-            raise UserError(f"{field.name}={value!r} is not a value for this part; the usual one is {field.default!r}.")
+            hint = f"the usual one is {field.default!r}"
+            if kind in (int, float):
+                hint = f"give a whole number from {low} to {high:,}" if kind is int else f"give a number from {low:g} to {high:g}"
+            raise UserError(f"{field.name}={value!r} is not a value for this part; {hint}.")
 
 
 def resnet_stride(stages: int) -> int:

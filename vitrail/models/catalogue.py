@@ -41,6 +41,8 @@ def lookup(name: str) -> tuple[str, Architecture]:
     aliases = {alias: target for page in PAGES for alias, target in page.ALIASES.items()}
     lower = {alias.lower(): target for alias, target in reversed(aliases.items())}  # the first of two that differ in case wins
     if Path(name).suffix.lower() in FILES:
+        if Path(name).exists():
+            raise UserError(f"{name} is a file of weights and not the name of a model: load it, or start a training with --from.")
         raise UserError(f"There is no file {name}.")
     text, size = DATA.sub("", name), None
     for _ in range(3):

@@ -17,6 +17,7 @@ from vitrail.layers.residual import Block, Branch
 from vitrail.layers.stems import LinearStem
 from vitrail.models.architecture import Architecture, as_size, show_size
 from vitrail.models.building import make_block, make_readout, make_stem
+from vitrail.models.given import check_given
 from vitrail.models.preprocessing import Preprocessing
 from vitrail.models.starting import start_weights
 
@@ -110,6 +111,8 @@ class Model(nn.Module):
 
     def embed(self, image: Tensor) -> tuple[Tensor, Layout]:
         """The stem alone: patches [B, N, D] without positions. Masks and token mixing go between this and `encode`."""
+        if not torch.compiler.is_compiling() and not torch.jit.is_tracing():  # a graph would keep conditions made of these
+            check_given(image, self.architecture, self.stem, self.grid)
         height, width = image.shape[-2:]
         return self.stem(image), Layout(*self.stem.grid(height, width))
 

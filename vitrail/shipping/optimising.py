@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from vitrail.errors import UserError
 from vitrail.layers.kernels import exporting
+from vitrail.models.given import check_given
 from vitrail.models.model import Model
 from vitrail.shipping.checking import check_pictures, difference, first_difference, full_products
 from vitrail.shipping.float8 import to_float8
@@ -18,13 +19,14 @@ from vitrail.shipping.folded import Folded, WideFeedForward
 from vitrail.shipping.folding import Notes, fold
 from vitrail.shipping.graphing import LARGEST, Graphs
 from vitrail.shipping.packing import can_pack, pack
-from vitrail.shipping.requests import DTYPES, check_arguments, check_given, check_precision, choose_dtype
+from vitrail.shipping.requests import DTYPES, RESIZED, check_arguments, check_precision, check_told, choose_dtype
 
 # A rewritten network rounds elsewhere: it may be this much farther from the exact answer than the original is in the same
 # precision, or this many units of that precision, whichever is more.
 FARTHER, UNITS = 4.0, 16.0
 EIGHT = ("int8", "fp8")
 ADVICE = {"int8": "give more pictures like yours as the example, or use bf16", "fp8": "use bf16"}
+UNTOLD = "ranges of eight bits learned from real pictures: no example was given, they are those of made-up ones"
 COARSE = 0.25  # eight bits: a difference that no network with a clear answer should show
 KEEP = "save the model it was made from with vitrail.save, and optimise that where it runs."
 TF32 = 2.0**-10  # the unit of what GPUs may compute float32 products in, convolutions by default
@@ -110,7 +112,8 @@ class Optimised(nn.Module):
     def _check(self, image: Tensor) -> None:
         kind = (image.shape, image.dtype, image.device) if isinstance(image, Tensor) else None
         if kind is None or kind != self.known:
-            check_given(image, self.folded.trunk)
+            trunk = self.folded.trunk
+            check_given(image, trunk.architecture, trunk.stem, trunk.grid, resized=RESIZED)
             if image.device != self.place:
                 raise UserError(f"the pictures are on {image.device} and the model is on {self.place}; move the pictures there.")
             self.known = kind
@@ -221,6 +224,7 @@ def optimise(
     graphs = (cuda and (for_ == "latency" or many is not None)) if graph is None else graph and cuda
     check_precision(precision, own.device, compiled)
     coded, floating = precision == "int8", precision == "fp8"
+    untold = check_told(example) if coded and example is not None else UNTOLD
     packed = own.device.type == "cpu" and not compiled and can_pack(dtype)
 
     exact = torch.float64 if own.dtype == torch.float64 else torch.float32
@@ -267,8 +271,8 @@ def optimise(
             f"the optimised model's answers in {kind} are {running:.1e} of the largest from the original's, though "
             f"folding changes them by {folding:.1e} only; use the original model, or {advice}."
         )
-    if coded and example is None:
-        notes.leave("ranges of eight bits learned from real pictures: no example was given, they are those of made-up ones")
+    if coded and untold:
+        notes.leave(untold)
     done, left = describe(notes, optimised, cuda)
     alike = sum(int((one.argmax(-1) == answer.argmax(-1)).sum()) for one, answer in pairs), sum(len(one) for one, _ in pairs)
     optimised.report = Report(for_, kind, done, left, folding, running, rounding, parameters, alike)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from vitrail.errors import UserError
+from vitrail.models.given import check_given
 from vitrail.models.model import Model
 from vitrail.shipping.float8 import can_multiply
 from vitrail.shipping.packing import can_code
@@ -13,7 +14,7 @@ from vitrail.shipping.packing import can_code
 AIMS = ("latency", "throughput")
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float64: "float64"}
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.float32, "fp8": torch.bfloat16}  # beside eight bits
-TIED = ("linear", "mlp", "class_mlp")  # mixers and readouts with a weight for each patch
+RESIZED = "of the original model and optimise that"
 
 
 def choose_dtype(own: Tensor, dtype: torch.dtype | None, precision: str | None) -> torch.dtype:
@@ -59,33 +60,18 @@ def check_arguments(model: Model, for_: str, batch: int | None, example: Tensor 
         raise UserError("this model has no weights yet (it is on the meta device); load or create it on a real one.")
     if example is None:
         return
-    check_given(example, model, "the example")
+    check_given(example, model.architecture, model.stem, model.grid, "the example", RESIZED)
     if not len(example) or not example.isfinite().all():
         raise UserError("the example must be pictures prepared as for the model: at least one, of finite numbers.")
 
 
-def check_given(image: Tensor, model: Model, what: str = "the pictures") -> None:
-    """Refuses what the network cannot answer; some of it would give an answer, and a wrong one."""
-    a = model.architecture
-    if not isinstance(image, Tensor) or image.ndim != 4 or image.shape[1] != a.channels:
-        found = f"one of shape {tuple(image.shape)}" if isinstance(image, Tensor) else f"a {type(image).__name__}"
-        hint = ""
-        if isinstance(image, Tensor) and image.ndim == 3 and len(image) == a.channels:
-            hint = "; a single picture is image[None]"
-        elif isinstance(image, Tensor) and image.ndim == 4 and image.shape[-1] == a.channels:
-            hint = "; image.permute(0, 3, 1, 2) has the channels first"
-        raise UserError(f"{what} must be a tensor [batch, {a.channels}, height, width], not {found}{hint}.")
-    if not image.is_floating_point():
+def check_told(example: Tensor) -> str | None:
+    """Refuses pictures that tell nothing of the ranges of eight bits; of those that tell little, what is missing."""
+    if bool((example == example[..., :1, :1]).all()):
         raise UserError(
-            f"{what} must be floating-point numbers, not {image.dtype}; divide pixels by 255 and normalise them with the model's "
-            "preprocessing.mean and preprocessing.std."
+            "the example's pictures are of one colour each, which says nothing of the ranges that int8 learns from them; give "
+            "pictures like yours, or leave the example out."
         )
-    height, width = image.shape[-2:]
-    rows, columns = model.stem.grid(height, width)
-    if min(rows, columns) < 1:
-        raise UserError(f"pictures of {height} x {width} pixels have no patch of {a.patch_size}; give larger ones.")
-    if (rows, columns) != model.grid and (a.mixer in TIED or a.readout in TIED):
-        raise UserError(
-            f"pictures of {height} x {width} pixels have {rows} x {columns} patches, and this network mixes a fixed grid of "
-            f"{model.grid[0]} x {model.grid[1]}; call resize({height}, {width}) of the original model and optimise that."
-        )
+    if bool((example == example[:1]).all()):
+        return "ranges of eight bits learned from several pictures: the example is one picture only, some tens are better"
+    return None

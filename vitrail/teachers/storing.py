@@ -301,7 +301,7 @@ def free_space(out: Path) -> int:
 def check_place(out: Path, source: str) -> None:
     """Refuses to write into the data, or beside anything that is no store."""
     data = Path(os.path.expanduser(source))
-    if source and data.is_dir() and out.resolve().is_relative_to(data.resolve()):
+    if source and data.is_dir() and Path(os.path.realpath(out)).is_relative_to(data.resolve()):
         raise UserError(f"{out} lies inside {source} and would become a part of it: give a folder elsewhere.")
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file: give a folder to write to.")

@@ -177,7 +177,7 @@ def absolute(source: str) -> str:
 def open_ablation(folder: Path, source: str, cells: Sequence[Cell], seeds: Sequence[int]) -> Ablation:
     """Begin in a new folder, or go on in one that holds the same base recipe; cells and seeds may be added there."""
     source, known = absolute(source), []
-    if os.path.isdir(source) and folder.resolve().is_relative_to(Path(source).resolve()):
+    if os.path.isdir(source) and Path(os.path.realpath(folder)).is_relative_to(Path(source).resolve()):
         raise UserError(f"{folder} lies inside the data, where it would become a class of its own: give another with --out.")
     if (folder / PLAN).exists():
         plan = read_plan(folder)

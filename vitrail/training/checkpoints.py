@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from vitrail.errors import UserError
 from vitrail.weights.files import write_safetensors
-from vitrail.writing import flush, write_aside
+from vitrail.writing import flush, reason, write_aside
 
 NAME = re.compile(r"step-(\d{9})(\.safetensors|\.sharded)")
 # What `write_aside` calls the files of a run while it writes them.
@@ -141,7 +141,7 @@ def alone(folder: Path, wanted: bool = True) -> Iterator[None]:
                 folder.mkdir(parents=True, exist_ok=True)
                 lock(stack.enter_context((folder / LOCK).open("a")), folder)
             except OSError as error:
-                raise UserError(f"{folder} cannot be written: {error}.") from None
+                raise UserError(f"{folder} cannot be written: {reason(error)}.") from None
             for place in (folder, folder / "checkpoints", *folder.glob("not-finite-*")):
                 for path in place.glob(".*.part"):
                     if UNFINISHED.fullmatch(path.name):

@@ -31,7 +31,7 @@ from vitrail.training.devices import Devices
 from vitrail.training.loop import Options
 from vitrail.training.report import read_json
 from vitrail.version import __version__
-from vitrail.writing import write_aside
+from vitrail.writing import check_writable, write_aside
 
 
 def check_same_teachers(recipe: Recipe, known: dict[str, str] | None, folder: Path) -> None:
@@ -122,7 +122,7 @@ def choose_folder(out: str | Path | None, source: str, recipe: str) -> tuple[Pat
         raise UserError("After a restart the run must be found again: give its folder with --out.")
     folder = Path(out).expanduser() if out is not None else next_folder(source, recipe)
     data = Path(source).expanduser()
-    if data.is_dir() and folder.resolve().is_relative_to(data.resolve()):
+    if data.is_dir() and Path(os.path.realpath(folder)).is_relative_to(data.resolve()):
         raise UserError(
             f"{folder} lies inside the data, where it would become a class of its own: give another folder with --out."
         )
@@ -144,9 +144,7 @@ def check_place(folder: Path) -> None:
     """Complain about a folder that cannot become a run before anything is computed."""
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file: give a folder with --out.")
-    above = next((each for each in (folder, *folder.absolute().parents) if each.exists()), folder)
-    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-        raise UserError(f"{folder} cannot be written, because {above} may not be: give another folder with --out.")
+    check_writable(folder)
     left = next((path for path in (folder / "checkpoints", folder / "metrics.jsonl") if path.exists()), None)
     if left:
         raise UserError(f"{left} belongs to a run whose run.json is gone: give another folder with --out.")

@@ -52,6 +52,8 @@ def replay(bundle: str | Path, device: str | None = None) -> tuple[dict[str, Any
     from vitrail.training.preparing import rebuild
 
     folder = Path(bundle)
+    if not (folder / FINDINGS).is_file():
+        raise UserError(f"{bundle} is not a whole bundle of a step that was not finite: give the folder that the training named.")
     try:
         content = json.loads((folder / FINDINGS).read_text())
         step, groups, facts = read_checkpoint(folder / STATE)

@@ -94,7 +94,7 @@ def choose_home(out: Path | None, seeds: Seeds) -> Path:
 def train_seeds(folder: Path, seeds: Seeds, say: Callable[[str], None]) -> bool:
     """Train what is unfinished; False if it was stopped. A seed that fails under way leaves the others alone."""
     data = Path(seeds.source)
-    if data.is_dir() and folder.resolve().is_relative_to(data.resolve()):
+    if data.is_dir() and Path(os.path.realpath(folder)).is_relative_to(data.resolve()):
         raise UserError(f"{folder} lies inside the data, where it would become a class of its own: give another with --out.")
     failed = []
     with alone(folder), tidy_home(folder):

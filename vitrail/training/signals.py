@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from vitrail.stopping import CODE, tell
+from vitrail.stopping import CODE, State, tell
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM)
 GRACE = 2.0  # seconds in which the program may leave in good order
@@ -32,6 +32,7 @@ def listening(sentence: str) -> Iterator[dict[str, float]]:
 
     def hear(number: int, frame: Any) -> None:
         if asked["stop"]:
+            State.heard = True  # for whoever finds what a library has made of it
             raise KeyboardInterrupt
         asked["stop"] = 1.0
 

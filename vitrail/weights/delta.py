@@ -110,9 +110,16 @@ def save_delta(delta: Delta, path: str | Path) -> Path:
 
 def read_delta(path: str | Path) -> Delta:
     """A delta from its file, after a look at its seal."""
+    if Path(path).is_dir():
+        raise UserError(f"{path} is a folder, not a delta; `vitrail delta make` writes one.")
     if not Path(path).is_file():
         raise UserError(f"There is no file {path}.")
-    tensors, metadata = read_safetensors(Path(path))
+    try:
+        with Path(path).open("rb") as file:
+            safetensors = file.read(9)[8:] == b"{"
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from None
+    tensors, metadata = read_safetensors(Path(path)) if safetensors else ({}, {})
     if DELTA not in metadata:
         raise UserError(f"{path} is not a delta; `vitrail delta make` writes one.")
     try:

@@ -77,7 +77,7 @@ def load(
             model.resize(*size)
     else:
         try:
-            kind, tensors = recognise(checkpoint)
+            kind, tensors = recognise(checkpoint, path)
             architecture = infer(kind, shapes_of(tensors), known, checkpoint.config).replace(**overrides)
         except KeyError as error:
             raise UserError(f"{path} looks like a vision transformer but lacks the tensor {error.args[0]!r}.") from None
@@ -109,7 +109,7 @@ def split_path(path: str | Path) -> tuple[str | Path, str | Path | None]:
     return path, None
 
 
-def recognise(checkpoint: Checkpoint) -> tuple[str, dict[str, Tensor]]:
+def recognise(checkpoint: Checkpoint, path: str | Path = "the checkpoint") -> tuple[str, dict[str, Tensor]]:
     """The format, and the tensors under that format's plain names."""
     tensors = checkpoint.tensors
     keys = list(tensors)
@@ -125,7 +125,8 @@ def recognise(checkpoint: Checkpoint) -> tuple[str, dict[str, Tensor]]:
         return "timm", tensors
     if any(key.startswith("patch_embed.") for key in keys):
         return "deit", tensors
-    raise UserError(f"None of the {len(keys)} tensors (the first is {keys[0]!r}) is that of a known vision transformer.")
+    first = f"(the first is {keys[0]!r})"
+    raise UserError(f"None of the {len(keys)} tensors of {path} {first} is that of a known vision transformer.")
 
 
 def infer(kind: str, shapes: Shapes, known: Known | None = None, config: dict[str, Any] | None = None) -> Architecture:
