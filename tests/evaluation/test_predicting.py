@@ -96,7 +96,7 @@ def test_files_that_may_not_be_read(model, tmp_path, monkeypatch):
 
     monkeypatch.setattr(FolderSource, "encoded", encoded)
     answers = list(predict(model, open_pictures(paths)[0], workers=0))
-    assert answers[1] == Problem(str(paths[1]), "permission denied")
+    assert answers[1] == Problem(str(paths[1]), "Permission denied")
     assert answers[0].where == str(paths[0])
     assert in_words(Problem("x", "damaged: [Errno 3]")).reason == "damaged: [Errno 3]"
 

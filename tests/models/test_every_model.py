@@ -104,7 +104,8 @@ def exported():
     """Every structure: with two blocks the first time that what follows the stem is met, with one behind another stem."""
     met, found = set(), {}
     for name, architecture in structures().items():
-        trunk = architecture.replace(stem="linear", **{field: getattr(PLAIN, field) for field in STEM})
+        plain = {"stem": "linear", "depth": max(architecture.depth, 1)} | {field: getattr(PLAIN, field) for field in STEM}
+        trunk = architecture.replace(**plain)
         once = architecture.replace(depth=min(architecture.depth, 1), readout_depth=1)
         found[name] = once if trunk in met else architecture
         met.add(trunk)

@@ -283,7 +283,7 @@ def test_one_folder_is_trained_in_by_one_process(adamw, tmp_path):
     child, answers, questions = talking(work, tmp_path / "errors")
     with answers, questions:
         wait_for(answers)
-        assert live(folder, "adamw") == 2
+        assert live(folder, "adamw") == 2, said(folder).read_text()
         os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     assert said(folder).read_text() == f"Another process is training in {folder}: wait for it, or stop it first.\n"

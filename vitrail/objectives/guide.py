@@ -74,13 +74,11 @@ def try_out(teacher: Teacher, recipe: Recipe, device: torch.device) -> None:
     how, path = recipe.augmentation, recipe.distillation.teacher
     try:
         answer = teacher(torch.zeros(1, len(how.mean), *how.size, device=device), how.mean, how.std)
-    except UserError:
-        raise
     except Exception as error:  # a stranger's network may raise anything
-        height, width = how.size
+        (height, width), why = how.size, first_line(error).rstrip(".")
         raise UserError(
-            f"The teacher {path} fails on the student's pictures of {height} x {width} ({first_line(error)}): take another, or "
-            "ask it once, at its own size, with vitrail annotate."
+            f"The teacher {path} fails on the student's pictures of {height} x {width} ({why}): take another, or ask it once, at "
+            "its own size, with vitrail annotate."
         ) from None
     if not bool(answer.isfinite().all()):
         raise UserError(f"The teacher {path} answers with what is not a number: its weights are damaged, take others.")

@@ -33,6 +33,7 @@ from vitrail.training.checkpoints import Checkpoints
 from vitrail.training.devices import Devices, Sharding, without_reduction, wrap
 from vitrail.training.display import Display
 from vitrail.training.metrics import Metrics, as_json
+from vitrail.training.notes import Answer, Note
 from vitrail.training.optimisers import clip_gradients, make_optimiser, set_rate
 from vitrail.training.schedules import rate_at, span_steps, total_steps
 from vitrail.training.signals import listening
@@ -106,6 +107,7 @@ class Training:
         self.guide = self.guide or Guide(recipe, self.model, self.train.source, device)
         task = Supervised(self.model, recipe)
         self.module = wrap(task, self.model, self.devices, self.options.sharding)
+        self.parameters = list(self.model.parameters())
         self.optimiser = make_optimiser(self.model, recipe.optimiser, recipe.rate)
         self.average = Average(self.model, recipe.average.decay) if recipe.average.decay else None
         self.scaler = torch.amp.GradScaler(device.type) if recipe.precision == "fp16" else None
@@ -115,6 +117,7 @@ class Training:
         self.compute = Captured(self.learn, self.model, kept, device) if self._may_capture() else self.learn
         # On the device: sums of loss and gradient norm, steps in them, steps not taken, the first step that was not finite.
         self.window = torch.tensor([0.0, 0.0, 0.0, 0.0, -1.0], dtype=torch.float64, device=device)
+        self.notes: list[Note] = []
         self.best_weights: dict[str, Tensor] | None = None
 
     def run(self, display: Display, metrics: Metrics | None, speed: Speed) -> None:
@@ -130,14 +133,18 @@ class Training:
                 ended = self.step == self.total
                 logging = ended or self.step % self.log_every == 0
                 if logging:
-                    self._log(display, metrics, speed)
+                    self._note(speed)
+                # Several processes wait for their notes: a step that stops one of them must stop all, at the same place.
+                self._tell(display, metrics, wait=logging and self.devices.world > 1)
                 if ended or self.step % self.test_every == 0:
+                    self._tell(display, metrics, wait=True)
                     display.doing("validating")
                     speed.pause(lambda: self._validate(display, metrics))
                 # One process that is asked to stop stops all of them, at the same step.
                 stop, due = self.devices.largest([asked["stop"], time.monotonic() - saved > self.options.save_seconds])
                 self.seconds = time.monotonic() - begun
                 if stop or due or ended or (self.options.save_steps and self.step % self.options.save_steps == 0):
+                    self._tell(display, metrics, wait=True)
                     if metrics:
                         metrics.sync()
                     speed.pause(self.save)
@@ -148,7 +155,8 @@ class Training:
     def _step(self, next_batch: Callable[[], Batch]) -> None:
         """One step of the optimiser over the global batch."""
         recipe, step = self.recipe, self.step
-        self.model.train(recipe.start.mode == "train")
+        if self.model.training != (recipe.start.mode == "train"):  # walking through all modules takes its time
+            self.model.train(not self.model.training)
         set_rate(self.optimiser, rate_at(recipe.schedule, recipe.rate, step, self.order.steps))
         self.statistics.begin()
         loss = torch.zeros((), device=self.devices.device)
@@ -160,7 +168,7 @@ class Training:
         if self.scaler:
             self.scaler.unscale_(self.optimiser)
         own_clip = recipe.optimiser.kind == "lamb"
-        norm = clip_gradients(self.model.parameters(), 0.0 if own_clip else recipe.optimiser.clip)
+        norm = clip_gradients(self.parameters, 0.0 if own_clip else recipe.optimiser.clip)
         bad = self._account(self.devices.sum(loss) / self.devices.world, norm)
         self.statistics.settle(skip=bad)
         self.optimiser.found_inf = bad  # type: ignore[attr-defined]  # a step with it set changes nothing
@@ -207,26 +215,34 @@ class Training:
         self.window[:4] += torch.stack([*parts, ~skip, bad]).double()
         return skip.float()
 
-    def _check(self) -> list[float]:
-        """The window; raises NotFinite if there is a step in it at which the training has to stop."""
-        window = self.window.tolist()
-        if window[4] >= 0:
-            raise NotFinite(int(window[4]))
-        return window
-
-    def _log(self, display: Display, metrics: Metrics | None, speed: Speed) -> None:
-        loss, norm, count, lost, _ = self._check()
-        self.skipped += int(lost)
-        self.window.copy_(torch.tensor([0.0, 0.0, 0.0, 0.0, -1.0]))
+    def _note(self, speed: Speed) -> None:
+        """Send the window's sums on their way to this side and begin anew; nobody waits for the device."""
         rate = rate_at(self.recipe.schedule, self.recipe.rate, self.step - 1, self.order.steps)
-        loss, norm = (total / count if count else math.nan for total in (loss, norm))  # none at all if every step was skipped
-        values = {"loss": loss, "gradient_norm": norm, "rate": rate}
-        if self.skipped:
-            values["skipped"] = float(self.skipped)
-        values |= speed.measure()
-        if metrics:
-            metrics.write("train", self.step, self.step / self.order.steps, values)
-        display.step(self.step, values)
+        self.notes.append(Note(self.step, rate, speed.measure(), Answer(self.window)))
+        self.window[:4].zero_()  # the first bad step stays, and keeps later ones from being taken
+
+    def _tell(self, display: Display, metrics: Metrics | None, wait: bool = False) -> None:
+        """Show the notes that have come, with `wait` all of them; raises NotFinite if there is a step that has to stop all."""
+        while self.notes and (wait or self.notes[0].sums.ready()):
+            note = self.notes.pop(0)
+            loss, norm, count, lost, bad = note.sums.read()
+            if bad >= 0:
+                raise NotFinite(int(bad))
+            self.skipped += int(lost)
+            loss, norm = (total / count if count else math.nan for total in (loss, norm))  # none at all if every step was skipped
+            values = {"loss": loss, "gradient_norm": norm, "rate": note.rate}
+            if self.skipped:
+                values["skipped"] = float(self.skipped)
+            values |= note.speed
+            if metrics:
+                metrics.write("train", note.step, note.step / self.order.steps, values)
+            display.step(note.step, values)
+
+    def _check(self) -> None:
+        """Raises NotFinite if there is a step at which the training has to stop."""
+        bad = float(self.window[4])
+        if bad >= 0:
+            raise NotFinite(int(bad))
 
     def _validate(self, display: Display, metrics: Metrics | None) -> None:
         self._check()
