@@ -84,9 +84,17 @@ def test_a_subset_taken_and_put_back():
 
 @pytest.mark.parametrize(
     ("patch", "stages", "strides"),
-    [(1, 2, (1, 1, 1)), (2, 2, (1, 1, 2)), (4, 2, (1, 2, 2)), (8, 2, (2, 2, 2)), (16, 2, (4, 2, 2)), (16, 3, (2, 2, 2, 2))],
+    [
+        (1, 2, (1, 1, 1)),
+        (2, 2, (1, 2, 1)),
+        (4, 2, (1, 2, 2)),
+        (4, 3, (1, 2, 2, 1)),
+        (8, 2, (2, 2, 2)),
+        (16, 2, (4, 2, 2)),
+        (16, 3, (2, 2, 2, 2)),
+    ],
 )
-def test_the_basic_stem_halves_late(patch, stages, strides):
+def test_the_basic_stem_halves_as_a_resnet_does(patch, stages, strides):
     assert basic_strides(patch, stages) == strides
     for chosen in (strides, strides[::-1]):
         stem = BasicStem(3, 24, 4, (1,) * stages, chosen, "batch", "relu")

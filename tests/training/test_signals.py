@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+import vitrail
+from vitrail.errors import UserError
+from vitrail.stopping import State
 from vitrail.training import signals
 from vitrail.training.signals import listening
 
@@ -118,3 +121,10 @@ def test_another_thread_leaves_signals_alone():
     thread.start()
     thread.join()
     assert found == [({"stop": 0.0}, before)]
+
+
+def test_who_was_interrupted_once_is_told_what_is_wrong_later(tmp_path, monkeypatch):
+    """As in a notebook, in which one training was stopped by two requests."""
+    monkeypatch.setattr(State, "heard", True)
+    with pytest.raises(UserError, match="nothing here"):
+        vitrail.train(tmp_path / "nothing here", out=tmp_path / "run")

@@ -28,7 +28,7 @@ BUILT_IN = ("digits", "pets")
 COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 
 
-def open_source(path: str, split: str | None = None) -> Source:
+def open_source(path: str | Path, split: str | None = None) -> Source:
     """One split of the data at the path; without a name the training split, which is everything if there are no splits."""
     parts = open_parts(path)
     if split is None:
@@ -41,7 +41,7 @@ def open_source(path: str, split: str | None = None) -> Source:
     return parts[wanted]
 
 
-def open_splits(path: str, seed: int = 0, share: float = 0.1, held_out: float = 0.0) -> Splits:
+def open_splits(path: str | Path, seed: int = 0, share: float = 0.1, held_out: float = 0.0) -> Splits:
     """Train, validation and test; where the data has no validation split, `share` of every training class is set aside.
 
     With `held_out` that share of every training class is validated on even where there is a validation split, which then stands
@@ -82,8 +82,9 @@ def check_trainable(source: Source) -> None:
         raise UserError(f"{source.name} has only one class ({only}): give the folder that holds the class folders, at least two.")
 
 
-def open_parts(path: str) -> Parts:
+def open_parts(path: str | Path) -> Parts:
     """All the splits of the data at the path, by name."""
+    path = os.fspath(path)
     if is_built_in(path):
         return open_digits() if path == "digits" else open_pets()
     if path in BUILT_IN:

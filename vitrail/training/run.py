@@ -11,6 +11,7 @@ report.html       curves, result, recipe; report.png the curves alone
 import contextlib
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -71,7 +72,7 @@ class Run:
 
 
 def train(
-    source: str = "digits",
+    source: str | Path = "digits",
     recipe: str | Recipe | None = None,
     model: str | None = None,
     out: str | Path | None = None,
@@ -87,6 +88,7 @@ def train(
     >>> run = vitrail.train("photos/", recipe="laptop", out="runs/photos")
     >>> model = vitrail.load(run.artefact)
     """
+    source = os.fspath(source)
     with stoppable() as place, connected(device) as devices:
         say = to_terminal if devices.first else nobody
         options = options or Options(compile=devices.device.type == "cuda")
@@ -217,6 +219,7 @@ def _resume(
 def stoppable() -> Iterator[list[Path]]:
     """An interrupt outside the steps of a training says what was kept in the folder that the list is given."""
     place: list[Path] = []
+    State.heard = False  # what was heard before, by another training of this program, is not this one's
     try:
         yield place
     except (KeyboardInterrupt, Exception) as error:
