@@ -35,6 +35,7 @@ TRAININGS = {
         "digits",
         "laptop",
         {
+            "precision": "fp32",  # on every machine
             "schedule.length": "14 epochs",
             "testing.every": "14 epochs",
             "mixing.mixup": 0.2,

@@ -23,7 +23,7 @@ from vitrail.training.loop import Options, Training
 from vitrail.training.metrics import FILE, Metrics
 
 SHORT = {"augmentation.size": [8, 8], "architecture.patch_size": 4, "architecture.width": 16, "architecture.depth": 2}
-SHORT |= {"architecture.heads": 2, "batch": 16, "schedule.length": "22 steps", "testing.every": "8 steps"}
+SHORT |= {"precision": "fp32", "architecture.heads": 2, "batch": 16, "schedule.length": "22 steps", "testing.every": "8 steps"}
 # Batch norm, dropout and drop-path, both mixings, a running mean that is reported.
 ADAMW = SHORT | {"architecture.drop_path": 0.2, "architecture.dropout": 0.1, "mixing.mixup": 0.8, "mixing.cutmix": 1.0}
 ADAMW |= {"average.decay": 0.8, "average.report": True, "augmentation.erasing": 0.25, "optimiser.rate": 5e-3}

@@ -31,7 +31,14 @@ ALONE = Devices(torch.device("cpu"))
 NAMES = ["blue", "green", "red"]
 SMALL = {"architecture.width": 16, "architecture.depth": 1, "architecture.heads": 2, "architecture.patch_size": 4}
 VIT = SMALL | {"model": "deit_tiny_patch16"}
-TINY = {"batch": 8, "schedule.length": "4 steps", "augmentation.size": 16, "optimiser.rate": 0.01, "augmentation.policy": "rand"}
+TINY = {
+    "precision": "fp32",
+    "batch": 8,
+    "schedule.length": "4 steps",
+    "augmentation.size": 16,
+    "optimiser.rate": 0.01,
+    "augmentation.policy": "rand",
+}
 TOWER = {"architecture.width": 16, "architecture.depth": 1, "architecture.heads": 2, "augmentation.size": 32}
 DISTILLED = VIT | {"architecture.distillation": True}
 SOFT = {"distillation.kind": "soft", "distillation.temperature": 3.0, "distillation.weight": 0.1}

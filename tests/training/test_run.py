@@ -21,7 +21,7 @@ from vitrail.training.loop import Options
 from vitrail.training.metrics import read_metrics
 from vitrail.training.preparing import adapted, build, open_weights, resolve
 
-TINY = {"architecture.width": 16, "architecture.depth": 1, "batch": 8, "schedule.length": "6 steps"}
+TINY = {"precision": "fp32", "architecture.width": 16, "architecture.depth": 1, "batch": 8, "schedule.length": "6 steps"}
 VIT = TINY | {"model": "deit_tiny_patch16", "architecture.patch_size": 4, "architecture.heads": 2, "augmentation.size": 16}
 
 

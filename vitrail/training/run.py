@@ -49,6 +49,7 @@ from vitrail.training.facts import (
 from vitrail.training.loop import NotFinite, Options, Stopped, Training
 from vitrail.training.metrics import Metrics
 from vitrail.training.planning import check_room, make_plan
+from vitrail.training.precision import suited
 from vitrail.training.preparing import build, check_numbers, divide, forecast, look_at, rebuild, resolve, unseen
 from vitrail.training.speed import Speed
 from vitrail.training.state import gather, load_state, save_artefact
@@ -96,8 +97,12 @@ def train(
             check_numbers(micro_batch, workers, options)
             resolved = resolve(recipe, model, changes, devices.device.type)
             splits, resolved, trained, said = look_at(source, resolved, model)
+            resolved, sentences = suited(resolved, devices.device, changes or ())
+            said += sentences
             folder, going_on = choose_folder(out, source, resolved.name)
-        folder, going_on = devices.agreed((folder, going_on))  # as the first process sees it, which writes there
+        # As the first process sees it, which writes there.
+        folder, going_on, precision = devices.agreed((folder, going_on, resolved.precision))
+        resolved = dataclasses.replace(resolved, precision=precision)
         place.append(folder)
         if going_on:
             return _resume(folder, devices, options, workers, say)
@@ -151,6 +156,8 @@ def foresee(
             check_numbers(micro_batch, None)
             resolved = resolve(recipe, model, changes, devices.device.type)
             splits, resolved, trained, said = look_at(source, resolved, model)
+            resolved, sentences = suited(resolved, devices.device, changes or ())
+            said += sentences
             asked = open_asked(resolved, splits.train, devices.device)
             check_stores(resolved, splits.train)
             start = build(resolved, splits.train, trained)

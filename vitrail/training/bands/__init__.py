@@ -1,7 +1,7 @@
 """Reference curves: where several seeds of a recipe lay on a data set, so that a run is told early whether it is healthy.
 
 `python -m vitrail.training.bands RUN RUN …` makes one from finished runs. A band applies to a run whose recipe has the same
-content (its name, seed and origin aside) and whose data is the same; to no other.
+content (its name, seed, origin and precision aside) and whose data is the same; to no other.
 """
 
 import json
@@ -18,7 +18,7 @@ from vitrail.recipes.recipe import Recipe
 from vitrail.training.metrics import figures
 
 FOLDER = Path(__file__).parent
-NO_MATTER = ("name", "seed", "about")  # of a recipe: they do not change where a curve lies
+NO_MATTER = ("name", "seed", "about", "precision")  # of a recipe: they do not change where a curve lies
 Verdict = Literal["within", "above", "below"]
 
 
