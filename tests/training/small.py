@@ -27,9 +27,9 @@ SHORT |= {"precision": "fp32", "architecture.heads": 2, "batch": 16, "schedule.l
 # Batch norm, dropout and drop-path, both mixings, a running mean that is reported.
 ADAMW = SHORT | {"architecture.drop_path": 0.2, "architecture.dropout": 0.1, "mixing.mixup": 0.8, "mixing.cutmix": 1.0}
 ADAMW |= {"average.decay": 0.8, "average.report": True, "augmentation.erasing": 0.25, "optimiser.rate": 5e-3}
-# Four units a step, binary targets, repeated augmentation.
+# Four units a step, binary targets, repeated augmentation, half precision.
 LAMB = SHORT | {"model": "deit_tiny_patch16", "optimiser.kind": "lamb", "objective.loss": "binary", "objective.smoothing": 0}
-LAMB |= {"data.repeats": 3, "mixing.mixup": 0.8, "architecture.drop_path": 0.1, "optimiser.rate": 0.02}
+LAMB |= {"precision": "bf16", "data.repeats": 3, "mixing.mixup": 0.8, "architecture.drop_path": 0.1, "optimiser.rate": 0.02}
 OPTIONS = Options(save_steps=4, log_steps=3)
 # What takes longer than such a training and has tests of its own.
 EASY = [(owner, "cost", cache(cost)) for owner in (facts, planning, speed)]
