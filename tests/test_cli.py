@@ -18,7 +18,6 @@ import yaml
 import vitrail
 from tests.pictures import make_folder, spoil
 from tests.weights.test_formats import SUFFIX, little
-from vitrail import cli
 from vitrail.commands.training import open_recipe
 from vitrail.recipes import list_recipes, lookup
 
@@ -32,18 +31,12 @@ def run(*words, **options):
 
 
 @pytest.fixture
-def typed(monkeypatch, capsys):
-    """Words as typed -> exit code, standard output, standard error; never a traceback."""
+def typed(typed):
+    """Words as typed -> exit code, standard output, standard error."""
 
     def type_in(*words):
-        monkeypatch.setattr(sys, "argv", ["vitrail", *map(str, words)])
-        capsys.readouterr()
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as ended:
-            code = ended.code or 0
-        return code, *capsys.readouterr()
+        done = typed(*words)
+        return done.returncode, done.stdout, done.stderr
 
     return type_in
 
