@@ -1,9 +1,10 @@
 """Two test processes on two cores: one thread each, and one for every process that they start."""
 
+import io
 import os
 import signal
 import sys
-from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -19,12 +20,19 @@ def seed():
     torch.manual_seed(0)
 
 
-@pytest.fixture
-def typed(monkeypatch, capfd):
-    """What a command says and how it ends, in this process: starting one takes seconds."""
+class Done(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
 
-    def typed(*words):
+
+@pytest.fixture
+def typed(monkeypatch, capfdbinary):
+    """What a command says and how it ends, in this process: starting one takes seconds. `given`: bytes on standard input."""
+
+    def typed(*words, given=b""):
         monkeypatch.setattr(sys, "argv", ["vitrail", *map(str, words)])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given)))
         before = signal.getsignal(signal.SIGINT)
         try:
             cli.main()
@@ -33,8 +41,8 @@ def typed(monkeypatch, capfd):
             code = exit.code or 0
         finally:
             signal.signal(signal.SIGINT, before)  # a command that was stopped leaves deaf
-        out, error = capfd.readouterr()
-        return SimpleNamespace(returncode=code, stdout=out, stderr=error)
+        out, error = (said.decode(errors="surrogateescape") for said in capfdbinary.readouterr())  # file names may be no text
+        return Done(code, out, error)
 
     return typed
 

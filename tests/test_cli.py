@@ -30,27 +30,6 @@ def run(*words, **options):
     return subprocess.run(command, capture_output=True, text=True, check=False, **options)
 
 
-@pytest.fixture
-def typed(typed):
-    """Words as typed -> exit code, standard output, standard error."""
-
-    def type_in(*words):
-        done = typed(*words)
-        return done.returncode, done.stdout, done.stderr
-
-    return type_in
-
-
-@pytest.fixture
-def typed_wrong(typed):
-    def type_in(*words):
-        code, _, said = typed(*words)
-        assert code == 2, said
-        return said.strip().splitlines()[-1]
-
-    return type_in
-
-
 @pytest.fixture(scope="module")
 def deit_file(tmp_path_factory):
     path = tmp_path_factory.mktemp("files") / "deit.pth"
@@ -127,37 +106,37 @@ def test_convert_and_check(format, deit_file, typed, tmp_path):
     assert torch.equal(vitrail.load(out)(image), vitrail.load(deit_file)(image))
 
 
-def test_convert_says_what_does_not_fit(deit_file, typed, typed_wrong, tmp_path):
-    assert "activation=gelu" in typed_wrong("convert", deit_file, tmp_path / "out.npz", "--format", "npz")
+def test_convert_says_what_does_not_fit(deit_file, typed, refused, tmp_path):
+    assert "activation=gelu" in refused("convert", deit_file, tmp_path / "out.npz", "--format", "npz")
     assert not list(tmp_path.iterdir())
     assert typed("convert", deit_file, tmp_path / "out.npz", "--format", "npz", "--approximate", "--check")[0] == 0
-    assert "choose from vitrail, deit" in typed_wrong("convert", deit_file, tmp_path / "x.onnx", "--format", "onnx")
+    assert "choose from vitrail, deit" in refused("convert", deit_file, tmp_path / "x.onnx", "--format", "onnx")
 
 
-def test_bad_input_gets_one_sentence(deit_file, typed, typed_wrong, tmp_path):
+def test_bad_input_gets_one_sentence(deit_file, typed, refused, tmp_path):
     result = run("convert", tmp_path / "none.pth", tmp_path / "out.safetensors")
     assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
     assert "no file" in result.stderr
-    assert "nearest are" in typed_wrong("info", "deit_smal")
-    assert "No model matches" in typed_wrong("models", "zzz")
-    assert "not an image size" in typed_wrong("info", "deit_tiny_patch16", "--image-size", "big")
-    assert "smaller than one patch" in typed_wrong("info", "deit_tiny_patch16", "--image-size", "8")
+    assert "nearest are" in refused("info", "deit_smal")
+    assert "No model matches" in refused("models", "zzz")
+    assert "not an image size" in refused("info", "deit_tiny_patch16", "--image-size", "big")
+    assert "smaller than one patch" in refused("info", "deit_tiny_patch16", "--image-size", "8")
     (tmp_path / "text.pth").write_text("hello, this is not a checkpoint")
-    assert "not a safetensors" in typed_wrong("info", tmp_path / "text.pth")
-    assert "EMA" in typed_wrong("convert", deit_file, tmp_path / "out.safetensors", "--ema")
+    assert "not a safetensors" in refused("info", tmp_path / "text.pth")
+    assert "EMA" in refused("convert", deit_file, tmp_path / "out.safetensors", "--ema")
     (tmp_path / "folder.safetensors").mkdir()
-    assert "is a folder" in typed_wrong("convert", deit_file, tmp_path / "folder.safetensors")
-    assert "ends in .npz" in typed_wrong("convert", deit_file, tmp_path / "out.pth", "--format", "npz")
-    assert "is what is to be converted" in typed_wrong("convert", deit_file, deit_file, "--overwrite")
+    assert "is a folder" in refused("convert", deit_file, tmp_path / "folder.safetensors")
+    assert "ends in .npz" in refused("convert", deit_file, tmp_path / "out.pth", "--format", "npz")
+    assert "is what is to be converted" in refused("convert", deit_file, deit_file, "--overwrite")
     (tmp_path / "old.safetensors").write_bytes(b"old")
-    assert "There are weights at" in typed_wrong("convert", deit_file, tmp_path / "old.safetensors")
+    assert "There are weights at" in refused("convert", deit_file, tmp_path / "old.safetensors")
     assert (tmp_path / "old.safetensors").read_bytes() == b"old"
     assert typed("convert", deit_file, tmp_path / "old.safetensors", "--overwrite")[0] == 0
-    assert "no file" in typed_wrong("info", "deit_small_patch16_224.pth")
-    assert "no model" in typed_wrong("info", "x" * 300)
-    assert "cannot be written" in typed_wrong("convert", deit_file, "/etc/passwd/x.safetensors")
-    assert "more than 2000" in typed_wrong("info", "vit_small_patch16_99999x9")
-    assert "not an image size" in typed_wrong("info", "deit_tiny_patch16", "--image-size", "²")
+    assert "no file" in refused("info", "deit_small_patch16_224.pth")
+    assert "no model" in refused("info", "x" * 300)
+    assert "cannot be written" in refused("convert", deit_file, "/etc/passwd/x.safetensors")
+    assert "more than 2000" in refused("info", "vit_small_patch16_99999x9")
+    assert "not an image size" in refused("info", "deit_tiny_patch16", "--image-size", "²")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
@@ -224,23 +203,23 @@ def test_resume_goes_on_and_a_finished_run_only_reports(digits_run, tmp_path):
     assert (folder / "report.html").exists()
 
 
-def test_a_run_does_not_go_into_its_data(typed_wrong, tmp_path):
+def test_a_run_does_not_go_into_its_data(refused, tmp_path):
     make_folder(tmp_path / "photos", {"ant": 3, "bee": 3})
-    said = typed_wrong("train", tmp_path / "photos", "--out", tmp_path / "photos" / "run")
+    said = refused("train", tmp_path / "photos", "--out", tmp_path / "photos" / "run")
     assert "lies inside the data" in said
     assert not (tmp_path / "photos" / "run").exists()
-    assert "path to the data is empty" in typed_wrong("train", "")
+    assert "path to the data is empty" in refused("train", "")
 
 
-def test_resume_of_a_finished_run(digits_run, typed, typed_wrong, tmp_path):
+def test_resume_of_a_finished_run(digits_run, typed, refused, tmp_path):
     code, _, said = typed("resume", digits_run[0], "--workers", "0")
     assert code == 0
     assert "This run is finished" in said
-    assert "has no run.json" in typed_wrong("resume", tmp_path)
-    assert "is not the folder of a run" in typed_wrong("resume", tmp_path / "nowhere")
+    assert "has no run.json" in refused("resume", tmp_path)
+    assert "is not the folder of a run" in refused("resume", tmp_path / "nowhere")
 
 
-def test_a_recipe_file_is_a_recipe(digits_run, typed, typed_wrong, tmp_path):
+def test_a_recipe_file_is_a_recipe(digits_run, typed, refused, tmp_path):
     code, _, said = typed(
         "train", "digits", "--recipe", digits_run[0] / "recipe.yaml", "--workers", "0", "--out", tmp_path / "run"
     )
@@ -256,7 +235,7 @@ def test_a_recipe_file_is_a_recipe(digits_run, typed, typed_wrong, tmp_path):
     ):
         if text is not None:
             (tmp_path / name).write_text(text)
-        assert sentence in typed_wrong("train", "digits", "--recipe", tmp_path / name)
+        assert sentence in refused("train", "digits", "--recipe", tmp_path / name)
     (tmp_path / "own.yaml").write_text("optimiser: {rate: 1e-3}")  # which YAML takes for text
     assert open_recipe(str(tmp_path / "own.yaml")).optimiser.rate == 1e-3
 
@@ -271,7 +250,7 @@ def test_from_weights(digits_run, typed, tmp_path):
     assert {name for name in changed if "running" not in name and "tracked" not in name} <= {"head.weight", "head.bias"}
 
 
-def test_plan_writes_nothing(typed, typed_wrong, tmp_path, monkeypatch):
+def test_plan_writes_nothing(typed, refused, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, said, _ = typed("plan", "digits", "--device", "cpu")
     assert code == 0
@@ -279,11 +258,11 @@ def test_plan_writes_nothing(typed, typed_wrong, tmp_path, monkeypatch):
     assert "600 steps, about" in said
     code, said, _ = typed("plan", "digits", "--recipe", "deit_tiny", "--set", "augmentation.size=32", "--micro-batch", "8")
     assert "batch 1024 = 1 x CPU x 128 accumulation x 8" in said
-    assert "starts from trained weights" in typed_wrong("plan", "digits", "--recipe", "deit_base_to_384")
+    assert "starts from trained weights" in refused("plan", "digits", "--recipe", "deit_base_to_384")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_recipes_as_a_table_and_as_json(typed, typed_wrong):
+def test_recipes_as_a_table_and_as_json(typed, refused):
     _, table, _ = typed("recipes")
     assert max(map(len, table.splitlines())) <= 120
     assert all(f"\n  {name} " in table for name in list_recipes())
@@ -295,20 +274,20 @@ def test_recipes_as_a_table_and_as_json(typed, typed_wrong):
     assert "cait" not in table
     _, text, _ = typed("recipes", "--json", "laptop")
     assert list(json.loads(text)) == ["laptop"]
-    assert "No recipe matches 'zzz'" in typed_wrong("recipes", "zzz")
+    assert "No recipe matches 'zzz'" in refused("recipes", "zzz")
     assert "Usage" in typed("recipes", "--help")[1]
 
 
-def test_recipes_show(typed, typed_wrong):
+def test_recipes_show(typed, refused):
     _, text, _ = typed("recipes", "show", "deit_small", "--set", "optimiser.rate=3e-4", "--set", "architecture.drop_path=0.2")
     assert "rate: 0.0003" in text
     assert yaml.safe_load(text)["architecture"] == {"drop_path": 0.2}
     _, text, _ = typed("recipes", "show", "deit_small", "--json")
     assert vitrail.Recipe.from_dict(json.loads(text)) == lookup("deit_small")
-    assert "the nearest are" in typed_wrong("recipes", "show", "deit_smal")
+    assert "the nearest are" in refused("recipes", "show", "deit_smal")
 
 
-def test_set_reaches_every_kind_of_leaf(typed, typed_wrong):
+def test_set_reaches_every_kind_of_leaf(typed, refused):
     settings = {
         "augmentation.size": ("24x32", [24, 32]),
         "augmentation.scale": ("[0.5, 1]", [0.5, 1.0]),
@@ -341,50 +320,51 @@ def test_set_reaches_every_kind_of_leaf(typed, typed_wrong):
         ("optimiser.nesterov=maybe", "should be of the kind bool"),
         ("optimiser.kind=sgdm", "choose from adamw"),
     ):
-        assert sentence in typed_wrong("recipes", "show", "deit_small", "--set", change)
+        assert sentence in refused("recipes", "show", "deit_small", "--set", change)
 
 
-def test_a_loss_that_is_not_a_number_is_recorded_and_replayed(typed, typed_wrong, tmp_path):
+def test_a_loss_that_is_not_a_number_is_recorded_and_replayed(typed, refused, tmp_path):
     wild = (*SHORT, "--set", "optimiser.rate=1e30", "--set", "schedule.warmup=0 steps", "--set", "schedule.length=9 steps")
-    sentence = typed_wrong("train", "digits", *wild, "--log-steps", "1", "--out", tmp_path / "run")
+    code, _, told = typed("train", "digits", *wild, "--log-steps", "1", "--out", tmp_path / "run")
+    assert code == 2
     (bundle,) = (tmp_path / "run").glob("not-finite-*")
-    assert f"`vitrail replay {bundle}` shows where it began" in sentence
+    assert f"`vitrail replay {bundle}` shows where it began" in told.splitlines()[-1]
     code, said, _ = typed("replay", bundle, "--device", "cpu")
     assert code == 0
     assert "first output that is not finite" in said
     assert "This is what the run recorded." in said
     found = json.loads(typed("replay", bundle, "--json", "--device", "cpu")[1])
     assert found["recorded"]["step"] == found["replayed"]["step"]
-    assert "is not a whole bundle" in typed_wrong("replay", tmp_path)
-    assert "give the folder that the training named" in typed_wrong("replay", tmp_path / "nothing")
+    assert "is not a whole bundle" in refused("replay", tmp_path)
+    assert "give the folder that the training named" in refused("replay", tmp_path / "nothing")
 
 
-def test_weights_that_are_no_numbers(typed_wrong, tmp_path):
+def test_weights_that_are_no_numbers(refused, tmp_path):
     model = vitrail.create("house_mini", 2, 32, depth=1)
     torch.nn.init.constant_(model.head.weight, torch.nan)
     vitrail.save(model, tmp_path / "nan.safetensors")
-    said = typed_wrong("convert", tmp_path / "nan.safetensors", tmp_path / "out.safetensors", "--check")
+    said = refused("convert", tmp_path / "nan.safetensors", tmp_path / "out.safetensors", "--check")
     assert f"The answers of {tmp_path / 'nan.safetensors'} are no numbers: its weights are damaged." in said
 
 
 @pytest.mark.parametrize("option", ["--from", "--model", "--teacher"])
-def test_a_variable_that_is_not_set(option, typed_wrong, tmp_path):
+def test_a_variable_that_is_not_set(option, refused, tmp_path):
     """An empty --from would train from scratch without a word."""
-    assert f"{option} is empty" in typed_wrong("train", "digits", option, "", "--out", tmp_path / "run")
+    assert f"{option} is empty" in refused("train", "digits", option, "", "--out", tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-def test_mistakes_at_the_keyboard(typed, typed_wrong, tmp_path):
+def test_mistakes_at_the_keyboard(typed, refused, tmp_path):
     out = ("--out", tmp_path / "run")
-    assert "There is nothing at" in typed_wrong("train", tmp_path / "nowhere", *out)
+    assert "There is nothing at" in refused("train", tmp_path / "nowhere", *out)
     for epochs in ("-1", "0", "inf", "nan"):
-        assert f"--epochs {epochs} is no length of a training" in typed_wrong("train", "digits", "--epochs", epochs, *out)
-    assert "less than one step" in typed_wrong("train", "digits", "--epochs", "0.001", *out)
-    assert "the nearest are deit_small" in typed_wrong("train", "digits", "--recipe", "deit_smal", *out)
-    assert "--on-nan wait is not known; choose from stop, skip" in typed_wrong("train", "digits", "--on-nan", "wait", *out)
-    assert "--bad hide is not known; choose from skip, fatal" in typed_wrong("train", "digits", "--bad", "hide", *out)
+        assert f"--epochs {epochs} is no length of a training" in refused("train", "digits", "--epochs", epochs, *out)
+    assert "less than one step" in refused("train", "digits", "--epochs", "0.001", *out)
+    assert "the nearest are deit_small" in refused("train", "digits", "--recipe", "deit_smal", *out)
+    assert "--on-nan wait is not known; choose from stop, skip" in refused("train", "digits", "--on-nan", "wait", *out)
+    assert "--bad hide is not known; choose from skip, fatal" in refused("train", "digits", "--bad", "hide", *out)
     if not torch.cuda.is_available():
-        assert "There is no GPU that torch can use here: give --device cpu." in typed_wrong("train", "--device", "cuda", *out)
+        assert "There is no GPU that torch can use here: give --device cpu." in refused("train", "--device", "cuda", *out)
     for words in (("--micro-batch", "0"), ("--workers", "-1"), ("--epochs", "many"), ("--log-steps", "-1"), ("--nonsense",)):
         code, _, said = typed("train", "digits", *words, *out)
         assert code == 2
@@ -429,11 +409,14 @@ def test_predict_the_built_in_pictures(digits_run):
     assert "is" in result.stdout.splitlines()[0].split()
 
 
-def test_predict_of_nothing(digits_run, typed_wrong, tmp_path):
-    assert typed_wrong("predict", digits_run[0], tmp_path / "none.png") == "No picture could be read."
-    assert typed_wrong("predict", digits_run[0], tmp_path, spoil(tmp_path / "bad.png")) == "No picture could be read."
-    assert "There is no file" in typed_wrong("predict", tmp_path / "none.safetensors", tmp_path / "bad.png")
-    assert "is not a safetensors" in typed_wrong("predict", tmp_path / "bad.png", tmp_path / "bad.png")
+def test_predict_of_nothing(digits_run, typed, refused, tmp_path):
+    for bad in (tmp_path / "none.png", spoil(tmp_path / "bad.png")):
+        code, said, told = typed("predict", digits_run[0], bad)
+        assert (code, said, told.splitlines()[1:]) == (2, "", ["No picture could be read."])
+    for words in (("predict", digits_run[0], ""), ("embed", digits_run[0], "", "a.png", "--out", tmp_path / "features.npy")):
+        assert refused(*words).startswith("The path to a picture is empty: give files")
+    assert "There is no file" in refused("predict", tmp_path / "none.safetensors", tmp_path / "bad.png")
+    assert "is not a safetensors" in refused("predict", tmp_path / "bad.png", tmp_path / "bad.png")
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")

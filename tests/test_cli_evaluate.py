@@ -13,42 +13,11 @@ from PIL import Image
 
 import vitrail
 from tests.pictures import make_folder, make_picture, spoil
-from vitrail import cli
 from vitrail.commands import predict as predicting
 from vitrail.commands.evaluate import titles
 from vitrail.commands.predict import one_line
 
 NAMES = ["blue", "green", "new\nline\t[bold]"]
-
-
-@pytest.fixture
-def typed(monkeypatch, capsysbinary):
-    """Words as typed -> exit code, standard output, standard error; never a traceback."""
-
-    def type_in(*words, given=b""):
-        monkeypatch.setattr(sys, "argv", ["vitrail", *map(str, words)])
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given)))
-        capsysbinary.readouterr()
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as ended:
-            code = ended.code or 0
-        out, error = capsysbinary.readouterr()
-        return code, out.decode(errors="surrogateescape"), error.decode()
-
-    return type_in
-
-
-@pytest.fixture
-def typed_wrong(typed):
-    def type_in(*words):
-        code, _, said = typed(*words)
-        assert code == 2, said
-        assert "Traceback" not in said
-        return said.strip().splitlines()[-1]
-
-    return type_in
 
 
 def small(path, classes, names, distilled=False, seed=0):
@@ -159,15 +128,15 @@ def test_a_list_on_standard_input(typed, weights, pictures):
     assert typed("predict", weights, "-")[0] == 2
 
 
-def test_into_a_file(typed, typed_wrong, weights, pictures, tmp_path):
+def test_into_a_file(typed, refused, weights, pictures, tmp_path):
     for name, first in (("a.csv", "picture,class_1"), ("b.jsonl", '{"picture"'), ("c.txt", "picture")):
         code, said, _ = typed("predict", weights, pictures, "--out", tmp_path / "new" / name)
         assert (code, said) == (0, "")
         assert (tmp_path / "new" / name).read_text().startswith(first)
-    assert "is a folder" in typed_wrong("predict", weights, pictures, "--out", tmp_path)
-    assert "cannot be written" in typed_wrong("predict", weights, pictures, "--out", tmp_path / "new" / "a.csv" / "b.csv")
-    assert "two formats" in typed_wrong("predict", weights, pictures, "--json", "--format", "csv")
-    assert "--format xml is not known" in typed_wrong("predict", weights, pictures, "--format", "xml")
+    assert "is a folder" in refused("predict", weights, pictures, "--out", tmp_path)
+    assert "cannot be written" in refused("predict", weights, pictures, "--out", tmp_path / "new" / "a.csv" / "b.csv")
+    assert "two formats" in refused("predict", weights, pictures, "--json", "--format", "csv")
+    assert "--format xml is not known" in refused("predict", weights, pictures, "--format", "xml")
 
 
 def test_a_long_table_comes_in_blocks(typed, weights, pictures, monkeypatch):
@@ -210,7 +179,7 @@ def test_a_second_test_set(typed, weights, pictures, folder):
     assert "other <b>" not in page
 
 
-def test_imagenet_weights_without_names_on_ten_classes(typed, typed_wrong, folder):
+def test_imagenet_weights_without_names_on_ten_classes(typed, refused, folder):
     weights = small(folder / "thousand.safetensors", 1000, None)
     some = make_folder(folder / "some", ["goldfish", "n02123045", "Golden_Retriever"], 2)
     found = json.loads(typed("evaluate", weights, some, "--json")[1])["evaluations"][0]
@@ -219,43 +188,41 @@ def test_imagenet_weights_without_names_on_ten_classes(typed, typed_wrong, folde
     assert every["loss"] > found["loss"]
     assert every["top5"] is not None
     wrong = make_folder(folder / "wrong", ["goldfish", "zzz"], 2)
-    assert "unknown to the model are 1 of 2 ('zzz')" in typed_wrong("evaluate", weights, wrong)
+    assert "unknown to the model are 1 of 2 ('zzz')" in refused("evaluate", weights, wrong)
     (folder / "map.json").write_text('{"zzz": ["tabby", "n02123159"]}')
     code, said, _ = typed("evaluate", weights, wrong, "--map", folder / "map.json")
     assert code == 0
     assert "as the map says" in said
     (folder / "map.json").write_text('{"zz": "tabby"}')
-    assert "no class of" in typed_wrong("evaluate", weights, wrong, "--map", folder / "map.json")
+    assert "no class of" in refused("evaluate", weights, wrong, "--map", folder / "map.json")
 
 
-def test_several_right_labels(typed, typed_wrong, weights, pictures, folder):
+def test_several_right_labels(typed, refused, weights, pictures, folder):
     (folder / "labels.json").write_text(json.dumps([[0, 1]] * 11 + [[]]))
     code, said, _ = typed("evaluate", weights, pictures, "--labels", folder / "labels.json")
     assert code == 0
     assert "100.00 %" in said
     assert "any label: 11 pictures; 1 without one do not count" in said
     (folder / "labels.json").write_text("[[0]]")
-    assert "1 lists of labels for the 12 pictures" in typed_wrong(
-        "evaluate", weights, pictures, "--labels", folder / "labels.json"
-    )
+    assert "1 lists of labels for the 12 pictures" in refused("evaluate", weights, pictures, "--labels", folder / "labels.json")
 
 
-def test_mistakes_at_the_keyboard(typed_wrong, weights, pictures, tmp_path):
+def test_mistakes_at_the_keyboard(refused, weights, pictures, tmp_path):
     plain = make_picture(tmp_path / "plain" / "a.png").parent
-    assert "has no labels" in typed_wrong("evaluate", weights, plain)
-    assert "There is nothing at" in typed_wrong("evaluate", weights, tmp_path / "none")
-    assert "There is no file" in typed_wrong("evaluate", tmp_path / "none.safetensors", pictures)
-    assert "--head last is not known" in typed_wrong("evaluate", weights, pictures, "--head", "last")
-    assert "has no distillation head" in typed_wrong("evaluate", weights, pictures, "--head", "distillation")
-    assert "--among some is not known" in typed_wrong("evaluate", weights, pictures, "--among", "some")
-    assert "not an image size" in typed_wrong("evaluate", weights, pictures, "--sizes", "16,,")
-    assert "not a list of crop ratios" in typed_wrong("evaluate", weights, pictures, "--crop-ratios", "a")
-    assert "at most 1, not nan" in typed_wrong("evaluate", weights, pictures, "--crop-ratios", "nan")
-    assert "no split called last" in typed_wrong("evaluate", weights, pictures, "--split", "last")
-    assert "is a file" in typed_wrong("evaluate", weights, pictures, "--out", weights)
-    assert "at least two models" in typed_wrong("disagree", pictures)
-    assert "One model cannot differ" in typed_wrong("disagree", weights, pictures)
-    assert "call it differ.png" in typed_wrong("disagree", weights, weights, pictures, "--out", "a.jpg")
+    assert "has no labels" in refused("evaluate", weights, plain)
+    assert "There is nothing at" in refused("evaluate", weights, tmp_path / "none")
+    assert "There is no file" in refused("evaluate", tmp_path / "none.safetensors", pictures)
+    assert "--head last is not known" in refused("evaluate", weights, pictures, "--head", "last")
+    assert "has no distillation head" in refused("evaluate", weights, pictures, "--head", "distillation")
+    assert "--among some is not known" in refused("evaluate", weights, pictures, "--among", "some")
+    assert "not an image size" in refused("evaluate", weights, pictures, "--sizes", "16,,")
+    assert "not a list of crop ratios" in refused("evaluate", weights, pictures, "--crop-ratios", "a")
+    assert "at most 1, not nan" in refused("evaluate", weights, pictures, "--crop-ratios", "nan")
+    assert "no split called last" in refused("evaluate", weights, pictures, "--split", "last")
+    assert "is a file" in refused("evaluate", weights, pictures, "--out", weights)
+    assert "at least two models" in refused("disagree", pictures)
+    assert "One model cannot differ" in refused("disagree", weights, pictures)
+    assert "call it differ.png" in refused("disagree", weights, weights, pictures, "--out", "a.jpg")
 
 
 # --- comparing

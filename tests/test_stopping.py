@@ -179,18 +179,44 @@ MOMENTS = {
 WORDS = {**SHORT, "schedule.length": "6 steps", "testing.every": "3 steps"}
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_every_moment_of_a_training(moment, typed, tmp_path, monkeypatch):
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    owner, name, time, sentence = MOMENTS[moment]
+@pytest.fixture
+def hearing():
+    """Ctrl-C, which the background jobs of a shell do not."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def train(hearing, typed, tmp_path, monkeypatch):
+    """Types a training of six steps into the folder run."""
     for each, what, value in EASY:
         monkeypatch.setattr(each, what, value)
-    folder = tmp_path / "run"
     changes = [part for key, value in WORDS.items() for part in ("--set", f"{key}={value}")]
-    words = ["train", "digits", "--recipe", "laptop", "--out", folder, *changes, "--device", "cpu", "--workers", 0]
+    words = ["train", "digits", "--recipe", "laptop", "--out", tmp_path / "run", *changes, "--device", "cpu", "--workers", 0]
+    return lambda save_steps=0: typed(*words, "--save-steps", save_steps)
+
+
+def fails_of(count, error):
+    """A library that is interrupted so often and makes something else of it."""
+
+    def library(*_):
+        try:
+            for _ in range(count):
+                os.kill(os.getpid(), signal.SIGINT)
+        except KeyboardInterrupt:
+            raise error from None
+
+    return library
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_every_moment_of_a_training(moment, train, typed, tmp_path, monkeypatch):
+    owner, name, time, sentence = MOMENTS[moment]
+    folder = tmp_path / "run"
     with monkeypatch.context() as patch:
         interrupt_before(patch, owner, name, time)
-        done = typed(*words, "--save-steps", 3 if moment == "saving" else 0)
+        done = train(3 if moment == "saving" else 0)
     assert done.returncode == 130, done.stderr
     assert done.stderr.splitlines()[-1] == sentence.format(folder)
     assert "Traceback" not in done.stderr
@@ -201,39 +227,15 @@ def test_every_moment_of_a_training(moment, typed, tmp_path, monkeypatch):
         assert "best validation accuracy" in again.stderr
 
 
-def test_a_library_that_fails_of_it_at_the_end_of_a_training(typed, tmp_path, monkeypatch):
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    for each, what, value in EASY:
-        monkeypatch.setattr(each, what, value)
-
-    def drawn(folder):
-        try:
-            os.kill(os.getpid(), signal.SIGINT)
-        except KeyboardInterrupt:
-            raise ImportError("half loaded") from None
-
-    monkeypatch.setattr(closing, "write_report", drawn)
-    changes = [part for key, value in WORDS.items() for part in ("--set", f"{key}={value}")]
-    done = typed("train", "digits", "--out", tmp_path / "run", *changes, "--device", "cpu", "--workers", 0)
+def test_a_library_that_fails_of_it_at_the_end_of_a_training(train, tmp_path, monkeypatch):
+    monkeypatch.setattr(closing, "write_report", fails_of(1, ImportError("half loaded")))
+    done = train()
     assert (done.returncode, done.stderr.splitlines()[-1]) == (130, REPORT.format(tmp_path / "run"))
 
 
-def test_a_library_that_fails_of_the_second_while_a_training_runs(typed, tmp_path, monkeypatch):
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    for each, what, value in EASY:
-        monkeypatch.setattr(each, what, value)
-
-    def validated(training):
-        try:
-            os.kill(os.getpid(), signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGINT)
-        except KeyboardInterrupt:
-            raise RuntimeError("something in C failed") from None
-
-    monkeypatch.setattr(Training, "evaluate", validated)
-    changes = [part for key, value in WORDS.items() for part in ("--set", f"{key}={value}")]
-    words = ["train", "digits", "--out", tmp_path / "run", *changes, "--device", "cpu", "--workers", 0, "--save-steps", 2]
-    done = typed(*words)
+def test_a_library_that_fails_of_the_second_while_a_training_runs(train, tmp_path, monkeypatch):
+    monkeypatch.setattr(Training, "evaluate", fails_of(2, RuntimeError("something in C failed")))
+    done = train(save_steps=2)
     assert done.returncode == 130, done.stderr
     assert done.stderr.splitlines()[-1] == f"Stopped at once; `vitrail resume {tmp_path / 'run'}` goes on from step 2."
     assert "Traceback" not in done.stderr
@@ -257,8 +259,7 @@ ANNOTATING = {
 
 
 @pytest.mark.parametrize("moment", ANNOTATING)
-def test_every_moment_of_annotating(moment, teacher, typed, tmp_path, monkeypatch):
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+def test_every_moment_of_annotating(moment, hearing, teacher, typed, tmp_path, monkeypatch):
     owner, name, time, sentence = ANNOTATING[moment]
     whole = storing.write_store
     monkeypatch.setattr(annotating, "write_store", lambda *words: whole(*words[:-1], 500))
