@@ -3,13 +3,16 @@
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import vitrail
+from tests.disks import small_disk
 from tests.pictures import make_folder
 from vitrail.errors import UserError
-from vitrail.writing import check_writable, write_aside
+from vitrail.evaluation.keeping import save_array
+from vitrail.writing import check_folder, check_writable, write_aside
 
 SYSTEM = pytest.mark.skipif(not Path("/proc/self").exists(), reason="this system has no folder that takes nothing from anybody")
 
@@ -23,6 +26,19 @@ def test_places_that_take_files(tmp_path):
     check_writable(None)
     assert sorted(tmp_path.rglob("*")) == before
     assert (tmp_path / "old.txt").read_text() == "old"
+
+
+def test_a_file_where_a_folder_is_meant(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="file is a file: give a folder to write to"):
+        check_folder(tmp_path / "file")
+    for place in (None, tmp_path, tmp_path / "new"):
+        check_folder(place)
+
+
+def test_an_array_that_does_not_fit(tmp_path):
+    with small_disk(tmp_path / "disk", "40k"), pytest.raises(UserError, match=r"x.npy could not be written, not all of it fits"):
+        write_aside(tmp_path / "disk" / "x.npy", lambda side: save_array(side, np.zeros(40_000)))
 
 
 def test_below_a_file(tmp_path):
@@ -63,7 +79,8 @@ def given(tmp_path_factory):
     model.class_names = ["cats", "dogs"]
     vitrail.save(model, folder / "model.safetensors")
     make_folder(folder / "photos", ("cats", "dogs"))
-    return {"MODEL": folder / "model.safetensors", "PHOTOS": folder / "photos"}
+    (folder / "tasks.yaml").write_text("tasks: [{source: photos, probe: knn}]")
+    return {"MODEL": folder / "model.safetensors", "PHOTOS": folder / "photos", "TASKS": folder / "tasks.yaml"}
 
 
 COMMANDS = (
@@ -79,6 +96,7 @@ COMMANDS = (
     "bench MODEL --plot OUT.png",
     "bench MODEL --json OUT.json",
     "delta make MODEL MODEL --out OUT.safetensors",
+    "suite TASKS MODEL --out OUT",
 )
 
 

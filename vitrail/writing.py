@@ -1,10 +1,12 @@
 """Files that are whole or not there: written to the side, flushed to the disk, renamed."""
 
+import errno
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +53,44 @@ def check_writable(path: Path | None) -> None:
         raise UserError(f"{path} cannot be written, {why}: choose another place.") from None
 
 
+def check_folder(path: Path | None) -> None:
+    """The same of what must be a folder."""
+    if path is not None and path.is_file():
+        raise UserError(f"{path} is a file: give a folder to write to.")
+    check_writable(path)
+
+
 def reason(error: Exception) -> str:
     """What the system says, without the names of the files to the side."""
-    return os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error).partition("\n")[0].rstrip(".")
+    if isinstance(error, OSError) and error.errno:
+        return os.strerror(error.errno)
+    first = str(error).partition("\n")[0].rstrip(".")
+    # NumPy does not hand on what the system said of an array that it could not write whole.
+    return "not all of it fits" if re.fullmatch(r"\d+ requested and \d+ written", first) else first
+
+
+def unwritten(out: Path, error: OSError, kept: bool) -> UserError:
+    """Of a folder that is filled shard by shard; `kept`: some are finished, and the next run goes on after them."""
+    place = next(each for each in (out, *out.absolute().parents) if os.path.exists(each))
+    free = shutil.disk_usage(place).free >> 20
+    what = "choose another place"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        what = "make room and run the same command again" + (", the finished shards are kept" if kept else "")
+    return UserError(f"{out} could not be written, {reason(error)} ({free} MiB free): {what}.")
+
+
+@contextmanager
+def removing_folders(out: Path) -> Iterator[None]:
+    """Makes the folder; on failure those that were made for it go again, where nothing is in them to go on with."""
+    made = [each for each in (out, *out.absolute().parents) if not os.path.exists(each)]
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException:
+        for each in made:
+            with suppress(OSError):
+                each.rmdir()
+        raise
 
 
 def refuse_overwriting(out: Path | None, *read: str | Path) -> None:

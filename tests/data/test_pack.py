@@ -1,6 +1,7 @@
 """`vitrail data pack`: what goes in comes out, however often it is killed on the way."""
 
 import contextlib
+import errno
 import io
 import json
 import multiprocessing
@@ -18,6 +19,7 @@ from pyarrow import parquet
 
 from tests.data.test_inspect import scene
 from tests.data.test_sources import png, write_cifar, write_folder, write_parquet, write_tar
+from tests.disks import small_disk
 from vitrail.commands import data as commands
 from vitrail.data import packing
 from vitrail.data.decode import decode, decode_mask
@@ -25,7 +27,9 @@ from vitrail.data.folder import Parts
 from vitrail.data.opening import open_parts
 from vitrail.data.packing import pack, parse_bytes
 from vitrail.data.recoding import Recoding
+from vitrail.data.shards import ShardWriter, schema_of
 from vitrail.errors import UserError
+from vitrail.writing import aside
 
 PLAIN = Recoding()
 SHARD = 100_000
@@ -354,24 +358,91 @@ def test_unreadable_pictures_are_left_out_and_told_or_fatal(typed, tmp_path):
         packed(path, tmp_path / "none")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
+FULL = r"No space left on device \(.* MiB free\): make room and run the same command again"
+
+
 def test_a_full_disk_loses_nothing(photos, whole, tmp_path):
     disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(disk)]
-    if subprocess.run(mount, check=False, capture_output=True).returncode:
-        pytest.skip("no small disk can be mounted here")
-    try:
-        with pytest.raises(UserError, match=r"No space left on device .* make room and run the same command again"):
+    with small_disk(disk, "400k") as resize:
+        with pytest.raises(UserError, match=f"{FULL}, the finished shards are kept"):
             packed(photos, disk / "out")
         assert not list(disk.rglob("*.part"))
         finished = len(list(disk.rglob("*.parquet")))
         assert finished > 1
-        subprocess.run(["mount", "-o", "remount,size=4m", str(disk)], check=True)
+        resize("4m")
         assert packed(photos, disk / "out").kept == finished
         assert contents(disk / "out") == whole
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
+
+
+def fill_at(monkeypatch, ending):
+    """The disk is full as a file of that ending gets its name."""
+
+    @contextlib.contextmanager
+    def full(path):
+        with aside(path) as side:
+            yield side
+            if path.name.endswith(ending):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(packing, "aside", full)
+
+
+@pytest.mark.parametrize("ending", ["_pack.json", ".parquet"])
+def test_a_disk_that_is_full_before_the_first_shard(ending, photos, tmp_path, monkeypatch):
+    """Nothing is left, nothing is said to be kept, and the next try may make the pictures smaller."""
+    out = tmp_path / "new" / "out"
+    with monkeypatch.context() as patch:
+        fill_at(patch, ending)
+        with pytest.raises(UserError, match=rf"{FULL}\.$"):
+            packed(photos, out)
+    assert not list(tmp_path.iterdir())
+    assert packed(photos, out, Recoding(resize=10)).rows == 60
+
+
+def test_a_run_that_was_killed_before_its_first_shard_binds_nobody(photos, whole, tmp_path):
+    folder = tmp_path / "out" / ".packing"
+    folder.mkdir(parents=True)
+    others = {"layout": 1, "source": "other", "options": {"splits": ["train"]}, "shards": []}
+    (folder / "_pack.json").write_text(json.dumps(others))
+    (folder / "train-000000007.parquet").write_bytes(b"not noted")
+    packed(photos, tmp_path / "out")
+    assert contents(tmp_path / "out") == whole
+
+
+def test_a_shard_that_was_not_noted_does_not_come_along(photos, whole, tmp_path):
+    out = tmp_path / "out"
+    interrupted(photos, out)
+    (out / ".packing" / "train-000000047.parquet").write_bytes(b"of pictures that are in other shards now")
+    assert packed(photos, out).kept == 3
+    assert contents(out) == whole
+
+
+def test_a_disk_that_says_late_that_it_is_full(tmp_path):
+    """Network disks do as a file is closed."""
+
+    class Late(io.FileIO):
+        def close(self):
+            if not self.closed:
+                super().close()
+                raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    class Place:
+        def open(self, mode):
+            return io.BufferedWriter(Late(tmp_path / "shard.parquet", mode))
+
+    parts = open_parts("digits")
+    with pytest.raises(OSError, match=os.strerror(errno.EDQUOT)), ShardWriter(Place(), schema_of(parts)) as writer:
+        writer.add(Recoding().row(parts["train"], 0), parts["train"], 0)
+
+
+def test_ctrl_c_before_the_first_shard(photos, typed, tmp_path, monkeypatch):
+    def stop(*words):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ShardWriter, "add", stop)
+    done = typed("data", "pack", photos, tmp_path / "out", "--workers", 0)
+    assert (done.returncode, done.stderr) == (130, "Stopped; nothing was kept.\n")
+    assert not list(tmp_path.iterdir())
 
 
 def test_sizes_and_options_in_words():

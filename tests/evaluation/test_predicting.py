@@ -42,6 +42,11 @@ def test_files_and_folders_in_the_order_given(tmp_path):
     ]
 
 
+def test_an_empty_path_is_told(tmp_path):
+    with pytest.raises(UserError, match="The path to a picture is empty: give files"):
+        open_pictures([make_picture(tmp_path / "one.jpg"), ""])
+
+
 def found_in(source, folder):
     return [os.path.relpath(source.where(index), folder) for index in range(len(source))]
 

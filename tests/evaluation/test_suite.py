@@ -1,6 +1,7 @@
 """A suite: read with care, kept task by task, gone on with."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -128,6 +129,29 @@ def test_a_missing_source_is_told_before_anything_is_computed(place, tmp_path, m
         run_suite(tasks, [place / "0.safetensors"], tmp_path, vitrail.load)
     with pytest.raises(UserError, match="cannot be read"):
         run_suite(tasks[:1], [place / "gone.safetensors"], tmp_path, vitrail.load)
+
+
+def test_weights_that_come_with_the_package(place, tmp_path):
+    tasks = read_suite(write(place, {"tasks": [{"source": "two", "probe": "knn"}]}))
+    (row,) = run_suite(tasks, [Path("house_tiny")], tmp_path, vitrail.load, workers=0)
+    assert row.weights == "house_tiny"
+
+
+def test_a_place_that_cannot_be_written_is_told_before_anything_is_computed(place, tmp_path, monkeypatch):
+    tasks = read_suite(write(place, {"tasks": [{"source": "two", "probe": "knn"}]}))
+    weights = [place / "0.safetensors"]
+    (tmp_path / "file").write_text("")
+    with monkeypatch.context() as patch:
+        patch.setattr(room, "run_task", None)
+        with pytest.raises(UserError, match=r"file is a file: give a folder to write to"):
+            run_suite(tasks, weights, tmp_path / "file", None)
+    rows = run_suite(tasks, weights, tmp_path / "kept", vitrail.load, workers=0)
+
+    def refuse(folder):
+        raise AssertionError("what is only read need not be written")
+
+    monkeypatch.setattr(room, "check_folder", refuse)
+    assert run_suite(tasks, weights, tmp_path / "kept", None) == rows
 
 
 def test_trouble_names_the_task_and_the_weights(place, tmp_path):

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.disks import small_disk
 from tests.pictures import make_folder, make_picture, spoil
 from tests.teachers.answers import make_source, make_store, make_teacher, network
 from vitrail.data.augment.pipeline import augment
@@ -313,27 +314,60 @@ def test_a_teacher_is_known_by_its_weights():
     assert identity(make_teacher())["weights"] != identity(make_teacher(seed=1))["weights"]
 
 
-def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
-    source, teacher = make_source(tmp_path / "p", 10), make_teacher()
-    make_store(tmp_path / "whole", teacher, source)
+def full_at(name):
+    """`aside` of a disk that is full as the file of that name would get it."""
 
     @contextmanager
     def full(path, side=None):
         with aside(path, side) as place:
             yield place
-            if path.name == "shard-00001.safetensors":
+            if path.name == name:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+    return full
+
+
+AGAIN = r"No space left on device \(.* MiB free\): make room and run the same command again"
+
+
+def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
+    source, teacher = make_source(tmp_path / "p", 10), make_teacher()
+    make_store(tmp_path / "whole", teacher, source)
     with monkeypatch.context() as patch:
-        patch.setattr(storing, "aside", full)
-        with pytest.raises(UserError, match=r"No space left on device .*run the same command again"):
+        patch.setattr(storing, "aside", full_at("shard-00001.safetensors"))
+        with pytest.raises(UserError, match=f"{AGAIN}, the finished shards are kept"):
             make_store(tmp_path / "s", teacher, source)
     assert sorted(contents(tmp_path / "s")) == ["manifest.json", "shard-00000.safetensors"]
     make_store(tmp_path / "s", teacher, source)
     assert contents(tmp_path / "s") == contents(tmp_path / "whole")
+    for name in ("shard-00000.safetensors", "manifest.json"):
+        with monkeypatch.context() as patch:
+            patch.setattr(storing, "aside", full_at(name))
+            with pytest.raises(UserError, match=rf"{AGAIN}\.$"):
+                make_store(tmp_path / "new" / "none", teacher, source)
+        assert not (tmp_path / "new").exists()
     monkeypatch.setattr(storing, "free_space", lambda out: 100)
     with pytest.raises(UserError, match=r"needs 900 bytes for 30 pictures, and 100 bytes are free"):
         make_store(tmp_path / "tight", teacher, source)
+
+
+def test_a_disk_that_fills_while_a_store_is_written(tmp_path):
+    source, teacher = make_source(tmp_path / "p", 10), make_teacher()
+
+    def run(out):
+        return annotate(teacher, source, out, Wanted(batch=4), workers=0, shard=2)
+
+    run(tmp_path / "whole")
+    disk = tmp_path / "disk"
+    with small_disk(disk, "40k") as resize:  # a page for each shard: more than its pictures take, which is looked at before
+        with pytest.raises(UserError, match=f"{AGAIN}, the finished shards are kept"):
+            run(disk / "s")
+        assert not list(disk.rglob(".*"))
+        with pytest.raises(UserError, match="is not finished"):
+            Store.open(disk / "s")
+        resize("1m")
+        assert run(disk / "s").kept > 1
+        assert contents(disk / "s") == contents(tmp_path / "whole")
 
 
 def test_a_place_that_is_taken_is_refused(tmp_path):

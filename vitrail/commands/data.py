@@ -101,7 +101,7 @@ def pack(
     Example: [bold]vitrail data pack photos/ packed/ --resize 256[/bold]
     """
     from vitrail.data.opening import open_parts
-    from vitrail.data.packing import choose, parse_bytes
+    from vitrail.data.packing import choose, is_begun, parse_bytes
     from vitrail.data.packing import pack as write
     from vitrail.data.progress import progress
     from vitrail.data.recoding import Recoding
@@ -115,7 +115,8 @@ def pack(
         with progress("packing", sum(map(len, parts.values()))) as advance:
             result = write(source, parts, out, how, most, bad == "fatal", workers, advance, complain)
     except KeyboardInterrupt:
-        complain("Stopped; the same command goes on where this one was.")
+        kept = "the same command goes on where this one was" if is_begun(out) else "nothing was kept"
+        complain(f"Stopped; {kept}.")
         sys.exit(130)
     kept = f" ({result.kept:,} of them from an earlier run)" if result.kept else ""
     shards = f"{counted(len(result.shards), 'shard')}{kept}, {bytes_text(result.bytes)}"

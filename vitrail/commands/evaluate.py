@@ -59,6 +59,7 @@ def evaluate(
     from vitrail.evaluation.evaluating import check_head, sweep
     from vitrail.training.devices import choose_device
     from vitrail.weights import load
+    from vitrail.writing import check_folder
 
     tried, ratios = parse_sizes(sizes), parse_ratios(crop_ratios)
     which, answers = one_of("--head", head, ("both", "class", "distillation")), check_among(among)
@@ -286,15 +287,6 @@ def one_of(option: str, value: str, choices: Sequence[str]) -> str:
 
 def check_among(value: str) -> Literal["subset", "all"]:
     return cast("Among", one_of("--among", value, ("subset", "all")))
-
-
-def check_folder(out: Path | None) -> None:
-    """Before anything is computed that could then not be written."""
-    from vitrail.writing import check_writable
-
-    if out is not None and out.exists() and not out.is_dir():
-        raise UserError(f"{out} is a file; --out is the folder to write the report into.")
-    check_writable(out)
 
 
 def parse_sizes(text: str | None) -> list[tuple[int, int]]:

@@ -5,13 +5,11 @@ there, that folder becomes `OUT/data`: in one step, so that nobody meets half a 
 checked and kept, and the result is the same to the byte.
 """
 
-import errno
 import fcntl
 import hashlib
 import json
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -27,7 +25,8 @@ from vitrail.data.shards import ShardWriter, schema_of
 from vitrail.data.source import Source
 from vitrail.data.workers import Workers, usual_workers
 from vitrail.errors import UserError
-from vitrail.writing import aside, flush, reason
+from vitrail.stopping import work_begins
+from vitrail.writing import aside, flush, reason, removing_folders, unwritten
 
 LAYOUT = 1  # of the manifest
 CHUNK = 8  # pictures per task: a worker holds them all, and they may be large
@@ -100,18 +99,26 @@ def pack(
     wanted = {"layout": LAYOUT, "source": fingerprint(parts), "options": options}
     if (out / FINISHED / MANIFEST).exists():
         return _check_finished(out / FINISHED, wanted, fatal, advance)
+    folder = out / UNFINISHED
+    work_begins()
     try:
-        (out / UNFINISHED).mkdir(parents=True, exist_ok=True)
-        with _alone(out):
-            result = _Pack(parts, out / UNFINISHED, wanted, how, shard_size, fatal, advance, warn).run(workers)
-        (out / UNFINISHED).rename(out / FINISHED)
+        with removing_folders(folder), _alone(out), _begun(folder):
+            result = _Pack(parts, folder, wanted, how, shard_size, fatal, advance, warn).run(workers)
+        folder.rename(out / FINISHED)
         flush(out)
     except OSError as error:
-        why = os.strerror(error.errno) if error.errno else str(error).splitlines()[0]
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        what = "make room and run the same command again, the finished shards are kept" if full else "choose another place"
-        raise UserError(f"{out} could not be written, {why} ({_free(out)}): {what}.") from None
+        raise unwritten(out, error, is_begun(out)) from None
     return result
+
+
+def is_begun(out: Path) -> bool:
+    """Whether there is something to go on with: a manifest that knows of no shard binds nobody to what it says."""
+    try:
+        return bool(json.loads((out / UNFINISHED / MANIFEST).read_text())["shards"])
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError, KeyError, TypeError):  # damaged: not ours to touch
+        return True
 
 
 @dataclass
@@ -153,13 +160,16 @@ class _Pack:
 
     def _resume(self) -> None:
         """Takes over the shards of an earlier run that are what their manifest says."""
-        if not (self.folder / MANIFEST).exists():
+        if not is_begun(self.folder.parent):  # what is there is of a run that was killed before it could tidy up
+            _clear(self.folder)
             self._note()
             return
         noted = _read_manifest(self.folder / MANIFEST, self.wanted)
         for final, shard in final_names(noted).items():
             if (self.folder / final).exists():  # that run was stopped while it gave the files their names
                 (self.folder / final).rename(self.folder / shard.side_name)
+        for stray in {*self.folder.glob("*.parquet")} - {self.folder / shard.side_name for shard in noted}:
+            stray.unlink()  # of a run that could not note it any more; the next to come may be cut otherwise
         for shard in noted:
             if _sound(self.folder / shard.side_name, shard):
                 self.shards.append(shard)
@@ -350,6 +360,23 @@ def _digest(path: Path) -> str:
 
 
 @contextmanager
+def _begun(folder: Path) -> Iterator[None]:
+    """What fails or is stopped before its first shard leaves nothing: the next one to come may want something else."""
+    try:
+        yield
+    except BaseException:
+        if not is_begun(folder.parent):
+            _clear(folder)
+            (folder / LOCK).unlink(missing_ok=True)
+        raise
+
+
+def _clear(folder: Path) -> None:
+    for each in (folder / MANIFEST, *folder.glob("*.parquet")):
+        each.unlink(missing_ok=True)
+
+
+@contextmanager
 def _alone(out: Path) -> Iterator[None]:
     """Only one run at a time writes here; the lock goes with the process, however it ends."""
     with (out / UNFINISHED / LOCK).open("w") as file:
@@ -359,8 +386,3 @@ def _alone(out: Path) -> Iterator[None]:
         except OSError:
             raise UserError(f"Another process is packing into {out}: wait for it, or stop it.") from None
         yield
-
-
-def _free(out: Path) -> str:
-    place = next(each for each in (out, *out.absolute().parents) if each.exists())
-    return f"{shutil.disk_usage(place).free >> 20} MiB free"

@@ -79,7 +79,7 @@ class ShardWriter:
             if kind is None:
                 self._write()
                 self._writer.close()
-                self._file.flush()
+                self._file.close()  # which on some network disks is when a write is known to have failed
         finally:
             self._writer.is_open = False  # or it would try again to write its end when it is collected
             with suppress(OSError):  # after a failure, what is still in the buffer may not fit either

@@ -46,6 +46,8 @@ def open_pictures(paths: Iterable[str | Path]) -> tuple[Source, list[Problem]]:
     `digits` are some built-in ones. A pattern (`photos/**/*.jpg`) is one that no file is called by.
     """
     wanted = list(map(str, paths))
+    if "" in wanted:
+        raise UserError("The path to a picture is empty: give files, folders or patterns such as 'photos/**/*.jpg'.")
     if wanted == ["digits"] and not os.path.exists("digits"):
         return Subset(open_source("digits", "test"), np.arange(BUILT_IN)), []
     found: list[str] = []

@@ -34,8 +34,9 @@ from vitrail.evaluation.probing import (
 )
 from vitrail.models.model import Model
 from vitrail.version import __version__
+from vitrail.weights.bundled import find_bundled
 from vitrail.weights.files import split_path
-from vitrail.writing import write_aside
+from vitrail.writing import check_folder, write_aside
 
 USUAL = Settings()
 
@@ -161,6 +162,7 @@ def run_suite(
             file = folder / f"{key(task, opened[task.name], content)}.json"
             row = read_row(file)
             if row is None:
+                check_folder(folder)  # where all results are kept already, none is written
                 model = model or load(path)
                 sides = opened[task.name]
                 try:
@@ -206,10 +208,11 @@ def key(task: Task, sides: Sides, weights: str) -> str:
 
 
 def digest(path: Path) -> str:
-    """Of a file's bytes, of all files of a folder, or of base+delta."""
+    """Of a file's bytes, of all files of a folder, of bundled weights, or of base+delta."""
     base, delta = split_path(path)
     if delta is not None:
         return hashlib.sha256((digest(Path(base)) + digest(Path(delta))).encode()).hexdigest()
+    path = find_bundled(path) or path
     try:
         if path.is_file():
             with open(path, "rb") as file:

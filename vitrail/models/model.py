@@ -111,7 +111,8 @@ class Model(nn.Module):
 
     def embed(self, image: Tensor) -> tuple[Tensor, Layout]:
         """The stem alone: patches [B, N, D] without positions. Masks and token mixing go between this and `encode`."""
-        if not torch.compiler.is_compiling() and not torch.jit.is_tracing():  # a graph would keep conditions made of these
+        # A graph would keep conditions made of these, and a network refused while torch.compile reads it stays in pieces after.
+        if not torch.compiler.is_compiling() and not torch.jit.is_tracing():
             check_given(image, self.architecture, self.stem, self.grid)
         height, width = image.shape[-2:]
         return self.stem(image), Layout(*self.stem.grid(height, width))

@@ -5,7 +5,6 @@ interrupted run has finished is checked and kept, and the result is the same to 
 writes one shard while the next is made.
 """
 
-import errno
 import fcntl
 import hashlib
 import json
@@ -14,7 +13,7 @@ import shutil
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +29,7 @@ from vitrail.stopping import work_begins
 from vitrail.teachers.addressing import WIDTH, first_of_each, keys_of
 from vitrail.teachers.store import FORMAT, LAYOUT, MANIFEST, digest_of, read_manifest
 from vitrail.version import __version__
-from vitrail.writing import aside
+from vitrail.writing import aside, removing_folders, unwritten
 
 SHARD = 1024  # pictures
 AHEAD = 2  # shards that wait for the disk while the next is made
@@ -115,23 +114,12 @@ def write_store(
         "data": hashlib.sha256(shelf.keys.tobytes()).hexdigest(),
         "shards": [],
     }
-    made: list[Path] = []
     work_begins()
     try:
-        made = [each for each in (out, *out.absolute().parents) if not each.exists()]
-        out.mkdir(parents=True, exist_ok=True)
-        with alone(out), begun(out), watch("annotating", len(shelf.keys)) as advance:
+        with removing_folders(out), alone(out), begun(out), watch("annotating", len(shelf.keys)) as advance:
             return _write(out, shelf, wanted, make, advance, warn)
-    except BaseException as error:
-        with suppress(OSError):  # not empty: there is something to go on with
-            for each in made:
-                each.rmdir()
-        if not isinstance(error, OSError):
-            raise
-        why = os.strerror(error.errno) if error.errno else str(error)
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        what = "make room and run the same command again, the finished shards are kept" if full else "choose another place"
-        raise UserError(f"{out} could not be written, {why} ({free_space(out) >> 20} MiB free): {what}.") from None
+    except OSError as error:
+        raise unwritten(out, error, (out / MANIFEST).exists()) from None
 
 
 @contextmanager
