@@ -61,8 +61,8 @@ class token little to disturb; the paper's difference is 0.9 points after 300 ep
 here and none has there. Longer trainings would decide it.
 """,
     "parallel": """
-Nearly as in the paper, where two branches are 0.1 points behind: here the order of the blocks matters little, but not
-nothing. Two branches are {points[12 x 2|24 x 1]:.1f} points behind one block after the other, in each of the three seeds
+Nearly as in the paper, where two branches are 0.1 points behind: here the order of the blocks matters little, though perhaps
+not nothing. Two branches are {points[12 x 2|24 x 1]:.1f} points behind one block after the other, in each of the three seeds
 (p = {p[12 x 2|24 x 1]:.2g}); four are {points[6 x 4|24 x 1]:.1f} behind, not surely (p = {p[6 x 4|24 x 1]:.2g}), though their
 network is a quarter as deep. That four come out before two ({points[12 x 2|6 x 4]:.1f} points, p = {p[12 x 2|6 x 4]:.2g})
 has no reason that we know of and says how far three seeds and three comparisons can be trusted. More seeds, and more than eight
@@ -110,7 +110,8 @@ Both stems of several steps are ahead of the linear map, as in the paper and by 
 {points[hMLP|convolutions]:.1f} points behind convolutions (p = {p[hMLP|convolutions]:.2g}). With 50,000 small pictures and eight
 epochs, that neighbours are looked at together may have to be given rather than learned; and hMLP has two steps of 2 pixels here,
 for patches of 4, where the paper's has steps of 4, 2 and 2 for patches of 16. hMLP was trained at a later commit than the
-other two rows, between which no value of their recipe changed. Trainings to the end, and patches of 16 pixels, would
+other two rows; of the recipe only the drop-path changed in between, which these cells set to 0. Trainings to the end, and
+patches of 16 pixels, would
 decide whether the gap stays.
 """,
     "resolution": """
