@@ -1,23 +1,33 @@
-"""The claims can be trained: every cell of every claim builds, and one claim goes all the way to its table."""
+"""The claims can be trained: every cell of every claim builds, and one claim goes all the way to its table.
+
+What results say about themselves, what may stand beside them, and the page that is printed of them.
+"""
 
 import json
+import re
+import shlex
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.evidence import running
 from benchmarks.evidence.__main__ import main
 from benchmarks.evidence.claims import CLAIMS
+from benchmarks.evidence.findings import FINDINGS
+from benchmarks.evidence.page import RESULTS, Field, table
+from benchmarks.evidence.records import FILES, commit, common, describe_file, difference, needs
 from vitrail.models.catalogue import create
 from vitrail.recipes import lookup
 
-NEEDS = {"distillation.teacher", "tokens.labels", "start.weights"}
 CELLS = [(name, cell) for name, claim in CLAIMS.items() for cell in claim.cells]
 
 
 @pytest.mark.parametrize(("name", "cell"), CELLS, ids=lambda part: part)
 def test_a_cell_is_a_network(name, cell):
     claim = CLAIMS[name]
-    changes = {key: value for key, value in (claim.base | claim.cells[cell]).items() if key not in NEEDS}
+    changes = {key: value for key, value in (claim.base | claim.cells[cell]).items() if key not in FILES.values()}
     changes.pop("first", None)
     recipe = lookup(claim.recipe).set(changes)
     if claim.recipe == "finetune":
@@ -28,40 +38,251 @@ def test_a_cell_is_a_network(name, cell):
         create(recipe.model, 10, size, **parts)
 
 
-def test_from_cells_to_a_table(tmp_path, capsys):
-    small = ["--set=architecture.depth=2", "--set=architecture.width=48", "--set=architecture.heads=2", "--set=batch=64"]
-    words = [
-        "run",
-        "class attention",
-        "--data=digits",
-        "--epochs=1",
-        "--seeds=2",
-        "--cells",
-        "class token",
-        "mean",
-        "--device=cpu",
-    ]
-    words += ["--set=precision=fp32", *small, f"--results={tmp_path}"]
-    main(words)
-    file = tmp_path / "class-attention.json"
+SMALL = ["--device=cpu", "--set=precision=fp32", "--set=architecture.width=48", "--set=architecture.heads=2", "--set=batch=64"]
+RUN = ["run", "class attention", "--data=digits", "--epochs=1", *SMALL, "--set=architecture.depth=2"]
+SHA = "0" * 64
+TEACHER = {"name": "teacher.pt", "sha256": SHA}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """A folder with two cells of a claim, two seeds each."""
+    folder = tmp_path_factory.mktemp("results")
+    main([*RUN, "--seeds=2", f"--results={folder}", "--cells", "class token", "mean"])
+    return folder
+
+
+def refused(capsys, *words):
+    with pytest.raises(SystemExit) as stop:
+        main([*words])
+    assert stop.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_from_cells_to_a_table(results, capsys):
+    file = results / "class-attention.json"
     content = file.read_text()
     runs = json.loads(content)["runs"]
     assert [(run["cell"], run["seed"]) for run in runs] == [("class token", 0), ("mean", 0), ("class token", 1), ("mean", 1)]
     assert all(0 <= run["top1"] <= 1 and run["versions"]["torch"] and run["seconds"] > 0 for run in runs)
-    main(words)  # everything is there already
-    assert file.read_text() == content
-    capsys.readouterr()
-    main(["table", f"--results={tmp_path}"])
+    main(["table", f"--results={results}"])
     page = capsys.readouterr().out
     assert "## Class attention" in page
     assert "| class token | 0.1 M |" in page
     assert page.count(" | 2 | ") == 2
+    assert "Not seen here" not in page  # the findings are about other results
+
+
+def test_a_result_says_what_it_was_trained_on(results, capsys):
+    runs = json.loads((results / "class-attention.json").read_text())["runs"]
+    assert {run["data"] for run in runs} == {"digits"}  # not the claim's own set
+    assert {len(run["fingerprint"]) for run in runs} == {16}
+    assert runs[0]["set"]["architecture.depth"] == runs[0]["changes"]["architecture.depth"] == "2"
+    main(["table", f"--results={results}"])
+    assert f"On digits (fingerprint {runs[0]['fingerprint']}) at 8 pixels" in capsys.readouterr().out
+
+
+def test_what_is_there_is_not_trained_again_and_said_to_be_there(results, capsys):
+    before = (results / "class-attention.json").read_text()
+    main([*RUN, "--seeds=2", f"--results={results}", "--cells", "mean"])
+    assert (results / "class-attention.json").read_text() == before
+    said = capsys.readouterr().err.splitlines()
+    assert [line.partition(": ")[2].partition(":")[0] for line in said] == ["mean, seed 0", "mean, seed 1"]
+    assert all("there already" in line for line in said)
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--data=pets"], "has results on digits, not on pets"),
+        (["--set=batch=32"], "has results with --set precision=fp32"),
+    ],
+    ids=["data", "set"],
+)
+def test_other_settings_are_refused(results, capsys, words, why):
+    before = (results / "class-attention.json").read_text()
+    said = refused(capsys, *RUN, *words, "--seeds=1", f"--results={results}")
+    assert why in said
+    assert "--results" in said
+    assert (results / "class-attention.json").read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({}, None),
+        ({"data": "flowers"}, "on flowers"),
+        ({"fingerprint": "b"}, "other pictures"),
+        ({"set": {"batch": "64"}}, "with --set batch=64"),
+        ({"changes": {"distillation.kind": "soft"}}, "other changes"),
+        ({"files": {"teacher": TEACHER | {"name": "moved.pt"}}}, None),
+        ({"files": {"teacher": TEACHER | {"sha256": "1" * 64}}}, "another --teacher"),
+        ({"files": {"teacher": TEACHER | {"beside": SHA}}}, "another --teacher"),
+        ({"files": {}}, "do not say which --teacher"),
+        ({"epochs": 7.0}, None),
+    ],
+)
+def test_which_results_go_together(change, why):
+    plan = {"data": "cifar10", "fingerprint": "a", "set": {}, "changes": {"distillation.kind": "hard"}}
+    plan |= {"files": {"teacher": TEACHER}}
+    stored = plan | {"cell": "hard", "seed": 0, "epochs": 5.0} | change
+    found = difference(CLAIMS["distillation"], stored, plan, "hard")
+    assert (why in found) if why else found is None
+    del stored["fingerprint"]  # of data without a fingerprint the name has to do
+    if not why:
+        assert difference(CLAIMS["distillation"], stored, plan, "hard") is None
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["run", "distillation", "--epochs=1"], "without --teacher"),
+        (["run", "distillation", "--epochs=1", "--teacher=nowhere.pt"], "no teacher at"),
+        (["run", "stems", "--epochs=1", "--set=optimiser.rat=1"], "optimiser.rate"),
+        (["run", "stems", "--epochs=1", "--weights=x"], "would not use --weights"),
+        (["run", "stems", "--epochs=1", "--cells", "hmpl"], "no cell called hmpl"),
+        (["run", "stems", "--epochs=1", "--set=batch"], "has no value"),
+        (["run", "stems", "--epochs=1", "--set=seed=3"], "give --seeds"),
+        (["run", "scopes", "--epochs=1", "--set=start.weights=x", "--weights=y"], "give --weights"),
+        (["run", "stems", "--epochs=1", "--set=architecture.stem=conv"], "what the cells of stems differ in"),
+    ],
+    ids=lambda part: part if isinstance(part, str) else "",
+)
+def test_settings_that_would_be_dropped_are_refused(capsys, tmp_path, words, why):
+    said = refused(capsys, *words, "--data=digits", "--device=cpu", f"--results={tmp_path}")
+    assert why in said
+    assert len(said.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_files_by_name_and_digest(tmp_path):
+    file, store, sums = tmp_path / "teacher.pt", tmp_path / "store", {b"a": "ca978112ca1bbdca", b"b": "3e23e8160039594a"}
+    file.write_bytes(b"a")
+    store.mkdir()
+    (store / "manifest.json").write_bytes(b"b")
+    for path, content in ((file, b"a"), (store, b"b")):
+        found = describe_file(str(path))
+        assert found["name"] == path.name
+        assert found["sha256"].startswith(sums[content])
+        assert "beside" not in found
+        assert str(tmp_path) not in json.dumps(found)
+    both = describe_file(f"{file}+{store}/")
+    assert (both["name"], len(both["sha256"])) == ("teacher.pt+store", 2 * 64 + 1)
+    (tmp_path / "teacher.pt.teacher.json").write_bytes(b"b")
+    assert describe_file(str(file))["beside"].startswith(sums[b"b"])
+    assert describe_file("house_tiny")["name"] == "house_tiny"
+    assert len(describe_file("house_tiny")["sha256"]) == 64
+    assert describe_file("timm:resnet50") == {"name": "timm:resnet50", "sha256": None}
+
+
+def test_a_file_is_recorded_with_the_run_and_in_the_command(tmp_path, capsys, monkeypatch):
+    trained = []
+
+    def train(pictures, claim, changes, epochs):
+        trained.append(changes)
+        return {"top1": 0.5, "seconds": 1.0, "size": [64, 64], "pictures": 9, "parameters": 1, "operations": 1}
+
+    monkeypatch.setattr(running, "train_in_stages", train)
+    words = [
+        "run",
+        "scopes",
+        "--data=digits",
+        "--epochs=2",
+        "--seeds=1",
+        "--weights=house_tiny",
+        "--device=cpu",
+        "--set=batch=64",
+    ]
+    main([*words, f"--results={tmp_path}", "--cells", "ffn"])
+    assert trained[0]["start.weights"] == "house_tiny"
+    (run,) = json.loads((tmp_path / "scopes.json").read_text())["runs"]
+    assert run["files"]["weights"] == describe_file("house_tiny")
+    assert "start.weights" not in run["changes"]
+    capsys.readouterr()
+    main(["table", f"--results={tmp_path}"])
+    page = capsys.readouterr().out
+    assert "--weights house_tiny --set=batch=64 --cells ffn --results again" in page
+    assert run["files"]["weights"]["sha256"][:16] in page
+
+
+def test_the_commit_is_marked_where_the_code_is_not_its(tmp_path):
+    def git(*words):
+        subprocess.run(
+            ["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=tmp_path, check=True, capture_output=True
+        )
+
+    assert commit(tmp_path) == "unknown"
+    code, result = tmp_path / "vitrail" / "code.py", tmp_path / "benchmarks" / "evidence" / "results" / "stems.json"
+    for file in (code, result):
+        file.parent.mkdir(parents=True)
+        file.write_text("1")
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "first")
+    clean = commit(tmp_path)
+    assert re.fullmatch("[0-9a-f]{7,}", clean)
+    result.write_text("2")  # a training writes it itself
+    (tmp_path / "again").mkdir()
+    (tmp_path / "again" / "stems.json").write_text("2")
+    assert commit(tmp_path) == clean
+    code.write_text("2")
+    assert commit(tmp_path) == f"{clean}+changes"
+
+
+def test_the_page_is_what_is_printed():
+    page = Path(__file__).parents[1] / "docs" / "evidence.md"
+    assert page.read_text() == table(RESULTS), "python -m benchmarks.evidence table > docs/evidence.md"
+
+
+def test_every_table_has_its_command():
+    page = table(RESULTS)
+    commands = [shlex.split(line) for line in page.splitlines() if line.startswith("    python -m benchmarks.evidence run ")]
+    assert len(commands) == page.count("\n| --- |")
+    for words in commands:
+        claim = CLAIMS[words[words.index("run") + 1]]
+        assert words[words.index("--data") + 1] == claim.data
+        assert {word[2:] for word in words} & FILES.keys() == {option for cell in claim.cells for option in needs(claim, cell)}
+
+
+def test_results_are_of_the_claims_as_they_are():
+    for name, claim in CLAIMS.items():
+        for run in json.loads((RESULTS / f"{name.replace(' ', '-')}.json").read_text())["runs"]:
+            own = {key: value for key, value in (claim.base | claim.cells[run["cell"]]).items() if key not in FILES.values()}
+            assert run["changes"] == own
+            assert common(claim, run) == {}
+
+
+def test_numbers_of_findings_come_from_the_results():
+    assert not [name for name, text in FINDINGS.items() if re.search(r"p = [\d.]|p [<>≈]", text)]
+    runs = [
+        {"cell": cell, "seed": seed, "epochs": float(epochs), "top1": top1 + seed / 100}
+        for cell, epochs, top1 in (("a", 5, 0.5), ("b", 5, 0.6), ("a", 15, 0.7), ("b", 15, 0.75))
+        for seed in range(3)
+    ]
+    points = Field(runs, "mean")
+    assert points["a|b|5"] == pytest.approx(10)
+    assert points["b|a|15"] == pytest.approx(-5)
+    assert points["a|b|5|15"] == pytest.approx(-5)
+    with pytest.raises(KeyError):
+        points["a|b"]
+    runs[-1]["top1"] += 0.01  # differences of 5, 5 and 6
+    assert Field(runs, "p")["a|b|15"] == pytest.approx(0.0039, abs=1e-4)
+
+
+def test_runs_of_other_data_are_not_in_one_table(tmp_path):
+    content = json.loads((RESULTS / "stems.json").read_text())
+    for run in content["runs"][:3]:
+        run["data"] = "digits"
+    (tmp_path / "stems.json").write_text(json.dumps(content))
+    page = table(tmp_path)
+    assert page.count("\n| --- |") == 2
+    assert "--data digits" in page
+    assert "--data cifar10" in page
 
 
 def test_a_cell_of_two_stages(tmp_path):
-    small = ["--set=architecture.depth=1", "--set=architecture.width=48", "--set=architecture.heads=2", "--set=batch=64"]
-    words = ["run", "resolution", "--data=digits", "--epochs=1", "--seeds=1", "--device=cpu", "--set=precision=fp32"]
-    main([*words, *small, f"--results={tmp_path}"])
+    words = ["run", "resolution", "--data=digits", "--epochs=1", "--seeds=1", "--set=architecture.depth=1"]
+    main([*words, *SMALL, f"--results={tmp_path}"])
     once, twice = json.loads((tmp_path / "resolution.json").read_text())["runs"]
     assert once["size"] == twice["size"] == [32, 32]
     assert abs(once["steps"] - twice["steps"]) <= 2

@@ -2,10 +2,10 @@
 
 import json
 import math
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,34 +13,45 @@ import torch
 from rich.console import Console
 
 import vitrail
-from benchmarks.evidence.claims import Claim
+from benchmarks.evidence.claims import CLAIMS, Claim
+from benchmarks.evidence.records import FILES, check_alike, commit, describe_file, needs, plain_name
 from vitrail.data.feeding import Feed
 from vitrail.data.opening import open_splits
+from vitrail.data.source import Splits
+from vitrail.errors import UserError
 from vitrail.models.cost import cost
 from vitrail.objectives.guide import Guide, open_asked
 from vitrail.recipes.fitting import fit
 from vitrail.training.devices import Devices, choose_device
 from vitrail.training.display import Display
+from vitrail.training.facts import fingerprint
 from vitrail.training.loop import Options, Training
 from vitrail.training.preparing import build, open_weights, resolve
 from vitrail.training.speed import Speed
 from vitrail.version import __version__
 from vitrail.writing import write_aside
 
-FILES = ("distillation.teacher", "tokens.labels", "start.weights")  # where things lie is of no use elsewhere
+RESERVED = {leaf: f"--{option}" for option, leaf in FILES.items()} | {
+    "seed": "--seeds",
+    "schedule.length": "--epochs",
+    "testing.every": "nothing, a training is judged at its end",
+}
 
 
 class Pictures:
-    """A source, its decoded pictures kept from training to training."""
+    """A source, its decoded pictures kept from training to training; the fingerprint is of those learned and those judged."""
 
     def __init__(self, path: str, device: str | None) -> None:
         self.devices = Devices(choose_device(device))
         self.splits = open_splits(path)
+        self.judged = self.splits.test or self.splits.validation
+        self.name = plain_name(path)
+        self.fingerprint = fingerprint(Splits(self.splits.train, self.judged, None))
         self._feeds: dict[int | None, tuple[Feed, Feed]] = {}
 
     def feeds(self, at_least: int | None) -> tuple[Feed, Feed]:
         if at_least not in self._feeds:
-            parts = (self.splits.train, self.splits.test or self.splits.validation)
+            parts = (self.splits.train, self.judged)
             self._feeds[at_least] = tuple(Feed(part, self.devices.device, at_least=at_least) for part in parts)  # type: ignore
         return self._feeds[at_least]
 
@@ -99,33 +110,81 @@ def train_in_stages(pictures: Pictures, claim: Claim, changes: dict[str, Any], e
     return after | both
 
 
-def attempt(name: str, claim: Claim, pictures: Pictures, options: Any, say: Callable[[str], None]) -> None:
-    """The cells of a claim that are not in its file yet, seed by seed; each result is kept as soon as it is there."""
-    file = options.results / f"{name.replace(' ', '-')}.json"
-    given = {part: getattr(options, part) for part in ("teacher", "labels", "weights")}
-    more = dict(pair.split("=", 1) for pair in options.set)
-    facts = {"device": device_name(pictures.devices.device), "versions": versions(), "data": claim.data}
-    for seed in range(options.seeds):
-        for cell in options.cells or claim.cells:
-            content = json.loads(file.read_text()) if file.exists() else {"claim": name, "runs": []}
-            if any((run["cell"], run["seed"], run["epochs"]) == (cell, seed, options.epochs) for run in content["runs"]):
-                continue
-            changes = claim.base | claim.cells[cell] | more
-            changes = {key: value.format(**given) if isinstance(value, str) else value for key, value in changes.items()}
-            length = {"seed": seed, "schedule.length": f"{options.epochs:g} epochs", "testing.every": "100%"}
-            found = train_in_stages(pictures, claim, changes | length, options.epochs)
-            run = {"cell": cell, "seed": seed, "epochs": options.epochs} | found | facts
-            content["runs"].append(run | {"changes": {key: value for key, value in changes.items() if key not in FILES}})
-            options.results.mkdir(parents=True, exist_ok=True)
-            text = json.dumps(content, indent=1)
-            write_aside(file, lambda side, text=text: side.write_text(text))
-            say(f"{name}: {cell}, seed {seed}: {100 * found['top1']:.2f} % in {found['seconds']:.0f} s")
+class Attempt:
+    """A claim's cells with the settings of a command; refused if its results would not go with those that are there already."""
+
+    def __init__(self, name: str, pictures: Pictures, options: Any, versions: dict[str, str]) -> None:
+        self.name, self.claim, self.pictures, self.options = name, CLAIMS[name], pictures, options
+        self.file: Path = options.results / f"{name.replace(' ', '-')}.json"
+        common = common_changes(options.set)
+        facts: dict[str, Any] = {"device": device_name(pictures.devices.device), "versions": versions}
+        facts |= {"data": pictures.name, "fingerprint": pictures.fingerprint, "set": common}
+        self.facts: dict[str, dict[str, Any]] = {}  # by cell, what each of its runs says besides its result
+        self.changes: dict[str, dict[str, Any]] = {}
+        for cell in options.cells or self.claim.cells:
+            self.changes[cell] = self._changes(cell, common)
+            whole = {key: value for key, value in self.changes[cell].items() if key != "first"}
+            resolve(self.claim.recipe, None, whole, pictures.devices.device.type)  # complains before anything is trained
+            files = {option: describe_file(getattr(options, option)) for option in needs(self.claim, cell)}
+            kept = {key: value for key, value in self.changes[cell].items() if key not in FILES.values()}
+            self.facts[cell] = facts | {"files": files, "changes": kept}
+        self.stored()
+
+    def _changes(self, cell: str, common: dict[str, str]) -> dict[str, Any]:
+        """Of the recipe, but for the seed and the length."""
+        claim, options = self.claim, self.options
+        if cell not in claim.cells:
+            raise UserError(f"{self.name} has no cell called {cell}: there are {', '.join(claim.cells)}.")
+        for option in needs(claim, cell):
+            if not getattr(options, option):
+                raise UserError(f"{self.name} cannot be tried without --{option}: give a file.")
+        varied = next((leaf for leaf in common if any(leaf in changes for changes in claim.cells.values())), None)
+        if varied:
+            raise UserError(f"{varied} is what the cells of {self.name} differ in: leave it out of --set.")
+        given = {leaf: getattr(options, option) for option, leaf in FILES.items() if option in needs(claim, cell)}
+        return claim.base | claim.cells[cell] | given | common
+
+    def stored(self) -> dict[str, Any]:
+        """What the results' file holds, if this may be added to it."""
+        content: dict[str, Any] = {"claim": self.name, "runs": []}
+        if self.file.exists():
+            content = json.loads(self.file.read_text())
+            check_alike(self.file, self.claim, content["runs"], self.facts)
+        return content
+
+    def run(self, say: Callable[[str], None]) -> None:
+        """The cells that are not in the file yet, seed by seed; each result is kept as soon as it is there."""
+        epochs = self.options.epochs
+        for seed in range(self.options.seeds):
+            for cell, changes in self.changes.items():
+                content, label = self.stored(), f"{self.name}: {cell}, seed {seed}"
+                key = (cell, seed, epochs)
+                there = next((run for run in content["runs"] if (run["cell"], run["seed"], run["epochs"]) == key), None)
+                if there:
+                    say(f"{label}: {100 * there['top1']:.2f} % is there already, with these settings.")
+                    continue
+                length = {"seed": seed, "schedule.length": f"{epochs:g} epochs", "testing.every": "100%"}
+                found = train_in_stages(self.pictures, self.claim, changes | length, epochs)
+                content["runs"].append({"cell": cell, "seed": seed, "epochs": epochs} | found | self.facts[cell])
+                text = json.dumps(content, indent=1)
+                write_aside(self.file, partial(Path.write_text, data=text))
+                say(f"{label}: {100 * found['top1']:.2f} % in {found['seconds']:.0f} s")
+
+
+def common_changes(pairs: list[str]) -> dict[str, str]:
+    """What `--set` says, of all cells."""
+    for pair in pairs:
+        leaf, equals, _ = pair.partition("=")
+        if not equals:
+            raise UserError(f"--set {pair} has no value: give KEY=VALUE.")
+        if leaf in RESERVED:
+            raise UserError(f"{leaf} is not for --set here: give {RESERVED[leaf]}.")
+    return dict(pair.split("=", 1) for pair in pairs)
 
 
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
-def versions() -> dict[str, str]:
-    asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return {"vitrail": __version__, "torch": torch.__version__, "commit": asked.stdout.strip() or "unknown"}
+def used_versions() -> dict[str, str]:
+    return {"vitrail": __version__, "torch": torch.__version__, "commit": commit()}
