@@ -14,6 +14,10 @@ MODEL = "deit_tiny_patch16"
     ("words", "expected"),
     [
         (f"finetuning.py --model {MODEL} --size 32 --device cpu --batch 2 --rounds 1 --repeats 1 --classes 5", "attention"),
+        (
+            "branches.py vit_tiny_patch16_12x2_ls --device cpu --batch 1 --size 32 --depth 1 --mode eager --rounds 1 --drop 0.1",
+            "0.1 each",
+        ),
         (f"optimisers.py {MODEL} --device cpu --rounds 1 --repeats 1", "running mean"),
         (f"gpu.py pairs {MODEL} --device cpu --batch 1 --rounds 1 --modes eager --no-timm --precision fp32 --out OUT", MODEL),
         (f"gpu.py latency {MODEL} --device cpu --rounds 1 --modes own --no-timm --precision fp32 --out OUT", "own"),
