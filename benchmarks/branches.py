@@ -3,18 +3,25 @@
     python benchmarks/branches.py                                  # the models below, batch 128, as `vitrail train` runs them
     python benchmarks/branches.py vit_small_patch16_18x2 --drop-path 0.1 --batch 256
     python benchmarks/branches.py vit_tiny_patch16_12x2 --device cpu --batch 2 --size 64 --depth 2 --mode compiled --rounds 3
+    python benchmarks/branches.py vit_tiny_patch16_12x2_ls --errors --device cpu --batch 8 --size 64 --depth 6 --drop-path 0.1
 
 A step is forward, backward and fused AdamW in bfloat16, with the loss and the stochastic depth of the model's paper (or
 `--drop-path`: coins for each picture, the same rate in every block). `own` compiles blocks and, on a GPU, captures the passes of
 a step as one CUDA graph. Printed are medians, half the interquartile range, and the median of the rounds' ratios.
+
+With `--errors` nothing is timed: logits and all gradients of a step in bfloat16, either way, are compared with the same step in
+float64, with the same coins. Each round has other weights.
 """
 
 import argparse
+import copy
 import dataclasses
+import statistics
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from vitrail.benching.contenders import Contender, open_contender
 from vitrail.benching.measuring import make_heats, run_heats, times_as_fast
@@ -44,6 +51,41 @@ def both(name: str, drop_path: float | None) -> list[Contender]:
     return [plain, Joined(**vars(plain))]
 
 
+def passes(model: nn.Module, images: Tensor, wanted: Tensor, rounding: bool) -> list[Tensor]:
+    """Logits and gradients of a step; the coins are the same every time."""
+    torch.manual_seed(0)
+    with torch.autocast(images.device.type, torch.bfloat16, enabled=rounding):
+        logits = model(images)
+    loss = F.mse_loss(logits.double(), wanted.double())
+    return [logits.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
+
+
+def errors(contender: Contender, setting: Setting, seed: int, device: torch.device) -> list[float]:
+    """How far from float64, one after the other and as one: the mean over tensors of the difference's norm by the tensor's."""
+    torch.manual_seed(seed)
+    model = contender.network(setting, device).train()
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:  # started as ones and zeros, which would hide what folding does
+            nn.init.normal_(parameter, 1.0 if "norm.weight" in name else 0.1 if "scale" in name else 0.0, 0.1)
+    images = torch.randn(setting.batch, 3, *contender.at(setting).image_size, device=device)
+    wanted = torch.randn(setting.batch, contender.architecture.classes, device=device)
+    right = passes(copy.deepcopy(model).double(), images.double(), wanted, False)
+    found = []
+    for join in (False, True):
+        values = passes(join_branches(model, join), images, wanted, True)
+        shares = [((ours - exact).norm() / exact.norm()).item() for ours, exact in zip(values, right, strict=True)]
+        found.append(statistics.mean(shares))
+    return found
+
+
+def print_errors(name: str, contender: Contender, setting: Setting, rounds: int, device: torch.device) -> None:
+    rows = [errors(contender, setting, seed, device) for seed in range(rounds)]
+    ratios = [joined / plain for plain, joined in rows]
+    plain, joined = (statistics.median(column) for column in zip(*rows, strict=True))
+    text = f"one after the other {plain:.2e}, as one {joined:.2e}; ratio {statistics.median(ratios):.2f}"
+    print(f"{name}: {text} ({min(ratios):.2f} to {max(ratios):.2f})", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*")
@@ -55,19 +97,25 @@ def main() -> None:
     parser.add_argument("--precision", choices=PRECISIONS, default="bf16")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--device", default=None)
+    parser.add_argument("--errors", action="store_true", help="compare both ways with float64 instead of timing them")
     parser.add_argument("--out", type=Path, help="write every round as JSON")
     options = parser.parse_args()
     device = begin(choose_device(options.device))
     facts = machine(device)
     size = (options.size, options.size) if options.size else None
     setting = Setting("train", options.precision, options.mode, options.batch, size, options.depth)
-    print(
-        f"{headline(facts)}; {setting.describe()}; n = {options.rounds} rounds in turns; median, ± half the interquartile range"
-    )
+    models = [(name, options.drop_path) for name in options.names] or MODELS
+    if options.errors:
+        print(f"{headline(facts)}; batch {options.batch}; n = {options.rounds}; median (least to most)")
+        for name, drop_path in models:
+            print_errors(name, both(name, drop_path)[0], setting, options.rounds, device)
+        return
+    how = f"n = {options.rounds} rounds in turns; median, ± half the interquartile range"
+    print(f"{headline(facts)}; {setting.describe()}; {how}")
     print("\n| " + " | ".join(COLUMNS) + " |")
     print("| --- " * len(COLUMNS) + "|", flush=True)
     kept = []
-    for name, drop_path in [(name, options.drop_path) for name in options.names] or MODELS:
+    for name, drop_path in models:
         contenders = both(name, drop_path)
         (plain, joined), *_ = run_heats(make_heats(contenders, [], [setting]), options.rounds, device, None)
         a = contenders[0].architecture
