@@ -61,17 +61,19 @@ def fits(branch: Branch, first: Branch) -> bool:
         return False
     if norm.weight is None or norm.bias is None or norm.eps != getattr(first.norm, "eps", None):
         return False
+    others: tuple[nn.Module, ...]
     if type(body) is Attention:
-        layers, alike = (body.qkv, body.proj), body.heads == getattr(first.body, "heads", None)
-        dropping = body.attention_dropout or body.dropout.p
+        layers, others = (body.qkv, body.proj), (body.dropout,)
+        alike, dropping = body.heads == getattr(first.body, "heads", None), body.attention_dropout or body.dropout.p
     elif type(body) is FeedForward:
-        layers, alike = (body.fc1, body.fc2), same_activation(body, first.body)
-        dropping = body.dropout.p
+        layers, others = (body.fc1, body.fc2), (body.dropout, body.activation)
+        alike, dropping = same_activation(body, first.body), body.dropout.p
     else:
         return False
     if dropping or not alike or any(type(layer) is not nn.Linear for layer in layers) or drop.skip:
         return False
-    return drop.active == first.drop.active and not any(watched(part) for part in branch.modules())
+    parts = (branch, norm, body, branch.scale, drop, *layers, *others)
+    return drop.active == first.drop.active and not any(watched(part) for part in parts)
 
 
 def same_activation(body: FeedForward, first: nn.Module) -> bool:
