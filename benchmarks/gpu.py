@@ -1,6 +1,6 @@
 """Speed on a GPU, Vitrail beside timm in one process and in turns; prints tables in Markdown.
 
-    python benchmarks/gpu.py pairs --modes own --out results  # throughput, batch 256: each as its own project trains and ships
+    python benchmarks/gpu.py pairs --modes own --out results  # throughput: each as its own project trains and ships
     python benchmarks/gpu.py pairs --out results            # the same in every mode
     python benchmarks/gpu.py latency --out results          # inference, batch 1
     python benchmarks/gpu.py curves --out results           # over resolution, batch and depth, with pictures
@@ -8,8 +8,9 @@
     python benchmarks/gpu.py pairs patchconvnet_s60 --register deit/patchconvnet_models.py    # beside the authors' code
     python benchmarks/gpu.py pairs deit_tiny_patch16 --device cpu --batch 2 --rounds 2 --modes eager --no-timm
 
-What is measured is what `vitrail bench` measures. After `--seconds` no further heat is begun. Every heat is kept in
-`OUT/WHAT_MODEL.json` as soon as it is over, and what is there already from the same machine and settings is not measured again.
+What is measured is what `vitrail bench` measures. Without `--batch` it is 256 pictures, or 128 to train a large or deep network.
+After `--seconds` no further heat is begun. Every heat is kept in `OUT/WHAT_MODEL.json` as soon as it is over, and what is there
+already from the same machine and settings is not measured again.
 """
 
 import argparse
@@ -36,6 +37,7 @@ MODELS = (
     "deit_small_patch16",
     "vit_base_patch16",
     "deit3_base_patch16",
+    "deit3_large_patch16",
     "cait_s24",
     "resmlp_s24",
     "vit_small_patch16_18x2",
@@ -43,6 +45,8 @@ MODELS = (
     "patchconvnet_s60",
     "lvvit_s",
 )
+BATCH = 256
+TRAINED = dict.fromkeys(("deit3_large_patch16", "cait_s24", "vit_small_patch16_18x2", "patchconvnet_s60"), 128)
 CURVED = ("deit_small_patch16", "deit3_base_patch16")
 COLUMNS = ("model", "by", "task", "mode", "batch", "size", "depth", "images/s", "ms", "floors, ms", "TFLOP/s", "of ceiling")
 COLUMNS += ("memory", "compiling", "times as fast as timm")
@@ -51,19 +55,23 @@ KEY = ("model", "project", "task", "precision", "mode", "batch", "size", "depth"
 
 def wanted(options: argparse.Namespace, name: str, device: torch.device) -> Iterator[tuple[Any, list[Setting]]]:
     """What to measure of a model: a title for each list of settings."""
-    modes, precisions = options.modes.split(","), options.precision.split(",")
+    modes, precisions, tasks = options.modes.split(","), options.precision.split(","), options.tasks.split(",")
+
+    def batch_of(name: str, task: str) -> int:
+        return options.batch or (TRAINED.get(name, BATCH) if task == "train" else BATCH)
+
     if options.what == "pairs":
-        yield "pairs", all_settings(options.tasks.split(","), precisions, modes, [options.batch])
+        yield "pairs", [setting for task in tasks for setting in all_settings([task], precisions, modes, [batch_of(name, task)])]
     elif options.what == "latency":
         yield "latency", all_settings(["inference"], precisions, modes, [1])
     else:
         architecture, few = open_contender(name).architecture, modes[:1]
         for title, changes in (
-            ("resolution", {"sizes": curve_sizes(architecture), "batches": [options.batch // 4 or 1]}),
+            ("resolution", {"sizes": curve_sizes(architecture), "batches": [(options.batch or BATCH) // 4 or 1]}),
             ("batch", {"batches": BATCHES[device.type]}),
-            ("depth", {"depths": curve_depths(architecture), "batches": [options.batch]}),
+            ("depth", {"depths": curve_depths(architecture), "batches": [options.batch or BATCH]}),
         ):
-            yield title, all_settings(options.tasks.split(","), precisions, few, **changes)
+            yield title, all_settings(tasks, precisions, few, **changes)
 
 
 def key(cell: Cell | dict) -> str:
@@ -128,7 +136,7 @@ def main() -> None:
     parser.add_argument("--tasks", default="inference,train")
     parser.add_argument("--modes", default="eager,compiled,graph")
     parser.add_argument("--precision", default="bf16")
-    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--batch", type=int, default=None)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--no-timm", action="store_true")

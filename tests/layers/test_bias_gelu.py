@@ -1,10 +1,13 @@
 """gelu(x + bias) and its gradients against float64: on a GPU, or with TRITON_INTERPRET=1."""
 
 import os
+import sys
 from importlib.util import find_spec
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
 from vitrail.layers import kernels, mixers
@@ -26,8 +29,11 @@ def enabled(monkeypatch):
 @without_kernels
 @pytest.mark.parametrize("shape", [(2, 5, 24), (3, 700, 130), (1, 1, 1), (1100, 256)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_the_kernels(shape, dtype):
-    from vitrail.layers.kernels.bias_gelu import bias_gelu
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_kernels(shape, dtype, compiled):
+    from vitrail.layers.kernels import bias_gelu as module
+
+    bias_gelu = module.bias_gelu if compiled else module.BiasGelu.apply
 
     x = (3 * torch.randn(shape, device=DEVICE)).to(dtype).requires_grad_()
     bias = torch.randn(shape[-1], device=DEVICE, requires_grad=True)
@@ -59,6 +65,22 @@ def test_what_asks_for_it(monkeypatch, act, asked):
     found = layer(x)
     assert bool(calls) == asked
     torch.testing.assert_close(found, layer.fc2(layer.activation(layer.fc1(x))))
+
+
+def test_an_operator_only_where_somebody_compiles(monkeypatch):
+    """It costs the host more than calling the kernels does; fake tensors and compilers need it."""
+    monkeypatch.setattr(kernels, "may_run", lambda name, x: True)
+    parts = ModuleType("bias_gelu")
+    parts.bias_gelu, parts.BiasGelu = (lambda x, bias: x + 1), SimpleNamespace(apply=lambda x, bias: x + 2)
+    monkeypatch.setitem(sys.modules, "vitrail.layers.kernels.bias_gelu", parts)
+
+    def call(x):
+        return bias_gelu_for(x)(x, x)
+
+    assert call(torch.zeros(1)) == 2
+    assert torch.compile(call, backend="eager", fullgraph=True)(torch.zeros(1)) == 1
+    with FakeTensorMode():
+        assert bias_gelu_for(torch.zeros(1)) is parts.bias_gelu
 
 
 def test_gelu_inside_a_product():

@@ -93,8 +93,16 @@ class DropPath(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or not self.active:
             return x
-        chosen = torch.rand(x.shape[0], *[1] * (x.ndim - 1), device=x.device) < self.keep
-        return x * (chosen / self.keep).to(x.dtype)
+        return x * (self.chosen(x) / self.keep).to(x.dtype)
+
+    def chosen(self, x: Tensor) -> Tensor:
+        """A coin for each image of a batch [B, ...], as [B, 1, ...]: whether it has the branch."""
+        return torch.rand(x.shape[0], *[1] * (x.ndim - 1), device=x.device) < self.keep
+
+    @property
+    def gain(self) -> Tensor:
+        """What survivors are multiplied by."""
+        return 1.0 / self.keep
 
     def kept(self, x: Tensor) -> Subset:
         """The images of a batch [B, ...] that keep the branch."""
@@ -148,6 +156,7 @@ class Residual(nn.Module):
         self.branches = nn.ModuleList(make_branch() for _ in range(branches))
         self.skips = any(branch.drop.skip for branch in self.branches if isinstance(branch, Branch))
         self.post = post if post is not None else nn.Identity()
+        self.together: Callable[[list[Branch], Tensor], Tensor | None] | None = None  # while training; see `joining`
 
     def forward(self, x: Tensor, layout: Layout, relative: nn.Module | None = None) -> Tensor:
         if not (self.training and self.skips):
@@ -159,6 +168,10 @@ class Residual(nn.Module):
         return self.post(total)
 
     def update(self, x: Tensor, layout: Layout, relative: nn.Module | None = None) -> Tensor:
+        if self.together is not None and self.training and relative is None:
+            joined = self.together([branch for branch in self.branches if isinstance(branch, Branch)], x)
+            if joined is not None:
+                return joined
         first, *others = self.branches
         total = first(x, layout, relative)
         for branch in others:

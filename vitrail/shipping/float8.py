@@ -1,6 +1,7 @@
 """Products in floating point of eight bits (four for the exponent), twice the pace of bfloat16 on Hopper GPUs and later.
 
-A weight matrix has a scale for each output, its inputs get one for each token as they come; sums are in float32.
+A weight matrix has a scale for each output, its inputs get one for each token as they come; sums are those of the matrix units,
+in fewer bits than float32.
 """
 
 from collections.abc import Callable

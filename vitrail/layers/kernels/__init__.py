@@ -53,9 +53,10 @@ def bias_gelu_for(x: Tensor) -> Callable[[Tensor, Tensor], Tensor] | None:
     """gelu(product of x + bias) with a backward of one pass; without gradients a compiler does as well."""
     if not torch.is_grad_enabled() or not may_run("bias_gelu", x):
         return None
-    from vitrail.layers.kernels.bias_gelu import bias_gelu
+    from vitrail.layers.kernels.bias_gelu import BiasGelu, bias_gelu
 
-    return bias_gelu
+    real = type(x) is Tensor and not torch.compiler.is_compiling()  # and none that stands for one, which no kernel can work on
+    return BiasGelu.apply if real else bias_gelu
 
 
 def linear_gelu_for(x: Tensor, weight: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:

@@ -6,10 +6,13 @@ the gradient of the bias. Here a program walks down a stripe of rows, writes the
 
 # mypy: disable-error-code="assignment"
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 ROWS, COLUMNS, STEPS = 16, 128, 32  # of a tile, and tiles of a stripe
 WARPS = 4
@@ -72,9 +75,7 @@ def backward_kernel(
     tl.store(sums + tl.program_id(0) * columns + column, tl.sum(total, 0), column < columns)
 
 
-@torch.library.custom_op("vitrail::bias_gelu", mutates_args=())
-def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
-    """x [..., D] and bias [D]; the result has the type of x."""
+def run_forward(x: Tensor, bias: Tensor) -> Tensor:
     x = x.contiguous()
     rows, columns = x.numel() // x.shape[-1], x.shape[-1]
     out = torch.empty_like(x)
@@ -84,13 +85,7 @@ def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
     return out
 
 
-@bias_gelu.register_fake
-def _(x: Tensor, bias: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-@torch.library.custom_op("vitrail::bias_gelu_backward", mutates_args=())
-def bias_gelu_backward(gradient: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+def run_backward(gradient: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     gradient, x = gradient.contiguous(), x.contiguous()
     rows, columns = x.numel() // x.shape[-1], x.shape[-1]
     stripes = triton.cdiv(rows, ROWS * STEPS)
@@ -102,9 +97,39 @@ def bias_gelu_backward(gradient: Tensor, x: Tensor, bias: Tensor) -> tuple[Tenso
     return grad, sums.sum(0).to(bias.dtype)
 
 
+@torch.library.custom_op("vitrail::bias_gelu", mutates_args=())
+def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
+    """x [..., D] and bias [D]; the result has the type of x."""
+    return run_forward(x, bias)
+
+
+@bias_gelu.register_fake
+def _(x: Tensor, bias: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("vitrail::bias_gelu_backward", mutates_args=())
+def bias_gelu_backward(gradient: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    return run_backward(gradient, x, bias)
+
+
 @bias_gelu_backward.register_fake
 def _(gradient: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty_like(bias)
+
+
+class BiasGelu(torch.autograd.Function):
+    """The same for those who do not compile: an operator that compilers know costs the host more than the kernel takes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(x, bias)
+        return run_forward(x, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return run_backward(gradient, *ctx.saved_tensors)
 
 
 def keep(ctx, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:

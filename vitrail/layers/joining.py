@@ -1,0 +1,140 @@
+"""Parallel branches as one, while training: one norm, one wide product, one attention of branches x heads, one product that sums.
+
+Modules, parameters and their names stay what they are. Every pass folds what norms and scales learned into the products and lays
+the branches' weights side by side, and gradients go back the same way. Folding is done in the precision of the weights (single
+precision under autocast, which rounds the folded weights once, as it would the others).
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from vitrail.layers.attending import attend
+from vitrail.layers.kernels import bias_gelu_for, exporting
+from vitrail.layers.mixers import Attention, FeedForward
+from vitrail.layers.norms import Affine
+from vitrail.layers.residual import Branch, ConstantScale, LayerScale, Residual, ScalarScale
+
+SCALES = (nn.Identity, LayerScale, ScalarScale, ConstantScale, Affine)
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def join_branches(model: nn.Module, join: bool = True) -> nn.Module:
+    """Let the parallel branches of a model run as one while it trains, or one after the other again."""
+    for part in model.modules():
+        if isinstance(part, Residual):
+            part.together = together if join and len(part.branches) > 1 else None
+    return model
+
+
+def together(branches: Sequence[Branch], x: Tensor) -> Tensor | None:
+    """The sum of what the branches add to x [B, T, D]; None where they have to run one after the other.
+
+    The coins of stochastic depth are drawn as they would draw them: the same pictures drop the same branches.
+    """
+    if not (all(fits(branch, branches[0]) for branch in branches) and keeps_small_numbers(x)) or exporting():
+        return None
+    norm, body = branches[0].norm, branches[0].body
+    assert isinstance(norm, nn.LayerNorm)
+    normed = F.layer_norm(x, norm.normalized_shape, eps=norm.eps)
+    if isinstance(body, Attention):
+        inner = mixed(branches, normed, body.heads)
+        outputs = [leaving(branch, branch.body.proj) for branch in branches]  # type: ignore[arg-type]
+    else:
+        inner = hidden(branches, normed)
+        outputs = [leaving(branch, branch.body.fc2) for branch in branches]  # type: ignore[arg-type]
+    weight = torch.cat([each for each, _ in outputs], 1)
+    biases = torch.stack([each for _, each in outputs])
+    if not branches[0].drop.active:
+        return F.linear(inner, weight, biases.sum(0))
+    chosen = torch.cat([branch.drop.chosen(x) for branch in branches], -1).unsqueeze(-1)  # [B, 1, branches, 1]
+    inner = (inner.unflatten(-1, (len(branches), -1)) * chosen.to(inner.dtype)).flatten(-2)
+    return F.linear(inner, weight) + (chosen * biases).sum(-2)
+
+
+def fits(branch: Branch, first: Branch) -> bool:
+    """Whether a branch is a LayerNorm, plain attention or an MLP, and a scale, like the first, without dropout or onlookers."""
+    body, norm, drop = branch.body, branch.norm, branch.drop
+    if type(body) is not type(first.body) or type(norm) is not nn.LayerNorm or type(branch.scale) not in SCALES:
+        return False
+    if norm.weight is None or norm.bias is None or norm.eps != getattr(first.norm, "eps", None):
+        return False
+    others: tuple[nn.Module, ...]
+    if type(body) is Attention:
+        layers, others = (body.qkv, body.proj), (body.dropout,)
+        alike, dropping = body.heads == getattr(first.body, "heads", None), body.attention_dropout or body.dropout.p
+    elif type(body) is FeedForward:
+        layers, others = (body.fc1, body.fc2), (body.dropout, body.activation)
+        alike, dropping = same_activation(body, first.body), body.dropout.p
+    else:
+        return False
+    if dropping or not alike or any(type(layer) is not nn.Linear for layer in layers) or drop.skip:
+        return False
+    parts = (branch, norm, body, branch.scale, drop, *layers, *others)
+    return drop.active == first.drop.active and not any(watched(part) for part in parts)
+
+
+def same_activation(body: FeedForward, first: nn.Module) -> bool:
+    ours, theirs = body.activation, first.activation
+    return type(ours) is type(theirs) and getattr(ours, "approximate", None) == getattr(theirs, "approximate", None)
+
+
+def watched(part: nn.Module) -> bool:
+    """Whether somebody waits for this very module to be called."""
+    return any(len(getattr(part, name)) > 0 for name in HOOKS)
+
+
+def keeps_small_numbers(x: Tensor) -> bool:
+    """float16 does not: weights times a LayerScale of 1e-6 would be zeros."""
+    rounding = not x.is_meta and torch.is_autocast_enabled(x.device.type)
+    dtype = torch.get_autocast_dtype(x.device.type) if rounding else x.dtype
+    return dtype != torch.float16
+
+
+def mixed(branches: Sequence[Branch], x: Tensor, heads: int) -> Tensor:
+    """All branches' heads, [B, T, D] to [B, T, branches * D]."""
+    inputs = [entering(branch, branch.body.qkv) for branch in branches]  # type: ignore[arg-type]
+    weight = torch.cat([each.unflatten(0, (3, -1)) for each, _ in inputs], 1).flatten(0, 1)
+    bias = torch.cat([each.unflatten(0, (3, -1)) for _, each in inputs], 1).flatten()
+    query, key, value = F.linear(x, weight, bias).unflatten(-1, (3, len(branches) * heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+    return attend(query, key, value).transpose(1, 2).flatten(2)
+
+
+def hidden(branches: Sequence[Branch], x: Tensor) -> Tensor:
+    """All branches' hidden units, [B, T, D] to [B, T, branches * hidden]."""
+    inputs = [entering(branch, branch.body.fc1) for branch in branches]  # type: ignore[arg-type]
+    weight, bias = torch.cat([each for each, _ in inputs]), torch.cat([each for _, each in inputs])
+    activation = branches[0].body.activation
+    exact = type(activation) is nn.GELU and activation.approximate == "none"
+    fused = bias_gelu_for(x) if exact else None
+    if fused is not None:
+        return fused(F.linear(x, weight), bias)
+    assert isinstance(activation, nn.Module)
+    return activation(F.linear(x, weight, bias))
+
+
+def entering(branch: Branch, layer: nn.Linear) -> tuple[Tensor, Tensor]:
+    """What a norm learned inside the product behind it: W(γx + β) + b = (Wγ)x + (Wβ + b)."""
+    norm = branch.norm
+    assert isinstance(norm, nn.LayerNorm)
+    shift = (layer.weight * norm.bias).sum(1)  # no product of matrices, which autocast would round
+    return layer.weight * norm.weight, shift if layer.bias is None else layer.bias + shift
+
+
+def leaving(branch: Branch, layer: nn.Linear) -> tuple[Tensor, Tensor]:
+    """The residual scale, and what survivors of stochastic depth are multiplied by, inside the product before it."""
+    scale, factor = branch.scale, torch.ones_like(layer.bias[:1])
+    if isinstance(scale, LayerScale | Affine | ScalarScale):
+        factor = scale.weight.view(-1)
+    elif isinstance(scale, ConstantScale):
+        factor = factor * scale.factor
+    elif not branch.drop.active:
+        return layer.weight, layer.bias
+    bias = layer.bias * factor
+    if isinstance(scale, Affine):
+        bias = bias + scale.bias
+    if branch.drop.active:
+        factor, bias = factor * branch.drop.gain, bias * branch.drop.gain
+    return layer.weight * factor[:, None], bias
