@@ -208,7 +208,6 @@ def test_a_run_does_not_go_into_its_data(refused, tmp_path):
     said = refused("train", tmp_path / "photos", "--out", tmp_path / "photos" / "run")
     assert "lies inside the data" in said
     assert not (tmp_path / "photos" / "run").exists()
-    assert "path to the data is empty" in refused("train", "")
 
 
 def test_resume_of_a_finished_run(digits_run, typed, refused, tmp_path):
@@ -347,13 +346,6 @@ def test_weights_that_are_no_numbers(refused, tmp_path):
     assert f"The answers of {tmp_path / 'nan.safetensors'} are no numbers: its weights are damaged." in said
 
 
-@pytest.mark.parametrize("option", ["--from", "--model", "--teacher"])
-def test_a_variable_that_is_not_set(option, refused, tmp_path):
-    """An empty --from would train from scratch without a word."""
-    assert f"{option} is empty" in refused("train", "digits", option, "", "--out", tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
 def test_mistakes_at_the_keyboard(typed, refused, tmp_path):
     out = ("--out", tmp_path / "run")
     assert "There is nothing at" in refused("train", tmp_path / "nowhere", *out)
@@ -413,8 +405,6 @@ def test_predict_of_nothing(digits_run, typed, refused, tmp_path):
     for bad in (tmp_path / "none.png", spoil(tmp_path / "bad.png")):
         code, said, told = typed("predict", digits_run[0], bad)
         assert (code, said, told.splitlines()[1:]) == (2, "", ["No picture could be read."])
-    for words in (("predict", digits_run[0], ""), ("embed", digits_run[0], "", "a.png", "--out", tmp_path / "features.npy")):
-        assert refused(*words).startswith("The path to a picture is empty: give files")
     assert "There is no file" in refused("predict", tmp_path / "none.safetensors", tmp_path / "bad.png")
     assert "is not a safetensors" in refused("predict", tmp_path / "bad.png", tmp_path / "bad.png")
 

@@ -17,6 +17,7 @@ import vitrail
 from tests.training.on_gpu import CHANGES
 from tests.training.processes import ROOT, TINY, environment, free_port
 from vitrail.layers.attending import attend
+from vitrail.training.metrics import read_metrics
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 LIMIT = 240  # seconds
@@ -75,18 +76,41 @@ def test_torchrun_with_sharding(tmp_path):
     assert vitrail.load(out / "best.safetensors").architecture.classes == 10
 
 
-def test_a_captured_step_is_the_same_step(tmp_path):
-    """With batch norm in the stem, drop-path and a running mean: the graph draws and remembers as the plain way does."""
-    for name in ("captured", "uncaptured"):
-        finished("-m", "tests.training.on_gpu", name, tmp_path)
-    expected = weights(tmp_path, "uncaptured")
-    way = (expected - weights(tmp_path, "start")).norm()
+@pytest.fixture(scope="module")
+def graphs(tmp_path_factory):
+    """Trainings with batch norm in the stem, drop-path and a running mean: with graphs, without, and with, but interrupted."""
+    folder = tmp_path_factory.mktemp("graphs")
+    for name in ("captured", "uncaptured", "begun", "gone_on"):
+        finished("-m", "tests.training.on_gpu", name, folder)
+    return folder
+
+
+def check_alike(folder, ours, theirs):
+    """Weights and statistics of two trainings, up to the order of sums."""
+    expected = weights(folder, theirs)
+    way = (expected - weights(folder, "start")).norm()
     assert way > 0
-    assert (weights(tmp_path, "captured") - expected).norm() <= 0.01 * way
-    ours, theirs = (torch.load(tmp_path / f"{name}.pt", weights_only=True)["statistics"] for name in ("captured", "uncaptured"))
-    assert ours.keys() == theirs.keys() != set()
-    for name, tensor in ours.items():
-        torch.testing.assert_close(tensor, theirs[name], rtol=1e-3, atol=1e-3)
+    assert (weights(folder, ours) - expected).norm() <= 0.01 * way
+    found, wanted = (torch.load(folder / f"{name}.pt", weights_only=True)["statistics"] for name in (ours, theirs))
+    assert found.keys() == wanted.keys() != set()
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, wanted[name], rtol=1e-3, atol=1e-3)
+
+
+def test_a_captured_step_is_the_same_step(graphs):
+    """The graph draws and remembers as the plain way does."""
+    check_alike(graphs, "captured", "uncaptured")
+
+
+def test_a_captured_training_goes_on(graphs):
+    """The same pictures and rates step by step; the graph that is captured in the middle remembers what was saved."""
+    whole, rest = (torch.load(graphs / f"{name}.pt", weights_only=True)["seen"] for name in ("captured", "gone_on"))
+    assert rest == {place: pictures for place, pictures in whole.items() if place[0] >= 5}
+    lines, others = ([line for line in read_metrics(graphs / name) if line["kind"] == "train"] for name in ("captured", "part"))
+    assert [line["step"] for line in lines] == list(range(1, 11))
+    assert [(line["step"], line["rate"]) for line in others] == [(line["step"], line["rate"]) for line in lines]
+    assert [line["loss"] for line in others] == pytest.approx([line["loss"] for line in lines], rel=1e-2)
+    check_alike(graphs, "gone_on", "captured")
 
 
 @pytest.mark.parametrize("compiled", [False, True])

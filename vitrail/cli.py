@@ -8,8 +8,9 @@ import errno
 import json
 import math
 import os
+import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -340,6 +341,7 @@ def exit_code() -> int:
 
 def run() -> int:
     try:
+        check_words(sys.argv[1:])
         app()
     except UserError as error:
         if is_teller(error.told_here):
@@ -357,6 +359,19 @@ def run() -> int:
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     return 0
+
+
+def check_words(words: Sequence[str]) -> None:
+    """Refuses empty ones, as scripts hand them on from variables that are not set: an empty path would be the current folder."""
+    for place, word in enumerate(words):
+        option, sign, value = word.partition("=") if word.startswith("--") else ("", "=", word)
+        if value.strip() or not sign:
+            continue
+        before = option or "".join(words[place - 1 : place])
+        if before.startswith("--"):
+            raise UserError(f"{before} is empty: give what it should be, or leave it out.")
+        typed = shlex.join(["vitrail", *words[:place]])
+        raise UserError(f"What follows `{typed}` is empty: give what should stand there, or leave it out.")
 
 
 def is_teller(told_here: bool | None) -> bool:

@@ -20,6 +20,7 @@ from pyarrow import parquet
 from vitrail.data import hub, tar
 from vitrail.data.opening import check_trainable, open_source, open_splits
 from vitrail.data.source import Source
+from vitrail.errors import UserError
 
 FEATURES = {
     "image": {"_type": "Image"},
@@ -380,6 +381,11 @@ def test_splits_by_seed_are_the_same_again_and_even(tmp_path: Path) -> None:
     places = [part.where(index) for part in (first.train, first.validation) for index in range(len(part))]
     assert len(set(places)) == len(places) == 61
     assert first.test is None
+
+
+def test_an_empty_path_is_told() -> None:
+    with pytest.raises(UserError, match="The path to the data is empty: give a folder of class folders"):
+        open_source("")
 
 
 def test_every_kind_reaches_a_worker_process(tmp_path: Path) -> None:

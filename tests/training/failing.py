@@ -20,7 +20,7 @@ def step(self, next_batch):
     if self.step == int(number) and self.devices.rank == 1:
         if kind == "trouble":
             raise UserError("Process 1 is in trouble.")
-        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
             os.kill(os.getpid(), signal.SIGKILL)
     whole_step(self, next_batch)
 

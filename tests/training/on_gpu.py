@@ -3,7 +3,7 @@ matter of the next.
 
     python -m tests.training.on_gpu plain FOLDER
 
-FOLDER/NAME.pt gets the weights and the statistics of each training.
+FOLDER/NAME.pt gets the weights and the statistics of each training, and which pictures it has seen.
 """
 
 import sys
@@ -36,7 +36,7 @@ def keep(folder, name, training):
     statistics = {
         key: value.cpu() for key, value in training.model.state_dict().items() if "running" in key or "num_batches" in key
     }
-    torch.save({"weights": weights, "statistics": statistics}, folder / f"{name}.pt")
+    torch.save({"weights": weights, "statistics": statistics, "seen": training.seen}, folder / f"{name}.pt")
 
 
 def here(units):
@@ -78,9 +78,26 @@ def processes(folder, sharding):
 
 
 def captured(folder):
-    training = trained(folder / "captured", here(1), BUSY, compiled())
-    assert training.compute.graph is not None
-    keep(folder, "captured", training)
+    """Each step is a graph, from the first to the last."""
+    keep(folder, "captured", by_graphs(folder / "captured"))
+
+
+def begun(folder):
+    """The same, stopped in the middle."""
+    by_graphs(folder / "part", until=5)
+
+
+def gone_on(folder):
+    """And resumed, by a process that captures a graph of its own."""
+    training = by_graphs(folder / "part")
+    assert min(training.seen)[0] == 5
+    keep(folder, "gone_on", training)
+
+
+def by_graphs(place, **more):
+    training = trained(place, here(1), BUSY, compiled(log_steps=1), logged=True, **more)
+    assert not torch.cuda.is_available() or training.compute.graph is not None
+    return training
 
 
 def uncaptured(folder):
@@ -92,4 +109,4 @@ def uncaptured(folder):
 if __name__ == "__main__":
     name, place, *rest = sys.argv[1:]
     Path(place).mkdir(parents=True, exist_ok=True)
-    {each.__name__: each for each in (plain, processes, captured, uncaptured)}[name](Path(place), *rest)
+    {each.__name__: each for each in (plain, processes, captured, begun, gone_on, uncaptured)}[name](Path(place), *rest)

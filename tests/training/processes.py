@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from vitrail.recipes.recipe import Recipe
 from vitrail.training.devices import Devices
 from vitrail.training.display import Display
 from vitrail.training.loop import Options, Training
+from vitrail.training.metrics import Metrics
 from vitrail.training.preparing import build
 from vitrail.training.speed import Speed
 from vitrail.training.state import load_state
@@ -72,19 +74,20 @@ def prepared(folder, devices, changes=None, options=None, validation=None):
     return Recorded(recipe, build(recipe, splits.train), devices, *feeds, Path(folder), options or Options())
 
 
-def trained(folder, devices, changes=None, options=None, until=None, poison=-1):
-    """A training that has run to its end, or to a step; from its checkpoint if there is one."""
+def trained(folder, devices, changes=None, options=None, until=None, poison=-1, logged=False):
+    """A training that has run to its end, or to a step; from its checkpoint if there is one. `logged`: with metrics.jsonl."""
     training = prepared(folder, devices, changes, options)
     load_state(training, print)
     training.poison = poison
     training.total = until or training.total
-    run(training)
+    with Metrics(training.folder, training.step) if logged else nullcontext() as metrics:
+        run(training, metrics)
     return training
 
 
-def run(training):
+def run(training, metrics=None):
     display = Display(20, 1, 16, console=Console(quiet=True))
-    training.run(display, None, Speed(training.model, training.devices.device, 1))
+    training.run(display, metrics, Speed(training.model, training.devices.device, 1))
 
 
 def alone(units):

@@ -2,15 +2,23 @@
 
 import math
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.training.runs import describe, make_run
+from vitrail.commands.training import leaves_of
+from vitrail.data.digits import PixelSource
+from vitrail.data.source import Labels, Splits
 from vitrail.errors import UserError
-from vitrail.training import bands
+from vitrail.training import bands, preparing
 from vitrail.training.bands import Band, find_band, read_band
 from vitrail.training.bands.__main__ import default_path, main, make_band, write_band
+from vitrail.training.devices import Devices
+from vitrail.training.facts import describe as describe_run
+from vitrail.training.loop import Options
 from vitrail.training.metrics import Smoothed, read_metrics
 
 SHAPE = {"recipe": {}, "data": {}, "seeds": 5, "machine": "CPU"}
@@ -95,6 +103,18 @@ def test_a_band_is_found_by_what_a_recipe_and_data_are(tmp_path, monkeypatch):
     assert find_band({"unknown": 1}, run["data"]) is None
 
 
+def test_a_band_for_every_copy_of_the_data(tmp_path, monkeypatch):
+    monkeypatch.setattr(bands, "FOLDER", tmp_path / "bands")
+    runs = [make_run(tmp_path / str(seed), seed) for seed in range(2)]
+    main([*map(str, runs), "--copies", "--output", str(tmp_path / "bands" / "copies.json")])
+    run = describe(seed=17)
+    assert "fingerprint" in run["data"]
+    assert find_band(run["recipe"], run["data"]) is not None
+    assert find_band(run["recipe"], run["data"] | {"name": "elsewhere", "fingerprint": "another encoding"}) is not None
+    assert find_band(run["recipe"], run["data"] | {"train": 5}) is None
+    assert find_band(run["recipe"], run["data"] | {"classes": ["others"]}) is None
+
+
 def test_data_without_a_fingerprint_is_told_by_counts_and_classes():
     data = {"name": "a", "counts": {"train": 3}, "classes": ["x", "y"]}
     assert bands.identity(data) == bands.identity(data | {"name": "b"})
@@ -150,3 +170,30 @@ def test_a_file_that_is_no_band_is_refused(tmp_path, text):
 def test_every_band_of_the_package_can_be_read():
     for path in bands.FOLDER.glob("*.json"):
         assert read_band(path).seeds > 1
+
+
+def cifar(count):
+    """As many pictures as CIFAR-10 has of its classes, all black and in one place of memory."""
+    names = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+    black = np.broadcast_to(np.zeros((), np.uint8), (count, 32, 32, 3))
+    return PixelSource("/data/cifar10", Labels(np.arange(count) % 10, names), lambda: black)
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "recipe", "weights", "epochs"),
+    [
+        ("laptop-digits", "digits", "laptop", None, None),
+        ("small-cifar10", "cifar10/", "small", None, 20),
+        ("finetune-pets", "pets", "finetune", "house_tiny", 5),
+    ],
+)
+def test_a_band_of_the_package_is_found_by_its_command(name, source, recipe, weights, epochs, monkeypatch):
+    """What docs/house.md says to type still is the training that the band was made of, with any seed and in any precision."""
+    if source == "cifar10/":
+        monkeypatch.setattr(preparing, "open_splits", lambda *_, **__: Splits(cifar(50_000), cifar(10_000), None))
+    leaves = leaves_of(["precision=fp32"], weights, epochs, 17, recipe)
+    resolved = preparing.resolve(recipe, None, leaves, "cpu")
+    splits, resolved, trained, _ = preparing.look_at(source, resolved)
+    model = preparing.build(resolved, splits.train, trained)
+    facts = describe_run(source, splits, resolved, model, Devices(torch.device("cpu")), Options(), "skip")
+    assert find_band(facts["recipe"], facts["data"]) == read_band(bands.FOLDER / f"{name}.json")

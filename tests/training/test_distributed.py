@@ -39,7 +39,7 @@ from vitrail.training.facts import choose_folder, fingerprint
 from vitrail.training.loop import NotFinite, Options
 from vitrail.training.recorder import record
 from vitrail.training.run import resume, train
-from vitrail.training.state import gather, save_artefact
+from vitrail.training.state import gather, load_state, save_artefact
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch was built without gloo")
 LAMB = {"optimiser.kind": "lamb"}
@@ -263,6 +263,16 @@ def torchrun(*words, restarts=0):
     return start("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "--max-restarts", restarts, *words)
 
 
+def two_nodes(*words):
+    """A torchrun of each of two machines, which here are one: what they say in the end."""
+    place = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--local-addr", "127.0.0.1"]
+    machine = ["-m", "torch.distributed.run", "--nnodes", 2, "--nproc-per-node", 1, "--rdzv-id", "both", *place, *words]
+    nodes = [start(*machine) for _ in range(2)]
+    said = [node.communicate(timeout=100)[1] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], said
+    return said
+
+
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
     path = tmp_path_factory.mktemp("recipe") / "tiny.json"
@@ -270,27 +280,66 @@ def recipe(tmp_path_factory):
     return path
 
 
-def test_a_killed_process_is_started_again(found, folder, recipe):
-    out = folder / "killed"
-    words = ["train", "digits", "--recipe", recipe, "--out", out, "--workers", 0, "--save-steps", 5]
-    process = torchrun("-m", "tests.training.failing", "kill:13", *words, restarts=2)
-    _, said = process.communicate(timeout=100)
-    assert process.returncode == 0, said
-    for sentence in ("batch 16 = 2 x CPU x 1", "has lost the others", "going on at step 10 of 20", "best validation"):
-        assert said.count(sentence) == 1, sentence
-    assert "Traceback (most recent call last)" not in said
+def check_like_two_processes(out, folder):
+    """A run that has ended has the state of the one that two processes have computed undisturbed, to the last bit."""
     _, groups, facts = read_checkpoint(out / "checkpoints" / "step-000000020.safetensors")
     _, expected, others = read_checkpoint(folder / "adamw" / "checkpoints" / "step-000000020.safetensors")
     for group, tensors in expected.items():
         check_equal(groups[group], tensors)
     assert facts["best"] == others["best"]
-    steps = [line["step"] for line in map(json.loads, (out / "metrics.jsonl").open()) if line["kind"] == "train"]
-    assert steps == [4, 8, 12, 16, 20]
+
+
+def logged_steps(out):
+    return [line["step"] for line in map(json.loads, (out / "metrics.jsonl").open()) if line["kind"] == "train"]
+
+
+def test_a_killed_process_is_started_again(found, folder, recipe):
+    out = folder / "killed"
+    said = killed_once(out, recipe)
+    check_like_two_processes(out, folder)
+    assert logged_steps(out) == [4, 8, 12, 16, 20]
+    assert "Traceback (most recent call last)" not in said
     with pytest.raises(UserError, match="holds a run already"):
         train(recipe=TINY, out=out, device="cpu")
     (out / "last.safetensors").unlink()
     assert resume(out, device="cpu", workers=0).finished
     assert vitrail.load(out / "last.safetensors").architecture.classes == 10
+
+
+def killed_once(out, recipe, *more):
+    """What torchrun says that has lost a process at step 13 and goes on."""
+    words = ["train", "digits", "--recipe", recipe, "--out", out, "--workers", 0, "--save-steps", 5, *more]
+    process = torchrun("-m", "tests.training.failing", "kill:13", *words, restarts=2)
+    _, said = process.communicate(timeout=100)
+    assert process.returncode == 0, said
+    for sentence in ("batch 16 = 2 x CPU x 1", "going on at step 10 of 20", "best validation"):
+        assert said.count(sentence) == 1, sentence
+    assert said.count("has lost the others") <= 1, "torchrun may end the other one before it has told"
+    return said
+
+
+def test_a_killed_process_of_a_sharded_training_is_started_again(found, folder, recipe):
+    """One process reads what the two have written, and finds the training that was neither sharded nor killed."""
+    out = folder / "killed sharded"
+    killed_once(out, recipe, "--shard")
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step-000000015.sharded", "step-000000020.sharded"]
+    assert logged_steps(out) == [4, 8, 12, 16, 20]
+    training = prepared(out, alone(2))
+    assert load_state(training, print)
+    training.seen = {}
+    ours, expected = result_of(training), found[0]["adamw"]
+    check_equal(ours["weights"], expected["weights"], 1e-6)
+    check_metrics(ours["best"], expected["best"])
+
+
+def test_two_nodes_are_one_with_two_processes(found, folder, recipe):
+    """Each process is the first of its machine; one of them tells and writes."""
+    out = folder / "nodes"
+    said = two_nodes("-m", "vitrail", "train", "digits", "--recipe", recipe, "--out", out, "--workers", 0)
+    for sentence in ("batch 16 = 2 x CPU x 1", "best validation"):
+        assert sum(each.count(sentence) for each in said) == 1, sentence
+    check_like_two_processes(out, folder)
+    assert logged_steps(out) == [4, 8, 12, 16, 20]
 
 
 def test_torchrun_is_asked_to_stop(folder, recipe):
@@ -323,6 +372,14 @@ def test_trouble_in_the_middle(folder, recipe):
     assert codes == [2, 2]
     assert said[1][1] == "Process 1 is in trouble.\n"
     assert "Process" not in said[0][1] + said[0][0]
+    assert "Traceback" not in said[0][1]
+
+
+def test_the_death_of_one_is_told_by_the_other(folder, recipe):
+    words = ["train", "digits", "--recipe", recipe, "--out", folder / "lost", "--workers", 0]
+    codes, said = side_by_side(*[["-m", "tests.training.failing", "kill:4", *words]] * 2)
+    assert codes == [2, -signal.SIGKILL]
+    assert said[0][1].splitlines()[-1] == "Process 0 has lost the others: one of them has ended, or the connection has."
     assert "Traceback" not in said[0][1]
 
 

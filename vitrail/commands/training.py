@@ -28,16 +28,7 @@ RecipeOption = Annotated[
 ]
 
 
-def filled(option: typer.CallbackParam, value: str | None) -> str | None:
-    """What a script hands on from a variable that is not set is not what was meant."""
-    if value is not None and not value.strip():
-        raise UserError(f"{option.opts[0]} is empty: give what it should be, or leave it out.")
-    return value
-
-
-ModelOption = Annotated[
-    str | None, typer.Option(callback=filled, help="Another model than the recipe's (`vitrail models` lists them).")
-]
+ModelOption = Annotated[str | None, typer.Option(help="Another model than the recipe's (`vitrail models` lists them).")]
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change any leaf of the recipe; again for more.")
 ]
@@ -45,7 +36,6 @@ FromOption = Annotated[
     str | None,
     typer.Option(
         "--from",
-        callback=filled,
         help="Start from these weights: a checkpoint of any known kind, or house_tiny, which comes with the package.",
     ),
 ]
@@ -341,17 +331,8 @@ def open_recipe(name: str | None) -> Any:
 
 def guided(scope: str | None, teacher: str | None, labels: str | None) -> dict[str, str]:
     """Options that are short for one leaf each."""
-    found = {}
-    for option, leaf, value in (
-        ("--scope", "start.scope", scope),
-        ("--teacher", "distillation.teacher", teacher),
-        ("--labels", "tokens.labels", labels),
-    ):
-        if value is not None:
-            if not value.strip():
-                raise UserError(f"{option} is empty: give what it should be, or leave it out.")
-            found[leaf] = value
-    return found
+    given = {"start.scope": scope, "distillation.teacher": teacher, "tokens.labels": labels}
+    return {leaf: value for leaf, value in given.items() if value is not None}
 
 
 def leaves_of(

@@ -57,6 +57,11 @@ FINETUNE = Recipe(
     optimiser=Optimiser(rate=5e-4, decay=0.05, clip=1.0, layer_decay=0.75),
     schedule=Schedule(length="20 epochs", warmup="10%"),
     testing=Testing(crop_ratio=1.0),
-    about=About("house", "from any checkpoint, on one GPU"),
+    about=About(
+        "house",
+        "from any checkpoint, on one GPU",
+        "pets, --from house_tiny --epochs 5: 57.6 ± 2.6 % validation, 56.3 ± 2.3 % test (6 seeds)",
+        "one GPU; pets for 5 epochs in minutes on a CPU",
+    ),
 )
 RECIPES = {recipe.name: recipe for recipe in (LAPTOP, SMALL, FINETUNE)}

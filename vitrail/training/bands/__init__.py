@@ -1,7 +1,8 @@
 """Reference curves: where several seeds of a recipe lay on a data set, so that a run is told early whether it is healthy.
 
 `python -m vitrail.training.bands RUN RUN …` makes one from finished runs. A band applies to a run whose recipe has the same
-content (its name, seed, origin and precision aside) and whose data is the same; to no other.
+content (its name, seed, origin and precision aside) and whose data is the same; to no other. With `--copies` it applies to every
+copy of the data, however its pictures are encoded and ordered: as many pictures of the same classes.
 """
 
 import json
@@ -54,7 +55,7 @@ class Band:
             raise ValueError("a band's progress must grow")
 
     def applies(self, recipe: Mapping[str, Any], data: Mapping[str, Any]) -> bool:
-        return content(recipe) == content(self.recipe) and identity(data) == identity(self.data)
+        return content(recipe) == content(self.recipe) and is_same(data, self.data)
 
     def loss(self, progress: float) -> tuple[float, float]:
         """The range of the smoothed training loss; NaN before its first value."""
@@ -120,6 +121,13 @@ def identity(data: Mapping[str, Any]) -> str:
     if data.get("fingerprint"):
         return str(data["fingerprint"])
     return json.dumps({name: value for name, value in data.items() if name != "name"}, sort_keys=True, default=str)
+
+
+def is_same(data: Mapping[str, Any], reference: Mapping[str, Any]) -> bool:
+    """A reference without a fingerprint means every copy: counts and classes decide."""
+    if not reference.get("fingerprint"):
+        data = {name: value for name, value in data.items() if name != "fingerprint"}
+    return identity(data) == identity(reference)
 
 
 def find_band(recipe: Mapping[str, Any], data: Mapping[str, Any]) -> Band | None:

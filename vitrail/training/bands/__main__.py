@@ -21,11 +21,11 @@ NEIGHBOURS = 3  # places of the grid on either side
 DIGITS = 1e6  # ends are rounded outwards to this, so that the runs themselves stay inside
 
 
-def make_band(folders: list[Path]) -> Band:
+def make_band(folders: list[Path], copies: bool = False) -> Band:
     """The range of several seeds, from the smallest to the largest value, widened by one standard deviation on either side.
 
     Extremes and deviation are taken over the neighbouring places of the grid too: three curves that happen to cross are not a
-    sign of certainty.
+    sign of certainty. With `copies` the band applies to every copy of the data.
     """
     if len(folders) < 2:
         raise UserError("A band needs at least two runs, with different seeds.")
@@ -42,10 +42,13 @@ def make_band(folders: list[Path]) -> Band:
     curves = [curves_of(folder, run) for folder, run in zip(folders, runs, strict=True)]
     loss_low, loss_high = widened(np.stack([loss for loss, _ in curves]), 0, np.inf)
     top1_low, top1_high = widened(np.stack([top1 for _, top1 in curves]), 0, 1)
+    data = first["data"] | {"name": Path(str(first["data"].get("name") or "data")).name}  # without the path to it
+    if copies:
+        data.pop("fingerprint", None)
     machines = dict.fromkeys(device_words(run) or "unknown" for run in runs)
     return Band(
         recipe=first["recipe"],
-        data=first["data"] | {"name": Path(str(first["data"].get("name") or "data")).name},  # without the path to it
+        data=data,
         seeds=len(runs),
         machine=", ".join(machines),
         progress=[float(place) for place in GRID],
@@ -108,9 +111,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m vitrail.training.bands", description="Make a reference band.")
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="folders of finished runs that differ in their seed")
     parser.add_argument("--output", type=Path, help="the file to write; beside the package's own bands if not given")
+    parser.add_argument("--copies", action="store_true", help="for every copy of the data, however encoded: counts and classes")
     options = parser.parse_args(arguments)
     try:
-        band = make_band(options.runs)
+        band = make_band(options.runs, options.copies)
         path = write_band(band, options.output or default_path(band))
     except UserError as error:
         print(error, file=sys.stderr)
