@@ -1,5 +1,8 @@
 """Little teachers, pictures and stores of their answers."""
 
+import os
+from pathlib import Path
+
 import numpy as np
 import torch
 from PIL import Image
@@ -40,3 +43,19 @@ def make_source(folder, count=12, size=(24, 20)):
 def make_store(folder, teacher, source, shard=10, **wanted):
     annotate(teacher, source, folder, Wanted(**({"batch": 4} | wanted)), workers=0, shard=shard)
     return Store.open(folder)
+
+
+def contents(folder: Path):
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def in_a_process(work):
+    """How a forked process ended that did this: its exit code, or minus the signal."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+            os._exit(0)
+        except BaseException:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -1,21 +1,14 @@
-"""Writing: the teacher's own answers, each picture once, and after every kind of interruption the same bytes."""
+"""Writing: the teacher's own answers, each picture once."""
 
-import errno
 import json
-import os
-import random
-import signal
-from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from tests.disks import small_disk
 from tests.pictures import make_folder, make_picture, spoil
-from tests.teachers.answers import make_source, make_store, make_teacher, network
+from tests.teachers.answers import contents, in_a_process, make_source, make_store, make_teacher, network
 from vitrail.data.augment.pipeline import augment
 from vitrail.data.feeding import Feed
 from vitrail.data.opening import open_parts, open_source
@@ -27,13 +20,8 @@ from vitrail.teachers.annotating import Wanted, annotate, identity
 from vitrail.teachers.joining import join
 from vitrail.teachers.matching import match_data
 from vitrail.teachers.store import Store
-from vitrail.writing import aside
 
 ALL = ("logits", "tokens", "features")
-
-
-def contents(folder: Path):
-    return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
 def test_the_store_says_what_the_teacher_says(tmp_path):
@@ -190,87 +178,6 @@ def test_workers_and_none_give_the_same_bytes(tmp_path):
     assert contents(tmp_path / "0") == contents(tmp_path / "2")
 
 
-def in_a_process(work):
-    """How a forked process ended that did this: its exit code, or minus the signal."""
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-            os._exit(0)
-        except BaseException:
-            os._exit(1)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def die():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def dies_after(pictures):
-    """A watch that ends the process when so many pictures are annotated."""
-
-    @contextmanager
-    def watch(title, total):
-        done = 0
-
-        def advance(count):
-            nonlocal done
-            done += count
-            if title == "annotating" and done >= pictures:
-                die()
-
-        yield advance
-
-    return watch
-
-
-def dies_while_writing(files, length):
-    """`aside` that ends the process at the given file: with `length` bytes of it on the disk; None: whole, but not noted."""
-    written = []
-
-    @contextmanager
-    def write(path, side=None):
-        written.append(path)
-        with aside(path, side) as place:
-            yield place
-            if len(written) == files and length is not None:
-                place.write_bytes(place.read_bytes()[:length])
-                die()
-        if len(written) == files:
-            die()
-
-    return write
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_killed_at_random_moments_it_goes_on_to_the_same_bytes(seed, tmp_path, monkeypatch):
-    source, teacher = make_source(tmp_path / "p", 16), make_teacher()
-
-    def run(folder, watch=storing.unwatched):
-        annotate(teacher, source, tmp_path / folder, Wanted(ALL, 3, 2, batch=4), workers=0, watch=watch, shard=8)
-
-    run("whole")
-    draw = random.Random(seed)
-    killed = 0
-    for _ in range(6):
-        watch = storing.unwatched
-        with monkeypatch.context() as patch:
-            if draw.random() < 0.5:
-                watch = dies_after(draw.randrange(1, 24))
-            else:
-                patch.setattr(storing, "aside", dies_while_writing(draw.randrange(1, 6), draw.choice([None, 1, 40])))
-            code = in_a_process(partial(run, "cut", watch))
-        assert code in (0, -signal.SIGKILL)
-        if code == 0:
-            break
-        killed += 1
-        with pytest.raises(UserError, match=r"not finished|no store"):
-            Store.open(tmp_path / "cut")
-    assert killed >= 2, "nothing was interrupted"
-    run("cut")
-    assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
-
-
 def test_what_is_finished_is_not_done_again(tmp_path):
     source, teacher = make_source(tmp_path / "p"), make_teacher()
     make_store(tmp_path / "s", teacher, source)
@@ -312,62 +219,6 @@ def test_another_teacher_or_other_data_are_refused(tmp_path):
 def test_a_teacher_is_known_by_its_weights():
     assert identity(make_teacher())["weights"] == identity(make_teacher())["weights"]
     assert identity(make_teacher())["weights"] != identity(make_teacher(seed=1))["weights"]
-
-
-def full_at(name):
-    """`aside` of a disk that is full as the file of that name would get it."""
-
-    @contextmanager
-    def full(path, side=None):
-        with aside(path, side) as place:
-            yield place
-            if path.name == name:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    return full
-
-
-AGAIN = r"No space left on device \(.* MiB free\): make room and run the same command again"
-
-
-def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
-    source, teacher = make_source(tmp_path / "p", 10), make_teacher()
-    make_store(tmp_path / "whole", teacher, source)
-    with monkeypatch.context() as patch:
-        patch.setattr(storing, "aside", full_at("shard-00001.safetensors"))
-        with pytest.raises(UserError, match=f"{AGAIN}, the finished shards are kept"):
-            make_store(tmp_path / "s", teacher, source)
-    assert sorted(contents(tmp_path / "s")) == ["manifest.json", "shard-00000.safetensors"]
-    make_store(tmp_path / "s", teacher, source)
-    assert contents(tmp_path / "s") == contents(tmp_path / "whole")
-    for name in ("shard-00000.safetensors", "manifest.json"):
-        with monkeypatch.context() as patch:
-            patch.setattr(storing, "aside", full_at(name))
-            with pytest.raises(UserError, match=rf"{AGAIN}\.$"):
-                make_store(tmp_path / "new" / "none", teacher, source)
-        assert not (tmp_path / "new").exists()
-    monkeypatch.setattr(storing, "free_space", lambda out: 100)
-    with pytest.raises(UserError, match=r"needs 900 bytes for 30 pictures, and 100 bytes are free"):
-        make_store(tmp_path / "tight", teacher, source)
-
-
-def test_a_disk_that_fills_while_a_store_is_written(tmp_path):
-    source, teacher = make_source(tmp_path / "p", 10), make_teacher()
-
-    def run(out):
-        return annotate(teacher, source, out, Wanted(batch=4), workers=0, shard=2)
-
-    run(tmp_path / "whole")
-    disk = tmp_path / "disk"
-    with small_disk(disk, "40k") as resize:  # a page for each shard: more than its pictures take, which is looked at before
-        with pytest.raises(UserError, match=f"{AGAIN}, the finished shards are kept"):
-            run(disk / "s")
-        assert not list(disk.rglob(".*"))
-        with pytest.raises(UserError, match="is not finished"):
-            Store.open(disk / "s")
-        resize("1m")
-        assert run(disk / "s").kept > 1
-        assert contents(disk / "s") == contents(tmp_path / "whole")
 
 
 def test_a_place_that_is_taken_is_refused(tmp_path):
@@ -441,63 +292,6 @@ def test_a_checkpoint_file_of_a_convnet(tmp_path):
     store = make_store(tmp_path / "s", teacher, make_source(tmp_path / "p", 2), what=("tokens",), top_k=2)
     assert store.manifest["size"] == [32, 32]
     assert store.manifest["teacher"]["name"] == "net.pth"
-
-
-class Broken(torch.nn.Module):
-    """Answers until it is asked about a batch, as a network that does not fit beside so many pictures."""
-
-    def __init__(self, error):
-        super().__init__()
-        self.error, self.layer = error, torch.nn.Linear(3, 5)
-
-    def forward(self, images):
-        if len(images) > 2:
-            raise self.error
-        return self.layer(images.mean((2, 3)))
-
-
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no"), KeyboardInterrupt(), RuntimeError("odd")])
-def test_what_fails_before_its_first_shard_leaves_nothing(error, tmp_path):
-    source, broken = make_source(tmp_path / "p", 4), open_teacher(Broken(error), preprocessing={"image_size": 16})
-    out = tmp_path / "new" / "folder"
-    with pytest.raises(UserError if isinstance(error, torch.OutOfMemoryError) else type(error)):
-        make_store(out, broken, source)
-    assert not (tmp_path / "new").exists()
-    out.mkdir(parents=True)  # what was there before stays
-    with pytest.raises(UserError if isinstance(error, torch.OutOfMemoryError) else type(error)):
-        make_store(out, broken, source)
-    assert list(out.iterdir()) == []
-    assert len(make_store(out, make_teacher(), source, top_k=2)) == 12
-
-
-def test_what_was_killed_before_its_first_shard_binds_nobody(tmp_path, monkeypatch):
-    source = make_source(tmp_path / "p", 4)
-    with monkeypatch.context() as patch:
-        patch.setattr(storing, "aside", dies_while_writing(2, None))  # the manifest, then a shard that it does not know of
-        assert in_a_process(partial(make_store, tmp_path / "s", make_teacher(), source, 5)) == -signal.SIGKILL
-    assert sorted(contents(tmp_path / "s")) == [".lock", "manifest.json", "shard-00000.safetensors"]
-    store = make_store(tmp_path / "s", make_teacher(seed=1), source, views=2)
-    assert store.views == 2
-    make_store(tmp_path / "whole", make_teacher(seed=1), source, views=2)
-    assert contents(tmp_path / "s") == contents(tmp_path / "whole")
-
-
-def test_a_shard_that_cannot_be_kept_is_the_last(tmp_path, monkeypatch):
-    """Those before it are, though the next are computed while it is written."""
-    source, teacher = make_source(tmp_path / "p", 16), make_teacher()
-    whole, asked = storing.write_shard, []
-
-    def failing(path, *more):
-        asked.append(path.name)
-        if path.name == "shard-00002.safetensors":
-            raise UserError("no more")
-        return whole(path, *more)
-
-    monkeypatch.setattr(storing, "write_shard", failing)
-    with pytest.raises(UserError, match="no more"):
-        make_store(tmp_path / "s", teacher, source, shard=4)
-    assert asked == [f"shard-{number:05}.safetensors" for number in range(3)]
-    assert sorted(contents(tmp_path / "s")) == ["manifest.json", "shard-00000.safetensors", "shard-00001.safetensors"]
 
 
 def test_a_batch_of_several_chunks_is_one_batch(tmp_path, monkeypatch):
