@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ import yaml
 import vitrail
 from tests.pictures import make_folder, spoil
 from tests.weights.test_formats import SUFFIX, little
+from vitrail.commands import training
 from vitrail.commands.training import open_recipe
 from vitrail.recipes import list_recipes, lookup
 
@@ -249,14 +251,31 @@ def test_from_weights(digits_run, typed, tmp_path):
     assert {name for name in changed if "running" not in name and "tracked" not in name} <= {"head.weight", "head.bias"}
 
 
+def memory(said):
+    return int(re.search(r"; (\d+) MB of ", said)[1])
+
+
+def test_plan_takes_the_arguments_of_train():
+    """All of them, so that a command is planned by changing one word."""
+    assert signature(training.plan).parameters.keys() == signature(training.train).parameters.keys()
+
+
 def test_plan_writes_nothing(typed, refused, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    code, said, _ = typed("plan", "digits", "--device", "cpu")
+    code, whole, _ = typed("plan", "digits", "--device", "cpu")
     assert code == 0
-    assert "608,906 parameters" in said
-    assert "600 steps, about" in said
+    assert "608,906 parameters" in whole
+    assert "600 steps, about" in whole
     code, said, _ = typed("plan", "digits", "--recipe", "deit_tiny", "--set", "augmentation.size=32", "--micro-batch", "8")
     assert "batch 1024 = 1 x CPU x 128 accumulation x 8" in said
+    words = (
+        "--recompute --no-compile --seed 3 --seeds 2 --workers 0 --bad fatal --on-nan skip --save-steps 5 --keep 1 --log-steps 2"
+    )
+    code, fewer, _ = typed("plan", "digits", "--out", "run", "--save-every", "0.5", *words.split())
+    assert code == 0
+    assert "600 steps for each of 2 seeds, about" in fewer
+    assert memory(fewer) < memory(whole)  # blocks are computed again
+    assert "start with torchrun" in refused("plan", "digits", "--shard")
     assert "starts from trained weights" in refused("plan", "digits", "--recipe", "deit_base_to_384")
     assert list(tmp_path.iterdir()) == []
 

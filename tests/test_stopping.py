@@ -162,6 +162,7 @@ MOMENTS = {
     "data": (preparing, "open_splits", 1, NOTHING),
     "model": (run, "build", 1, NOTHING),
     "measuring": (run, "make_plan", 1, NOTHING),
+    "rehearsing": (run, "rehearse", 1, NOTHING),
     "decoding": (run, "Feed", 1, NOTHING),
     "validation pictures": (run, "Feed", 2, NOTHING),
     "optimiser": (loop, "make_optimiser", 1, NOTHING),

@@ -32,6 +32,7 @@ def history(run: Path, data: str) -> dict[str, Any]:
     known = {name: facts["data"][name] for name in ("train", "validation", "fingerprint")}
     curve = [[line["epoch"], line["top1"], round(line["loss"], 4)] for line in lines if line["kind"] == "validation"]
     made = {name: facts[name] for name in ("versions", "started", "seconds", "steps")} | {"device": facts["machine"]["device"]}
+    made["code"] = facts.get("code")  # the commit of Vitrail that trained it
     return {"data": {"name": data or facts["data"]["name"]} | known, "made": made, "curve": curve}
 
 

@@ -15,6 +15,14 @@ import safetensors
 from vitrail.errors import UserError
 
 
+class Unwritten(UserError):
+    """A file that could not be written; `problem` is the sentence without its advice, for those who know a better one."""
+
+    def __init__(self, problem: str, advice: str) -> None:
+        super().__init__(f"{problem}: {advice}.")
+        self.problem = problem
+
+
 def write_aside(path: Path, write: Callable[[Path], Any]) -> None:
     """`write` is given a place next to the target; a crash or a full disk leaves the old file whole and is told in a sentence."""
     try:
@@ -24,16 +32,15 @@ def write_aside(path: Path, write: Callable[[Path], Any]) -> None:
         if path.exists() and not path.is_file():
             raise UserError(f"{path} is a folder or a device; give a file name.")
     except (OSError, ValueError, RuntimeError) as error:  # the last is what older Pythons say of links in a circle
-        raise UserError(f"{path} cannot be written, {reason(error)}: choose another place.") from None
+        raise Unwritten(f"{path} cannot be written, {reason(error)}", "choose another place") from None
     try:
         with aside(path, side):
             write(side)
             side.chmod(0o666 & ~current_umask())
     except (OSError, RuntimeError, TypeError, safetensors.SafetensorError) as error:
         free = shutil.disk_usage(path.parent).free >> 20
-        raise UserError(
-            f"{path} could not be written, {reason(error)} ({free} MiB free): choose another place, or make room there."
-        ) from None
+        problem = f"{path} could not be written, {reason(error)} ({free} MiB free)"
+        raise Unwritten(problem, "choose another place, or make room there") from None
 
 
 def check_writable(path: Path | None) -> None:

@@ -18,9 +18,11 @@ from vitrail.errors import UserError
 from vitrail.models.cost import cost
 from vitrail.recipes import lookup
 from vitrail.training import closing, facts, loop, planning, run, speed, state
-from vitrail.training.checkpoints import Checkpoints, read_checkpoint
+from vitrail.training.checkpoints import Checkpoints
 from vitrail.training.loop import Options, Training
 from vitrail.training.metrics import FILE, Metrics
+from vitrail.training.rehearsing import Pace
+from vitrail.weights.states import read_checkpoint
 
 SHORT = {"augmentation.size": [8, 8], "architecture.patch_size": 4, "architecture.width": 16, "architecture.depth": 2}
 SHORT |= {"precision": "fp32", "architecture.heads": 2, "batch": 16, "schedule.length": "22 steps", "testing.every": "8 steps"}
@@ -33,6 +35,7 @@ LAMB |= {"precision": "bf16", "data.repeats": 3, "mixing.mixup": 0.8, "architect
 OPTIONS = Options(save_steps=4, log_steps=3)
 # What takes longer than such a training and has tests of its own.
 EASY = [(owner, "cost", cache(cost)) for owner in (facts, planning, speed)]
+EASY += [(run, "rehearse", lambda *_: Pace(0.01))]
 EASY += [(closing, "write_report", lambda folder: None), (closing, "look_again", lambda *_: {})]
 
 

@@ -14,9 +14,10 @@ from tests.pictures import make_folder
 from tests.training.small import ADAMW, EASY, SHORT, Death, begin, differences, in_child, lines, recipe, state_differences
 from vitrail.errors import UserError
 from vitrail.training import run
-from vitrail.training.checkpoints import DAMAGE, Checkpoints, read_checkpoint, write_checkpoint
+from vitrail.training.checkpoints import Checkpoints, write_checkpoint
 from vitrail.training.loop import Training
 from vitrail.training.metrics import Metrics, read_metrics
+from vitrail.weights.states import DAMAGE, read_checkpoint
 
 GROUPS = {
     "model": {"weight": torch.randn(3, 4).t(), "count": torch.tensor(7), "none": torch.zeros(0, 2)},

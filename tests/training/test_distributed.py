@@ -33,13 +33,13 @@ from vitrail.models.catalogue import build
 from vitrail.objectives.supervised import Supervised
 from vitrail.objectives.targets import Targets
 from vitrail.recipes import Recipe
-from vitrail.training.checkpoints import read_checkpoint
 from vitrail.training.devices import Devices, connected, cut, has_idle_heads
 from vitrail.training.facts import choose_folder, fingerprint
 from vitrail.training.loop import NotFinite, Options
 from vitrail.training.recorder import record
 from vitrail.training.run import resume, train
 from vitrail.training.state import gather, load_state, save_artefact
+from vitrail.weights.states import read_checkpoint
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch was built without gloo")
 LAMB = {"optimiser.kind": "lamb"}

@@ -15,8 +15,10 @@ from vitrail.recipes import lookup
 from vitrail.teachers import open_teacher
 from vitrail.training import planning
 from vitrail.training.devices import Devices
+from vitrail.training.loop import Options
 from vitrail.training.planning import Plan, answering_bytes, check_room, enough_memory, kept_bytes, make_plan
 from vitrail.training.preparing import divide, forecast, unseen
+from vitrail.training.rehearsing import Pace
 from vitrail.training.scope import apply_scope
 
 CPU = torch.device("cpu")
@@ -28,9 +30,8 @@ def little(**parts):
 
 
 def test_memory_is_what_is_fixed_and_so_much_for_each_picture():
-    plan = Plan(fixed=2e9, each=1e9, free=10e9, seconds=0.5, largest=8, overhead=1.0)
+    plan = Plan(fixed=2e9, each=1e9, free=10e9, largest=8)
     assert plan.memory(3) == 5e9
-    assert plan.duration(4) == 3.0
     plan.check(8)
     with pytest.raises(vitrail.UserError, match=r"9 pictures at a time need about 11.0 GB and 10.0 GB are free: at most 8 fit"):
         plan.check(9)
@@ -45,7 +46,6 @@ def test_planning_leaves_the_model_as_it_was():
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert plan.largest > 8
-    assert plan.duration(8) > 0
     assert plan.memory(1) < plan.free
 
 
@@ -63,14 +63,12 @@ def test_what_is_frozen_and_what_is_computed_again_takes_less():
 
 
 def test_a_teacher_that_is_asked_at_every_step_counts():
-    """Its weights, its time, and what it holds for a picture where that is more than the student keeps."""
+    """Its weights, and what it holds for a picture where that is more than the student keeps."""
     large = open_teacher(little(width=256, depth=8, heads=4))
     alone, taught = make_plan(little(depth=1), RECIPE, CPU, 8), make_plan(little(depth=1), RECIPE, CPU, 8, teacher=large)
     weights = sum(4 * parameter.numel() for parameter in large.parameters())
     assert taught.fixed - alone.fixed == taught.teacher == weights
-    assert alone.asking == alone.teacher == 0
-    assert 0.5 < taught.asking < 1  # hundred times the work, of which the student goes back, too
-    assert taught.duration(8) > 2 * alone.duration(8)
+    assert alone.teacher == 0
     tokens = 17 * 4
     assert answering_bytes(large, RECIPE) == 2 * tokens * (1024 + 1024)  # into the activation of a feed-forward layer, and out
     assert taught.each == max(alone.each, answering_bytes(large, RECIPE))
@@ -99,7 +97,7 @@ def test_an_allocator_that_gives_up_becomes_a_sentence():
 
 
 def test_the_batch_is_cut_as_memory_allows_or_as_one_says():
-    plan = Plan(0.0, 1e9, 10e9, 0.1, largest=6)
+    plan = Plan(0.0, 1e9, 10e9, largest=6)
     one = Devices(CPU)
     assert divide(one, RECIPE, plan, None).units == 2
     assert divide(one, RECIPE, plan, 2).units == 4
@@ -114,12 +112,24 @@ def test_the_batch_is_cut_as_memory_allows_or_as_one_says():
 def test_the_forecast_in_words():
     source = Subset(open_splits("digits").train, np.arange(64))
     devices = dataclasses.replace(Devices(CPU), units=2)
-    words = forecast(Plan(1e9, 1e9, 9e9, 0.5, 6, overhead=2.0), RECIPE, devices, source)
+    plan, plain = Plan(1e9, 1e9, 9e9, 6), Options()
+    words = forecast(plan, Pace(8.0), RECIPE, devices, source, plain)
     assert words == "10 steps, about 0:01:20 at 1 images/s; 5.0 GB of 9.0 GB"
-    taught = Plan(1e9, 1e9, 9e9, 0.5, 6, overhead=2.0, asking=0.4, teacher=3e8)
-    assert forecast(taught, RECIPE, devices, source) == f"{words}; 40 % of the time and 0.3 GB are the teacher's"
+    assert "at 0.01 images/s; 5.0" in forecast(plan, Pace(800.0), RECIPE, devices, source, plain)
+    assert "at 1,600 images/s before compiling; 5.0" in forecast(
+        plan, Pace(0.005), RECIPE, devices, source, Options(compile=True)
+    )
+    tested = RECIPE.set({"testing.every": "4 steps"})  # after 4, 8 and 10
+    assert "about 0:01:41 at 1 images/s, 21 % of it validation; " in forecast(
+        plan, Pace(8.0, 7.0), tested, devices, source, plain
+    )
+    assert forecast(plan, Pace(8.0), RECIPE, devices, source, plain, 3).startswith(
+        "10 steps for each of 3 seeds, about 0:04:00 at"
+    )
+    taught = forecast(Plan(1e9, 1e9, 9e9, 6, teacher=3e8), Pace(8.0, asking=3.2), RECIPE, devices, source, plain)
+    assert taught == f"{words}; 40 % of a step and 300 MB are the teacher's"
     repeated = RECIPE.set({"schedule.length": "2 epochs", "data.round_to": 50})  # an epoch is cut to 50 pictures: 6 steps
-    assert forecast(Plan(1e9, 1e9, 9e9, 0.5, 6), repeated, devices, source).startswith("12 steps")
+    assert forecast(plan, Pace(8.0), repeated, devices, source, plain).startswith("12 steps")
 
 
 @pytest.mark.parametrize(
@@ -139,5 +149,5 @@ def test_a_disk_without_room_is_told_beforehand(tmp_path, monkeypatch):
     monkeypatch.setattr(planning.shutil, "disk_usage", lambda place: SimpleNamespace(free=free["bytes"]))
     check_room(tmp_path / "new" / "run", model, recipe, keep=2)
     free["bytes"] = need - 1
-    with pytest.raises(UserError, match="make room there"):
+    with pytest.raises(UserError, match=r"needs about \d+ kB on the disk of .* and \d+ kB are free: make room there"):
         check_room(tmp_path / "new" / "run", model, recipe, keep=2)

@@ -1,6 +1,7 @@
 """The flight recorder: a step that is not finite is not taken, is kept with all that is needed, and can be computed again."""
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -16,11 +17,13 @@ from vitrail.data.feeding import Feed
 from vitrail.data.opening import open_splits
 from vitrail.errors import UserError
 from vitrail.training import run
-from vitrail.training.checkpoints import Checkpoints, read_checkpoint
+from vitrail.training.checkpoints import Checkpoints
 from vitrail.training.devices import Devices
 from vitrail.training.loop import Options, Training
+from vitrail.training.metrics import merit
 from vitrail.training.preparing import build
 from vitrail.training.recorder import examine, replay
+from vitrail.weights.states import read_checkpoint
 
 EVERY_STEP = Options(save_steps=1, log_steps=50, keep=99)
 
@@ -283,3 +286,29 @@ def test_a_replay_needs_the_bundle_and_its_pictures(pictures, tmp_path):
             replay(bundle, "cpu")
     with pytest.raises(UserError, match="is not a whole bundle"):
         replay(tmp_path, "cpu")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_weights_that_have_diverged_are_validated_and_the_training_goes_on(precision, tmp_path):
+    """A validation without a number is the worst there is, in a run that skips such steps and in one that goes on."""
+    changes = SHORT | {"optimiser.rate": 1e9, "optimiser.clip": 0, "precision": precision}
+    options = Options(save_steps=1, log_steps=3, keep=99, on_nan="skip")
+    assert begin(tmp_path / "run", changes, options).finished
+    tested = [line for line in lines(tmp_path / "run") if line["kind"] == "validation"]
+    assert [line["loss"] for line in tested] == ["nan"] * 3
+    found = strictly((tmp_path / "run" / "run.json").read_text())
+    assert found["best"]["step"] == 8  # the first of equals
+    assert found["best"]["loss"] == "nan"
+    shutil.copytree(tmp_path / "run", tmp_path / "other")
+    for step in range(10, 23):
+        state_of(tmp_path / "other", step).unlink()
+    assert run.resume(tmp_path / "other", device="cpu", workers=0, on_nan="skip").finished
+    assert not differences(tmp_path / "run", tmp_path / "other")
+
+
+def test_no_number_is_worse_than_any_accuracy():
+    order = [{"top1": 0.9, "loss": "nan"}, {"top1": 0.1, "loss": "inf"}, {"top1": 0.1, "loss": 2.0}, {"top1": 0.1, "loss": 1.0}]
+    ranks = [merit(each) for each in [*order, {"top1": 0.2, "loss": 9.0}]]
+    assert ranks == sorted(ranks)
+    assert len(set(ranks)) == 5
+    assert not merit({"top1": 0.9, "loss": math.nan}) > merit(order[0])

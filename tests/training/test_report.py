@@ -102,7 +102,7 @@ def test_the_pictures_open(full):
         ({"last": 40, "best": None, "seconds": None, "machine": None}, "top-1 of 20.00 % (top-5 99.00 %) after 1.6 of 4 epochs."),
         ({"last": 5, "steps": None}, "was trained for 0.2 epochs"),
         ({"last": 0}, "has not logged anything yet."),
-        ({"shift": float("nan"), "best": {}}, "top-1 of 80.00 %"),
+        ({"shift": float("nan"), "best": {}}, "top-1 of 20.00 %"),  # of equals the first, as in a run
     ],
 )
 def test_any_run_has_a_report(tmp_path, monkeypatch, options, sentence):
@@ -203,3 +203,16 @@ def test_numbers_in_words():
         "13",
         "train 3,000",
     ]
+
+
+def test_the_best_that_is_marked_is_the_run_s_own(tmp_path):
+    """Of equal accuracies the run keeps the one with the least loss; where it does not say, the same rule finds it."""
+    with Metrics(tmp_path) as metrics:
+        for step, loss in ((1, 2.0), (2, 1.0), (3, 1.5), (4, float("nan"))):
+            metrics.write("validation", step, step, {"loss": loss, "top1": 0.5 if step < 4 else 0.9})
+    for best, epoch in (({"top1": 0.5, "epoch": 3}, 3), ({}, 2)):
+        (tmp_path / "run.json").write_text(json.dumps(describe(best=best, steps=4)))
+        curves = curves_of(read_run(tmp_path), read_metrics(tmp_path))
+        assert curves.best == epoch
+        assert curves.marked() == (epoch, 0.5)
+    assert Curves([], 1.0).marked() is None

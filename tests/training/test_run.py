@@ -4,7 +4,9 @@ import base64
 import io
 import json
 import os
+import re
 import shutil
+import subprocess
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from tests.pictures import make_folder, make_picture, spoil
 from vitrail.data.opening import open_splits
 from vitrail.recipes import lookup
 from vitrail.training import closing
+from vitrail.training.facts import own_state
 from vitrail.training.loop import Options
 from vitrail.training.metrics import read_metrics
 from vitrail.training.preparing import adapted, build, open_weights, resolve
@@ -72,6 +75,31 @@ def test_a_run_leaves_everything(done, plain):
     lines = read_metrics(done.folder)
     assert [line["step"] for line in lines if line["kind"] == "train"] == [1, 2, 3, 4, 5, 6]
     assert max(line["top1"] for line in lines if line["kind"] == "validation") == done.best["top1"]
+
+
+def test_a_run_knows_the_code_that_made_it(plain, tmp_path):
+    """Whatever folder one works in: a checkout's commit, else the version; not the commit of somebody's repository around it."""
+    assert plain["code"] == own_state()
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    package = tmp_path / "vitrail"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    assert own_state(package) == vitrail.__version__
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "theirs"], check=True)
+    assert own_state(package) == vitrail.__version__
+    subprocess.run([*git, "add", "."], check=True)
+    subprocess.run([*git, "commit", "-q", "-m", "ours"], check=True)
+    commit = own_state(package)
+    assert re.fullmatch("[0-9a-f]{40}", commit)
+    (package / "__init__.py").write_text("changed")
+    assert own_state(package) == f"{commit} with changes"
+
+
+def test_a_processor_says_how_much_memory_it_took(done):
+    memory = [line["speed"]["memory"] for line in read_metrics(done.folder) if line["kind"] == "train"]
+    assert min(memory) > 50e6  # torch alone takes more
+    assert memory == sorted(memory)
 
 
 def test_the_artefact_needs_nothing_else(done, plain):
@@ -172,6 +200,11 @@ def started(folder, source, changes=None, recipe="finetune"):
 
 def same(model, other, *names):
     return [bool(torch.equal(model.state_dict()[name], other.state_dict()[name])) for name in names]
+
+
+def test_a_training_from_scratch_inside_the_folder_of_a_run_starts_from_scratch(trained, monkeypatch):
+    monkeypatch.chdir(trained)
+    assert not resolve("laptop", None, None, "cpu").start.weights
 
 
 def test_the_same_classes_keep_their_classifier(trained, pictures):
@@ -379,3 +412,20 @@ def test_pictures_smaller_than_the_patches_of_a_namesake():
     """Looking for a network's name must not stumble over one of the same width and depth with patches of 32."""
     small = vitrail.create("deit_tiny_patch16", 3, 30, device="meta")
     assert vitrail.build(small.architecture, device="meta").name == "deit_tiny_patch16"
+
+
+def test_how_often_and_how_many_states_are_saved_can_be_typed(typed, pictures, tmp_path):
+    words = [word for key, value in TINY.items() for word in ("--set", f"{key}={value}")]
+    words += ["--recipe", "laptop", "--device", "cpu", "--workers", 0, "--set", "schedule.length=5 steps"]
+    code, _, said = typed("train", pictures, *words, "--out", tmp_path / "run", "--save-every", 0, "--keep", 3)
+    assert code == 0, said
+    found = [path.name for path in sorted((tmp_path / "run" / "checkpoints").iterdir())]
+    assert found == [f"step-{step:09d}.safetensors" for step in (3, 4, 5)]
+    for step in (4, 5):
+        (tmp_path / "run" / "checkpoints" / f"step-{step:09d}.safetensors").unlink()
+    code, _, said = typed("resume", tmp_path / "run", "--workers", 0, "--keep", 1, "--save-every", 60)
+    assert code == 0, said
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000000005.safetensors"]
+    for name, value in (("keep", 0), ("save_seconds", -1.0)):
+        with pytest.raises(vitrail.UserError, match=f"{name} is "):
+            train(pictures, tmp_path / "other", options=Options(**{name: value}))

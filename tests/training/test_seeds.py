@@ -80,7 +80,9 @@ def test_stopped_and_gone_on_with(tmp_path, at_step, monkeypatch):
     assert is_home(tmp_path / "run")
     at_step(9, 9, ctrl_c)
     said.clear()
-    assert train_seeds(tmp_path / "run", resumed(tmp_path / "run", None, None, None), said.append)
+    other = resumed(tmp_path / "run", None, None, keep=1, on_nan=None)
+    assert (other.options.keep, other.options.on_nan) == (1, "stop")
+    assert train_seeds(tmp_path / "run", other, said.append)
     assert said[0] == "seed 0 is finished"
     assert (tmp_path / "run" / "seed-0" / "run.json").stat().st_mtime_ns == first
     assert values(tmp_path / "run") == values(tmp_path / "whole")

@@ -1,5 +1,7 @@
 """A training that is killed, stopped or cut off at any moment and resumed is the one that nobody disturbed, to the last bit."""
 
+import errno
+import itertools
 import json
 import os
 import random
@@ -14,12 +16,14 @@ import pytest
 import torch
 
 import vitrail
-from tests.training.small import ADAMW, LAMB, OPTIONS, Death, begin, differences, in_child, leftovers, recipe
+from tests.training.small import ADAMW, EASY, LAMB, OPTIONS, Death, begin, differences, in_child, leftovers, recipe
 from vitrail.data import feeding
 from vitrail.data.loader import Plan
-from vitrail.training import run
-from vitrail.training.checkpoints import Checkpoints, read_checkpoint
+from vitrail.errors import UserError
+from vitrail.training import checkpoints, run
+from vitrail.training.checkpoints import Checkpoints
 from vitrail.training.loop import Training
+from vitrail.weights.states import read_checkpoint
 
 CONFIGURATIONS = {"adamw": (ADAMW, None), "lamb": (LAMB, 4)}
 KILLED = -signal.SIGKILL
@@ -304,3 +308,33 @@ def test_the_best_artefact_is_the_running_mean_and_needs_nothing_else(adamw):
     for name, value in last.state_dict().items():
         assert torch.equal(value, groups["average"][name]), name
     assert not torch.equal(groups["average"]["head.weight"], groups["model"]["head.weight"])
+
+
+def test_a_full_disk_tells_how_to_go_on(tmp_path, monkeypatch):
+    for owner, name, value in EASY:
+        monkeypatch.setattr(owner, name, value)
+    begin(tmp_path / "whole", ADAMW)
+    original, count = checkpoints.write_safetensors, itertools.count(1)
+
+    def full(*words):
+        if next(count) == 3:
+            raise OSError(errno.ENOSPC, "full")
+        original(*words)
+
+    monkeypatch.setattr(checkpoints, "write_safetensors", full)
+    place = tmp_path / "run"
+    says = rf"step-000000012.safetensors could not be written, No space left .*: make room there, then `vitrail resume {place}` "
+    with pytest.raises(UserError, match=says + "goes on from step 8"):
+        begin(place, ADAMW)
+    assert run.resume(place, device="cpu", workers=0).finished
+    assert not differences(place, tmp_path / "whole")
+
+
+def test_a_disk_that_is_full_from_the_start_leaves_a_run_to_begin_with(tmp_path, monkeypatch):
+    for owner, name, value in EASY:
+        monkeypatch.setattr(owner, name, value)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "write_safetensors", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+        with pytest.raises(UserError, match=r"make room there, then `vitrail resume .*` starts at its first step"):
+            begin(tmp_path / "run", ADAMW)
+    assert run.resume(tmp_path / "run", device="cpu", workers=0).finished

@@ -1,6 +1,7 @@
 """The weights that come with the package: taken by name wherever weights are taken."""
 
 import json
+import runpy
 import tomllib
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 from PIL import Image
 
 import vitrail
+from tests.training.runs import make_run
 from vitrail.errors import UserError
 from vitrail.teachers.opening import open_teacher
 from vitrail.training.preparing import is_artefact, resolve
@@ -130,3 +132,9 @@ def test_a_damaged_file_is_refused(tmp_path, monkeypatch):
 def test_a_name_that_is_nearly_right():
     with pytest.raises(UserError, match=r"no file house_tinny\. Weights that come with the package: house_tiny\."):
         vitrail.load("house_tinny")
+
+
+def test_what_is_bundled_from_now_on_keeps_the_commit_that_trained_it(tmp_path):
+    make_run(tmp_path / "run", code="0123abc with changes")
+    history = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "bundle_weights.py"))["history"]
+    assert history(tmp_path / "run", "some pictures")["made"]["code"] == "0123abc with changes"

@@ -57,13 +57,27 @@ DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1; a G
 MicroOption = Annotated[int | None, typer.Option(min=1, help="Pictures computed at a time; as many as fit if not given.")]
 WorkersOption = Annotated[int | None, typer.Option(min=0, help="Processes that decode pictures; one per core if not given.")]
 CompileOption = Annotated[bool | None, typer.Option("--compile/--no-compile", help="torch.compile; on where there is a GPU.")]
+OutOption = Annotated[Path | None, typer.Option(help="The run's folder; runs/<data>-<recipe> if not given.")]
+SeedsOption = Annotated[
+    int | None, typer.Option(min=1, help="Train so often, from --seed on, into OUT/seed-0, OUT/seed-1, …: mean and spread.")
+]
+ShardOption = Annotated[bool, typer.Option("--shard", help="Shard weights over the processes of torchrun (FSDP).")]
+RecomputeOption = Annotated[bool, typer.Option("--recompute", help="Less memory for more time (gradient checkpointing).")]
+NanOption = Annotated[str, typer.Option(help="stop, or skip: leave out steps whose loss is not a number and count them.")]
+BadOption = Annotated[str, typer.Option(help="skip or fatal: what an unreadable picture is.")]
+StepsOption = Annotated[int, typer.Option(min=0, help="Save the state every so many steps too, not only by the clock.")]
+LogOption = Annotated[int, typer.Option(min=0, help="Log every so many steps; 0: about twenty times an epoch.")]
+SAVE_EVERY = "Save the state every so many minutes; 2 if not given."
+KEEP = "How many of the last states stay on the disk; 2 if not given."
+EveryOption = Annotated[float | None, typer.Option(min=0, metavar="MINUTES", help=SAVE_EVERY)]
+KeepOption = Annotated[int | None, typer.Option(min=1, help=KEEP)]
 
 
 def train(
     source: SourceArgument = "digits",
     recipe: RecipeOption = None,
     model: ModelOption = None,
-    out: Annotated[Path | None, typer.Option(help="The run's folder; runs/<data>-<recipe> if not given.")] = None,
+    out: OutOption = None,
     changes: SetOption = None,
     weights: FromOption = None,
     scope: ScopeOption = None,
@@ -71,23 +85,19 @@ def train(
     labels: LabelsOption = None,
     epochs: EpochsOption = None,
     seed: SeedOption = None,
-    seeds: Annotated[
-        int | None, typer.Option(min=1, help="Train so often, from --seed on, into OUT/seed-0, OUT/seed-1, …: mean and spread.")
-    ] = None,
+    seeds: SeedsOption = None,
     device: DeviceOption = None,
     micro_batch: MicroOption = None,
     workers: WorkersOption = None,
     compile: CompileOption = None,
-    shard: Annotated[bool, typer.Option("--shard", help="Shard weights over the processes of torchrun (FSDP).")] = False,
-    recompute: Annotated[bool, typer.Option("--recompute", help="Less memory for more time (gradient checkpointing).")] = False,
-    on_nan: Annotated[
-        str, typer.Option(help="stop, or skip: leave out steps whose loss is not a number and count them.")
-    ] = "stop",
-    bad: Annotated[str, typer.Option(help="skip or fatal: what an unreadable picture is.")] = "skip",
-    save_steps: Annotated[
-        int, typer.Option(min=0, help="Save the state every so many steps too, not only every two minutes.")
-    ] = 0,
-    log_steps: Annotated[int, typer.Option(min=0, help="Log every so many steps; 0: about twenty times an epoch.")] = 0,
+    shard: ShardOption = False,
+    recompute: RecomputeOption = False,
+    on_nan: NanOption = "stop",
+    bad: BadOption = "skip",
+    save_steps: StepsOption = 0,
+    save_every: EveryOption = None,
+    keep: KeepOption = None,
+    log_steps: LogOption = 0,
 ) -> None:
     """Train a model on pictures.
 
@@ -96,19 +106,8 @@ def train(
     Several GPUs: [bold]torchrun --nproc-per-node 8 -m vitrail train imagenet/ --recipe deit_small[/bold]
     """
     from vitrail.training import run
-    from vitrail.training.devices import choose_device
-    from vitrail.training.loop import Options
 
-    choice("--on-nan", on_nan, ("stop", "skip"))
-    choice("--bad", bad, ("skip", "fatal"))
-    options = Options(
-        sharding="full" if shard else "none",
-        compile=compile if compile is not None else choose_device(device).type == "cuda",
-        recompute=recompute,
-        on_nan="skip" if on_nan == "skip" else "stop",
-        save_steps=save_steps,
-        log_steps=log_steps,
-    )
+    options = options_of(device, compile, shard, recompute, on_nan, bad, save_steps, save_every, keep, log_steps)
     leaves = leaves_of(changes, weights, epochs, seed, recipe) | guided(scope, teacher, labels)
     if seeds is not None:
         from vitrail.training.seeds import choose_home, plan_seeds
@@ -122,11 +121,44 @@ def train(
         sys.exit(130)
 
 
+def options_of(
+    device: str | None,
+    compile: bool | None,
+    shard: bool,
+    recompute: bool,
+    on_nan: str,
+    bad: str,
+    save_steps: int,
+    save_every: float | None,
+    keep: int | None,
+    log_steps: int,
+) -> Any:
+    """What was typed beside the recipe, checked."""
+    from vitrail.training.devices import choose_device
+    from vitrail.training.loop import Options
+
+    choice("--on-nan", on_nan, ("stop", "skip"))
+    choice("--bad", bad, ("skip", "fatal"))
+    usual = Options()
+    return Options(
+        sharding="full" if shard else "none",
+        compile=compile if compile is not None else choose_device(device).type == "cuda",
+        recompute=recompute,
+        save_seconds=usual.save_seconds if save_every is None else 60 * save_every,
+        save_steps=save_steps,
+        keep=keep or usual.keep,
+        log_steps=log_steps,
+        on_nan="skip" if on_nan == "skip" else "stop",
+    )
+
+
 def resume(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
     device: DeviceOption = None,
     workers: WorkersOption = None,
     on_nan: Annotated[str | None, typer.Option(help="stop or skip, if other than the training was begun with.")] = None,
+    save_every: EveryOption = None,
+    keep: KeepOption = None,
 ) -> None:
     """Go on with a training that was stopped, killed or cut off.
 
@@ -137,10 +169,12 @@ def resume(
 
     if on_nan is not None:
         choice("--on-nan", on_nan, ("stop", "skip"))
+    other: dict[str, Any] = {"on_nan": on_nan, "keep": keep}
+    other["save_seconds"] = None if save_every is None else 60 * save_every
     if is_home(folder):
-        train_all(folder, resumed(folder, device, workers, on_nan))
+        train_all(folder, resumed(folder, device, workers, **other))
         return
-    if not run.resume(folder, device=device, workers=workers, on_nan=on_nan).finished:  # type: ignore[arg-type]
+    if not run.resume(folder, device=device, workers=workers, **other).finished:
         sys.exit(130)
 
 
@@ -161,23 +195,40 @@ def plan(
     source: SourceArgument = "digits",
     recipe: RecipeOption = None,
     model: ModelOption = None,
+    out: OutOption = None,
     changes: SetOption = None,
     weights: FromOption = None,
     scope: ScopeOption = None,
     teacher: TeacherOption = None,
     labels: LabelsOption = None,
     epochs: EpochsOption = None,
+    seed: SeedOption = None,
+    seeds: SeedsOption = None,
     device: DeviceOption = None,
     micro_batch: MicroOption = None,
+    workers: WorkersOption = None,
+    compile: CompileOption = None,
+    shard: ShardOption = False,
+    recompute: RecomputeOption = False,
+    on_nan: NanOption = "stop",
+    bad: BadOption = "skip",
+    save_steps: StepsOption = 0,
+    save_every: EveryOption = None,
+    keep: KeepOption = None,
+    log_steps: LogOption = 0,
 ) -> None:
     """Predict memory and time of a training from a short measurement; nothing is written.
 
-    Example: [bold]vitrail plan photos/ --recipe deit_small[/bold]
+    Example: [bold]vitrail plan photos/ --recipe deit_small --recompute[/bold]
+
+    The arguments are those of vitrail train; with --out the room on that disk is looked at, too.
     """
     from vitrail.training.run import foresee
 
-    leaves = leaves_of(changes, weights, epochs, None, recipe) | guided(scope, teacher, labels)
-    for sentence in foresee(source, open_recipe(recipe), model, leaves, device, micro_batch):
+    options = options_of(device, compile, shard, recompute, on_nan, bad, save_steps, save_every, keep, log_steps)
+    leaves = leaves_of(changes, weights, epochs, seed, recipe) | guided(scope, teacher, labels)
+    given = open_recipe(recipe)
+    for sentence in foresee(source, given, model, leaves, device, micro_batch, options, workers, out, seeds or 1):
         print(sentence)
 
 

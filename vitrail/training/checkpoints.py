@@ -9,41 +9,23 @@ import contextlib
 import json
 import re
 import shutil
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-import safetensors
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from vitrail.errors import UserError
 from vitrail.weights.files import write_safetensors
+from vitrail.weights.states import DAMAGE, HEADER, LAYOUT, State, checksum, problem, words_of
 from vitrail.writing import flush, reason, write_aside
 
 NAME = re.compile(r"step-(\d{9})(\.safetensors|\.sharded)")
 # What `write_aside` calls the files of a run while it writes them.
 UNFINISHED = re.compile(r"\.(step-\d{9}|best|last|run|recipe|metrics|report|state|bundle)\.[a-z]+(\.\d+)?\.part")
-LAYOUT = 1
 LOCK = ".lock"
-State = tuple[int, dict[str, dict[str, Tensor]], dict[str, Any]]  # step, groups of tensors, facts
-
-
-def checksum(tensors: dict[str, Tensor], words: str) -> int:
-    """Over the tensors, their names, shapes and types, and the text that goes with them."""
-    value = zlib.crc32(words.encode())
-    for name, tensor in sorted(tensors.items()):
-        value = zlib.crc32(f"{name} {tensor.dtype} {list(tensor.shape)}".encode(), value)
-        value = zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data, value)
-    return value
-
-
-def words_of(step: int, facts: dict[str, Any]) -> str:
-    """One spelling for what JSON holds in many."""
-    return json.dumps([step, facts], sort_keys=True)
 
 
 def optimiser_tensors(model: nn.Module, optimiser: Optimizer) -> dict[str, Tensor]:
@@ -110,16 +92,6 @@ class Checkpoints:
         return None
 
 
-# What reading a file with arbitrary bytes in it may raise.
-DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, MemoryError, safetensors.SafetensorError)
-
-
-def problem(error: BaseException) -> str:
-    """The first line of what an exception says; a key that is missing says little without its kind."""
-    words = str(error).strip().split("\n")[0].rstrip(".")
-    return f"it has no {words}" if isinstance(error, KeyError) else words or type(error).__name__
-
-
 def number_of(path: Path) -> int:
     found = NAME.fullmatch(path.name)
     assert found
@@ -174,23 +146,6 @@ def write_checkpoint(path: Path, step: int, groups: dict[str, dict[str, Tensor]]
     }
     control = checksum(tensors, words_of(step, facts))
     header = json.dumps({"layout": LAYOUT, "step": step, "checksum": control, "facts": facts})
-    write_aside(path, lambda side: write_safetensors(tensors, side, {"vitrail_checkpoint": header}))
+    write_aside(path, lambda side: write_safetensors(tensors, side, {HEADER: header}))
     for folder in (path.parent, path.parent.parent):  # the folder may be as new as the file
         flush(folder)
-
-
-def read_checkpoint(path: Path) -> State:
-    """What `write_checkpoint` wrote, to the last bit, or one of DAMAGE."""
-    with safetensors.safe_open(path, "pt") as file:
-        header = json.loads((file.metadata() or {})["vitrail_checkpoint"])
-        # Copies: what is read lies in the mapped file, whose space would stay taken after it has been removed.
-        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-    if header["layout"] != LAYOUT:
-        raise ValueError("another version of Vitrail wrote it")
-    if checksum(tensors, words_of(header["step"], header["facts"])) != header["checksum"]:
-        raise ValueError("its checksum is wrong")
-    groups: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in tensors.items():
-        group, rest = name.split(":", 1)
-        groups.setdefault(group, {})[rest] = tensor
-    return header["step"], groups, header["facts"]

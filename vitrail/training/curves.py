@@ -38,11 +38,14 @@ DARK = Look("#16181d", "#e6e8eb", "#8b949e", "#2b2f36", "#58a6ff", "#f0a050", "#
 
 @dataclass(frozen=True)
 class Curves:
-    """A run's lines as columns, ready to draw; `total` is the number of epochs that the whole training has."""
+    """A run's lines as columns, ready to draw; `total` is the number of epochs that the whole training has, `best` the one whose
+    weights it kept, as the run itself says.
+    """
 
     lines: Sequence[dict[str, Any]]
     total: float
     band: Band | None = None
+    best: float | None = None
 
     def of(self, kind: str, name: str) -> Points:
         """Epochs and values of one quantity, finite ones only."""
@@ -111,22 +114,27 @@ class Curves:
                 axes.plot(
                     epochs, 100 * shares, color=colour, linewidth=1.8, label=f"{label}  {100 * shares[-1]:.2f} %", **dots(shares)
                 )
-        epochs, shares = self.of("validation", "top1")
-        if len(epochs):
-            place = int(shares.argmax())
-            axes.plot(
-                epochs[place], 100 * shares[place], "o", color=look.green, ms=8, mfc=look.paper, mew=1.8, clip_on=False, zorder=5
-            )
+        if best := self.marked():
+            epoch, share = best
+            axes.plot(epoch, 100 * share, "o", color=look.green, ms=8, mfc=look.paper, mew=1.8, clip_on=False, zorder=5)
             axes.annotate(
-                f"best {100 * shares[place]:.2f} %",
-                (epochs[place], 100 * shares[place]),
+                f"best {100 * share:.2f} %",
+                (epoch, 100 * share),
                 (0, -26),
                 textcoords="offset points",
-                ha="right" if epochs[place] > self.total * 0.8 else "left" if epochs[place] < self.total * 0.2 else "center",
+                ha="right" if epoch > self.total * 0.8 else "left" if epoch < self.total * 0.2 else "center",
                 color=look.green,
             )
         axes.yaxis.set_major_formatter("{x:g} %")
         close(axes, look, "no validation was made", "lower right")
+
+    def marked(self) -> tuple[float, float] | None:
+        """Epoch and top-1 of the best, where the curve has it."""
+        epochs, shares = self.of("validation", "top1")
+        if not len(epochs) or self.best is None:
+            return None
+        place = int(abs(epochs - self.best).argmin())
+        return float(epochs[place]), float(shares[place])
 
     def _rate(self, axes: "Axes", look: Look) -> None:
         epochs, rates = self.of("train", "rate")

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+import vitrail
 from vitrail.data.opening import is_built_in
 from vitrail.data.source import Splits
 from vitrail.errors import UserError
@@ -79,6 +80,7 @@ def describe(
         },
         "command": command_line(),
         "git": git_state(),
+        "code": own_state(),
         "launch": os.environ.get("TORCHELASTIC_RUN_ID"),
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
@@ -104,16 +106,24 @@ def command_line() -> str:
     return shlex.join(["vitrail" if program in ("__main__.py", "cli.py") else program, *sys.argv[1:]])
 
 
-def git_state() -> str | None:
-    """Commit and cleanliness of the folder one works in, if it is under git."""
+def git_state(folder: Path | None = None) -> str | None:
+    """Commit and cleanliness of a folder, or of the one that one works in, if it is under git."""
+
+    def ask(*words: str) -> str:
+        done = subprocess.run(["git", *words], capture_output=True, text=True, timeout=5, check=True, cwd=folder)
+        return done.stdout.strip()
+
     try:
-        commit = subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=True
-        ).stdout.strip()
-        dirty = subprocess.run(["git", "status", "--porcelain"], capture_output=True, text=True, timeout=5, check=True).stdout
+        if folder is not None:
+            ask("ls-files", "--error-unmatch", "__init__.py")  # a package installed inside somebody's repository is not of it
+        return ask("rev-parse", "HEAD") + (" with changes" if ask("status", "--porcelain") else "")
     except (OSError, subprocess.SubprocessError):
         return None
-    return commit + (" with changes" if dirty else "")
+
+
+def own_state(package: Path = Path(vitrail.__file__).parent) -> str:
+    """The commit of Vitrail itself where it runs from a checkout, else its version."""
+    return git_state(package) or __version__
 
 
 def choose_folder(out: str | Path | None, source: str, recipe: str) -> tuple[Path, bool]:
@@ -158,6 +168,11 @@ def missing_folders(folder: Path) -> list[Path]:
     return [each for each in (folder, *folder.absolute().parents) if not each.exists()]
 
 
+def has_numbers(folder: Path) -> bool:
+    metrics = folder / "metrics.jsonl"
+    return metrics.exists() and metrics.stat().st_size > 0
+
+
 @contextlib.contextmanager
 def tidied(folder: Path, made: list[Path] | None) -> Iterator[None]:
     """A run that fails before its first number leaves nothing behind; one that has something to show keeps all of it.
@@ -167,9 +182,8 @@ def tidied(folder: Path, made: list[Path] | None) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        metrics = folder / "metrics.jsonl"
         shown = [folder / "checkpoints", folder / "best.safetensors", *folder.glob("not-finite-*")]
-        if made is not None and not any(path.exists() for path in shown) and not (metrics.exists() and metrics.stat().st_size):
+        if made is not None and not any(path.exists() for path in shown) and not has_numbers(folder):
             for name in ("run.json", "recipe.yaml", "metrics.jsonl", LOCK):
                 (folder / name).unlink(missing_ok=True)
             shutil.rmtree(folder / "tensorboard", ignore_errors=True)

@@ -32,7 +32,7 @@ from vitrail.training.capturing import Captured
 from vitrail.training.checkpoints import Checkpoints
 from vitrail.training.devices import Devices, Sharding, without_reduction, wrap
 from vitrail.training.display import Display
-from vitrail.training.metrics import Metrics, as_json
+from vitrail.training.metrics import Metrics, as_json, merit
 from vitrail.training.notes import Answer, Note
 from vitrail.training.optimisers import clip_gradients, make_optimiser, set_rate
 from vitrail.training.schedules import rate_at, span_steps, total_steps
@@ -249,8 +249,7 @@ class Training:
         result = self.evaluate()
         epoch = self.step / self.order.steps
         values = {name: value for name, value in result._asdict().items() if value is not None}
-        # Of equal accuracies, which few pictures often have, the one with the least loss.
-        better = (result.top1, -result.loss) > (self.best.get("top1", -1.0), -self.best.get("loss", math.inf))
+        better = not self.best or merit(values) > merit(self.best)
         if better:
             self.best = {"step": self.step, "epoch": epoch} | {name: as_json(value) for name, value in values.items()}
             with self.reported():

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from vitrail.errors import UserError
-from vitrail.writing import write_aside
+from vitrail.writing import Unwritten, reason, write_aside
 
 FILE = "metrics.jsonl"
 Kind = Literal["train", "validation"]
@@ -70,7 +70,7 @@ class Metrics:
         self._written = {entry["kind"]: entry["step"] for _, entry in lines}
 
     def _refused(self, error: OSError) -> UserError:
-        return UserError(f"{self.path} cannot be written: {error}.")
+        return Unwritten(f"{self.path} cannot be written, {reason(error)}", "make room there")
 
     def _open_board(self, resume_step: int | None) -> "Board | None":
         try:
@@ -181,6 +181,12 @@ def from_json(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: from_json(part) for name, part in value.items()}
     return float(value) if value in ("nan", "inf", "-inf") else value
+
+
+def merit(result: Mapping[str, Any]) -> tuple[float, float]:
+    """Of equal accuracies, which few pictures often have, less loss is better; weights that give no number are worth least."""
+    loss = float(result["loss"])  # text where it has been through JSON and is no number
+    return (-1.0, -math.inf) if math.isnan(loss) else (result["top1"], -loss)
 
 
 def whole_lines(path: Path, content: bytes) -> list[tuple[bytes, dict[str, Any]]]:

@@ -1,4 +1,4 @@
-"""Will it fit, and how long will it take? Answered by computing a few pictures, before anything is written."""
+"""Will it fit? Reckoned, and on a GPU measured with a few pictures, before anything is written. How long: `rehearsing.py`."""
 
 import os
 import shutil
@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,19 +19,10 @@ from vitrail.objectives.supervised import Supervised
 from vitrail.objectives.targets import Targets
 from vitrail.recipes.recipe import Recipe
 from vitrail.teachers.teacher import Teacher
+from vitrail.wording import size
 
 SHARE = 0.9  # of the free memory that a training may plan with
-QUICK = 0.2  # seconds for a few pictures, below which more are tasted for a better measure
 COPIES = {"adamw": 4, "adam": 4, "lamb": 4, "sgd": 3, "adagrad": 3}  # weights, gradients, what the optimiser keeps
-
-
-class Taste(NamedTuple):
-    """What computing some pictures once took."""
-
-    pictures: int
-    seconds: float
-    memory: float  # bytes above the weights
-    asking: float = 0.0  # of the seconds, those of the teacher
 
 
 @dataclass(frozen=True)
@@ -42,15 +32,8 @@ class Plan:
     fixed: float
     each: float
     free: float
-    seconds: float  # per picture
     largest: int  # pictures that a unit may have
-    overhead: float = 0.0  # seconds per unit, however small it is
-    asking: float = 0.0  # the share of the time that a teacher takes
-    teacher: float = 0.0  # bytes of `fixed` that are its weights
-
-    def duration(self, pictures: int) -> float:
-        """Seconds that a unit takes."""
-        return self.overhead + self.seconds * pictures
+    teacher: float = 0.0  # bytes of `fixed` that are a teacher's weights
 
     def memory(self, pictures: int) -> float:
         return self.fixed + self.each * pictures
@@ -58,42 +41,37 @@ class Plan:
     def check(self, pictures: int) -> None:
         if not self.largest:
             raise UserError(
-                f"A single picture needs about {self.memory(1) / 1e9:.1f} GB and {self.free / 1e9:.1f} GB are free: "
+                f"A single picture needs about {size(self.memory(1))} and {size(self.free)} are free: "
                 "take a smaller model or smaller pictures, or give --recompute."
             )
         if pictures > self.largest:
             raise UserError(
-                f"{pictures} pictures at a time need about {self.memory(pictures) / 1e9:.1f} GB and {self.free / 1e9:.1f} GB are "
-                f"free: at most {self.largest} fit; give --micro-batch, --recompute or a smaller model."
+                f"{pictures} pictures at a time need about {size(self.memory(pictures))} and {size(self.free)} are free: at most "
+                f"{self.largest} fit; give --micro-batch, --recompute or a smaller model."
             )
 
 
-def taste(model: Model, recipe: Recipe, device: torch.device, pictures: int, teacher: Teacher | None = None) -> Taste:
-    """Forward and backward over empty pictures, twice: the second time counts. A teacher is asked about them first."""
+def taste(model: Model, recipe: Recipe, device: torch.device, pictures: int, teacher: Teacher | None = None) -> float:
+    """Bytes beyond the weights that computing some empty pictures takes on a GPU. A teacher is asked about them first."""
     task, how = Supervised(model, recipe).train(), recipe.augmentation
     images = torch.zeros(pictures, 3, *how.size, device=device)
     targets = random_targets(model, recipe, device, pictures)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(recipe.precision)
     state = {name: value.clone() for name, value in model.named_buffers()}
-    seconds, asking, memory, before = 0.0, 0.0, 0.0, 0.0
-    for _ in range(2):
-        start = now(device)
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-            before = torch.cuda.memory_allocated(device)
+    memory = 0.0
+    for _ in range(2):  # the second time counts: libraries take their own memory first
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
         if teacher is not None:
             teacher(images, how.mean, how.std)
-            asking = now(device) - start
         with torch.autocast(device.type, dtype, enabled=dtype is not None):
             loss = task(images, targets)
         loss.backward()
-        seconds = now(device) - start
-        if device.type == "cuda":
-            memory = torch.cuda.max_memory_allocated(device) - before
+        memory = torch.cuda.max_memory_allocated(device) - before
         model.zero_grad(set_to_none=True)
     for name, value in model.named_buffers():
         value.copy_(state[name])
-    return Taste(pictures, seconds, memory, asking)
+    return float(memory)
 
 
 def now(device: torch.device) -> float:
@@ -112,7 +90,7 @@ def check_room(folder: Path, model: Model, recipe: Recipe, keep: int) -> None:
     free = shutil.disk_usage(place).free
     if free < need:
         raise UserError(
-            f"The run needs about {need / 1e9:.1f} GB on the disk of {folder} and {free / 1e9:.1f} GB are free: make room there, "
+            f"The run needs about {size(need)} on the disk of {folder} and {size(free)} are free: make room there, "
             "or give another --out."
         )
 
@@ -130,7 +108,7 @@ def random_targets(model: Model, recipe: Recipe, device: torch.device, pictures:
 def make_plan(
     model: Model, recipe: Recipe, device: torch.device, at_most: int, shares: int = 1, teacher: Teacher | None = None
 ) -> Plan:
-    """Measured on the device that will do the work; the model's weights and statistics are left as they were.
+    """The model's weights and statistics are left as they were.
 
     `shares` is the number of processes that share weights, gradients and what the optimiser keeps. A `teacher`, which is asked
     at every step, lies on the device already; every process has all of it.
@@ -147,23 +125,16 @@ def make_plan(
     free = fixed + each * at_most  # where the system does not say
     if device.type == "cpu" and free_memory():
         free = SHARE * free_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", "1")) + held
-        Plan(fixed, each, free, 0.0, largest_unit(fixed, each, free)).check(1)  # before the system would end the process for it
-    some = min(at_most, largest_unit(fixed, each, free)) if device.type == "cpu" else at_most
-    few = max(min(some // 2, 4), 1)
-    with enough_memory():
-        model.to(device)
-        first = taste(model, recipe, device, few, teacher)
-        quick = device.type == "cuda" or first.seconds < QUICK
-        many = max(min(some, 32 if quick else 8), few + 1)
-        second = taste(model, recipe, device, many, teacher)
+        Plan(fixed, each, free, largest_unit(fixed, each, free)).check(1)  # before the system would end the process for it
     if device.type == "cuda":
-        each = max((second.memory - first.memory) / (many - few), 1.0)
+        few, many = max(min(at_most // 2, 4), 1), max(min(at_most, 32), 2)
+        with enough_memory():
+            model.to(device)
+            first, second = (taste(model, recipe, device, pictures, teacher) for pictures in (few, many))
+        each = max((second - first) / (many - few), 1.0)
         unused = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         free = SHARE * unused + held
-    seconds = min(max((second.seconds - first.seconds) / (many - few), 0.0), second.seconds / many)
-    overhead = second.seconds - seconds * many
-    asking = second.asking / second.seconds if second.seconds else 0.0
-    return Plan(fixed, each, free, seconds, largest_unit(fixed, each, free), overhead, asking, taught)
+    return Plan(fixed, each, free, largest_unit(fixed, each, free), taught)
 
 
 def weight_bytes(teacher: Teacher | None) -> float:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -28,13 +29,16 @@ from vitrail.teachers.store import read_manifest
 from vitrail.training.devices import Devices, cut
 from vitrail.training.loop import Options
 from vitrail.training.planning import Plan, enough_memory
-from vitrail.training.schedules import total_steps
+from vitrail.training.rehearsing import Pace
+from vitrail.training.schedules import span_steps, total_steps
 from vitrail.training.scope import apply_scope
 from vitrail.weights import load
 from vitrail.weights.bundled import find_bundled
 from vitrail.weights.files import split_path
 from vitrail.weights.reading import BEST
-from vitrail.wording import percent
+from vitrail.weights.states import is_state
+from vitrail.wording import pace as per_second
+from vitrail.wording import percent, size
 
 # Parts in which a training may differ from the weights it starts from, because they are made anew or resampled.
 RENEWED = {"classes", "pre_logits", "patch_size", "image_size", "dense_head", "dense_weight"}
@@ -119,6 +123,8 @@ def place(path: str) -> str:
 
 def located(weights: str) -> str:
     """Where the weights lie, whichever folder a run is resumed from; the folder of a run stands for its best weights."""
+    if not weights:  # none are wanted, also where one stands in the folder of a run
+        return ""
     base, delta = split_path(weights)
     if delta is not None:
         return f"{located(str(base))}+{os.path.abspath(delta)}"
@@ -269,6 +275,8 @@ def is_artefact(path: str) -> bool:
     base, delta = split_path(path)
     if delta is not None:
         return is_artefact(str(base))
+    if is_state(path):
+        return True
     try:
         with safe_open(find_bundled(path) or path, "pt") as file:
             return "vitrail" in (file.metadata() or {})
@@ -320,6 +328,8 @@ def check_numbers(micro_batch: int | None, workers: int | None, options: Options
         (0, workers, "workers is the number of processes that decode: 0 or more."),
         (0, options.save_steps if options else None, "save_steps is a number of steps: 0 or more."),
         (0, options.log_steps if options else None, "log_steps is a number of steps: 0 or more."),
+        (1, options.keep if options else None, "keep is the number of states that stay: at least 1."),
+        (0, options.save_seconds if options else None, "save_seconds is a time: 0 or more."),
     ):
         if value is not None and value < low:
             raise UserError(sentence)
@@ -346,16 +356,23 @@ def divide(devices: Devices, recipe: Recipe, plan: Plan, micro_batch: int | None
     return dataclasses.replace(devices, units=units)
 
 
-def forecast(plan: Plan, recipe: Recipe, devices: Devices, source: Source) -> str:
-    """Steps, time and memory in a sentence."""
-    steps = total_steps(recipe.schedule, steps_of(recipe, source))
-    unit = recipe.batch // devices.units
-    seconds = plan.duration(unit) * devices.accumulation  # of a step
-    memory = plan.memory(unit)
-    rate = recipe.batch / seconds
+def forecast(plan: Plan, pace: Pace, recipe: Recipe, devices: Devices, source: Source, options: Options, times: int = 1) -> str:
+    """Steps, time and memory in a sentence; of so many trainings one after the other."""
+    epoch = steps_of(recipe, source)
+    steps = total_steps(recipe.schedule, epoch)
+    validating = validations(recipe, epoch, steps) * pace.looking
+    seconds = pace.step * steps + validating
+    span = datetime.timedelta(seconds=round(seconds * times))
+    memory, rate = plan.memory(recipe.batch // devices.units), per_second(recipe.batch / pace.step)
     return (
-        f"{steps:,} steps, about {datetime.timedelta(seconds=round(seconds * steps))} at {rate:,.0f} images/s"
-        f"{' before compiling' if devices.device.type == 'cuda' else ''}; "
-        f"{memory / 1e9:.1f} GB of {plan.free / 1e9:.1f} GB"
-        + (f"; {percent(plan.asking)} of the time and {plan.teacher / 1e9:.1f} GB are the teacher's" if plan.teacher else "")
+        f"{steps:,} steps{f' for each of {times} seeds' if times > 1 else ''}, about {span} at {rate} images/s"
+        f"{' before compiling' if options.compile else ''}"
+        + (f", {percent(validating / seconds)} of it validation" if validating >= 0.005 * seconds else "")
+        + f"; {size(memory)} of {size(plan.free)}"
+        + (f"; {percent(pace.asking / pace.step)} of a step and {size(plan.teacher)} are the teacher's" if plan.teacher else "")
     )
+
+
+def validations(recipe: Recipe, epoch: int, steps: int) -> int:
+    """How many a training has: one every so often, and one at its end."""
+    return math.ceil(steps / max(span_steps(recipe.testing.every, epoch, steps), 1))

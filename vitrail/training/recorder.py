@@ -19,11 +19,12 @@ from vitrail.errors import UserError
 from vitrail.models.model import Model
 from vitrail.objectives.supervised import Supervised
 from vitrail.recipes import Recipe
-from vitrail.training.checkpoints import DAMAGE, problem, read_checkpoint, write_checkpoint
+from vitrail.training.checkpoints import write_checkpoint
 from vitrail.training.devices import Devices, choose_device
 from vitrail.training.loop import Options, Training, seed_generators, unit_seed
 from vitrail.training.norms import total_norm
 from vitrail.training.state import facts_of, groups_of, put_back, whole
+from vitrail.weights.states import DAMAGE, problem, read_checkpoint
 from vitrail.writing import write_aside
 
 STATE, FINDINGS = "state.safetensors", "bundle.json"

@@ -12,6 +12,7 @@ Some parts of `run.json` are optional and may be large, so they are shown only i
 import base64
 import io
 import json
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -24,7 +25,7 @@ from PIL import Image
 from vitrail.errors import UserError
 from vitrail.training.bands import find_band
 from vitrail.training.curves import DARK, LIGHT, Curves
-from vitrail.training.metrics import figures, read_metrics
+from vitrail.training.metrics import figures, merit, read_metrics
 from vitrail.training.page import PAGE, address, duration, embedded, heat_map, number, plain, section, share, table, tree
 from vitrail.writing import write_aside
 
@@ -71,7 +72,8 @@ def curves_of(run: Mapping[str, Any], lines: Sequence[dict[str, Any]]) -> Curves
     last = lines[-1] if lines else {"step": 0, "epoch": 0}
     steps = run.get("steps") or last["step"]
     total = last["epoch"] * steps / last["step"] if last["step"] else 0.0
-    return Curves(lines, total, find_band(run["recipe"], run["data"]))
+    best = best_of(run, lines)
+    return Curves(lines, total, find_band(run["recipe"], run["data"]), best["epoch"] if best else None)
 
 
 def page(run: Mapping[str, Any], curves: Curves, drawn: str) -> str:
@@ -100,7 +102,7 @@ def headline(run: Mapping[str, Any], curves: Curves) -> str:
 
 def summary(run: Mapping[str, Any], curves: Curves) -> str:
     """The whole run in one sentence."""
-    best, last = best_of(run, curves), curves.lines[-1] if curves.lines else None
+    best, last = best_of(run, curves.lines), curves.lines[-1] if curves.lines else None
     subject = str(run["model"].get("name") or "The model")
     subject += f" on {run['data']['name']}" if run["data"].get("name") else ""
     subject += f", recipe {run['recipe']['name']}," if run["recipe"].get("name") else ""
@@ -131,12 +133,12 @@ def device_words(run: Mapping[str, Any]) -> str:
     return f"{processes} × {device}" if device and processes != 1 else device
 
 
-def best_of(run: Mapping[str, Any], curves: Curves) -> dict[str, Any] | None:
-    """What the run says of itself, or the best of its validations."""
+def best_of(run: Mapping[str, Any], lines: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """What the run says of itself, or the best of its validations, by the rule of the run."""
     if run["best"].get("top1") is not None:
         return {"epoch": 0} | run["best"]
-    found = [line for line in curves.lines if line["kind"] == "validation" and line.get("top1") is not None]
-    return max(found, key=lambda line: line["top1"]) if found else None
+    found = [line for line in lines if line["kind"] == "validation" and line.get("top1") is not None]
+    return max(found, key=lambda line: merit({"loss": math.inf} | line)) if found else None
 
 
 def judged(curves: Curves) -> tuple[str, str] | None:
@@ -153,7 +155,7 @@ def judged(curves: Curves) -> tuple[str, str] | None:
 
 
 def highlights(run: Mapping[str, Any], curves: Curves) -> list[tuple[str, str]]:
-    best = best_of(run, curves) or {}
+    best = best_of(run, curves.lines) or {}
     speeds = curves.of("train", "images_per_second")[1]
     found = [
         ("top-1", share(best.get("top1"))),
@@ -168,7 +170,7 @@ def highlights(run: Mapping[str, Any], curves: Curves) -> list[tuple[str, str]]:
 def results(run: Mapping[str, Any], curves: Curves) -> list[tuple[str, str]]:
     """Rows of label and HTML."""
     rows = []
-    best = best_of(run, curves)
+    best = best_of(run, curves.lines)
     if best:
         rows.append(("Best epoch", f"{best['epoch']:g}"))
     test = run.get("test") or {}
@@ -199,10 +201,10 @@ def results(run: Mapping[str, Any], curves: Curves) -> list[tuple[str, str]]:
 
 def circumstances(run: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows = []
-    for name in ("command", "git", "started", "machine"):
+    for name in ("command", "git", "code", "started", "machine"):
         if run.get(name):
             text = escape(plain(run[name]))
-            rows.append((name.capitalize(), f"<code>{text}</code>" if name in ("command", "git") else text))
+            rows.append((name.capitalize(), f"<code>{text}</code>" if name in ("command", "git", "code") else text))
     return rows + [(str(name), escape(plain(value))) for name, value in run["versions"].items()]
 
 

@@ -27,7 +27,7 @@ from vitrail.data.source import Splits
 from vitrail.errors import UserError
 from vitrail.models.cost import cost
 from vitrail.models.model import Model
-from vitrail.objectives.guide import Guide, check_stores, identities, open_asked
+from vitrail.objectives.guide import Asked, Guide, check_stores, identities, open_asked
 from vitrail.recipes import Recipe
 from vitrail.stopping import State, work_begins
 from vitrail.training.bands import find_band
@@ -41,6 +41,7 @@ from vitrail.training.facts import (
     choose_folder,
     describe,
     fingerprint,
+    has_numbers,
     missing_folders,
     read_run,
     tidied,
@@ -48,12 +49,13 @@ from vitrail.training.facts import (
 )
 from vitrail.training.loop import NotFinite, Options, Stopped, Training
 from vitrail.training.metrics import Metrics
-from vitrail.training.planning import check_room, make_plan
+from vitrail.training.planning import Plan, check_room, make_plan
 from vitrail.training.precision import suited
 from vitrail.training.preparing import build, check_numbers, divide, forecast, look_at, rebuild, resolve, unseen
+from vitrail.training.rehearsing import rehearse
 from vitrail.training.speed import Speed
 from vitrail.training.state import gather, load_state, save_artefact
-from vitrail.writing import write_aside
+from vitrail.writing import Unwritten, write_aside
 
 Say = Callable[[str], None]
 
@@ -113,24 +115,20 @@ def train(
             asked = open_asked(resolved, splits.train, devices.device)
             check_stores(resolved, splits.train)
             start = build(resolved, splits.train, trained)
-            start.recompute = options.recompute
-            if options.sharding != "none":
-                check_shardable(start)
-            shares = devices.world if options.sharding != "none" else 1
             check_room(folder, start, resolved, options.keep)
-            guide = Guide(resolved, start, splits.train, devices.device, asked)
-            plan = make_plan(start, resolved, devices.device, resolved.batch // devices.world, shares, guide.teacher)
+            guide, plan = measured(start, resolved, splits, devices, options, asked)
         devices = divide(devices, resolved, plan, micro_batch)
         price = cost(start.architecture)
         said = [f"{start.name}: {price.parameters:,} parameters, {price.macs / 1e9:.2f} G multiply-adds a picture; run {folder}"]
         for sentence in (*said, *unseen(start), devices.describe(resolved.batch)):
             say(sentence)
-        say(forecast(plan, resolved, devices, splits.train))
+        pace = rehearse(start, resolved, devices, splits, options, guide, workers)
+        say(forecast(plan, pace, resolved, devices, splits.train, options))
         facts = describe(source, splits, resolved, start, devices, options, bad) | {"teachers": identities(resolved)}
         check_same_data(devices, facts)
         missing = missing_folders(folder)
         work_begins()
-        with alone(folder, devices.first), tidied(folder, missing if devices.first else None):
+        with alone(folder, devices.first), tidied(folder, missing if devices.first else None), resumable(folder):
             if devices.first:
                 text = yaml.safe_dump(json.loads(json.dumps(resolved.to_dict())), sort_keys=False)
                 write_aside(folder / "recipe.yaml", lambda side: side.write_text(text))
@@ -146,14 +144,19 @@ def foresee(
     changes: dict[str, Any] | None = None,
     device: str | None = None,
     micro_batch: int | None = None,
+    options: Options | None = None,
+    workers: int | None = None,
+    out: str | Path | None = None,
+    seeds: int = 1,
 ) -> list[str]:
     """What `train` would do with these arguments: data, model, division of the batch, memory and time.
 
     Of several processes the first has the answer.
     """
     with connected(device) as devices:
+        options = options or Options(compile=devices.device.type == "cuda")
         with devices.together():
-            check_numbers(micro_batch, None)
+            check_numbers(micro_batch, workers, options)
             resolved = resolve(recipe, model, changes, devices.device.type)
             splits, resolved, trained, said = look_at(source, resolved, model)
             resolved, sentences = suited(resolved, devices.device, changes or ())
@@ -163,12 +166,27 @@ def foresee(
             start = build(resolved, splits.train, trained)
             price = cost(start.architecture)
             said.append(f"{start.name}: {price.parameters:,} parameters, {price.macs / 1e9:.2f} G multiply-adds a picture")
-            said += asked.said if asked else []
-            teacher = asked.teacher if asked else None
-            plan = make_plan(start, resolved, devices.device, resolved.batch // devices.world, teacher=teacher)
+            guide, plan = measured(start, resolved, splits, devices, options, asked)
+            said += guide.said
+            if out is not None:
+                check_room(Path(out).expanduser(), start, resolved, options.keep)
         devices = divide(devices, resolved, plan, micro_batch)
-        said += [*unseen(start), devices.describe(resolved.batch), forecast(plan, resolved, devices, splits.train)]
+        pace = rehearse(start, resolved, devices, splits, options, guide, workers)
+        said += [*unseen(start), devices.describe(resolved.batch)]
+        said.append(forecast(plan, pace, resolved, devices, splits.train, options, seeds))
         return said if devices.first else []
+
+
+def measured(
+    model: Model, recipe: Recipe, splits: Splits, devices: Devices, options: Options, asked: Asked | None
+) -> tuple[Guide, Plan]:
+    """Who teaches, and the memory that a training will take; the model is made what the options want it to be."""
+    model.recompute = options.recompute
+    if options.sharding != "none":
+        check_shardable(model)
+    shares = devices.world if options.sharding != "none" else 1
+    guide = Guide(recipe, model, splits.train, devices.device, asked)
+    return guide, make_plan(model, recipe, devices.device, recipe.batch // devices.world, shares, guide.teacher)
 
 
 def resume(
@@ -177,11 +195,15 @@ def resume(
     device: str | None = None,
     workers: int | None = None,
     on_nan: Literal["stop", "skip"] | None = None,
+    keep: int | None = None,
+    save_seconds: float | None = None,
 ) -> Run:
     """Go on with a run that was stopped, killed or cut off, with its own options unless others are given."""
+    given = {"on_nan": on_nan, "keep": keep, "save_seconds": save_seconds}
+    other = {name: value for name, value in given.items() if value is not None}
     with stoppable() as place, connected(device) as devices:
         place.append(Path(folder))
-        return _resume(Path(folder), devices, options, workers, to_terminal if devices.first else nobody, on_nan)
+        return _resume(Path(folder), devices, options, workers, to_terminal if devices.first else nobody, other)
 
 
 def _resume(
@@ -190,8 +212,9 @@ def _resume(
     options: Options | None,
     workers: int | None,
     say: Say,
-    on_nan: Literal["stop", "skip"] | None = None,
+    other: dict[str, Any] | None = None,
 ) -> Run:
+    """`other`: of the run's own options, those that are to be different from now on."""
     with devices.together():
         facts = read_run(folder)
         try:
@@ -213,12 +236,13 @@ def _resume(
     devices = dataclasses.replace(devices, units=facts["units"])
     options = options or dataclasses.replace(
         saved,
-        on_nan=on_nan or saved.on_nan,
         compile=saved.compile and devices.device.type == "cuda",
         sharding=saved.sharding if is_launched() else "none",  # one process alone holds everything itself
+        **(other or {}),
     )
+    check_numbers(None, workers, options)
     work_begins()
-    with alone(folder, devices.first):
+    with alone(folder, devices.first), resumable(folder):
         return go(folder, recipe, model, splits, devices, options, workers, facts, say, guide, resumed=True)
 
 
@@ -234,6 +258,19 @@ def stoppable() -> Iterator[list[Path]]:
         if not isinstance(error, KeyboardInterrupt) and not State.heard:
             raise
         raise KeyboardInterrupt(what_is_kept(place[0] if place else None)) from None
+
+
+@contextlib.contextmanager
+def resumable(folder: Path) -> Iterator[None]:
+    """Of a file of the run that could not be written, because the disk is full, say, tells how to go on."""
+    try:
+        yield
+    except Unwritten as error:
+        saved = Checkpoints(folder / "checkpoints").all()
+        if not saved and not has_numbers(folder):
+            raise
+        place = f"goes on from step {number_of(saved[-1])}" if saved else "starts at its first step"
+        raise UserError(f"{error.problem}: make room there, then `vitrail resume {folder}` {place}.") from None
 
 
 def what_is_kept(folder: Path | None) -> str:

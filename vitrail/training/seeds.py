@@ -126,7 +126,8 @@ def train_seeds(folder: Path, seeds: Seeds, say: Callable[[str], None]) -> bool:
 
 def train_one(place: Path, seeds: Seeds, number: int) -> run.Run:
     if (place / "run.json").exists():
-        return run.resume(place, device=seeds.device, workers=seeds.workers, on_nan=seeds.options.on_nan)
+        options = {name: getattr(seeds.options, name) for name in ("on_nan", "keep", "save_seconds")}
+        return run.resume(place, device=seeds.device, workers=seeds.workers, **options)
     recipe = dataclasses.replace(seeds.recipe, seed=number)
     return run.train(
         seeds.source, recipe, seeds.model, place, {}, seeds.options, seeds.device, seeds.micro_batch, seeds.workers, seeds.bad
@@ -151,10 +152,10 @@ def is_home(folder: Path) -> bool:
     return (folder / PLAN).is_file() and not (folder / "run.json").exists()
 
 
-def resumed(folder: Path, device: str | None, workers: int | None, on_nan: str | None) -> Seeds:
-    """What a folder holds, to go on with; on another device and otherwise if that is wanted."""
+def resumed(folder: Path, device: str | None, workers: int | None, **other: Any) -> Seeds:
+    """What a folder holds, to go on with; on another device and with `other` options if that is wanted."""
     seeds = read_seeds(folder)
-    options = dataclasses.replace(seeds.options, on_nan=on_nan or seeds.options.on_nan)  # type: ignore[arg-type]
+    options = dataclasses.replace(seeds.options, **{name: value for name, value in other.items() if value is not None})
     workers = seeds.workers if workers is None else workers
     return dataclasses.replace(seeds, device=device or seeds.device, workers=workers, options=options)
 

@@ -1,7 +1,9 @@
 """How fast a training goes: pictures per second, share of the device's peak, share of time spent waiting for data."""
 
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -27,6 +29,21 @@ def device_peak(device: torch.device) -> float | None:
     """Operations per second that the device could do at best; None where it is not known."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return next((peak for key, peak in PEAKS.items() if key in name), None)
+
+
+def peak_memory() -> float:
+    """Bytes that this process has held at most, 0 where the system does not say."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(float(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+    except (OSError, StopIteration):
+        pass
+    try:
+        import resource
+    except ImportError:
+        return 0.0
+    most = float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    return most if sys.platform == "darwin" else 1024 * most  # systems differ in the unit
 
 
 class Speed:
@@ -62,5 +79,7 @@ class Speed:
             pace["flops_share"] = rate * self.operations / self.peak
         if self.device.type == "cuda":
             pace["memory"] = float(torch.cuda.max_memory_allocated(self.device))
+        elif most := peak_memory():
+            pace["memory"] = most
         self.pictures, self.waited, self.paused, self.since = 0, 0.0, 0.0, now
         return pace

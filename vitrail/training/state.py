@@ -3,7 +3,6 @@
 import json
 import shutil
 import warnings
-import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,25 +13,28 @@ from torch import Tensor
 from vitrail.errors import UserError
 from vitrail.models.model import Model
 from vitrail.recipes.recipe import Recipe
-from vitrail.training.checkpoints import (
-    DAMAGE,
-    LAYOUT,
-    State,
-    optimiser_tensors,
-    problem,
-    read_checkpoint,
-    restore_optimiser,
-)
+from vitrail.training.checkpoints import optimiser_tensors, restore_optimiser
 from vitrail.training.devices import Devices
 from vitrail.training.norms import is_sharded
 from vitrail.weights.files import save_tensors
-from vitrail.writing import flush, write_aside
+from vitrail.weights.states import (
+    CLOSING,
+    DAMAGE,
+    LAYOUT,
+    State,
+    check_parts,
+    grouped,
+    problem,
+    read_checkpoint,
+    sum_of,
+)
+from vitrail.writing import Unwritten, flush, write_aside
+from vitrail.writing import reason as why
 
 if TYPE_CHECKING:
     from vitrail.training.loop import Training
 
 Result = TypeVar("Result")
-CLOSING = "complete.json"  # written last: a folder without it is not a checkpoint
 
 
 def save_state(training: "Training") -> None:
@@ -135,12 +137,13 @@ def save_sharded(training: "Training", facts: dict[str, Any]) -> None:
             try:
                 side.mkdir(parents=True)
             except OSError as error:
-                raise UserError(f"{side} cannot be written: {error}.") from None
+                raise Unwritten(f"{side} cannot be written, {why(error)}", "make room there") from None
     try:
         dcp.save(flatten(groups_of(training)), checkpoint_id=side)
     except CheckpointException as error:
-        raise UserError(f"{folder / name} could not be written: {reason(error)}.") from None
-    sums = {name: found for part in devices.all(sums_of(side, devices)) for name, found in part.items()}
+        raise Unwritten(f"{folder / name} could not be written, {reason(error)}", "make room there") from None
+    mine = {path.name: sum_of(path) for path in share_of(side, devices)}
+    sums = {name: found for part in devices.all(mine) for name, found in part.items()}
     with devices.together():
         if devices.first:
             text = json.dumps({"layout": LAYOUT, "step": training.step, "facts": facts, "sums": sums})
@@ -165,11 +168,7 @@ def read_sharded(training: "Training", path: Path) -> State:
             dcp.load(blank, checkpoint_id=path, no_dist=not dist.is_initialized())
     except CheckpointException as error:
         raise ValueError(reason(error)) from None
-    groups: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in blank.items():
-        group, name = key.split(":", 1)
-        groups.setdefault(group, {})[name] = tensor
-    return closing["step"], groups, closing["facts"]
+    return closing["step"], grouped(blank), closing["facts"]
 
 
 def open_sharded(training: "Training", path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -177,15 +176,9 @@ def open_sharded(training: "Training", path: Path) -> tuple[dict[str, Any], dict
     from torch.distributed.checkpoint import FileSystemReader
 
     closing = json.loads((path / CLOSING).read_text())
-    if closing["layout"] > LAYOUT:
-        raise UserError(f"{path} was written by a newer Vitrail; update to go on.")
-    check_owner(training, closing["step"], closing["facts"])
-    for name, found in sums_of(path, training.devices).items():
-        if closing["sums"].get(name) != found:
-            raise ValueError(f"{name} is not what was written")
-    missing = [name for name in closing["sums"] if not (path / name).exists()]
-    if missing:
-        raise ValueError(f"{missing[0]} is missing")
+    if closing["layout"] <= LAYOUT:
+        check_owner(training, closing["step"], closing["facts"])
+    check_parts(path, closing, share_of(path, training.devices))
     blank, counterpart = {}, counterparts(training)
     entries: Mapping[str, Any] = FileSystemReader(path).read_metadata().state_dict_metadata
     for key, entry in entries.items():
@@ -195,16 +188,9 @@ def open_sharded(training: "Training", path: Path) -> tuple[dict[str, Any], dict
     return closing, blank
 
 
-def sums_of(folder: Path, devices: Devices) -> dict[str, list[int]]:
-    """Size and checksum of this process's share of the files of a checkpoint."""
-    found = {}
-    for path in sorted(path for path in folder.iterdir() if path.name != CLOSING)[devices.rank :: devices.world]:
-        value = 0
-        with path.open("rb") as file:
-            while block := file.read(1 << 24):
-                value = zlib.crc32(block, value)
-        found[path.name] = [path.stat().st_size, value]
-    return found
+def share_of(folder: Path, devices: Devices) -> list[Path]:
+    """The files of a checkpoint that this process looks at."""
+    return sorted(path for path in folder.iterdir() if path.name != CLOSING)[devices.rank :: devices.world]
 
 
 def jointly(devices: Devices, read: Callable[[], Result]) -> Result:

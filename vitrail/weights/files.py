@@ -57,6 +57,8 @@ def load(
     `overrides` replace what was inferred (`heads=12`); `ema=True` takes the averaged weights of a training file. `delta` is a
     file of what a training has changed in these weights; the path "base+delta" says the same.
     """
+    from vitrail.weights.states import is_state, read_state  # which writes the header of an artefact
+
     check_fields(overrides)
     size = as_size(image_size) if image_size is not None else None
     known = overrides | ({"image_size": size} if size else {})
@@ -68,7 +70,7 @@ def load(
         if size and size != model.architecture.image_size:
             model.resize(*size)
         return model.to(device) if device is not None else model
-    checkpoint = read(path, ema)
+    checkpoint = read_state(path, ema) if is_state(path) else read(path, ema)
     if DELTA in checkpoint.metadata:
         raise UserError(f"{path} holds only what a training has changed: give the weights it was made for too, as BASE+{path}.")
     if "vitrail" in checkpoint.metadata:
