@@ -19,6 +19,7 @@ import yaml
 import vitrail
 from tests.pictures import make_folder, spoil
 from tests.weights.test_formats import SUFFIX, little
+from vitrail import cli
 from vitrail.commands import training
 from vitrail.commands.training import open_recipe
 from vitrail.recipes import list_recipes, lookup
@@ -394,6 +395,17 @@ def test_three_lines_of_python(tmp_path):
 def test_the_command_starts_without_torch():
     code = "import sys, vitrail.cli; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_threads_wait_briefly_unless_somebody_says_how(monkeypatch):
+    for given, expected in (
+        ({}, {"GOMP_SPINCOUNT": "1000"}),
+        ({"GOMP_SPINCOUNT": "7"}, {"GOMP_SPINCOUNT": "7"}),
+        ({"OMP_WAIT_POLICY": "active"}, {"OMP_WAIT_POLICY": "active"}),
+    ):
+        monkeypatch.setattr("os.environ", dict(given))
+        cli.wait_briefly()
+        assert os.environ == expected
 
 
 # --- predicting

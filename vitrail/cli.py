@@ -313,6 +313,7 @@ def convert(
 
 def main() -> None:
     """Entry point: a `UserError` becomes one sentence on standard error and exit code 2."""
+    wait_briefly()
     code = exit_code()
     stopping.State.over = True
     if "RANK" in os.environ:
@@ -321,6 +322,17 @@ def main() -> None:
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
+
+
+def wait_briefly() -> None:
+    """Threads of a product that wait for each other do not keep a core from the one they wait for.
+
+    GNU's OpenMP, which torch's processor build takes, lets them turn for milliseconds, unless it knows of fewer cores than threads;
+    other programs on the machine leave as few, and steps then take thirty times as long. This is its own number for that case. It
+    is read when torch is loaded, which no command has done yet.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def exit_code() -> int:

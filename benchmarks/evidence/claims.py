@@ -25,7 +25,7 @@ SCOPES = Claim(  # from `house_tiny`, the network trained on Tiny ImageNet
     "Three things, Table 5, ViT-S from 224 to 384, AdamW: full 82.7, attention 82.5, ffn 82.2",
     "oxford-pets",
     {scope: {"start.scope": scope} for scope in ("full", "attention", "ffn")},
-    {"start.weights": "{weights}"},
+    {"start.weights": "{weights}", "optimiser.rate": 5e-4},
     "finetune",
 )
 CLAIMS = {

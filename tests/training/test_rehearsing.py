@@ -93,9 +93,22 @@ def test_long_steps_are_reckoned_from_short_ones(splits, clock):
     longest = []
     clock.costs(Training, "learn", 0.05, 0.5, lambda _, images, __: longest.append(len(images)) or len(images))
     pace = paced(splits, units=1)
+    assert max(longest) == 8
+    assert pace.step == pytest.approx(0.05 + 32 * 0.5)
+    assert clock.time < 7 * BUDGET
+
+
+def test_what_every_step_takes_is_not_taken_for_the_pictures(splits, clock):
+    """As on a machine that others keep busy, where a step waits however few its pictures are."""
+    clock.costs(Training, "learn", 1.5, 0.01, lambda _, images, __: len(images))
+    assert paced(splits, units=1).step == pytest.approx(1.5 + 32 * 0.01)
+
+
+def test_steps_of_minutes_are_tried_with_a_few_pictures_alone(splits, clock):
+    longest = []
+    clock.costs(Training, "learn", 0.0, 5.0, lambda _, images, __: longest.append(len(images)) or len(images))
+    assert paced(splits, units=1).step == pytest.approx(32 * 5.0)
     assert max(longest) == 2
-    assert pace.step == pytest.approx(32 * (0.05 + 2 * 0.5) / 2)  # nothing tells what a step takes before its first picture
-    assert clock.time < 5 * BUDGET
 
 
 def test_what_lies_between_is_measured_as_far_as_time_allows(splits, clock):

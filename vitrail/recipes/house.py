@@ -54,7 +54,7 @@ FINETUNE = Recipe(
     augmentation=Augmentation(size=ANY, scale=(0.35, 1.0), policy="rand", magnitude=6.0),
     mixing=Mixing(mixup=0.2),
     objective=Objective(smoothing=0.1),
-    optimiser=Optimiser(rate=5e-4, decay=0.05, clip=1.0, layer_decay=0.75),
+    optimiser=Optimiser(rate=2e-3, decay=0.05, clip=1.0, layer_decay=0.75),
     schedule=Schedule(length="20 epochs", warmup="10%"),
     testing=Testing(crop_ratio=1.0),
     about=About(

@@ -101,10 +101,14 @@ def approach(step: Step, unit: int, world: int) -> tuple[Timed, Timed]:
         pictures = min(GROWTH * last.pictures, unit)
         # Of the first few pictures nobody knows yet what is theirs and what every step takes: half of the time, say.
         each = slope(first, last) if last is not first else last.seconds / last.pictures / 2
-        if spent + 2 * (last.seconds + each * (pictures - last.pictures)) > BUDGET:
+        if spent + 2 * (last.seconds + each * (pictures - last.pictures)) <= BUDGET:
+            last = timed(step, pictures, world)
+            spent += 2 * last.seconds
+        elif last is first and first.seconds < 2 * BUDGET:  # a guess from one size may be many times too long: look once
+            last = Timed(pictures, step(pictures, world))
             break
-        last = timed(step, pictures, world)
-        spent += 2 * last.seconds
+        else:
+            break
     return first, last
 
 
