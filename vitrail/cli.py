@@ -327,9 +327,9 @@ def main() -> None:
 def wait_briefly() -> None:
     """Threads of a product that wait for each other do not keep a core from the one they wait for.
 
-    GNU's OpenMP, which torch's processor build takes, lets them turn for milliseconds, unless it knows of fewer cores than threads;
-    other programs on the machine leave as few, and steps then take thirty times as long. This is its own number for that case. It
-    is read when torch is loaded, which no command has done yet.
+    GNU's OpenMP, which torch's processor build takes, lets them turn for milliseconds unless it knows of too few cores.
+    Other programs on the machine leave as few, and steps then take thirty times as long. This is its own number for that case.
+    It is read when torch is loaded, which no command has done yet.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")

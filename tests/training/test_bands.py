@@ -184,7 +184,7 @@ def cifar(count):
     [
         ("laptop-digits", "digits", "laptop", None, None),
         ("small-cifar10", "cifar10/", "small", None, 20),
-        ("finetune-pets", "pets", "finetune", "house_tiny", 5),
+        ("finetune-pets", "pets", "finetune", "house_tiny", None),
     ],
 )
 def test_a_band_of_the_package_is_found_by_its_command(name, source, recipe, weights, epochs, monkeypatch):

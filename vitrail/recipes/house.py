@@ -41,7 +41,7 @@ SMALL = Recipe(
     about=About(
         "house",
         "from scratch on one GPU",
-        "CIFAR-10, 230 epochs: 96.3 % (1 seed)",
+        "CIFAR-10, 230 epochs: 96.3 %; Tiny ImageNet, 90 epochs, more regularised: 64.9 % (1 seed each)",
         "one GPU; CIFAR-10 in about seven minutes, reckoned from images/s alone on an H200; the run itself shared the card",
     ),
 )
@@ -60,8 +60,8 @@ FINETUNE = Recipe(
     about=About(
         "house",
         "from any checkpoint, on one GPU",
-        "pets, --from house_tiny --epochs 5: 57.6 ± 2.6 % validation, 56.3 ± 2.3 % test (6 seeds)",
-        "one GPU; pets for 5 epochs in minutes on a CPU",
+        "pets, --from house_tiny: 80.1 ± 1.8 % validation, 75.9 ± 1.0 % test (6 seeds)",
+        "one GPU; the pets in ten minutes on a CPU",
     ),
 )
 RECIPES = {recipe.name: recipe for recipe in (LAPTOP, SMALL, FINETUNE)}
