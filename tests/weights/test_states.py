@@ -1,6 +1,8 @@
 """States of a training as weights: what is converted is what the training itself would write at that moment."""
 
 import json
+import os
+import pickle
 import shutil
 import warnings
 
@@ -15,7 +17,7 @@ from vitrail.recipes import lookup
 from vitrail.training.checkpoints import write_checkpoint
 from vitrail.training.loop import Options
 from vitrail.training.preparing import located, open_weights
-from vitrail.weights.states import CLOSING, LAYOUT, is_state, read_checkpoint, sum_of
+from vitrail.weights.states import CLOSING, LAYOUT, LISTING, is_state, read_checkpoint, sum_of
 
 EVERY_STEP = Options(save_steps=1, keep=99)
 
@@ -118,3 +120,23 @@ def test_what_is_not_whole_is_told_in_a_sentence(run, sharded, refused, tmp_path
     assert not is_state(run)
     assert not is_state(run / "last.safetensors")
     assert not is_state(tmp_path / "nowhere")
+
+
+class Harmful:
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.mark),)
+
+
+def test_a_list_of_tensors_that_could_run_code_is_not_opened(sharded, refused, tmp_path):
+    """By one whose sums are right, too: whoever wrote the one wrote the others."""
+    folder = shutil.copytree(sharded.parents[1], tmp_path / "run")
+    path, mark = folder / "checkpoints" / sharded.name, tmp_path / "was here"
+    (path / LISTING).write_bytes(pickle.dumps(Harmful(mark)))
+    closing = json.loads((path / CLOSING).read_text())
+    closing["sums"][LISTING] = sum_of(path / LISTING)
+    (path / CLOSING).write_text(json.dumps(closing))
+    assert "posix.mkdir, which could run code" in refused("convert", path, tmp_path / "out.safetensors")
+    assert not mark.exists()

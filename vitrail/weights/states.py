@@ -4,6 +4,7 @@ What the tensors are (architecture, classes, preprocessing) is said by the run.j
 """
 
 import json
+import pickle
 import warnings
 import zlib
 from collections.abc import Iterable
@@ -25,6 +26,26 @@ SHARDED, CLOSING = ".sharded", "complete.json"  # the folder of a state in parts
 State = tuple[int, dict[str, dict[str, Tensor]], dict[str, Any]]  # step, groups of tensors, facts
 # What reading a file with arbitrary bytes in it may raise.
 DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, MemoryError, safetensors.SafetensorError)
+
+# torch keeps the list of a sharded state's tensors as a pickle, and may open it once it is made of nothing but these.
+LISTING = ".metadata"
+LISTED = {
+    "torch.distributed.checkpoint.metadata": (
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
+        *("TensorProperties", "_MEM_FORMAT_ENCODING"),
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.serialization": ("_get_layout",),
+    "torch": ("Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))),
+    "pathlib": ("Path", "PosixPath", "WindowsPath"),
+}
+
+
+class Listing(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in LISTED.get(module, ()):
+            raise UserError(f"it holds {module}.{name}, which could run code, and was not opened")
+        return super().find_class(module, name)
 
 
 def is_state(path: str | Path) -> bool:
@@ -114,6 +135,13 @@ def check_parts(path: Path, closing: dict[str, Any], files: Iterable[Path]) -> N
     missing = [name for name in closing["sums"] if not (path / name).exists()]
     if missing:
         raise ValueError(f"{missing[0]} is missing")
+    with (path / LISTING).open("rb") as listing:
+        try:
+            Listing(listing).load()
+        except UserError as error:
+            raise UserError(f"{path} is not a state that a training wrote: {error}.") from None
+        except Exception as error:  # a pickle may fail in any way
+            raise ValueError(problem(error)) from None
 
 
 def sum_of(path: Path) -> list[int]:
