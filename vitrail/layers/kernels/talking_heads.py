@@ -9,8 +9,8 @@ lets the kernels read many numbers at once; columns beyond N meet vectors of zer
     backward  scores: s again, and dw from     mix: w over s, ds over dw, the    gather: dv from w, dq and dk from ds
               the gradient and v               gradients of the mixing weights
 
-The mixing multiplies [16, 16] by tiles of 16 lines: all heads of one row of the scores, or of as many rows as there is room for,
-with zeros between them. Sums are in float32 and always in one order; matrices and vectors have the precision of `qkv`.
+The mixing multiplies tiles of 16 lines by [16, 16]: all heads of one row of the scores, or of as many rows as there is room for,
+with zeros between rows. Sums are in float32 and always in one order; matrices and vectors have the precision of `qkv`.
 
 The bias before the softmax moves whole rows, which the softmax does not see: it is not read, and its gradient is zero.
 """
@@ -31,20 +31,24 @@ from vitrail.layers.kernels import shared_memory
 LINES = tl.constexpr(16)  # of a tile of the mixing: the least that the matrix units multiply
 
 
-class Cut(NamedTuple):
-    """How the work is cut into parts and programs; `benchmarks/talking_heads.py --cut` tries others."""
+class Tiling(NamedTuple):
+    """How the work is cut into parts and programs; `benchmarks/talking_heads.py --tiling` tries others."""
 
-    megabytes: int = 16  # most of a matrix of scores, of which the backward has two; one picture if that is more
-    forward: int = 2  # tiles of 16 lines that a program mixes
+    part_bytes: int = 32 << 20  # of all matrices [pictures, H, N, L] of a pass, or one picture if its own have more
+    forward: int = 2  # tiles of lines that a program mixes
     backward: int = 4
+    forward_columns: int = 64  # of a tile of lines that a warp holds
+    backward_columns: int = 32
+    registers: int = 128  # most for a thread that mixes: more would leave room for too few programs
     rows: int = 64  # of a tile of a product
     columns: int = 128  # of a tile of scores
     step: int = 64  # tokens of a step of `gather`
     warps: int = 4  # of a program that multiplies
-    stages: int = 2  # steps that are loaded ahead
+    stages: int = 2  # steps whose vectors are in flight; 1 on devices with little shared memory
+    mix_stages: int = 2  # the same for tiles of lines
 
 
-CUT = Cut()
+TILING = Tiling()
 
 
 @triton.jit
@@ -111,48 +115,55 @@ def scores_kernel(
 
 
 @triton.jit
-def load_mixing(weights, H: tl.constexpr, TURNED: tl.constexpr):
-    """Weights [H, H] for each row of a tile of lines, with zeros between the rows."""
-    new, old = tl.arange(0, LINES)[:, None], tl.arange(0, LINES)[None, :]
-    place = old % H * H + new % H if TURNED else new % H * H + old % H
+def load_mixing(weights, H: tl.constexpr, BACK: tl.constexpr):
+    """Weights [H, H] for every row in a tile of lines, with zeros between rows: [LINES to mix, LINES that are mixed]."""
+    old, new = tl.arange(0, LINES)[:, None], tl.arange(0, LINES)[None, :]
+    place = old % H * H + new % H if BACK else new % H * H + old % H
     return tl.load(weights + place, (new // H == old // H) & (new < LINES // H * H), 0.0)
 
 
 @triton.jit
-def mix(weights, tile):
-    """Weights in float32 times a tile; half of their digits at a time, where the tile has half precision."""
+def mix(tile, weights):
+    """A tile times weights in float32, half of their digits at a time where the tile has half precision."""
     acc = tl.zeros(tile.shape, tl.float32)
     if tile.dtype == tl.float32:
-        acc = multiply(weights, tile, acc)
+        acc = multiply(tile, weights, acc)
     else:
         high = weights.to(tile.dtype)
-        acc = multiply((weights - high.to(tl.float32)).to(tile.dtype), tile, acc)
-        acc = multiply(high, tile, acc)
+        acc = multiply(tile, (weights - high.to(tl.float32)).to(tile.dtype), acc)
+        acc = multiply(tile, high, acc)
     return acc
 
 
 @triton.jit
 def softmax(mixed, column, count):
-    mixed = tl.where((column < count)[None, :], mixed, float("-inf"))
-    shares = tl.exp(mixed - tl.max(mixed, 1)[:, None])
-    return shares * (1.0 / tl.sum(shares, 1))[:, None]
+    mixed = tl.where((column < count)[:, None], mixed, float("-inf"))
+    shares = tl.exp(mixed - tl.max(mixed, 0)[None, :])
+    return shares * (1.0 / tl.sum(shares, 0))[None, :]
 
 
 @triton.jit
 def lines(first, column, count, length, H: tl.constexpr):
-    """Places [LINES, WIDE] of the rows from `first` on in a picture's matrices, and which there are."""
+    """Places [WIDE, LINES] in a picture's matrices of all heads' rows from `first` on, and which of them there are."""
     line = tl.arange(0, LINES)
     row = first + line // H
     inside = (line < LINES // H * H) & (row < count)
-    return (line % H * count + row)[:, None] * length + column[None, :], inside[:, None] & (column < length)[None, :]
+    return (line % H * count + row)[None, :] * length + column[:, None], inside[None, :] & (column < length)[:, None]
+
+
+@triton.jit
+def line_products(left, right, acc, SLICES: tl.constexpr):
+    """Adds to acc [SLICES, LINES, LINES] the inner products of two tiles' lines; a warp multiplies a slice of the columns."""
+    shape: tl.constexpr = (SLICES, left.shape[0] // SLICES, LINES)
+    return multiply(tl.permute(tl.reshape(left, shape), (0, 2, 1)), tl.reshape(right, shape), acc)
 
 
 @triton.jit(do_not_specialize=["count"])
 def mix_kernel(
     scores,  # [B, H, N, L], replaced by the weights
-    before,
+    before,  # [H, H]
     after,
-    bias,
+    bias,  # [H]
     count,
     length,
     H: tl.constexpr,
@@ -164,12 +175,12 @@ def mix_kernel(
     scores += (tl.program_id(0) // blocks).to(tl.int64) * H * count * length
     start, column = tl.program_id(0) % blocks * TALL * TILES, tl.arange(0, WIDE)
     before, after = load_mixing(before, H, False), load_mixing(after, H, False)
-    shift = tl.load(bias + tl.arange(0, LINES) % H)[:, None]
+    shift = tl.load(bias + tl.arange(0, LINES) % H)[None, :]
     for tile in range(TILES):
         place, inside = lines(start + tile * TALL, column, count, length, H)
         score = tl.load(scores + place, inside, 0.0)
-        share = softmax(mix(before, score), column, count)
-        weight = mix(after, share.to(score.dtype)) + shift
+        share = softmax(mix(score, before), column, count)
+        weight = mix(share.to(score.dtype), after) + shift
         tl.store(scores + place, weight.to(score.dtype), inside)
 
 
@@ -187,34 +198,36 @@ def mix_backward_kernel(
     H: tl.constexpr,
     WIDE: tl.constexpr,
     TILES: tl.constexpr,
+    SLICES: tl.constexpr,
 ):
     TALL: tl.constexpr = LINES // H
     blocks = tl.cdiv(count, TALL * TILES)
     offset = (tl.program_id(0) // blocks).to(tl.int64) * H * count * length
     scores, grads = scores + offset, grads + offset
     start, column = tl.program_id(0) % blocks * TALL * TILES, tl.arange(0, WIDE)
-    before_turned, after_turned = load_mixing(before, H, True), load_mixing(after, H, True)
+    before_back, after_back = load_mixing(before, H, True), load_mixing(after, H, True)
     before, after = load_mixing(before, H, False), load_mixing(after, H, False)
-    shift = tl.load(bias + tl.arange(0, LINES) % H)[:, None]
-    before_sum = sums + tl.program_id(0) * LINES * LINES
-    before_sum += tl.arange(0, LINES)[:, None] * LINES + tl.arange(0, LINES)[None, :]
-    after_sum = before_sum + programs * LINES * LINES
-    grad_before, grad_after = tl.load(before_sum), tl.load(after_sum)
+    shift = tl.load(bias + tl.arange(0, LINES) % H)[None, :]
+    grad_before = tl.zeros([SLICES, LINES, LINES], tl.float32)
+    grad_after = tl.zeros([SLICES, LINES, LINES], tl.float32)
     for tile in range(TILES):
         place, inside = lines(start + tile * TALL, column, count, length, H)
         score, grad = tl.load(scores + place, inside, 0.0), tl.load(grads + place, inside, 0.0)
-        share = softmax(mix(before, score), column, count)
+        share = softmax(mix(score, before), column, count)
         rounded = share.to(score.dtype)
-        weight = mix(after, rounded) + shift
+        weight = mix(rounded, after) + shift
         tl.store(scores + place, weight.to(score.dtype), inside)
-        grad_after = multiply(grad, tl.trans(rounded), grad_after)
-        grad_share = mix(after_turned, grad)
-        side = tl.sum(share * grad_share, 1)
-        grad_mixed = (share * (grad_share - side[:, None])).to(score.dtype)
-        grad_before = multiply(grad_mixed, tl.trans(score), grad_before)
-        tl.store(grads + place, mix(before_turned, grad_mixed).to(score.dtype), inside)
-    tl.store(before_sum, grad_before)
-    tl.store(after_sum, grad_after)
+        grad_after = line_products(grad, rounded, grad_after, SLICES)
+        grad_share = mix(grad, after_back)
+        side = tl.sum(share * grad_share, 0)
+        grad_mixed = (share * (grad_share - side[None, :])).to(score.dtype)
+        grad_before = line_products(grad_mixed, score, grad_before, SLICES)
+        tl.store(grads + place, mix(grad_mixed, before_back).to(score.dtype), inside)
+    own = sums + tl.program_id(0).to(tl.int64) * LINES * LINES
+    own += tl.arange(0, LINES)[:, None] * LINES + tl.arange(0, LINES)[None, :]
+    tl.store(own, tl.load(own) + tl.sum(grad_before, 0))
+    own += programs.to(tl.int64) * LINES * LINES
+    tl.store(own, tl.load(own) + tl.sum(grad_after, 0))
 
 
 @triton.jit
@@ -305,32 +318,42 @@ def gather_backward_kernel(
 
 
 class Plan:
-    """How tensors like `qkv` go through the stages: pictures of a part, sizes and constants of the kernels."""
+    """How tensors like `qkv` go through the stages: pictures of a part, sizes, and constants of the kernels."""
 
-    def __init__(self, qkv: Tensor):
+    def __init__(self, qkv: Tensor, matrices: int):
         batch, count, _, heads, width = qkv.shape
         length = triton.cdiv(count, 16) * 16
-        most = max(1, (CUT.megabytes << 20) // (heads * count * length * qkv.element_size()))
-        self.pictures = triton.cdiv(batch, max(1, triton.cdiv(batch, most)))  # parts of one size, but for the last
-        self.matrix, self.sizes, self.scale = (self.pictures, heads, count, length), (count, length), 1 / math.sqrt(width)
-        self.rows = LINES.value // heads  # of a tile of lines
-        wide = max(16, triton.next_power_of_2(count))
-        padded = max(16, triton.next_power_of_2(width))
-        ahead = qkv.is_cuda and shared_memory(qkv.device.index) >= 120_000
-        self.product = {"H": heads, "D": width, "PADDED": padded, "ROWS": CUT.rows, "num_warps": CUT.warps}
-        self.product["num_stages"] = CUT.stages if ahead else 1
-        self.mixing = {"H": heads, "WIDE": wide, "num_warps": max(4, wide // 128), "num_stages": 1}
+        most = max(1, TILING.part_bytes // (matrices * heads * count * length * qkv.element_size()))
+        self.pictures = triton.cdiv(batch, max(1, triton.cdiv(batch, most)))  # of every part but the last, which may have fewer
+        self.matrices = qkv.new_empty(matrices, self.pictures, heads, count, length).unbind()
+        self.sizes, self.scale, self.heads, self.rows = (count, length), 1 / math.sqrt(width), heads, LINES.value // heads
+        self.wide, padded = (max(16, triton.next_power_of_2(each)) for each in (count, width))
+        roomy = qkv.is_cuda and shared_memory(qkv.device.index) >= 120_000
+        self.mix_stages = TILING.mix_stages if roomy and self.wide <= 1024 else 1
+        self.product = {"H": heads, "D": width, "PADDED": padded, "ROWS": TILING.rows}
+        self.product |= {"num_warps": TILING.warps, "num_stages": TILING.stages if roomy else 1}
 
     def parts(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
         return zip(*(each.split(self.pictures) for each in tensors), strict=True)
 
+    def grid(self, part: Tensor, last: int = 1) -> tuple[int, int, int]:
+        """Programs that multiply: for every head of the part and some rows."""
+        return len(part) * self.heads, triton.cdiv(self.sizes[0], TILING.rows), last
+
+    def score(self, qkv: Tensor, gradient: Tensor | None = None) -> None:
+        grid = self.grid(qkv, triton.cdiv(self.sizes[1], TILING.columns))
+        scores, grads = self.matrices if gradient is not None else (*self.matrices, None)
+        scores_kernel[grid](qkv, scores, gradient, grads, self.scale, *self.sizes, COLUMNS=TILING.columns, **self.product)
+
+    def mixing(self, tiles: int, columns: int) -> dict[str, int]:
+        """Constants of a kernel that mixes, whose warps hold so many columns each."""
+        warps = min(16, max(4, self.wide // columns))
+        constants = {"H": self.heads, "WIDE": self.wide, "TILES": tiles}
+        return constants | {"num_warps": warps, "num_stages": self.mix_stages, "maxnreg": TILING.registers}
+
     def blocks(self, tiles: int) -> int:
         """Programs that mix a picture."""
         return triton.cdiv(self.sizes[0], self.rows * tiles)
-
-    def grid(self, part: Tensor, *last: int) -> tuple[int, ...]:
-        """A program for some rows of every head's matrix."""
-        return len(part) * self.matrix[1], triton.cdiv(self.sizes[0], CUT.rows), *last
 
 
 @torch.library.custom_op("vitrail::talking_heads", mutates_args=())
@@ -339,19 +362,15 @@ def talking_heads(qkv: Tensor, before: Tensor, shift: Tensor, after: Tensor, bia
 
     `before` and `after` [H, H] with the biases `shift` and `bias` [H] mix the heads on both sides of the softmax.
     """
-    qkv, plan = qkv.contiguous(), Plan(qkv)
-    out, scores = torch.empty_like(qkv[:, :, 0], memory_format=torch.contiguous_format), qkv.new_empty(plan.matrix)
-    mixing = [each.float().contiguous() for each in (before, after, bias)]
-    columns = triton.cdiv(plan.sizes[1], CUT.columns)
+    qkv, plan, (batch, count, _, heads, width) = qkv.contiguous(), Plan(qkv, 1), qkv.shape
+    out, (scores,) = qkv.new_empty(batch, count, heads, width), plan.matrices
+    weights = [each.float().contiguous() for each in (before, after, bias)]
+    blocks, constants = plan.blocks(TILING.forward), plan.mixing(TILING.forward, TILING.forward_columns)
     with torch.cuda.device_of(qkv):
         for part, target in plan.parts(qkv, out):
-            none = (None, None)
-            scores_kernel[plan.grid(part, columns)](
-                part, scores, *none, plan.scale, *plan.sizes, COLUMNS=CUT.columns, **plan.product
-            )
-            programs = len(part) * plan.blocks(CUT.forward)
-            mix_kernel[(programs,)](scores, *mixing, *plan.sizes, TILES=CUT.forward, **plan.mixing)
-            gather_kernel[plan.grid(part)](scores, part, target, *plan.sizes, STEP=CUT.step, **plan.product)
+            plan.score(part)
+            mix_kernel[(len(part) * blocks,)](scores, *weights, *plan.sizes, **constants)
+            gather_kernel[plan.grid(part)](scores, part, target, *plan.sizes, STEP=TILING.step, **plan.product)
     return out
 
 
@@ -366,35 +385,31 @@ def talking_heads_backward(
     gradient: Tensor, qkv: Tensor, before: Tensor, after: Tensor, bias: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of `qkv`, `before`, `after` and `bias`."""
-    gradient, qkv, plan, heads = gradient.contiguous(), qkv.contiguous(), Plan(qkv), qkv.shape[3]
-    grad, scores, grads = torch.empty_like(qkv), qkv.new_empty(plan.matrix), qkv.new_empty(plan.matrix)
-    mixing = [each.float().contiguous() for each in (before, after, bias)]
-    columns, blocks = triton.cdiv(plan.sizes[1], CUT.columns), plan.blocks(CUT.backward)
+    gradient, qkv, plan, heads = gradient.contiguous(), qkv.contiguous(), Plan(qkv, 2), qkv.shape[3]
+    grad, (scores, grads) = torch.empty_like(qkv), plan.matrices
+    weights = [each.float().contiguous() for each in (before, after, bias)]
+    blocks, constants = plan.blocks(TILING.backward), plan.mixing(TILING.backward, TILING.backward_columns)
+    constants["SLICES"] = min(constants["num_warps"], plan.wide // 16)
     programs = plan.pictures * blocks
     sums = qkv.new_zeros(2, programs, LINES.value, LINES.value, dtype=torch.float32)
     with torch.cuda.device_of(qkv):
         for part, given, target in plan.parts(qkv, gradient, grad):
-            scores_kernel[plan.grid(part, columns)](
-                part, scores, given, grads, plan.scale, *plan.sizes, COLUMNS=CUT.columns, **plan.product
-            )
-            mix_backward_kernel[(len(part) * blocks,)](
-                scores, grads, *mixing, sums, *plan.sizes, programs, TILES=CUT.backward, **plan.mixing
-            )
+            plan.score(part, given)
+            mix_backward_kernel[(len(part) * blocks,)](scores, grads, *weights, sums, *plan.sizes, programs, **constants)
             gather_backward_kernel[plan.grid(part, 3)](
-                scores, grads, part, given, target, plan.scale, *plan.sizes, STEP=CUT.step, **plan.product
+                scores, grads, part, given, target, plan.scale, *plan.sizes, STEP=TILING.step, **plan.product
             )
+    # Of the lines' products those of a row with itself count; the others are of rows that shared a tile.
     inside = plan.rows * heads
-    own = sums.sum(1)[:, :inside, :inside].unflatten(2, (-1, heads)).unflatten(1, (-1, heads))
-    grad_before, grad_after = torch.einsum("xrhrg->xhg", own)  # a row with itself; the rest pairs rows of one tile
+    own = sums.sum(1)[:, :inside, :inside].reshape(2, plan.rows, heads, plan.rows, heads)
+    grad_before, grad_after = own.diagonal(dim1=1, dim2=3).sum(-1)
     # Every weight of a head has the same bias: its gradient is the sum of all inner products of the gradient with the values.
     grad_bias = (gradient.sum(1, dtype=torch.float32) * qkv[:, :, 2].sum(1, dtype=torch.float32)).sum((0, 2))
     return grad, grad_before.to(before.dtype, copy=True), grad_after.to(after.dtype, copy=True), grad_bias.to(bias.dtype)
 
 
 @talking_heads_backward.register_fake
-def _(
-    gradient: Tensor, qkv: Tensor, before: Tensor, after: Tensor, bias: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(gradient: Tensor, qkv: Tensor, before: Tensor, after: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return (
         torch.empty_like(qkv, memory_format=torch.contiguous_format),
         before.new_empty(before.shape),
