@@ -5,9 +5,9 @@
     python benchmarks/talking_heads.py --tiling backward=8,stages=3 --tiling part_bytes=16777216    # other cuts of the kernels
 
 A row is the attention alone, without the projections around it: the plain path eager and compiled, and the kernels, as they are
-and once for each `--tiling`, which gives fields of `vitrail.layers.kernels.talking_heads.Tiling` other values. `infer` is a forward
-without gradients, `train` forward and backward. The contenders take turns in every round; printed are the median of the rounds,
-half the spread, and the most memory that a run held beyond its inputs. It needs a GPU.
+and once for each `--tiling`, which gives other values to fields of `Tiling` in `vitrail/layers/kernels/talking_heads.py`. `infer`
+is a forward without gradients, `train` forward and backward. The contenders take turns in every round; printed are the median of
+the rounds, half the spread, and the most memory that a run held beyond its inputs. It needs a GPU.
 """
 
 import argparse

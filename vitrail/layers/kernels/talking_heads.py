@@ -32,7 +32,10 @@ LINES = tl.constexpr(16)  # of a tile of the mixing: the least that the matrix u
 
 
 class Tiling(NamedTuple):
-    """How the work is cut into parts and programs; `benchmarks/talking_heads.py --tiling` tries others."""
+    """How the work is cut into parts and programs: powers of two, but for `part_bytes`, `registers` and stages.
+
+    `benchmarks/talking_heads.py --tiling` tries others.
+    """
 
     part_bytes: int = 32 << 20  # of all matrices [pictures, H, N, L] of a pass, or one picture if its own have more
     forward: int = 2  # tiles of lines that a program mixes
