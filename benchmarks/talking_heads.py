@@ -2,16 +2,18 @@
 
     python benchmarks/talking_heads.py                                  # CaiT-S24 at 224 and 384, batch 256 and 64
     python benchmarks/talking_heads.py --shape 128,196,16,48            # batch, tokens, heads, channels of a head
-    python benchmarks/talking_heads.py --tiling 16,64,8,2               # another cut of the kernels, for tuning
+    python benchmarks/talking_heads.py --tiling backward=8,stages=3 --tiling part_bytes=16777216    # other cuts of the kernels
 
-A row is the attention alone, without the projections around it: the plain path eager and compiled, and the kernels. `infer` is a
-forward without gradients, `train` forward and backward. The contenders take turns in every round; printed are the median of the
-rounds, half the spread, and the most memory that a run held beyond its inputs. It needs a GPU.
+A row is the attention alone, without the projections around it: the plain path eager and compiled, and the kernels, as they are
+and once for each `--tiling`, which gives other values to fields of `Tiling` in `vitrail/layers/kernels/talking_heads.py`. `infer`
+is a forward without gradients, `train` forward and backward. The contenders take turns in every round; printed are the median of
+the rounds, half the spread, and the most memory that a run held beyond its inputs. It needs a GPU.
 """
 
 import argparse
 import json
 import statistics
+from typing import TYPE_CHECKING
 
 import torch
 from timing import half_spread, in_turns, machine
@@ -21,24 +23,31 @@ from vitrail.layers import kernels, mixers
 from vitrail.layers.kernels import talking_heads_for
 from vitrail.layers.layout import Layout
 
+if TYPE_CHECKING:
+    from vitrail.layers.kernels.talking_heads import Tiling
+
 SHAPES = ("256,196,8,48", "64,576,8,48")
 
 
 class Contender:
-    """One layer of the given shape; `fused` says whether it may use the kernels."""
+    """One layer of the given shape; it uses the kernels if it has a tiling for them."""
 
-    def __init__(self, shape: list[int], train: bool, fused: bool, compiled: bool = False):
+    def __init__(self, shape: list[int], train: bool, tiling: "Tiling | None" = None, compiled: bool = False):
         batch, tokens, heads, width = shape
         torch.manual_seed(0)
         layer = mixers.TalkingHeads(heads * width, heads)
         layer.qkv, layer.proj = nn.Identity(), nn.Identity()  # type: ignore[assignment]
-        self.layer, self.fused, self.train, self.layout = layer.cuda(), fused, train, Layout(1, tokens)
+        self.layer, self.tiling, self.train, self.layout = layer.cuda(), tiling, train, Layout(1, tokens)
         self.body = torch.compile(self.layer, fullgraph=True) if compiled else self.layer
         self.x = torch.randn(batch, tokens, 3 * heads * width, device="cuda").bfloat16().requires_grad_(train)
         self.gradient = torch.randn(batch, tokens, heads * width, device="cuda").bfloat16()
 
     def __call__(self) -> None:
-        mixers.talking_heads_for = talking_heads_for if self.fused else no_kernel
+        mixers.talking_heads_for = no_kernel if self.tiling is None else talking_heads_for
+        if self.tiling is not None:
+            from vitrail.layers.kernels import talking_heads
+
+            talking_heads.TILING = self.tiling
         with torch.autocast("cuda", torch.bfloat16), torch.set_grad_enabled(self.train):
             out = self.body(self.x, self.layout)
         if self.train:
@@ -60,12 +69,27 @@ def no_kernel(qkv: Tensor) -> None:
     return None
 
 
+def tilings(texts: list[str]) -> "dict[str, Tiling]":
+    """The kernels' own tiling, and others that are given as `name=value,name=value`."""
+    from vitrail.layers.kernels.talking_heads import TILING
+
+    found = {"fused": TILING}
+    for text in texts:
+        try:
+            fields = dict(part.split("=") for part in text.split(","))
+            found[f"fused, {text}"] = TILING._replace(**{name: int(value) for name, value in fields.items()})
+        except ValueError as problem:
+            raise SystemExit(f"--tiling {text}: {problem}; the fields are {TILING}") from None
+    return found
+
+
 def measure(shape: list[int], train: bool, options: argparse.Namespace) -> dict:
-    if talking_heads_for(torch.empty(1, 1, 3, *shape[2:], device="cuda", dtype=torch.bfloat16)) is None:
-        raise SystemExit(f"there is no kernel for {shape[2]} heads of {shape[3]} channels on this device")
-    contenders = {"plain": Contender(shape, train, fused=False), "fused": Contender(shape, train, fused=True)}
+    if talking_heads_for(torch.empty(1, *shape[1:2], 3, *shape[2:], device="cuda", dtype=torch.bfloat16)) is None:
+        raise SystemExit(f"there is no kernel for {shape[1]} tokens and {shape[2]} heads of {shape[3]} channels on this device")
+    contenders = {"plain": Contender(shape, train)}
+    contenders |= {name: Contender(shape, train, tiling) for name, tiling in tilings(options.tiling).items()}
     if options.compile:
-        contenders["plain, compiled"] = Contender(shape, train, fused=False, compiled=True)
+        contenders["plain, compiled"] = Contender(shape, train, compiled=True)
     times = in_turns(dict(contenders), "cuda", options.rounds, options.repeats)
     return {
         "shape": shape,
@@ -83,16 +107,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="the compiled plain path too")
-    parser.add_argument("--tiling", help="own,other,warps,stages: see `Tiling`")
+    parser.add_argument("--tiling", action="append", default=[], help="name=value,…: see `Tiling`; may be given several times")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("the kernels need a GPU")
-    if options.tiling:
-        from vitrail.layers.kernels import talking_heads
-
-        cut = talking_heads.Tiling(*map(int, options.tiling.split(",")))
-        talking_heads.tiling = lambda qkv: cut
     if not options.json:
         print(f"{machine('cuda')}; n = {options.rounds} rounds of {options.repeats} runs")
         print("| batch, tokens, heads, channels | step | path | ms | MB |\n| --- | --- | --- | --- | --- |")

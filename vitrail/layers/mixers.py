@@ -91,7 +91,7 @@ class TalkingHeads(Attention):
         dropping = self.training and self.attention_dropout > 0
         fused = None if dropping or relative is not None else talking_heads_for(qkv)
         if fused is not None:
-            out = fused(qkv, self.before.weight, self.before.bias, self.after.weight, self.after.bias)[0]
+            out = fused(qkv, self.before.weight, self.before.bias, self.after.weight, self.after.bias)
         else:
             query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
             weights = self._weights(query, key, layout, relative)

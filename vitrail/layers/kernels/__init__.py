@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 HAS_TRITON = find_spec("triton") is not None
-MOST, WIDEST = 8, 64  # heads, and channels of a head; for more heads Triton compiles for minutes
+MOST, WIDEST, LONGEST = 16, 64, 2048  # heads, channels of a head, and tokens that talking heads have a kernel for
 ENABLED = frozenset(("talking_heads", "bias_gelu"))
 Answer = TypeVar("Answer", bound=Callable[..., bool])
 
@@ -68,14 +68,14 @@ def linear_gelu_for(x: Tensor, weight: Tensor) -> Callable[[Tensor, Tensor, Tens
     return linear_gelu
 
 
-def talking_heads_for(qkv: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None:
+def talking_heads_for(qkv: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None:
     """Fused talking-heads attention for queries, keys and values [B, N, 3, H, D] if there is a kernel for them, else None.
 
     It works on half precision: single precision would leave the matrix units unused. An exported program must run elsewhere too.
     """
     if not may_run("talking_heads", qkv) or qkv.dtype == torch.float32 or not is_ampere(qkv.device.index):
         return None
-    if qkv.shape[3] > MOST or qkv.shape[4] > WIDEST:
+    if qkv.shape[1] > LONGEST or qkv.shape[3] > MOST or qkv.shape[4] > WIDEST:
         return None
     from vitrail.layers.kernels.talking_heads import talking_heads
 

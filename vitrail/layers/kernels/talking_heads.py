@@ -1,18 +1,24 @@
-"""Talking-heads attention, forward and backward, without a matrix of N x N in the device's memory.
+"""Talking-heads attention, forward and backward, in stages that hand matrices of all pairs of tokens on through the L2 cache.
 
-For every head: scores = q k^T / sqrt(D); mixed = before * scores; p = softmax(mixed); w = after * p + bias; out = w v. A program
-takes a few tokens of one picture and all heads at once, because every head needs the scores of all; it walks twice over the other
-tokens, first for the sums of the softmax, which `w` needs before it can mix heads. The backward recomputes scores from q and k
-and keeps only the logarithm of those sums, [B, H, N].
+For every head: s = q k^T / sqrt(D); m = before * s; p = softmax(m); w = after * p + bias; out = w v. Every head needs the scores
+of all heads, so the products and the mixing are kernels of their own, and a few pictures at a time go through all of them: their
+matrices [pictures, H, N, L] fit into the cache, and no memory grows with the batch. L is N rounded up to a multiple of 16, which
+lets the kernels read many numbers at once; columns beyond N meet vectors of zeros.
+
+    forward   scores: s from q and k           mix: w over s                     gather: out from w and v
+    backward  scores: s again, and dw from     mix: w over s, ds over dw, the    gather: dv from w, dq and dk from ds
+              the gradient and v               gradients of the mixing weights
+
+The mixing multiplies tiles of 16 lines by [16, 16]: all heads of one row of the scores, or of as many rows as there is room for,
+with zeros between rows. Sums are in float32 and always in one order; matrices and vectors have the precision of `qkv`.
 
 The bias before the softmax moves whole rows, which the softmax does not see: it is not read, and its gradient is zero.
 """
 
-# Triton adds tuples, and neither unpacks nor annotates them.
-# ruff: noqa: RUF005
 # mypy: disable-error-code="assignment"
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -21,312 +27,392 @@ import triton.language as tl
 from torch import Tensor
 
 from vitrail.layers.kernels import shared_memory
-from vitrail.layers.kernels.tiles import gather, load_all, load_rows, mix, pair_sums, products, products_held, store
 
-LOWEST = tl.constexpr(-1e30)  # finite, so that a place no key ever came to gives no NaN
-
-
-@triton.jit(do_not_specialize=["count"])
-def forward_kernel(
-    qkv,  # [B, N, 3, H, D]
-    before,  # [H, H], with the factor 1 / sqrt(D)
-    after,
-    bias,
-    out,  # [B, N, H, D]
-    sums,  # [B, H, N]
-    count,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    PADDED: tl.constexpr,
-    OWN: tl.constexpr,
-    OTHER: tl.constexpr,
-):
-    WIDTH: tl.constexpr = H * D
-    blocks = tl.cdiv(count, OWN)
-    batch = (tl.program_id(0) // blocks).to(tl.int64)
-    query = qkv + batch * count * 3 * WIDTH
-    key, value = query + WIDTH, query + 2 * WIDTH
-    own = tl.program_id(0) % blocks * OWN + tl.arange(0, OWN)
-    lane = tl.arange(0, OTHER)
-
-    held = load_all(query, own, count, 3 * WIDTH, H, D, PADDED)
-
-    # Each place of the tile has its own running maximum and sum; they meet once, after the loop, and not in every step.
-    most, total = (), ()
-    for _ in tl.static_range(H):
-        most = most + (tl.full([OWN, OTHER], LOWEST, tl.float32),)
-        total = total + (tl.zeros([OWN, OTHER], tl.float32),)
-    for start in range(0, count, OTHER):
-        other = start + lane
-        scores = products_held(held, key, other, 3 * WIDTH, count, H, D, PADDED)
-        mixed = mix(before, scores, H, False)
-        new_most, new_total = (), ()
-        for head in tl.static_range(H):
-            tile = tl.where(other[None, :] < count, mixed[head], float("-inf"))
-            top = tl.maximum(most[head], tile)
-            new_total = new_total + (total[head] * tl.exp(most[head] - top) + tl.exp(tile - top),)
-            new_most = new_most + (top,)
-        most, total = new_most, new_total
-    lse, acc = (), ()
-    for head in tl.static_range(H):
-        top = tl.max(most[head], 1)
-        row = top + tl.log(tl.sum(total[head] * tl.exp(most[head] - top[:, None]), 1))
-        tl.store(sums + (batch * H + head) * count + own, row, own < count)
-        lse = lse + (row,)
-        acc = acc + (tl.zeros([OWN, PADDED], tl.float32),)
-
-    for start in range(0, count, OTHER):
-        other = start + lane
-        scores = products_held(held, key, other, 3 * WIDTH, count, H, D, PADDED)
-        mixed, shares = mix(before, scores, H, False), ()
-        for head in tl.static_range(H):
-            share = tl.where(other[None, :] < count, tl.exp(mixed[head] - lse[head][:, None]), 0.0)
-            shares = shares + (share,)
-        mixed, weights = mix(after, shares, H, False), ()
-        for head in tl.static_range(H):
-            weights = weights + (mixed[head] + tl.load(bias + head),)
-        acc = gather(weights, value, other, 3 * WIDTH, acc, count, H, D, PADDED)
-    for head in tl.static_range(H):
-        store(out + batch * count * WIDTH + head * D, acc[head], own, count, WIDTH, D, PADDED)
-
-
-@triton.jit(do_not_specialize=["count"])
-def query_kernel(
-    qkv,
-    before,
-    after,
-    sums,
-    gradient,  # of `out`, [B, N, H, D]
-    grad,  # of `qkv`, of which this writes the queries' part
-    inner,  # [B, H, N]: for every row the sum of p times the gradient of p
-    before_parts,  # [programs, WIDE, WIDE]
-    after_parts,
-    count,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    PADDED: tl.constexpr,
-    WIDE: tl.constexpr,
-    OWN: tl.constexpr,
-    OTHER: tl.constexpr,
-):
-    WIDTH: tl.constexpr = H * D
-    blocks = tl.cdiv(count, OWN)
-    batch = (tl.program_id(0) // blocks).to(tl.int64)
-    query = qkv + batch * count * 3 * WIDTH
-    key, value = query + WIDTH, query + 2 * WIDTH
-    gradient += batch * count * WIDTH
-    own = tl.program_id(0) % blocks * OWN + tl.arange(0, OWN)
-    lane = tl.arange(0, OTHER)
-    lse = load_rows(sums + batch * H * count, own, count, H)
-
-    partial = ()
-    for _ in tl.static_range(H):
-        partial = partial + (tl.zeros([OWN, OTHER], tl.float32),)
-    for start in range(0, count, OTHER):
-        other = start + lane
-        mixed = mix(before, products(query, own, 3 * WIDTH, key, other, 3 * WIDTH, count, H, D, PADDED), H, False)
-        grad_shares = mix(after, products(gradient, own, WIDTH, value, other, 3 * WIDTH, count, H, D, PADDED), H, True)
-        new_partial = ()
-        for head in tl.static_range(H):
-            share = tl.where(other[None, :] < count, tl.exp(mixed[head] - lse[head][:, None]), 0.0)
-            new_partial = new_partial + (partial[head] + share * grad_shares[head],)
-        partial = new_partial
-    sides, acc = (), ()
-    for head in tl.static_range(H):
-        side = tl.sum(partial[head], 1)
-        tl.store(inner + (batch * H + head) * count + own, side, own < count)
-        sides = sides + (side,)
-        acc = acc + (tl.zeros([OWN, PADDED], tl.float32),)
-
-    before_sum, after_sum = tl.zeros([WIDE, WIDE], tl.float32), tl.zeros([WIDE, WIDE], tl.float32)
-    for start in range(0, count, OTHER):
-        other = start + lane
-        scores = products(query, own, 3 * WIDTH, key, other, 3 * WIDTH, count, H, D, PADDED)
-        mixed, shares = mix(before, scores, H, False), ()
-        for head in tl.static_range(H):
-            share = tl.where(other[None, :] < count, tl.exp(mixed[head] - lse[head][:, None]), 0.0)
-            shares = shares + (share,)
-        grad_weights = products(gradient, own, WIDTH, value, other, 3 * WIDTH, count, H, D, PADDED)
-        after_sum += pair_sums(grad_weights, shares, qkv.dtype.element_ty, H, WIDE)
-        grad_shares, grad_mixed = mix(after, grad_weights, H, True), ()
-        for head in tl.static_range(H):
-            grad_mixed = grad_mixed + (shares[head] * (grad_shares[head] - sides[head][:, None]),)
-        before_sum += pair_sums(grad_mixed, scores, qkv.dtype.element_ty, H, WIDE)
-        acc = gather(mix(before, grad_mixed, H, True), key, other, 3 * WIDTH, acc, count, H, D, PADDED)
-    for head in tl.static_range(H):
-        store(grad + batch * count * 3 * WIDTH + head * D, acc[head], own, count, 3 * WIDTH, D, PADDED)
-    place = tl.program_id(0).to(tl.int64) * WIDE * WIDE
-    place += tl.arange(0, WIDE)[:, None] * WIDE + tl.arange(0, WIDE)[None, :]
-    tl.store(before_parts + place, before_sum)
-    tl.store(after_parts + place, after_sum)
-
-
-@triton.jit(do_not_specialize=["count"])
-def value_kernel(
-    qkv,
-    before,
-    after,
-    bias,
-    sums,
-    gradient,
-    grad,  # the values' part
-    count,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    PADDED: tl.constexpr,
-    OWN: tl.constexpr,
-    OTHER: tl.constexpr,
-):
-    WIDTH: tl.constexpr = H * D
-    blocks = tl.cdiv(count, OWN)
-    batch = (tl.program_id(0) // blocks).to(tl.int64)
-    query = qkv + batch * count * 3 * WIDTH
-    own = tl.program_id(0) % blocks * OWN + tl.arange(0, OWN)
-    lane = tl.arange(0, OTHER)
-    acc = ()
-    for _ in tl.static_range(H):
-        acc = acc + (tl.zeros([OWN, PADDED], tl.float32),)
-    for start in range(0, count, OTHER):
-        other = start + lane
-        scores = products(query + WIDTH, own, 3 * WIDTH, query, other, 3 * WIDTH, count, H, D, PADDED)
-        lse = load_rows(sums + batch * H * count, other, count, H)
-        mixed, shares = mix(before, scores, H, False), ()
-        for head in tl.static_range(H):
-            shares = shares + (tl.exp(mixed[head] - lse[head][None, :]),)
-        mixed, weights = mix(after, shares, H, False), ()
-        for head in tl.static_range(H):
-            weights = weights + (mixed[head] + tl.load(bias + head),)
-        acc = gather(weights, gradient + batch * count * WIDTH, other, WIDTH, acc, count, H, D, PADDED)
-    for head in tl.static_range(H):
-        start = grad + batch * count * 3 * WIDTH + (2 * H + head) * D
-        store(start, acc[head], own, count, 3 * WIDTH, D, PADDED)
-
-
-@triton.jit(do_not_specialize=["count"])
-def key_kernel(
-    qkv,
-    before,
-    after,
-    sums,
-    gradient,
-    grad,  # the keys' part
-    inner,
-    count,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    PADDED: tl.constexpr,
-    OWN: tl.constexpr,
-    OTHER: tl.constexpr,
-):
-    WIDTH: tl.constexpr = H * D
-    blocks = tl.cdiv(count, OWN)
-    batch = (tl.program_id(0) // blocks).to(tl.int64)
-    query = qkv + batch * count * 3 * WIDTH
-    key, value = query + WIDTH, query + 2 * WIDTH
-    gradient += batch * count * WIDTH
-    own = tl.program_id(0) % blocks * OWN + tl.arange(0, OWN)
-    lane = tl.arange(0, OTHER)
-    acc = ()
-    for _ in tl.static_range(H):
-        acc = acc + (tl.zeros([OWN, PADDED], tl.float32),)
-    for start in range(0, count, OTHER):
-        other = start + lane
-        mixed = mix(before, products(key, own, 3 * WIDTH, query, other, 3 * WIDTH, count, H, D, PADDED), H, False)
-        grad_shares = mix(after, products(value, own, 3 * WIDTH, gradient, other, WIDTH, count, H, D, PADDED), H, True)
-        lse = load_rows(sums + batch * H * count, other, count, H)
-        sides = load_rows(inner + batch * H * count, other, count, H)
-        grad_mixed = ()
-        for head in tl.static_range(H):
-            share = tl.exp(mixed[head] - lse[head][None, :])
-            grad_mixed = grad_mixed + (share * (grad_shares[head] - sides[head][None, :]),)
-        acc = gather(mix(before, grad_mixed, H, True), query, other, 3 * WIDTH, acc, count, H, D, PADDED)
-    for head in tl.static_range(H):
-        start = grad + batch * count * 3 * WIDTH + (H + head) * D
-        store(start, acc[head], own, count, 3 * WIDTH, D, PADDED)
+LINES = tl.constexpr(16)  # of a tile of the mixing: the least that the matrix units multiply
 
 
 class Tiling(NamedTuple):
-    """How a launch is cut: tokens of a program, tokens of a step of its walk, warps, steps that are loaded ahead.
+    """How the work is cut into parts and programs: powers of two, but for `part_bytes`, `registers` and stages.
 
-    Warps lie side by side along the walk, 8 tokens each: `own` must be smaller than `other`, and `other` at least 8 per warp.
+    `benchmarks/talking_heads.py --tiling` tries others.
     """
 
-    own: int
-    other: int
-    warps: int
-    stages: int
+    part_bytes: int = 32 << 20  # of all matrices [pictures, H, N, L] of a pass, or one picture if its own have more
+    forward: int = 2  # tiles of lines that a program mixes
+    backward: int = 4
+    forward_columns: int = 64  # of a tile of lines that a warp holds
+    backward_columns: int = 32
+    registers: int = 128  # most for a thread that mixes: more would leave room for too few programs
+    rows: int = 64  # of a tile of a product
+    columns: int = 128  # of a tile of scores
+    step: int = 64  # tokens of a step of `gather`
+    warps: int = 4  # of a program that multiplies
+    stages: int = 2  # steps whose vectors are in flight; 1 on devices with little shared memory
+    mix_stages: int = 2  # the same for tiles of lines
 
 
-def tiling(qkv: Tensor) -> Tiling:
-    ahead = qkv.is_cuda and shared_memory(qkv.device.index) >= 120_000
-    return Tiling(16, 32, 4, 2 if ahead else 1)
+TILING = Tiling()
 
 
-def launch(kernel, cut: Tiling, qkv: Tensor, *arguments, **constants: int) -> None:
-    batch, count, _, heads, width = qkv.shape
-    padded = max(16, triton.next_power_of_2(width))  # the least that the matrix units multiply
-    with torch.cuda.device_of(qkv):
-        kernel[(batch * triton.cdiv(count, cut.own),)](
-            qkv,
-            *arguments,
-            count,
-            H=heads,
-            D=width,
-            PADDED=padded,
-            OWN=cut.own,
-            OTHER=cut.other,
-            num_warps=cut.warps,
-            num_stages=cut.stages,
-            **constants,
-        )
+@triton.jit
+def load(start, token, count, STRIDE: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr):
+    """Vectors [tokens, PADDED] of one head, zero beyond the last token and channel."""
+    channel = tl.arange(0, PADDED)
+    inside = (token < count)[:, None] & (channel < D)[None, :]
+    return tl.load(start + token[:, None] * STRIDE + channel[None, :], inside, 0.0)
 
 
-def scaled(before: Tensor, qkv: Tensor) -> Tensor:
-    return before.float() / math.sqrt(qkv.shape[-1])
+@triton.jit
+def multiply(left, right, acc):
+    return tl.dot(left, right, acc, input_precision="ieee")
+
+
+@triton.jit
+def pairs(
+    left,
+    LEFT: tl.constexpr,
+    right,
+    RIGHT: tl.constexpr,
+    matrix,
+    scale,
+    count,
+    length,
+    D: tl.constexpr,
+    PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """A tile of the inner products of one head's vectors; columns from `count` to `length` are zero."""
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    own, other = load(left, row, count, LEFT, D, PADDED), load(right, column, count, RIGHT, D, PADDED)
+    product = scale * multiply(own, tl.trans(other), tl.zeros([ROWS, COLUMNS], tl.float32))
+    inside = (row < count)[:, None] & (column < length)[None, :]
+    tl.store(matrix + row[:, None] * length + column[None, :], product.to(matrix.dtype.element_ty), inside)
+
+
+@triton.jit(do_not_specialize=["count"])
+def scores_kernel(
+    qkv,  # [B, N, 3, H, D]
+    scores,  # [B, H, N, L]
+    gradient,  # of the output, [B, N, H, D], or None
+    grad_weights,  # [B, H, N, L], or None
+    scale,
+    count,
+    length,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    WIDTH: tl.constexpr = H * D
+    place = tl.program_id(0).to(tl.int64)
+    batch, head, start = place // H, place % H, place * count * length
+    qkv += batch * count * 3 * WIDTH + head * D
+    tile = scores + start
+    pairs(qkv, 3 * WIDTH, qkv + WIDTH, 3 * WIDTH, tile, scale, count, length, D, PADDED, ROWS, COLUMNS)
+    if gradient is not None:
+        left, tile = gradient + batch * count * WIDTH + head * D, grad_weights + start
+        pairs(left, WIDTH, qkv + 2 * WIDTH, 3 * WIDTH, tile, 1.0, count, length, D, PADDED, ROWS, COLUMNS)
+
+
+@triton.jit
+def load_mixing(weights, H: tl.constexpr, BACK: tl.constexpr):
+    """Weights [H, H] for every row in a tile of lines, with zeros between rows: [LINES to mix, LINES that are mixed]."""
+    old, new = tl.arange(0, LINES)[:, None], tl.arange(0, LINES)[None, :]
+    place = old % H * H + new % H if BACK else new % H * H + old % H
+    return tl.load(weights + place, (new // H == old // H) & (new < LINES // H * H), 0.0)
+
+
+@triton.jit
+def mix(tile, weights):
+    """A tile times weights in float32, half of their digits at a time where the tile has half precision."""
+    acc = tl.zeros(tile.shape, tl.float32)
+    if tile.dtype == tl.float32:
+        acc = multiply(tile, weights, acc)
+    else:
+        high = weights.to(tile.dtype)
+        acc = multiply(tile, (weights - high.to(tl.float32)).to(tile.dtype), acc)
+        acc = multiply(tile, high, acc)
+    return acc
+
+
+@triton.jit
+def softmax(mixed, column, count):
+    mixed = tl.where((column < count)[:, None], mixed, float("-inf"))
+    shares = tl.exp(mixed - tl.max(mixed, 0)[None, :])
+    return shares * (1.0 / tl.sum(shares, 0))[None, :]
+
+
+@triton.jit
+def lines(first, column, count, length, H: tl.constexpr):
+    """Places [WIDE, LINES] in a picture's matrices of all heads' rows from `first` on, and which of them there are."""
+    line = tl.arange(0, LINES)
+    row = first + line // H
+    inside = (line < LINES // H * H) & (row < count)
+    return (line % H * count + row)[None, :] * length + column[:, None], inside[None, :] & (column < length)[:, None]
+
+
+@triton.jit
+def line_products(left, right, acc, SLICES: tl.constexpr):
+    """Adds to acc [SLICES, LINES, LINES] the inner products of two tiles' lines; a warp multiplies a slice of the columns."""
+    shape: tl.constexpr = (SLICES, left.shape[0] // SLICES, LINES)
+    return multiply(tl.permute(tl.reshape(left, shape), (0, 2, 1)), tl.reshape(right, shape), acc)
+
+
+@triton.jit(do_not_specialize=["count"])
+def mix_kernel(
+    scores,  # [B, H, N, L], replaced by the weights
+    before,  # [H, H]
+    after,
+    bias,  # [H]
+    count,
+    length,
+    H: tl.constexpr,
+    WIDE: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    TALL: tl.constexpr = LINES // H  # rows of a tile
+    blocks = tl.cdiv(count, TALL * TILES)
+    scores += (tl.program_id(0) // blocks).to(tl.int64) * H * count * length
+    start, column = tl.program_id(0) % blocks * TALL * TILES, tl.arange(0, WIDE)
+    before, after = load_mixing(before, H, False), load_mixing(after, H, False)
+    shift = tl.load(bias + tl.arange(0, LINES) % H)[None, :]
+    for tile in range(TILES):
+        place, inside = lines(start + tile * TALL, column, count, length, H)
+        score = tl.load(scores + place, inside, 0.0)
+        share = softmax(mix(score, before), column, count)
+        weight = mix(share.to(score.dtype), after) + shift
+        tl.store(scores + place, weight.to(score.dtype), inside)
+
+
+@triton.jit(do_not_specialize=["count", "programs"])
+def mix_backward_kernel(
+    scores,  # [B, H, N, L], replaced by the weights
+    grads,  # [B, H, N, L]: of the weights, replaced by those of the scores
+    before,
+    after,
+    bias,
+    sums,  # [2, programs, LINES, LINES]: to these the gradients of `before` and `after` are added
+    count,
+    length,
+    programs,
+    H: tl.constexpr,
+    WIDE: tl.constexpr,
+    TILES: tl.constexpr,
+    SLICES: tl.constexpr,
+):
+    TALL: tl.constexpr = LINES // H
+    blocks = tl.cdiv(count, TALL * TILES)
+    offset = (tl.program_id(0) // blocks).to(tl.int64) * H * count * length
+    scores, grads = scores + offset, grads + offset
+    start, column = tl.program_id(0) % blocks * TALL * TILES, tl.arange(0, WIDE)
+    before_back, after_back = load_mixing(before, H, True), load_mixing(after, H, True)
+    before, after = load_mixing(before, H, False), load_mixing(after, H, False)
+    shift = tl.load(bias + tl.arange(0, LINES) % H)[None, :]
+    grad_before = tl.zeros([SLICES, LINES, LINES], tl.float32)
+    grad_after = tl.zeros([SLICES, LINES, LINES], tl.float32)
+    for tile in range(TILES):
+        place, inside = lines(start + tile * TALL, column, count, length, H)
+        score, grad = tl.load(scores + place, inside, 0.0), tl.load(grads + place, inside, 0.0)
+        share = softmax(mix(score, before), column, count)
+        rounded = share.to(score.dtype)
+        weight = mix(rounded, after) + shift
+        tl.store(scores + place, weight.to(score.dtype), inside)
+        grad_after = line_products(grad, rounded, grad_after, SLICES)
+        grad_share = mix(grad, after_back)
+        side = tl.sum(share * grad_share, 0)
+        grad_mixed = (share * (grad_share - side[None, :])).to(score.dtype)
+        grad_before = line_products(grad_mixed, score, grad_before, SLICES)
+        tl.store(grads + place, mix(grad_mixed, before_back).to(score.dtype), inside)
+    own = sums + tl.program_id(0).to(tl.int64) * LINES * LINES
+    own += tl.arange(0, LINES)[:, None] * LINES + tl.arange(0, LINES)[None, :]
+    tl.store(own, tl.load(own) + tl.sum(grad_before, 0))
+    own += programs.to(tl.int64) * LINES * LINES
+    tl.store(own, tl.load(own) + tl.sum(grad_after, 0))
+
+
+@triton.jit
+def gather(
+    matrix,
+    start,
+    STRIDE: tl.constexpr,
+    out,
+    OUT: tl.constexpr,
+    scale,
+    count,
+    length,
+    D: tl.constexpr,
+    PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+    TURNED: tl.constexpr,
+):
+    """Some rows of one head's matrix, or of the turned one, times the vectors of all tokens."""
+    own = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    acc = tl.zeros([ROWS, PADDED], tl.float32)
+    for first in range(0, count, STEP):
+        other = first + tl.arange(0, STEP)
+        if TURNED:
+            inside = (other < count)[:, None] & (own < length)[None, :]
+            tile = tl.trans(tl.load(matrix + other[:, None] * length + own[None, :], inside, 0.0))
+        else:
+            inside = (own < count)[:, None] & (other < length)[None, :]
+            tile = tl.load(matrix + own[:, None] * length + other[None, :], inside, 0.0)
+        acc = multiply(tile, load(start, other, count, STRIDE, D, PADDED), acc)
+    channel = tl.arange(0, PADDED)
+    inside = (own < count)[:, None] & (channel < D)[None, :]
+    tl.store(out + own[:, None] * OUT + channel[None, :], (scale * acc).to(out.dtype.element_ty), inside)
+
+
+@triton.jit(do_not_specialize=["count"])
+def gather_kernel(
+    weights,  # [B, H, N, L]
+    qkv,
+    out,  # [B, N, H, D]
+    count,
+    length,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    WIDTH: tl.constexpr = H * D
+    place = tl.program_id(0).to(tl.int64)
+    weights += place * count * length
+    first = place // H * count * WIDTH
+    value, out = qkv + 3 * first + 2 * WIDTH + place % H * D, out + first + place % H * D
+    gather(weights, value, 3 * WIDTH, out, WIDTH, 1.0, count, length, D, PADDED, ROWS, STEP, False)
+
+
+@triton.jit(do_not_specialize=["count"])
+def gather_backward_kernel(
+    weights,
+    grad_scores,
+    qkv,
+    gradient,  # [B, N, H, D]
+    grad,  # of `qkv`
+    scale,
+    count,
+    length,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Programs of the last axis write the gradients of queries, keys and values."""
+    WIDTH: tl.constexpr = H * D
+    place = tl.program_id(0).to(tl.int64)
+    weights, grad_scores = weights + place * count * length, grad_scores + place * count * length
+    first, head = place // H * count * WIDTH, place % H * D
+    query, grad, gradient = qkv + 3 * first + head, grad + 3 * first + head, gradient + first + head
+    if tl.program_id(2) == 0:
+        key = query + WIDTH
+        gather(grad_scores, key, 3 * WIDTH, grad, 3 * WIDTH, scale, count, length, D, PADDED, ROWS, STEP, False)
+    elif tl.program_id(2) == 1:
+        out = grad + WIDTH
+        gather(grad_scores, query, 3 * WIDTH, out, 3 * WIDTH, scale, count, length, D, PADDED, ROWS, STEP, True)
+    else:
+        out = grad + 2 * WIDTH
+        gather(weights, gradient, WIDTH, out, 3 * WIDTH, 1.0, count, length, D, PADDED, ROWS, STEP, True)
+
+
+class Plan:
+    """How tensors like `qkv` go through the stages: pictures of a part, sizes, and constants of the kernels."""
+
+    def __init__(self, qkv: Tensor, matrices: int):
+        batch, count, _, heads, width = qkv.shape
+        length = triton.cdiv(count, 16) * 16
+        most = max(1, TILING.part_bytes // (matrices * heads * count * length * qkv.element_size()))
+        self.pictures = triton.cdiv(batch, max(1, triton.cdiv(batch, most)))  # of every part but the last, which may have fewer
+        self.matrices = qkv.new_empty(matrices, self.pictures, heads, count, length).unbind()
+        self.sizes, self.scale, self.heads, self.rows = (count, length), 1 / math.sqrt(width), heads, LINES.value // heads
+        self.wide, padded = (max(16, triton.next_power_of_2(each)) for each in (count, width))
+        roomy = qkv.is_cuda and shared_memory(qkv.device.index) >= 120_000
+        self.mix_stages = TILING.mix_stages if roomy and self.wide <= 1024 else 1
+        self.product = {"H": heads, "D": width, "PADDED": padded, "ROWS": TILING.rows}
+        self.product |= {"num_warps": TILING.warps, "num_stages": TILING.stages if roomy else 1}
+
+    def parts(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        return zip(*(each.split(self.pictures) for each in tensors), strict=True)
+
+    def grid(self, part: Tensor, last: int = 1) -> tuple[int, int, int]:
+        """Programs that multiply: for every head of the part and some rows."""
+        return len(part) * self.heads, triton.cdiv(self.sizes[0], TILING.rows), last
+
+    def score(self, qkv: Tensor, gradient: Tensor | None = None) -> None:
+        grid = self.grid(qkv, triton.cdiv(self.sizes[1], TILING.columns))
+        scores, grads = self.matrices if gradient is not None else (*self.matrices, None)
+        scores_kernel[grid](qkv, scores, gradient, grads, self.scale, *self.sizes, COLUMNS=TILING.columns, **self.product)
+
+    def mixing(self, tiles: int, columns: int) -> dict[str, int]:
+        """Constants of a kernel that mixes, whose warps hold so many columns each."""
+        warps = min(16, max(4, self.wide // columns))
+        constants = {"H": self.heads, "WIDE": self.wide, "TILES": tiles}
+        return constants | {"num_warps": warps, "num_stages": self.mix_stages, "maxnreg": TILING.registers}
+
+    def blocks(self, tiles: int) -> int:
+        """Programs that mix a picture."""
+        return triton.cdiv(self.sizes[0], self.rows * tiles)
 
 
 @torch.library.custom_op("vitrail::talking_heads", mutates_args=())
-def talking_heads(qkv: Tensor, before: Tensor, shift: Tensor, after: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries, keys and values [B, N, 3, H, D] to the heads' outputs [B, N, H, D], and what the backward keeps, [B, H, N].
+def talking_heads(qkv: Tensor, before: Tensor, shift: Tensor, after: Tensor, bias: Tensor) -> Tensor:
+    """Queries, keys and values [B, N, 3, H, D] to the heads' outputs [B, N, H, D].
 
     `before` and `after` [H, H] with the biases `shift` and `bias` [H] mix the heads on both sides of the softmax.
     """
-    qkv, (batch, count, _, heads, width) = qkv.contiguous(), qkv.shape
-    out, sums = qkv.new_empty(batch, count, heads, width), qkv.new_empty(batch, heads, count, dtype=torch.float32)
-    launch(forward_kernel, tiling(qkv), qkv, scaled(before, qkv), after.float().contiguous(), bias.float(), out, sums)
-    return out, sums
+    qkv, plan, (batch, count, _, heads, width) = qkv.contiguous(), Plan(qkv, 1), qkv.shape
+    out, (scores,) = qkv.new_empty(batch, count, heads, width), plan.matrices
+    weights = [each.float().contiguous() for each in (before, after, bias)]
+    blocks, constants = plan.blocks(TILING.forward), plan.mixing(TILING.forward, TILING.forward_columns)
+    with torch.cuda.device_of(qkv):
+        for part, target in plan.parts(qkv, out):
+            plan.score(part)
+            mix_kernel[(len(part) * blocks,)](scores, *weights, *plan.sizes, **constants)
+            gather_kernel[plan.grid(part)](scores, part, target, *plan.sizes, STEP=TILING.step, **plan.product)
+    return out
 
 
 @talking_heads.register_fake
-def _(qkv: Tensor, before: Tensor, shift: Tensor, after: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+def _(qkv: Tensor, before: Tensor, shift: Tensor, after: Tensor, bias: Tensor) -> Tensor:
     batch, count, _, heads, width = qkv.shape
-    return qkv.new_empty(batch, count, heads, width), qkv.new_empty(batch, heads, count, dtype=torch.float32)
+    return qkv.new_empty(batch, count, heads, width)
 
 
 @torch.library.custom_op("vitrail::talking_heads_backward", mutates_args=())
 def talking_heads_backward(
-    gradient: Tensor, qkv: Tensor, before: Tensor, after: Tensor, bias: Tensor, sums: Tensor
+    gradient: Tensor, qkv: Tensor, before: Tensor, after: Tensor, bias: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of `qkv`, `before`, `after` and `bias`."""
-    gradient, qkv, (batch, count, _, heads, _) = gradient.contiguous(), qkv.contiguous(), qkv.shape
-    cut, wide = tiling(qkv), max(2, triton.next_power_of_2(heads))
-    scores, weights = scaled(before, qkv), after.float().contiguous()
-    grad, inner = torch.empty_like(qkv), torch.empty_like(sums)
-    programs = batch * triton.cdiv(count, cut.own)
-    befores, afters = (qkv.new_empty(programs, wide, wide, dtype=torch.float32) for _ in range(2))
-    launch(query_kernel, cut, qkv, scores, weights, sums, gradient, grad, inner, befores, afters, WIDE=wide)
-    launch(value_kernel, cut, qkv, scores, weights, bias.float(), sums, gradient, grad)
-    launch(key_kernel, cut, qkv, scores, weights, sums, gradient, grad, inner)
-    grad_before, grad_after = (parts.sum(0)[:heads, :heads].contiguous() for parts in (befores, afters))
+    gradient, qkv, plan, heads = gradient.contiguous(), qkv.contiguous(), Plan(qkv, 2), qkv.shape[3]
+    grad, (scores, grads) = torch.empty_like(qkv), plan.matrices
+    weights = [each.float().contiguous() for each in (before, after, bias)]
+    blocks, constants = plan.blocks(TILING.backward), plan.mixing(TILING.backward, TILING.backward_columns)
+    constants["SLICES"] = min(constants["num_warps"], plan.wide // 16)
+    programs = plan.pictures * blocks
+    sums = qkv.new_zeros(2, programs, LINES.value, LINES.value, dtype=torch.float32)
+    with torch.cuda.device_of(qkv):
+        for part, given, target in plan.parts(qkv, gradient, grad):
+            plan.score(part, given)
+            mix_backward_kernel[(len(part) * blocks,)](scores, grads, *weights, sums, *plan.sizes, programs, **constants)
+            gather_backward_kernel[plan.grid(part, 3)](
+                scores, grads, part, given, target, plan.scale, *plan.sizes, STEP=TILING.step, **plan.product
+            )
+    # Of the lines' products those of a row with itself count; the others are of rows that shared a tile.
+    inside = plan.rows * heads
+    own = sums.sum(1)[:, :inside, :inside].reshape(2, plan.rows, heads, plan.rows, heads)
+    grad_before, grad_after = own.diagonal(dim1=1, dim2=3).sum(-1)
     # Every weight of a head has the same bias: its gradient is the sum of all inner products of the gradient with the values.
     grad_bias = (gradient.sum(1, dtype=torch.float32) * qkv[:, :, 2].sum(1, dtype=torch.float32)).sum((0, 2))
-    return grad, scaled(grad_before, qkv).to(before.dtype), grad_after.to(after.dtype), grad_bias.to(bias.dtype)
+    return grad, grad_before.to(before.dtype, copy=True), grad_after.to(after.dtype, copy=True), grad_bias.to(bias.dtype)
 
 
 @talking_heads_backward.register_fake
-def _(
-    gradient: Tensor, qkv: Tensor, before: Tensor, after: Tensor, bias: Tensor, sums: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(gradient: Tensor, qkv: Tensor, before: Tensor, after: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return (
         torch.empty_like(qkv, memory_format=torch.contiguous_format),
         before.new_empty(before.shape),
@@ -335,14 +421,13 @@ def _(
     )
 
 
-def keep(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    qkv, before, shift, after, bias = inputs
-    ctx.save_for_backward(qkv, before, shift, after, bias, output[1])
+def keep(ctx, inputs: tuple, output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
 
 
-def backward(ctx, gradient: Tensor, _: Tensor | None) -> tuple[Tensor, ...]:
-    qkv, before, shift, after, bias, sums = ctx.saved_tensors
-    grad, grad_before, grad_after, grad_bias = talking_heads_backward(gradient, qkv, before, after, bias, sums)
+def backward(ctx, gradient: Tensor) -> tuple[Tensor, ...]:
+    qkv, before, shift, after, bias = ctx.saved_tensors
+    grad, grad_before, grad_after, grad_bias = talking_heads_backward(gradient, qkv, before, after, bias)
     return grad, grad_before, torch.zeros_like(shift), grad_after, grad_bias
 
 
