@@ -25,6 +25,7 @@ MODEL = "deit_tiny_patch16"
         (f"optimisers.py {MODEL} --device cpu --rounds 1 --repeats 1", "running mean"),
         (f"gpu.py pairs {MODEL} --device cpu --batch 1 --rounds 1 --modes eager --no-timm --precision fp32 --out OUT", MODEL),
         (f"gpu.py latency {MODEL} --device cpu --rounds 1 --modes own --no-timm --precision fp32 --out OUT", "own"),
+        ("overhead.py --device cpu --rounds 1 --repeats 1", "| backward |"),
         ("forecast.py --rounds 1 -- --epochs 0.2 --device cpu --workers 0 --set architecture.width=16", "said / reached"),
     ],
     ids=lambda text: text.split(".")[0],

@@ -49,6 +49,22 @@ def test_the_kernels(shape, dtype, compiled):
         assert apart < (1e-5 if dtype == torch.float32 else 2e-3)
 
 
+@pytest.mark.gpu
+@without_kernels
+@pytest.mark.parametrize("graph", [False, True])
+def test_gradients_of_gradients_are_refused(graph):
+    from vitrail.layers.kernels.bias_gelu import BiasGelu
+
+    x, bias = torch.randn(2, 3, 8, device=DEVICE, requires_grad=True), torch.randn(8, device=DEVICE, requires_grad=True)
+    found = torch.autograd.grad(BiasGelu.apply(x, bias).square().sum(), (x, bias), create_graph=graph)
+    wanted = torch.autograd.grad(F.gelu(x + bias).square().sum(), (x, bias))
+    torch.testing.assert_close([each.detach() for each in found], list(wanted), rtol=1e-4, atol=1e-4)
+    assert all(each.requires_grad == graph for each in found)
+    if graph:
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            found[0].sum().backward()
+
+
 def test_no_kernel_for_a_processor():
     assert bias_gelu_for(torch.zeros(3, 4, dtype=torch.bfloat16)) is None
 

@@ -5,6 +5,7 @@ import sys
 
 import torch
 
+from vitrail.layers import kernels
 from vitrail.layers.kernels import constant, exporting, is_ampere
 
 
@@ -27,3 +28,15 @@ import vitrail.models.catalogue, vitrail.training.run
 sys.exit(bool({"torch._dynamo", "torch.distributed.fsdp"} & (set(sys.modules) - before)))
 """
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_device_is_asked_once_what_it_can(monkeypatch):
+    """Every layer of every pass wants to know."""
+    asked = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: asked.append(device) or (7 + device, 0))
+    kernels.capability.cache_clear()
+    try:
+        assert [is_ampere(0), is_ampere(1), is_ampere(0), is_ampere(1)] == [False, True, False, True]
+    finally:
+        kernels.capability.cache_clear()
+    assert asked == [0, 1]

@@ -1,9 +1,12 @@
 """Properties of single parts that the papers state."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import vitrail
 from tests.models.test_every_model import randomise
@@ -126,6 +129,35 @@ def test_drop_path_is_per_image_and_unbiased():
     assert drop.eval()(x) is x
     assert drop_path_rates(0.3, 4, "uniform") == [0.3] * 4
     assert drop_path_rates(0.3, 4, "linear") == pytest.approx([0, 0.1, 0.2, 0.3])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_drop_path_takes_four_operators(dtype):
+    """Draw, compare, choose and multiply; to the bit what dividing and rounding would give, also after moves and casts."""
+    drop, x = copy.deepcopy(DropPath(0.3).to("meta").half().to_empty(device="cpu")).train(), torch.randn(64, 5, 3).to(dtype)
+    torch.manual_seed(0)
+    with Seen() as seen:
+        found = drop(x)
+    torch.manual_seed(0)
+    wanted = x * ((torch.rand(64, 1, 1) < drop.keep) / drop.keep).to(dtype)
+    assert found.dtype == dtype
+    assert torch.equal(found, wanted)
+    assert seen.names == ["rand", "lt", "mul", "mul"]
+    assert torch.equal(drop.gain, 1.0 / drop.keep)
+    torch.manual_seed(0)
+    assert torch.equal(torch.compile(drop, backend="eager", fullgraph=True)(x), wanted)
+
+
+class Seen(TorchDispatchMode):
+    """The names of the operators that reach the device."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
 
 
 def test_skipped_images_are_not_computed_and_the_mean_is_right():

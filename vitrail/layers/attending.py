@@ -1,6 +1,10 @@
 """Attention by torch's fused kernels, all but one that cannot be trusted everywhere."""
 
+from collections.abc import Callable
+
+import torch
 from torch import Tensor
+from torch.backends import cuda
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -9,6 +13,12 @@ from vitrail.layers.kernels import exporting
 FEW = 64  # tokens; there the memory-efficient kernels take two thirds of Flash's time
 FOR_FEW = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 ALL_BUT_CUDNN = [SDPBackend.FLASH_ATTENTION, *FOR_FEW]
+SWITCHES = (  # whether a kind of kernel is on, how it is switched, whether it is wanted for few tokens, and for more
+    (cuda.flash_sdp_enabled, cuda.enable_flash_sdp, False, True),
+    (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp, True, True),
+    (cuda.math_sdp_enabled, cuda.enable_math_sdp, True, True),
+    (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp, False, False),
+)
 
 
 def attend(
@@ -25,5 +35,23 @@ def attend(
     asking, asked = query.shape[-2], key.shape[-2]
     if bias is None and not dropout and asking % 128 != 64 and asked % 128 != 64 and asked > FEW:
         return F.scaled_dot_product_attention(query, key, value, scale=scale)
-    with sdpa_kernel(FOR_FEW if asked <= FEW else ALL_BUT_CUDNN):
+    if torch.compiler.is_compiling():
+        with sdpa_kernel(FOR_FEW if asked <= FEW else ALL_BUT_CUDNN):
+            return F.scaled_dot_product_attention(query, key, value, bias, dropout, scale=scale)
+    changed = leave_out(asked <= FEW)
+    try:
         return F.scaled_dot_product_attention(query, key, value, bias, dropout, scale=scale)
+    finally:
+        for switch, before in changed:
+            switch(before)
+
+
+def leave_out(few: bool) -> list[tuple[Callable[[bool], None], bool]]:
+    """Switches as `sdpa_kernel` does, which takes the host longer than an operator; returns what is to be switched back."""
+    changed: list[tuple[Callable[[bool], None], bool]] = []
+    for is_on, switch, for_few, for_more in SWITCHES:
+        before, wanted = is_on(), for_few if few else for_more
+        if before != wanted:
+            switch(wanted)
+            changed.append((switch, before))
+    return changed

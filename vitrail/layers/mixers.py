@@ -10,6 +10,7 @@ from vitrail.layers.attending import attend
 from vitrail.layers.kernels import bias_gelu_for, talking_heads_for
 from vitrail.layers.layout import Layout
 from vitrail.layers.norms import activation
+from vitrail.layers.passing import through
 from vitrail.layers.positions import Grid, resample
 
 ATTENTION = ("attention", "talking_heads")
@@ -28,14 +29,14 @@ class FeedForward(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, layout: Layout | None = None, relative: nn.Module | None = None) -> Tensor:
-        return self.dropout(self.fc2(self.dropout(self.inner(x))))
+        dropout = self.dropout
+        return through(dropout, self.fc2(through(dropout, self.inner(x))))
 
     def inner(self, x: Tensor) -> Tensor:
-        exact = type(self.activation) is nn.GELU and self.activation.approximate == "none"
-        fused = bias_gelu_for(x) if exact and type(self.fc1) is nn.Linear else None
-        if fused is None:
-            return self.activation(self.fc1(x))
-        return fused(F.linear(x, self.fc1.weight), self.fc1.bias)
+        fc1, act = self.fc1, self.activation
+        exact = type(act) is nn.GELU and act.approximate == "none"
+        fused = bias_gelu_for(x) if exact and type(fc1) is nn.Linear else None
+        return act(fc1(x)) if fused is None else fused(F.linear(x, fc1.weight), fc1.bias)
 
 
 class Attention(nn.Module):
@@ -66,7 +67,7 @@ class Attention(nn.Module):
         bias = relative(query, layout) if relative is not None else None
         rate = self.attention_dropout if self.training else 0.0
         x = attend(query, key, value, bias, rate)
-        return self.dropout(self.proj(x.transpose(1, 2).flatten(2)))
+        return through(self.dropout, self.proj(x.transpose(1, 2).flatten(2)))
 
     def _scores(self, query: Tensor, key: Tensor, layout: Layout, relative: nn.Module | None) -> Tensor:
         scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
@@ -97,7 +98,7 @@ class TalkingHeads(Attention):
             weights = self._weights(query, key, layout, relative)
             weights = self.after(weights.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
             out = (F.dropout(weights, self.attention_dropout, self.training) @ value).transpose(1, 2)
-        return self.dropout(self.proj(out.flatten(2)))
+        return through(self.dropout, self.proj(out.flatten(2)))
 
     def _weights(self, query: Tensor, key: Tensor, layout: Layout, relative: nn.Module | None) -> Tensor:
         scores = self._scores(query, key, layout, relative)

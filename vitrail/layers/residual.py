@@ -7,9 +7,11 @@ from torch import Tensor, nn
 
 from vitrail.layers.layout import Layout
 from vitrail.layers.norms import Affine
+from vitrail.layers.passing import through
 from vitrail.layers.subset import Subset, draw_subset, put, take
 
 SCALES = ("plain", "layerscale", "affine", "constant", "scalar", "rezero", "skipinit", "fixup", "tfixup")
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class LayerScale(nn.Module):
@@ -77,32 +79,38 @@ class DropPath(nn.Module):
 
     `skip`: instead of a coin per image, a random part of the batch of that share is kept, and the branch is computed for it alone
     (`kept`). The probability is a tensor, because the compiler makes one graph for all values of a tensor and one per value of a
-    number.
+    number. `gains` are what survivors are multiplied by, in every precision: nothing has to be divided or rounded in a pass.
     """
 
     def __init__(self, rate: float, skip: bool = False):
         super().__init__()
         self.rate, self.active, self.skip = rate, rate > 0.0, skip and rate > 0.0
-        self.keep = torch.tensor(1.0 - rate, device="cpu")  # no buffer: networks are also built on the meta device
+        self._place(torch.device("cpu"))  # no buffers: networks are also built on the meta device
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "DropPath":
         super()._apply(fn, recurse)
-        self.keep = torch.tensor(1.0 - self.rate, device=fn(self.keep).device)  # goes where the weights go, and is never cast
+        self._place(fn(self.keep).device)  # goes where the weights go, and is never cast
         return self
+
+    def _place(self, device: torch.device) -> None:
+        self.keep = torch.tensor(1.0 - self.rate, device=device)
+        self.gains = {dtype: (1.0 / self.keep).to(dtype) for dtype in FLOATS}
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or not self.active:
             return x
-        return x * (self.chosen(x) / self.keep).to(x.dtype)
+        if torch.compiler.is_compiling():  # what it makes one kernel of may stay unrounded
+            return x * (self.chosen(x) / self.keep).to(x.dtype)
+        return x * (self.chosen(x) * self.gains[x.dtype])
 
     def chosen(self, x: Tensor) -> Tensor:
         """A coin for each image of a batch [B, ...], as [B, 1, ...]: whether it has the branch."""
-        return torch.rand(x.shape[0], *[1] * (x.ndim - 1), device=x.device) < self.keep
+        return torch.rand(x.shape[0], *(1,) * (x.ndim - 1), device=x.device) < self.keep
 
     @property
     def gain(self) -> Tensor:
         """What survivors are multiplied by."""
-        return 1.0 / self.keep
+        return self.gains[self.keep.dtype]
 
     def kept(self, x: Tensor) -> Subset:
         """The images of a batch [B, ...] that keep the branch."""
@@ -139,12 +147,12 @@ class Branch(nn.Module):
         self.drop = DropPath(drop, skip)
 
     def forward(self, x: Tensor, layout: Layout, relative: nn.Module | None = None) -> Tensor:
-        return self.drop(self.scale(self.body(self.norm(x), layout, relative)))
+        return self.drop(through(self.scale, self.body(self.norm(x), layout, relative)))
 
     def add(self, total: Tensor, x: Tensor, layout: Layout, relative: nn.Module | None = None) -> Tensor:
         """total plus the branch, which is not computed for images that drop it."""
         kept = self.drop.kept(x)
-        update = self.scale(self.body(self.norm(take(x, kept)), layout, relative))
+        update = through(self.scale, self.body(self.norm(take(x, kept)), layout, relative))
         return total + put(update * (x.shape[0] / kept.rows.shape[0]), kept).to(total.dtype)
 
 
@@ -160,12 +168,12 @@ class Residual(nn.Module):
 
     def forward(self, x: Tensor, layout: Layout, relative: nn.Module | None = None) -> Tensor:
         if not (self.training and self.skips):
-            return self.post(x + self.update(x, layout, relative))
+            return through(self.post, x + self.update(x, layout, relative))
         total = x
         for branch in self.branches:
             assert isinstance(branch, Branch)
             total = branch.add(total, x, layout, relative)
-        return self.post(total)
+        return through(self.post, total)
 
     def update(self, x: Tensor, layout: Layout, relative: nn.Module | None = None) -> Tensor:
         if self.together is not None and self.training and relative is None:
@@ -190,8 +198,7 @@ class Block(nn.Module):
         return {name: part for name, part in (("mix", self.mix), ("ffn", self.ffn)) if part is not None}
 
     def forward(self, x: Tensor, layout: Layout, relative: nn.Module | None = None) -> Tensor:
-        if self.mix is not None:
-            x = self.mix(x, layout, relative)
-        if self.ffn is not None:
-            x = self.ffn(x, layout, relative)
-        return x
+        mix, ffn = self.mix, self.ffn
+        if mix is not None:
+            x = mix(x, layout, relative)
+        return ffn(x, layout, relative) if ffn is not None else x

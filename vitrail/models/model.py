@@ -120,13 +120,11 @@ class Model(nn.Module):
     def encode(self, patches: Tensor, layout: Layout) -> tuple[Tensor, Layout]:
         """Positions, special tokens and all blocks: [B, N, D] to [B, T, D]."""
         x, layout = self._start(patches, layout)
-        for index in range(len(self.blocks)):
+        recompute = self.recompute and torch.is_grad_enabled()
+        for index, block in enumerate(self.blocks):
             x, layout = self._before(index, x, layout)
             arguments = (x, layout, self._relative(index))
-            if self.recompute and torch.is_grad_enabled():
-                x = checkpoint(self.block(index), *arguments, use_reentrant=False)
-            else:
-                x = self.block(index)(*arguments)
+            x = checkpoint(block, *arguments, use_reentrant=False) if recompute else block(*arguments)
         return self._before(len(self.blocks), x, layout)
 
     def block(self, index: int) -> Block:

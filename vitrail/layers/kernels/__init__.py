@@ -29,10 +29,15 @@ def shared_memory(device: int | None) -> int:
     return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
 
 
+@cache
+def capability(device: int | None) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
 @constant
 def is_ampere(device: int | None) -> bool:
     """Or later: the kernels' matrix products need it."""
-    return torch.cuda.get_device_capability(device) >= (8, 0)
+    return capability(device) >= (8, 0)
 
 
 @constant

@@ -75,23 +75,30 @@ def backward_kernel(
     tl.store(sums + tl.program_id(0) * columns + column, tl.sum(total, 0), column < columns)
 
 
+def pieces(length: int, step: int) -> int:
+    """How many of `step` cover a length; Triton's own function is one for its compiler too, and slower for that."""
+    return -(-length // step)
+
+
 def run_forward(x: Tensor, bias: Tensor) -> Tensor:
     x = x.contiguous()
-    rows, columns = x.numel() // x.shape[-1], x.shape[-1]
+    columns = x.shape[-1]
+    rows = x.numel() // columns
     out = torch.empty_like(x)
     with torch.cuda.device_of(x):
-        grid = (triton.cdiv(rows, ROWS), triton.cdiv(columns, COLUMNS))
+        grid = (pieces(rows, ROWS), pieces(columns, COLUMNS))
         forward_kernel[grid](x, bias, out, rows, columns, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS)
     return out
 
 
 def run_backward(gradient: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     gradient, x = gradient.contiguous(), x.contiguous()
-    rows, columns = x.numel() // x.shape[-1], x.shape[-1]
-    stripes = triton.cdiv(rows, ROWS * STEPS)
-    grad, sums = torch.empty_like(x), x.new_empty(stripes, columns, dtype=torch.float32)
+    columns = x.shape[-1]
+    rows = x.numel() // columns
+    grid = (pieces(rows, ROWS * STEPS), pieces(columns, COLUMNS))
+    grad, sums = torch.empty_like(x), x.new_empty(grid[0], columns, dtype=torch.float32)
     with torch.cuda.device_of(x):
-        backward_kernel[(stripes, triton.cdiv(columns, COLUMNS))](
+        backward_kernel[grid](
             gradient, x, bias, grad, sums, rows, columns, ROWS=ROWS, COLUMNS=COLUMNS, STEPS=STEPS, num_warps=WARPS
         )
     return grad, sums.sum(0).to(bias.dtype)
@@ -127,9 +134,14 @@ class BiasGelu(torch.autograd.Function):
         return run_forward(x, bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        return run_backward(gradient, *ctx.saved_tensors)
+        # The guard against gradients of gradients costs the host as much as a kernel: set where somebody may ask for them.
+        return guarded(ctx, gradient) if torch.is_grad_enabled() else run_backward(gradient, *ctx.saved_tensors)
+
+
+@once_differentiable
+def guarded(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    return run_backward(gradient, *ctx.saved_tensors)
 
 
 def keep(ctx, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
