@@ -18,17 +18,18 @@ MODEL = "deit_tiny_patch16"
     [
         (f"finetuning.py --model {MODEL} --size 32 --device cpu --batch 2 --rounds 1 --repeats 1 --classes 5", "attention"),
         (
-            "branches.py vit_tiny_patch16_12x2_ls --device cpu --batch 1 --size 32 --depth 1 --mode eager --rounds 1 --drop 0.1",
-            "0.1 each",
+            "ways.py branches vit_tiny_patch16_12x2_ls --device cpu --batch 1 --size 32 --depth 1 --mode eager --rounds 1",
+            "one after the other, ms",
         ),
-        ("branches.py vit_tiny_patch16_12x2 --errors --device cpu --batch 2 --size 32 --depth 1 --rounds 1", "as one"),
+        ("ways.py branches vit_tiny_patch16_12x2 --errors --device cpu --batch 2 --size 32 --depth 1 --rounds 1", "as one"),
+        ("ways.py skip cait_xxs24 --device cpu --batch 4 --size 32 --depth 1 --mode eager --rounds 1 --drop 0.5", "left out, ms"),
         (f"optimisers.py {MODEL} --device cpu --rounds 1 --repeats 1", "running mean"),
         (f"gpu.py pairs {MODEL} --device cpu --batch 1 --rounds 1 --modes eager --no-timm --precision fp32 --out OUT", MODEL),
         (f"gpu.py latency {MODEL} --device cpu --rounds 1 --modes own --no-timm --precision fp32 --out OUT", "own"),
         ("overhead.py --device cpu --rounds 1 --repeats 1", "| backward |"),
         ("forecast.py --rounds 1 -- --epochs 0.2 --device cpu --workers 0 --set architecture.width=16", "said / reached"),
     ],
-    ids=lambda text: text.split(".")[0],
+    ids=lambda text: " ".join(text.replace(".py", "").split()[:2]),
 )
 def test_it_runs(words, expected, tmp_path):
     program, *options = words.replace("OUT", str(tmp_path)).split()

@@ -7,7 +7,7 @@ teacher goes on, `…_to_{data}` for transfers, where it does not.
 
 from typing import Any
 
-from vitrail.recipes.changing import change, named, top1
+from vitrail.recipes.changing import change, dropping, named, top1
 from vitrail.recipes.deit import DEIT, TEACHER, taught
 from vitrail.recipes.recipe import About, Distillation, Recipe
 
@@ -42,7 +42,7 @@ def larger(base: Recipe, size: int, score: float | None) -> Recipe:
     return change(
         base,
         f"{base.name}_to_{size}",
-        architecture={"drop_path": drop_path},
+        architecture=dropping(drop_path),
         batch=256,
         start={"after": base.name},
         augmentation={"size": (size, size)},
@@ -60,7 +60,7 @@ for _size, (_drop, _score, _larger, _taught, _taught_larger) in SIZES.items():
         CAIT,
         f"cait_{_size}",
         model=f"cait_{_size}",
-        architecture={"drop_path": _drop} | _start,
+        architecture=dropping(_drop) | _start,
         about={"row": f"Tables 3 and 4, {_size}", "expects": top1(_score)},
     )
     _distilled = taught(_recipe, f"{_recipe.name}_distilled", f"Tables 3 and 4, {_size}", _taught)

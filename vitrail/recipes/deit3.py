@@ -9,7 +9,7 @@ the 128 and 160 of ViT-H.
 from typing import Any
 
 from vitrail.recipes.cait import transfers
-from vitrail.recipes.changing import change, named, top1
+from vitrail.recipes.changing import change, dropping, named, top1
 from vitrail.recipes.deit import DEIT, LAMB
 from vitrail.recipes.recipe import About, Recipe
 
@@ -57,11 +57,6 @@ SCRATCH: dict[tuple[str, int], dict[int, float | None]] = {
     ("huge_52", 128): {400: 84.9},
     ("huge_26x2", 128): {400: 84.9},
 }
-
-
-def dropping(rate: float) -> dict[str, Any]:
-    """Stochastic depth; from a fifth on the work of dropped images is left out, which is faster on a GPU."""
-    return {"drop_path": rate, "drop_path_kind": "skip" if rate >= 0.2 else "each"}
 
 
 def scratch(model: str, size: int, epochs: int, score: float | None) -> Recipe:

@@ -6,9 +6,9 @@ ViT-B as others did; `deit3_small_as_a2` is the procedure A2 of "ResNet strikes 
 
 from typing import Any
 
-from vitrail.recipes.changing import change, named, top1
+from vitrail.recipes.changing import change, dropping, named, top1
 from vitrail.recipes.deit import DEIT, LAMB
-from vitrail.recipes.deit3 import DEIT3, MODELS, ONCE, PAPER, dropping
+from vitrail.recipes.deit3 import DEIT3, MODELS, ONCE, PAPER
 from vitrail.recipes.recipe import About, Recipe, Schedule
 
 LARGE = change(

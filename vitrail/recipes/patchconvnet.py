@@ -8,7 +8,7 @@ not clipped; the released LAMB is Apex's, which clips at 1, and so do these reci
 from typing import Any
 
 from vitrail.recipes.cait import transfers
-from vitrail.recipes.changing import change, named, top1
+from vitrail.recipes.changing import change, dropping, named, top1
 from vitrail.recipes.deit import DEIT, LAMB
 from vitrail.recipes.recipe import About, Recipe
 
@@ -37,6 +37,7 @@ SIZES = {
     "b120": (0.4, 84.1, 84.3),
 }
 # Table 5.7, changes of S60: mean pooling, patches by one linear map, eight heads, a query per class from scratch.
+BATCH_NORM = {"norm": "batch", "drop_path_kind": "each"}  # whose statistics are those of the whole batch
 VARIANTS = {"mean": 81.9, "linear": 80.0, "multihead": 81.9, "multi": 81.1}
 # Table 5.2; no rate is given for L, which has that of B here.
 LARGE: dict[str, tuple[float, dict[int, float]]] = {
@@ -51,7 +52,7 @@ LARGE: dict[str, tuple[float, dict[int, float]]] = {
 def scratch(size: str, drop_path: float) -> Recipe:
     model = f"patchconvnet_{size}"
     decay = 0.01 if size.startswith("s") else 0.05
-    return change(PATCHCONVNET, model, model=model, architecture={"drop_path": drop_path}, optimiser={"decay": decay})
+    return change(PATCHCONVNET, model, model=model, architecture=dropping(drop_path), optimiser={"decay": decay})
 
 
 def larger(base: Recipe, name: str, size: int, score: float | None, row: str) -> Recipe:
@@ -60,7 +61,7 @@ def larger(base: Recipe, name: str, size: int, score: float | None, row: str) ->
         base,
         name,
         **ONCE,
-        architecture={"drop_path": lower(base)},
+        architecture=dropping(lower(base)),
         batch=1024,
         start={"after": base.name},
         augmentation={"size": (size, size)},
@@ -79,7 +80,7 @@ for _size, (_drop, _layer, _batch) in SIZES.items():
     _recipe = change(scratch(_size, _drop), f"patchconvnet_{_size}", about={"row": "Table 5.8", "expects": top1(_layer)})
     RECIPES |= named(
         _recipe,
-        change(_recipe, f"{_recipe.name}_batchnorm", architecture={"norm": "batch"}, about={"expects": top1(_batch)}),
+        change(_recipe, f"{_recipe.name}_batchnorm", architecture=BATCH_NORM, about={"expects": top1(_batch)}),
         larger(_recipe, f"{_recipe.name}_to_384", 384, None, "Section 5.2.3"),
     )
 for _name, _score in VARIANTS.items():
@@ -103,7 +104,7 @@ for _size, (_drop, _scores) in LARGE.items():
             change(
                 _recipe,
                 f"{_recipe.name}_to_1k" + (f"_{_pixels}" if _pixels != 224 else ""),
-                architecture={"drop_path": lower(_recipe)},
+                architecture=dropping(lower(_recipe)),
                 batch=1024,
                 start={"after": _recipe.name},
                 augmentation={"size": (_pixels, _pixels)},
