@@ -4,7 +4,6 @@
     python benchmarks/cpu.py --alone                                       # further models, ours only
     python benchmarks/cpu.py deit_tiny_patch16 --batches 1 --precisions int8 --rounds 3
     python benchmarks/cpu.py --processor-time                              # one thread, on a machine that others use, too
-    python benchmarks/cpu.py --agree best.safetensors --data photos/       # do bf16 and int8 answer as float32 does?
 
 Others take part where they are installed: `pip install transformers onnxruntime onnx onnxscript`. timm is not among them: it does
 not import beside the CPU build of torch. onnxruntime has no products in bfloat16 on a processor.
@@ -205,42 +204,6 @@ def show(row: dict) -> str:
     return f"| {name} | {speed} | {ratio} |"
 
 
-def agree(weights: str, data: str) -> None:
-    """How often the optimised network's first answer is that of the original, on a data set's test or validation pictures."""
-    from vitrail.data.augment.pipeline import augment
-    from vitrail.data.opening import open_splits
-    from vitrail.evaluation.accuracy import test_view
-    from vitrail.evaluation.evaluating import feed_of, open_part
-
-    model = vitrail.load(weights).eval()
-    view = test_view(model.preprocessing)
-
-    def pictures(source: Any, most: int) -> tuple[Tensor, Tensor]:
-        images, labels = [], []
-        with feed_of(model, source, 0) as feed:
-            for found in feed.sweep(64):
-                images.append(augment(found.pixels, found.sizes, torch.zeros_like(found.index), view).images)
-                labels.append(found.labels)
-                if sum(map(len, images)) >= most:
-                    break
-        return torch.cat(images)[:most], torch.cat(labels)[:most]
-
-    part = open_part(data, None, trained_here=True)
-    images, labels = pictures(part.source, 4000)
-    example, _ = pictures(open_splits(data).train, 128)
-    print(f"\n{model.name}, {len(images):,} pictures of {part.source.name}; int8 learned from {len(example)} others")
-    print("\n| precision | accuracy | same first answer as float32 | mean difference of a logit, of their deviation |")
-    print("| --- | --- | --- | --- |")
-    with torch.inference_mode():
-        exact = torch.cat([model(few) for few in images.split(64)])
-        kinds = {"fp32": {}, "bf16": {}, "int8": {"example": example}, "int8, made-up pictures": {}}
-        for kind, options in kinds.items():
-            fast = vitrail.optimise(model, "throughput", precision=kind.partition(",")[0], **options)
-            found = torch.cat([fast(few) for few in images.split(64)])
-            right, same = ((found.argmax(1) == other).double().mean() for other in (labels, exact.argmax(1)))
-            print(f"| {kind} | {right:.2%} | {same:.2%} | {(found - exact).abs().mean() / exact.std():.1e} |", flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*")
@@ -250,16 +213,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--processor-time", action="store_true", help="of one thread, instead of the clock's")
-    parser.add_argument("--agree", help="weights of a trained model")
-    parser.add_argument("--data", default="digits")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.processor_time:
         options.threads, CLOCK[0] = 1, time.process_time
     torch.set_num_threads(options.threads)
     torch.set_grad_enabled(False)
-    if options.agree:
-        return agree(options.agree, options.data)
     facts, begun = machine(CPU), time.time()
     ceiling = measure_ceiling()
     threads = "1 thread" if options.threads == 1 else f"{options.threads} threads"
@@ -287,7 +246,7 @@ def main() -> None:
                         {"machine": facts, "seconds": time.time() - begun, "ceiling": ceiling, "rows": rows}, indent=1
                     )
                     write_aside(options.out, lambda path, text=text: path.write_text(text))
-    return None
+    return
 
 
 if __name__ == "__main__":

@@ -9,6 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import vitrail
+from tests.models.test_every_model import randomise
+from vitrail.errors import UserError
+
 ROOT = Path(__file__).parents[1]
 MODEL = "deit_tiny_patch16"
 
@@ -54,3 +58,19 @@ def test_the_batches_of_the_printed_tables(monkeypatch):
     assert batches("deit3_large_patch16") == {"inference": 256, "train": 128}
     assert batches("deit3_large_patch16", 8) == {"inference": 8, "train": 8}
     assert set(gpu.TRAINED) < set(gpu.MODELS)
+
+
+def test_how_often_other_precisions_agree(monkeypatch, tmp_path, capsys):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    agree = importlib.import_module("agree")
+    model = vitrail.create("house_mini", classes=10, image_size=8, patch_size=2, depth=2)
+    model.class_names = [str(digit) for digit in range(10)]
+    weights = vitrail.save(randomise(model), tmp_path / "model.safetensors")
+    monkeypatch.setattr(sys, "argv", ["agree.py", str(weights), "--data", "digits", "--device", "cpu"])
+    agree.main()
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert [line.split(" | ")[0].strip("| ") for line in lines[2:]] == ["fp32", "bf16", "int8", "int8, made-up pictures"]
+    assert float(lines[2].split(" | ")[2].rstrip("%")) > 99
+    monkeypatch.setattr(sys, "argv", ["agree.py", str(weights), "--data", "pets", "--device", "cpu"])
+    with pytest.raises(UserError, match="answers other classes than pets has"):
+        agree.main()
