@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from vitrail import cli
+from vitrail.commands.demo import own_name
 from vitrail.data import opening
 from vitrail.data.pets import open_pets
 from vitrail.data.source import Subset
@@ -138,3 +139,17 @@ def test_a_folder_with_other_things(typed, tmp_path):
 def test_a_demo_that_cannot_begin_leaves_nothing(typed, tmp_path):
     assert typed("demo", "--out", "mine", "--epochs", 0.5).returncode == 2  # less than a step of so few pictures
     assert not (tmp_path / "mine").exists()
+
+
+def test_the_next_command_can_be_typed(monkeypatch, tmp_path):
+    """By its path where the shell does not find it."""
+    script = tmp_path / "an env" / "bin" / "vitrail"
+    script.parent.mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(script.with_name("python")))
+    assert own_name() == "vitrail"  # there is no such script: run from its source, for example
+    script.touch(mode=0o755)
+    assert own_name() == "'an env/bin/vitrail'"
+    monkeypatch.setenv("PATH", str(script.parent))
+    assert own_name() == "vitrail"

@@ -286,13 +286,18 @@ def test_the_ids_beside_the_data_tell_which_class_is_which(tmp_path):
     assert guides.matched(teacher, pictures, "net").tolist() == [517, 134, 0]
 
 
-def test_a_teacher_of_larger_pictures_is_told(source, teacher, monkeypatch):
+def test_a_teacher_of_other_pictures_is_told(source, teacher, monkeypatch, tmp_path):
     monkeypatch.setattr(guides, "open_teacher", lambda path, device: teacher)
     recipe = recipe_of(distillation__teacher="timm:somebody")  # 12 x 16, the teacher's 16 x 16
     (said,) = guides.open_asked(recipe, source, CPU).said
-    assert "made for pictures of 16 pixels and sees the student's of 12x16" in said
-    assert "vitrail annotate" in said
-    assert guides.open_asked(recipe.set({"augmentation.size": [16, 20]}), source, CPU).said == []
+    assert "made for pictures of 16 pixels and sees the student's of 12x16, of which it may know less: ask it once" in said
+    assert guides.open_asked(recipe.set({"augmentation.size": [16, 16]}), source, CPU).said == []
+    (said,) = guides.open_asked(recipe.set({"augmentation.size": [16, 20]}), source, CPU).said
+    assert "student's of 16x20, of which it may know less and which take longer: ask it once" in said
+    (tmp_path / "net.pt").touch()
+    local = recipe.set({"augmentation.size": [16, 20], "distillation.teacher": str(tmp_path / "net.pt")})
+    (said,) = guides.open_asked(local, source, CPU).said
+    assert said.endswith(f'take longer: write {{"size": 16}} into {tmp_path}/net.pt.teacher.json')
     monkeypatch.setattr(teacher, "size", (16, 16))  # it is shown every picture at its own
     assert guides.open_asked(recipe, source, CPU).said == []
 

@@ -23,7 +23,7 @@ from vitrail.training.checkpoints import Checkpoints
 from vitrail.training.devices import Devices
 from vitrail.training.loop import Options, Training
 from vitrail.training.metrics import read_metrics
-from vitrail.training.preparing import build, look_at, resolve
+from vitrail.training.preparing import build, look_at, resolve, taught
 from vitrail.training.run import resume
 from vitrail.weights.reading import read
 from vitrail.weights.states import read_checkpoint
@@ -249,6 +249,10 @@ def test_what_the_user_says_stays(teacher, store):
     assert seen(**paths) == ("hard", 0.5, "relabel")
     assert seen(**paths, distillation__kind="none", tokens__target="truth") == ("none", 0.5, "truth")
     assert seen(**paths, distillation__kind="soft", tokens__weight=0) == ("soft", 0.0, "relabel")
+    with pytest.raises(UserError, match="weight=0 asks a teacher for nothing"):
+        seen(**paths, distillation__weight=0)
+    ignored = resolve("laptop", None, {"distillation.teacher": str(teacher), "distillation.kind": "none"}, "cpu")
+    assert taught(ignored) == [f"{teacher} is not asked: distillation.kind is none"]
 
 
 def test_a_teacher_without_names_is_told(pictures, store):

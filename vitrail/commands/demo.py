@@ -3,6 +3,8 @@
 import contextlib
 import json
 import os
+import shlex
+import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
 WEIGHTS, PICTURES = "house_tiny", "pets"
 SHORTEST, LONGEST = 0.1, 10_000.0  # epochs; the shortest is a step
-NEXT = f"vitrail train photos/ --from {WEIGHTS} --scope attention"
+NEXT = f"train photos/ --from {WEIGHTS} --scope attention"
 # What the two trainings share; float32 is fast on every CPU, and few pictures need small batches to take enough steps.
 SHARED: dict[str, Any] = {
     "batch": 32,
@@ -93,12 +95,21 @@ def demo(
             with contextlib.suppress(OSError):
                 folder.rmdir()
         raise
-    page = write_page(folder / "report.html", attempts, NEXT)
-    write_json(folder / "results.json", {"next": NEXT, "trainings": [each.to_dict() for each in attempts]})
+    following = f"{own_name()} {NEXT}"
+    page = write_page(folder / "report.html", attempts, following)
+    write_json(folder / "results.json", {"next": following, "trainings": [each.to_dict() for each in attempts]})
     print()
     show(attempts)
     print(f"\nreport   {page}\nnumbers  {folder / 'results.json'}\nweights  {folder / 'adapted' / 'best.safetensors'}")
-    print(f"\nNext, with your own pictures, one folder per class:\n  {NEXT}")
+    print(f"\nNext, with your own pictures, one folder per class:\n  {following}")
+
+
+def own_name() -> str:
+    """What to type for this program: its path where the shell would not find it, as after `make demo`."""
+    script = Path(sys.executable).with_name("vitrail")
+    if shutil.which("vitrail") or not script.exists():
+        return "vitrail"
+    return shlex.quote(os.path.relpath(script))
 
 
 def read_settings(mark: Path) -> Any:

@@ -66,7 +66,7 @@ def open_asked(recipe: Recipe, source: Source, device: torch.device) -> Asked | 
     teacher = open_teacher(path, device)
     index = matched(teacher, source, path).to(device)
     try_out(teacher, recipe, device)
-    return Asked(teacher, index, in_order(teacher.class_names, teacher.classes, source) + smaller(teacher, recipe))
+    return Asked(teacher, index, in_order(teacher.class_names, teacher.classes, source) + at_another_size(teacher, recipe))
 
 
 def try_out(teacher: Teacher, recipe: Recipe, device: torch.device) -> None:
@@ -175,15 +175,17 @@ def in_order(names: list[str] | None, count: int, source: Source) -> list[str]:
     return [f"the teacher does not name its {count} classes: they are taken in the order of the data's, {first} …"]
 
 
-def smaller(teacher: Teacher, recipe: Recipe) -> list[str]:
-    """A sentence if the student's pictures are smaller than those that the teacher was made for, and it sees them so."""
-    own, student = teacher.preprocessing.image_size, recipe.augmentation.size
-    if teacher.size is not None or not any(side < usual for side, usual in zip(student, own, strict=True)):
+def at_another_size(teacher: Teacher, recipe: Recipe) -> list[str]:
+    """A sentence if the student's pictures are smaller or larger than the teacher was made for, and it sees them so."""
+    own, student, path = teacher.preprocessing.image_size, recipe.augmentation.size, recipe.distillation.teacher
+    if teacher.size is not None or own == student:
         return []
-    return [
-        f"the teacher was made for pictures of {show_size(own)} pixels and sees the student's of {show_size(student)}, of "
-        f"which it may know less: ask it once, at its own size, with vitrail annotate, and give that store"
-    ]
+    made = f"the teacher was made for pictures of {show_size(own)} pixels and sees the student's of {show_size(student)}"
+    larger = all(side >= usual for side, usual in zip(student, own, strict=True))
+    advice = "ask it once, at its own size, with vitrail annotate, and give that store"
+    if larger and os.path.exists(path):
+        advice = f'write {{"size": {own[0] if own[0] == own[1] else list(own)}}} into {file_beside(path)}'
+    return [f"{made}, of which it may know less{' and which take longer' if larger else ''}: {advice}"]
 
 
 def is_store(path: str) -> bool:

@@ -39,7 +39,7 @@ def check_same_teachers(recipe: Recipe, known: dict[str, str] | None, folder: Pa
     """Complain if a teacher or a store is not what the run was started with."""
     for path in known or {}:
         if not os.path.exists(path):
-            raise UserError(f"What {folder} learns from is not at {path} any more: put it back there.")
+            raise UserError(f"What {folder} learns from is not at {path} any more: put it, or a link to it, there.")
     if known is not None and identities(recipe) != known:
         raise UserError(f"What lies at {', '.join(known)} is not what {folder} has learnt from: put that back.")
 

@@ -78,6 +78,8 @@ def with_teacher(recipe: Recipe, said: frozenset[str] = frozenset()) -> Recipe:
         raise UserError(f"{recipe.name} learns from a teacher: give --teacher, a network or a store made by vitrail annotate.")
     if distillation.kind == "none" and distillation.teacher and "distillation.kind" not in said:
         distillation = dataclasses.replace(distillation, kind="hard")
+    if distillation.kind != "none" and distillation.weight == 0:
+        raise UserError("distillation.weight=0 asks a teacher for nothing: leave the teacher out, or give it a weight up to 1.")
     if not tokens.labels and (tokens.weight > 0 or tokens.target != "truth"):
         raise UserError(f"{recipe.name} learns labels of patches: give --labels, a store made by vitrail annotate.")
     if tokens.labels and tokens.weight == 0 and tokens.target == "truth":
@@ -111,6 +113,8 @@ def taught(recipe: Recipe) -> list[str]:
     distillation, tokens, said = recipe.distillation, recipe.tokens, []
     if distillation.kind != "none":
         said.append(f"{distillation.weight:g} of the loss is {distillation.kind} distillation from {distillation.teacher}")
+    elif distillation.teacher:
+        said.append(f"{distillation.teacher} is not asked: distillation.kind is none")
     if tokens.labels:
         mixed = ", MixToken" if tokens.mix else ""
         said.append(f"labels of patches from {tokens.labels} with weight {tokens.weight:g}, of pictures: {tokens.target}{mixed}")

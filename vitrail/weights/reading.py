@@ -76,7 +76,8 @@ def read_folder(path: Path, ema: bool) -> Checkpoint:
             return read(path / name, ema)  # which looks at config.json beside it
     index = read_json(path / "model.safetensors.index.json")
     if index is None:
-        raise UserError(f"The folder {path} has no model.safetensors and no pytorch_model.bin.")
+        known = f"{', '.join(FOLDER_FILES)} or, of a run, {BEST}"
+        raise UserError(f"The folder {path} has none of {known}: give a folder with weights, or their file.")
     return Checkpoint(read_shards(path, index), {}, read_json(path / "config.json"), read_json(path / "preprocessor_config.json"))
 
 
