@@ -11,6 +11,7 @@ import argparse
 from typing import Any
 
 import torch
+from asking import positive, run_program
 from torch import Tensor
 
 import vitrail
@@ -44,14 +45,14 @@ def answers(network: Any, images: Tensor, dtype: torch.dtype = torch.float32) ->
     return torch.cat([network(few.to(dtype)).float() for few in images.split(BATCH)])
 
 
+@torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("weights")
     parser.add_argument("--data", required=True)
-    parser.add_argument("--most", type=int, default=4000)
+    parser.add_argument("--most", type=positive, default=4000)
     parser.add_argument("--device", default=None)
     options = parser.parse_args()
-    torch.set_grad_enabled(False)
     device = begin(choose_device(options.device))
     model = vitrail.load(options.weights).eval()
     part = open_part(options.data, None, trained_here=True)
@@ -77,7 +78,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as problem:
-        raise SystemExit(f"agree.py: {problem}") from None
+    run_program(main)

@@ -29,6 +29,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from asking import positive, run_program
 from PIL import Image
 from timing import half_spread, in_turns, machine
 
@@ -47,7 +48,7 @@ from vitrail.teachers.resnet import ResNet, ResNetPlan
 from vitrail.teachers.store import Store
 from vitrail.teachers.storing import Finish, Part, Shelf, write_store
 from vitrail.teachers.teacher import Teacher
-from vitrail.training.devices import Devices
+from vitrail.training.devices import Devices, choose_device
 from vitrail.training.loop import Options, Training
 from vitrail.training.preparing import build, with_teacher
 
@@ -259,16 +260,17 @@ def main() -> None:
     parser.add_argument("--data")
     parser.add_argument("--what", default="logits")
     parser.add_argument("--top-k", type=int, default=KEPT)
-    parser.add_argument("--pictures", type=int, default=None)
-    parser.add_argument("--grid", type=int, default=7)
-    parser.add_argument("--batch", type=int, default=None)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--pictures", type=positive, default=None)
+    parser.add_argument("--grid", type=positive, default=7)
+    parser.add_argument("--batch", type=positive, default=None)
+    parser.add_argument("--rounds", type=positive, default=3)
     parser.add_argument("--workers", type=int, default=None)
     parser.add_argument("--model", default="deit_tiny_patch16", help="of a step")
-    parser.add_argument("--size", type=int, default=224, help="of the pictures of a step")
-    parser.add_argument("--batches", type=int, default=8, help="steps in a round, each of other pictures")
+    parser.add_argument("--size", type=positive, default=224, help="of the pictures of a step")
+    parser.add_argument("--batches", type=positive, default=8, help="steps in a round, each of other pictures")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
+    choose_device(arguments.device)
     kind = arguments.what_to_measure
     arguments.pictures = arguments.pictures or (100_000 if kind == "read" else 512)
     arguments.batch = arguments.batch or (512 if kind == "read" else usual_batch(torch.device(arguments.device)))
@@ -278,4 +280,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

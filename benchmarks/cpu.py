@@ -25,10 +25,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from asking import check_file, positive, run_program
 from torch import Tensor
 
 import vitrail
 from vitrail.benching.timing import enough_repeats, machine, summarise
+from vitrail.models.catalogue import lookup
 from vitrail.models.cost import cost
 from vitrail.shipping.checking import difference
 from vitrail.writing import write_aside
@@ -208,13 +210,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--alone", action="store_true", help="ours only")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--batches", type=positive, nargs="+", default=[1, 8, 32])
     parser.add_argument("--precisions", nargs="+", choices=tuple(BYTES), default=list(BYTES))
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
+    parser.add_argument("--rounds", type=positive, default=9)
+    parser.add_argument("--threads", type=positive, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--processor-time", action="store_true", help="of one thread, instead of the clock's")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    names = options.names or (ALONE if options.alone else ("deit_small_patch16",))
+    for name in names:
+        lookup(name)
+    check_file(options.out)
     if options.processor_time:
         options.threads, CLOCK[0] = 1, time.process_time
     torch.set_num_threads(options.threads)
@@ -231,7 +237,7 @@ def main() -> None:
         "| model | batch | precision | by | ms | pictures/s | floor, ms | best other / ours |\n" + "| --- " * 8 + "|", flush=True
     )
     rows: list[dict] = []
-    for name in options.names or (ALONE if options.alone else ("deit_small_patch16",)):
+    for name in names:
         torch.manual_seed(0)
         model = vitrail.create(name).eval()
         model.head.weight.normal_(0.0, 0.5) if hasattr(model.head, "weight") else None  # a fresh head says nothing
@@ -250,4 +256,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

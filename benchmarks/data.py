@@ -24,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from asking import check_file, positive, run_program
 from PIL import Image
 from timing import half_spread, in_turns, machine
 
@@ -32,6 +33,9 @@ from vitrail.data import decode as decoder
 from vitrail.data.augment.mixing import draw_mix, mix_pictures
 from vitrail.data.augment.pipeline import Augmentation, augment
 from vitrail.data.randomness import sample_key
+from vitrail.errors import UserError
+from vitrail.training.devices import choose_device
+from vitrail.writing import write_aside
 
 SIZES = [(500, 375), (1000, 750), (2000, 1500), (4000, 3000)]
 Run = Callable[[bytes], object]
@@ -115,12 +119,16 @@ def compare(title: str, files: list[bytes], at_least: int, rounds: int) -> None:
 
 
 def decode(options: argparse.Namespace) -> None:
+    paths: list[Path] = []
+    if options.pictures:
+        paths = sorted(path for path in options.pictures.rglob("*") if path.suffix.lower() in (".jpg", ".jpeg", ".png", ".webp"))
+        if not paths:
+            raise UserError(f"{options.pictures} is not a folder with pictures in it (JPEG, PNG or WebP).")
     print(
         f"{os.cpu_count()}-core CPU; one thread; n = {options.rounds} rounds; at_least = {options.at_least}; "
         f"simplejpeg {'no' if decoder.simplejpeg is None else decoder.simplejpeg.__version__}"
     )
-    if options.pictures:
-        paths = sorted(path for path in options.pictures.rglob("*") if path.suffix.lower() in (".jpg", ".jpeg", ".png", ".webp"))
+    if paths:
         compare(str(options.pictures), [path.read_bytes() for path in paths], options.at_least, options.rounds)
         return
     for width, height in SIZES:
@@ -192,8 +200,11 @@ class Pictures(torch.utils.data.Dataset):
 
 def others() -> dict[str, Callable]:
     """The same pipelines of timm and torchvision."""
-    from timm.data import create_transform
-    from torchvision.transforms import v2
+    try:
+        from timm.data import create_transform
+        from torchvision.transforms import v2
+    except (ImportError, RuntimeError) as error:
+        raise UserError(f"timm and torchvision cannot be imported here ({error}): install them, or give --no-others.") from None
 
     tensor = [v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True), v2.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))]
     crop, flip = v2.RandomResizedCrop(224, interpolation=v2.InterpolationMode.BICUBIC), v2.RandomHorizontalFlip()
@@ -214,6 +225,12 @@ SHARES = {"ms": ".2f", "alone": ".1%", "added": ".1%"}
 
 def augmentation(options: argparse.Namespace) -> None:
     device, rows = options.device, []
+    unknown = next((name for name in options.names if name not in PIPELINES), None)
+    if unknown is not None:
+        raise UserError(f"There is no pipeline {unknown!r}: choose among {', '.join(PIPELINES)}.")
+    choose_device(device)
+    check_file(options.out)
+    beside = {} if options.no_others else others()
     print(f"{machine(device)}; batch {options.batch}; n = {options.rounds} rounds of {options.repeats}", flush=True)
     pixels = stored_pictures(options.batch).to(device)
     step, alone = None, 0.0
@@ -230,7 +247,8 @@ def augmentation(options: argparse.Namespace) -> None:
         columns = [f"{more[key]:{form}}" if key in more else "" for key, form in SHARES.items()]
         print(f"| {name} | {where} | {rate:,.0f}{about} | {' | '.join(columns)} |", flush=True)
         if options.out:
-            options.out.write_text(json.dumps({"machine": machine(device), "batch": options.batch, "rows": rows}, indent=1))
+            text = json.dumps({"machine": machine(device), "batch": options.batch, "rows": rows}, indent=1)
+            write_aside(options.out, lambda side: side.write_text(text))
 
     for name in options.names:
         for compiled in (False,) if options.no_compile else (False, True):
@@ -242,7 +260,7 @@ def augmentation(options: argparse.Namespace) -> None:
             shares = {"alone": seconds / alone, "added": statistics.median(times["both"]) / alone - 1} if step else {}
             where = f"{'compiled' if compiled else 'eager'}, {device}"
             report(name, where, options.batch / seconds, half_spread(times["alone"]), ms=seconds * 1e3, **shares)
-    for name, transform in {} if options.no_others else others().items():
+    for name, transform in beside.items():
         workers = os.cpu_count() or 1
         pictures = Pictures(transform, 256 * workers)
         loader = torch.utils.data.DataLoader(pictures, 256, num_workers=workers, persistent_workers=True)
@@ -262,18 +280,18 @@ def main() -> None:
     commands = parser.add_subparsers(required=True)
     command = commands.add_parser("decode", help="decoding and resizing beside plain Pillow and OpenCV")
     command.add_argument("--pictures", type=Path, help="a folder of pictures; made on the spot if not given")
-    command.add_argument("--at-least", type=int, default=256)
-    command.add_argument("--rounds", type=int, default=7)
-    command.add_argument("--files", type=int, default=6, help="how many are made of each size")
+    command.add_argument("--at-least", type=positive, default=256)
+    command.add_argument("--rounds", type=positive, default=7)
+    command.add_argument("--files", type=positive, default=6, help="how many are made of each size")
     command.set_defaults(run=decode)
     command = commands.add_parser("augment", help="augmentation on the device beside timm and torchvision on CPU cores")
     command.add_argument("names", nargs="*", default=list(PIPELINES))
-    command.add_argument("--batch", type=int, default=256)
-    command.add_argument("--rounds", type=int, default=5)
-    command.add_argument("--repeats", type=int, default=10)
+    command.add_argument("--batch", type=positive, default=256)
+    command.add_argument("--rounds", type=positive, default=5)
+    command.add_argument("--repeats", type=positive, default=10)
     command.add_argument("--no-others", action="store_true")
     command.add_argument("--no-compile", action="store_true")
-    command.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    command.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
     command.add_argument("--out", type=Path)
     command.set_defaults(run=augmentation)
     options = parser.parse_args()
@@ -281,4 +299,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -19,17 +19,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from asking import check_file, positive, run_program
 from timing import half_spread, machine, timed
 
 import vitrail
+from vitrail.errors import UserError
+from vitrail.models.catalogue import lookup as lookup_model
 from vitrail.objectives.supervised import Supervised
 from vitrail.objectives.targets import Targets
 from vitrail.recipes import lookup
-from vitrail.recipes.recipe import Recipe
+from vitrail.recipes.recipe import Recipe, parse_scope
 from vitrail.training.loop import compile_blocks
 from vitrail.training.optimisers import clip_gradients, make_optimiser
 from vitrail.training.scope import apply_scope
+from vitrail.writing import write_aside
 
+ON_A_PROCESSOR = "--device cpu --model deit_tiny_patch16 --size 64 --batch 4 --rounds 2"
 SCOPES = ("full", "attention", "ffn")
 
 
@@ -99,17 +104,23 @@ def measure(make: Callable[[], Tuning], options: argparse.Namespace) -> tuple[fl
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="deit3_base_patch16")
-    parser.add_argument("--size", type=int, default=384)
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--classes", type=int, default=1000)
+    parser.add_argument("--size", type=positive, default=384)
+    parser.add_argument("--batch", type=positive, default=64)
+    parser.add_argument("--classes", type=positive, default=1000)
     parser.add_argument("--scopes", nargs="+", default=list(SCOPES))
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
+    parser.add_argument("--rounds", type=positive, default=5)
+    parser.add_argument("--repeats", type=positive, default=10)
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=None, help="on where there is a GPU")
     parser.add_argument("--recompute", action="store_true", help="gradient checkpointing, as vitrail train --recompute")
     parser.add_argument("--out", type=Path, help="write the rows as JSON")
     options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"There is no GPU that torch can use here, for which this is made: give {ON_A_PROCESSOR}, or alike.")
+    lookup_model(options.model)
+    for scope in options.scopes:
+        parse_scope(scope)
+    check_file(options.out)
     options.compile = options.device == "cuda" if options.compile is None else options.compile
     recipe = lookup("finetune").set({"model": options.model})
     what = f"{options.model} at {options.size} pixels, batch {options.batch}, bfloat16, {recipe.optimiser.kind}"
@@ -138,8 +149,9 @@ def main() -> None:
         print(f"{row['scope']:10} {row['trained'] / 1e6:8.2f} M trained   {time}   {peak}")
     if options.out:
         content = {"machine": machine(options.device), "what": what, "rounds": options.rounds, "repeats": options.repeats}
-        options.out.write_text(json.dumps(content | {"rows": rows}, indent=1))
+        text = json.dumps(content | {"rows": rows}, indent=1)
+        write_aside(options.out, lambda side: side.write_text(text))
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -18,7 +18,10 @@ import tempfile
 from pathlib import Path
 
 import torch
+from asking import positive, run_program
 from timing import machine
+
+from vitrail.errors import UserError
 
 SAID = re.compile(r"steps, about (?:(\d+) days?, )?(\d+):(\d+):(\d+) at ([\d.,e+-]+) images/s")
 
@@ -32,7 +35,7 @@ def trained(words: list[str], processes: int) -> tuple[float, float, float, floa
         done = subprocess.run([*start, "vitrail", "train", *words, "--out", folder], capture_output=True, text=True, check=False)
         found = SAID.search(done.stderr)
         if done.returncode or not found:
-            raise SystemExit(done.stderr)
+            raise UserError(f"vitrail train says: {done.stderr.strip() or 'nothing'}")
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         seconds = json.loads((folder / "run.json").read_text())["seconds"]
     days, hours, minutes, rest = (int(part or 0) for part in found.groups()[:4])
@@ -43,8 +46,8 @@ def trained(words: list[str], processes: int) -> tuple[float, float, float, floa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--processes", type=int, default=1, help="so many by torchrun")
+    parser.add_argument("--rounds", type=positive, default=3)
+    parser.add_argument("--processes", type=positive, default=1, help="so many by torchrun")
     parser.add_argument("words", nargs="*", help="after --: what vitrail train is given")
     given = parser.parse_args()
     words = given.words or []
@@ -64,4 +67,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

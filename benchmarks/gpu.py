@@ -1,16 +1,16 @@
 """Speed on a GPU, Vitrail beside timm in one process and in turns; prints tables in Markdown.
 
-    python benchmarks/gpu.py pairs --modes own --out results  # throughput: each as its own project trains and ships
-    python benchmarks/gpu.py pairs --out results            # the same in every mode
-    python benchmarks/gpu.py latency --out results          # inference, batch 1
-    python benchmarks/gpu.py curves --out results           # over resolution, batch and depth, with pictures
+    python benchmarks/gpu.py pairs --modes own          # throughput: each as its own project trains and ships
+    python benchmarks/gpu.py pairs                      # the same in every mode
+    python benchmarks/gpu.py latency                    # inference, batch 1
+    python benchmarks/gpu.py curves --out curves        # over resolution, batch and depth, with pictures
     python benchmarks/gpu.py pairs deit_small_patch16 --modes eager --seconds 300
     python benchmarks/gpu.py pairs patchconvnet_s60 --register deit/patchconvnet_models.py    # beside the authors' code
     python benchmarks/gpu.py pairs deit_tiny_patch16 --device cpu --batch 2 --rounds 2 --modes eager --no-timm
 
 What is measured is what `vitrail bench` measures. Without `--batch` it is 256 pictures, or 128 to train a large or deep network.
 After `--seconds` no further heat is begun. Every heat is kept in `OUT/WHAT_MODEL.json` as soon as it is over, and what is there
-already from the same machine and settings is not measured again.
+already from the same machine and settings is not measured again. Without `--out` it is the folder `runs/gpu`.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from asking import positive, run_program
 
 from vitrail.benching.ceiling import measure_ceiling
 from vitrail.benching.contenders import import_timm, open_contender, opponents
@@ -31,7 +32,9 @@ from vitrail.benching.measuring import FAILED, Cell, Heat, beside, make_heats, r
 from vitrail.benching.report import content, headline, write_json
 from vitrail.benching.settings import BATCHES, Setting, all_settings, curve_depths, curve_sizes
 from vitrail.benching.timing import machine
+from vitrail.errors import UserError
 from vitrail.training.devices import begin, choose_device
+from vitrail.writing import check_folder
 
 MODELS = (
     "deit_small_patch16",
@@ -45,6 +48,7 @@ MODELS = (
     "patchconvnet_s60",
     "lvvit_s",
 )
+OUT = Path("runs/gpu")
 BATCH = 256
 TRAINED = dict.fromkeys(("deit3_large_patch16", "cait_s24", "vit_small_patch16_18x2", "patchconvnet_s60"), 128)
 CURVED = ("deit_small_patch16", "deit3_base_patch16")
@@ -102,8 +106,8 @@ def unmeasured(heats: Sequence[Heat], cells: Sequence[Cell]) -> list[Heat]:
 def register(path: Path) -> None:
     """Run a file of somebody's models, which tells timm about them."""
     spec = spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
+    if spec is None or spec.loader is None or not path.is_file():
+        raise UserError(f"--register {path} is not a file of Python.")
     sys.modules[path.stem] = module = module_from_spec(spec)
     spec.loader.exec_module(module)
 
@@ -136,29 +140,31 @@ def main() -> None:
     parser.add_argument("--tasks", default="inference,train")
     parser.add_argument("--modes", default="eager,compiled,graph")
     parser.add_argument("--precision", default="bf16")
-    parser.add_argument("--batch", type=int, default=None)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--batch", type=positive, default=None)
+    parser.add_argument("--rounds", type=positive, default=7)
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--no-timm", action="store_true")
     parser.add_argument("--register", type=Path, action="append", default=[], help="a file that registers models with timm")
     parser.add_argument("--device", default=None)
-    parser.add_argument("--out", type=Path, default=Path("results"))
+    parser.add_argument("--out", type=Path, default=OUT)
     options = parser.parse_args()
     begun = time.monotonic()
+    check_folder(options.out)
     device = begin(choose_device(options.device))
-    facts = machine(device) | ({} if options.no_timm else {"timm": str(import_timm().__version__)})
+    names = options.names or (CURVED if options.what == "curves" else MODELS)
+    plans = [(open_contender(name), list(wanted(options, name, device))) for name in names]
+    facts = machine(device) | ({} if options.no_timm else {"timm": str(import_timm("give --no-timm").__version__)})
     for path in options.register:
         register(path)
     ceiling = measure_ceiling(device, options.precision.split(","))
     print(f"{headline(facts)}; n = {options.rounds} rounds in turns; median, ± half the interquartile range")
     print("ceiling: " + ", ".join(f"{rate / 1e12:.4g} TFLOP/s {name}" for name, rate in ceiling.operations.items()), end=", ")
     print(f"{ceiling.bandwidth / 1e9:.4g} GB/s copied", flush=True)
-    for name in options.names or (CURVED if options.what == "curves" else MODELS):
-        contender = open_contender(name)
+    for contender, plan in plans:
         others, said = ([], []) if options.no_timm else opponents([contender])
         print(*said, sep="\n", end="\n" if said else "")
-        for title, settings in wanted(options, name, device):
-            path = options.out / f"{title if options.what == 'curves' else options.what}_{name}.json"
+        for title, settings in plan:
+            path = options.out / f"{title if options.what == 'curves' else options.what}_{contender.name}.json"
             cells = read_back(path, facts, options.rounds)
             heats = unmeasured(make_heats([contender], others, settings), cells)
             while heats and time.monotonic() - begun < options.seconds:
@@ -173,4 +179,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -10,6 +10,7 @@ import argparse
 from collections import defaultdict
 
 import torch
+from asking import positive, run_program
 from torch.profiler import ProfilerActivity, profile
 
 from vitrail.benching.contenders import open_contender
@@ -17,6 +18,7 @@ from vitrail.benching.report import headline
 from vitrail.benching.settings import all_settings
 from vitrail.benching.steps import make_run
 from vitrail.benching.timing import machine
+from vitrail.errors import UserError
 from vitrail.training.devices import begin, choose_device
 
 STEPS = 3
@@ -40,14 +42,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="+")
     parser.add_argument("--task", choices=("inference", "train"), default="train")
-    parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--longest", type=int, default=10)
+    parser.add_argument("--batch", type=positive, default=256)
+    parser.add_argument("--longest", type=positive, default=10)
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise UserError("There is no GPU that torch can use here, and it is its kernels that are timed.")
     device = begin(choose_device("cuda"))
+    contenders = [open_contender(name) for name in options.names]
     print(f"{headline(machine(device))}; {options.task}, batch {options.batch}, bf16; mean of {STEPS} steps")
     setting = all_settings([options.task], ["bf16"], ["own"], [options.batch])[0]
-    for name in options.names:
-        run = make_run(open_contender(name), setting, device)
+    for contender in contenders:
+        run = make_run(contender, setting, device)
         for _ in range(4):
             run()
         torch.cuda.synchronize()
@@ -62,7 +67,7 @@ def main() -> None:
         kinds: dict[str, float] = defaultdict(float)
         for kernel, each in times.items():
             kinds[kind_of(kernel)] += sum(each)
-        print(f"\n{name}: {sum(kinds.values()):.2f} ms of kernels")
+        print(f"\n{contender.name}: {sum(kinds.values()):.2f} ms of kernels")
         print("  ".join(f"{kind} {time:.2f}" for kind, time in sorted(kinds.items(), key=lambda pair: -pair[1])))
         for kernel, each in sorted(times.items(), key=lambda pair: -sum(pair[1]))[: options.longest]:
             print(f"{sum(each):9.2f} ms {len(each) / STEPS:6.0f} x  {kernel[:100]}")
@@ -71,4 +76,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

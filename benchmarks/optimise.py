@@ -15,11 +15,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from asking import check_file, positive, run_program
 from timing import half_spread, in_turns, machine
 
 import vitrail
+from vitrail.models.catalogue import lookup
 from vitrail.shipping.float8 import can_multiply
 from vitrail.shipping.graphing import LARGEST
+from vitrail.training.devices import choose_device
 from vitrail.writing import write_aside
 
 NAMES = [
@@ -91,14 +94,18 @@ def measure(name: str, batch: int, options: argparse.Namespace) -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", default=NAMES)
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 256])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--batches", type=positive, nargs="+", default=[1, 256])
+    parser.add_argument("--rounds", type=positive, default=7)
+    parser.add_argument("--repeats", type=positive, default=10)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--compile", action="store_true", help="also on a processor, where it takes minutes")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    choose_device(options.device)
+    for name in options.names:
+        lookup(name)
+    check_file(options.out)
     device = machine(options.device)
     print(f"{device}; n = {options.rounds} rounds of {options.repeats}; {options.dtype}")
     rows = []
@@ -114,4 +121,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -15,10 +15,13 @@ import time
 from collections.abc import Callable
 
 import torch
+from asking import positive, run_program
 
 import vitrail
+from vitrail.models.catalogue import lookup
 from vitrail.recipes.recipe import Optimiser
 from vitrail.training.averaging import Average
+from vitrail.training.devices import choose_device
 from vitrail.training.optimisers import clip_gradients, make_optimiser
 
 
@@ -63,10 +66,12 @@ def timed(run: Callable[[], object], device: str, repeats: int) -> tuple[float, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", nargs="?", default="deit_small_patch16")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--repeats", type=int, default=0, help="steps per round; 0: 50 on a GPU, 5 on a processor")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
+    parser.add_argument("--rounds", type=positive, default=9)
+    parser.add_argument("--repeats", type=positive, default=0, help="steps per round; by default 50 on a GPU, 5 on a processor")
     options = parser.parse_args()
+    choose_device(options.device)
+    lookup(options.name)
     repeats = options.repeats or (50 if options.device == "cuda" else 5)
     device = (
         torch.cuda.get_device_name() if options.device == "cuda" else f"CPU, {torch.get_num_threads()}/{os.cpu_count()} threads"
@@ -87,4 +92,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from asking import positive, run_program
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -182,11 +183,11 @@ def measure(both: dict[str, Stack], rounds: int, repeats: int) -> dict[str, list
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", nargs="?", default="deit_small_patch16")
-    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--batch", type=positive, default=1)
     parser.add_argument("--own", action="store_true", help="the model's own sizes instead of the smallest")
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
-    parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--repeats", type=int, default=20, help="passes in a round")
+    parser.add_argument("--rounds", type=positive, default=11)
+    parser.add_argument("--repeats", type=positive, default=20, help="passes in a round")
     parser.add_argument("--device", default=None)
     options = parser.parse_args()
     device = begin(choose_device(options.device))
@@ -211,4 +212,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -16,9 +16,11 @@ import statistics
 from typing import TYPE_CHECKING
 
 import torch
+from asking import positive, run_program
 from timing import half_spread, in_turns, machine
 from torch import Tensor, nn
 
+from vitrail.errors import UserError
 from vitrail.layers import kernels, mixers
 from vitrail.layers.kernels import talking_heads_for
 from vitrail.layers.layout import Layout
@@ -79,13 +81,20 @@ def tilings(texts: list[str]) -> "dict[str, Tiling]":
             fields = dict(part.split("=") for part in text.split(","))
             found[f"fused, {text}"] = TILING._replace(**{name: int(value) for name, value in fields.items()})
         except ValueError as problem:
-            raise SystemExit(f"--tiling {text}: {problem}; the fields are {TILING}") from None
+            raise UserError(f"--tiling {text}: {problem}; the fields are {TILING}.") from None
     return found
+
+
+def shape_of(text: str) -> list[int]:
+    shape = [int(part) if part.isdecimal() else 0 for part in text.split(",")]
+    if len(shape) != 4 or min(shape) < 1:
+        raise UserError(f"--shape {text} is not batch, tokens, heads and channels of a head: write {SHAPES[0]}.")
+    return shape
 
 
 def measure(shape: list[int], train: bool, options: argparse.Namespace) -> dict:
     if talking_heads_for(torch.empty(1, *shape[1:2], 3, *shape[2:], device="cuda", dtype=torch.bfloat16)) is None:
-        raise SystemExit(f"there is no kernel for {shape[1]} tokens and {shape[2]} heads of {shape[3]} channels on this device")
+        raise UserError(f"There is no kernel for {shape[1]} tokens and {shape[2]} heads of {shape[3]} channels on this device.")
     contenders = {"plain": Contender(shape, train)}
     contenders |= {name: Contender(shape, train, tiling) for name, tiling in tilings(options.tiling).items()}
     if options.compile:
@@ -104,18 +113,19 @@ def main() -> None:
     kernels.ENABLED = frozenset(("talking_heads",))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", action="append", help="batch,tokens,heads,channels; may be given several times")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--rounds", type=positive, default=5)
+    parser.add_argument("--repeats", type=positive, default=20)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="the compiled plain path too")
     parser.add_argument("--tiling", action="append", default=[], help="name=value,…: see `Tiling`; may be given several times")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    shapes = [shape_of(text) for text in options.shape or SHAPES]
     if not torch.cuda.is_available():
-        raise SystemExit("the kernels need a GPU")
+        raise UserError("There is no GPU that torch can use here, and the kernels need one.")
     if not options.json:
         print(f"{machine('cuda')}; n = {options.rounds} rounds of {options.repeats} runs")
         print("| batch, tokens, heads, channels | step | path | ms | MB |\n| --- | --- | --- | --- | --- |")
-    for shape in ([int(part) for part in text.split(",")] for text in options.shape or SHAPES):
+    for shape in shapes:
         for train in (False, True):
             row = measure(shape, train, options)
             if options.json:
@@ -128,4 +138,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

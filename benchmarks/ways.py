@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from asking import check_file, positive, run_program
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -44,6 +45,7 @@ class Way(NamedTuple):
     models: tuple[tuple[str, float | None], ...]  # and their drop-path rates; None: the paper's
     change: Callable[[nn.Module], nn.Module] | None = None  # of a network, with the same answers
     architecture: tuple[dict[str, Any], dict[str, Any]] = ({"drop_path_kind": "each"}, {"drop_path_kind": "each"})
+    lacks: Callable[[Any], str] = lambda architecture: ""  # what there would have to be for the two to differ
 
 
 WAYS = {
@@ -52,11 +54,13 @@ WAYS = {
         "as one",
         (("vit_small_patch16_18x2", None), ("vit_base_patch16_18x2", None), ("vit_small_patch16_18x2_ls", 0.1)),
         join_branches,
+        lacks=lambda found: "" if found.branches > 1 else "has no parallel branches: vit_small_patch16_18x2 has",
     ),
     "skip": Way(
         "each picture's coin",
         "left out",
         (("cait_s24", 0.2), ("patchconvnet_s60", 0.3), ("deit3_base_patch16", 0.2)),
+        lacks=lambda found: "" if found.drop_path else "drops no pictures: give --drop-path 0.2",
         architecture=({"drop_path_kind": "each"}, {"drop_path_kind": "skip"}),
     ),
 }
@@ -77,6 +81,8 @@ def both(way: Way, name: str, drop_path: float | None) -> list[Contender]:
     known = open_contender(name)
     depths = {} if drop_path is None else {"drop_path": drop_path, "drop_path_schedule": "uniform"}
     first, second = (dataclasses.replace(known, architecture=known.architecture.replace(**depths, **a)) for a in way.architecture)
+    if way.lacks(first.architecture):
+        raise UserError(f"{name} {way.lacks(first.architecture)}.")
     return [first, Changed(**vars(second), change=way.change)]
 
 
@@ -121,12 +127,12 @@ def main() -> None:
     parser.add_argument("way", choices=WAYS)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--drop-path", type=float, default=None, help="the paper's by default")
-    parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--size", type=int, default=None, help="of pictures, the model's own by default")
-    parser.add_argument("--depth", type=int, default=0, help="in blocks, the model's own by default")
-    parser.add_argument("--mode", choices=MODES, default="own")
-    parser.add_argument("--precision", choices=PRECISIONS, default="bf16")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--batch", type=positive, default=128)
+    parser.add_argument("--size", type=positive, default=None, help="of pictures, the model's own by default")
+    parser.add_argument("--depth", type=positive, default=0, help="in blocks, the model's own by default")
+    parser.add_argument("--mode", choices=MODES, help="of a step, own by default")
+    parser.add_argument("--precision", choices=PRECISIONS, help="of a step, bf16 by default")
+    parser.add_argument("--rounds", type=positive, default=7)
     parser.add_argument("--device", default=None)
     parser.add_argument("--errors", action="store_true", help="compare both ways with float64 instead of timing them")
     parser.add_argument("--out", type=Path, help="write every round as JSON")
@@ -134,11 +140,16 @@ def main() -> None:
     way = WAYS[options.way]
     if options.errors and way.change is None:
         parser.error(f"{options.way}: the two ways draw other coins, so that there is nothing to compare.")
+    if options.errors and (options.mode or options.precision or options.out):
+        parser.error("--errors compares one eager step in bfloat16 and prints: leave --mode, --precision and --out out.")
+    check_file(options.out)
     device = begin(choose_device(options.device))
     facts = machine(device)
     size = (options.size, options.size) if options.size else None
-    setting = Setting("train", options.precision, options.mode, options.batch, size, options.depth)
-    models = [(name, options.drop_path) for name in options.names] or way.models
+    setting = Setting("train", options.precision or "bf16", options.mode or "own", options.batch, size, options.depth)
+    known = [(name, None) for name in options.names] or way.models
+    models = [(name, rate if options.drop_path is None else options.drop_path) for name, rate in known]
+    heats = [make_heats(both(way, name, drop_path), [], [setting]) for name, drop_path in models]
     if options.errors:
         print(f"{headline(facts)}; batch {options.batch}; n = {options.rounds}; median (least to most)")
         for name, drop_path in models:
@@ -151,10 +162,9 @@ def main() -> None:
     print("\n| " + " | ".join(columns) + " |")
     print("| --- " * len(columns) + "|", flush=True)
     kept = []
-    for name, drop_path in models:
-        contenders = both(way, name, drop_path)
-        (first, second), *_ = run_heats(make_heats(contenders, [], [setting]), options.rounds, device, None)
-        rate = f"{contenders[0].architecture.drop_path:g}"
+    for (name, _), heat in zip(models, heats, strict=True):
+        (first, second), *_ = run_heats(heat, options.rounds, device, None)
+        rate = f"{heat[0][0].contender.architecture.drop_path:g}"
         if not first.seconds or not second.seconds:
             print(f"| `{name}` | {rate} | {options.batch} | {first.trouble} | {second.trouble} | | | |", flush=True)
             continue
@@ -170,7 +180,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as problem:
-        raise SystemExit(f"ways.py: {problem}") from None
+    run_program(main)

@@ -10,11 +10,13 @@ rounding makes is printed. `--data` is the name of the data that users will know
 import argparse
 import hashlib
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from vitrail.errors import UserError
 from vitrail.weights import bundled, load
 from vitrail.weights.bundled import NAMES
 from vitrail.weights.checking import logit_difference
@@ -52,7 +54,7 @@ def main() -> None:
     }
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():
-            raise SystemExit(f"{name} has numbers that float16 cannot hold.")
+            raise UserError(f"{name} has numbers that float16 cannot hold.")
     model.name = given.name
     save_tensors(
         out, model, tensors, {name: json.dumps(value) for name, value in history(Path(given.weights), given.data).items()}
@@ -62,8 +64,12 @@ def main() -> None:
     difference, largest = logit_difference(model, load(out))
     print(f"{out}: {size / 1e6:.2f} MB; largest logit difference {difference:.2g} (largest logit {largest:.3g})")
     if size > LIMIT:
-        raise SystemExit(f"That is more than {LIMIT / 1e6:g} MB: too large to ship.")
+        raise UserError(f"That is more than {LIMIT / 1e6:g} MB: too large to ship.")
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UserError as problem:
+        print(f"bundle_weights.py: {problem}", file=sys.stderr)
+        raise SystemExit(2) from None

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.skipif(not packing.can_code(), reason="this torch has n
 
 @pytest.fixture
 def benchmark(monkeypatch):
+    monkeypatch.syspath_prepend(PLACE.parent)
     description = importlib.util.spec_from_file_location("cpu_benchmark", PLACE)
     found = importlib.util.module_from_spec(description)
     description.loader.exec_module(found)

@@ -133,16 +133,17 @@ def opponents(contenders: Sequence[Contender]) -> tuple[list[Contender], list[st
     return found, said
 
 
-def import_timm() -> ModuleType:
+def import_timm(otherwise: str = "leave --against out") -> ModuleType:
+    """`otherwise`: what to do where it cannot be had."""
     try:
         return importlib.import_module("timm")
     except ModuleNotFoundError as error:
         if error.name == "timm":
-            raise UserError("timm is not installed: install it with `pip install timm`, or leave --against out.") from None
-        raise UserError(f"timm cannot be imported here ({error}): mend it, or leave --against out.") from None
+            raise UserError(f"timm is not installed: install it with `pip install timm`, or {otherwise}.") from None
+        raise UserError(f"timm cannot be imported here ({error}): mend it, or {otherwise}.") from None
     except (ImportError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"timm cannot be imported here ({reason}): mend it, or leave --against out.") from None
+        raise UserError(f"timm cannot be imported here ({reason}): mend it, or {otherwise}.") from None
 
 
 def timm_name(timm: ModuleType, contender: Contender) -> str | None:
