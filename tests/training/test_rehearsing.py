@@ -88,6 +88,15 @@ def test_a_teacher_takes_its_part_of_a_step(splits, clock):
     assert pace.step == pace.asking == pytest.approx(0.032)
 
 
+def test_a_teacher_takes_no_more_than_the_step(splits, clock):
+    """Asked about a few pictures, what it takes once counts for each of them."""
+    teacher = open_teacher(little())
+    clock.costs(type(teacher), "forward", once=0.5, each=0.001, count=lambda _, images, *__: len(images))
+    recipe = RECIPE.set({"distillation.kind": "hard", "distillation.teacher": "somewhere"})
+    pace = paced(splits, recipe=recipe, asked=Asked(teacher, torch.arange(10), []))
+    assert pace.step == pace.asking == pytest.approx(2 * 0.5 + 0.032)
+
+
 def test_long_steps_are_reckoned_from_short_ones(splits, clock):
     """A step of a minute is not tried: after the first few pictures the time that is left decides."""
     longest = []

@@ -13,12 +13,12 @@ from vitrail.layers.kernels import exporting
 FEW = 64  # tokens; there the memory-efficient kernels take two thirds of Flash's time
 FOR_FEW = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 ALL_BUT_CUDNN = [SDPBackend.FLASH_ATTENTION, *FOR_FEW]
-SWITCHES = (  # whether a kind of kernel is on, how it is switched, whether it is wanted for few tokens, and for more
-    (cuda.flash_sdp_enabled, cuda.enable_flash_sdp, False, True),
-    (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp, True, True),
-    (cuda.math_sdp_enabled, cuda.enable_math_sdp, True, True),
-    (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp, False, False),
-)
+SWITCHES = {  # of a kind of kernel: whether it is on, and how it is switched
+    SDPBackend.FLASH_ATTENTION: (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+    SDPBackend.EFFICIENT_ATTENTION: (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+    SDPBackend.MATH: (cuda.math_sdp_enabled, cuda.enable_math_sdp),
+    SDPBackend.CUDNN_ATTENTION: (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+}
 
 
 def attend(
@@ -35,10 +35,11 @@ def attend(
     asking, asked = query.shape[-2], key.shape[-2]
     if bias is None and not dropout and asking % 128 != 64 and asked % 128 != 64 and asked > FEW:
         return F.scaled_dot_product_attention(query, key, value, scale=scale)
+    kinds = FOR_FEW if asked <= FEW else ALL_BUT_CUDNN
     if torch.compiler.is_compiling():
-        with sdpa_kernel(FOR_FEW if asked <= FEW else ALL_BUT_CUDNN):
+        with sdpa_kernel(kinds):
             return F.scaled_dot_product_attention(query, key, value, bias, dropout, scale=scale)
-    changed = leave_out(asked <= FEW)
+    changed = allow_only(kinds)
     try:
         return F.scaled_dot_product_attention(query, key, value, bias, dropout, scale=scale)
     finally:
@@ -46,11 +47,11 @@ def attend(
             switch(before)
 
 
-def leave_out(few: bool) -> list[tuple[Callable[[bool], None], bool]]:
+def allow_only(kinds: list[SDPBackend]) -> list[tuple[Callable[[bool], None], bool]]:
     """Switches as `sdpa_kernel` does, which takes the host longer than an operator; returns what is to be switched back."""
     changed: list[tuple[Callable[[bool], None], bool]] = []
-    for is_on, switch, for_few, for_more in SWITCHES:
-        before, wanted = is_on(), for_few if few else for_more
+    for kind, (is_on, switch) in SWITCHES.items():
+        before, wanted = is_on(), kind in kinds
         if before != wanted:
             switch(wanted)
             changed.append((switch, before))

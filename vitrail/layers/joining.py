@@ -15,10 +15,10 @@ from vitrail.layers.attending import attend
 from vitrail.layers.kernels import bias_gelu_for, exporting
 from vitrail.layers.mixers import Attention, FeedForward
 from vitrail.layers.norms import Affine
+from vitrail.layers.passing import watched
 from vitrail.layers.residual import Branch, ConstantScale, LayerScale, Residual, ScalarScale
 
 SCALES = (nn.Identity, LayerScale, ScalarScale, ConstantScale, Affine)
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def join_branches(model: nn.Module, join: bool = True) -> nn.Module:
@@ -79,11 +79,6 @@ def fits(branch: Branch, first: Branch) -> bool:
 def same_activation(body: FeedForward, first: nn.Module) -> bool:
     ours, theirs = body.activation, first.activation
     return type(ours) is type(theirs) and getattr(ours, "approximate", None) == getattr(theirs, "approximate", None)
-
-
-def watched(part: nn.Module) -> bool:
-    """Whether somebody waits for this very module to be called."""
-    return any(len(getattr(part, name)) > 0 for name in HOOKS)
 
 
 def keeps_small_numbers(x: Tensor) -> bool:

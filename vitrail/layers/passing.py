@@ -3,10 +3,13 @@
 from torch import Tensor, nn
 
 
+def watched(part: nn.Module) -> bool:
+    """Whether somebody waits for this very module to be called."""
+    return bool(part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks)
+
+
 def through(part: nn.Module, x: Tensor) -> Tensor:
     """part(x). A part that would give x back is called only where somebody waits for the call."""
     kind = type(part)
     idle = kind is nn.Identity or (kind is nn.Dropout and (part.p == 0.0 or not part.training))
-    if idle and not (part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks):
-        return x
-    return part(x)
+    return x if idle and not watched(part) else part(x)

@@ -73,7 +73,8 @@ def rehearse(
     both: Callable[[float, float], float] = max if devices.device.type == "cuda" else operator.add
     tested = len(splits.validation) / devices.world
     times = [both(seconds, share * fetching[0]), both(tested * looking, tested * fetching[1]), asking]
-    return Pace(*devices.largest(times))
+    step, looking, asking = devices.largest(times)
+    return Pace(step, looking, min(asking, step))  # a part of it, though clocked by itself
 
 
 def perform(training: Training, train: "Sample", validation: "Sample") -> tuple[float, float]:
@@ -144,7 +145,7 @@ def ask(guide: Guide, recipe: Recipe, devices: Devices, pictures: int) -> float:
         return 0.0
     how, teacher = recipe.augmentation, guide.teacher
     images = torch.zeros(pictures, len(how.mean), *how.size, device=devices.device)
-    return clock(devices, lambda: teacher(images, how.mean, how.std)) / pictures
+    return timed(lambda *_: clock(devices, lambda: teacher(images, how.mean, how.std)), pictures, 1).seconds / pictures
 
 
 def clock(devices: Devices, work: Callable[[], object]) -> float:
