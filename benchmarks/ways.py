@@ -3,6 +3,7 @@
     python benchmarks/ways.py branches                             # parallel branches one after the other, and as one
     python benchmarks/ways.py branches vit_small_patch16_18x2 --drop-path 0.1 --batch 256
     python benchmarks/ways.py skip cait_s24 --drop-path 0.2        # dropped pictures times zero, and left out
+    python benchmarks/ways.py scales                               # residual scales by themselves, and inside the last product
     python benchmarks/ways.py branches vit_tiny_patch16_12x2 --device cpu --batch 2 --size 64 --depth 2 --mode eager --rounds 3
     python benchmarks/ways.py branches vit_tiny_patch16_12x2_ls --errors --device cpu --size 64 --depth 6 --drop-path 0.1
 
@@ -34,6 +35,7 @@ from vitrail.benching.settings import MODES, PRECISIONS, Setting
 from vitrail.benching.timing import machine
 from vitrail.errors import UserError
 from vitrail.layers.joining import join_branches
+from vitrail.layers.scaling import fold_scales
 from vitrail.training.devices import begin, choose_device
 
 
@@ -62,6 +64,13 @@ WAYS = {
         (("cait_s24", 0.2), ("patchconvnet_s60", 0.3), ("deit3_base_patch16", 0.2)),
         lacks=lambda found: "" if found.drop_path else "drops no pictures: give --drop-path 0.2",
         architecture=({"drop_path_kind": "each"}, {"drop_path_kind": "skip"}),
+    ),
+    "scales": Way(
+        "behind the product",
+        "folded into it",
+        (("cait_s24", None), ("deit3_base_patch16", None), ("patchconvnet_s60", None)),
+        fold_scales,
+        architecture=({}, {}),  # as their recipes train them
     ),
 }
 
@@ -96,7 +105,10 @@ def passes(model: nn.Module, images: Tensor, wanted: Tensor, rounding: bool) -> 
 
 
 def errors(contender: Contender, change: Callable, setting: Setting, seed: int, device: torch.device) -> list[float]:
-    """How far from float64, either way: the mean over tensors of the difference's norm by the tensor's."""
+    """How far from float64, either way: the mean over tensors of the difference's norm by the tensor's.
+
+    Left out are gradients that are zero but for rounding, as those of biases before a softmax or a batch norm.
+    """
     torch.manual_seed(seed)
     model = contender.network(setting, device).train()
     for name, parameter in model.named_parameters():
@@ -105,11 +117,11 @@ def errors(contender: Contender, change: Callable, setting: Setting, seed: int, 
     images = torch.randn(setting.batch, 3, *contender.at(setting).image_size, device=device)
     wanted = torch.randn(setting.batch, contender.architecture.classes, device=device)
     right = passes(copy.deepcopy(model).double(), images.double(), wanted, False)
-    found = []
+    found, least = [], 1e-9 * max(exact.norm() for exact in right)
     for network in (model, change(copy.deepcopy(model))):
         values = passes(network, images, wanted, True)
-        shares = [((ours - exact).norm() / exact.norm()).item() for ours, exact in zip(values, right, strict=True)]
-        found.append(statistics.mean(shares))
+        pairs = [(ours, exact) for ours, exact in zip(values, right, strict=True) if exact.norm() > least]
+        found.append(statistics.mean(((ours - exact).norm() / exact.norm()).item() for ours, exact in pairs))
     return found
 
 

@@ -41,10 +41,10 @@ def together(branches: Sequence[Branch], x: Tensor) -> Tensor | None:
     normed = F.layer_norm(x, norm.normalized_shape, eps=norm.eps)
     if isinstance(body, Attention):
         inner = mixed(branches, normed, body.heads)
-        outputs = [leaving(branch, branch.body.proj) for branch in branches]  # type: ignore[arg-type]
+        outputs = [leaving(branch.scale, branch.body.proj, gain(branch)) for branch in branches]  # type: ignore[arg-type]
     else:
         inner = hidden(branches, normed)
-        outputs = [leaving(branch, branch.body.fc2) for branch in branches]  # type: ignore[arg-type]
+        outputs = [leaving(branch.scale, branch.body.fc2, gain(branch)) for branch in branches]  # type: ignore[arg-type]
     weight = torch.cat([each for each, _ in outputs], 1)
     biases = torch.stack([each for _, each in outputs])
     if not branches[0].drop.active:
@@ -118,18 +118,24 @@ def entering(branch: Branch, layer: nn.Linear) -> tuple[Tensor, Tensor]:
     return layer.weight * norm.weight, shift if layer.bias is None else layer.bias + shift
 
 
-def leaving(branch: Branch, layer: nn.Linear) -> tuple[Tensor, Tensor]:
-    """The residual scale, and what survivors of stochastic depth are multiplied by, inside the product before it."""
-    scale, factor = branch.scale, torch.ones_like(layer.bias[:1])
+def gain(branch: Branch) -> Tensor | None:
+    """What survivors of stochastic depth are multiplied by."""
+    return branch.drop.gain if branch.drop.active else None
+
+
+def leaving(scale: nn.Module, layer: nn.Linear, gain: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The residual scale, and the gain of stochastic depth, inside the product before them: γ(Wx + b) = (γW)x + γb."""
     if isinstance(scale, LayerScale | Affine | ScalarScale):
         factor = scale.weight.view(-1)
     elif isinstance(scale, ConstantScale):
-        factor = factor * scale.factor
-    elif not branch.drop.active:
+        factor = torch.full_like(layer.bias[:1], scale.factor)
+    elif gain is not None:
+        factor = torch.ones_like(layer.bias[:1])
+    else:
         return layer.weight, layer.bias
     bias = layer.bias * factor
     if isinstance(scale, Affine):
         bias = bias + scale.bias
-    if branch.drop.active:
-        factor, bias = factor * branch.drop.gain, bias * branch.drop.gain
+    if gain is not None:
+        factor, bias = factor * gain, bias * gain
     return layer.weight * factor[:, None], bias

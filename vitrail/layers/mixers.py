@@ -1,4 +1,7 @@
-"""Token mixers and the per-token MLP: bodies of residual branches, all called as body(x, layout, relative)."""
+"""Token mixers and the per-token MLP: bodies of residual branches, all called as body(x, layout, relative).
+
+Those that end with a product over channels have everything before it as `inner`.
+"""
 
 import math
 
@@ -32,7 +35,7 @@ class FeedForward(nn.Module):
         dropout = self.dropout
         return through(dropout, self.fc2(through(dropout, self.inner(x))))
 
-    def inner(self, x: Tensor) -> Tensor:
+    def inner(self, x: Tensor, layout: Layout | None = None, relative: nn.Module | None = None) -> Tensor:
         fc1, act = self.fc1, self.activation
         exact = type(act) is nn.GELU and act.approximate == "none"
         fused = bias_gelu_for(x) if exact and type(fc1) is nn.Linear else None
@@ -63,11 +66,14 @@ class Attention(nn.Module):
         return query, key, value
 
     def forward(self, x: Tensor, layout: Layout, relative: nn.Module | None = None) -> Tensor:
+        return through(self.dropout, self.proj(self.inner(x, layout, relative)))
+
+    def inner(self, x: Tensor, layout: Layout, relative: nn.Module | None = None) -> Tensor:
+        """All heads side by side, [B, T, D]."""
         query, key, value = self._heads(x)
         bias = relative(query, layout) if relative is not None else None
         rate = self.attention_dropout if self.training else 0.0
-        x = attend(query, key, value, bias, rate)
-        return through(self.dropout, self.proj(x.transpose(1, 2).flatten(2)))
+        return attend(query, key, value, bias, rate).transpose(1, 2).flatten(2)
 
     def _scores(self, query: Tensor, key: Tensor, layout: Layout, relative: nn.Module | None) -> Tensor:
         scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
@@ -87,7 +93,7 @@ class TalkingHeads(Attention):
         self.before = nn.Linear(heads, heads)
         self.after = nn.Linear(heads, heads)
 
-    def forward(self, x: Tensor, layout: Layout, relative: nn.Module | None = None) -> Tensor:
+    def inner(self, x: Tensor, layout: Layout, relative: nn.Module | None = None) -> Tensor:
         qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1))
         dropping = self.training and self.attention_dropout > 0
         fused = None if dropping or relative is not None else talking_heads_for(qkv)
@@ -98,7 +104,7 @@ class TalkingHeads(Attention):
             weights = self._weights(query, key, layout, relative)
             weights = self.after(weights.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
             out = (F.dropout(weights, self.attention_dropout, self.training) @ value).transpose(1, 2)
-        return through(self.dropout, self.proj(out.flatten(2)))
+        return out.flatten(2)
 
     def _weights(self, query: Tensor, key: Tensor, layout: Layout, relative: nn.Module | None) -> Tensor:
         scores = self._scores(query, key, layout, relative)
@@ -253,6 +259,9 @@ class PatchConv(nn.Module):
         self.activation = activation(act)
 
     def forward(self, x: Tensor, layout: Layout, relative: nn.Module | None = None) -> Tensor:
+        return self.leave(self.inner(x, layout))
+
+    def inner(self, x: Tensor, layout: Layout, relative: nn.Module | None = None) -> Tensor:
         x = self.activation(self.enter(x))
         x = self.activation(to_tokens(self.spatial(to_map(x, layout))))
-        return self.leave(self.excite(x))
+        return self.excite(x)

@@ -1,0 +1,292 @@
+"""Residual scales inside the product before them while training: the same numbers, and less that is kept."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.models.test_every_model import loss, randomise
+from tests.small import structures
+from vitrail.layers import joining, scaling
+from vitrail.layers.joining import join_branches
+from vitrail.layers.scaling import fold_scales
+from vitrail.models.architecture import Architecture
+from vitrail.models.catalogue import build
+
+TINY = Architecture(width=32, depth=2, heads=2, classes=5, patch_size=8, image_size=(32, 48), residual="layerscale")
+BARE = {"readout": "mean", "positions": "none"}
+IMAGE = torch.randn(8, 3, 32, 48, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+MAPS = ("linear", "mlp", "conv", "depthwise", "separable")  # no product over channels is last, so that their MLPs alone fold
+HOOKS = ("register_forward_pre_hook", "register_forward_hook", "register_full_backward_pre_hook", "register_full_backward_hook")
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """For every branch in turn, whether its scale was part of a product."""
+    answers, wanted = [], scaling.folded
+
+    def noted(*arguments):
+        found = wanted(*arguments)
+        answers.append(found is not None)
+        return found
+
+    monkeypatch.setattr(scaling, "folded", noted)
+    return answers
+
+
+def passes(model, image=IMAGE, rounding=False):
+    """All answers and all gradients of one step, with the same coins every time."""
+    torch.manual_seed(3)
+    with torch.autocast("cpu", torch.bfloat16, enabled=rounding):
+        outputs = model.outputs(image)
+    learned = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    gradients = torch.autograd.grad(loss(outputs), list(learned.values()))
+    return {"logits": outputs.logits.detach()} | dict(zip(learned, gradients, strict=True))
+
+
+def far(found, wanted):
+    """The largest difference of any tensor, as a share of its norm; what should be zero is measured by the whole gradient."""
+    whole = sum(value.square().sum() for name, value in wanted.items() if name != "logits").sqrt()
+    return max(
+        ((found[name] - value).norm() / torch.maximum(value.norm(), 1e-4 * whole)).item() for name, value in wanted.items()
+    )
+
+
+def branches_of(model):
+    return sum(len(residual.branches) for block in model.blocks for residual in block.residuals().values())
+
+
+PAPERS = [name for name, a in structures().items() if a.residual in ("layerscale", "affine", "scalar")]
+
+
+@pytest.mark.parametrize("changes", [{}, {"drop_path": 0.4}, {"drop_path": 0.4, "drop_path_kind": "skip"}], ids=str)
+@pytest.mark.parametrize("name", PAPERS)
+def test_the_same_numbers_for_every_paper(name, changes, taken):
+    a = structures()[name].replace(**changes)
+    model = randomise(build(a)).double().train()
+    image = torch.randn(5, 3, *a.image_size, dtype=torch.float64)
+    names, wanted = list(model.state_dict()), passes(model, image)
+    found = passes(fold_scales(model), image)
+    assert list(model.state_dict()) == names
+    assert far(found, wanted) < 1e-10
+    assert sum(taken) == branches_of(model) // (2 if a.mixer in MAPS else 1)
+    taken.clear()
+    again = passes(fold_scales(model, False), image)
+    assert all(torch.equal(value, wanted[name]) for name, value in again.items())
+    assert not taken
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"residual": "affine", "qkv_bias": False},
+        {"residual": "scalar", "activation": "silu"},
+        {"residual": "rezero", "drop_path": 0.3, "drop_path_schedule": "linear"},
+        {"positions": "relative_bias", "position_place": "shared"},
+        {"mixer": "talking_heads", "attention_dropout": 0.2},
+        {"mixer": "talking_heads", "positions": "relative_bias", "position_place": "shared"},
+        {"mixer": "patchconv", "mlp_ratio": 0.0, "residual": "affine", **BARE},
+        {"norm": "batch", "activation": "relu"},
+        {"norm_place": "post"},
+        {"branches": 2, "drop_path": 0.3},
+        {"branches": 2, "drop_path": 0.3, "drop_path_kind": "skip"},
+    ],
+    ids=str,
+)
+def test_the_same_numbers(changes, taken):
+    model = randomise(build(TINY.replace(**changes))).double().train()
+    wanted = passes(model)
+    assert far(passes(fold_scales(model)), wanted) < 1e-10
+    assert taken == branches_of(model) * [True]
+    model.recompute = model.architecture.norm != "batch"
+    assert far(passes(model), wanted) < 1e-10
+
+
+def test_a_scale_of_zero_learns(taken):
+    model = build(TINY.replace(residual="rezero")).double().train()
+    nn.init.normal_(model.head.weight)
+    wanted, found = passes(model), passes(fold_scales(model))
+    assert far(found, wanted) < 1e-10
+    assert all(taken)
+    assert all(found[name].abs().max() > 0 for name in found if name.endswith("scale.weight"))
+
+
+def test_branches_that_are_one_stay_so(monkeypatch, taken):
+    joined, together = [], joining.together
+    monkeypatch.setattr(joining, "together", lambda *given: joined.append(1) or together(*given))
+    model = randomise(build(TINY.replace(branches=2, drop_path=0.3))).double().train()
+    wanted = passes(model)
+    assert far(passes(join_branches(fold_scales(model))), wanted) < 1e-10
+    assert (len(joined), taken) == (4, [])
+    model.block(0).mix.branches[1].body.qkv.register_forward_hook(lambda *_: None)  # joined no more, folded nevertheless
+    assert far(passes(model), wanted) < 1e-10
+    assert taken == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("changes", "folded"),
+    [
+        ({"residual": "plain"}, 0),
+        ({"residual": "constant", "residual_start": 0.5}, 0),
+        ({"residual": "fixup"}, 0),
+        ({"residual_frozen": True}, 0),
+        ({"dropout": 0.1}, 0),
+        ({"mixer": "mlp", **BARE}, 2),
+        ({"mixer": "axial", **BARE}, 2),
+        ({"mixer": "separable", **BARE}, 2),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_runs_as_before(changes, folded, taken):
+    model = randomise(build(TINY.replace(**changes))).double().train()
+    wanted, found = passes(model), passes(fold_scales(model))
+    assert sum(taken) == folded
+    assert far(found, wanted) < 1e-10
+    assert folded or all(torch.equal(value, wanted[name]) for name, value in found.items())
+
+
+@pytest.mark.parametrize("frozen", ["body.proj.weight", "body.proj.bias", "scale.weight"])
+def test_what_is_frozen(frozen, taken):
+    """A product that does not learn would have to keep what goes into it; a bias is no matter."""
+    model = randomise(build(TINY)).double().train()
+    model.block(0).mix.branches[0].get_parameter(frozen).requires_grad_(False)
+    wanted, found = passes(model), passes(fold_scales(model))
+    assert far(found, wanted) < 1e-10
+    assert taken == [frozen.endswith("bias"), True, True, True]
+
+
+def test_a_product_without_a_bias(taken):
+    model = randomise(build(TINY)).double().train()
+    model.block(0).ffn.branches[0].body.fc2.bias = None
+    wanted, found = passes(model), passes(fold_scales(model))
+    assert far(found, wanted) < 1e-10
+    assert taken == [True, False, True, True]
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("part", ["", "norm", "body", "body.proj", "body.dropout", "scale", "drop"])
+def test_who_waits_for_a_call_sees_it(part, hook, taken):
+    model = fold_scales(randomise(build(TINY.replace(drop_path=0.2)))).double().train()
+    seen = []
+    getattr(model.block(0).mix.branches[0].get_submodule(part), hook)(lambda *_: seen.append(1))
+    passes(model)
+    assert seen == [1]
+    assert taken == [part in ("", "norm", "drop"), True, True, True]
+
+
+def test_nobody_is_passed_over(taken):
+    """Evaluation, float16 and export have the scale by itself."""
+    model, image = fold_scales(randomise(build(TINY))).train(), IMAGE.float()
+    model.eval()(image)
+    assert taken == []
+    model.train()
+    with torch.autocast("cpu", torch.float16):
+        model(image)
+    assert taken == 4 * [False]
+    taken.clear()
+    torch.export.export(model, (image,))
+    assert not any(taken)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"residual": "affine"}, {"mixer": "talking_heads"}, {"mixer": "patchconv", **BARE}], ids=str
+)
+def test_bfloat16_is_as_near_as_before(changes):
+    """Both ways against float64, each kind of a branch's parameters by itself, over a few starts."""
+    errors: dict[str, list[float]] = {}
+    a = TINY.replace(width=96, heads=3, depth=4, drop_path=0.2, stem="conv", **changes)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        model = randomise(build(a)).train()
+        wanted = passes(copy.deepcopy(model).double())
+        for way, fold in enumerate((False, True)):
+            found = passes(fold_scales(model, fold), IMAGE.float(), rounding=True)
+            for name, value in wanted.items():
+                kind = name.split(".", 5)[-1] if ".branches." in name else name
+                errors.setdefault(kind, [0.0, 0.0])[way] += ((found[name] - value).norm() / value.norm().clamp_min(1e-8)).item()
+    plain, folded = (sum(way) for way in zip(*errors.values(), strict=True))
+    assert folded < 1.1 * plain
+    assert errors["logits"][1] < 1.5 * errors["logits"][0]
+    assert all(ours < 2 * theirs for theirs, ours in errors.values())
+
+
+def test_the_stream_keeps_its_type():
+    """A convolution's answers are half precision; the first scale makes the sums single, and so it stays."""
+    model = build(TINY.replace(stem="conv", mixer="patchconv", **BARE)).train()
+    for fold in (False, True):
+        fold_scales(model, fold)
+        with torch.autocast("cpu", torch.bfloat16):
+            x, layout = model._start(*model.embed(IMAGE.float()))
+            assert x.dtype == torch.bfloat16
+            assert model.block(0)(x, layout).dtype == torch.float32
+
+
+def kept(model, rounding):
+    """Bytes that a block keeps for its backward pass, other than parameters; and the elements of its tokens."""
+    x, layout = model._start(*model.embed(IMAGE.float()))
+    own, found = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}, {}
+
+    def pack(tensor):
+        if tensor.untyped_storage().data_ptr() not in own:
+            found[tensor.untyped_storage().data_ptr()] = tensor  # alive, so that nothing else comes to lie there
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16, rounding):
+        model.block(0)(x, layout).sum().backward()
+    return sum(tensor.untyped_storage().nbytes() for tensor in found.values()), x.numel()
+
+
+@pytest.mark.parametrize(("backend", "tensors"), [("", 2), ("aot_eager", 2), ("aot_eager_decomp_partition", 1)])
+@pytest.mark.parametrize(
+    ("changes", "share"),
+    [
+        ({}, 1.0),
+        ({"residual": "affine", "drop_path": 0.3}, 1.0),
+        ({"mixer": "talking_heads", "drop_path": 0.25, "drop_path_kind": "skip"}, 0.75),
+        ({"mixer": "patchconv", **BARE}, 1.0),
+    ],
+    ids=str,
+)
+def test_less_is_kept(changes, share, backend, tensors):
+    """Two tensors [B, T, D] for each block; in single precision two folded weights are kept instead.
+
+    torch's own compiler decides by the last backend's rules: it recomputes the sum between mixer and MLP, and keeps the answer
+    of the first branch for that, folded or not.
+    """
+    found = []
+    model = randomise(build(TINY.replace(**changes))).train()
+    weights = 4 * (32 * 32 + 32 * 128)
+    for fold in (False, True):
+        fold_scales(model, fold)
+        torch._dynamo.reset()
+        if backend:
+            model.block(0).compile(backend=backend, fullgraph=True)
+        found.append([kept(model, rounding) for rounding in (True, False)])
+    (half, _), (single, _) = found[0]
+    (folded_half, tokens), (folded_single, _) = found[1]
+    assert half - folded_half == tensors * 2 * tokens * share
+    rows = 1000  # which pictures are in may be kept one way or the other
+    assert single - folded_single == pytest.approx(tensors * 4 * tokens * share - weights, abs=rows)
+
+
+@pytest.mark.parametrize("changes", [{}, {"mixer": "talking_heads"}, {"mixer": "patchconv", **BARE}], ids=str)
+def test_a_compiled_block_is_one_graph(changes):
+    model = randomise(build(TINY.replace(depth=3, drop_path=0.4, drop_path_schedule="linear", **changes))).train()
+    wanted = passes(fold_scales(model), IMAGE.float())
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    for block in model.blocks:
+        block.compile(backend=keep, fullgraph=True)
+    assert far(passes(model, IMAGE.float()), wanted) < 1e-5
+    assert len(graphs) == 2  # the first block never drops, the others are alike
+    passes(model, IMAGE.float())
+    assert len(graphs) == 2
+    assert not any("scale" in str(node.target) and node.op == "call_module" for node in graphs[0].graph.nodes)
+    assert any(node.target is F.linear or "linear" in str(node.target) for node in graphs[0].graph.nodes)
