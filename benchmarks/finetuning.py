@@ -29,7 +29,7 @@ from vitrail.objectives.supervised import Supervised
 from vitrail.objectives.targets import Targets
 from vitrail.recipes import lookup
 from vitrail.recipes.recipe import Recipe, parse_scope
-from vitrail.training.loop import compile_blocks
+from vitrail.training.compiling import compile_blocks, for_compiling
 from vitrail.training.optimisers import clip_gradients, make_optimiser
 from vitrail.training.scope import apply_scope
 from vitrail.writing import write_aside
@@ -52,7 +52,7 @@ class Tuning:
         self.trained = apply_scope(self.model, scope)
         self.model.recompute = options.recompute
         if options.compile:
-            compile_blocks(self.model)
+            compile_blocks(for_compiling(self.model))
         self.task = Supervised(self.model, recipe)
         self.optimiser = make_optimiser(self.model, recipe.optimiser, recipe.rate)
 

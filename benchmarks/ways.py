@@ -3,7 +3,7 @@
     python benchmarks/ways.py branches                             # parallel branches one after the other, and as one
     python benchmarks/ways.py branches vit_small_patch16_18x2 --drop-path 0.1 --batch 256
     python benchmarks/ways.py skip cait_s24 --drop-path 0.2        # dropped pictures times zero, and left out
-    python benchmarks/ways.py scales                               # residual scales by themselves, and inside the last product
+    python benchmarks/ways.py scales                               # scales of channels by themselves, and inside products
     python benchmarks/ways.py branches vit_tiny_patch16_12x2 --device cpu --batch 2 --size 64 --depth 2 --mode eager --rounds 3
     python benchmarks/ways.py branches vit_tiny_patch16_12x2_ls --errors --device cpu --size 64 --depth 6 --drop-path 0.1
 
@@ -40,12 +40,15 @@ from vitrail.training.devices import begin, choose_device
 
 
 class Way(NamedTuple):
-    """What is compared: words for the first and the second way, what the second does to a network or architecture, models."""
+    """What is compared: words for the first and the second way, models, and how networks and architectures are had the first way.
+
+    The second is how they train by default.
+    """
 
     first: str
     second: str
     models: tuple[tuple[str, float | None], ...]  # and their drop-path rates; None: the paper's
-    change: Callable[[nn.Module], nn.Module] | None = None  # of a network, with the same answers
+    undo: Callable[[nn.Module], nn.Module] | None = None  # for a network, with the same answers
     architecture: tuple[dict[str, Any], dict[str, Any]] = ({"drop_path_kind": "each"}, {"drop_path_kind": "each"})
     lacks: Callable[[Any], str] = lambda architecture: ""  # what there would have to be for the two to differ
 
@@ -55,7 +58,7 @@ WAYS = {
         "one after the other",
         "as one",
         (("vit_small_patch16_18x2", None), ("vit_base_patch16_18x2", None), ("vit_small_patch16_18x2_ls", 0.1)),
-        join_branches,
+        lambda model: join_branches(model, False),
         lacks=lambda found: "" if found.branches > 1 else "has no parallel branches: vit_small_patch16_18x2 has",
     ),
     "skip": Way(
@@ -66,24 +69,24 @@ WAYS = {
         architecture=({"drop_path_kind": "each"}, {"drop_path_kind": "skip"}),
     ),
     "scales": Way(
-        "behind the product",
-        "folded into it",
-        (("cait_s24", None), ("deit3_base_patch16", None), ("patchconvnet_s60", None)),
-        fold_scales,
+        "by themselves",
+        "inside products",
+        (("cait_s24", None), ("deit3_base_patch16", None), ("resmlp_s24", None), ("patchconvnet_s60", None)),
+        lambda model: fold_scales(model, False),
         architecture=({}, {}),  # as their recipes train them
     ),
 }
 
 
 @dataclasses.dataclass(frozen=True)
-class Changed(Contender):
-    """A network the second way."""
+class First(Contender):
+    """A network the first way."""
 
-    change: Callable[[nn.Module], nn.Module] | None = None
+    undo: Callable[[nn.Module], nn.Module] | None = None
 
     def network(self, setting: Setting, device: torch.device) -> nn.Module:
         made = super().network(setting, device)
-        return self.change(made) if self.change is not None else made
+        return self.undo(made) if self.undo is not None else made
 
 
 def both(way: Way, name: str, drop_path: float | None) -> list[Contender]:
@@ -92,7 +95,7 @@ def both(way: Way, name: str, drop_path: float | None) -> list[Contender]:
     first, second = (dataclasses.replace(known, architecture=known.architecture.replace(**depths, **a)) for a in way.architecture)
     if way.lacks(first.architecture):
         raise UserError(f"{name} {way.lacks(first.architecture)}.")
-    return [first, Changed(**vars(second), change=way.change)]
+    return [First(**vars(first), undo=way.undo), second]
 
 
 def passes(model: nn.Module, images: Tensor, wanted: Tensor, rounding: bool) -> list[Tensor]:
@@ -104,7 +107,7 @@ def passes(model: nn.Module, images: Tensor, wanted: Tensor, rounding: bool) -> 
     return [logits.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
 
 
-def errors(contender: Contender, change: Callable, setting: Setting, seed: int, device: torch.device) -> list[float]:
+def errors(contender: Contender, undo: Callable, setting: Setting, seed: int, device: torch.device) -> list[float]:
     """How far from float64, either way: the mean over tensors of the difference's norm by the tensor's.
 
     Left out are gradients that are zero but for rounding, as those of biases before a softmax or a batch norm.
@@ -118,7 +121,7 @@ def errors(contender: Contender, change: Callable, setting: Setting, seed: int, 
     wanted = torch.randn(setting.batch, contender.architecture.classes, device=device)
     right = passes(copy.deepcopy(model).double(), images.double(), wanted, False)
     found, least = [], 1e-9 * max(exact.norm() for exact in right)
-    for network in (model, change(copy.deepcopy(model))):
+    for network in (undo(copy.deepcopy(model)), model):
         values = passes(network, images, wanted, True)
         pairs = [(ours, exact) for ours, exact in zip(values, right, strict=True) if exact.norm() > least]
         found.append(statistics.mean(((ours - exact).norm() / exact.norm()).item() for ours, exact in pairs))
@@ -126,8 +129,8 @@ def errors(contender: Contender, change: Callable, setting: Setting, seed: int, 
 
 
 def print_errors(way: Way, name: str, drop_path: float | None, setting: Setting, rounds: int, device: torch.device) -> None:
-    assert way.change is not None
-    rows = [errors(both(way, name, drop_path)[0], way.change, setting, seed, device) for seed in range(rounds)]
+    assert way.undo is not None
+    rows = [errors(both(way, name, drop_path)[1], way.undo, setting, seed, device) for seed in range(rounds)]
     ratios = [second / first for first, second in rows]
     first, second = (statistics.median(column) for column in zip(*rows, strict=True))
     text = f"{way.first} {first:.2e}, {way.second} {second:.2e}; ratio {statistics.median(ratios):.2f}"
@@ -150,7 +153,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write every round as JSON")
     options = parser.parse_args()
     way = WAYS[options.way]
-    if options.errors and way.change is None:
+    if options.errors and way.undo is None:
         parser.error(f"{options.way}: the two ways draw other coins, so that there is nothing to compare.")
     if options.errors and (options.mode or options.precision or options.out):
         parser.error("--errors compares one eager step in bfloat16 and prints: leave --mode, --precision and --out out.")

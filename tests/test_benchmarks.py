@@ -28,7 +28,7 @@ MODEL = "deit_tiny_patch16"
         ),
         ("ways.py branches vit_tiny_patch16_12x2 --errors --device cpu --batch 2 --size 32 --depth 1 --rounds 1", "as one"),
         ("ways.py skip cait_xxs24 --device cpu --batch 4 --size 32 --depth 1 --mode eager --rounds 1 --drop 0.5", "left out, ms"),
-        ("ways.py scales cait_xxs24 --errors --device cpu --batch 2 --size 32 --depth 1 --rounds 1", "folded into it"),
+        ("ways.py scales cait_xxs24 --errors --device cpu --batch 2 --size 32 --depth 1 --rounds 1", "inside products"),
         (f"optimisers.py {MODEL} --device cpu --rounds 1 --repeats 1", "running mean"),
         (f"gpu.py pairs {MODEL} --device cpu --batch 1 --rounds 1 --modes eager --no-timm --precision fp32 --out OUT", MODEL),
         (f"gpu.py latency {MODEL} --device cpu --rounds 1 --modes own --no-timm --precision fp32 --out OUT", "own"),

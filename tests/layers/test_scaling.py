@@ -18,7 +18,8 @@ from vitrail.models.catalogue import build
 TINY = Architecture(width=32, depth=2, heads=2, classes=5, patch_size=8, image_size=(32, 48), residual="layerscale")
 BARE = {"readout": "mean", "positions": "none"}
 IMAGE = torch.randn(8, 3, 32, 48, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-MAPS = ("linear", "mlp", "conv", "depthwise", "separable")  # no product over channels is last, so that their MLPs alone fold
+MAPS = ("mlp", "conv", "depthwise", "separable")  # no product over channels is last, so that their MLPs alone fold
+PATCHES = {"mixer": "linear", "norm": "affine", **BARE}
 HOOKS = ("register_forward_pre_hook", "register_forward_hook", "register_full_backward_pre_hook", "register_full_backward_hook")
 
 
@@ -71,7 +72,8 @@ def test_the_same_numbers_for_every_paper(name, changes, taken):
     found = passes(fold_scales(model), image)
     assert list(model.state_dict()) == names
     assert far(found, wanted) < 1e-10
-    assert sum(taken) == branches_of(model) // (2 if a.mixer in MAPS else 1)
+    alone = a.mixer in MAPS or (a.mixer == "linear" and a.norm != "affine")
+    assert sum(taken) == branches_of(model) // (2 if alone else 1)
     taken.clear()
     again = passes(fold_scales(model, False), image)
     assert all(torch.equal(value, wanted[name]) for name, value in again.items())
@@ -92,6 +94,11 @@ def test_the_same_numbers_for_every_paper(name, changes, taken):
         {"norm_place": "post"},
         {"branches": 2, "drop_path": 0.3},
         {"branches": 2, "drop_path": 0.3, "drop_path_kind": "skip"},
+        {**PATCHES, "drop_path": 0.3, "drop_path_kind": "skip"},
+        {**PATCHES, "residual": "affine"},
+        {**PATCHES, "residual": "scalar", "activation": "silu"},
+        {**PATCHES, "branches": 2},
+        {"norm": "affine"},
     ],
     ids=str,
 )
@@ -133,6 +140,10 @@ def test_branches_that_are_one_stay_so(monkeypatch, taken):
         ({"residual": "fixup"}, 0),
         ({"residual_frozen": True}, 0),
         ({"dropout": 0.1}, 0),
+        ({"mixer": "linear", **BARE}, 2),
+        ({**PATCHES, "norm_place": "post"}, 2),
+        ({**PATCHES, "residual_frozen": True}, 0),
+        ({**PATCHES, "residual": "plain"}, 0),
         ({"mixer": "mlp", **BARE}, 2),
         ({"mixer": "axial", **BARE}, 2),
         ({"mixer": "separable", **BARE}, 2),
@@ -157,6 +168,25 @@ def test_what_is_frozen(frozen, taken):
     assert taken == [frozen.endswith("bias"), True, True, True]
 
 
+@pytest.mark.parametrize(
+    ("frozen", "folded"),
+    [
+        ("mix.branches.0.norm.weight", [False, True]),
+        ("mix.branches.0.norm.bias", [True, True]),
+        ("mix.branches.0.body.map.weight", [True, True]),
+        ("ffn.branches.0.norm.weight", [True, True]),  # the scale at the end, not the one at the beginning
+        ("ffn.branches.0.body.fc1.weight", [True, True]),
+        ("ffn.branches.0.body.fc2.weight", [True, False]),
+    ],
+)
+def test_what_is_frozen_across_patches(frozen, folded, taken):
+    model = randomise(build(TINY.replace(**PATCHES))).double().train()
+    model.block(0).get_parameter(frozen).requires_grad_(False)
+    wanted, found = passes(model), passes(fold_scales(model))
+    assert far(found, wanted) < 1e-10
+    assert taken == [*folded, True, True]
+
+
 def test_a_product_without_a_bias(taken):
     model = randomise(build(TINY)).double().train()
     model.block(0).ffn.branches[0].body.fc2.bias = None
@@ -176,6 +206,30 @@ def test_who_waits_for_a_call_sees_it(part, hook, taken):
     assert taken == [part in ("", "norm", "drop"), True, True, True]
 
 
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize(
+    ("part", "folded"),
+    [
+        ("mix.branches.0", [True, True]),
+        ("mix.branches.0.norm", [False, True]),
+        ("mix.branches.0.body", [False, True]),
+        ("mix.branches.0.body.map", [False, True]),
+        ("mix.branches.0.scale", [False, True]),
+        ("ffn.branches.0.norm", [True, True]),
+        ("ffn.branches.0.body.fc1", [True, True]),
+        ("ffn.branches.0.body.activation", [True, True]),
+        ("ffn.branches.0.body.fc2", [True, False]),
+    ],
+)
+def test_who_waits_for_a_call_across_patches_sees_it(part, folded, hook, taken):
+    model = randomise(build(TINY.replace(**PATCHES))).double().train()
+    wanted, seen = passes(model), []
+    getattr(fold_scales(model).block(0).get_submodule(part), hook)(lambda *_: seen.append(1))
+    assert far(passes(model), wanted) < 1e-10
+    assert seen == [1]
+    assert taken == [*folded, True, True]
+
+
 def test_nobody_is_passed_over(taken):
     """Evaluation, float16 and export have the scale by itself."""
     model, image = fold_scales(randomise(build(TINY))).train(), IMAGE.float()
@@ -191,7 +245,7 @@ def test_nobody_is_passed_over(taken):
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"residual": "affine"}, {"mixer": "talking_heads"}, {"mixer": "patchconv", **BARE}], ids=str
+    "changes", [{}, {"residual": "affine"}, {"mixer": "talking_heads"}, {"mixer": "patchconv", **BARE}, PATCHES], ids=str
 )
 def test_bfloat16_is_as_near_as_before(changes):
     """Both ways against float64, each kind of a branch's parameters by itself, over a few starts."""
@@ -271,7 +325,7 @@ def test_less_is_kept(changes, share, backend, tensors):
     assert single - folded_single == pytest.approx(tensors * 4 * tokens * share - weights, abs=rows)
 
 
-@pytest.mark.parametrize("changes", [{}, {"mixer": "talking_heads"}, {"mixer": "patchconv", **BARE}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"mixer": "talking_heads"}, {"mixer": "patchconv", **BARE}, PATCHES], ids=str)
 def test_a_compiled_block_is_one_graph(changes):
     model = randomise(build(TINY.replace(depth=3, drop_path=0.4, drop_path_schedule="linear", **changes))).train()
     wanted = passes(fold_scales(model), IMAGE.float())

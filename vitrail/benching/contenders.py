@@ -21,6 +21,7 @@ from vitrail.objectives.supervised import Supervised
 from vitrail.objectives.targets import Targets
 from vitrail.recipes.catalogue import recipes
 from vitrail.recipes.recipe import Objective, Recipe
+from vitrail.training.compiling import for_compiling
 from vitrail.training.preparing import located
 from vitrail.weights import load
 
@@ -55,7 +56,9 @@ class Contender:
         """A fresh network on the device."""
         architecture = self.at(setting)
         if self.project == "vitrail":
-            return build(architecture, self.name, device)
+            network = build(architecture, self.name, device)
+            compiled = setting.task == "train" and setting.mode != "eager"
+            return for_compiling(network) if compiled else network
         # Made on the host first: timm's way of spacing its rates reads numbers, which a device context would break.
         return make_timm(self.foreign, architecture, bool(setting.depth)).to(device)
 

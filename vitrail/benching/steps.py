@@ -15,7 +15,7 @@ from vitrail.recipes.recipe import Optimiser
 from vitrail.shipping.graphing import LARGEST
 from vitrail.shipping.optimising import optimise
 from vitrail.training.capturing import Captured
-from vitrail.training.loop import compile_blocks
+from vitrail.training.compiling import compile_blocks
 from vitrail.training.optimisers import make_optimiser
 from vitrail.training.planning import random_targets
 

@@ -113,7 +113,7 @@ def hidden(branches: Sequence[Branch], x: Tensor) -> Tensor:
 def entering(branch: Branch, layer: nn.Linear) -> tuple[Tensor, Tensor]:
     """What a norm learned inside the product behind it: W(γx + β) + b = (Wγ)x + (Wβ + b)."""
     norm = branch.norm
-    assert isinstance(norm, nn.LayerNorm)
+    assert isinstance(norm, nn.LayerNorm | Affine)
     shift = (layer.weight * norm.bias).sum(1)  # no product of matrices, which autocast would round
     return layer.weight * norm.weight, shift if layer.bias is None else layer.bias + shift
 

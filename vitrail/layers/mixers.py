@@ -150,13 +150,16 @@ class AcrossPatches(nn.Linear):
     """A linear map over the patches of [B, N, D], each channel by itself: one small product for each picture, no transposes."""
 
     def forward(self, x: Tensor) -> Tensor:
+        out = self.product(x)
+        return out + self.bias.to(out.dtype)[:, None]
+
+    def product(self, x: Tensor) -> Tensor:
         weight = self.weight
         if not x.is_meta and torch.is_autocast_enabled(x.device.type):  # before it is repeated, not after
             weight = weight.to(torch.get_autocast_dtype(x.device.type))
         if x.is_cuda:
             weight = F.pad(weight, (0, -weight.shape[1] % 8))[:, : weight.shape[1]]  # rows begin where a wide load may
-        out = torch.bmm(weight.expand(x.shape[0], -1, -1), x)
-        return out + self.bias.to(out.dtype)[:, None]
+        return torch.bmm(weight.expand(x.shape[0], -1, -1), x)
 
 
 class PatchLinear(nn.Module):

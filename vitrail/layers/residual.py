@@ -148,19 +148,19 @@ class Branch(nn.Module):
         self.folded: Callable[[Branch, Tensor, Layout, nn.Module | None], Tensor | None] | None = None  # see `scaling`
 
     def forward(self, x: Tensor, layout: Layout, relative: nn.Module | None = None) -> Tensor:
-        return self.drop(self.update(self.norm(x), layout, relative))
+        return self.drop(self.update(x, layout, relative))
 
     def update(self, x: Tensor, layout: Layout, relative: nn.Module | None = None) -> Tensor:
         if self.folded is not None and self.training:
             folded = self.folded(self, x, layout, relative)
             if folded is not None:
                 return folded
-        return through(self.scale, self.body(x, layout, relative))
+        return through(self.scale, self.body(self.norm(x), layout, relative))
 
     def add(self, total: Tensor, x: Tensor, layout: Layout, relative: nn.Module | None = None) -> Tensor:
         """total plus the branch, which is not computed for images that drop it."""
         kept = self.drop.kept(x)
-        update = self.update(self.norm(take(x, kept)), layout, relative)
+        update = self.update(take(x, kept), layout, relative)
         return total + put(update * (x.shape[0] / kept.rows.shape[0]), kept).to(total.dtype)
 
 

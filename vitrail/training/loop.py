@@ -30,6 +30,7 @@ from vitrail.recipes.recipe import Recipe
 from vitrail.training.averaging import Average
 from vitrail.training.capturing import Captured
 from vitrail.training.checkpoints import Checkpoints
+from vitrail.training.compiling import compile_blocks, for_compiling
 from vitrail.training.devices import Devices, Sharding, without_reduction, wrap
 from vitrail.training.display import Display
 from vitrail.training.metrics import Metrics, as_json, merit
@@ -103,7 +104,7 @@ class Training:
         self.model.to(device)
         self.model.recompute = self.options.recompute
         if self.options.compile:
-            compile_blocks(self.model)
+            compile_blocks(for_compiling(self.model))
         self.guide = self.guide or Guide(recipe, self.model, self.train.source, device)
         task = Supervised(self.model, recipe)
         self.module = wrap(task, self.model, self.devices, self.options.sharding)
@@ -290,16 +291,6 @@ class Training:
             save_artefact(self.folder / "best.safetensors", self.model, self.recipe, self.best, self.best_weights)
         self.best_weights = None
         save_state(self)
-
-
-def compile_blocks(model: Model) -> None:
-    """Compile block by block: blocks are alike, so one graph serves all, in seconds instead of minutes."""
-    config = torch._dynamo.config
-    config.recompile_limit = max(config.recompile_limit, 2 * len(model.blocks) + 8)  # drop-path rates may differ
-    for block in model.blocks:
-        block.compile()
-    if model.architecture.stem != "linear":  # which is one kernel already
-        model.stem.compile()
 
 
 def seed_generators(seed: int, device: torch.device) -> None:
