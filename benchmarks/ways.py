@@ -40,15 +40,12 @@ from vitrail.training.devices import begin, choose_device
 
 
 class Way(NamedTuple):
-    """What is compared: words for the first and the second way, models, and how networks and architectures are had the first way.
-
-    The second is how they train by default.
-    """
+    """What is compared: words for the first and the second way, what makes a network or an architecture the one or the other."""
 
     first: str
     second: str
     models: tuple[tuple[str, float | None], ...]  # and their drop-path rates; None: the paper's
-    undo: Callable[[nn.Module], nn.Module] | None = None  # for a network, with the same answers
+    change: Callable[[nn.Module, bool], nn.Module] | None = None  # of a network, whose answers stay the same
     architecture: tuple[dict[str, Any], dict[str, Any]] = ({"drop_path_kind": "each"}, {"drop_path_kind": "each"})
     lacks: Callable[[Any], str] = lambda architecture: ""  # what there would have to be for the two to differ
 
@@ -58,7 +55,7 @@ WAYS = {
         "one after the other",
         "as one",
         (("vit_small_patch16_18x2", None), ("vit_base_patch16_18x2", None), ("vit_small_patch16_18x2_ls", 0.1)),
-        lambda model: join_branches(model, False),
+        join_branches,
         lacks=lambda found: "" if found.branches > 1 else "has no parallel branches: vit_small_patch16_18x2 has",
     ),
     "skip": Way(
@@ -72,21 +69,22 @@ WAYS = {
         "by themselves",
         "inside products",
         (("cait_s24", None), ("deit3_base_patch16", None), ("resmlp_s24", None), ("patchconvnet_s60", None)),
-        lambda model: fold_scales(model, False),
+        fold_scales,
         architecture=({}, {}),  # as their recipes train them
     ),
 }
 
 
 @dataclasses.dataclass(frozen=True)
-class First(Contender):
-    """A network the first way."""
+class Changed(Contender):
+    """A network the first way or the second."""
 
-    undo: Callable[[nn.Module], nn.Module] | None = None
+    change: Callable[[nn.Module, bool], nn.Module] | None = None
+    second: bool = False
 
     def network(self, setting: Setting, device: torch.device) -> nn.Module:
         made = super().network(setting, device)
-        return self.undo(made) if self.undo is not None else made
+        return self.change(made, self.second) if self.change is not None else made
 
 
 def both(way: Way, name: str, drop_path: float | None) -> list[Contender]:
@@ -95,7 +93,7 @@ def both(way: Way, name: str, drop_path: float | None) -> list[Contender]:
     first, second = (dataclasses.replace(known, architecture=known.architecture.replace(**depths, **a)) for a in way.architecture)
     if way.lacks(first.architecture):
         raise UserError(f"{name} {way.lacks(first.architecture)}.")
-    return [First(**vars(first), undo=way.undo), second]
+    return [Changed(**vars(each), change=way.change, second=each is second) for each in (first, second)]
 
 
 def passes(model: nn.Module, images: Tensor, wanted: Tensor, rounding: bool) -> list[Tensor]:
@@ -107,7 +105,7 @@ def passes(model: nn.Module, images: Tensor, wanted: Tensor, rounding: bool) -> 
     return [logits.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
 
 
-def errors(contender: Contender, undo: Callable, setting: Setting, seed: int, device: torch.device) -> list[float]:
+def errors(contender: Contender, change: Callable, setting: Setting, seed: int, device: torch.device) -> list[float]:
     """How far from float64, either way: the mean over tensors of the difference's norm by the tensor's.
 
     Left out are gradients that are zero but for rounding, as those of biases before a softmax or a batch norm.
@@ -121,7 +119,8 @@ def errors(contender: Contender, undo: Callable, setting: Setting, seed: int, de
     wanted = torch.randn(setting.batch, contender.architecture.classes, device=device)
     right = passes(copy.deepcopy(model).double(), images.double(), wanted, False)
     found, least = [], 1e-9 * max(exact.norm() for exact in right)
-    for network in (undo(copy.deepcopy(model)), model):
+    for second in (False, True):
+        network = change(copy.deepcopy(model), second)
         values = passes(network, images, wanted, True)
         pairs = [(ours, exact) for ours, exact in zip(values, right, strict=True) if exact.norm() > least]
         found.append(statistics.mean(((ours - exact).norm() / exact.norm()).item() for ours, exact in pairs))
@@ -129,8 +128,8 @@ def errors(contender: Contender, undo: Callable, setting: Setting, seed: int, de
 
 
 def print_errors(way: Way, name: str, drop_path: float | None, setting: Setting, rounds: int, device: torch.device) -> None:
-    assert way.undo is not None
-    rows = [errors(both(way, name, drop_path)[1], way.undo, setting, seed, device) for seed in range(rounds)]
+    assert way.change is not None
+    rows = [errors(both(way, name, drop_path)[0], way.change, setting, seed, device) for seed in range(rounds)]
     ratios = [second / first for first, second in rows]
     first, second = (statistics.median(column) for column in zip(*rows, strict=True))
     text = f"{way.first} {first:.2e}, {way.second} {second:.2e}; ratio {statistics.median(ratios):.2f}"
@@ -153,7 +152,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write every round as JSON")
     options = parser.parse_args()
     way = WAYS[options.way]
-    if options.errors and way.undo is None:
+    if options.errors and way.change is None:
         parser.error(f"{options.way}: the two ways draw other coins, so that there is nothing to compare.")
     if options.errors and (options.mode or options.precision or options.out):
         parser.error("--errors compares one eager step in bfloat16 and prints: leave --mode, --precision and --out out.")
