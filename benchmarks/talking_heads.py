@@ -6,13 +6,15 @@
 
 A row is the attention alone, without the projections around it: the plain path eager and compiled, and the kernels, as they are
 and once for each `--tiling`, which gives other values to fields of `Tiling` in `vitrail/layers/kernels/talking_heads.py`. `infer`
-is a forward without gradients, `train` forward and backward. The contenders take turns in every round; printed are the median of
-the rounds, half the spread, and the most memory that a run held beyond its inputs. It needs a GPU.
+is a forward without gradients, `train` forward and backward, each as one CUDA graph, as a training's step is. The contenders take
+turns in every round; printed are the median of the rounds, half the spread, and the most memory a run held beyond its inputs.
+It needs a GPU.
 """
 
 import argparse
 import json
 import statistics
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -66,6 +68,19 @@ class Contender:
         self()
         return (torch.cuda.max_memory_allocated() - start) / 1e6
 
+    def captured(self) -> Callable[[], None]:
+        """A run as a graph, whose kernels do not wait for the host."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                self()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self()
+        return graph.replay
+
 
 def no_kernel(qkv: Tensor) -> None:
     return None
@@ -73,15 +88,15 @@ def no_kernel(qkv: Tensor) -> None:
 
 def tilings(texts: list[str]) -> "dict[str, Tiling]":
     """The kernels' own tiling, and others that are given as `name=value,name=value`."""
-    from vitrail.layers.kernels.talking_heads import TILING
+    from vitrail.layers.kernels.talking_heads import Tiling
 
-    found = {"fused": TILING}
+    found = {"fused": Tiling()}
     for text in texts:
         try:
             fields = dict(part.split("=") for part in text.split(","))
-            found[f"fused, {text}"] = TILING._replace(**{name: int(value) for name, value in fields.items()})
+            found[f"fused, {text}"] = Tiling()._replace(**{name: int(value) for name, value in fields.items()})
         except ValueError as problem:
-            raise UserError(f"--tiling {text}: {problem}; the fields are {TILING}.") from None
+            raise UserError(f"--tiling {text}: {problem}; the fields are {Tiling()}.") from None
     return found
 
 
@@ -99,13 +114,15 @@ def measure(shape: list[int], train: bool, options: argparse.Namespace) -> dict:
     contenders |= {name: Contender(shape, train, tiling) for name, tiling in tilings(options.tiling).items()}
     if options.compile:
         contenders["plain, compiled"] = Contender(shape, train, compiled=True)
-    times = in_turns(dict(contenders), "cuda", options.rounds, options.repeats)
+    sizes = {name: round(contender.memory(), 1) for name, contender in contenders.items()}
+    runs = {name: contender.captured() for name, contender in contenders.items()}
+    times = in_turns(runs, "cuda", options.rounds, options.repeats)
     return {
         "shape": shape,
         "step": "train" if train else "infer",
         "milliseconds": {name: round(1e3 * statistics.median(each), 3) for name, each in times.items()},
         "half_spread": {name: round(half_spread(each), 3) for name, each in times.items()},
-        "megabytes": {name: round(contender.memory(), 1) for name, contender in contenders.items()},
+        "megabytes": sizes,
     }
 
 

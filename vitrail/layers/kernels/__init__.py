@@ -30,6 +30,11 @@ def shared_memory(device: int | None) -> int:
 
 
 @cache
+def multiprocessors(device: int | None) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
 def capability(device: int | None) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vitrail.layers.kernels import shared_memory
+from vitrail.layers.kernels import multiprocessors, shared_memory
 
 LINES = tl.constexpr(16)  # of a tile of the mixing: the least that the matrix units multiply
 
@@ -38,8 +38,8 @@ class Tiling(NamedTuple):
     """
 
     part_bytes: int = 32 << 20  # of all matrices [pictures, H, N, L] of a pass, or one picture if its own have more
-    forward: int = 2  # tiles of lines that a program mixes
-    backward: int = 4
+    forward: int = 4  # programs of a multiprocessor that mix: each takes a tile of lines after another
+    backward: int = 2
     forward_columns: int = 64  # of a tile of lines that a warp holds
     backward_columns: int = 32
     registers: int = 128  # most for a thread that mixes: more would leave room for too few programs
@@ -146,12 +146,14 @@ def softmax(mixed, column, count):
 
 
 @triton.jit
-def lines(first, column, count, length, H: tl.constexpr):
-    """Places [WIDE, LINES] in a picture's matrices of all heads' rows from `first` on, and which of them there are."""
-    line = tl.arange(0, LINES)
-    row = first + line // H
-    inside = (line < LINES // H * H) & (row < count)
-    return (line % H * count + row)[None, :] * length + column[:, None], inside[None, :] & (column < length)[:, None]
+def lines(tile, column, count, length, H: tl.constexpr):
+    """Places [WIDE, LINES] in matrices [B, H, N, L] of the rows of a tile, of all heads, and which of them there are."""
+    TALL: tl.constexpr = LINES // H  # rows of a tile
+    line, rows = tl.arange(0, LINES), tl.cdiv(count, TALL)
+    row = tile % rows * TALL + line // H
+    inside = (line < TALL * H) & (row < count)
+    place = (line % H * count + row)[None, :] * length + column[:, None]
+    return (tile // rows).to(tl.int64) * H * count * length + place, inside[None, :] & (column < length)[:, None]
 
 
 @triton.jit
@@ -161,33 +163,29 @@ def line_products(left, right, acc, SLICES: tl.constexpr):
     return multiply(tl.permute(tl.reshape(left, shape), (0, 2, 1)), tl.reshape(right, shape), acc)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["tiles", "count"])
 def mix_kernel(
     scores,  # [B, H, N, L], replaced by the weights
     before,  # [H, H]
     after,
     bias,  # [H]
+    tiles,
     count,
     length,
     H: tl.constexpr,
     WIDE: tl.constexpr,
-    TILES: tl.constexpr,
 ):
-    TALL: tl.constexpr = LINES // H  # rows of a tile
-    blocks = tl.cdiv(count, TALL * TILES)
-    scores += (tl.program_id(0) // blocks).to(tl.int64) * H * count * length
-    start, column = tl.program_id(0) % blocks * TALL * TILES, tl.arange(0, WIDE)
     before, after = load_mixing(before, H, False), load_mixing(after, H, False)
-    shift = tl.load(bias + tl.arange(0, LINES) % H)[None, :]
-    for tile in range(TILES):
-        place, inside = lines(start + tile * TALL, column, count, length, H)
+    shift, column = tl.load(bias + tl.arange(0, LINES) % H)[None, :], tl.arange(0, WIDE)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        place, inside = lines(tile, column, count, length, H)
         score = tl.load(scores + place, inside, 0.0)
         share = softmax(mix(score, before), column, count)
         weight = mix(share.to(score.dtype), after) + shift
         tl.store(scores + place, weight.to(score.dtype), inside)
 
 
-@triton.jit(do_not_specialize=["count", "programs"])
+@triton.jit(do_not_specialize=["tiles", "count"])
 def mix_backward_kernel(
     scores,  # [B, H, N, L], replaced by the weights
     grads,  # [B, H, N, L]: of the weights, replaced by those of the scores
@@ -195,26 +193,20 @@ def mix_backward_kernel(
     after,
     bias,
     sums,  # [2, programs, LINES, LINES]: to these the gradients of `before` and `after` are added
+    tiles,
     count,
     length,
-    programs,
     H: tl.constexpr,
     WIDE: tl.constexpr,
-    TILES: tl.constexpr,
     SLICES: tl.constexpr,
 ):
-    TALL: tl.constexpr = LINES // H
-    blocks = tl.cdiv(count, TALL * TILES)
-    offset = (tl.program_id(0) // blocks).to(tl.int64) * H * count * length
-    scores, grads = scores + offset, grads + offset
-    start, column = tl.program_id(0) % blocks * TALL * TILES, tl.arange(0, WIDE)
     before_back, after_back = load_mixing(before, H, True), load_mixing(after, H, True)
     before, after = load_mixing(before, H, False), load_mixing(after, H, False)
-    shift = tl.load(bias + tl.arange(0, LINES) % H)[None, :]
+    shift, column = tl.load(bias + tl.arange(0, LINES) % H)[None, :], tl.arange(0, WIDE)
     grad_before = tl.zeros([SLICES, LINES, LINES], tl.float32)
     grad_after = tl.zeros([SLICES, LINES, LINES], tl.float32)
-    for tile in range(TILES):
-        place, inside = lines(start + tile * TALL, column, count, length, H)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        place, inside = lines(tile, column, count, length, H)
         score, grad = tl.load(scores + place, inside, 0.0), tl.load(grads + place, inside, 0.0)
         share = softmax(mix(score, before), column, count)
         rounded = share.to(score.dtype)
@@ -229,7 +221,7 @@ def mix_backward_kernel(
     own = sums + tl.program_id(0).to(tl.int64) * LINES * LINES
     own += tl.arange(0, LINES)[:, None] * LINES + tl.arange(0, LINES)[None, :]
     tl.store(own, tl.load(own) + tl.sum(grad_before, 0))
-    own += programs.to(tl.int64) * LINES * LINES
+    own += tl.num_programs(0).to(tl.int64) * LINES * LINES
     tl.store(own, tl.load(own) + tl.sum(grad_after, 0))
 
 
@@ -331,6 +323,7 @@ class Plan:
         self.matrices = qkv.new_empty(matrices, self.pictures, heads, count, length).unbind()
         self.sizes, self.scale, self.heads, self.rows = (count, length), 1 / math.sqrt(width), heads, LINES.value // heads
         self.wide, padded = (max(16, triton.next_power_of_2(each)) for each in (count, width))
+        self.multiprocessors = multiprocessors(qkv.device.index) if qkv.is_cuda else 1
         roomy = qkv.is_cuda and shared_memory(qkv.device.index) >= 120_000
         self.mix_stages = TILING.mix_stages if roomy and self.wide <= 1024 else 1
         self.product = {"H": heads, "D": width, "PADDED": padded, "ROWS": TILING.rows}
@@ -348,15 +341,19 @@ class Plan:
         scores, grads = self.matrices if gradient is not None else (*self.matrices, None)
         scores_kernel[grid](qkv, scores, gradient, grads, self.scale, *self.sizes, COLUMNS=TILING.columns, **self.product)
 
-    def mixing(self, tiles: int, columns: int) -> dict[str, int]:
+    def mixing(self, columns: int) -> dict[str, int]:
         """Constants of a kernel that mixes, whose warps hold so many columns each."""
         warps = min(16, max(4, self.wide // columns))
-        constants = {"H": self.heads, "WIDE": self.wide, "TILES": tiles}
+        constants = {"H": self.heads, "WIDE": self.wide}
         return constants | {"num_warps": warps, "num_stages": self.mix_stages, "maxnreg": TILING.registers}
 
-    def blocks(self, tiles: int) -> int:
-        """Programs that mix a picture."""
-        return triton.cdiv(self.sizes[0], self.rows * tiles)
+    def tiles(self, pictures: int) -> int:
+        """Tiles of lines of so many pictures."""
+        return pictures * triton.cdiv(self.sizes[0], self.rows)
+
+    def programs(self, share: int) -> int:
+        """Programs that mix, so many on every multiprocessor."""
+        return min(self.tiles(self.pictures), share * self.multiprocessors)
 
 
 @torch.library.custom_op("vitrail::talking_heads", mutates_args=())
@@ -368,11 +365,11 @@ def talking_heads(qkv: Tensor, before: Tensor, shift: Tensor, after: Tensor, bia
     qkv, plan, (batch, count, _, heads, width) = qkv.contiguous(), Plan(qkv, 1), qkv.shape
     out, (scores,) = qkv.new_empty(batch, count, heads, width), plan.matrices
     weights = [each.float().contiguous() for each in (before, after, bias)]
-    blocks, constants = plan.blocks(TILING.forward), plan.mixing(TILING.forward, TILING.forward_columns)
+    grid, constants = (plan.programs(TILING.forward),), plan.mixing(TILING.forward_columns)
     with torch.cuda.device_of(qkv):
         for part, target in plan.parts(qkv, out):
             plan.score(part)
-            mix_kernel[(len(part) * blocks,)](scores, *weights, *plan.sizes, **constants)
+            mix_kernel[grid](scores, *weights, plan.tiles(len(part)), *plan.sizes, **constants)
             gather_kernel[plan.grid(part)](scores, part, target, *plan.sizes, STEP=TILING.step, **plan.product)
     return out
 
@@ -391,14 +388,13 @@ def talking_heads_backward(
     gradient, qkv, plan, heads = gradient.contiguous(), qkv.contiguous(), Plan(qkv, 2), qkv.shape[3]
     grad, (scores, grads) = torch.empty_like(qkv), plan.matrices
     weights = [each.float().contiguous() for each in (before, after, bias)]
-    blocks, constants = plan.blocks(TILING.backward), plan.mixing(TILING.backward, TILING.backward_columns)
+    grid, constants = (plan.programs(TILING.backward),), plan.mixing(TILING.backward_columns)
     constants["SLICES"] = min(constants["num_warps"], plan.wide // 16)
-    programs = plan.pictures * blocks
-    sums = qkv.new_zeros(2, programs, LINES.value, LINES.value, dtype=torch.float32)
+    sums = qkv.new_zeros(2, *grid, LINES.value, LINES.value, dtype=torch.float32)
     with torch.cuda.device_of(qkv):
         for part, given, target in plan.parts(qkv, gradient, grad):
             plan.score(part, given)
-            mix_backward_kernel[(len(part) * blocks,)](scores, grads, *weights, sums, *plan.sizes, programs, **constants)
+            mix_backward_kernel[grid](scores, grads, *weights, sums, plan.tiles(len(part)), *plan.sizes, **constants)
             gather_backward_kernel[plan.grid(part, 3)](
                 scores, grads, part, given, target, plan.scale, *plan.sizes, STEP=TILING.step, **plan.product
             )
