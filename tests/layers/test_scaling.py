@@ -11,6 +11,8 @@ from tests.models.test_every_model import loss, randomise
 from tests.small import structures
 from vitrail.layers import joining, scaling
 from vitrail.layers.joining import join_branches
+from vitrail.layers.mixers import PatchLinear
+from vitrail.layers.residual import Branch
 from vitrail.layers.scaling import fold_scales
 from vitrail.models.architecture import Architecture
 from vitrail.models.catalogue import build
@@ -18,23 +20,41 @@ from vitrail.models.catalogue import build
 TINY = Architecture(width=32, depth=2, heads=2, classes=5, patch_size=8, image_size=(32, 48), residual="layerscale")
 BARE = {"readout": "mean", "positions": "none"}
 IMAGE = torch.randn(8, 3, 32, 48, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-MAPS = ("mlp", "conv", "depthwise", "separable")  # no product over channels is last, so that their MLPs alone fold
 PATCHES = {"mixer": "linear", "norm": "affine", **BARE}
 HOOKS = ("register_forward_pre_hook", "register_forward_hook", "register_full_backward_pre_hook", "register_full_backward_hook")
 
 
 @pytest.fixture
 def taken(monkeypatch):
-    """For every branch in turn, whether its scale was part of a product."""
-    answers, wanted = [], scaling.folded
+    """For every branch in turn, which scales were part of a product: "in" that of the norm, "out" that of the residual."""
+    answers, wanted = [], {name: getattr(scaling, name) for name in ("folded", "entering", "leaving", "across_patches")}
 
-    def noted(*arguments):
-        found = wanted(*arguments)
-        answers.append(found is not None)
-        return found
+    def folded(*arguments):
+        answers.append("")
+        return wanted["folded"](*arguments)
 
-    monkeypatch.setattr(scaling, "folded", noted)
+    def said(name, word):
+        def run(*arguments):
+            found = wanted[name](*arguments)
+            answers[-1] += word if found is not None else ""
+            return found
+
+        return run
+
+    monkeypatch.setattr(scaling, "folded", folded)
+    for name, word in (("entering", "in"), ("leaving", "out"), ("across_patches", "inout")):
+        monkeypatch.setattr(scaling, name, said(name, word))
     return answers
+
+
+def expected(model):
+    """What the branches of a whole model fold."""
+    a = model.architecture
+    enters = "in" if a.norm in ("layer", "affine") and a.norm_place == "pre" and a.residual != "fixup" else ""
+    leaves = "out" if a.residual in ("layerscale", "affine", "scalar", "rezero", "skipinit") and not a.dropout else ""
+    across = "inout" if enters and leaves and a.norm == "affine" else ""
+    bodies = [part.body for part in model.modules() if isinstance(part, Branch)]
+    return [enters + leaves if type(body) in scaling.ENDS else across if type(body) is PatchLinear else "" for body in bodies]
 
 
 def passes(model, image=IMAGE, rounding=False):
@@ -55,25 +75,20 @@ def far(found, wanted):
     )
 
 
-def branches_of(model):
-    return sum(len(residual.branches) for block in model.blocks for residual in block.residuals().values())
-
-
-PAPERS = [name for name, a in structures().items() if a.residual in ("layerscale", "affine", "scalar")]
+PAPERS = structures()
 
 
 @pytest.mark.parametrize("changes", [{}, {"drop_path": 0.4}, {"drop_path": 0.4, "drop_path_kind": "skip"}], ids=str)
 @pytest.mark.parametrize("name", PAPERS)
 def test_the_same_numbers_for_every_paper(name, changes, taken):
-    a = structures()[name].replace(**changes)
+    a = PAPERS[name].replace(**changes)
     model = randomise(build(a)).double().train()
-    image = torch.randn(5, 3, *a.image_size, dtype=torch.float64)
+    image = torch.randn(5, a.channels, *a.image_size, dtype=torch.float64)
     names, wanted = list(model.state_dict()), passes(model, image)
     found = passes(fold_scales(model), image)
     assert list(model.state_dict()) == names
     assert far(found, wanted) < 1e-10
-    alone = a.mixer in MAPS or (a.mixer == "linear" and a.norm != "affine")
-    assert sum(taken) == branches_of(model) // (2 if alone else 1)
+    assert taken == expected(model)
     taken.clear()
     again = passes(fold_scales(model, False), image)
     assert all(torch.equal(value, wanted[name]) for name, value in again.items())
@@ -106,7 +121,7 @@ def test_the_same_numbers(changes, taken):
     model = randomise(build(TINY.replace(**changes))).double().train()
     wanted = passes(model)
     assert far(passes(fold_scales(model)), wanted) < 1e-10
-    assert taken == branches_of(model) * [True]
+    assert taken == expected(model)
     model.recompute = model.architecture.norm != "batch"
     assert far(passes(model), wanted) < 1e-10
 
@@ -116,7 +131,7 @@ def test_a_scale_of_zero_learns(taken):
     nn.init.normal_(model.head.weight)
     wanted, found = passes(model), passes(fold_scales(model))
     assert far(found, wanted) < 1e-10
-    assert all(taken)
+    assert taken == 4 * ["inout"]
     assert all(found[name].abs().max() > 0 for name in found if name.endswith("scale.weight"))
 
 
@@ -129,54 +144,73 @@ def test_branches_that_are_one_stay_so(monkeypatch, taken):
     assert (len(joined), taken) == (4, [])
     model.block(0).mix.branches[1].body.qkv.register_forward_hook(lambda *_: None)  # joined no more, folded nevertheless
     assert far(passes(model), wanted) < 1e-10
-    assert taken == [True, True]
+    assert taken == ["inout", "out"]
 
 
 @pytest.mark.parametrize(
     ("changes", "folded"),
     [
-        ({"residual": "plain"}, 0),
-        ({"residual": "constant", "residual_start": 0.5}, 0),
-        ({"residual": "fixup"}, 0),
-        ({"residual_frozen": True}, 0),
-        ({"dropout": 0.1}, 0),
-        ({"mixer": "linear", **BARE}, 2),
-        ({**PATCHES, "norm_place": "post"}, 2),
-        ({**PATCHES, "residual_frozen": True}, 0),
-        ({**PATCHES, "residual": "plain"}, 0),
-        ({"mixer": "mlp", **BARE}, 2),
-        ({"mixer": "axial", **BARE}, 2),
-        ({"mixer": "separable", **BARE}, 2),
+        ({"residual": "plain", "norm": "batch"}, ["", ""]),
+        ({"residual": "constant", "residual_start": 0.5}, ["in", "in"]),
+        ({"residual": "fixup"}, ["", ""]),
+        ({"residual_frozen": True}, ["in", "in"]),
+        ({"dropout": 0.1}, ["in", "in"]),
+        ({"mixer": "linear", **BARE}, ["", "inout"]),
+        ({**PATCHES, "norm_place": "post"}, ["", "out"]),
+        ({**PATCHES, "residual_frozen": True}, ["", "in"]),
+        ({**PATCHES, "residual": "plain"}, ["", "in"]),
+        ({"mixer": "mlp", **BARE}, ["", "inout"]),
+        ({"mixer": "axial", **BARE}, ["", "inout"]),
+        ({"mixer": "separable", **BARE}, ["", "inout"]),
     ],
     ids=str,
 )
 def test_what_does_not_fit_runs_as_before(changes, folded, taken):
     model = randomise(build(TINY.replace(**changes))).double().train()
     wanted, found = passes(model), passes(fold_scales(model))
-    assert sum(taken) == folded
+    assert taken == 2 * folded
     assert far(found, wanted) < 1e-10
-    assert folded or all(torch.equal(value, wanted[name]) for name, value in found.items())
-
-
-@pytest.mark.parametrize("frozen", ["body.proj.weight", "body.proj.bias", "scale.weight"])
-def test_what_is_frozen(frozen, taken):
-    """A product that does not learn would have to keep what goes into it; a bias is no matter."""
-    model = randomise(build(TINY)).double().train()
-    model.block(0).mix.branches[0].get_parameter(frozen).requires_grad_(False)
-    wanted, found = passes(model), passes(fold_scales(model))
-    assert far(found, wanted) < 1e-10
-    assert taken == [frozen.endswith("bias"), True, True, True]
+    assert any(folded) or all(torch.equal(value, wanted[name]) for name, value in found.items())
 
 
 @pytest.mark.parametrize(
     ("frozen", "folded"),
     [
-        ("mix.branches.0.norm.weight", [False, True]),
-        ("mix.branches.0.norm.bias", [True, True]),
-        ("mix.branches.0.body.map.weight", [True, True]),
-        ("ffn.branches.0.norm.weight", [True, True]),  # the scale at the end, not the one at the beginning
-        ("ffn.branches.0.body.fc1.weight", [True, True]),
-        ("ffn.branches.0.body.fc2.weight", [True, False]),
+        ("body.proj.weight", "in"),
+        ("body.proj.bias", "inout"),
+        ("scale.weight", "in"),
+        ("norm.weight", "out"),
+        ("norm.bias", "inout"),
+        ("body.qkv.weight", "out"),
+    ],
+)
+def test_what_is_frozen(frozen, folded, taken):
+    """A product that does not learn would have to keep what goes into it; a bias is no matter."""
+    model = randomise(build(TINY)).double().train()
+    model.block(0).mix.branches[0].get_parameter(frozen).requires_grad_(False)
+    wanted, found = passes(model), passes(fold_scales(model))
+    assert far(found, wanted) < 1e-10
+    assert taken == [folded, "inout", "inout", "inout"]
+
+
+def test_a_norm_without_a_shift(taken):
+    model = randomise(build(TINY)).double().train()
+    model.block(0).mix.branches[0].norm.bias = None
+    wanted, found = passes(model), passes(fold_scales(model))
+    assert far(found, wanted) < 1e-10
+    assert taken == ["out", "inout", "inout", "inout"]
+
+
+@pytest.mark.parametrize(
+    ("frozen", "folded"),
+    [
+        ("mix.branches.0.norm.weight", ["", "inout"]),
+        ("mix.branches.0.norm.bias", ["inout", "inout"]),
+        ("mix.branches.0.body.map.weight", ["inout", "inout"]),
+        ("mix.branches.0.scale.weight", ["", "inout"]),
+        ("ffn.branches.0.norm.weight", ["inout", "out"]),
+        ("ffn.branches.0.body.fc1.weight", ["inout", "out"]),
+        ("ffn.branches.0.body.fc2.weight", ["inout", "in"]),
     ],
 )
 def test_what_is_frozen_across_patches(frozen, folded, taken):
@@ -184,7 +218,7 @@ def test_what_is_frozen_across_patches(frozen, folded, taken):
     model.block(0).get_parameter(frozen).requires_grad_(False)
     wanted, found = passes(model), passes(fold_scales(model))
     assert far(found, wanted) < 1e-10
-    assert taken == [*folded, True, True]
+    assert taken == [*folded, "inout", "inout"]
 
 
 def test_a_product_without_a_bias(taken):
@@ -192,33 +226,45 @@ def test_a_product_without_a_bias(taken):
     model.block(0).ffn.branches[0].body.fc2.bias = None
     wanted, found = passes(model), passes(fold_scales(model))
     assert far(found, wanted) < 1e-10
-    assert taken == [True, False, True, True]
-
-
-@pytest.mark.parametrize("hook", HOOKS)
-@pytest.mark.parametrize("part", ["", "norm", "body", "body.proj", "body.dropout", "scale", "drop"])
-def test_who_waits_for_a_call_sees_it(part, hook, taken):
-    model = fold_scales(randomise(build(TINY.replace(drop_path=0.2)))).double().train()
-    seen = []
-    getattr(model.block(0).mix.branches[0].get_submodule(part), hook)(lambda *_: seen.append(1))
-    passes(model)
-    assert seen == [1]
-    assert taken == [part in ("", "norm", "drop"), True, True, True]
+    assert taken == ["inout", "in", "inout", "inout"]
 
 
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize(
     ("part", "folded"),
     [
-        ("mix.branches.0", [True, True]),
-        ("mix.branches.0.norm", [False, True]),
-        ("mix.branches.0.body", [False, True]),
-        ("mix.branches.0.body.map", [False, True]),
-        ("mix.branches.0.scale", [False, True]),
-        ("ffn.branches.0.norm", [True, True]),
-        ("ffn.branches.0.body.fc1", [True, True]),
-        ("ffn.branches.0.body.activation", [True, True]),
-        ("ffn.branches.0.body.fc2", [True, False]),
+        ("", "inout"),
+        ("norm", "out"),
+        ("body", ""),
+        ("body.qkv", "out"),
+        ("body.proj", "in"),
+        ("body.dropout", "in"),
+        ("scale", "in"),
+        ("drop", "inout"),
+    ],
+)
+def test_who_waits_for_a_call_sees_it(part, folded, hook, taken):
+    model = fold_scales(randomise(build(TINY.replace(drop_path=0.2)))).double().train()
+    seen = []
+    getattr(model.block(0).mix.branches[0].get_submodule(part), hook)(lambda *_: seen.append(1))
+    passes(model)
+    assert seen == [1]
+    assert taken == [folded, "inout", "inout", "inout"]
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize(
+    ("part", "folded"),
+    [
+        ("mix.branches.0", ["inout", "inout"]),
+        ("mix.branches.0.norm", ["", "inout"]),
+        ("mix.branches.0.body", ["", "inout"]),
+        ("mix.branches.0.body.map", ["", "inout"]),
+        ("mix.branches.0.scale", ["", "inout"]),
+        ("ffn.branches.0.norm", ["inout", "out"]),
+        ("ffn.branches.0.body.fc1", ["inout", "out"]),
+        ("ffn.branches.0.body.activation", ["inout", "inout"]),
+        ("ffn.branches.0.body.fc2", ["inout", "in"]),
     ],
 )
 def test_who_waits_for_a_call_across_patches_sees_it(part, folded, hook, taken):
@@ -227,7 +273,7 @@ def test_who_waits_for_a_call_across_patches_sees_it(part, folded, hook, taken):
     getattr(fold_scales(model).block(0).get_submodule(part), hook)(lambda *_: seen.append(1))
     assert far(passes(model), wanted) < 1e-10
     assert seen == [1]
-    assert taken == [*folded, True, True]
+    assert taken == [*folded, "inout", "inout"]
 
 
 def test_nobody_is_passed_over(taken):
@@ -238,7 +284,7 @@ def test_nobody_is_passed_over(taken):
     model.train()
     with torch.autocast("cpu", torch.float16):
         model(image)
-    assert taken == 4 * [False]
+    assert taken == 4 * [""]
     taken.clear()
     torch.export.export(model, (image,))
     assert not any(taken)
@@ -258,6 +304,8 @@ def test_bfloat16_is_as_near_as_before(changes):
         for way, fold in enumerate((False, True)):
             found = passes(fold_scales(model, fold), IMAGE.float(), rounding=True)
             for name, value in wanted.items():
+                if name.endswith("before.bias"):  # which a softmax does not see
+                    continue
                 kind = name.split(".", 5)[-1] if ".branches." in name else name
                 errors.setdefault(kind, [0.0, 0.0])[way] += ((found[name] - value).norm() / value.norm().clamp_min(1e-8)).item()
     plain, folded = (sum(way) for way in zip(*errors.values(), strict=True))
@@ -304,14 +352,15 @@ def kept(model, rounding):
     ids=str,
 )
 def test_less_is_kept(changes, share, backend, tensors):
-    """Two tensors [B, T, D] for each block; in single precision two folded weights are kept instead.
+    """Two tensors [B, T, D] for each block; in single precision the folded weights are kept instead.
 
     torch's own compiler decides by the last backend's rules: it recomputes the sum between mixer and MLP, and keeps the answer
     of the first branch for that, folded or not.
     """
     found = []
     model = randomise(build(TINY.replace(**changes))).train()
-    weights = 4 * (32 * 32 + 32 * 128)
+    first = 32 * 32 if changes.get("mixer") == "patchconv" else 3 * 32 * 32
+    weights = 4 * (first + 32 * 32 + 2 * 32 * 128)
     for fold in (False, True):
         fold_scales(model, fold)
         torch._dynamo.reset()
@@ -322,7 +371,11 @@ def test_less_is_kept(changes, share, backend, tensors):
     (folded_half, tokens), (folded_single, _) = found[1]
     assert half - folded_half == tensors * 2 * tokens * share
     rows = 1000  # which pictures are in may be kept one way or the other
-    assert single - folded_single == pytest.approx(tensors * 4 * tokens * share - weights, abs=rows)
+    least = tensors * 4 * tokens * share - weights
+    if tensors == 1:  # a compiler may also fold a second time
+        assert single - folded_single > least - rows
+    else:
+        assert single - folded_single == pytest.approx(least, abs=rows)
 
 
 @pytest.mark.parametrize("changes", [{}, {"mixer": "talking_heads"}, {"mixer": "patchconv", **BARE}, PATCHES], ids=str)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from vitrail.layers.attending import attend
 from vitrail.layers.kernels import bias_gelu_for, exporting
-from vitrail.layers.mixers import Attention, FeedForward
+from vitrail.layers.mixers import Attention, FeedForward, Product
 from vitrail.layers.norms import Affine
 from vitrail.layers.passing import watched
 from vitrail.layers.residual import Branch, ConstantScale, LayerScale, Residual, ScalarScale
@@ -90,7 +90,7 @@ def keeps_small_numbers(x: Tensor) -> bool:
 
 def mixed(branches: Sequence[Branch], x: Tensor, heads: int) -> Tensor:
     """All branches' heads, [B, T, D] to [B, T, branches * D]."""
-    inputs = [entering(branch, branch.body.qkv) for branch in branches]  # type: ignore[arg-type]
+    inputs = [entering(branch.norm, branch.body.qkv) for branch in branches]  # type: ignore[arg-type]
     weight = torch.cat([each.unflatten(0, (3, -1)) for each, _ in inputs], 1).flatten(0, 1)
     bias = torch.cat([each.unflatten(0, (3, -1)) for _, each in inputs], 1).flatten()
     query, key, value = F.linear(x, weight, bias).unflatten(-1, (3, len(branches) * heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
@@ -99,7 +99,7 @@ def mixed(branches: Sequence[Branch], x: Tensor, heads: int) -> Tensor:
 
 def hidden(branches: Sequence[Branch], x: Tensor) -> Tensor:
     """All branches' hidden units, [B, T, D] to [B, T, branches * hidden]."""
-    inputs = [entering(branch, branch.body.fc1) for branch in branches]  # type: ignore[arg-type]
+    inputs = [entering(branch.norm, branch.body.fc1) for branch in branches]  # type: ignore[arg-type]
     weight, bias = torch.cat([each for each, _ in inputs]), torch.cat([each for _, each in inputs])
     activation = branches[0].body.activation
     exact = type(activation) is nn.GELU and activation.approximate == "none"
@@ -110,9 +110,8 @@ def hidden(branches: Sequence[Branch], x: Tensor) -> Tensor:
     return activation(F.linear(x, weight, bias))
 
 
-def entering(branch: Branch, layer: nn.Linear) -> tuple[Tensor, Tensor]:
+def entering(norm: nn.Module, layer: nn.Linear) -> Product:
     """What a norm learned inside the product behind it: W(γx + β) + b = (Wγ)x + (Wβ + b)."""
-    norm = branch.norm
     assert isinstance(norm, nn.LayerNorm | Affine)
     shift = (layer.weight * norm.bias).sum(1)  # no product of matrices, which autocast would round
     return layer.weight * norm.weight, shift if layer.bias is None else layer.bias + shift
@@ -123,7 +122,7 @@ def gain(branch: Branch) -> Tensor | None:
     return branch.drop.gain if branch.drop.active else None
 
 
-def leaving(scale: nn.Module, layer: nn.Linear, gain: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def leaving(scale: nn.Module, layer: nn.Linear, gain: Tensor | None = None) -> Product:
     """The residual scale, and the gain of stochastic depth, inside the product before them: γ(Wx + b) = (γW)x + γb."""
     if isinstance(scale, LayerScale | Affine | ScalarScale):
         factor = scale.weight.view(-1)

@@ -1,6 +1,7 @@
 """Token mixers and the per-token MLP: bodies of residual branches, all called as body(x, layout, relative).
 
-Those that end with a product over channels have everything before it as `inner`.
+Those that begin and end with a product over channels are outer(inner(x)): the last product, and all before it, whose first
+product may be given other weights (`Product`).
 """
 
 import math
@@ -19,6 +20,12 @@ from vitrail.layers.positions import Grid, resample
 ATTENTION = ("attention", "talking_heads")
 SPATIAL = ("axial", "linear", "mlp", "conv", "depthwise", "separable", "patchconv")  # these need a bare grid of patches
 MIXERS = (*ATTENTION, *SPATIAL, "none")
+Product = tuple[Tensor, Tensor]  # weight and bias
+
+
+def multiply(layer: nn.Module, x: Tensor, product: Product | None) -> Tensor:
+    """layer(x), or another product in its place."""
+    return layer(x) if product is None else F.linear(x, *product)
 
 
 class FeedForward(nn.Module):
@@ -32,14 +39,22 @@ class FeedForward(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, layout: Layout | None = None, relative: nn.Module | None = None) -> Tensor:
-        dropout = self.dropout
-        return through(dropout, self.fc2(through(dropout, self.inner(x))))
+        return self.outer(self.inner(x))
 
-    def inner(self, x: Tensor, layout: Layout | None = None, relative: nn.Module | None = None) -> Tensor:
+    def inner(
+        self, x: Tensor, layout: Layout | None = None, relative: nn.Module | None = None, product: Product | None = None
+    ) -> Tensor:
         fc1, act = self.fc1, self.activation
         exact = type(act) is nn.GELU and act.approximate == "none"
         fused = bias_gelu_for(x) if exact and type(fc1) is nn.Linear else None
-        return act(fc1(x)) if fused is None else fused(F.linear(x, fc1.weight), fc1.bias)
+        if fused is None:
+            return act(multiply(fc1, x, product))
+        weight, bias = product or (fc1.weight, fc1.bias)
+        return fused(F.linear(x, weight), bias)
+
+    def outer(self, x: Tensor) -> Tensor:
+        dropout = self.dropout
+        return through(dropout, self.fc2(through(dropout, x)))
 
 
 class Attention(nn.Module):
@@ -60,20 +75,23 @@ class Attention(nn.Module):
         self.proj = linear(width, width)
         self.dropout = nn.Dropout(dropout)
 
-    def _heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(self, x: Tensor, product: Product | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """[B, T, D] to query, key, value [B, H, T, D/H]."""
-        query, key, value = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        query, key, value = multiply(self.qkv, x, product).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
         return query, key, value
 
     def forward(self, x: Tensor, layout: Layout, relative: nn.Module | None = None) -> Tensor:
-        return through(self.dropout, self.proj(self.inner(x, layout, relative)))
+        return self.outer(self.inner(x, layout, relative))
 
-    def inner(self, x: Tensor, layout: Layout, relative: nn.Module | None = None) -> Tensor:
+    def inner(self, x: Tensor, layout: Layout, relative: nn.Module | None = None, product: Product | None = None) -> Tensor:
         """All heads side by side, [B, T, D]."""
-        query, key, value = self._heads(x)
+        query, key, value = self._heads(x, product)
         bias = relative(query, layout) if relative is not None else None
         rate = self.attention_dropout if self.training else 0.0
         return attend(query, key, value, bias, rate).transpose(1, 2).flatten(2)
+
+    def outer(self, x: Tensor) -> Tensor:
+        return through(self.dropout, self.proj(x))
 
     def _scores(self, query: Tensor, key: Tensor, layout: Layout, relative: nn.Module | None) -> Tensor:
         scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
@@ -93,8 +111,8 @@ class TalkingHeads(Attention):
         self.before = nn.Linear(heads, heads)
         self.after = nn.Linear(heads, heads)
 
-    def inner(self, x: Tensor, layout: Layout, relative: nn.Module | None = None) -> Tensor:
-        qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1))
+    def inner(self, x: Tensor, layout: Layout, relative: nn.Module | None = None, product: Product | None = None) -> Tensor:
+        qkv = multiply(self.qkv, x, product).unflatten(-1, (3, self.heads, -1))
         dropping = self.training and self.attention_dropout > 0
         fused = None if dropping or relative is not None else talking_heads_for(qkv)
         if fused is not None:
@@ -262,9 +280,12 @@ class PatchConv(nn.Module):
         self.activation = activation(act)
 
     def forward(self, x: Tensor, layout: Layout, relative: nn.Module | None = None) -> Tensor:
-        return self.leave(self.inner(x, layout))
+        return self.outer(self.inner(x, layout))
 
-    def inner(self, x: Tensor, layout: Layout, relative: nn.Module | None = None) -> Tensor:
-        x = self.activation(self.enter(x))
+    def inner(self, x: Tensor, layout: Layout, relative: nn.Module | None = None, product: Product | None = None) -> Tensor:
+        x = self.activation(multiply(self.enter, x, product))
         x = self.activation(to_tokens(self.spatial(to_map(x, layout))))
         return self.excite(x)
+
+    def outer(self, x: Tensor) -> Tensor:
+        return self.leave(x)

@@ -35,6 +35,9 @@ class TokenGroupNorm(nn.GroupNorm):
         return super().forward(x.flatten(0, 1)).view_as(x)
 
 
+BY_TOKEN = (nn.LayerNorm, TokenGroupNorm, Affine, nn.Identity)  # norms to which no token knows another
+
+
 class MapLayerNorm(nn.LayerNorm):
     """LayerNorm over the channels of each location of a feature map."""
 

@@ -1,25 +1,25 @@
-"""Scales of channels inside the products beside them, while training: γ(Wx + b) = (γW)x + γb, and W(αx + β) = (Wα)x + Wβ.
+"""Scales of channels inside the products beside them, while training: W(γx + β) = (Wγ)x + Wβ, and γ(Wx + b) = (γW)x + γb.
 
-The gradient of a scale behind a product is a sum over all that the product gave, which is kept for that alone. Inside, it is
-a sum over the gradient of a weight. So it is with ResMLP's Affine before a product; its maps over patches commute with scales of
-channels, and the one behind them becomes part of the Affine before. Modules, parameters and their names stay what they are, and
-every pass folds anew, in the precision of the weights, as `joining` does.
+The gradient of a scale by itself is a sum over all tokens: before a product over what the norm gave, behind it over what the
+product gave, which is kept for that alone. Inside the product it is a sum over the gradient of a weight. A map over patches
+commutes with scales of channels, and the one behind it becomes part of the one before. Modules, parameters and their names stay
+what they are, and every pass folds anew, in the precision of the weights, as `joining` does.
 """
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vitrail.layers.joining import hidden, keeps_small_numbers, leaving
+from vitrail.layers.joining import entering, keeps_small_numbers, leaving
 from vitrail.layers.kernels import exporting
 from vitrail.layers.layout import Layout
 from vitrail.layers.mixers import Attention, FeedForward, PatchConv, PatchLinear, TalkingHeads, check_grid
 from vitrail.layers.norms import Affine
-from vitrail.layers.passing import watched
+from vitrail.layers.passing import through, watched
 from vitrail.layers.residual import Branch, LayerScale, ScalarScale
 
-LEARNED = (LayerScale, ScalarScale, Affine)  # for a constant nothing is kept
-LAST = {Attention: "proj", TalkingHeads: "proj", FeedForward: "fc2", PatchConv: "leave"}
+SCALES = (LayerScale, ScalarScale, Affine)  # for a constant nothing is kept
+ENDS = {Attention: ("qkv", "proj"), TalkingHeads: ("qkv", "proj"), FeedForward: ("fc1", "fc2"), PatchConv: ("enter", "leave")}
 
 
 def fold_scales(model: nn.Module, fold: bool = True) -> nn.Module:
@@ -31,48 +31,59 @@ def fold_scales(model: nn.Module, fold: bool = True) -> nn.Module:
 
 
 def folded(branch: Branch, x: Tensor, layout: Layout, relative: nn.Module | None = None) -> Tensor | None:
-    """scale(body(norm(x))) for tokens [B, T, D]; None where the scale has to stand by itself."""
-    body, scale = branch.body, branch.scale
-    if type(scale) not in LEARNED or not scale.weight.requires_grad or not keeps_small_numbers(x) or exporting():
+    """scale(body(norm(x))) for tokens [B, T, D]; None where there is nothing to fold."""
+    norm, body, scale = branch.norm, branch.body, branch.scale
+    if not keeps_small_numbers(x) or watched(body) or exporting():
         return None
-    if type(body) is PatchLinear:
-        out = across_patches(branch, body, x, layout)
-    else:
-        layer = getattr(body, LAST.get(type(body), ""), None)
-        if layer is None or not fits(body, layer, scale):
-            return None
-        out = F.linear(entered(branch, x, layout, relative), *leaving(scale, layer))
-    if out is None:
+    if isinstance(body, PatchLinear):
+        return across_patches(norm, body, scale, x, layout)
+    if type(body) not in ENDS:
         return None
-    return out.to(torch.promote_types(out.dtype, scale.weight.dtype))  # type: ignore[arg-type]  # as the scale would have it
+    first, last = (getattr(body, name) for name in ENDS[type(body)])
+    enters, leaves = may_enter(norm, first), may_leave(body, last, scale)
+    if not (enters or leaves):
+        return None
+    product = entering(norm, first) if enters else None
+    inner = body.inner(bare(norm, x) if enters else norm(x), layout, relative, product)  # type: ignore[operator]
+    if not leaves:
+        return through(scale, body.outer(inner))  # type: ignore[operator]
+    return scaled(F.linear(inner, *leaving(scale, last)), scale)
 
 
-def fits(body: nn.Module, layer: nn.Module, scale: nn.Module) -> bool:
-    """Whether a scale is right behind a product that learns: no dropout between them, nobody who waits for a call."""
-    if type(layer) is not nn.Linear or layer.bias is None or not layer.weight.requires_grad:  # less is kept as it is
+def may_enter(norm: nn.Module, layer: nn.Module) -> bool:
+    """Whether a norm's scale and shift can be part of the product behind it; for one that is frozen there is nothing to sum."""
+    if type(norm) not in (nn.LayerNorm, Affine) or type(layer) is not nn.Linear or watched(norm) or watched(layer):
+        return False
+    return norm.weight is not None and norm.bias is not None and learn(norm, layer)
+
+
+def may_leave(body: nn.Module, layer: nn.Module, scale: nn.Module) -> bool:
+    """Whether a scale is right behind a product: no dropout between them, nobody who waits for a call."""
+    if type(scale) not in SCALES or type(layer) is not nn.Linear or layer.bias is None or watched(scale) or watched(layer):
         return False
     dropout = getattr(body, "dropout", None)
-    if isinstance(dropout, nn.Dropout) and (dropout.p > 0 or watched(dropout)):
-        return False
-    return not any(watched(part) for part in (body, layer, scale))
+    return learn(scale, layer) and not (isinstance(dropout, nn.Dropout) and (dropout.p > 0 or watched(dropout)))
 
 
-def entered(branch: Branch, x: Tensor, layout: Layout, relative: nn.Module | None) -> Tensor:
-    """All of a body but its last product; an Affine before an MLP is part of its first."""
-    norm, body = branch.norm, branch.body
-    if type(norm) is Affine and type(body) is FeedForward and type(body.fc1) is nn.Linear:
-        learned = norm.weight.requires_grad and body.fc1.weight.requires_grad
-        if learned and not any(watched(part) for part in (norm, body.fc1, body.activation)):
-            return hidden([branch], x)
-    return body.inner(norm(x), layout, relative)  # type: ignore[operator]
+def learn(*parts: nn.Module) -> bool:
+    return all(part.weight.requires_grad for part in parts)
 
 
-def across_patches(branch: Branch, body: PatchLinear, x: Tensor, layout: Layout) -> Tensor | None:
+def bare(norm: nn.Module, x: Tensor) -> Tensor:
+    """What a norm does before its scale."""
+    return F.layer_norm(x, norm.normalized_shape, eps=norm.eps) if isinstance(norm, nn.LayerNorm) else x
+
+
+def scaled(out: Tensor, scale: nn.Module) -> Tensor:
+    """In the precision that the scale would have given it."""
+    return out.to(torch.promote_types(out.dtype, scale.weight.dtype))  # type: ignore[arg-type]
+
+
+def across_patches(norm: nn.Module, body: PatchLinear, scale: nn.Module, x: Tensor, layout: Layout) -> Tensor | None:
     """γ(P(αx + β) + b) = P(γαx + γβ) + bγ; None where there is no Affine, or somebody waits for a call."""
-    norm, scale = branch.norm, branch.scale
-    if type(norm) is not Affine or not norm.weight.requires_grad:
+    if type(norm) is not Affine or type(scale) not in SCALES or not learn(norm, scale):
         return None
-    if any(watched(part) for part in (norm, body, body.map, scale)):
+    if any(watched(part) for part in (norm, body.map, scale)):
         return None
     check_grid(layout, body.grid)
     factor = scale.weight.view(-1)  # type: ignore[operator]
@@ -80,4 +91,4 @@ def across_patches(branch: Branch, body: PatchLinear, x: Tensor, layout: Layout)
     if isinstance(scale, Affine):
         shift = shift + scale.bias
     out = body.map.product(torch.addcmul(factor * norm.bias, factor * norm.weight, x))
-    return out + shift.to(out.dtype)
+    return scaled(out + shift.to(out.dtype), scale)

@@ -10,7 +10,8 @@ from torch.utils.checkpoint import checkpoint
 from vitrail.errors import UserError
 from vitrail.layers.layout import Layout, OnGrid
 from vitrail.layers.mixers import Attention
-from vitrail.layers.norms import token_norm
+from vitrail.layers.norms import BY_TOKEN, token_norm
+from vitrail.layers.passing import watched
 from vitrail.layers.positions import ABSOLUTE, RELATIVE, absolute_positions, relative_positions
 from vitrail.layers.readouts import ClassAttentionBlock, PerClassHead, QueryReadout
 from vitrail.layers.residual import Block, Branch
@@ -102,7 +103,7 @@ class Model(nn.Module):
         patches, layout = self.embed(image)
         if mixed is not None:
             patches = mix_tokens(patches, mixed)
-        return self.classify(self.read(*self.encode(patches, layout)))
+        return self.classify(self.read(*self.encode(patches, layout), patches=self.head_dense is not None))
 
     def features(self, image: Tensor) -> Features:
         """Tokens, grid and pooled vector of a batch."""
@@ -164,20 +165,21 @@ class Model(nn.Module):
             return None
         return self.positions[index if self.architecture.position_place == "layers" else 0]
 
-    def read(self, x: Tensor, layout: Layout) -> Features:
-        """Final norm and readout: [B, T, D] to features."""
+    def read(self, x: Tensor, layout: Layout, patches: bool = True) -> Features:
+        """Final norm and readout: [B, T, D] to features; without `patches`, those that only a person would read are left out."""
         a = self.architecture
+        brief = not patches and isinstance(self.norm, BY_TOKEN) and not watched(self.norm)
         if isinstance(self.readout, QueryReadout):
             query = self.norm(self.readout(x, layout))
             pooled = query if a.readout == "per_class" else query[:, 0]
-            return Features(self.norm(x), layout.grid, query, pooled)
+            return Features(x[:, :0] if brief else self.norm(x), layout.grid, query, pooled)
         if a.pool_norm:
-            patches = x[:, layout.special :]
-            pooled = self.norm(patches.mean(1, keepdim=True))[:, 0]
-            return Features(patches, layout.grid, x[:, : layout.special], pooled)
-        x = self.norm(x)
-        special, patches = x[:, : layout.special], x[:, layout.special :]
-        return Features(patches, layout.grid, special, patches.mean(1) if a.readout == "mean" else special[:, 0])
+            tokens = x[:, layout.special :]
+            pooled = self.norm(tokens.mean(1, keepdim=True))[:, 0]
+            return Features(tokens, layout.grid, x[:, : layout.special], pooled)
+        x = self.norm(x[:, : layout.special] if brief and a.readout == "class" else x)
+        special, tokens = x[:, : layout.special], x[:, layout.special :]
+        return Features(tokens, layout.grid, special, tokens.mean(1) if a.readout == "mean" else special[:, 0])
 
     def classify(self, features: Features) -> Outputs:
         a = self.architecture

@@ -206,22 +206,13 @@ class Folded(nn.Module):
         return self.trunk.classify(self.read(*self.trunk.encode(*self.trunk.embed(image)))).logits
 
     def read(self, x: Tensor, layout: Layout) -> Features:
-        """Like the model's, but norms only the tokens that a head reads."""
-        trunk, a = self.trunk, self.trunk.architecture
-        dense = trunk.head_dense is not None
-        if self.readout is not None:
-            query = trunk.norm(self.readout(x, layout))
-            tokens = trunk.norm(x) if dense else x
-            return Features(tokens, layout.grid, query, query if a.readout == "per_class" else query[:, 0])
-        if a.pool_norm:
-            pooled = trunk.norm(x[:, layout.special :].mean(1, keepdim=True))[:, 0]
-            return Features(x[:, layout.special :], layout.grid, x[:, : layout.special], pooled)
-        if a.readout == "class" and not dense:
-            special = trunk.norm(x[:, : layout.special])
-            return Features(special[:, :0], layout.grid, special, special[:, 0])
-        x = trunk.norm(x)
-        special, tokens = x[:, : layout.special], x[:, layout.special :]
-        return Features(tokens, layout.grid, special, tokens.mean(1) if a.readout == "mean" else special[:, 0])
+        """As the model reads to classify, with a readout of its own."""
+        trunk, dense = self.trunk, self.trunk.head_dense is not None
+        if self.readout is None:
+            return trunk.read(x, layout, patches=dense)
+        query = trunk.norm(self.readout(x, layout))
+        tokens = trunk.norm(x) if dense else x[:, :0]
+        return Features(tokens, layout.grid, query, query if trunk.architecture.readout == "per_class" else query[:, 0])
 
 
 def frozen(values: Tensor) -> nn.Parameter:

@@ -5,6 +5,7 @@ from typing import cast
 import torch
 
 from vitrail.layers.joining import join_branches
+from vitrail.layers.readouts import QueryReadout
 from vitrail.layers.scaling import fold_scales
 from vitrail.models.model import Model
 
@@ -25,3 +26,5 @@ def compile_blocks(model: Model) -> None:
         block.compile()
     if model.architecture.stem != "linear":  # which is one kernel already
         model.stem.compile()
+    if isinstance(model.readout, QueryReadout):
+        model.readout.compile()

@@ -10,7 +10,8 @@ lets the kernels read many numbers at once; columns beyond N meet vectors of zer
               the gradient and v               gradients of the mixing weights
 
 The mixing multiplies tiles of 16 lines by [16, 16]: all heads of one row of the scores, or of as many rows as there is room for,
-with zeros between rows. Sums are in float32 and always in one order; matrices and vectors have the precision of `qkv`.
+with zeros between rows. Sums are in float32 and always in one order; matrices, vectors and mixing weights have the precision of
+`qkv`.
 
 The bias before the softmax moves whole rows, which the softmax does not see: it is not read, and its gradient is zero.
 """
@@ -32,23 +33,27 @@ LINES = tl.constexpr(16)  # of a tile of the mixing: the least that the matrix u
 
 
 class Tiling(NamedTuple):
-    """How the work is cut into parts and programs: powers of two, but for `part_bytes`, `registers` and stages.
+    """How the work is cut into parts and programs: powers of two, but for `part_bytes`, registers, stages and programs.
 
     `benchmarks/talking_heads.py --tiling` tries others.
     """
 
-    part_bytes: int = 32 << 20  # of all matrices [pictures, H, N, L] of a pass, or one picture if its own have more
-    forward: int = 4  # programs of a multiprocessor that mix: each takes a tile of lines after another
-    backward: int = 2
-    forward_columns: int = 64  # of a tile of lines that a warp holds
-    backward_columns: int = 32
-    registers: int = 128  # most for a thread that mixes: more would leave room for too few programs
-    rows: int = 64  # of a tile of a product
-    columns: int = 128  # of a tile of scores
-    step: int = 64  # tokens of a step of `gather`
-    warps: int = 4  # of a program that multiplies
-    stages: int = 2  # steps whose vectors are in flight; 1 on devices with little shared memory
-    mix_stages: int = 2  # the same for tiles of lines
+    part_bytes: int = 48 << 20  # of all matrices [pictures, H, N, L] of a pass, or one picture if its own have more
+    forward: int = 8  # programs of a multiprocessor that mix: each takes a tile of lines after another
+    backward: int = 3
+    forward_columns: int = 256  # of a tile of lines that a warp holds
+    backward_columns: int = 64
+    forward_registers: int = 255  # most for a thread that mixes: more would leave room for too few programs
+    backward_registers: int = 168
+    rows: int = 128  # of a tile of scores
+    columns: int = 64
+    warps: int = 8  # of a program that computes scores
+    stages: int = 3  # steps whose vectors are in flight; 1 on devices with little shared memory, as all stages
+    gather_rows: int = 128  # of a tile of vectors
+    gather_step: int = 64  # tokens of a step
+    gather_warps: int = 8
+    gather_stages: int = 2
+    mix_stages: int = 2
 
 
 TILING = Tiling()
@@ -82,13 +87,15 @@ def pairs(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """A tile of the inner products of one head's vectors; columns from `count` to `length` are zero."""
+    """Some rows of the inner products of one head's vectors; columns from `count` to `length` are zero."""
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    own, other = load(left, row, count, LEFT, D, PADDED), load(right, column, count, RIGHT, D, PADDED)
-    product = scale * multiply(own, tl.trans(other), tl.zeros([ROWS, COLUMNS], tl.float32))
-    inside = (row < count)[:, None] & (column < length)[None, :]
-    tl.store(matrix + row[:, None] * length + column[None, :], product.to(matrix.dtype.element_ty), inside)
+    own = load(left, row, count, LEFT, D, PADDED)
+    for first in range(0, length, COLUMNS):
+        column = first + tl.arange(0, COLUMNS)
+        other = load(right, column, count, RIGHT, D, PADDED)
+        product = scale * multiply(own, tl.trans(other), tl.zeros([ROWS, COLUMNS], tl.float32))
+        inside = (row < count)[:, None] & (column < length)[None, :]
+        tl.store(matrix + row[:, None] * length + column[None, :], product.to(matrix.dtype.element_ty), inside)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -127,15 +134,7 @@ def load_mixing(weights, H: tl.constexpr, BACK: tl.constexpr):
 
 @triton.jit
 def mix(tile, weights):
-    """A tile times weights in float32, half of their digits at a time where the tile has half precision."""
-    acc = tl.zeros(tile.shape, tl.float32)
-    if tile.dtype == tl.float32:
-        acc = multiply(tile, weights, acc)
-    else:
-        high = weights.to(tile.dtype)
-        acc = multiply(tile, (weights - high.to(tl.float32)).to(tile.dtype), acc)
-        acc = multiply(tile, high, acc)
-    return acc
+    return multiply(tile, weights.to(tile.dtype), tl.zeros(tile.shape, tl.float32))
 
 
 @triton.jit
@@ -185,7 +184,7 @@ def mix_kernel(
         tl.store(scores + place, weight.to(score.dtype), inside)
 
 
-@triton.jit(do_not_specialize=["tiles", "count"])
+@triton.jit(do_not_specialize=["begun", "tiles", "count"])
 def mix_backward_kernel(
     scores,  # [B, H, N, L], replaced by the weights
     grads,  # [B, H, N, L]: of the weights, replaced by those of the scores
@@ -193,6 +192,7 @@ def mix_backward_kernel(
     after,
     bias,
     sums,  # [2, programs, LINES, LINES]: to these the gradients of `before` and `after` are added
+    begun,  # whether there is anything in `sums`
     tiles,
     count,
     length,
@@ -218,11 +218,12 @@ def mix_backward_kernel(
         grad_mixed = (share * (grad_share - side[None, :])).to(score.dtype)
         grad_before = line_products(grad_mixed, score, grad_before, SLICES)
         tl.store(grads + place, mix(grad_mixed, before_back).to(score.dtype), inside)
-    own = sums + tl.program_id(0).to(tl.int64) * LINES * LINES
-    own += tl.arange(0, LINES)[:, None] * LINES + tl.arange(0, LINES)[None, :]
-    tl.store(own, tl.load(own) + tl.sum(grad_before, 0))
+    line, own = tl.arange(0, LINES), sums + tl.program_id(0).to(tl.int64) * LINES * LINES
+    own += line[:, None] * LINES + line[None, :]
+    old = (line[:, None] >= 0) & (line[None, :] >= 0) & (begun > 0)
+    tl.store(own, tl.load(own, old, 0.0) + tl.sum(grad_before, 0))
     own += tl.num_programs(0).to(tl.int64) * LINES * LINES
-    tl.store(own, tl.load(own) + tl.sum(grad_after, 0))
+    tl.store(own, tl.load(own, old, 0.0) + tl.sum(grad_after, 0))
 
 
 @triton.jit
@@ -312,6 +313,59 @@ def gather_backward_kernel(
         gather(weights, gradient, WIDTH, out, 3 * WIDTH, 1.0, count, length, D, PADDED, ROWS, STEP, True)
 
 
+@triton.jit(do_not_specialize=["count"])
+def bias_kernel(
+    qkv,
+    gradient,  # [B, N, H, D]
+    grad_bias,  # [B, H]
+    count,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    PADDED: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """What each picture adds to the gradient of the bias.
+
+    All weights of a head have the same: its gradient is the sum of all inner products of the output's gradient with the values.
+    """
+    WIDTH: tl.constexpr = H * D
+    place = tl.program_id(0).to(tl.int64)
+    start = place // H * count * WIDTH
+    value, gradient = qkv + 3 * start + 2 * WIDTH + place % H * D, gradient + start + place % H * D
+    ours, theirs = tl.zeros([PADDED], tl.float32), tl.zeros([PADDED], tl.float32)
+    for first in range(0, count, STEP):
+        token = first + tl.arange(0, STEP)
+        ours += tl.sum(load(gradient, token, count, WIDTH, D, PADDED).to(tl.float32), 0)
+        theirs += tl.sum(load(value, token, count, 3 * WIDTH, D, PADDED).to(tl.float32), 0)
+    tl.store(grad_bias + place, tl.sum(ours * theirs, 0))
+
+
+@triton.jit(do_not_specialize=["programs", "pictures"])
+def total_kernel(
+    sums,  # [2, programs, LINES, LINES]
+    grad_bias,  # [B, H]
+    totals,  # of `before` [H, H], `after` [H, H] and `bias` [H]
+    programs,
+    pictures,
+    H: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Of the lines' products those of a row with itself count; the others are of rows that shared a tile."""
+    place, acc = tl.program_id(0), tl.zeros([STEP], tl.float32)
+    if place < 2 * H * H:
+        sums += place // (H * H) * programs * LINES * LINES + place // H % H * LINES + place % H
+        for first in range(0, programs, STEP):
+            program = first + tl.arange(0, STEP)
+            for row in tl.static_range(LINES // H):
+                start = sums + row * H * (LINES + 1)
+                acc += tl.load(start + program * LINES * LINES, program < programs, 0.0)
+    else:
+        for first in range(0, pictures, STEP):
+            picture = first + tl.arange(0, STEP)
+            acc += tl.load(grad_bias + picture * H + place - 2 * H * H, picture < pictures, 0.0)
+    tl.store(totals + place, tl.sum(acc, 0))
+
+
 class Plan:
     """How tensors like `qkv` go through the stages: pictures of a part, sizes, and constants of the kernels."""
 
@@ -326,26 +380,30 @@ class Plan:
         self.multiprocessors = multiprocessors(qkv.device.index) if qkv.is_cuda else 1
         roomy = qkv.is_cuda and shared_memory(qkv.device.index) >= 120_000
         self.mix_stages = TILING.mix_stages if roomy and self.wide <= 1024 else 1
-        self.product = {"H": heads, "D": width, "PADDED": padded, "ROWS": TILING.rows}
-        self.product |= {"num_warps": TILING.warps, "num_stages": TILING.stages if roomy else 1}
+        self.shape = {"H": heads, "D": width, "PADDED": padded}
+        self.scoring = self.shape | {"ROWS": TILING.rows, "COLUMNS": TILING.columns}
+        self.scoring |= {"num_warps": TILING.warps, "num_stages": TILING.stages if roomy else 1}
+        self.gathering = self.shape | {"ROWS": TILING.gather_rows, "STEP": TILING.gather_step}
+        self.gathering |= {"num_warps": TILING.gather_warps, "num_stages": TILING.gather_stages if roomy else 1}
 
     def parts(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
         return zip(*(each.split(self.pictures) for each in tensors), strict=True)
 
-    def grid(self, part: Tensor, last: int = 1) -> tuple[int, int, int]:
-        """Programs that multiply: for every head of the part and some rows."""
-        return len(part) * self.heads, triton.cdiv(self.sizes[0], TILING.rows), last
+    def grid(self, part: Tensor, rows: int, last: int = 1) -> tuple[int, int, int]:
+        """Programs that multiply: for every head of the part and so many rows."""
+        return len(part) * self.heads, triton.cdiv(self.sizes[0], rows), last
 
     def score(self, qkv: Tensor, gradient: Tensor | None = None) -> None:
-        grid = self.grid(qkv, triton.cdiv(self.sizes[1], TILING.columns))
         scores, grads = self.matrices if gradient is not None else (*self.matrices, None)
-        scores_kernel[grid](qkv, scores, gradient, grads, self.scale, *self.sizes, COLUMNS=TILING.columns, **self.product)
+        grid = self.grid(qkv, TILING.rows)
+        scores_kernel[grid](qkv, scores, gradient, grads, self.scale, *self.sizes, **self.scoring)
 
-    def mixing(self, columns: int) -> dict[str, int]:
+    def mixing(self, columns: int, registers: int) -> dict[str, int]:
         """Constants of a kernel that mixes, whose warps hold so many columns each."""
-        warps = min(16, max(4, self.wide // columns))
+        warps = min(16, max(1, self.wide // columns))
+        most = 2048 // warps  # of all that there are, for a program to run at all
         constants = {"H": self.heads, "WIDE": self.wide}
-        return constants | {"num_warps": warps, "num_stages": self.mix_stages, "maxnreg": TILING.registers}
+        return constants | {"num_warps": warps, "num_stages": self.mix_stages, "maxnreg": min(registers, most)}
 
     def tiles(self, pictures: int) -> int:
         """Tiles of lines of so many pictures."""
@@ -365,12 +423,12 @@ def talking_heads(qkv: Tensor, before: Tensor, shift: Tensor, after: Tensor, bia
     qkv, plan, (batch, count, _, heads, width) = qkv.contiguous(), Plan(qkv, 1), qkv.shape
     out, (scores,) = qkv.new_empty(batch, count, heads, width), plan.matrices
     weights = [each.float().contiguous() for each in (before, after, bias)]
-    grid, constants = (plan.programs(TILING.forward),), plan.mixing(TILING.forward_columns)
+    grid, constants = (plan.programs(TILING.forward),), plan.mixing(TILING.forward_columns, TILING.forward_registers)
     with torch.cuda.device_of(qkv):
         for part, target in plan.parts(qkv, out):
             plan.score(part)
             mix_kernel[grid](scores, *weights, plan.tiles(len(part)), *plan.sizes, **constants)
-            gather_kernel[plan.grid(part)](scores, part, target, *plan.sizes, STEP=TILING.step, **plan.product)
+            gather_kernel[plan.grid(part, TILING.gather_rows)](scores, part, target, *plan.sizes, **plan.gathering)
     return out
 
 
@@ -381,40 +439,36 @@ def _(qkv: Tensor, before: Tensor, shift: Tensor, after: Tensor, bias: Tensor) -
 
 
 @torch.library.custom_op("vitrail::talking_heads_backward", mutates_args=())
-def talking_heads_backward(
-    gradient: Tensor, qkv: Tensor, before: Tensor, after: Tensor, bias: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of `qkv`, `before`, `after` and `bias`."""
+def talking_heads_backward(gradient: Tensor, qkv: Tensor, before: Tensor, after: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of `qkv`, and of `before`, `after` and `bias` one after the other in float32."""
     gradient, qkv, plan, heads = gradient.contiguous(), qkv.contiguous(), Plan(qkv, 2), qkv.shape[3]
     grad, (scores, grads) = torch.empty_like(qkv), plan.matrices
     weights = [each.float().contiguous() for each in (before, after, bias)]
-    grid, constants = (plan.programs(TILING.backward),), plan.mixing(TILING.backward_columns)
+    grid, constants = (plan.programs(TILING.backward),), plan.mixing(TILING.backward_columns, TILING.backward_registers)
     constants["SLICES"] = min(constants["num_warps"], plan.wide // 16)
-    sums = qkv.new_zeros(2, *grid, LINES.value, LINES.value, dtype=torch.float32)
+    sums = qkv.new_empty(2, *grid, LINES.value, LINES.value, dtype=torch.float32)
+    biases, totals = (qkv.new_empty(shape, dtype=torch.float32) for shape in ((len(qkv), heads), count_mixing(heads)))
     with torch.cuda.device_of(qkv):
-        for part, given, target in plan.parts(qkv, gradient, grad):
+        for index, (part, given, target) in enumerate(plan.parts(qkv, gradient, grad)):
             plan.score(part, given)
-            mix_backward_kernel[grid](scores, grads, *weights, sums, plan.tiles(len(part)), *plan.sizes, **constants)
-            gather_backward_kernel[plan.grid(part, 3)](
-                scores, grads, part, given, target, plan.scale, *plan.sizes, STEP=TILING.step, **plan.product
+            mix_backward_kernel[grid](scores, grads, *weights, sums, index, plan.tiles(len(part)), *plan.sizes, **constants)
+            gather_backward_kernel[plan.grid(part, TILING.gather_rows, 3)](
+                scores, grads, part, given, target, plan.scale, *plan.sizes, **plan.gathering
             )
-    # Of the lines' products those of a row with itself count; the others are of rows that shared a tile.
-    inside = plan.rows * heads
-    own = sums.sum(1)[:, :inside, :inside].reshape(2, plan.rows, heads, plan.rows, heads)
-    grad_before, grad_after = own.diagonal(dim1=1, dim2=3).sum(-1)
-    # Every weight of a head has the same bias: its gradient is the sum of all inner products of the gradient with the values.
-    grad_bias = (gradient.sum(1, dtype=torch.float32) * qkv[:, :, 2].sum(1, dtype=torch.float32)).sum((0, 2))
-    return grad, grad_before.to(before.dtype, copy=True), grad_after.to(after.dtype, copy=True), grad_bias.to(bias.dtype)
+        bias_kernel[(biases.numel(),)](qkv, gradient, biases, plan.sizes[0], **plan.shape, STEP=64)
+        total_kernel[(len(totals),)](sums, biases, totals, *grid, len(qkv), H=heads, STEP=256)
+    return grad, totals
+
+
+def count_mixing(heads: int) -> int:
+    """Numbers that mix heads and have gradients."""
+    return 2 * heads * heads + heads
 
 
 @talking_heads_backward.register_fake
-def _(gradient: Tensor, qkv: Tensor, before: Tensor, after: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return (
-        torch.empty_like(qkv, memory_format=torch.contiguous_format),
-        before.new_empty(before.shape),
-        after.new_empty(after.shape),
-        bias.new_empty(bias.shape),
-    )
+def _(gradient: Tensor, qkv: Tensor, before: Tensor, after: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    totals = qkv.new_empty(count_mixing(qkv.shape[3]), dtype=torch.float32)
+    return torch.empty_like(qkv, memory_format=torch.contiguous_format), totals
 
 
 def keep(ctx, inputs: tuple, output: Tensor) -> None:
@@ -423,8 +477,10 @@ def keep(ctx, inputs: tuple, output: Tensor) -> None:
 
 def backward(ctx, gradient: Tensor) -> tuple[Tensor, ...]:
     qkv, before, shift, after, bias = ctx.saved_tensors
-    grad, grad_before, grad_after, grad_bias = talking_heads_backward(gradient, qkv, before, after, bias)
-    return grad, grad_before, torch.zeros_like(shift), grad_after, grad_bias
+    grad, totals = talking_heads_backward(gradient, qkv, before, after, bias)
+    parts = totals.split([before.numel(), after.numel(), bias.numel()])
+    grads = [part.view_as(like).to(like.dtype) for part, like in zip(parts, (before, after, bias), strict=True)]
+    return grad, grads[0], torch.zeros_like(shift), *grads[1:]
 
 
 talking_heads.register_autograd(backward, setup_context=keep)
