@@ -1,8 +1,8 @@
-"""Talking-heads attention, forward and backward, in stages that hand matrices of all pairs of tokens on through the L2 cache.
+"""Talking-heads attention, forward and backward, in stages that hand matrices of all pairs of tokens on to each other.
 
 For every head: s = q k^T / sqrt(D); m = before * s; p = softmax(m); w = after * p + bias; out = w v. Every head needs the scores
-of all heads, so the products and the mixing are kernels of their own, and a few pictures at a time go through all of them: their
-matrices [pictures, H, N, L] fit into the cache, and no memory grows with the batch. L is N rounded up to a multiple of 16, which
+of all heads, so the products and the mixing are kernels of their own, and some pictures at a time go through all of them: no
+memory grows with the batch beyond the matrices [pictures, H, N, L] of such a part. L is N rounded up to a multiple of 16, which
 lets the kernels read many numbers at once; columns beyond N meet vectors of zeros.
 
     forward   scores: s from q and k           mix: w over s                     gather: out from w and v
@@ -30,22 +30,20 @@ from torch import Tensor
 from vitrail.layers.kernels import multiprocessors, shared_memory
 
 LINES = tl.constexpr(16)  # of a tile of the mixing: the least that the matrix units multiply
+REGISTERS = 2048  # of a multiprocessor, for each thread of a warp
 
 
 class Tiling(NamedTuple):
-    """How the work is cut into parts and programs: powers of two, but for `part_bytes`, registers, stages and programs.
+    """How the work is cut into parts and programs: powers of two, but for `part_bytes`, registers and stages.
 
     `benchmarks/talking_heads.py --tiling` tries others.
     """
 
-    part_bytes: int = 48 << 20  # of all matrices [pictures, H, N, L] of a pass, or one picture if its own have more
-    forward: int = 8  # programs of a multiprocessor that mix: each takes a tile of lines after another
-    backward: int = 3
-    forward_columns: int = 256  # of a tile of lines that a warp holds
+    part_bytes: int = 128 << 20  # of all matrices [pictures, H, N, L] of a pass, or one picture if its own have more
+    forward_columns: int = 256  # of a tile of lines that a warp mixes
     backward_columns: int = 64
-    forward_registers: int = 255  # most for a thread that mixes: more would leave room for too few programs
-    backward_registers: int = 168
-    rows: int = 128  # of a tile of scores
+    backward_registers: int = 168  # most for a thread, which leaves room for three programs
+    rows: int = 256  # of a tile of scores
     columns: int = 64
     warps: int = 8  # of a program that computes scores
     stages: int = 3  # steps whose vectors are in flight; 1 on devices with little shared memory, as all stages
@@ -332,12 +330,12 @@ def bias_kernel(
     place = tl.program_id(0).to(tl.int64)
     start = place // H * count * WIDTH
     value, gradient = qkv + 3 * start + 2 * WIDTH + place % H * D, gradient + start + place % H * D
-    ours, theirs = tl.zeros([PADDED], tl.float32), tl.zeros([PADDED], tl.float32)
+    ours, theirs = tl.zeros([STEP, PADDED], tl.float32), tl.zeros([STEP, PADDED], tl.float32)
     for first in range(0, count, STEP):
         token = first + tl.arange(0, STEP)
-        ours += tl.sum(load(gradient, token, count, WIDTH, D, PADDED).to(tl.float32), 0)
-        theirs += tl.sum(load(value, token, count, 3 * WIDTH, D, PADDED).to(tl.float32), 0)
-    tl.store(grad_bias + place, tl.sum(ours * theirs, 0))
+        ours += load(gradient, token, count, WIDTH, D, PADDED).to(tl.float32)
+        theirs += load(value, token, count, 3 * WIDTH, D, PADDED).to(tl.float32)
+    tl.store(grad_bias + place, tl.sum(tl.sum(ours, 0) * tl.sum(theirs, 0), 0))
 
 
 @triton.jit(do_not_specialize=["programs", "pictures"])
@@ -398,19 +396,20 @@ class Plan:
         grid = self.grid(qkv, TILING.rows)
         scores_kernel[grid](qkv, scores, gradient, grads, self.scale, *self.sizes, **self.scoring)
 
-    def mixing(self, columns: int, registers: int) -> dict[str, int]:
-        """Constants of a kernel that mixes, whose warps hold so many columns each."""
-        warps = min(16, max(1, self.wide // columns))
-        most = 2048 // warps  # of all that there are, for a program to run at all
-        constants = {"H": self.heads, "WIDE": self.wide}
-        return constants | {"num_warps": warps, "num_stages": self.mix_stages, "maxnreg": min(registers, most)}
+    def mixing(self, columns: int, registers: int = 255) -> dict[str, int]:
+        """Constants of a kernel that mixes, whose warps hold so many columns each, or twice as many if that were many warps."""
+        warps = max(1, min(8, self.wide // columns), self.wide // (2 * columns))
+        most = registers if warps * columns >= self.wide else 255
+        constants = {"H": self.heads, "WIDE": self.wide, "num_warps": warps, "num_stages": self.mix_stages}
+        return constants | {"maxnreg": min(most, REGISTERS // warps)}
 
     def tiles(self, pictures: int) -> int:
         """Tiles of lines of so many pictures."""
         return pictures * triton.cdiv(self.sizes[0], self.rows)
 
-    def programs(self, share: int) -> int:
-        """Programs that mix, so many on every multiprocessor."""
+    def programs(self, constants: dict[str, int]) -> int:
+        """Programs that mix: as many as have room at once, each takes a tile after another."""
+        share = REGISTERS // (constants["num_warps"] * constants["maxnreg"])
         return min(self.tiles(self.pictures), share * self.multiprocessors)
 
 
@@ -423,7 +422,8 @@ def talking_heads(qkv: Tensor, before: Tensor, shift: Tensor, after: Tensor, bia
     qkv, plan, (batch, count, _, heads, width) = qkv.contiguous(), Plan(qkv, 1), qkv.shape
     out, (scores,) = qkv.new_empty(batch, count, heads, width), plan.matrices
     weights = [each.float().contiguous() for each in (before, after, bias)]
-    grid, constants = (plan.programs(TILING.forward),), plan.mixing(TILING.forward_columns, TILING.forward_registers)
+    constants = plan.mixing(TILING.forward_columns)
+    grid = (plan.programs(constants),)
     with torch.cuda.device_of(qkv):
         for part, target in plan.parts(qkv, out):
             plan.score(part)
@@ -444,7 +444,8 @@ def talking_heads_backward(gradient: Tensor, qkv: Tensor, before: Tensor, after:
     gradient, qkv, plan, heads = gradient.contiguous(), qkv.contiguous(), Plan(qkv, 2), qkv.shape[3]
     grad, (scores, grads) = torch.empty_like(qkv), plan.matrices
     weights = [each.float().contiguous() for each in (before, after, bias)]
-    grid, constants = (plan.programs(TILING.backward),), plan.mixing(TILING.backward_columns, TILING.backward_registers)
+    constants = plan.mixing(TILING.backward_columns, TILING.backward_registers)
+    grid = (plan.programs(constants),)
     constants["SLICES"] = min(constants["num_warps"], plan.wide // 16)
     sums = qkv.new_empty(2, *grid, LINES.value, LINES.value, dtype=torch.float32)
     biases, totals = (qkv.new_empty(shape, dtype=torch.float32) for shape in ((len(qkv), heads), count_mixing(heads)))
@@ -455,7 +456,7 @@ def talking_heads_backward(gradient: Tensor, qkv: Tensor, before: Tensor, after:
             gather_backward_kernel[plan.grid(part, TILING.gather_rows, 3)](
                 scores, grads, part, given, target, plan.scale, *plan.sizes, **plan.gathering
             )
-        bias_kernel[(biases.numel(),)](qkv, gradient, biases, plan.sizes[0], **plan.shape, STEP=64)
+        bias_kernel[(biases.numel(),)](qkv, gradient, biases, plan.sizes[0], **plan.shape, STEP=32)
         total_kernel[(len(totals),)](sums, biases, totals, *grid, len(qkv), H=heads, STEP=256)
     return grad, totals
 
