@@ -135,9 +135,8 @@ class FoldedClassAttention(nn.Module):
         self.q, self.proj, self.heads, self.reads_itself = q, proj, heads, reads_itself
         self.norm2, self.ffn = norm2, ffn
 
-    def forward(self, query: Tensor, normed: Tensor, pair: Tensor, own: Tensor | None) -> Tensor:
-        """query and normed query [B, S, D]; pair [B, N, 2D] of the patches, own [B, S, 2D] of the queries."""
-        pair = pair if own is None else torch.cat([own, pair], 1)
+    def forward(self, query: Tensor, normed: Tensor, pair: Tensor) -> Tensor:
+        """query and normed query [B, S, D]; pair [B, N, 2D] of the patches, or [B, S + N, 2D] with those of the queries."""
         key, value = pair.unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
         asked = self.q(normed).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         mixed = attend(asked, key, value, scale=1.0)
@@ -153,12 +152,16 @@ class AttentionReadout(nn.Module):
         self.queries, self.norm, self.pairs, self.blocks = frozen(queries), norm, pairs, nn.ModuleList(blocks)
 
     def forward(self, patches: Tensor, layout: Layout) -> Tensor:
-        query = self.queries.expand(patches.shape[0], -1, -1)
-        pairs = self.pairs(self.norm(patches)).chunk(len(self.blocks), -1)
+        query, count = self.queries.expand(patches.shape[0], -1, -1), self.queries.shape[0]
+        itself = any(block.reads_itself for block in self.blocks)  # or none does
+        tokens = F.pad(self.norm(patches), (0, 0, count, 0)) if itself else self.norm(patches)  # the queries come to lie there
+        pairs = self.pairs(tokens).chunk(len(self.blocks), -1)
         weights, biases = self.pairs.weight.chunk(len(self.blocks)), self.pairs.bias.chunk(len(self.blocks))
         for block, pair, weight, bias in zip(self.blocks, pairs, weights, biases, strict=True):
             normed = self.norm(query)
-            query = block(query, normed, pair, F.linear(normed, weight, bias) if block.reads_itself else None)
+            if itself:
+                pair[:, :count] = F.linear(normed, weight, bias)
+            query = block(query, normed, pair)
         return query
 
 

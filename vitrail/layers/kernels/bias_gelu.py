@@ -17,8 +17,8 @@ from torch.autograd.function import once_differentiable
 
 from vitrail.layers.kernels import multiprocessors
 
-ROWS, COLUMNS, WARPS = 16, 128, 4  # of a tile
-PROGRAMS = 8  # of a multiprocessor, at once
+ROWS, COLUMNS, WARPS = 8, 128, 2  # of a tile
+PROGRAMS = 14  # of a multiprocessor, at once
 DEVICE = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")  # an interpreter knows no instruction of a device
 
 

@@ -34,12 +34,13 @@ REGISTERS = 2048  # of a multiprocessor, for each thread of a warp
 
 
 class Tiling(NamedTuple):
-    """How the work is cut into parts and programs: powers of two, but for `part_bytes`, registers and stages.
+    """How the work is cut into parts and programs: powers of two, but for bytes, registers and stages.
 
     `benchmarks/talking_heads.py --tiling` tries others.
     """
 
-    part_bytes: int = 128 << 20  # of all matrices [pictures, H, N, L] of a pass, or one picture if its own have more
+    forward_bytes: int = 24 << 20  # of a part's matrices [pictures, H, N, L], or of one picture's if they have more
+    backward_bytes: int = 256 << 20  # what forward gains by reading from the cache, its mixing would lose in many short kernels
     forward_columns: int = 256  # of a tile of lines that a warp mixes
     backward_columns: int = 64
     backward_registers: int = 168  # most for a thread, which leaves room for three programs
@@ -173,7 +174,7 @@ def mix_kernel(
     WIDE: tl.constexpr,
 ):
     before, after = load_mixing(before, H, False), load_mixing(after, H, False)
-    shift, column = tl.load(bias + tl.arange(0, LINES) % H)[None, :], tl.arange(0, WIDE)
+    shift, column = tl.load(bias + tl.arange(0, LINES) % H).to(tl.float32)[None, :], tl.arange(0, WIDE)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         place, inside = lines(tile, column, count, length, H)
         score = tl.load(scores + place, inside, 0.0)
@@ -200,7 +201,7 @@ def mix_backward_kernel(
 ):
     before_back, after_back = load_mixing(before, H, True), load_mixing(after, H, True)
     before, after = load_mixing(before, H, False), load_mixing(after, H, False)
-    shift, column = tl.load(bias + tl.arange(0, LINES) % H)[None, :], tl.arange(0, WIDE)
+    shift, column = tl.load(bias + tl.arange(0, LINES) % H).to(tl.float32)[None, :], tl.arange(0, WIDE)
     grad_before = tl.zeros([SLICES, LINES, LINES], tl.float32)
     grad_after = tl.zeros([SLICES, LINES, LINES], tl.float32)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
@@ -370,7 +371,8 @@ class Plan:
     def __init__(self, qkv: Tensor, matrices: int):
         batch, count, _, heads, width = qkv.shape
         length = triton.cdiv(count, 16) * 16
-        most = max(1, TILING.part_bytes // (matrices * heads * count * length * qkv.element_size()))
+        room = TILING.forward_bytes if matrices == 1 else TILING.backward_bytes
+        most = max(1, room // (matrices * heads * count * length * qkv.element_size()))
         self.pictures = triton.cdiv(batch, max(1, triton.cdiv(batch, most)))  # of every part but the last, which may have fewer
         self.matrices = qkv.new_empty(matrices, self.pictures, heads, count, length).unbind()
         self.sizes, self.scale, self.heads, self.rows = (count, length), 1 / math.sqrt(width), heads, LINES.value // heads
@@ -421,7 +423,7 @@ def talking_heads(qkv: Tensor, before: Tensor, shift: Tensor, after: Tensor, bia
     """
     qkv, plan, (batch, count, _, heads, width) = qkv.contiguous(), Plan(qkv, 1), qkv.shape
     out, (scores,) = qkv.new_empty(batch, count, heads, width), plan.matrices
-    weights = [each.float().contiguous() for each in (before, after, bias)]
+    weights = [each.contiguous() for each in (before, after, bias)]
     constants = plan.mixing(TILING.forward_columns)
     grid = (plan.programs(constants),)
     with torch.cuda.device_of(qkv):
@@ -443,7 +445,7 @@ def talking_heads_backward(gradient: Tensor, qkv: Tensor, before: Tensor, after:
     """The gradients of `qkv`, and of `before`, `after` and `bias` one after the other in float32."""
     gradient, qkv, plan, heads = gradient.contiguous(), qkv.contiguous(), Plan(qkv, 2), qkv.shape[3]
     grad, (scores, grads) = torch.empty_like(qkv), plan.matrices
-    weights = [each.float().contiguous() for each in (before, after, bias)]
+    weights = [each.contiguous() for each in (before, after, bias)]
     constants = plan.mixing(TILING.backward_columns, TILING.backward_registers)
     grid = (plan.programs(constants),)
     constants["SLICES"] = min(constants["num_warps"], plan.wide // 16)
