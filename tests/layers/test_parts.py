@@ -70,6 +70,24 @@ def test_a_map_over_patches_is_linear_on_the_transpose():
         assert map.float()(x.float()).dtype == torch.bfloat16
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_map_over_patches_on_a_gpu(compiled):
+    """Lines are filled up with zeros, which nobody sees."""
+    map, x, gradient = AcrossPatches(9, 13).cuda(), torch.randn(2, 9, 24, device="cuda"), torch.randn(2, 13, 24, device="cuda")
+    body = torch.compile(map) if compiled else map
+    with torch.autocast("cuda", torch.bfloat16):
+        out = body(x.requires_grad_())
+    out.backward(gradient.to(out.dtype))
+    found = [out.double(), x.grad.double(), map.weight.grad.double(), map.bias.grad.double()]
+    exact = [each.detach().double().requires_grad_() for each in (x, map.weight, map.bias)]
+    wanted = torch.einsum("oi,bid->bod", exact[1], exact[0]) + exact[2][:, None]
+    wanted = [wanted, *torch.autograd.grad(wanted, exact, gradient.double())]
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert (ours - theirs).norm() < 2e-2 * theirs.norm()
+
+
 def test_a_subset_taken_and_put_back():
     subset = draw_subset(7, 4, torch.device("cpu"))
     assert subset.rows.tolist() == sorted(set(subset.rows.tolist()))

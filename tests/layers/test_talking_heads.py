@@ -148,8 +148,7 @@ def test_parts_of_a_batch(monkeypatch, room, forward, backward):
     inputs, gradient = arguments(3, 9, 5, 16, torch.float16)
     whole = differentiated(fused, inputs, gradient)
     assert module.Plan(inputs[0], 2).pictures == 3
-    room *= 5 * 9 * 16 * 2
-    monkeypatch.setattr(module, "TILING", module.TILING._replace(forward_bytes=room, backward_bytes=room))
+    monkeypatch.setattr(module, "TILING", module.TILING._replace(part_bytes=room * 5 * 9 * 16 * 2))
     assert [module.Plan(inputs[0], matrices).pictures for matrices in (1, 2)] == [forward, backward]
     parts, again = (differentiated(fused, inputs, gradient) for _ in range(2))
     for name, value in whole.items():
@@ -259,7 +258,7 @@ def test_no_matrix_of_all_pairs_is_kept(monkeypatch):
     from vitrail.layers.kernels import talking_heads as module
 
     inputs, gradient = arguments(8, 1024, 8, 48, torch.bfloat16)
-    monkeypatch.setattr(module, "TILING", module.TILING._replace(backward_bytes=64 << 20))  # of 268 MB that both would have
+    monkeypatch.setattr(module, "TILING", module.TILING._replace(part_bytes=64 << 20))  # of 268 MB that both would have
     differentiated(fused, inputs, gradient)
     torch.cuda.reset_peak_memory_stats()
     start = torch.cuda.memory_allocated()

@@ -172,12 +172,15 @@ class AcrossPatches(nn.Linear):
         return out + self.bias.to(out.dtype)[:, None]
 
     def product(self, x: Tensor) -> Tensor:
-        weight = self.weight
+        weight, rows = self.weight, self.out_features
         if not x.is_meta and torch.is_autocast_enabled(x.device.type):  # before it is repeated, not after
             weight = weight.to(torch.get_autocast_dtype(x.device.type))
-        if x.is_cuda:
-            weight = F.pad(weight, (0, -weight.shape[1] % 8))[:, : weight.shape[1]]  # rows begin where a wide load may
-        return torch.bmm(weight.expand(x.shape[0], -1, -1), x)
+        if x.is_cuda and torch.compiler.is_compiling():  # lines of all matrices begin where a wide load may; zeros cost no pass
+            across, down = -weight.shape[1] % 8, -rows % 8
+            weight, x = F.pad(weight, (0, across, 0, down)), F.pad(x, (0, 0, 0, across))
+        elif x.is_cuda:
+            weight = F.pad(weight, (0, -weight.shape[1] % 8))[:, : weight.shape[1]]
+        return torch.bmm(weight.expand(x.shape[0], -1, -1), x)[:, :rows]
 
 
 class PatchLinear(nn.Module):

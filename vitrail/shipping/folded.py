@@ -78,12 +78,14 @@ class FoldedPatches(nn.Module):
 
     def __init__(self, map: Tensor, scale: Tensor, shift: Tensor, grid: Grid):
         super().__init__()
-        self.grid = grid
-        self.map, self.scale, self.shift = frozen(map), frozen(scale), frozen(shift)
+        self.grid, self.patches = grid, map.shape[1]
+        self.map = frozen(F.pad(map, (0, -map.shape[1] % 8)))  # whose lines begin where a wide load may
+        self.scale, self.shift = frozen(scale), frozen(shift)
 
     def forward(self, x: Tensor, layout: Layout, relative: nn.Module | None = None) -> Tensor:
         check_grid(layout, self.grid)
-        mixed = torch.bmm(self.map.expand(x.shape[0], -1, -1), x)  # stays in memory order, which a transposed product does not
+        map = self.map[:, : self.patches].expand(x.shape[0], -1, -1)
+        mixed = torch.bmm(map, x)  # stays in memory order, which a transposed product does not
         return torch.addcmul(self.shift.to(mixed.dtype), self.scale.to(mixed.dtype), mixed)
 
 

@@ -39,8 +39,7 @@ class Tiling(NamedTuple):
     `benchmarks/talking_heads.py --tiling` tries others.
     """
 
-    forward_bytes: int = 24 << 20  # of a part's matrices [pictures, H, N, L], or of one picture's if they have more
-    backward_bytes: int = 256 << 20  # what forward gains by reading from the cache, its mixing would lose in many short kernels
+    part_bytes: int = 256 << 20  # of a part's matrices [pictures, H, N, L], or of one picture's if they have more
     forward_columns: int = 256  # of a tile of lines that a warp mixes
     backward_columns: int = 64
     backward_registers: int = 168  # most for a thread, which leaves room for three programs
@@ -371,8 +370,7 @@ class Plan:
     def __init__(self, qkv: Tensor, matrices: int):
         batch, count, _, heads, width = qkv.shape
         length = triton.cdiv(count, 16) * 16
-        room = TILING.forward_bytes if matrices == 1 else TILING.backward_bytes
-        most = max(1, room // (matrices * heads * count * length * qkv.element_size()))
+        most = max(1, TILING.part_bytes // (matrices * heads * count * length * qkv.element_size()))
         self.pictures = triton.cdiv(batch, max(1, triton.cdiv(batch, most)))  # of every part but the last, which may have fewer
         self.matrices = qkv.new_empty(matrices, self.pictures, heads, count, length).unbind()
         self.sizes, self.scale, self.heads, self.rows = (count, length), 1 / math.sqrt(width), heads, LINES.value // heads
