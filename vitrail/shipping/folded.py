@@ -78,14 +78,17 @@ class FoldedPatches(nn.Module):
 
     def __init__(self, map: Tensor, scale: Tensor, shift: Tensor, grid: Grid):
         super().__init__()
-        self.grid, self.patches = grid, map.shape[1]
-        self.map = frozen(F.pad(map, (0, -map.shape[1] % 8)))  # whose lines begin where a wide load may
+        self.grid, self.patches = grid, len(map)
+        self.spare = -self.patches % 8  # zeros, with which lines of all matrices begin where a wide load may
+        self.map = frozen(F.pad(map, (0, self.spare, 0, self.spare)))
         self.scale, self.shift = frozen(scale), frozen(shift)
 
     def forward(self, x: Tensor, layout: Layout, relative: nn.Module | None = None) -> Tensor:
         check_grid(layout, self.grid)
-        map = self.map[:, : self.patches].expand(x.shape[0], -1, -1)
-        mixed = torch.bmm(map, x)  # stays in memory order, which a transposed product does not
+        map = self.map[: self.patches, : self.patches]
+        if x.is_cuda and torch.compiler.is_compiling():
+            map, x = self.map, F.pad(x, (0, 0, 0, self.spare))
+        mixed = torch.bmm(map.expand(x.shape[0], -1, -1), x)[:, : self.patches]  # in memory order, unlike a transposed product
         return torch.addcmul(self.shift.to(mixed.dtype), self.scale.to(mixed.dtype), mixed)
 
 
