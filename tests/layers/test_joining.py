@@ -165,6 +165,25 @@ def test_something_in_the_place_of_a_dropout(part, places, instead, joined):
     assert joined == [*(places if instead is Twice else [True, True]), True, True]
 
 
+def test_activations_that_learn(joined):
+    model = randomise(build(TINY))
+    for start, branch in zip((0.1, 0.4), model.block(0).ffn.branches, strict=True):
+        branch.body.activation = nn.PReLU(init=start)
+    model.double().train()
+    wanted, found = passes(model), passes(join_branches(model))
+    assert far(found, wanted) < 1e-10
+    assert joined == [True, False, True, True]
+
+
+def test_stochastic_depth_switched_off(joined):
+    model = randomise(build(TINY.replace(drop_path=0.5))).double().train()
+    for branch in model.block(0).mix.branches:
+        branch.drop.eval()
+    wanted, found = passes(model), passes(join_branches(model))
+    assert far(found, wanted) < 1e-10
+    assert joined == [False, True, True, True]
+
+
 @pytest.mark.parametrize("drop", [0.0, 0.3])
 @pytest.mark.parametrize(
     ("residual", "wanted"), [("plain", torch.bfloat16), ("scalar", torch.bfloat16), ("layerscale", torch.float32)]

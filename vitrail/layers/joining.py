@@ -14,11 +14,12 @@ from torch.nn import functional as F
 from vitrail.layers.attending import attend
 from vitrail.layers.kernels import bias_gelu_for, exporting
 from vitrail.layers.mixers import Attention, FeedForward, Product
-from vitrail.layers.norms import Affine
+from vitrail.layers.norms import ACTIVATIONS, Affine, activation
 from vitrail.layers.passing import idle, watched
 from vitrail.layers.residual import Branch, ConstantScale, LayerScale, Residual, ScalarScale
 
 SCALES = (nn.Identity, LayerScale, ScalarScale, ConstantScale, Affine)
+PLAIN = frozenset(type(activation(kind)) for kind in ACTIVATIONS)  # they learn nothing
 
 
 def join_branches(model: nn.Module, join: bool = True) -> nn.Module:
@@ -74,12 +75,14 @@ def fits(branch: Branch, first: Branch) -> bool:
     if not alike or not idle(body.dropout) or any(type(layer) is not nn.Linear for layer in layers) or drop.skip:
         return False
     parts = (branch, norm, body, branch.scale, drop, *layers, *others)
-    return drop.active == first.drop.active and not any(watched(part) for part in parts)
+    alike = drop.active == first.drop.active and (drop.training or not drop.active)
+    return alike and not any(watched(part) for part in parts)
 
 
 def same_activation(body: FeedForward, first: nn.Module) -> bool:
     ours, theirs = body.activation, first.activation
-    return type(ours) is type(theirs) and getattr(ours, "approximate", None) == getattr(theirs, "approximate", None)
+    alike = type(ours) is type(theirs) and getattr(ours, "approximate", None) == getattr(theirs, "approximate", None)
+    return alike and type(ours) in PLAIN
 
 
 def keeps_small_numbers(x: Tensor) -> bool:
@@ -102,13 +105,13 @@ def hidden(branches: Sequence[Branch], x: Tensor) -> Tensor:
     """All branches' hidden units, [B, T, D] to [B, T, branches * hidden]."""
     inputs = [entering(branch.norm, branch.body.fc1) for branch in branches]  # type: ignore[arg-type]
     weight, bias = torch.cat([each for each, _ in inputs]), torch.cat([each for _, each in inputs])
-    activation = branches[0].body.activation
-    exact = type(activation) is nn.GELU and activation.approximate == "none"
+    act = branches[0].body.activation
+    exact = type(act) is nn.GELU and act.approximate == "none"
     fused = bias_gelu_for(x) if exact else None
     if fused is not None:
         return fused(F.linear(x, weight), bias)
-    assert isinstance(activation, nn.Module)
-    return activation(F.linear(x, weight, bias))
+    assert isinstance(act, nn.Module)
+    return act(F.linear(x, weight, bias))
 
 
 def entering(norm: nn.Module, layer: nn.Linear) -> Product:
