@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from tests.models.test_every_model import loss, randomise
 from tests.small import structures
-from vitrail.layers import joining, scaling
+from vitrail.layers import joining, mixers, scaling
 from vitrail.layers.joining import join_branches
 from vitrail.layers.mixers import AcrossPatches, PatchLinear
 from vitrail.layers.residual import Branch
@@ -321,6 +321,32 @@ def test_who_waits_for_a_call_across_patches_sees_it(part, folded, hook, taken):
     assert far(passes(model), wanted) < 1e-10
     assert seen == [1]
     assert taken == [*folded, "inout", "inout"]
+
+
+@pytest.mark.parametrize(
+    "part",
+    ["mix.branches.0.body.before", "mix.branches.0.body.after", "ffn.branches.0.body.fc1", "ffn.branches.0.body.activation"],
+)
+def test_kernels_pass_nobody_over(part, monkeypatch):
+    """Stand-ins for the kernels, which other processors do not have: they get the weights and leave the modules out."""
+    asked = []
+
+    def heads(qkv, *mixing):
+        asked.append("heads")
+        return qkv[:, :, 2]
+
+    def gelu(x, bias):
+        asked.append("gelu")
+        return F.gelu(x + bias)
+
+    monkeypatch.setattr(mixers, "talking_heads_for", lambda qkv: heads)
+    monkeypatch.setattr(mixers, "bias_gelu_for", lambda x: gelu)
+    model = fold_scales(randomise(build(TINY.replace(mixer="talking_heads")))).double().train()
+    seen = []
+    model.block(0).get_submodule(part).register_forward_hook(lambda *_: seen.append(1))
+    model(IMAGE)
+    assert seen == [1]
+    assert asked == (["gelu", "heads", "gelu"] if part.startswith("mix") else ["heads", "heads", "gelu"])
 
 
 def test_nobody_is_passed_over(taken):
