@@ -150,6 +150,57 @@ def test_nobody_is_passed_over(joined):
     assert sum("scaled_dot_product" in str(node.target) for node in program.graph.nodes) == 4
 
 
+class Twice(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+@pytest.mark.parametrize(("part", "places"), [("mix", [False, True]), ("ffn", [True, False])])
+@pytest.mark.parametrize("instead", [nn.Identity, Twice], ids=["nothing", "something"])
+def test_something_in_the_place_of_a_dropout(part, places, instead, joined):
+    model = randomise(build(TINY)).double().train()
+    getattr(model.block(0), part).branches[1].body.dropout = instead()
+    wanted, found = passes(model), passes(join_branches(model))
+    assert far(found, wanted) < 1e-10
+    assert joined == [*(places if instead is Twice else [True, True]), True, True]
+
+
+def test_activations_that_learn(joined):
+    model = randomise(build(TINY))
+    for start, branch in zip((0.1, 0.4), model.block(0).ffn.branches, strict=True):
+        branch.body.activation = nn.PReLU(init=start)
+    model.double().train()
+    wanted, found = passes(model), passes(join_branches(model))
+    assert far(found, wanted) < 1e-10
+    assert joined == [True, False, True, True]
+
+
+def test_stochastic_depth_switched_off(joined):
+    model = randomise(build(TINY.replace(drop_path=0.5))).double().train()
+    for branch in model.block(0).mix.branches:
+        branch.drop.eval()
+    wanted, found = passes(model), passes(join_branches(model))
+    assert far(found, wanted) < 1e-10
+    assert joined == [False, True, True, True]
+
+
+@pytest.mark.parametrize("drop", [0.0, 0.3])
+@pytest.mark.parametrize(
+    ("residual", "wanted"), [("plain", torch.bfloat16), ("scalar", torch.bfloat16), ("layerscale", torch.float32)]
+)
+def test_the_stream_keeps_its_type(residual, wanted, drop, joined):
+    """A convolution's answers are half precision; the first scale of channels makes the sums single."""
+    bare = {"stem": "conv", "positions": "none", "readout": "mean"}
+    model = build(TINY.replace(residual=residual, drop_path=drop, **bare)).train()
+    for join in (False, True):
+        join_branches(model, join)
+        with torch.autocast("cpu", torch.bfloat16):
+            x, layout = model._start(*model.embed(IMAGE.float()))
+            assert x.dtype == torch.bfloat16
+            assert model.block(0).mix(x, layout).dtype == model.block(0)(x, layout).dtype == wanted
+    assert joined == [True, True, True]
+
+
 def test_a_compiled_block_is_one_graph():
     model = randomise(build(TINY.replace(residual="layerscale", drop_path=0.4))).train()
     join_branches(model)

@@ -9,9 +9,9 @@ from torch.nn import functional as F
 
 from tests.models.test_every_model import loss, randomise
 from tests.small import structures
-from vitrail.layers import joining, scaling
+from vitrail.layers import joining, mixers, scaling
 from vitrail.layers.joining import join_branches
-from vitrail.layers.mixers import PatchLinear
+from vitrail.layers.mixers import AcrossPatches, PatchLinear
 from vitrail.layers.residual import Branch
 from vitrail.layers.scaling import fold_scales
 from vitrail.models.architecture import Architecture
@@ -229,6 +229,53 @@ def test_a_product_without_a_bias(taken):
     assert taken == ["inout", "in", "inout", "inout"]
 
 
+class Twice(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+class Added(AcrossPatches):
+    """A map with something learned beside it."""
+
+    def forward(self, x):
+        return super().forward(x) + 0.5 * x
+
+
+@pytest.mark.parametrize(("part", "folded"), [("mix", ["in", "inout"]), ("ffn", ["inout", "in"])])
+@pytest.mark.parametrize("instead", [nn.Identity, Twice], ids=["nothing", "something"])
+def test_something_in_the_place_of_a_dropout(part, folded, instead, taken):
+    model = randomise(build(TINY)).double().train()
+    getattr(model.block(0), part).branches[0].body.dropout = instead()
+    wanted, found = passes(model), passes(fold_scales(model))
+    assert far(found, wanted) < 1e-10
+    assert taken == [*(folded if instead is Twice else 2 * ["inout"]), "inout", "inout"]
+
+
+@pytest.mark.parametrize("kind", [Added, AcrossPatches, nn.Linear])
+def test_something_in_the_place_of_a_map(kind, taken):
+    model = randomise(build(TINY.replace(**PATCHES))).double().train()
+    body = model.block(0).mix.branches[0].body
+    size = body.map.in_features if kind is not nn.Linear else model.architecture.width
+    body.map = kind(size, size).double()
+    wanted, found = passes(model), passes(fold_scales(model))
+    assert far(found, wanted) < 1e-10
+    assert taken == ["inout" if kind is AcrossPatches else "", "inout", "inout", "inout"]
+
+
+def test_another_mixer_with_such_a_map(taken):
+    class Own(PatchLinear):
+        def forward(self, x, layout, relative=None):
+            return super().forward(x, layout) + x
+
+    model = randomise(build(TINY.replace(**PATCHES))).double().train()
+    branch = model.block(0).mix.branches[0]
+    own = Own(branch.body.grid).double()
+    own.map, branch.body = branch.body.map, own
+    wanted, found = passes(model), passes(fold_scales(model))
+    assert far(found, wanted) < 1e-10
+    assert taken == ["", "inout", "inout", "inout"]
+
+
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize(
     ("part", "folded"),
@@ -276,6 +323,32 @@ def test_who_waits_for_a_call_across_patches_sees_it(part, folded, hook, taken):
     assert taken == [*folded, "inout", "inout"]
 
 
+@pytest.mark.parametrize(
+    "part",
+    ["mix.branches.0.body.before", "mix.branches.0.body.after", "ffn.branches.0.body.fc1", "ffn.branches.0.body.activation"],
+)
+def test_kernels_pass_nobody_over(part, monkeypatch):
+    """Stand-ins for the kernels, which other processors do not have: they get the weights and leave the modules out."""
+    asked = []
+
+    def heads(qkv, *mixing):
+        asked.append("heads")
+        return qkv[:, :, 2]
+
+    def gelu(x, bias):
+        asked.append("gelu")
+        return F.gelu(x + bias)
+
+    monkeypatch.setattr(mixers, "talking_heads_for", lambda qkv: heads)
+    monkeypatch.setattr(mixers, "bias_gelu_for", lambda x: gelu)
+    model = fold_scales(randomise(build(TINY.replace(mixer="talking_heads")))).double().train()
+    seen = []
+    model.block(0).get_submodule(part).register_forward_hook(lambda *_: seen.append(1))
+    model(IMAGE)
+    assert seen == [1]
+    assert asked == (["gelu", "heads", "gelu"] if part.startswith("mix") else ["heads", "heads", "gelu"])
+
+
 def test_nobody_is_passed_over(taken):
     """Evaluation, float16 and export have the scale by itself."""
     model, image = fold_scales(randomise(build(TINY))).train(), IMAGE.float()
@@ -314,15 +387,26 @@ def test_bfloat16_is_as_near_as_before(changes):
     assert all(ours < 2 * theirs for theirs, ours in errors.values())
 
 
-def test_the_stream_keeps_its_type():
-    """A convolution's answers are half precision; the first scale makes the sums single, and so it stays."""
-    model = build(TINY.replace(stem="conv", mixer="patchconv", **BARE)).train()
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({"mixer": "patchconv"}, torch.float32),
+        ({"residual": "affine"}, torch.float32),
+        ({"residual": "scalar"}, torch.bfloat16),
+        ({"residual": "scalar", **PATCHES}, torch.bfloat16),
+        ({"residual": "scalar", "drop_path": 0.3}, torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_the_stream_keeps_its_type(changes, wanted):
+    """A convolution's answers are half precision; scales of channels make the sums single, one number for all does not."""
+    model = build(TINY.replace(**{"stem": "conv", **BARE, **changes})).train()
     for fold in (False, True):
         fold_scales(model, fold)
         with torch.autocast("cpu", torch.bfloat16):
             x, layout = model._start(*model.embed(IMAGE.float()))
             assert x.dtype == torch.bfloat16
-            assert model.block(0)(x, layout).dtype == torch.float32
+            assert model.block(0).mix(x, layout).dtype == model.block(0)(x, layout).dtype == wanted
 
 
 def kept(model, rounding):

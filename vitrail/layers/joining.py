@@ -14,11 +14,12 @@ from torch.nn import functional as F
 from vitrail.layers.attending import attend
 from vitrail.layers.kernels import bias_gelu_for, exporting
 from vitrail.layers.mixers import Attention, FeedForward, Product
-from vitrail.layers.norms import Affine
-from vitrail.layers.passing import watched
+from vitrail.layers.norms import ACTIVATIONS, Affine, activation
+from vitrail.layers.passing import idle, watched
 from vitrail.layers.residual import Branch, ConstantScale, LayerScale, Residual, ScalarScale
 
 SCALES = (nn.Identity, LayerScale, ScalarScale, ConstantScale, Affine)
+PLAIN = frozenset(type(activation(kind)) for kind in ACTIVATIONS)  # they learn nothing
 
 
 def join_branches(model: nn.Module, join: bool = True) -> nn.Module:
@@ -48,10 +49,11 @@ def together(branches: Sequence[Branch], x: Tensor) -> Tensor | None:
     weight = torch.cat([each for each, _ in outputs], 1)
     biases = torch.stack([each for _, each in outputs])
     if not branches[0].drop.active:
-        return F.linear(inner, weight, biases.sum(0))
+        return scaled(F.linear(inner, weight, biases.sum(0)), branches)
     chosen = torch.cat([branch.drop.chosen(x) for branch in branches], -1).unsqueeze(-1)  # [B, 1, branches, 1]
     inner = (inner.unflatten(-1, (len(branches), -1)) * chosen.to(inner.dtype)).flatten(-2)
-    return F.linear(inner, weight) + (chosen * biases).sum(-2)
+    out = scaled(F.linear(inner, weight), branches)
+    return out + (chosen * biases).sum(-2).to(torch.promote_types(out.dtype, x.dtype))
 
 
 def fits(branch: Branch, first: Branch) -> bool:
@@ -63,22 +65,24 @@ def fits(branch: Branch, first: Branch) -> bool:
         return False
     others: tuple[nn.Module, ...]
     if type(body) is Attention:
-        layers, others = (body.qkv, body.proj), (body.dropout,)
-        alike, dropping = body.heads == getattr(first.body, "heads", None), body.attention_dropout or body.dropout.p
+        layers, others = (body.qkv, body.proj), ()
+        alike = body.heads == getattr(first.body, "heads", None) and not body.attention_dropout
     elif type(body) is FeedForward:
-        layers, others = (body.fc1, body.fc2), (body.dropout, body.activation)
-        alike, dropping = same_activation(body, first.body), body.dropout.p
+        layers, others = (body.fc1, body.fc2), (body.activation,)
+        alike = same_activation(body, first.body)
     else:
         return False
-    if dropping or not alike or any(type(layer) is not nn.Linear for layer in layers) or drop.skip:
+    if not alike or not idle(body.dropout) or any(type(layer) is not nn.Linear for layer in layers) or drop.skip:
         return False
     parts = (branch, norm, body, branch.scale, drop, *layers, *others)
-    return drop.active == first.drop.active and not any(watched(part) for part in parts)
+    alike = drop.active == first.drop.active and (drop.training or not drop.active)
+    return alike and not any(watched(part) for part in parts)
 
 
 def same_activation(body: FeedForward, first: nn.Module) -> bool:
     ours, theirs = body.activation, first.activation
-    return type(ours) is type(theirs) and getattr(ours, "approximate", None) == getattr(theirs, "approximate", None)
+    alike = type(ours) is type(theirs) and getattr(ours, "approximate", None) == getattr(theirs, "approximate", None)
+    return alike and type(ours) in PLAIN
 
 
 def keeps_small_numbers(x: Tensor) -> bool:
@@ -101,13 +105,13 @@ def hidden(branches: Sequence[Branch], x: Tensor) -> Tensor:
     """All branches' hidden units, [B, T, D] to [B, T, branches * hidden]."""
     inputs = [entering(branch.norm, branch.body.fc1) for branch in branches]  # type: ignore[arg-type]
     weight, bias = torch.cat([each for each, _ in inputs]), torch.cat([each for _, each in inputs])
-    activation = branches[0].body.activation
-    exact = type(activation) is nn.GELU and activation.approximate == "none"
+    act = branches[0].body.activation
+    exact = type(act) is nn.GELU and act.approximate == "none"
     fused = bias_gelu_for(x) if exact else None
     if fused is not None:
         return fused(F.linear(x, weight), bias)
-    assert isinstance(activation, nn.Module)
-    return activation(F.linear(x, weight, bias))
+    assert isinstance(act, nn.Module)
+    return act(F.linear(x, weight, bias))
 
 
 def entering(norm: nn.Module, layer: nn.Linear) -> Product:
@@ -115,6 +119,14 @@ def entering(norm: nn.Module, layer: nn.Linear) -> Product:
     assert isinstance(norm, nn.LayerNorm | Affine)
     shift = (layer.weight * norm.bias).sum(1)  # no product of matrices, which autocast would round
     return layer.weight * norm.weight, shift if layer.bias is None else layer.bias + shift
+
+
+def scaled(out: Tensor, branches: Sequence[Branch]) -> Tensor:
+    """In the precision that the branches' scales would have given it: one number for all channels changes none."""
+    for branch in branches:
+        if isinstance(branch.scale, LayerScale | Affine):
+            out = out.to(torch.promote_types(out.dtype, branch.scale.weight.dtype))
+    return out
 
 
 def gain(branch: Branch) -> Tensor | None:

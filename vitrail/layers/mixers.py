@@ -14,7 +14,7 @@ from vitrail.layers.attending import attend
 from vitrail.layers.kernels import bias_gelu_for, talking_heads_for
 from vitrail.layers.layout import Layout
 from vitrail.layers.norms import activation
-from vitrail.layers.passing import through
+from vitrail.layers.passing import through, watched
 from vitrail.layers.positions import Grid, resample
 
 ATTENTION = ("attention", "talking_heads")
@@ -46,7 +46,8 @@ class FeedForward(nn.Module):
     ) -> Tensor:
         fc1, act = self.fc1, self.activation
         exact = type(act) is nn.GELU and act.approximate == "none"
-        fused = bias_gelu_for(x) if exact and type(fc1) is nn.Linear else None
+        alone = type(fc1) is nn.Linear and not watched(fc1) and not watched(act)
+        fused = bias_gelu_for(x) if exact and alone else None
         if fused is None:
             return act(multiply(fc1, x, product))
         weight, bias = product or (fc1.weight, fc1.bias)
@@ -114,7 +115,8 @@ class TalkingHeads(Attention):
     def inner(self, x: Tensor, layout: Layout, relative: nn.Module | None = None, product: Product | None = None) -> Tensor:
         qkv = multiply(self.qkv, x, product).unflatten(-1, (3, self.heads, -1))
         dropping = self.training and self.attention_dropout > 0
-        fused = None if dropping or relative is not None else talking_heads_for(qkv)
+        plain = dropping or relative is not None or watched(self.before) or watched(self.after)
+        fused = None if plain else talking_heads_for(qkv)
         if fused is not None:
             out = fused(qkv, self.before.weight, self.before.bias, self.after.weight, self.after.bias)
         else:

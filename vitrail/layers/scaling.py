@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vitrail.layers.joining import entering, keeps_small_numbers, leaving
+from vitrail.layers.joining import entering, keeps_small_numbers, leaving, scaled
 from vitrail.layers.kernels import exporting
 from vitrail.layers.layout import Layout
-from vitrail.layers.mixers import Attention, FeedForward, PatchConv, PatchLinear, TalkingHeads, check_grid
+from vitrail.layers.mixers import AcrossPatches, Attention, FeedForward, PatchConv, PatchLinear, TalkingHeads, check_grid
 from vitrail.layers.norms import Affine
-from vitrail.layers.passing import through, watched
+from vitrail.layers.passing import idle, through, watched
 from vitrail.layers.residual import Branch, LayerScale, ScalarScale
 
 SCALES = (LayerScale, ScalarScale, Affine)  # for a constant nothing is kept
@@ -35,8 +35,8 @@ def folded(branch: Branch, x: Tensor, layout: Layout, relative: nn.Module | None
     norm, body, scale = branch.norm, branch.body, branch.scale
     if not keeps_small_numbers(x) or watched(body) or exporting():
         return None
-    if isinstance(body, PatchLinear):
-        return across_patches(norm, body, scale, x, layout)
+    if type(body) is PatchLinear:
+        return across_patches(branch, body, x, layout)
     if type(body) not in ENDS:
         return None
     first, last = (getattr(body, name) for name in ENDS[type(body)])
@@ -47,7 +47,7 @@ def folded(branch: Branch, x: Tensor, layout: Layout, relative: nn.Module | None
     inner = body.inner(bare(norm, x) if enters else norm(x), layout, relative, product)  # type: ignore[operator]
     if not leaves:
         return through(scale, body.outer(inner))  # type: ignore[operator]
-    return scaled(F.linear(inner, *leaving(scale, last)), scale)
+    return scaled(F.linear(inner, *leaving(scale, last)), [branch])
 
 
 def may_enter(norm: nn.Module, layer: nn.Module) -> bool:
@@ -62,7 +62,7 @@ def may_leave(body: nn.Module, layer: nn.Module, scale: nn.Module) -> bool:
     if type(scale) not in SCALES or type(layer) is not nn.Linear or layer.bias is None or watched(scale) or watched(layer):
         return False
     dropout = getattr(body, "dropout", None)
-    return learn(scale, layer) and not (isinstance(dropout, nn.Dropout) and (dropout.p > 0 or watched(dropout)))
+    return learn(scale, layer) and (dropout is None or idle(dropout))
 
 
 def learn(*parts: nn.Module) -> bool:
@@ -74,14 +74,10 @@ def bare(norm: nn.Module, x: Tensor) -> Tensor:
     return F.layer_norm(x, norm.normalized_shape, eps=norm.eps) if isinstance(norm, nn.LayerNorm) else x
 
 
-def scaled(out: Tensor, scale: nn.Module) -> Tensor:
-    """In the precision that the scale would have given it."""
-    return out.to(torch.promote_types(out.dtype, scale.weight.dtype))  # type: ignore[arg-type]
-
-
-def across_patches(norm: nn.Module, body: PatchLinear, scale: nn.Module, x: Tensor, layout: Layout) -> Tensor | None:
-    """γ(P(αx + β) + b) = P(γαx + γβ) + bγ; None where there is no Affine, or somebody waits for a call."""
-    if type(norm) is not Affine or type(scale) not in SCALES or not learn(norm, scale):
+def across_patches(branch: Branch, body: PatchLinear, x: Tensor, layout: Layout) -> Tensor | None:
+    """γ(P(αx + β) + b) = P(γαx + γβ) + bγ; None where there is no Affine or another map, or somebody waits for a call."""
+    norm, scale = branch.norm, branch.scale
+    if type(norm) is not Affine or type(body.map) is not AcrossPatches or type(scale) not in SCALES or not learn(norm, scale):
         return None
     if any(watched(part) for part in (norm, body.map, scale)):
         return None
@@ -91,4 +87,4 @@ def across_patches(norm: nn.Module, body: PatchLinear, scale: nn.Module, x: Tens
     if isinstance(scale, Affine):
         shift = shift + scale.bias
     out = body.map.product(torch.addcmul(factor * norm.bias, factor * norm.weight, x))
-    return scaled(out + shift.to(out.dtype), scale)
+    return scaled(out + shift.to(out.dtype), [branch])
