@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from vitrail.errors import UserError
+from vitrail.stopping import CODE
 from vitrail.writing import check_writable
 
 
@@ -28,11 +29,14 @@ def check_file(path: Path | None) -> None:
 
 
 def run_program(main: Callable[[], object]) -> None:
-    """A `UserError` becomes the program's name and one sentence on standard error, and exit code 2."""
+    """A `UserError` becomes the program's name and one sentence on standard error, and exit code 2; Ctrl-C a word, and 130."""
+    place = Path(sys.argv[0])
+    name = place.parent.name if place.name == "__main__.py" else place.name
     try:
         main()
     except UserError as problem:
-        place = Path(sys.argv[0])
-        name = place.parent.name if place.name == "__main__.py" else place.name
         print(f"{name}: {problem}", file=sys.stderr)
         raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        print(f"{name}: Stopped.", file=sys.stderr)
+        raise SystemExit(CODE) from None

@@ -2,6 +2,7 @@
 
 import importlib
 import runpy
+import signal
 import subprocess
 import sys
 from argparse import Namespace
@@ -44,6 +45,16 @@ def test_it_runs(words, expected, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert expected in done.stdout
+
+
+def test_an_interrupt_is_a_word():
+    words = "branches vit_tiny_patch16_12x2 --errors --device cpu --batch 2 --size 32 --depth 1 --rounds 2000"
+    program = [sys.executable, "-u", ROOT / "benchmarks/ways.py", *words.split()]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as running:
+        assert "n = 2000" in running.stdout.readline()
+        running.send_signal(signal.SIGINT)
+        _, said = running.communicate()
+    assert (running.returncode, said) == (130, "ways.py: Stopped.\n")
 
 
 @pytest.fixture
