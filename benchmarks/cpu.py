@@ -252,7 +252,6 @@ def main() -> None:
                         {"machine": facts, "seconds": time.time() - begun, "ceiling": ceiling, "rows": rows}, indent=1
                     )
                     write_aside(options.out, lambda path, text=text: path.write_text(text))
-    return
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tests.layers.test_joining import Twice
+from tests.layers.test_passing import HOOKS
 from tests.models.test_every_model import loss, randomise
 from tests.small import structures
 from vitrail.layers import joining, mixers, scaling
@@ -21,7 +23,6 @@ TINY = Architecture(width=32, depth=2, heads=2, classes=5, patch_size=8, image_s
 BARE = {"readout": "mean", "positions": "none"}
 IMAGE = torch.randn(8, 3, 32, 48, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 PATCHES = {"mixer": "linear", "norm": "affine", **BARE}
-HOOKS = ("register_forward_pre_hook", "register_forward_hook", "register_full_backward_pre_hook", "register_full_backward_hook")
 
 
 @pytest.fixture
@@ -227,11 +228,6 @@ def test_a_product_without_a_bias(taken):
     wanted, found = passes(model), passes(fold_scales(model))
     assert far(found, wanted) < 1e-10
     assert taken == ["inout", "in", "inout", "inout"]
-
-
-class Twice(nn.Module):
-    def forward(self, x):
-        return 2 * x
 
 
 class Added(AcrossPatches):

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vitrail.layers.attending import attend
-from vitrail.layers.kernels import bias_gelu_for, exporting
-from vitrail.layers.mixers import Attention, FeedForward, Product
+from vitrail.layers.kernels import exporting
+from vitrail.layers.mixers import Attention, FeedForward
 from vitrail.layers.norms import ACTIVATIONS, Affine, activation
 from vitrail.layers.passing import idle, watched
 from vitrail.layers.residual import Branch, ConstantScale, LayerScale, Residual, ScalarScale
+from vitrail.layers.scaling import bare, entering, keeps_small_numbers, leaving, scaled
 
 SCALES = (nn.Identity, LayerScale, ScalarScale, ConstantScale, Affine)
 PLAIN = frozenset(type(activation(kind)) for kind in ACTIVATIONS)  # they learn nothing
@@ -37,14 +38,13 @@ def together(branches: Sequence[Branch], x: Tensor) -> Tensor | None:
     """
     if not (all(fits(branch, branches[0]) for branch in branches) and keeps_small_numbers(x)) or exporting():
         return None
-    norm, body = branches[0].norm, branches[0].body
-    assert isinstance(norm, nn.LayerNorm)
-    normed = F.layer_norm(x, norm.normalized_shape, eps=norm.eps)
+    body, normed = branches[0].body, bare(branches[0].norm, x)
     if isinstance(body, Attention):
         inner = mixed(branches, normed, body.heads)
         outputs = [leaving(branch.scale, branch.body.proj, gain(branch)) for branch in branches]  # type: ignore[arg-type]
     else:
-        inner = hidden(branches, normed)
+        assert isinstance(body, FeedForward)
+        inner = hidden(branches, body, normed)
         outputs = [leaving(branch.scale, branch.body.fc2, gain(branch)) for branch in branches]  # type: ignore[arg-type]
     weight = torch.cat([each for each, _ in outputs], 1)
     biases = torch.stack([each for _, each in outputs])
@@ -85,13 +85,6 @@ def same_activation(body: FeedForward, first: nn.Module) -> bool:
     return alike and type(ours) in PLAIN
 
 
-def keeps_small_numbers(x: Tensor) -> bool:
-    """float16 does not: weights times a LayerScale of 1e-6 would be zeros."""
-    rounding = not x.is_meta and torch.is_autocast_enabled(x.device.type)
-    dtype = torch.get_autocast_dtype(x.device.type) if rounding else x.dtype
-    return dtype != torch.float16
-
-
 def mixed(branches: Sequence[Branch], x: Tensor, heads: int) -> Tensor:
     """All branches' heads, [B, T, D] to [B, T, branches * D]."""
     inputs = [entering(branch.norm, branch.body.qkv) for branch in branches]  # type: ignore[arg-type]
@@ -101,52 +94,12 @@ def mixed(branches: Sequence[Branch], x: Tensor, heads: int) -> Tensor:
     return attend(query, key, value).transpose(1, 2).flatten(2)
 
 
-def hidden(branches: Sequence[Branch], x: Tensor) -> Tensor:
-    """All branches' hidden units, [B, T, D] to [B, T, branches * hidden]."""
+def hidden(branches: Sequence[Branch], body: FeedForward, x: Tensor) -> Tensor:
+    """All branches' hidden units, [B, T, D] to [B, T, branches * hidden], as the first one's body computes its own."""
     inputs = [entering(branch.norm, branch.body.fc1) for branch in branches]  # type: ignore[arg-type]
-    weight, bias = torch.cat([each for each, _ in inputs]), torch.cat([each for _, each in inputs])
-    act = branches[0].body.activation
-    exact = type(act) is nn.GELU and act.approximate == "none"
-    fused = bias_gelu_for(x) if exact else None
-    if fused is not None:
-        return fused(F.linear(x, weight), bias)
-    assert isinstance(act, nn.Module)
-    return act(F.linear(x, weight, bias))
-
-
-def entering(norm: nn.Module, layer: nn.Linear) -> Product:
-    """What a norm learned inside the product behind it: W(γx + β) + b = (Wγ)x + (Wβ + b)."""
-    assert isinstance(norm, nn.LayerNorm | Affine)
-    shift = (layer.weight * norm.bias).sum(1)  # no product of matrices, which autocast would round
-    return layer.weight * norm.weight, shift if layer.bias is None else layer.bias + shift
-
-
-def scaled(out: Tensor, branches: Sequence[Branch]) -> Tensor:
-    """In the precision that the branches' scales would have given it: one number for all channels changes none."""
-    for branch in branches:
-        if isinstance(branch.scale, LayerScale | Affine):
-            out = out.to(torch.promote_types(out.dtype, branch.scale.weight.dtype))
-    return out
+    return body.inner(x, product=(torch.cat([each for each, _ in inputs]), torch.cat([each for _, each in inputs])))
 
 
 def gain(branch: Branch) -> Tensor | None:
     """What survivors of stochastic depth are multiplied by."""
     return branch.drop.gain if branch.drop.active else None
-
-
-def leaving(scale: nn.Module, layer: nn.Linear, gain: Tensor | None = None) -> Product:
-    """The residual scale, and the gain of stochastic depth, inside the product before them: γ(Wx + b) = (γW)x + γb."""
-    if isinstance(scale, LayerScale | Affine | ScalarScale):
-        factor = scale.weight.view(-1)
-    elif isinstance(scale, ConstantScale):
-        factor = torch.full_like(layer.bias[:1], scale.factor)
-    elif gain is not None:
-        factor = torch.ones_like(layer.bias[:1])
-    else:
-        return layer.weight, layer.bias
-    bias = layer.bias * factor
-    if isinstance(scale, Affine):
-        bias = bias + scale.bias
-    if gain is not None:
-        factor, bias = factor * gain, bias * gain
-    return layer.weight * factor[:, None], bias

@@ -3,20 +3,21 @@
 The gradient of a scale by itself is a sum over all tokens: before a product over what the norm gave, behind it over what the
 product gave, which is kept for that alone. Inside the product it is a sum over the gradient of a weight. A map over patches
 commutes with scales of channels, and the one behind it becomes part of the one before. Modules, parameters and their names stay
-what they are, and every pass folds anew, in the precision of the weights, as `joining` does.
+what they are, and every pass folds anew, in the precision of the weights. `joining` folds by the same functions.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vitrail.layers.joining import entering, keeps_small_numbers, leaving, scaled
 from vitrail.layers.kernels import exporting
 from vitrail.layers.layout import Layout
-from vitrail.layers.mixers import AcrossPatches, Attention, FeedForward, PatchConv, PatchLinear, TalkingHeads, check_grid
+from vitrail.layers.mixers import AcrossPatches, Attention, FeedForward, PatchConv, PatchLinear, Product, TalkingHeads, check_grid
 from vitrail.layers.norms import Affine
 from vitrail.layers.passing import idle, through, watched
-from vitrail.layers.residual import Branch, LayerScale, ScalarScale
+from vitrail.layers.residual import Branch, ConstantScale, LayerScale, ScalarScale
 
 SCALES = (LayerScale, ScalarScale, Affine)  # for a constant nothing is kept
 ENDS = {Attention: ("qkv", "proj"), TalkingHeads: ("qkv", "proj"), FeedForward: ("fc1", "fc2"), PatchConv: ("enter", "leave")}
@@ -72,6 +73,46 @@ def learn(*parts: nn.Module) -> bool:
 def bare(norm: nn.Module, x: Tensor) -> Tensor:
     """What a norm does before its scale."""
     return F.layer_norm(x, norm.normalized_shape, eps=norm.eps) if isinstance(norm, nn.LayerNorm) else x
+
+
+def keeps_small_numbers(x: Tensor) -> bool:
+    """float16 does not: weights times a LayerScale of 1e-6 would be zeros."""
+    rounding = not x.is_meta and torch.is_autocast_enabled(x.device.type)
+    dtype = torch.get_autocast_dtype(x.device.type) if rounding else x.dtype
+    return dtype != torch.float16
+
+
+def entering(norm: nn.Module, layer: nn.Linear) -> Product:
+    """What a norm learned inside the product behind it: W(γx + β) + b = (Wγ)x + (Wβ + b)."""
+    assert isinstance(norm, nn.LayerNorm | Affine)
+    shift = (layer.weight * norm.bias).sum(1)  # no product of matrices, which autocast would round
+    return layer.weight * norm.weight, shift if layer.bias is None else layer.bias + shift
+
+
+def leaving(scale: nn.Module, layer: nn.Linear, gain: Tensor | None = None) -> Product:
+    """The residual scale, and the gain of stochastic depth, inside the product before them: γ(Wx + b) = (γW)x + γb."""
+    if isinstance(scale, LayerScale | Affine | ScalarScale):
+        factor = scale.weight.view(-1)
+    elif isinstance(scale, ConstantScale):
+        factor = torch.full_like(layer.bias[:1], scale.factor)
+    elif gain is not None:
+        factor = torch.ones_like(layer.bias[:1])
+    else:
+        return layer.weight, layer.bias
+    bias = layer.bias * factor
+    if isinstance(scale, Affine):
+        bias = bias + scale.bias
+    if gain is not None:
+        factor, bias = factor * gain, bias * gain
+    return layer.weight * factor[:, None], bias
+
+
+def scaled(out: Tensor, branches: Sequence[Branch]) -> Tensor:
+    """In the precision that the branches' scales would have given it: one number for all channels changes none."""
+    for branch in branches:
+        if isinstance(branch.scale, LayerScale | Affine):
+            out = out.to(torch.promote_types(out.dtype, branch.scale.weight.dtype))
+    return out
 
 
 def across_patches(branch: Branch, body: PatchLinear, x: Tensor, layout: Layout) -> Tensor | None:
