@@ -15,13 +15,13 @@ from asking import positive, run_program
 from torch import Tensor
 
 import vitrail
-from vitrail.data.augment.pipeline import augment
-from vitrail.data.opening import open_splits
+from vitrail.data.datasets.lookup import open_splits
+from vitrail.data.transforms.pipeline import augment
 from vitrail.errors import UserError
 from vitrail.evaluation.accuracy import test_view
-from vitrail.evaluation.evaluating import feed_of, open_part
-from vitrail.models.model import Model
-from vitrail.training.devices import begin, choose_device
+from vitrail.evaluation.evaluate import feed_of, open_part
+from vitrail.models.vision_transformer import Model
+from vitrail.training.distributed import begin, choose_device
 
 BATCH = 64
 

@@ -33,24 +33,24 @@ from asking import positive, run_program
 from PIL import Image
 from timing import half_spread, in_turns, machine
 
-from vitrail.data.augment.pipeline import augment
-from vitrail.data.feeding import Feed
-from vitrail.data.opening import open_source
+from vitrail.data.datasets.lookup import open_source
+from vitrail.data.feed import Feed
 from vitrail.data.source import Source, Subset
+from vitrail.data.transforms.pipeline import augment
 from vitrail.evaluation.accuracy import test_view
 from vitrail.evaluation.features import sweep
+from vitrail.models.convnets.resnet import ResNet, ResNetPlan
 from vitrail.models.preprocessing import Preprocessing
-from vitrail.objectives.guide import Answers, Guide
 from vitrail.recipes import Recipe, lookup
+from vitrail.runs.prepare import build, with_teacher
+from vitrail.tasks.supervision import Answers, Guide
 from vitrail.teachers import open_teacher
-from vitrail.teachers.annotating import DETAIL, Wanted, annotate, usual_batch
-from vitrail.teachers.resnet import ResNet, ResNetPlan
-from vitrail.teachers.store import Store
-from vitrail.teachers.storing import Finish, Part, Shelf, write_store
+from vitrail.teachers.annotation import DETAIL, Wanted, annotate, usual_batch
+from vitrail.teachers.label_store import Store
+from vitrail.teachers.label_store_writer import Finish, Part, Shelf, write_store
 from vitrail.teachers.teacher import Teacher
-from vitrail.training.devices import Devices, choose_device
-from vitrail.training.loop import Options, Training
-from vitrail.training.preparing import build, with_teacher
+from vitrail.training.distributed import Devices, choose_device
+from vitrail.training.trainer import Options, Training
 
 EIGHTEEN = ResNetPlan((2, 2, 2, 2), bottleneck=False)
 KEPT = 5

@@ -5,9 +5,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from vitrail.atomic_files import check_writable
 from vitrail.errors import UserError
-from vitrail.stopping import CODE
-from vitrail.writing import check_writable
+from vitrail.interrupts import CODE
 
 
 def positive(text: str) -> int:

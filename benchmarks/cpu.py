@@ -29,11 +29,11 @@ from asking import check_file, positive, run_program
 from torch import Tensor
 
 import vitrail
-from vitrail.benching.timing import enough_repeats, machine, summarise
-from vitrail.models.catalogue import lookup
-from vitrail.models.cost import cost
-from vitrail.shipping.checking import difference
-from vitrail.writing import write_aside
+from vitrail.atomic_files import write_aside
+from vitrail.bench.timing import enough_repeats, machine, summarise
+from vitrail.deploy.parity import difference
+from vitrail.models.flops import cost
+from vitrail.models.registry import lookup
 
 ALONE = ("deit_tiny_patch16", "deit_small_patch16", "resmlp_s12", "cait_xxs24", "patchconvnet_s60")
 BYTES = {"fp32": 4, "bf16": 2, "int8": 1}

@@ -29,13 +29,13 @@ from PIL import Image
 from timing import half_spread, in_turns, machine
 
 import vitrail
+from vitrail.atomic_files import write_aside
 from vitrail.data import decode as decoder
-from vitrail.data.augment.mixing import draw_mix, mix_pictures
-from vitrail.data.augment.pipeline import Augmentation, augment
-from vitrail.data.randomness import sample_key
+from vitrail.data.rng import sample_key
+from vitrail.data.transforms.mixup import draw_mix, mix_pictures
+from vitrail.data.transforms.pipeline import Augmentation, augment
 from vitrail.errors import UserError
-from vitrail.training.devices import choose_device
-from vitrail.writing import write_aside
+from vitrail.training.distributed import choose_device
 
 SIZES = [(500, 375), (1000, 750), (2000, 1500), (4000, 3000)]
 Run = Callable[[bytes], object]

@@ -23,16 +23,16 @@ from asking import check_file, positive, run_program
 from timing import half_spread, machine, timed
 
 import vitrail
+from vitrail.atomic_files import write_aside
 from vitrail.errors import UserError
-from vitrail.models.catalogue import lookup as lookup_model
-from vitrail.objectives.supervised import Supervised
-from vitrail.objectives.targets import Targets
+from vitrail.models.registry import lookup as lookup_model
 from vitrail.recipes import lookup
-from vitrail.recipes.recipe import Recipe, parse_scope
-from vitrail.training.compiling import compile_blocks, for_compiling
-from vitrail.training.optimisers import clip_gradients, make_optimiser
+from vitrail.recipes.schema import Recipe, parse_scope
+from vitrail.tasks.classification import Supervised
+from vitrail.tasks.targets import Targets
+from vitrail.training.compile import compile_blocks, for_compiling
+from vitrail.training.optimizers import clip_gradients, make_optimiser
 from vitrail.training.scope import apply_scope
-from vitrail.writing import write_aside
 
 ON_A_PROCESSOR = "--device cpu --model deit_tiny_patch16 --size 64 --batch 4 --rounds 2"
 SCOPES = ("full", "attention", "ffn")

@@ -25,16 +25,16 @@ from typing import Any
 import torch
 from asking import positive, run_program
 
-from vitrail.benching.ceiling import measure_ceiling
-from vitrail.benching.contenders import import_timm, open_contender, opponents
-from vitrail.benching.drawing import draw
-from vitrail.benching.measuring import FAILED, Cell, Heat, beside, make_heats, run_heats, times_as_fast
-from vitrail.benching.report import content, headline, write_json
-from vitrail.benching.settings import BATCHES, Setting, all_settings, curve_depths, curve_sizes
-from vitrail.benching.timing import machine
+from vitrail.atomic_files import check_folder
+from vitrail.bench.candidates import import_timm, open_contender, opponents
+from vitrail.bench.measurement import FAILED, Cell, Heat, beside, make_heats, run_heats, times_as_fast
+from vitrail.bench.output import content, headline, write_json
+from vitrail.bench.peak import measure_ceiling
+from vitrail.bench.plots import draw
+from vitrail.bench.settings import BATCHES, Setting, all_settings, curve_depths, curve_sizes
+from vitrail.bench.timing import machine
 from vitrail.errors import UserError
-from vitrail.training.devices import begin, choose_device
-from vitrail.writing import check_folder
+from vitrail.training.distributed import begin, choose_device
 
 MODELS = (
     "deit_small_patch16",

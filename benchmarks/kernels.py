@@ -13,13 +13,13 @@ import torch
 from asking import positive, run_program
 from torch.profiler import ProfilerActivity, profile
 
-from vitrail.benching.contenders import open_contender
-from vitrail.benching.report import headline
-from vitrail.benching.settings import all_settings
-from vitrail.benching.steps import make_run
-from vitrail.benching.timing import machine
+from vitrail.bench.candidates import open_contender
+from vitrail.bench.output import headline
+from vitrail.bench.settings import all_settings
+from vitrail.bench.timing import machine
+from vitrail.bench.workloads import make_run
 from vitrail.errors import UserError
-from vitrail.training.devices import begin, choose_device
+from vitrail.training.distributed import begin, choose_device
 
 STEPS = 3
 KINDS = {  # words in a kernel's name, the first that fits

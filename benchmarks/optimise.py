@@ -19,11 +19,11 @@ from asking import check_file, positive, run_program
 from timing import half_spread, in_turns, machine
 
 import vitrail
-from vitrail.models.catalogue import lookup
-from vitrail.shipping.float8 import can_multiply
-from vitrail.shipping.graphing import LARGEST
-from vitrail.training.devices import choose_device
-from vitrail.writing import write_aside
+from vitrail.atomic_files import write_aside
+from vitrail.deploy.float8 import can_multiply
+from vitrail.deploy.inference_graphs import LARGEST
+from vitrail.models.registry import lookup
+from vitrail.training.distributed import choose_device
 
 NAMES = [
     "deit_small_patch16",

@@ -18,11 +18,11 @@ import torch
 from asking import positive, run_program
 
 import vitrail
-from vitrail.models.catalogue import lookup
-from vitrail.recipes.recipe import Optimiser
-from vitrail.training.averaging import Average
-from vitrail.training.devices import choose_device
-from vitrail.training.optimisers import clip_gradients, make_optimiser
+from vitrail.models.registry import lookup
+from vitrail.recipes.schema import Optimiser
+from vitrail.training.distributed import choose_device
+from vitrail.training.ema import Average
+from vitrail.training.optimizers import clip_gradients, make_optimiser
 
 
 def stepping(optimiser: torch.optim.Optimizer, device: str) -> Callable[[], object]:

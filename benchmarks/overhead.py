@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vitrail.benching.report import headline
-from vitrail.benching.timing import machine, summarise, wait
-from vitrail.models.architecture import Architecture
-from vitrail.models.catalogue import build, lookup
-from vitrail.training.devices import begin, choose_device
+from vitrail.bench.output import headline
+from vitrail.bench.timing import machine, summarise, wait
+from vitrail.models.config import Architecture
+from vitrail.models.registry import build, lookup
+from vitrail.training.distributed import begin, choose_device
 
 SMALL = {"width": 32, "heads": 2, "image_size": (32, 32)}
 DROP = 0.1

@@ -23,7 +23,7 @@ from timing import half_spread, in_turns, machine
 from torch import Tensor, nn
 
 from vitrail.errors import UserError
-from vitrail.layers import kernels, mixers
+from vitrail.layers import attention, kernels
 from vitrail.layers.kernels import talking_heads_for
 from vitrail.layers.layout import Layout
 
@@ -39,7 +39,7 @@ class Contender:
     def __init__(self, shape: list[int], train: bool, tiling: "Tiling | None" = None, compiled: bool = False):
         batch, tokens, heads, width = shape
         torch.manual_seed(0)
-        layer = mixers.TalkingHeads(heads * width, heads)
+        layer = attention.TalkingHeads(heads * width, heads)
         layer.qkv, layer.proj = nn.Identity(), nn.Identity()  # type: ignore[assignment]
         self.layer, self.tiling, self.train, self.layout = layer.cuda(), tiling, train, Layout(1, tokens)
         self.body = torch.compile(self.layer, fullgraph=True) if compiled else self.layer
@@ -47,7 +47,7 @@ class Contender:
         self.gradient = torch.randn(batch, tokens, heads * width, device="cuda").bfloat16()
 
     def __call__(self) -> None:
-        mixers.talking_heads_for = no_kernel if self.tiling is None else talking_heads_for
+        attention.talking_heads_for = no_kernel if self.tiling is None else talking_heads_for
         if self.tiling is not None:
             from vitrail.layers.kernels import talking_heads
 

@@ -28,15 +28,15 @@ from asking import check_file, positive, run_program
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vitrail.benching.contenders import Contender, open_contender
-from vitrail.benching.measuring import make_heats, run_heats, times_as_fast
-from vitrail.benching.report import headline, write_json
-from vitrail.benching.settings import MODES, PRECISIONS, Setting
-from vitrail.benching.timing import machine
+from vitrail.bench.candidates import Contender, open_contender
+from vitrail.bench.measurement import make_heats, run_heats, times_as_fast
+from vitrail.bench.output import headline, write_json
+from vitrail.bench.settings import MODES, PRECISIONS, Setting
+from vitrail.bench.timing import machine
 from vitrail.errors import UserError
-from vitrail.layers.joining import join_branches
-from vitrail.layers.scaling import fold_scales
-from vitrail.training.devices import begin, choose_device
+from vitrail.layers.fused_branches import join_branches
+from vitrail.layers.fused_scales import fold_scales
+from vitrail.training.distributed import begin, choose_device
 
 
 class Way(NamedTuple):

@@ -5,7 +5,7 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 from vitrail.models import cait, deit, deit3, lvvit, patchconvnet, resmlp, three_things, vit
-from vitrail.models.architecture import CHOICES, Architecture
+from vitrail.models.config import CHOICES, Architecture
 
 COLUMNS = ("stem", "mixer", "branches", "residual", "norm", "positions", "readout")
 TITLES = ("stem", "token mixer", "layout", "residual scale", "norm", "positions", "readout")

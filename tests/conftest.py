@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from vitrail import cli
+from vitrail.cli import main
 
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # threads that wait by spinning take the cores of the other tests
@@ -35,7 +35,7 @@ def typed(monkeypatch, capfdbinary):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given)))
         before = signal.getsignal(signal.SIGINT)
         try:
-            cli.main()
+            main.main()
             code = 0
         except SystemExit as exit:
             code = exit.code or 0

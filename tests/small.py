@@ -2,8 +2,8 @@
 
 from functools import cache
 
-from vitrail.models.architecture import Architecture
-from vitrail.models.catalogue import page_of
+from vitrail.models.config import Architecture
+from vitrail.models.registry import page_of
 
 
 def shrink(a: Architecture) -> Architecture:

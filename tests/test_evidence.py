@@ -18,7 +18,7 @@ from benchmarks.evidence.claims import CLAIMS
 from benchmarks.evidence.findings import FINDINGS
 from benchmarks.evidence.page import RESULTS, Field, table
 from benchmarks.evidence.records import FILES, commit, common, describe_file, difference, needs
-from vitrail.models.catalogue import create
+from vitrail.models.registry import create
 from vitrail.recipes import lookup
 
 CELLS = [(name, cell) for name, claim in CLAIMS.items() for cell in claim.cells]

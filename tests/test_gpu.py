@@ -1,21 +1,21 @@
 """On a GPU: every structure against a float64 reference, mixed precision, a compiled step; the way of pictures to the device.
 
-`tests/data/test_augment_kernels.py` compares the kernels of the augmentation with their reference one by one.
+`tests/data/test_transform_kernels.py` compares the kernels of the augmentation with their reference one by one.
 """
 
 import pytest
 import torch
 
-from tests.data.test_augment import PIPELINES, keys
-from tests.data.test_augment_parts import pictures
 from tests.data.test_loader import COUNT, Pictures
+from tests.data.test_transform_parts import pictures
+from tests.data.test_transforms import PIPELINES, keys
 from tests.models.test_every_model import loss, randomise
 from tests.small import structures
-from vitrail.data.augment.pipeline import augment
 from vitrail.data.loader import Loader, StoredLoader, fill_store
-from vitrail.data.order import Order
-from vitrail.data.randomness import sample_key
-from vitrail.models.catalogue import build
+from vitrail.data.rng import sample_key
+from vitrail.data.sampler import Order
+from vitrail.data.transforms.pipeline import augment
+from vitrail.models.registry import build
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

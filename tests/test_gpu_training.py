@@ -16,7 +16,7 @@ import torch
 import vitrail
 from tests.training.on_gpu import CHANGES
 from tests.training.processes import ROOT, TINY, environment, free_port
-from vitrail.layers.attending import attend
+from vitrail.layers.sdpa import attend
 from vitrail.training.metrics import read_metrics
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

@@ -9,8 +9,8 @@ import torch
 
 import vitrail
 from docs.draw_grid import draw
-from tests.test_cli import run
-from tests.weights.test_formats import little
+from tests.checkpoints.test_formats import little
+from tests.cli.test_main import run
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

@@ -1,4 +1,4 @@
-"""Writes `vitrail/weights/bundled/NAME.safetensors`: the best weights of a run in half precision, as they ship.
+"""Writes `vitrail/checkpoints/bundled/NAME.safetensors`: the best weights of a run in half precision, as they ship.
 
     python tools/bundle_weights.py runs/tiny-imagenet house_tiny
 
@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
+from vitrail.checkpoints import bundled, load
+from vitrail.checkpoints.bundled import NAMES
+from vitrail.checkpoints.load import save_tensors
+from vitrail.checkpoints.parity import logit_difference
 from vitrail.errors import UserError
-from vitrail.weights import bundled, load
-from vitrail.weights.bundled import NAMES
-from vitrail.weights.checking import logit_difference
-from vitrail.weights.files import save_tensors
 
 LIMIT = 12_000_000  # bytes that a package may carry for a first run
 
@@ -60,7 +60,7 @@ def main() -> None:
         out, model, tensors, {name: json.dumps(value) for name, value in history(Path(given.weights), given.data).items()}
     )
     size = out.stat().st_size
-    print(f"SHA-256, for vitrail/weights/bundled/__init__.py: {hashlib.sha256(out.read_bytes()).hexdigest()}")
+    print(f"SHA-256, for vitrail/checkpoints/bundled/__init__.py: {hashlib.sha256(out.read_bytes()).hexdigest()}")
     difference, largest = logit_difference(model, load(out))
     print(f"{out}: {size / 1e6:.2f} MB; largest logit difference {difference:.2g} (largest logit {largest:.3g})")
     if size > LIMIT:

@@ -16,14 +16,14 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from vitrail.atomic_files import write_aside
+from vitrail.data.datasets.lookup import open_parts
+from vitrail.data.datasets.pets import EACH, PETS
 from vitrail.data.decode import decode
 from vitrail.data.duplicates import exact_groups, fingerprint, near_groups
-from vitrail.data.opening import open_parts
-from vitrail.data.pets import EACH, PETS
-from vitrail.data.recoding import Row
-from vitrail.data.shards import ShardWriter, schema_of
+from vitrail.data.parquet_shard import ShardWriter, schema_of
+from vitrail.data.reencoding import Row
 from vitrail.data.source import Labels, Source, Subset
-from vitrail.writing import write_aside
 
 # Half cats, half dogs; none of them is a class of Tiny ImageNet, from which the bundled weights have learnt.
 BREEDS = {

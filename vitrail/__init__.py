@@ -7,11 +7,11 @@ from vitrail.errors import UserError
 from vitrail.version import __version__
 
 if TYPE_CHECKING:
+    from vitrail.checkpoints import load, save
+    from vitrail.deploy.optimize import optimise
     from vitrail.models import Architecture, Model, build, create, list_models
     from vitrail.recipes import Recipe
-    from vitrail.shipping.optimising import optimise
-    from vitrail.training.run import resume, train
-    from vitrail.weights import load, save
+    from vitrail.runs.train import resume, train
 
 __all__ = [
     "Architecture",
@@ -31,9 +31,9 @@ __all__ = [
 
 # Loaded at first use, so that `vitrail --help` does not wait for torch.
 HOMES = dict.fromkeys(("Architecture", "Model", "build", "create", "list_models"), "vitrail.models")
-HOMES |= dict.fromkeys(("load", "save"), "vitrail.weights")
-HOMES |= dict.fromkeys(("resume", "train"), "vitrail.training.run")
-HOMES["optimise"] = "vitrail.shipping.optimising"
+HOMES |= dict.fromkeys(("load", "save"), "vitrail.checkpoints")
+HOMES |= dict.fromkeys(("resume", "train"), "vitrail.runs.train")
+HOMES["optimise"] = "vitrail.deploy.optimize"
 HOMES["Recipe"] = "vitrail.recipes"
 
 

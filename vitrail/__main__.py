@@ -1,5 +1,5 @@
 """`python -m vitrail`, and with it `torchrun -m vitrail train …`."""
 
-from vitrail.cli import main
+from vitrail.cli.main import main
 
 main()

@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.evidence.claims import CLAIMS, Claim
 from benchmarks.evidence.findings import FINDINGS, UNRECORDED
 from benchmarks.evidence.records import common, needs
-from vitrail.evaluation.spread import Difference, paired, summarise
+from vitrail.evaluation.statistics import Difference, paired, summarise
 
 RESULTS = Path(__file__).parent / "results"
 HEAD = """# Evidence

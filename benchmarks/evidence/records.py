@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.evidence.claims import Claim
-from vitrail.data.opening import is_built_in
+from vitrail.checkpoints.bundled import find_bundled
+from vitrail.data.datasets.lookup import is_built_in
 from vitrail.errors import UserError
-from vitrail.objectives.guide import digest
-from vitrail.teachers.beside import file_beside
-from vitrail.teachers.store import MANIFEST
-from vitrail.weights.bundled import find_bundled
+from vitrail.tasks.supervision import digest
+from vitrail.teachers.label_store import MANIFEST
+from vitrail.teachers.sidecar import file_beside
 
 FILES = {"teacher": "distillation.teacher", "labels": "tokens.labels", "weights": "start.weights"}  # by option
 INSIDE = (MANIFEST, "best.safetensors", "model.safetensors", "pytorch_model.bin")  # of a folder, what tells it from others

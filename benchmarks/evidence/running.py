@@ -15,21 +15,21 @@ from rich.console import Console
 import vitrail
 from benchmarks.evidence.claims import CLAIMS, Claim
 from benchmarks.evidence.records import FILES, check_alike, commit, describe_file, needs, plain_name
-from vitrail.data.feeding import Feed
-from vitrail.data.opening import open_splits
+from vitrail.atomic_files import write_aside
+from vitrail.data.datasets.lookup import open_splits
+from vitrail.data.feed import Feed
 from vitrail.data.source import Splits
 from vitrail.errors import UserError
-from vitrail.models.cost import cost
-from vitrail.objectives.guide import Guide, open_asked
-from vitrail.recipes.fitting import fit
-from vitrail.training.devices import Devices, choose_device
-from vitrail.training.display import Display
-from vitrail.training.facts import fingerprint
-from vitrail.training.loop import Options, Training
-from vitrail.training.preparing import build, open_weights, resolve
-from vitrail.training.speed import Speed
+from vitrail.models.flops import cost
+from vitrail.recipes.data_defaults import fit
+from vitrail.runs.display import Display
+from vitrail.runs.prepare import build, open_weights, resolve
+from vitrail.runs.run_directory import fingerprint
+from vitrail.tasks.supervision import Guide, open_asked
+from vitrail.training.distributed import Devices, choose_device
+from vitrail.training.throughput import Speed
+from vitrail.training.trainer import Options, Training
 from vitrail.version import __version__
-from vitrail.writing import write_aside
 
 RESERVED = {leaf: f"--{option}" for option, leaf in FILES.items()} | {
     "seed": "--seeds",

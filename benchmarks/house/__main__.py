@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.asking import run_program
+from vitrail.atomic_files import write_aside
 from vitrail.errors import UserError
+from vitrail.runs.report import device_words, read_run
 from vitrail.training.metrics import read_metrics
-from vitrail.training.report import device_words, read_run
-from vitrail.writing import write_aside
 
 RESULTS = Path(__file__).parent / "results"
 NEEDED = ("command", "source", "recipe", "model", "data", "seconds", "steps")

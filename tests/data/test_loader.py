@@ -17,7 +17,7 @@ from PIL import Image
 
 from vitrail.data.decode import decode
 from vitrail.data.loader import IGNORE, Batch, Loader, Plan, StoredLoader, choose_store, fill_store, free_memory
-from vitrail.data.order import Order
+from vitrail.data.sampler import Order
 from vitrail.data.source import Labels, Source
 from vitrail.errors import UserError
 
@@ -221,7 +221,7 @@ import sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are born deaf to it
 from tests.data.test_loader import Pictures
 from vitrail.data.loader import Loader
-from vitrail.data.order import Order
+from vitrail.data.sampler import Order
 
 loader = Loader(Pictures(wait=0.01), Order(37, 8), workers=3)
 try:

@@ -9,11 +9,11 @@ import pytest
 from PIL import Image
 
 import vitrail
-from tests.pictures import make_folder
+from tests.images import make_folder
+from vitrail.data.datasets.lookup import open_parts, open_source, open_splits
+from vitrail.data.datasets.pets import PETS
 from vitrail.data.decode import decode
 from vitrail.data.duplicates import exact_groups, fingerprint, near_groups
-from vitrail.data.opening import open_parts, open_source, open_splits
-from vitrail.data.pets import PETS
 
 TOOL = Path(vitrail.__file__).parents[1] / "tools" / "make_pets.py"
 

@@ -10,11 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from vitrail.data.augment.pipeline import Augmentation, augment
+from vitrail.data.datasets.lookup import open_source
 from vitrail.data.loader import Loader
-from vitrail.data.opening import open_source
-from vitrail.data.order import Order
-from vitrail.data.randomness import sample_key
+from vitrail.data.rng import sample_key
+from vitrail.data.sampler import Order
+from vitrail.data.transforms.pipeline import Augmentation, augment
 
 COUNT, BATCH = 27, 8
 PIPELINES = {

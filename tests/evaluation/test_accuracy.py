@@ -6,9 +6,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.pictures import make_folder, spoil
-from vitrail.data.feeding import Feed
-from vitrail.data.opening import open_source
+from tests.images import make_folder, spoil
+from vitrail.data.datasets.lookup import open_source
+from vitrail.data.feed import Feed
 from vitrail.data.source import Labels, Subset
 from vitrail.errors import UserError
 from vitrail.evaluation.accuracy import count_hits, summarise, test_view

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from tests.evaluation.test_accuracy import VIEW, Means, feed_of
-from tests.pictures import make_folder, spoil
-from vitrail.data.opening import open_source
+from tests.images import make_folder, spoil
+from vitrail.data.datasets.lookup import open_source
 from vitrail.data.source import Labels, Subset
 from vitrail.evaluation.confusion import PAIRS, Answers, class_accuracies, collect_answers, confusion, worst_mistakes
-from vitrail.training.report import confused_pairs
+from vitrail.runs.report import confused_pairs
 
 
 def answers_of(truth, guess, confidence=None):

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from tests.pictures import make_folder
-from vitrail.data.opening import open_source
+from tests.images import make_folder
+from vitrail.data.datasets.lookup import open_source
 from vitrail.errors import UserError
 from vitrail.evaluation.disagreement import compare, differing, draw_sheet, kappa
 

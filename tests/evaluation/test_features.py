@@ -5,15 +5,15 @@ import pytest
 import torch
 
 import vitrail
-from tests.pictures import make_folder, spoil
-from vitrail.data.augment.pipeline import augment
-from vitrail.data.feeding import Feed
-from vitrail.data.opening import open_source
+from tests.images import make_folder, spoil
+from vitrail.data.datasets.lookup import open_source
+from vitrail.data.feed import Feed
 from vitrail.data.source import Labels, Subset
+from vitrail.data.transforms.pipeline import augment
 from vitrail.evaluation.accuracy import test_view
 from vitrail.evaluation.features import VECTORS, Readout, embed
-from vitrail.models.architecture import Architecture
-from vitrail.models.model import Model
+from vitrail.models.config import Architecture
+from vitrail.models.vision_transformer import Model
 
 SMALL = {"image_size": 16, "patch_size": 4, "width": 16, "depth": 2, "heads": 2}
 

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from tests.pictures import make_folder, make_picture
-from vitrail.data.opening import open_source
+from tests.images import make_folder, make_picture
+from vitrail.data.datasets.lookup import open_source
 from vitrail.errors import UserError
 from vitrail.evaluation.multilabel import agreement, read_labels
 

@@ -10,9 +10,9 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
-from vitrail.layers import kernels, mixers
+from vitrail.layers import attention, kernels
+from vitrail.layers.attention import FeedForward
 from vitrail.layers.kernels import bias_gelu_for
-from vitrail.layers.mixers import FeedForward
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -76,7 +76,7 @@ def test_what_asks_for_it(monkeypatch, act, asked):
     def pretend(x):
         return lambda product, bias: calls.append(1) or F.gelu(product + bias)
 
-    monkeypatch.setattr(mixers, "bias_gelu_for", pretend)
+    monkeypatch.setattr(attention, "bias_gelu_for", pretend)
     layer, x = FeedForward(6, 12, act), torch.randn(2, 3, 6)
     found = layer(x)
     assert bool(calls) == asked

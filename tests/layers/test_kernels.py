@@ -24,7 +24,7 @@ def test_neither_models_nor_trainings_load_the_compiler():
     code = """
 import sys, torch
 before = set(sys.modules)
-import vitrail.models.catalogue, vitrail.training.run
+import vitrail.models.registry, vitrail.runs.train
 sys.exit(bool({"torch._dynamo", "torch.distributed.fsdp"} & (set(sys.modules) - before)))
 """
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -10,15 +10,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import vitrail
 from tests.models.test_every_model import randomise
+from vitrail.layers.attention import AcrossPatches
+from vitrail.layers.bit_resnet import pad_same
+from vitrail.layers.block import Branch, DropPath, Residual, drop_path_rates
 from vitrail.layers.layout import Layout
-from vitrail.layers.mixers import AcrossPatches
-from vitrail.layers.residual import Branch, DropPath, Residual, drop_path_rates
-from vitrail.layers.resnet import pad_same
-from vitrail.layers.stems import BasicStem, PatchMap, basic_strides, hmlp_strides, unfold_patches
+from vitrail.layers.patch_embed import BasicStem, PatchMap, basic_strides, hmlp_strides, unfold_patches
 from vitrail.layers.subset import draw_subset, put, take
-from vitrail.models.architecture import FUSIONS, Architecture
 from vitrail.models.cait import layerscale_start
-from vitrail.models.catalogue import build
+from vitrail.models.config import FUSIONS, Architecture
+from vitrail.models.registry import build
 
 TINY = Architecture(width=32, depth=2, heads=2, classes=5, image_size=(32, 48))
 

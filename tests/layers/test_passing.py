@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from vitrail.layers.passing import through
-from vitrail.models.architecture import Architecture
-from vitrail.models.catalogue import build
+from vitrail.models.config import Architecture
+from vitrail.models.registry import build
 
 TINY = Architecture(width=32, depth=2, heads=2, classes=5, image_size=(32, 48), drop_path=0.2)
 HOOKS = ("register_forward_pre_hook", "register_forward_hook", "register_full_backward_pre_hook", "register_full_backward_hook")

@@ -6,11 +6,11 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from vitrail.layers import kernels, mixers
+from vitrail.layers import attention, kernels
+from vitrail.layers.attention import TalkingHeads
 from vitrail.layers.kernels import talking_heads_for
 from vitrail.layers.layout import Layout
-from vitrail.layers.mixers import TalkingHeads
-from vitrail.layers.positions import RelativeBias
+from vitrail.layers.pos_embed import RelativeBias
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -110,7 +110,7 @@ def test_no_kernel_for_what_no_tile_holds(monkeypatch, tokens, heads, width):
 def test_when_the_kernel_is_asked_for(monkeypatch, training, dropout, biased):
     """Not with a bias on the scores, and not where weights are dropped."""
     asked = []
-    monkeypatch.setattr(mixers, "talking_heads_for", lambda qkv: asked.append(qkv.shape))
+    monkeypatch.setattr(attention, "talking_heads_for", lambda qkv: asked.append(qkv.shape))
     relative = RelativeBias((2, 3), 16, 2) if biased else None
     layer = bare(2, 16, attention_dropout=dropout).train(training)
     layer(torch.randn(1, 6, 96), Layout(2, 3), relative)
@@ -194,7 +194,7 @@ def test_the_layer_with_the_kernel(monkeypatch):
     expected = differentiated(through_layer, inputs, gradient)
     from vitrail.layers.kernels.talking_heads import talking_heads
 
-    monkeypatch.setattr(mixers, "talking_heads_for", lambda qkv: talking_heads)
+    monkeypatch.setattr(attention, "talking_heads_for", lambda qkv: talking_heads)
     gradient = gradient.transpose(0, 1).contiguous().transpose(0, 1)
     found = differentiated(through_layer, inputs, gradient)
     for name, value in expected.items():
@@ -242,7 +242,7 @@ def test_a_layer_under_autocast(heads, compiled):
 
     found = run(torch.compile(layer, fullgraph=True) if compiled else layer, True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mixers, "talking_heads_for", lambda qkv: None)
+        patch.setattr(attention, "talking_heads_for", lambda qkv: None)
         torch.compiler.reset()
         plain = run(layer, True)
         exact = run(layer.double(), False)

@@ -9,8 +9,8 @@ from torch.export import Dim, export
 
 import vitrail
 from tests.small import structures
-from vitrail.models.architecture import Architecture, as_size
-from vitrail.models.catalogue import build, list_models, lookup
+from vitrail.models.config import Architecture, as_size
+from vitrail.models.registry import build, list_models, lookup
 
 PLAIN = Architecture()
 STEM = [field.name for field in fields(Architecture) if field.name.startswith("stem_")] + ["patch_size", "image_size"]

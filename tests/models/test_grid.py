@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 import vitrail
 from tests.models.test_every_model import any_size, loss, randomise
 from vitrail.errors import UserError
-from vitrail.layers.mixers import MIXERS
-from vitrail.layers.norms import TOKEN_NORMS
-from vitrail.layers.positions import POSITIONS, RELATIVE
-from vitrail.layers.readouts import READOUTS
-from vitrail.layers.residual import SCALES
-from vitrail.models.architecture import CHOICES, Architecture
-from vitrail.models.catalogue import build
+from vitrail.layers.attention import MIXERS
+from vitrail.layers.block import SCALES
+from vitrail.layers.norm import TOKEN_NORMS
+from vitrail.layers.pooling import READOUTS
+from vitrail.layers.pos_embed import POSITIONS, RELATIVE
+from vitrail.models.config import CHOICES, Architecture
+from vitrail.models.registry import build
 
 STEMS = {
     "linear": {"stem_norm": ("none", "batch", "layer"), "stem_activation": ("none", "gelu")},

@@ -11,11 +11,11 @@ from tests.published.exact import EXACT
 from tests.published.parts import ADDED, EXAFLOPS, EXAFLOPS_RESNET, MISPRINTS, PARTS, TOKENS, TUNED
 from tests.published.printed import PRINTED
 from tests.published.rules import ROW, Rule, Table, rounded, within
-from vitrail.layers.resnet import StandardisedConv
-from vitrail.models import cost as costs
-from vitrail.models.catalogue import build, list_models, lookup
-from vitrail.models.cost import Cost, cost, count, known_costs
-from vitrail.models.model import Model
+from vitrail.layers.bit_resnet import StandardisedConv
+from vitrail.models import flops as costs
+from vitrail.models.flops import Cost, cost, count, known_costs
+from vitrail.models.registry import build, list_models, lookup
+from vitrail.models.vision_transformer import Model
 
 PICTURES = 303e6  # of JFT-300M, per epoch
 FREE = {"position_special"}  # fields that change parameters and no operation: one count will do

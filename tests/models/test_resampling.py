@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import vitrail
-from vitrail.layers.positions import resample
+from vitrail.layers.pos_embed import resample
 
 
 def cubic(x: np.ndarray, a: float) -> np.ndarray:

@@ -9,9 +9,9 @@ import vitrail
 from tests.models.test_every_model import randomise
 from tests.small import structures
 from vitrail.errors import UserError
-from vitrail.layers.positions import patch_kernel_resize, resample
-from vitrail.models.architecture import Architecture
-from vitrail.models.catalogue import build
+from vitrail.layers.pos_embed import patch_kernel_resize, resample
+from vitrail.models.config import Architecture
+from vitrail.models.registry import build
 
 TINY = Architecture(width=32, depth=2, heads=2, classes=5, image_size=(32, 48))
 

@@ -7,10 +7,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.models.test_every_model import randomise
 from tests.small import structures
 from vitrail.errors import UserError
-from vitrail.layers.mixers import Attention, TalkingHeads
-from vitrail.layers.residual import Branch
-from vitrail.models.architecture import Architecture
-from vitrail.models.catalogue import build
+from vitrail.layers.attention import Attention, TalkingHeads
+from vitrail.layers.block import Branch
+from vitrail.models.config import Architecture
+from vitrail.models.registry import build
 
 TINY = Architecture(width=32, depth=3, heads=4, classes=5, image_size=(32, 48))
 WITH_MAPS = {

@@ -6,11 +6,11 @@ from torch import nn
 
 import vitrail
 from tests.small import structures
-from vitrail.models.catalogue import build
+from vitrail.models.convnets.regnet import RegNet, RegNetPlan
 from vitrail.models.preprocessing import Preprocessing
+from vitrail.models.registry import build
 from vitrail.teachers import Teacher, open_teacher
 from vitrail.teachers.network import ConvNet, Timm
-from vitrail.teachers.regnet import RegNet, RegNetPlan
 
 HALF = Preprocessing((8, 8), mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
 STUDENT = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

@@ -8,9 +8,9 @@ import os
 import signal
 import sys
 
-from vitrail.cli import main
+from vitrail.cli.main import main
 from vitrail.errors import UserError
-from vitrail.training.loop import Training
+from vitrail.training.trainer import Training
 
 kind, _, number = sys.argv.pop(1).partition(":")
 whole_step = Training._step

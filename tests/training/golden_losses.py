@@ -21,21 +21,21 @@ import torch
 from rich.console import Console
 
 import vitrail
-from vitrail.data.feeding import Feed
-from vitrail.data.opening import open_splits
+from vitrail.data.datasets.lookup import open_splits
+from vitrail.data.feed import Feed
 from vitrail.data.source import Subset
-from vitrail.models.architecture import Architecture
-from vitrail.models.catalogue import create
-from vitrail.models.catalogue import lookup as find_model
+from vitrail.models.config import Architecture
+from vitrail.models.registry import create
+from vitrail.models.registry import lookup as find_model
 from vitrail.recipes import Recipe, list_recipes, lookup
-from vitrail.recipes.recipe import parse_span
-from vitrail.teachers.annotating import Wanted, annotate
-from vitrail.teachers.opening import open_teacher
-from vitrail.training.devices import Devices
-from vitrail.training.display import Display
-from vitrail.training.loop import Options, Training
-from vitrail.training.run import build
-from vitrail.training.speed import Speed
+from vitrail.recipes.schema import parse_span
+from vitrail.runs.display import Display
+from vitrail.runs.train import build
+from vitrail.teachers.annotation import Wanted, annotate
+from vitrail.teachers.lookup import open_teacher
+from vitrail.training.distributed import Devices
+from vitrail.training.throughput import Speed
+from vitrail.training.trainer import Options, Training
 
 FILE = Path(__file__).with_suffix(".json")
 STEPS, BATCH, PICTURES = 20, 16, 32

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 import vitrail
-from vitrail.commands.demo import ADAPTED, SHARED
-from vitrail.training.facts import read_run
-from vitrail.writing import write_aside
+from vitrail.atomic_files import write_aside
+from vitrail.cli.demo import ADAPTED, SHARED
+from vitrail.runs.run_directory import read_run
 
 FILE = Path(__file__).with_suffix(".json")
 SEEDS = 6

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from tests.training.processes import TINY, trained
-from vitrail.training import loop
-from vitrail.training.devices import Devices, choose_device, connected, replicate
-from vitrail.training.loop import Options
-from vitrail.training.state import gather
+from vitrail.training import trainer
+from vitrail.training.distributed import Devices, choose_device, connected, replicate
+from vitrail.training.trainer import Options
+from vitrail.training.training_state import gather
 
 CHANGES = {"precision": "bf16", "schedule.length": "10 steps", "architecture.drop_path": 0.0}
 # Batch norm in the stem, drop-path and a running mean: what a graph has to draw and to remember as the plain way does.
@@ -57,7 +57,7 @@ def plain(folder):
 def processes(folder, sharding):
     """One process of a group, replicated or sharded; whole, and stopped and resumed."""
     if sharding == "none":  # one process alone would not replicate
-        loop.wrap = lambda module, model, devices, _: replicate(module, model, devices)
+        trainer.wrap = lambda module, model, devices, _: replicate(module, model, devices)
     with connected() as devices:
         numbers = torch.ones(3, device=devices.device)
         dist.all_reduce(numbers)  # from device to device
@@ -101,7 +101,7 @@ def by_graphs(place, **more):
 
 
 def uncaptured(folder):
-    loop.Training._may_capture = lambda training: False
+    trainer.Training._may_capture = lambda training: False
     keep(folder, "uncaptured", trained(folder / "uncaptured", here(1), BUSY, compiled()))
     keep(folder, "start", trained(folder / "start", here(1), BUSY | STILL, until=1))
 

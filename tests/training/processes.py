@@ -11,17 +11,17 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from vitrail.data.feeding import Feed
-from vitrail.data.opening import open_splits
+from vitrail.data.datasets.lookup import open_splits
+from vitrail.data.feed import Feed
 from vitrail.data.source import Subset
-from vitrail.recipes.recipe import Recipe
-from vitrail.training.devices import Devices
-from vitrail.training.display import Display
-from vitrail.training.loop import Options, Training
+from vitrail.recipes.schema import Recipe
+from vitrail.runs.display import Display
+from vitrail.runs.prepare import build
+from vitrail.training.distributed import Devices
 from vitrail.training.metrics import Metrics
-from vitrail.training.preparing import build
-from vitrail.training.speed import Speed
-from vitrail.training.state import load_state
+from vitrail.training.throughput import Speed
+from vitrail.training.trainer import Options, Training
+from vitrail.training.training_state import load_state
 
 ROOT = Path(__file__).parents[2]
 TINY = Recipe(name="tiny", model="deit_tiny_patch16", batch=16, precision="fp32").set(

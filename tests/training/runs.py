@@ -3,7 +3,7 @@
 import json
 import math
 
-from vitrail.recipes.recipe import Recipe
+from vitrail.recipes.schema import Recipe
 from vitrail.training.metrics import Metrics
 
 NAMES = ["cat", "<script>alert('x')</script>", "dog & co"]

@@ -14,15 +14,16 @@ from unittest.mock import patch
 import safetensors.torch
 import torch
 
+from vitrail.checkpoints.training_checkpoints import read_checkpoint
 from vitrail.errors import UserError
-from vitrail.models.cost import cost
+from vitrail.models.flops import cost
 from vitrail.recipes import lookup
-from vitrail.training import closing, facts, loop, planning, run, speed, state
-from vitrail.training.checkpoints import Checkpoints
-from vitrail.training.loop import Options, Training
+from vitrail.runs import finish, memory, run_directory, train
+from vitrail.runs.step_timing import Pace
+from vitrail.training import throughput, trainer, training_state
+from vitrail.training.checkpointing import Checkpoints
 from vitrail.training.metrics import FILE, Metrics
-from vitrail.training.rehearsing import Pace
-from vitrail.weights.states import read_checkpoint
+from vitrail.training.trainer import Options, Training
 
 SHORT = {"augmentation.size": [8, 8], "architecture.patch_size": 4, "architecture.width": 16, "architecture.depth": 2}
 SHORT |= {"precision": "fp32", "architecture.heads": 2, "batch": 16, "schedule.length": "22 steps", "testing.every": "8 steps"}
@@ -34,13 +35,13 @@ LAMB = SHORT | {"model": "deit_tiny_patch16", "optimiser.kind": "lamb", "objecti
 LAMB |= {"precision": "bf16", "data.repeats": 3, "mixing.mixup": 0.8, "architecture.drop_path": 0.1, "optimiser.rate": 0.02}
 OPTIONS = Options(save_steps=4, log_steps=3)
 # What takes longer than such a training and has tests of its own.
-EASY = [(owner, "cost", cache(cost)) for owner in (facts, planning, speed)]
-EASY += [(run, "rehearse", lambda *_: Pace(0.01))]
-EASY += [(closing, "write_report", lambda folder: None), (closing, "look_again", lambda *_: {})]
+EASY = [(owner, "cost", cache(cost)) for owner in (run_directory, memory, throughput)]
+EASY += [(train, "rehearse", lambda *_: Pace(0.01))]
+EASY += [(finish, "write_report", lambda folder: None), (finish, "look_again", lambda *_: {})]
 
 
 def begin(folder, changes, options=OPTIONS, micro_batch=None, source="digits"):
-    return run.train(source, "laptop", None, folder, changes, options, "cpu", micro_batch, 0)
+    return train.train(source, "laptop", None, folder, changes, options, "cpu", micro_batch, 0)
 
 
 def recipe(changes):
@@ -114,9 +115,9 @@ class Death:
         self._around(os, "fsync", lambda *_: "flush")
         self._around(os, "replace", lambda side, target: f"rename to {kind(target)}")
         self._around(os, "unlink", lambda path, **_: f"removal of {kind(path)}")
-        self._around(state, "put_back", lambda *_: "loading")
-        self._around(closing, "write_report", lambda *_: "report")
-        self._around(loop, "save_artefact", lambda *_: "artefact")
+        self._around(training_state, "put_back", lambda *_: "loading")
+        self._around(finish, "write_report", lambda *_: "report")
+        self._around(trainer, "save_artefact", lambda *_: "artefact")
         self._torn_files()
         self._torn_lines()
 

@@ -25,21 +25,21 @@ from tests.training.processes import (
     start,
     trained,
 )
-from vitrail.cli import is_teller
-from vitrail.data.opening import open_splits
+from vitrail.checkpoints.training_checkpoints import read_checkpoint
+from vitrail.cli.main import is_teller
+from vitrail.data.datasets.lookup import open_splits
 from vitrail.data.workers import Workers
 from vitrail.errors import UserError
-from vitrail.models.catalogue import build
-from vitrail.objectives.supervised import Supervised
-from vitrail.objectives.targets import Targets
+from vitrail.models.registry import build
 from vitrail.recipes import Recipe
-from vitrail.training.devices import Devices, connected, cut, has_idle_heads
-from vitrail.training.facts import choose_folder, fingerprint
-from vitrail.training.loop import NotFinite, Options
-from vitrail.training.recorder import record
-from vitrail.training.run import resume, train
-from vitrail.training.state import gather, load_state, save_artefact
-from vitrail.weights.states import read_checkpoint
+from vitrail.runs.nan_recorder import record
+from vitrail.runs.run_directory import choose_folder, fingerprint
+from vitrail.runs.train import resume, train
+from vitrail.tasks.classification import Supervised
+from vitrail.tasks.targets import Targets
+from vitrail.training.distributed import Devices, connected, cut, has_idle_heads
+from vitrail.training.trainer import NotFinite, Options
+from vitrail.training.training_state import gather, load_state, save_artefact
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch was built without gloo")
 LAMB = {"optimiser.kind": "lamb"}

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from vitrail.errors import UserError
-from vitrail.recipes.recipe import Schedule
+from vitrail.recipes.schema import Schedule
 from vitrail.training.schedules import rate_at, span_steps, total_steps
 
 

@@ -7,16 +7,16 @@ from rich.console import Console
 
 import vitrail
 from tests.small import structures
-from vitrail.data.feeding import Feed
-from vitrail.data.opening import open_splits
+from vitrail.data.datasets.lookup import open_splits
+from vitrail.data.feed import Feed
 from vitrail.data.source import Subset
 from vitrail.recipes import lookup
-from vitrail.training.devices import Devices
-from vitrail.training.display import Display
-from vitrail.training.loop import Training
-from vitrail.training.preparing import build
+from vitrail.runs.display import Display
+from vitrail.runs.prepare import build
+from vitrail.training.distributed import Devices
 from vitrail.training.scope import apply_scope
-from vitrail.training.speed import Speed
+from vitrail.training.throughput import Speed
+from vitrail.training.trainer import Training
 
 SCOPES = ("full", "attention", "ffn", "head", "norm", "last:1")
 

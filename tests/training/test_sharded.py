@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.small import shrink
-from vitrail.models.catalogue import build, lookup
-from vitrail.recipes.recipe import Optimiser
-from vitrail.training.averaging import Average
-from vitrail.training.optimisers import clip_gradients, make_optimiser
+from vitrail.models.registry import build, lookup
+from vitrail.recipes.schema import Optimiser
+from vitrail.training.ema import Average
+from vitrail.training.optimizers import clip_gradients, make_optimiser
 
 RULES = [
     Optimiser("adamw"),

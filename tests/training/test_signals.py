@@ -11,7 +11,7 @@ import pytest
 
 import vitrail
 from vitrail.errors import UserError
-from vitrail.stopping import State
+from vitrail.interrupts import State
 from vitrail.training import signals
 from vitrail.training.signals import listening
 

@@ -18,12 +18,12 @@ import torch.multiprocessing  # teaches pipes to hand tensors over in shared mem
 from torch import Tensor
 from torch.nn.functional import pad
 
+from vitrail.atomic_files import reason
 from vitrail.data.decode import decode, decode_mask, decoded_size, fit_mask
-from vitrail.data.order import Order, Samples
+from vitrail.data.sampler import Order, Samples
 from vitrail.data.source import Source
 from vitrail.data.workers import Workers, usual_workers
 from vitrail.errors import UserError
-from vitrail.writing import reason
 
 IGNORE = 255  # what a mask holds where there is no picture or no mask: the usual id of "no class"
 

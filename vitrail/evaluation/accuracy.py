@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vitrail.data.augment.pipeline import Augmentation, augment
-from vitrail.data.feeding import Feed
+from vitrail.data.feed import Feed
+from vitrail.data.transforms.pipeline import Augmentation, augment
 from vitrail.errors import UserError
 from vitrail.models.preprocessing import Preprocessing
 

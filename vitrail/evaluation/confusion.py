@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from vitrail.data.augment.pipeline import Augmentation, augment
-from vitrail.data.feeding import Feed
+from vitrail.data.feed import Feed
+from vitrail.data.transforms.pipeline import Augmentation, augment
 
 MATRIX_LIMIT = 40  # classes up to which all counts are worth keeping
 PAIRS = 24

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw
 
-from vitrail.data.decode import decode
-from vitrail.data.sheets import (
+from vitrail.data.contact_sheet import (
     ALLEY,
     GAP,
     INK,
@@ -28,9 +27,10 @@ from vitrail.data.sheets import (
     write,
     write_header,
 )
+from vitrail.data.decode import decode
 from vitrail.data.source import Source
 from vitrail.errors import UserError
-from vitrail.evaluation.matching import OTHER
+from vitrail.evaluation.class_matching import OTHER
 
 TRUTH = "truth"
 RIGHT, WRONG = "#1a7f5a", "#c62f39"

@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vitrail.data.augment.pipeline import augment
-from vitrail.data.feeding import Feed
+from vitrail.data.feed import Feed
 from vitrail.data.loader import Batch, Canvas, Problem, Reader, make_batch
-from vitrail.data.order import Samples
+from vitrail.data.sampler import Samples
 from vitrail.data.source import Source
+from vitrail.data.transforms.pipeline import augment
 from vitrail.data.workers import Workers, usual_workers
 from vitrail.errors import UserError
 from vitrail.evaluation.accuracy import test_view
-from vitrail.evaluation.predicting import FEW, detail
+from vitrail.evaluation.predict import FEW, detail
 from vitrail.layers.layout import Layout
-from vitrail.models.model import Features, Model
+from vitrail.models.vision_transformer import Features, Model
 
 VECTORS = {
     "pooled": "what the classifier reads",

@@ -1,7 +1,7 @@
 """The one trunk, and one page per paper: a table of parts and sizes."""
 
-from vitrail.models.architecture import Architecture
-from vitrail.models.catalogue import build, create, list_models
-from vitrail.models.model import Features, Model, Outputs, Trace
+from vitrail.models.config import Architecture
+from vitrail.models.registry import build, create, list_models
+from vitrail.models.vision_transformer import Features, Model, Outputs, Trace
 
 __all__ = ["Architecture", "Features", "Model", "Outputs", "Trace", "build", "create", "list_models"]

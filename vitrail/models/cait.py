@@ -4,7 +4,7 @@ Talking-heads attention on patches alone with LayerScale, then two class-attenti
 vector changes. Heads are 48 wide.
 """
 
-from vitrail.models.architecture import Architecture
+from vitrail.models.config import Architecture
 from vitrail.models.preprocessing import Preprocessing
 
 PREPROCESSING = Preprocessing(crop_ratio=1.0)

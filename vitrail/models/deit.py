@@ -4,7 +4,7 @@ A ViT with a linear head, erf GELU and, when distilled, a second token with a he
 mean of both heads' logits.
 """
 
-from vitrail.models.architecture import Architecture
+from vitrail.models.config import Architecture
 from vitrail.models.preprocessing import Preprocessing
 from vitrail.models.vit import sized
 

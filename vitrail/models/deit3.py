@@ -3,7 +3,7 @@
 A plain ViT with LayerScale 1e-4 at every depth and positions on the patches only; the class token joins without one.
 """
 
-from vitrail.models.architecture import Architecture
+from vitrail.models.config import Architecture
 from vitrail.models.preprocessing import Preprocessing
 
 PREPROCESSING = Preprocessing(crop_ratio=1.0)

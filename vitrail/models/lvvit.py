@@ -4,7 +4,7 @@ A conv tower cuts the tokens, residuals are scaled by a constant, every patch ha
 class logits get half of the patches' maximum.
 """
 
-from vitrail.models.architecture import Architecture
+from vitrail.models.config import Architecture
 from vitrail.models.preprocessing import Preprocessing
 
 PREPROCESSING = Preprocessing(crop_ratio=0.9)  # T and S; M and L were tested at 1.0

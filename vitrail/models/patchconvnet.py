@@ -4,7 +4,7 @@ A conv stem, a column of identical conv blocks, and one single-head attention th
 (or, `_multi`, into one vector per class). No positions, so any size runs with the same weights.
 """
 
-from vitrail.models.architecture import Architecture
+from vitrail.models.config import Architecture
 from vitrail.models.preprocessing import Preprocessing
 
 PREPROCESSING = Preprocessing(crop_ratio=1.0)  # not stated by the authors; theirs since CaiT

@@ -6,8 +6,8 @@ the released models have a scale and no shift; `residual="affine"` gives the shi
 
 from typing import Any
 
-from vitrail.models.architecture import Architecture
 from vitrail.models.cait import layerscale_start
+from vitrail.models.config import Architecture
 from vitrail.models.preprocessing import Preprocessing
 
 PREPROCESSING = Preprocessing(crop_ratio=0.9)

@@ -8,7 +8,7 @@ Names are a pattern: `vit_{size}_patch{P}_{N}x{B}` is N blocks of B parallel bra
 import re
 
 from vitrail.errors import UserError
-from vitrail.models.architecture import Architecture
+from vitrail.models.config import Architecture
 from vitrail.models.preprocessing import Preprocessing
 from vitrail.models.vit import SIZES
 

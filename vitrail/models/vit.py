@@ -4,8 +4,8 @@ The numbers of the released Google models: LayerNorm 1e-6, tanh GELU, positions 
 position tables resampled bilinearly with corners aligned, inputs in [-1, 1] and resized to a square.
 """
 
-from vitrail.layers.resnet import LAYERS
-from vitrail.models.architecture import Architecture
+from vitrail.layers.bit_resnet import LAYERS
+from vitrail.models.config import Architecture
 from vitrail.models.preprocessing import GOOGLE
 
 PREPROCESSING = GOOGLE

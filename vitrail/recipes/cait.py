@@ -7,9 +7,9 @@ teacher goes on, `…_to_{data}` for transfers, where it does not.
 
 from typing import Any
 
-from vitrail.recipes.changing import change, dropping, named, top1
 from vitrail.recipes.deit import DEIT, TEACHER, taught
-from vitrail.recipes.recipe import About, Distillation, Recipe
+from vitrail.recipes.derivation import change, dropping, named, top1
+from vitrail.recipes.schema import About, Distillation, Recipe
 
 PAPER = "CaiT, arXiv 2103.17239"
 

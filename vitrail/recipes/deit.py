@@ -7,9 +7,9 @@ set. `…_distilled` learns from a teacher (`distillation.teacher`) by a token o
 
 from typing import Any
 
-from vitrail.data.augment.pipeline import Augmentation
-from vitrail.recipes.changing import DATA, change, named, top1
-from vitrail.recipes.recipe import About, Average, Data, Distillation, Mixing, Objective, Optimiser, Recipe, Schedule, Testing
+from vitrail.data.transforms.pipeline import Augmentation
+from vitrail.recipes.derivation import DATA, change, named, top1
+from vitrail.recipes.schema import About, Average, Data, Distillation, Mixing, Objective, Optimiser, Recipe, Schedule, Testing
 
 PAPER = "DeiT, arXiv 2012.12877"
 

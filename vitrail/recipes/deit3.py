@@ -9,9 +9,9 @@ the 128 and 160 of ViT-H.
 from typing import Any
 
 from vitrail.recipes.cait import transfers
-from vitrail.recipes.changing import change, dropping, named, top1
 from vitrail.recipes.deit import DEIT, LAMB
-from vitrail.recipes.recipe import About, Recipe
+from vitrail.recipes.derivation import change, dropping, named, top1
+from vitrail.recipes.schema import About, Recipe
 
 PAPER = "DeiT III, arXiv 2204.07118"
 ONCE: dict[str, Any] = {"data": {"repeats": 1, "round_to": 1}}

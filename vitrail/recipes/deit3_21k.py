@@ -6,10 +6,10 @@ ViT-B as others did; `deit3_small_as_a2` is the procedure A2 of "ResNet strikes 
 
 from typing import Any
 
-from vitrail.recipes.changing import change, dropping, named, top1
 from vitrail.recipes.deit import DEIT, LAMB
 from vitrail.recipes.deit3 import DEIT3, MODELS, ONCE, PAPER
-from vitrail.recipes.recipe import About, Recipe, Schedule
+from vitrail.recipes.derivation import change, dropping, named, top1
+from vitrail.recipes.schema import About, Recipe, Schedule
 
 LARGE = change(
     DEIT3,

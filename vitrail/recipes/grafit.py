@@ -7,9 +7,9 @@ RegNetY-8GF. Where it is silent the numbers are the usual ones of a ResNet: mome
 epochs of warm-up. The trunk is tuned too (a sentence of Section 2.4.6 says that it is fixed: `start.scope=head`).
 """
 
-from vitrail.data.augment.pipeline import Augmentation
-from vitrail.recipes.changing import change, named, top1
-from vitrail.recipes.recipe import About, Objective, Optimiser, Recipe, Schedule, Testing
+from vitrail.data.transforms.pipeline import Augmentation
+from vitrail.recipes.derivation import change, named, top1
+from vitrail.recipes.schema import About, Objective, Optimiser, Recipe, Schedule, Testing
 
 PAPER = "Grafit, arXiv 2011.12982"
 

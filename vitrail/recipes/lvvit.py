@@ -7,9 +7,9 @@ them. The cool-down of ten epochs is really run, and the running mean of the wei
 
 from typing import Any
 
-from vitrail.recipes.changing import change, named, top1
 from vitrail.recipes.deit import DEIT
-from vitrail.recipes.recipe import About, Data, Recipe, TokenLabels
+from vitrail.recipes.derivation import change, named, top1
+from vitrail.recipes.schema import About, Data, Recipe, TokenLabels
 
 PAPER = "LV-ViT, arXiv 2104.10858"
 

@@ -8,9 +8,9 @@ not clipped; the released LAMB is Apex's, which clips at 1, and so do these reci
 from typing import Any
 
 from vitrail.recipes.cait import transfers
-from vitrail.recipes.changing import change, dropping, named, top1
 from vitrail.recipes.deit import DEIT, LAMB
-from vitrail.recipes.recipe import About, Recipe
+from vitrail.recipes.derivation import change, dropping, named, top1
+from vitrail.recipes.schema import About, Recipe
 
 PAPER = "PatchConvNet, arXiv 2112.13692"
 

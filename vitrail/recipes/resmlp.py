@@ -7,9 +7,9 @@ CaiT.
 """
 
 from vitrail.recipes.cait import transfers
-from vitrail.recipes.changing import change, named, top1
 from vitrail.recipes.deit import DEIT, LAMB, taught
-from vitrail.recipes.recipe import About, Recipe, Schedule
+from vitrail.recipes.derivation import change, named, top1
+from vitrail.recipes.schema import About, Recipe, Schedule
 
 PAPER = "ResMLP, arXiv 2105.03404"
 

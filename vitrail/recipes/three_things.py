@@ -5,11 +5,11 @@ has the other length too, it is said (`_400ep`, `_300ep`). `three_{size}_to_{384
 those of the attention, or those of the MLPs. The base is the procedure A2 of "ResNet strikes back".
 """
 
-from vitrail.recipes.changing import DATA, change, named, top1
 from vitrail.recipes.deit import INATURALIST, SGD
 from vitrail.recipes.deit3 import tuned
 from vitrail.recipes.deit3_21k import A2
-from vitrail.recipes.recipe import About, Recipe
+from vitrail.recipes.derivation import DATA, change, named, top1
+from vitrail.recipes.schema import About, Recipe
 
 PAPER = "Three things, arXiv 2203.09795"
 

@@ -5,10 +5,10 @@ Pre-training (Table 3) is `{model}_{data}[_{length}]` with the data sets `jft`, 
 on kernels alone, a linear decay that ends at 1e-5, sigmoids with a bias of -10 for the large data sets, values in [-1, 1].
 """
 
-from vitrail.data.augment.pipeline import Augmentation
+from vitrail.data.transforms.pipeline import Augmentation
 from vitrail.models.vit import MODELS
-from vitrail.recipes.changing import change, named, top1
-from vitrail.recipes.recipe import About, Objective, Optimiser, Recipe, Schedule, Start, Testing
+from vitrail.recipes.derivation import change, named, top1
+from vitrail.recipes.schema import About, Objective, Optimiser, Recipe, Schedule, Start, Testing
 
 PRETRAINING = Recipe(
     name="vit_base_patch16_21k",

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from vitrail.errors import UserError
-from vitrail.models.model import Features, Model, fuse
+from vitrail.models.vision_transformer import Features, Model, fuse
 
 Size = tuple[int, int]
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from vitrail.errors import UserError
-from vitrail.teachers.fixed import Fixed, first_line, fixed_parts
+from vitrail.teachers.fixed_shape import Fixed, first_line, fixed_parts
 
 
 class Onnx(Fixed):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vitrail.errors import UserError
-from vitrail.models.architecture import as_size
+from vitrail.models.config import as_size
 from vitrail.models.preprocessing import Preprocessing
 from vitrail.teachers.network import Network, Size
 

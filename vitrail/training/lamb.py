@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from vitrail.training.norms import clip_divisor, count_up, local, tensor_norms, total_norm
+from vitrail.training.gradient_norm import clip_divisor, count_up, local, tensor_norms, total_norm
 
 
 class Lamb(Optimizer):

@@ -11,8 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
+from vitrail.atomic_files import Unwritten, reason, write_aside
 from vitrail.errors import UserError
-from vitrail.writing import Unwritten, reason, write_aside
 
 FILE = "metrics.jsonl"
 Kind = Literal["train", "validation"]

@@ -5,7 +5,7 @@ from collections.abc import Collection
 
 import torch
 
-from vitrail.recipes.recipe import Recipe
+from vitrail.recipes.schema import Recipe
 
 
 def has_bfloat16(device: torch.device) -> bool:

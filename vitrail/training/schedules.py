@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 
 from vitrail.errors import UserError
-from vitrail.recipes.recipe import Schedule, parse_span
+from vitrail.recipes.schema import Schedule, parse_span
 
 
 def span_steps(text: str, steps_per_epoch: int, length: int | None = None) -> int:

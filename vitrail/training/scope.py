@@ -1,8 +1,8 @@
 """Which weights a training changes; the rest is frozen and costs neither gradients nor optimiser state."""
 
 from vitrail.errors import UserError
-from vitrail.models.model import Model
-from vitrail.recipes.recipe import parse_scope
+from vitrail.models.vision_transformer import Model
+from vitrail.recipes.schema import parse_scope
 
 
 def apply_scope(model: Model, scope: str) -> int:

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from vitrail.stopping import CODE, State, tell
+from vitrail.interrupts import CODE, State, tell
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM)
 GRACE = 2.0  # seconds in which the program may leave in good order

@@ -1,0 +1,57 @@
+import time
+
+import pytest
+import torch
+
+from vitrail.bench import timing
+from vitrail.bench.timing import enough_repeats, in_turns, machine, summarise, timed
+
+CPU = torch.device("cpu")
+
+
+def test_median_and_half_the_interquartile_range():
+    found = summarise([1.0, 2.0, 3.0, 4.0, 100.0])
+    assert (found.n, found.median) == (5, 3.0)
+    assert found.spread == pytest.approx((4.0 - 2.0) / 2 / 3.0)  # the outlier does not count
+    assert summarise([2.0]) == (1, 2.0, 0.0)
+
+
+def test_seconds_are_of_one_run(monkeypatch):
+    clock = iter([10.0, 16.0])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    calls = []
+    assert timed(lambda: calls.append(1), CPU, 3) == 2.0
+    assert len(calls) == 3
+
+
+def test_all_take_turns_and_each_is_first_once():
+    order = []
+    runs = [lambda name=name: order.append(name) for name in "abc"]
+    times = [[], [], []]
+    steps = []
+    in_turns(runs, [1, 2, 1], times, 3, CPU, steps.append)
+    assert "".join(order) == "abbc" + "bbca" + "cabb"
+    assert [len(each) for each in times] == [3, 3, 3]
+    assert sum(steps) == 9
+
+
+def test_what_was_timed_before_an_interruption_is_kept():
+    def stop():
+        raise KeyboardInterrupt
+
+    times = [[], []]
+    with pytest.raises(KeyboardInterrupt):
+        in_turns([lambda: None, stop], [1, 1], times, 5, CPU)
+    assert [len(each) for each in times] == [1, 0]
+
+
+def test_short_runs_are_repeated_and_long_ones_are_not():
+    assert enough_repeats(10.0) == 1
+    assert enough_repeats(timing.ROUND / 10) == 10
+    assert enough_repeats(0.0) == timing.MOST
+
+
+def test_the_machine_says_its_threads():
+    found = machine(CPU)
+    assert (found["kind"], found["threads"]) == ("cpu", torch.get_num_threads())
+    assert found["device"]

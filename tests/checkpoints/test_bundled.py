@@ -1,0 +1,140 @@
+"""The weights that come with the package: taken by name wherever weights are taken."""
+
+import json
+import runpy
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+import vitrail
+from tests.training.runs import make_run
+from vitrail.checkpoints import bundled
+from vitrail.checkpoints.bundled import NAMES, find_bundled
+from vitrail.checkpoints.readers import read_safetensors
+from vitrail.errors import UserError
+from vitrail.runs.prepare import is_artefact, resolve
+from vitrail.teachers.lookup import open_teacher
+
+PACKAGE = Path(vitrail.__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def picture(tmp_path):
+    Image.new("RGB", (80, 70), (90, 60, 30)).save(tmp_path / "cat.jpg")
+    return "cat.jpg"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_file_is_small_half_and_complete(name):
+    file = find_bundled(name)
+    assert file.stat().st_size <= 12_000_000
+    tensors, metadata = read_safetensors(file)
+    header = json.loads(metadata["vitrail"])
+    assert header["name"] == name
+    assert len(header["class_names"]) == header["architecture"]["classes"] == 200
+    matrices = [tensor for tensor in tensors.values() if tensor.dim() > 1]
+    assert {tensor.dtype for tensor in matrices} == {torch.float16}
+    assert all(tensor.isfinite().all() for tensor in tensors.values())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_float16_on_the_disk_is_float32_in_memory(name):
+    model = vitrail.load(name)
+    assert not model.training
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    stored = read_safetensors(find_bundled(name))[0]
+    assert all(torch.equal(tensor, stored[key].to(tensor.dtype)) for key, tensor in model.state_dict().items())
+    assert model.architecture.differences(vitrail.create(name, classes=200).architecture) == []
+
+
+def test_it_is_declared_as_data_of_the_package():
+    declared = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["vitrail"]
+    shipped = {path for pattern in declared for path in PACKAGE.glob(pattern)}
+    assert {find_bundled(name) for name in NAMES} <= shipped
+    assert {PACKAGE / "data" / "pets.parquet", PACKAGE / "data" / "pets.md"} <= shipped
+
+
+def test_what_lies_in_the_current_folder_comes_first(tmp_path):
+    (tmp_path / "house_tiny").mkdir()
+    vitrail.save(vitrail.create("house_mini", classes=3, depth=1), tmp_path / "house_tiny" / "best.safetensors")
+    assert find_bundled("house_tiny") is None
+    assert vitrail.load("house_tiny").architecture.classes == 3
+    assert vitrail.load("./house_tiny").architecture.classes == 3
+    recipe = resolve(None, None, {"start.weights": "house_tiny"}, "cpu")
+    assert recipe.start.weights == str(tmp_path / "house_tiny" / "best.safetensors")
+
+
+def test_a_training_keeps_the_name_and_not_the_place():
+    recipe = resolve(None, None, {"start.weights": "house_tiny", "start.scope": "attention"}, "cpu")
+    assert (recipe.name, recipe.start.weights) == ("finetune", "house_tiny")
+    assert is_artefact("house_tiny")
+
+
+def test_commands_take_it_by_name(typed, picture, tmp_path):
+    shown = typed("info", "house_tiny", "--json")
+    assert shown.returncode == 0, shown.stderr
+    facts = json.loads(shown.stdout)
+    assert (facts["format"], len(facts["class_names"])) == ("vitrail", 200)
+    answered = typed("predict", "house_tiny", picture, "--json")
+    assert answered.returncode == 0, answered.stderr
+    assert json.loads(answered.stdout)["classes"][0]["name"] in facts["class_names"]
+    assert typed("embed", "house_tiny", tmp_path, "--out", "features.npy").returncode == 0
+    assert typed("convert", "house_tiny", "copy.safetensors", "--check").returncode == 0
+    assert vitrail.load("copy.safetensors").class_names == facts["class_names"]
+
+
+def test_it_is_the_base_of_a_delta(typed):
+    tuned = vitrail.load("house_tiny")
+    with torch.no_grad():
+        tuned.head.bias += 1
+    vitrail.save(tuned, "tuned.safetensors")
+    assert typed("delta", "make", "house_tiny", "tuned.safetensors", "--out", "delta.safetensors").returncode == 0
+    again = vitrail.load("house_tiny+delta.safetensors")
+    assert torch.equal(again.head.bias, tuned.head.bias)
+
+
+def test_it_can_teach():
+    assert open_teacher("house_tiny").classes == 200
+    assert resolve("laptop", None, {"distillation.teacher": "house_tiny"}, "cpu").distillation.teacher == "house_tiny"
+
+
+def test_other_names_are_files():
+    assert find_bundled("house_mini") is None
+    assert find_bundled("./house_tiny") is None
+    with pytest.raises(vitrail.UserError, match="There is no file house_mini"):
+        vitrail.load("house_mini")
+
+
+def test_a_damaged_file_is_refused(tmp_path, monkeypatch):
+    data = bytearray(find_bundled("house_tiny").read_bytes())
+    data[6_000_000] ^= 1
+    (tmp_path / "house_tiny.safetensors").write_bytes(data)
+    monkeypatch.setattr(bundled, "__file__", str(tmp_path / "__init__.py"))
+    bundled.whole.cache_clear()
+    try:
+        with pytest.raises(UserError, match="are damaged: install Vitrail again"):
+            vitrail.load("house_tiny")
+        (tmp_path / "house_tiny.safetensors").unlink()
+        with pytest.raises(UserError, match="are missing"):
+            vitrail.load("house_tiny")
+    finally:
+        bundled.whole.cache_clear()
+
+
+def test_a_name_that_is_nearly_right():
+    with pytest.raises(UserError, match=r"no file house_tinny\. Weights that come with the package: house_tiny\."):
+        vitrail.load("house_tinny")
+
+
+def test_what_is_bundled_from_now_on_keeps_the_commit_that_trained_it(tmp_path):
+    make_run(tmp_path / "run", code="0123abc with changes")
+    history = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "bundle_weights.py"))["history"]
+    assert history(tmp_path / "run", "some pictures")["made"]["code"] == "0123abc with changes"

@@ -1,0 +1,155 @@
+"""`vitrail demo`, as a person types it, on a few of the photographs."""
+
+import contextlib
+import io
+import json
+import re
+import shutil
+import sys
+
+import numpy as np
+import pytest
+
+from vitrail.cli import main
+from vitrail.cli.demo import own_name
+from vitrail.data.datasets import lookup
+from vitrail.data.datasets.pets import open_pets
+from vitrail.data.source import Subset
+
+
+def some():
+    """Three pictures of each breed to train, one to validate, two to test: a demo in seconds."""
+    whole = open_pets()
+    return {
+        split: Subset(part, np.sort(np.concatenate([np.flatnonzero(part.label.values == breed)[:count] for breed in range(12)])))
+        for (split, part), count in zip(whole.items(), (3, 1, 2), strict=True)
+    }
+
+
+@pytest.fixture(autouse=True)
+def few(tmp_path, monkeypatch):
+    monkeypatch.setattr(lookup, "open_pets", some)
+    monkeypatch.chdir(tmp_path)
+
+
+SHORT = ("demo", "--epochs", "1", "--seed", "3", "--device", "cpu")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A whole demo: its folder, which nobody changes, and what it has printed."""
+    place, printed = tmp_path_factory.mktemp("demo"), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.setattr(lookup, "open_pets", some)
+        patch.setattr(sys, "argv", ["vitrail", *SHORT])
+        patch.chdir(place)
+        with pytest.raises(SystemExit) as ended:
+            main.main()
+    assert not ended.value.code
+    return place / "runs" / "pets-demo", printed.getvalue()
+
+
+def test_the_page_and_the_numbers(finished):
+    folder, printed = finished
+    assert "adapted from house_tiny, attention only" in printed
+    assert "24 test pictures of 12 breeds (± standard error), seed 3; guessing would give 8.3 %." in printed
+    assert "vitrail train photos/ --from house_tiny --scope attention" in printed
+    page = (folder / "report.html").read_text()
+    for title in ("Side by side", "The surest mistakes", "Where it looks", "What is taken for what", "Next: your own pictures"):
+        assert f"<h2>{title}</h2>" in page
+    assert page.count("<tr><td>") == 2  # one row for either training
+    assert "CC BY-SA 4.0" in page
+    assert page.count("data:image/jpeg") > 5
+    assert not re.search(r"(src|href)=[\"'](?!data:)", page)
+    recipes = [json.loads((folder / name / "run.json").read_text())["recipe"] for name in ("adapted", "scratch")]
+    different = {key for key in recipes[0] if recipes[0][key] != recipes[1][key]}
+    assert different == {"model", "start", "optimiser"} or different == {"start", "optimiser"}
+    assert (recipes[0]["start"]["weights"], recipes[0]["start"]["scope"]) == ("house_tiny", "attention")
+    assert (recipes[1]["start"]["weights"], recipes[1]["start"]["scope"]) == ("", "full")
+    shares = re.findall(r"([\d.]+) % ± ([\d.]+)", printed)
+    tests = [json.loads((folder / name / "run.json").read_text())["test"] for name in ("adapted", "scratch")]
+    assert [float(share) for share, _ in shares] == [round(100 * each["top1"], 1) for each in tests]
+    adapted, scratch = json.loads((folder / "results.json").read_text())["trainings"]
+    assert adapted["test_pictures"] == scratch["test_pictures"] == 24
+    assert adapted["trained_parameters"] < scratch["trained_parameters"] / 3
+    assert scratch["trained_parameters"] == scratch["parameters"]
+
+
+def test_a_demo_that_was_stopped_goes_on(finished, typed, tmp_path):
+    """Its first training is there already; what is left is done, and other settings are another demo."""
+    shutil.copytree(finished[0], tmp_path / "mine")
+    for path in (tmp_path / "mine" / "report.html", tmp_path / "mine" / "results.json"):
+        path.unlink()
+    shutil.rmtree(tmp_path / "mine" / "scratch")
+    before = (tmp_path / "mine" / "adapted" / "best.safetensors").read_bytes()
+    result = typed(*SHORT, "--out", "mine")
+    assert result.returncode == 0, result.stderr
+    assert "This run is finished" in result.stderr
+    assert (tmp_path / "mine" / "adapted" / "best.safetensors").read_bytes() == before
+    assert (tmp_path / "mine" / "report.html").exists()
+    other = typed("demo", "--out", "mine", "--epochs", 1, "--seed", 9, "--device", "cpu")
+    assert (other.returncode, other.stderr) == (
+        2,
+        "mine holds a demo with other --epochs or --seed: give those, or a new folder with --out.\n",
+    )
+
+
+@pytest.mark.parametrize("name", ["pets", "house_tiny"])
+def test_something_else_by_the_same_name(typed, tmp_path, name):
+    (tmp_path / name).mkdir()
+    result = typed("demo")
+    assert result.returncode == 2
+    assert result.stderr == f"A file or folder called {name} lies here and would be taken instead: run the demo elsewhere.\n"
+
+
+@pytest.mark.parametrize("name", ["pets", "./house_tiny"])
+def test_a_folder_that_would_hide_them(typed, tmp_path, name):
+    result = typed("demo", "--out", name)
+    assert result.returncode == 2
+    assert "would be taken for what the demo learns from: give a folder by another name" in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("epochs", ["inf", "-inf", "nan", "0", "-1", "1e9", "0.001"])
+def test_lengths_that_are_none(typed, tmp_path, monkeypatch, epochs):
+    monkeypatch.setattr(lookup, "open_pets", None)  # nothing is opened
+    result = typed("demo", "--epochs", epochs)
+    assert result.returncode == 2
+    said = f"--epochs {float(epochs):g} is not the length of a training: give a number from 0.1 to 10000.\n"
+    assert (result.stdout, result.stderr) == ("", said)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("content", ["{", ""])
+def test_a_mark_that_cannot_be_read(typed, tmp_path, content):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "demo.json").write_text(content)
+    result = typed("demo", "--out", "mine")
+    assert (result.returncode, result.stderr) == (2, "mine/demo.json cannot be read: give a new folder with --out.\n")
+
+
+def test_a_folder_with_other_things(typed, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("")
+    result = typed("demo", "--out", "mine")
+    assert (result.returncode, result.stderr) == (2, "mine holds other things: give a new folder with --out.\n")
+    assert sorted(path.name for path in (tmp_path / "mine").iterdir()) == ["thesis.txt"]
+
+
+def test_a_demo_that_cannot_begin_leaves_nothing(typed, tmp_path):
+    assert typed("demo", "--out", "mine", "--epochs", 0.5).returncode == 2  # less than a step of so few pictures
+    assert not (tmp_path / "mine").exists()
+
+
+def test_the_next_command_can_be_typed(monkeypatch, tmp_path):
+    """By its path where the shell does not find it."""
+    script = tmp_path / "an env" / "bin" / "vitrail"
+    script.parent.mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(script.with_name("python")))
+    assert own_name() == "vitrail"  # there is no such script: run from its source, for example
+    script.touch(mode=0o755)
+    assert own_name() == "'an env/bin/vitrail'"
+    monkeypatch.setenv("PATH", str(script.parent))
+    assert own_name() == "vitrail"

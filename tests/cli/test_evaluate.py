@@ -1,0 +1,264 @@
+"""vitrail predict, evaluate and disagree as a person types them."""
+
+import csv
+import io
+import json
+import os
+import sys
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import vitrail
+from tests.images import make_folder, make_picture, spoil
+from vitrail.cli import predict as predicting
+from vitrail.cli.evaluate import titles
+from vitrail.cli.predict import one_line
+
+NAMES = ["blue", "green", "new\nline\t[bold]"]
+
+
+def small(path, classes, names, distilled=False, seed=0):
+    torch.manual_seed(seed)
+    name = "deit_tiny_distilled_patch16" if distilled else "deit_tiny_patch16"
+    model = vitrail.create(name, classes, 16, patch_size=4, width=16, depth=1, heads=2)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    model.class_names = names
+    return vitrail.save(model, path)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("evaluating")
+
+
+@pytest.fixture(scope="module")
+def weights(folder):
+    return small(folder / "model.safetensors", 3, NAMES)
+
+
+@pytest.fixture(scope="module")
+def pictures(folder):
+    return make_folder(folder / "data", NAMES[:2], 6)
+
+
+# --- predicting
+
+
+@pytest.fixture(scope="module")
+def many(folder):
+    """60 pictures, one in ten broken in a way of its own."""
+    root = make_folder(folder / "many", ["a", "b"], 27)
+    content = (root / "a" / "000.png").read_bytes()
+    (root / "a" / "truncated.png").write_bytes(content[: len(content) // 2])
+    (root / "a" / "empty.jpg").touch()
+    spoil(root / "b" / "text.jpg")
+    (root / "b" / "folder.jpg").mkdir()
+    os.symlink(root / "gone.jpg", root / "b" / "link.jpg")
+    os.mkfifo(root / "b" / "pipe.webp")
+    (root / "a" / "wrong.jpg").write_bytes(content)  # a PNG by another name: nothing is wrong with it
+    (root / "a" / "notes.txt").write_text("not a picture, and not called one")
+    return root
+
+
+BROKEN = {"truncated.png", "empty.jpg", "text.jpg", "folder.jpg", "link.jpg", "pipe.webp"}
+
+
+@pytest.mark.parametrize("format", ["table", "json", "csv"])
+def test_good_pictures_are_predicted_and_bad_ones_named(typed, weights, many, format):
+    code, said, complaints = typed("predict", weights, many, "--format", format, "--workers", 2, "--batch", 7)
+    assert code == 1
+    *named, summary = complaints.splitlines()
+    assert {line.split(": ")[0].rpartition("/")[2] for line in named} == BROKEN
+    assert len(named) == 6
+    assert summary == "6 could not be read, 55 could."
+    if format == "json":
+        found = [json.loads(line)["picture"] for line in said.splitlines()]
+    elif format == "csv":
+        found = [row["picture"] for row in csv.DictReader(io.StringIO(said))]
+    else:
+        found = [line.split()[0] for line in said.splitlines() if "/many/" in line]
+    expected = sorted(str(path) for path in many.rglob("*.*g") if path.name not in BROKEN)
+    if format == "table":
+        assert len(found) >= 55
+    else:
+        assert sorted(found) == expected
+
+
+def test_all_bad_is_another_code(typed, weights, tmp_path):
+    bad = [spoil(tmp_path / "a.png"), tmp_path / "none.png"]
+    code, said, complaints = typed("predict", weights, *bad, "--out", tmp_path / "out.csv")
+    assert (code, said) == (2, "")
+    assert complaints.splitlines()[-1] == "No picture could be read."
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.png"]
+
+
+def test_names_that_would_break_a_table(typed, weights, tmp_path):
+    path = make_picture(tmp_path / "line\nend\x1b[31m.png")
+    code, said, _ = typed("predict", weights, path)
+    assert code == 0
+    assert "new\\nline\\t[bold]" in said.replace("\n", "")
+    assert "\x1b" not in said
+    said = typed("predict", weights, path, "--format", "csv", "--top", 3)[1]
+    (row,) = csv.DictReader(io.StringIO(said, newline=""))
+    assert row["picture"] == str(path)
+    assert {row["class_1"], row["class_2"], row["class_3"]} == set(NAMES)
+    assert sum(float(row[f"probability_{place}"]) for place in (1, 2, 3)) == pytest.approx(1, abs=1e-5)
+    assert one_line("a\tb\u2028c") == "a\\tb\\u2028c"
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="this file system takes text only")
+def test_file_names_that_are_no_text(typed, weights, tmp_path):
+    strange = os.fsdecode(os.fsencode(tmp_path) + b"/\xff.png")
+    os.rename(make_picture(tmp_path / "a.png"), strange)
+    assert json.loads(typed("predict", weights, tmp_path, "--json")[1])["picture"] == strange
+    assert typed("predict", weights, tmp_path, "--format", "csv")[1].splitlines()[1].startswith(strange)
+    assert "\\udcff.png" in typed("predict", weights, tmp_path)[1]
+
+
+def test_a_list_on_standard_input(typed, weights, pictures):
+    given = "\n".join(map(str, sorted(pictures.glob("blue/*.png"))[:3])) + "\n"
+    code, said, _ = typed("predict", weights, "-", "--json", given=given.encode())
+    assert (code, len(said.splitlines())) == (0, 3)
+    code, said, _ = typed("predict", weights, "-", pictures / "green", "--json", given=given.replace("\n", "\0").encode())
+    assert (code, len(said.splitlines())) == (0, 9)
+    assert typed("predict", weights, "-")[0] == 2
+
+
+def test_into_a_file(typed, refused, weights, pictures, tmp_path):
+    for name, first in (("a.csv", "picture,class_1"), ("b.jsonl", '{"picture"'), ("c.txt", "picture")):
+        code, said, _ = typed("predict", weights, pictures, "--out", tmp_path / "new" / name)
+        assert (code, said) == (0, "")
+        assert (tmp_path / "new" / name).read_text().startswith(first)
+    assert "is a folder" in refused("predict", weights, pictures, "--out", tmp_path)
+    assert "cannot be written" in refused("predict", weights, pictures, "--out", tmp_path / "new" / "a.csv" / "b.csv")
+    assert "two formats" in refused("predict", weights, pictures, "--json", "--format", "csv")
+    assert "--format xml is not known" in refused("predict", weights, pictures, "--format", "xml")
+
+
+def test_a_long_table_comes_in_blocks(typed, weights, pictures, monkeypatch):
+    monkeypatch.setattr(predicting, "BLOCK", 5)
+    said = typed("predict", weights, pictures)[1]
+    assert said.count("looks like") == 3
+
+
+# --- evaluating
+
+
+def test_evaluate(typed, weights, pictures, tmp_path):
+    words = ("evaluate", weights, pictures, "--device", "cpu", "--workers", 0)
+    code, said, error = typed(*words, "--out", tmp_path / "out", "--sizes", "16,16x24", "--crop-ratios", "0.8,1.0")
+    assert (code, error) == (0, "")
+    assert all(part in said for part in ("top-1", "ECE", "2 classes, by name; answers among these 2", "16x24", "everything"))
+    assert "top-5" not in said
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        *("evaluation.json", "reliability.png", "report.html", "sweep.png"),
+    ]
+    content = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert f"{100 * content['evaluations'][0]['top1']:.2f} %" in page
+    assert page.count("data:image/png;base64,") == 4  # two charts, each for light and dark
+    for name in ("reliability.png", "sweep.png"):
+        with Image.open(tmp_path / "out" / name) as picture:
+            assert len(np.unique(np.asarray(picture))) > 20
+    assert len(content["sweep"]) == 4
+    assert json.loads(typed(*words, "--json")[1])["evaluations"] == content["evaluations"]
+
+
+def test_a_second_test_set(typed, weights, pictures, folder):
+    other = make_folder(folder / "other <b>", NAMES[:2], 3, (30, 20))
+    said = typed("evaluate", weights, pictures, other, "--out", folder / "two")[1]
+    assert "difference" in said
+    first, second = json.loads((folder / "two" / "evaluation.json").read_text())["evaluations"]
+    assert f"{100 * (second['top1'] - first['top1']):+.2f}" in said
+    page = (folder / "two" / "report.html").read_text()
+    assert "other &lt;b&gt;" in page
+    assert "other <b>" not in page
+
+
+def test_imagenet_weights_without_names_on_ten_classes(typed, refused, folder):
+    weights = small(folder / "thousand.safetensors", 1000, None)
+    some = make_folder(folder / "some", ["goldfish", "n02123045", "Golden_Retriever"], 2)
+    found = json.loads(typed("evaluate", weights, some, "--json")[1])["evaluations"][0]
+    assert (found["classes"], found["top5"], found["among"]) == (3, None, "subset")
+    every = json.loads(typed("evaluate", weights, some, "--json", "--among", "all")[1])["evaluations"][0]
+    assert every["loss"] > found["loss"]
+    assert every["top5"] is not None
+    wrong = make_folder(folder / "wrong", ["goldfish", "zzz"], 2)
+    assert "unknown to the model are 1 of 2 ('zzz')" in refused("evaluate", weights, wrong)
+    (folder / "map.json").write_text('{"zzz": ["tabby", "n02123159"]}')
+    code, said, _ = typed("evaluate", weights, wrong, "--map", folder / "map.json")
+    assert code == 0
+    assert "as the map says" in said
+    (folder / "map.json").write_text('{"zz": "tabby"}')
+    assert "no class of" in refused("evaluate", weights, wrong, "--map", folder / "map.json")
+
+
+def test_several_right_labels(typed, refused, weights, pictures, folder):
+    (folder / "labels.json").write_text(json.dumps([[0, 1]] * 11 + [[]]))
+    code, said, _ = typed("evaluate", weights, pictures, "--labels", folder / "labels.json")
+    assert code == 0
+    assert "100.00 %" in said
+    assert "any label: 11 pictures; 1 without one do not count" in said
+    (folder / "labels.json").write_text("[[0]]")
+    assert "1 lists of labels for the 12 pictures" in refused("evaluate", weights, pictures, "--labels", folder / "labels.json")
+
+
+def test_mistakes_at_the_keyboard(refused, weights, pictures, tmp_path):
+    plain = make_picture(tmp_path / "plain" / "a.png").parent
+    assert "has no labels" in refused("evaluate", weights, plain)
+    assert "There is nothing at" in refused("evaluate", weights, tmp_path / "none")
+    assert "There is no file" in refused("evaluate", tmp_path / "none.safetensors", pictures)
+    assert "--head last is not known" in refused("evaluate", weights, pictures, "--head", "last")
+    assert "has no distillation head" in refused("evaluate", weights, pictures, "--head", "distillation")
+    assert "--among some is not known" in refused("evaluate", weights, pictures, "--among", "some")
+    assert "not an image size" in refused("evaluate", weights, pictures, "--sizes", "16,,")
+    assert "not a list of crop ratios" in refused("evaluate", weights, pictures, "--crop-ratios", "a")
+    assert "at most 1, not nan" in refused("evaluate", weights, pictures, "--crop-ratios", "nan")
+    assert "no split called last" in refused("evaluate", weights, pictures, "--split", "last")
+    assert "is a file" in refused("evaluate", weights, pictures, "--out", weights)
+    assert "at least two models" in refused("disagree", pictures)
+    assert "One model cannot differ" in refused("disagree", weights, pictures)
+    assert "call it differ.png" in refused("disagree", weights, weights, pictures, "--out", "a.jpg")
+
+
+# --- comparing
+
+
+def test_disagree(typed, weights, pictures, tmp_path):
+    other = small(tmp_path / "other.safetensors", 3, list(reversed(NAMES)), distilled=True, seed=4)
+    words = ("disagree", weights, other, pictures, "--heads", "--workers", 0)
+    found = json.loads(typed(*words, "--json", "--out", tmp_path / "sheet.png")[1])
+    assert found["names"] == [
+        "truth",
+        "model.safetensors",
+        *(f"other.safetensors, {h}" for h in ("both", "class", "distillation")),
+    ]
+    assert np.array(found["differ"]).shape == (5, 5)
+    single = json.loads(typed("evaluate", other, pictures, "--head", "class", "--json")[1])["evaluations"][0]
+    assert found["differ"][0][3] == pytest.approx(1 - single["top1"])
+    with Image.open(tmp_path / "sheet.png") as sheet:
+        assert sheet.format == "PNG"
+    code, said, _ = typed(*words)
+    assert code == 0
+    assert all(part in said for part in ("truth", "Cohen's kappa", "Error consistency", "A and B", "D other.safetensors, dist"))
+
+
+def test_models_that_never_differ(typed, weights, pictures, tmp_path):
+    code, said, _ = typed("disagree", weights, weights, pictures, "--out", tmp_path / "sheet.png")
+    assert code == 0
+    assert "never differ" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_shortest_names_that_tell_files_apart():
+    assert titles(["runs/a/best.safetensors", "runs/b/best.safetensors"]) == ["a/best.safetensors", "b/best.safetensors"]
+    assert titles(["x", "x"]) == ["x (1)", "x (2)"]
+
+
+def test_help_has_examples(typed):
+    for command in ("evaluate", "disagree", "predict"):
+        assert f"vitrail {command} runs/" in " ".join(typed(command, "--help")[1].split())

@@ -1,0 +1,143 @@
+"""vitrail embed, probe and suite as a person types them; in this process, for a new one loads torch for seconds each time."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import vitrail
+from tests.images import make_folder, spoil
+from vitrail.cli.embed import weights_file
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("probe")
+    torch.manual_seed(0)
+    model = vitrail.create("deit_tiny_patch16", 3, 16, patch_size=4, width=16, depth=1, heads=2)
+    model.class_names = ["[red]", "green", "blue"]
+    vitrail.save(model, folder / "[b].safetensors")
+    rows = ["path,label,coarse_label,split"]
+    for split, count in (("train", 8), ("test", 3)):
+        make_folder(folder / split, ["[red]", "green", "blue"], count)
+        for name, coarse in (("[red]", "warm"), ("green", "cold"), ("blue", "cold")):
+            rows += [f"{split}/{name}/{number:03}.png,{name},{coarse},{split}" for number in range(count)]
+    (folder / "all.csv").write_text("\n".join(rows))
+    return folder
+
+
+@pytest.fixture
+def refused(typed):
+    """Exit code 2 and one sentence on standard error."""
+
+    def told(*words):
+        result = typed(*words)
+        assert (result.returncode, result.stdout) == (2, ""), result
+        assert result.stderr.count("\n") == 1
+        return result.stderr.strip()
+
+    return told
+
+
+def test_help_has_examples(typed):
+    for words in (("embed",), ("suite",), *(("probe", name) for name in ("knn", "linear", "fewshot", "retrieval", "spectrum"))):
+        assert f"Example: vitrail {' '.join(words)}" in typed(*words, "--help").stdout
+    for name in ("random-labels", "levels"):
+        assert f"Example: vitrail probe {name}" in typed("probe", name, "--help").stdout
+
+
+def test_help_does_not_wait_for_torch():
+    code = "import sys, vitrail.cli.main; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_knn_as_a_table_and_as_json(place, typed):
+    result = typed("probe", "knn", place / "[b].safetensors", place / "all.csv", "-k", 3, "--workers", 0)
+    assert result.returncode == 0, result.stderr
+    assert "24 pictures of train remembered, 9 of test asked, 3 classes, 16 features (pooled)." in result.stdout
+    words = ("--protocol", "grafit", "--labels", "coarse_label", "--vector", "mean", "--workers", 0, "--json")
+    content = json.loads(typed("probe", "knn", place / "[b].safetensors", place / "all.csv", *words).stdout)
+    assert (content["classes"], content["readout"]["vector"], content["temperature"]) == (2, "mean", 0.05)
+    assert content["k"] in content["chosen_from"]
+
+
+def test_retrieval_three_ways(place, typed, refused):
+    words = (place / "[b].safetensors", place / "all.csv", "--coarse", "coarse_label", "--workers", 0)
+    content = json.loads(typed("probe", "retrieval", *words, "--json").stdout)
+    assert 0 < content["cosine"]["mean"] <= content["oracle"]["mean"] <= 1
+    assert "does not name the 2 classes of coarse_label" in refused("probe", "retrieval", *words, "--coarse-by", "softmax")
+
+
+def test_levels_and_their_names(place, typed, refused):
+    file = place / "[b].safetensors"
+    result = typed("probe", "levels", file, f"coarse_label={file}", place / "all.csv", "--workers", 0)
+    assert result.returncode == 0, result.stderr
+    assert all(text in result.stdout for text in ("coarse_label (2)", "label (3)", "[b].safetensors", "coarse to fine"))
+    assert "has no level 'colour'" in refused("probe", "levels", f"colour={file}", place / "all.csv")
+
+
+def test_embed_data_and_pictures(place, tmp_path, typed):
+    file = place / "[b].safetensors"
+    result = typed("embed", file, place / "all.csv", "--split", "test", "--out", tmp_path / "f.npy", "--workers", 0)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == f"9 pictures, 16 features each -> {tmp_path / 'f.npy'} and {tmp_path / 'f.json'}\n"
+    picture = place / "test" / "green" / "001.png"
+    bad = spoil(tmp_path / "bad.png")
+    result = typed("embed", file, picture, bad, "--out", tmp_path / "one.npy")
+    assert result.returncode == 1
+    assert str(bad) in result.stderr
+    names = json.loads((tmp_path / "f.json").read_text())["pictures"]
+    row = np.load(tmp_path / "f.npy")[names.index(str(picture))]
+    assert np.allclose(np.load(tmp_path / "one.npy"), row[None], atol=1e-5)
+    assert json.loads((tmp_path / "one.json").read_text())["labels"] == {}
+
+
+def test_spectrum_and_its_figure(place, tmp_path, typed):
+    file = place / "[b].safetensors"
+    result = typed("probe", "spectrum", file, place / "all.csv", "--plot", tmp_path / "e.png", "--workers", 0, "--json")
+    assert result.returncode == 0, result.stderr
+    (found,) = json.loads(result.stdout).values()
+    assert (found["pictures"], len(found["energy"])) == (24, 16)
+    assert (tmp_path / "e.png").stat().st_size > 1000
+
+
+def test_a_suite_is_one_table_and_goes_on(place, typed):
+    tasks = "tasks:\n- {name: '[x]', source: all.csv, probe: knn, settings: {k: 3}}\n- {source: all.csv, probe: retrieval}"
+    (place / "tasks.yaml").write_text(tasks)
+    words = ("suite", place / "tasks.yaml", place / "[b].safetensors", "--workers", 0)
+    result = typed(*words)
+    assert result.returncode == 0, result.stderr
+    assert all(text in result.stdout for text in ("[x]", "all.csv retrieval", "mean"))
+    assert len(list((place / "tasks.results").glob("*.json"))) == 2
+    assert typed(*words).stdout == result.stdout
+    content = json.loads(typed(*words, "--json").stdout)
+    assert content["means"] == {
+        str(place / "[b].safetensors"): pytest.approx({"mean": sum(r["score"] for r in content["results"]) / 2})
+    }
+
+
+def test_what_is_refused_in_a_sentence(place, tmp_path, refused):
+    file, data = place / "[b].safetensors", place / "all.csv"
+    make_folder(tmp_path / "one", ["only"], 12)
+    make_folder(tmp_path / "flat" / "x", [""], 3)
+    (tmp_path / "empty").mkdir()
+    for words, reason in (
+        (("probe", "knn", tmp_path / "gone.safetensors", data), "gone.safetensors"),
+        (("probe", "knn", file, tmp_path / "empty"), "holds no pictures"),
+        (("probe", "linear", file, tmp_path / "one"), "only one class"),
+        (("probe", "fewshot", file, tmp_path / "flat" / "x"), "no labels"),
+        (("probe", "knn", file, data, "--labels", "colour"), "no labels called colour; there are label, coarse_label"),
+        (("probe", "knn", file, data, "--vector", "distillation"), "no distillation token"),
+        (("probe", "knn", file, data, "--temperature", "-1"), "temperature must be above 0"),
+        (("embed", file, data, "--out", tmp_path / "f.txt"), "as .parquet or .npy"),
+    ):
+        assert reason in refused(*words)
+
+
+def test_a_run_is_its_best_weights(tmp_path):
+    assert weights_file(tmp_path) == tmp_path
+    (tmp_path / "run.json").write_text("{}")
+    assert weights_file(tmp_path) == tmp_path / "best.safetensors"

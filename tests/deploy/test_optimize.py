@@ -1,0 +1,399 @@
+"""`vitrail.optimise` as a user meets it: same answers, an untouched original, a report, refusals in a sentence."""
+
+import copy
+import functools
+import json
+import pickle
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import vitrail
+from tests.models.test_every_model import randomise
+from tests.small import structures
+from vitrail.deploy.inference_graphs import LARGEST, Graphs
+from vitrail.deploy.parity import check_pictures, difference
+from vitrail.models.config import Architecture
+from vitrail.models.registry import build
+
+SMALL = Architecture(width=32, depth=3, heads=2, branches=2, classes=5, image_size=(8, 12), patch_size=4, residual="layerscale")
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def small(**changes):
+    return randomise(build(SMALL.replace(**changes)))
+
+
+@pytest.mark.parametrize("name", structures())
+def test_every_structure_in_float32(name):
+    model = randomise(build(structures()[name])).eval()
+    optimised = vitrail.optimise(model)
+    image = torch.randn(2, 3, *model.architecture.image_size)
+    with torch.no_grad():
+        assert difference(optimised(image), model(image)) <= 1e-4
+    assert 0 < optimised.report.folding <= 1e-4
+    assert optimised.report.done
+
+
+def test_the_original_is_untouched():
+    model = small(drop_path=0.3, dropout=0.1, stem="hmlp", patch_size=16, image_size=(32, 32)).train()
+    model.blocks[0].eval()
+    before, modes = copy.deepcopy(model.state_dict()), [module.training for module in model.modules()]
+    optimised = vitrail.optimise(model)
+    assert [module.training for module in model.modules()] == modes
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, before[key]), key
+    ours = {value.data_ptr() for value in model.state_dict().values()}
+    assert not ours & {value.data_ptr() for value in optimised.parameters()}
+    image = torch.randn(2, 3, 32, 32)
+    assert torch.equal(optimised(image), optimised(image))
+    assert not optimised(image).requires_grad
+    assert difference(optimised(image), model.eval()(image).detach()) < 1e-4
+
+
+def test_the_answer_may_be_learned_from():
+    """No inference tensor comes out: an optimised teacher's logits go into a student's loss."""
+    optimised = vitrail.optimise(small())
+    with torch.inference_mode():
+        optimised(torch.randn(2, 3, 8, 12))
+    weight = torch.ones(5, requires_grad=True)
+    (optimised(torch.randn(2, 3, 8, 12)) * weight).sum().backward()
+    assert weight.grad is not None
+
+
+def test_the_report():
+    report = vitrail.optimise(small(), batch=2).report
+    assert report.aim == "latency"
+    assert report.precision == "float32"
+    assert "residuals whose parallel branches became one: 6" in report.done
+    assert any("CUDA graphs" in sentence for sentence in report.left)
+    assert "largest difference" in str(report)
+    assert json.loads(json.dumps(report.to_dict()))["folding"] == report.folding
+
+
+def test_bfloat16_and_back():
+    model = small().eval()
+    optimised = vitrail.optimise(model, dtype=torch.bfloat16)
+    image = torch.randn(2, 3, 8, 12)
+    assert {parameter.dtype for parameter in optimised.parameters()} == {torch.bfloat16}
+    assert optimised(image).dtype == torch.float32
+    assert optimised.report.precision == "bfloat16"
+    assert 1e-5 < optimised.report.rounding < 0.2
+    assert 1e-5 < optimised.report.running <= max(4 * optimised.report.rounding, 16 * 2**-7)
+    assert optimised.report.folding < 1e-5
+    # A model that is in bfloat16 already: its weights are multiplied before they are rounded again.
+    own = vitrail.optimise(copy.deepcopy(model).bfloat16())
+    assert own.report.precision == "bfloat16"
+    assert own.report.folding < 1e-5
+
+
+def test_an_example_of_another_size_is_compared_too():
+    model = small()
+    optimised = vitrail.optimise(model, "throughput", example=torch.randn(3, 3, 16, 20))
+    assert optimised(torch.randn(1, 3, 16, 20)).shape == (1, 5)
+
+
+def test_compiled_parts_answer_alike(monkeypatch):
+    """With a backend that needs no C++ compiler. All blocks but the last, which computes less, are one graph."""
+    graphs = []
+    backend = functools.partial(torch.nn.Module.compile, backend=lambda graph, _: graphs.append(graph) or graph, fullgraph=True)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: backend(module))
+    torch.compiler.reset()
+    model = small(depth=6).eval()
+    optimised = vitrail.optimise(model, compile=True, batch=2)
+    image = torch.randn(2, 3, 8, 12)
+    with torch.no_grad():
+        assert difference(optimised(image), model(image)) < 1e-4
+    torch.compiler.reset()
+    assert len(graphs) == 2
+    assert "blocks compiled by torch.compile" in optimised.report.done
+
+
+def test_a_difference_is_refused_and_its_place_named():
+    """A large shift that the next product cancels: the original has rounded the tokens by then, the folded network has not."""
+    model = small(branches=1)
+    branch = model.blocks[1].ffn.branches[0]
+    with torch.no_grad():
+        branch.norm.bias.fill_(1e5)
+        branch.body.fc1.weight -= branch.body.fc1.weight.mean(1, keepdim=True)
+    with pytest.raises(vitrail.UserError, match="first in block 1; use the original model"):
+        vitrail.optimise(model)
+    assert vitrail.optimise(model, tolerance=1.0).report.folding > 1e-4
+
+
+def test_answers_that_are_no_numbers():
+    model = small()
+    with torch.no_grad():
+        model.head.weight[0, 0] = torch.nan
+    with pytest.raises(vitrail.UserError, match="not finite"):
+        vitrail.optimise(model)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"for_": "speed"}, "latency, throughput"),
+        ({"batch": 0}, "at least 1"),
+        ({"batch": 1.5}, "at least 1"),
+        ({"tolerance": 0}, "positive"),
+        ({"tolerance": float("nan")}, "positive"),
+        ({"dtype": torch.float16}, "float32 or bfloat16"),
+        ({"precision": "fp16"}, "fp32, bf16, int8"),
+        ({"precision": "bf16", "dtype": torch.float32}, "give one of them"),
+        ({"precision": "int8", "compile": True}, "leave compile out"),
+        ({"example": torch.randn(3, 8, 12)}, r"\[batch, 3, height, width\]"),
+        ({"example": torch.randn(1, 1, 8, 12)}, r"\[batch, 3, height, width\]"),
+        ({"example": "cat.jpg"}, "not a str"),
+        ({"example": torch.randn(1, 3, 2, 2)}, "no patch"),
+        ({"example": torch.randn(0, 3, 8, 12)}, "at least one"),
+        ({"example": torch.full((1, 3, 8, 12), torch.nan)}, "finite"),
+        ({"precision": "int8", "example": torch.zeros(4, 3, 8, 12)}, "one colour each"),
+        ({"precision": "int8", "example": torch.randn(4, 3, 1, 1).expand(4, 3, 8, 12)}, "or leave the example out"),
+        ({"example": torch.zeros(1, 3, 8, 12, dtype=torch.uint8)}, "floating-point numbers, not torch.uint8"),
+    ],
+)
+def test_wrong_arguments(options, said):
+    with pytest.raises(vitrail.UserError, match=said):
+        vitrail.optimise(small(), **options)
+
+
+def test_what_is_no_model():
+    with pytest.raises(vitrail.UserError, match="not Linear"):
+        vitrail.optimise(torch.nn.Linear(2, 2))
+    with pytest.raises(vitrail.UserError, match="meta"):
+        vitrail.optimise(vitrail.create("deit_tiny_patch16", device="meta"))
+    with pytest.raises(vitrail.UserError, match="only answers"):
+        vitrail.optimise(small()).train()
+    fixed = small(mixer="linear", readout="mean")
+    with pytest.raises(vitrail.UserError, match="fixed grid"):
+        vitrail.optimise(fixed, example=torch.randn(1, 3, 16, 16))
+    with pytest.raises(vitrail.UserError, match="optimised already"):
+        vitrail.optimise(vitrail.optimise(small()))
+
+
+# On a processor packed, and as elsewhere: by torch's own products.
+KINDS = {"packed": {}, "coded": {"precision": "int8"}, "bare": {"dtype": torch.float64}}
+
+
+@pytest.fixture(params=KINDS)
+def optimised(request):
+    found = vitrail.optimise(small(), **KINDS[request.param])
+    assert found.packed == (request.param != "bare")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("image", "said"),
+    [
+        (
+            torch.randn(3, 8, 12),
+            r"tensor \[batch, 3, height, width\], not one of shape \(3, 8, 12\); a single picture is image\[None\]",
+        ),
+        (torch.randn(8, 12), r"not one of shape \(8, 12\)\.$"),
+        (torch.randn(1, 1, 8, 12), r"not one of shape \(1, 1, 8, 12\)\.$"),
+        (torch.randn(1, 8, 12, 3), r"permute\(0, 3, 1, 2\) has the channels first"),
+        (torch.randn(1, 3, 2, 2), "2 x 2 pixels have no patch of 4; give larger ones"),
+        (torch.zeros(1, 3, 8, 12, dtype=torch.uint8), "not torch.uint8; divide pixels by 255"),
+        (torch.zeros(1, 3, 8, 12, dtype=torch.int64), "not torch.int64"),
+        (torch.zeros(1, 3, 8, 12, device="meta"), "pictures are on meta and the model is on cpu"),
+        (torch.zeros(1, 3, 8, 12).numpy(), "not a ndarray"),
+        ("cat.jpg", "not a str"),
+        (None, "not a NoneType"),
+    ],
+)
+def test_what_cannot_be_answered(optimised, image, said):
+    for _ in range(2):  # what was refused once is not taken for known
+        with pytest.raises(vitrail.UserError, match=said):
+            optimised(image)
+    assert optimised(torch.randn(2, 3, 8, 12).half()).shape == (2, 5)
+
+
+@pytest.mark.parametrize("name", structures())
+def test_other_sizes_are_answered_or_refused_as_by_the_model(name):
+    model = randomise(build(structures()[name])).eval()
+    optimised = vitrail.optimise(model)
+    height, width = model.architecture.image_size
+    image = torch.randn(1, 3, 2 * height, width)
+    try:
+        expected = model(image).detach()
+    except vitrail.UserError:
+        with pytest.raises(vitrail.UserError, match=rf"call resize\({2 * height}, {width}\) of the original model"):
+            optimised(image)
+        resized = vitrail.optimise(model.resize(2 * height, width))
+        assert difference(resized(image), model(image).detach()) <= 1e-4
+    else:
+        assert difference(optimised(image), expected) <= 1e-4
+
+
+@pytest.mark.parametrize("name", ["features", "outputs", "trace", "resize", "embed", "blocks", "head", "stem", "grid"])
+def test_parts_that_only_a_model_has(optimised, name):
+    assert hasattr(small(), name)
+    with pytest.raises(vitrail.UserError, match=f"only answers and has no {name}; use that of the model it was made from"):
+        getattr(optimised, name)
+    assert not hasattr(optimised, name)
+
+
+def test_names_that_nothing_has(optimised):
+    with pytest.raises(AttributeError, match="no attribute 'feature'") as caught:
+        optimised.feature  # noqa: B018
+    assert not isinstance(caught.value, vitrail.UserError)
+
+
+def test_it_is_not_kept(optimised, tmp_path):
+    for keep in (pickle.dumps, lambda each: torch.save(each, tmp_path / "fast.pt")):
+        with pytest.raises(vitrail.UserError, match=r"not pickled; save the model it was made from with vitrail\.save"):
+            keep(optimised)
+    with pytest.raises(vitrail.UserError, match="takes no other weights"):
+        optimised.load_state_dict({})
+    with pytest.raises(vitrail.UserError):
+        vitrail.save(optimised, tmp_path / "fast.safetensors")
+    assert not (tmp_path / "fast.safetensors").exists()
+
+
+def test_what_is_packed_is_neither_saved_nor_moved_nor_exported(tmp_path):
+    optimised = vitrail.optimise(small())
+    for format in ("vitrail", "timm"):
+        with pytest.raises(vitrail.UserError, match="of an optimised one, save what it was made from"):
+            vitrail.save(optimised, tmp_path / "fast.safetensors", format)
+    for place in ("cuda", "cuda:7", "mps", "meta"):  # whether there is one or not
+        with pytest.raises(vitrail.UserError, match="keeps its precision and place"):
+            optimised.to(place)
+    with pytest.raises(vitrail.UserError, match="not exported"):
+        torch.export.export(optimised, (torch.randn(2, 3, 8, 12),))
+
+
+def test_what_is_not_packed_may_be_exported_and_compiled():
+    optimised = vitrail.optimise(small(), dtype=torch.float64)
+    image = torch.randn(2, 3, 8, 12, dtype=torch.float64)
+    exported = torch.export.export(optimised, (image,), dynamic_shapes=({0: torch.export.Dim("batch", min=1, max=8)},))
+    assert torch.allclose(exported.module()(image[:1]), optimised(image[:1]))
+    compiled = torch.compile(lambda x: optimised(x) + 1, backend="eager", fullgraph=True)
+    assert torch.allclose(compiled(image), optimised(image) + 1)
+    torch.compiler.reset()
+
+
+def test_a_deep_copy_answers_by_itself(optimised):
+    optimised.graphs = Graphs(optimised._compute, 2)  # as on a GPU: they hold a lock, and a network to ask
+    twin = copy.deepcopy(optimised)
+    image = torch.randn(2, 3, 8, 12)
+    assert torch.equal(twin(image), optimised(image))
+    assert twin.graphs is not optimised.graphs
+    assert twin.graphs.compute.__self__ is twin
+    assert twin.graphs.batch == 2
+    assert twin.report == optimised.report
+    if not optimised.packed:  # what is packed never changes, and may be shared
+        assert not {each.data_ptr() for each in twin.parameters()} & {each.data_ptr() for each in optimised.parameters()}
+
+
+def test_a_deep_copy_compiles_for_itself(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compiled.append(module))
+    twin = copy.deepcopy(vitrail.optimise(small(), compile=True))
+    assert compiled[-3:] == list(twin.folded.trunk.blocks)
+    assert len({id(each) for each in compiled}) == 6
+
+
+def test_check_pictures_are_fixed_and_of_two_kinds():
+    model = small()
+    pictures = check_pictures(model, (32, 48))
+    assert torch.equal(pictures, check_pictures(model, (32, 48)))
+    steps = (pictures[..., 1:] - pictures[..., :-1]).square().mean((1, 2, 3)) / pictures.var((1, 2, 3))
+    assert steps[:2].min() > 1.5  # noise: neighbours have nothing in common
+    assert steps[2:].max() < 0.3
+
+
+def test_pictures_on_the_processor_pass_by_the_graphs():
+    graphs = Graphs(lambda image: image + 1)
+    assert torch.equal(graphs(torch.zeros(2)), torch.ones(2))
+    assert graphs.captured == 0
+
+
+def test_the_benchmark(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "optimise.json"
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    words = "vit_tiny_patch16_1x2 --device cpu --dtype float32 --batches 1 --rounds 2 --repeats 1 --out"
+    monkeypatch.setattr(sys, "argv", ["optimise.py", *words.split(), str(out)])
+    runpy.run_path(str(BENCHMARKS / "optimise.py"), run_name="__main__")
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["way"] for row in rows] == ["eager", "optimised"]
+    assert all(row["milliseconds"] > 0 for row in rows)
+    assert rows[1]["report"]["folding"] < 1e-4
+    assert "batch   1  optimised" in capsys.readouterr().out
+
+
+def test_the_page_runs_and_shows_what_is_printed(capsys):
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "optimise.md").read_text()
+    code, shown = re.search(r"```python\n(.*?)```\n\n```\n(.*?)```", page, re.DOTALL).groups()
+    exec(code, {})
+    *lines, last = capsys.readouterr().out.splitlines()
+    *expected, end = shown.splitlines()
+    # What the processor and its compiler can do differs between machines.
+    assert [line for line in lines if "processor" not in line and "kernel" not in line] == [
+        line for line in expected if "processor" not in line
+    ]
+    assert last.startswith(end.partition(" …")[0])
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("name", structures())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_graphs_on_a_gpu(name, dtype):
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    model = randomise(build(structures()[name])).cuda().eval()
+    optimised = vitrail.optimise(model, dtype=dtype, compile=False)
+    assert optimised.graphs.captured == 1
+    limit = 1e-4 if dtype == torch.float32 else 0.2
+    for batch in (1, 3, 1, LARGEST + 1):
+        image = torch.randn(batch, 3, *model.architecture.image_size, device="cuda")
+        first, kept = optimised(image), optimised(image)
+        optimised(torch.randn_like(image))  # must not write over an answer that was given
+        assert torch.equal(first, kept)
+        with torch.no_grad():
+            assert difference(first, model(image)) <= limit
+    assert optimised.graphs.captured == 2
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_streams_and_casts_on_a_gpu():
+    model = small().cuda().eval()
+    optimised = vitrail.optimise(model, compile=False)
+    images = torch.randn(8, 1, 3, 8, 12, device="cuda")
+    expected = [optimised(image) for image in images]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in images]
+    found = []
+    for image, stream in zip(images, streams, strict=True):
+        with torch.cuda.stream(stream):
+            found.append(optimised(image))
+    torch.cuda.synchronize()
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    with torch.autocast("cuda", torch.bfloat16):
+        assert optimised(images[0]).dtype == torch.bfloat16
+    with torch.inference_mode():
+        optimised(images[0])
+    assert torch.equal(optimised(images[0]), expected[0])
+    optimised.double()
+    assert optimised(images[0]).dtype == torch.float64
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("aim", ["latency", "throughput"])
+def test_compiled_on_a_gpu(aim):
+    torch.compiler.reset()
+    model = small().cuda().eval()
+    optimised = vitrail.optimise(model, aim, batch=4)
+    image = torch.randn(4, 3, 8, 12, device="cuda")
+    with torch.no_grad():
+        assert difference(optimised(image), model(image)) < 1e-2
+    assert "blocks compiled by torch.compile" in optimised.report.done

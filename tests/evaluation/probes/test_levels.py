@@ -1,0 +1,119 @@
+"""Levels of labels: found, ordered, checked; the grid is the probes cell by cell."""
+
+import numpy as np
+import pytest
+import torch
+
+import vitrail
+from tests.evaluation.probes.test_knn import clouds
+from tests.images import make_picture
+from vitrail.data.datasets.lookup import open_source
+from vitrail.data.source import Labels
+from vitrail.errors import UserError
+from vitrail.evaluation.features import Embedding
+from vitrail.evaluation.probes.knn import classify_by_neighbours
+from vitrail.evaluation.probes.levels import NOTHING, Grid, Trained, level_of, levels_of, measure, strays
+from vitrail.evaluation.probes.protocol import Settings, Sides
+from vitrail.evaluation.probes.retrieval import mean_average_precision
+
+PARENT = np.array([0, 0, 1, 1])
+
+
+class Labelled:
+    """A source of labels alone; its pictures have been embedded already."""
+
+    def __init__(self, fine):
+        self.name = "made up"
+        self.label = Labels(fine, ["a", "b", "c", "d"])
+        self.extra = {"coarse_label": Labels(np.where(fine < 0, -1, PARENT[fine]), ["low", "high"])}
+
+
+def embedded(vectors, source):
+    columns = {name: torch.from_numpy(labels.values) for name, labels in source.extra.items()}
+    return Embedding(vectors, torch.arange(len(vectors)), torch.from_numpy(source.label.values), columns, [])
+
+
+@pytest.fixture(scope="module")
+def made():
+    memory, labels, queries, truth = clouds(90, 50)
+    sides = Sides(Labelled(labels.numpy()), Labelled(truth.numpy()), "train", "test")
+    return sides, embedded(memory, sides.memory), embedded(queries, sides.queries)
+
+
+def test_levels_of_a_table_coarsest_first(tmp_path):
+    rows = ["path,label,coarse_label,empty_label"]
+    for place, name in enumerate(("tabby", "siamese", "poodle")):
+        make_picture(tmp_path / f"{name}.png", place)
+        rows += [f"{name}.png,{name},{'dog' if name == 'poodle' else 'cat'},"] * 2
+    (tmp_path / "all.csv").write_text("\n".join(rows))
+    levels = levels_of(open_source(str(tmp_path / "all.csv")))
+    assert [(level.name, level.classes) for level in levels] == [("coarse_label", 2), ("label", 3)]
+    assert strays(levels[1].labels, levels[0].labels) == []
+    assert strays(levels[0].labels, levels[1].labels) == ["cat"]
+
+
+def test_a_single_class_is_no_level():
+    source = Labelled(np.zeros(5, dtype=np.int64))
+    with pytest.raises(UserError, match="no level to measure at"):
+        levels_of(source)
+
+
+def test_the_level_a_model_was_trained_at(made):
+    levels = levels_of(made[0].memory)
+    model = vitrail.create("deit_tiny_patch16", 4, 16, patch_size=4, width=16, depth=1, heads=2)
+    assert level_of(model, levels) == "label"
+    model.class_names = ["a", "b", "c", "d"]
+    assert level_of(model, levels) == "label"
+    model.class_names = ["some", "thing", "quite", "other"]
+    assert level_of(model, levels) is None
+    assert level_of(vitrail.create("deit_tiny_patch16", 2, 16, patch_size=4, depth=1), levels) == "coarse_label"
+    assert level_of(vitrail.create("deit_tiny_patch16", 7, 16, patch_size=4, depth=1), levels) is None
+    assert level_of(vitrail.create("deit_tiny_patch16", 0, 16, patch_size=4, depth=1), levels) == NOTHING
+
+
+def test_every_cell_is_a_probe_of_its_own(made):
+    sides, memory, queries = made
+    other = memory._replace(vectors=memory.vectors[:, :3]), queries._replace(vectors=queries.vectors[:, :3])
+    models = [Trained("fine", "label", memory, queries), Trained("coarse", "coarse_label", *other)]
+    settings = Settings(protocol="snca", k=7)
+    cells = []
+    grid = measure(sides, levels_of(sides.memory), models, ("knn", "map"), settings, cells.append)
+    assert (grid.models, grid.train, grid.test) == (["coarse", "fine"], ["coarse_label", "label"], ["coarse_label", "label"])
+    assert sum(cells) == 8
+    for number, (left, right) in enumerate((other, (memory, queries))):
+        for row, (labels, truth, classes) in enumerate(
+            ((left.extra["coarse_label"], right.extra["coarse_label"], 2), (left.labels, right.labels, 4))
+        ):
+            data = (left.vectors, labels, right.vectors, truth)
+            assert grid.scores["knn"][row][number] == classify_by_neighbours(*data, classes, [7], 0.05)[7].top1
+            assert grid.scores["map"][row][number] == mean_average_precision(*data).mean
+    assert grid.parts("knn") == pytest.approx(
+        {
+            "same level": (grid.scores["knn"][0][0] + grid.scores["knn"][1][1]) / 2,
+            "coarse to fine": grid.scores["knn"][1][0],
+            "fine to coarse": grid.scores["knn"][0][1],
+        }
+    )
+
+
+def test_parts_of_a_grid_with_models_of_no_and_of_another_level():
+    grid = Grid(["n", "x", "c"], [NOTHING, "unknown", "c"], ["c", "f"], {"knn": [[0.1, 0.9, 0.4], [0.2, 0.9, 0.3]]})
+    assert grid.parts("knn") == pytest.approx({"same level": 0.4, "coarse to fine": (0.1 + 0.2 + 0.3) / 3})
+    assert grid.to_dict()["parts"] == {"knn": grid.parts("knn")}
+
+
+def test_pictures_without_a_label_do_not_count(made):
+    sides, memory, queries = made
+    gaps = np.where(np.arange(50) < 10, -1, sides.queries.label.values)
+    holey = sides._replace(queries=Labelled(gaps))
+    models = [Trained("m", "label", memory, embedded(queries.vectors, holey.queries))]
+    rest = sides._replace(queries=Labelled(sides.queries.label.values[10:]))
+    only = [Trained("m", "label", memory, embedded(queries.vectors[10:], rest.queries))]
+    levels = levels_of(sides.memory)
+    assert measure(holey, levels, models).scores == measure(rest, levels, only).scores
+
+
+def test_scores_that_are_not_known(made):
+    sides, memory, queries = made
+    with pytest.raises(UserError, match="no score 'auc': choose from knn, map, linear"):
+        measure(sides, levels_of(sides.memory), [Trained("m", "label", memory, queries)], ["auc"])

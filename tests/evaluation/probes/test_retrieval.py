@@ -1,0 +1,116 @@
+"""Mean average precision, against a loop over ranks; Grafit's scores and what must hold between them."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from tests.evaluation.probes.test_knn import clouds, cosines
+from vitrail.errors import UserError
+from vitrail.evaluation.probes import retrieval
+from vitrail.evaluation.probes.retrieval import Conditioning, certain, coarse_chances, mean_average_precision
+
+PARENT = torch.tensor([0, 0, 1, 1, 1])  # coarse class of each of five fine ones
+
+
+def by_hand(scores, labels, truth):
+    """Precision at every rank that is right, averaged; a plain loop."""
+    found = []
+    for row, answer in zip(np.asarray(scores), truth.tolist(), strict=True):
+        right, total = 0, 0.0
+        for rank, place in enumerate(sorted(range(len(row)), key=lambda number: -row[number]), 1):
+            if int(labels[place]) == answer:
+                right += 1
+                total += right / rank
+        if right:
+            found.append(total / right)
+    return float(np.mean(found))
+
+
+@pytest.fixture(scope="module")
+def data():
+    return clouds(120, 30, classes=5)
+
+
+@pytest.mark.parametrize("elements", [1 << 24, 500, 1])
+def test_against_a_loop_however_it_is_cut(monkeypatch, data, elements):
+    monkeypatch.setattr(retrieval, "ELEMENTS", elements)
+    memory, labels, queries, truth = data
+    found = mean_average_precision(memory, labels, queries, truth)
+    assert found.mean == pytest.approx(by_hand(cosines(memory, queries), labels, truth), rel=1e-6)
+    assert (found.queries, found.without) == (30, 0)
+    assert 0.2 < found.mean < 0.9
+
+
+def test_known_rankings():
+    memory = torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.5, 0.5], [0.0, 1.0]])
+    query = torch.tensor([[1.0, 0.0]])
+    for labels, expected in (([1, 1, 0, 0], 1.0), ([0, 0, 1, 1], (1 / 3 + 2 / 4) / 2), ([1, 0, 1, 0], (1 + 2 / 3) / 2)):
+        assert mean_average_precision(memory, torch.tensor(labels), query, torch.tensor([1])).mean == pytest.approx(expected)
+
+
+def test_conditional_score_against_a_loop(data):
+    memory, labels, queries, truth = data
+    chances = coarse_chances(memory, PARENT[labels], queries, 2)
+    found = mean_average_precision(memory, labels, queries, truth, Conditioning(PARENT[labels], chances))
+    clamped = chances.double().numpy().clip(1e-6, 1 - 1e-6)
+    odds = np.log(clamped / (1 - clamped))
+    scores = cosines(memory, queries) + odds[:, PARENT[labels].numpy()]
+    assert found.mean == pytest.approx(by_hand(scores, labels, truth), rel=1e-6)
+
+
+def test_the_oracle_sorts_by_coarse_label_then_cosine(data):
+    memory, labels, queries, truth = data
+    oracle = mean_average_precision(memory, labels, queries, truth, Conditioning(PARENT[labels], certain(PARENT[truth], 2)))
+    same = (PARENT[labels][None] == PARENT[truth][:, None]).numpy()
+    assert oracle.mean == pytest.approx(by_hand(cosines(memory, queries) + 10 * same, labels, truth), rel=1e-6)
+    plain = mean_average_precision(memory, labels, queries, truth)
+    chances = coarse_chances(memory, PARENT[labels], queries, 2)
+    conditional = mean_average_precision(memory, labels, queries, truth, Conditioning(PARENT[labels], chances))
+    assert oracle.mean > conditional.mean
+    assert oracle.mean > plain.mean
+
+
+def test_one_coarse_class_changes_nothing(data):
+    memory, labels, queries, truth = data
+    nothing = torch.zeros(len(labels), dtype=torch.int64)
+    alike = mean_average_precision(memory, labels, queries, truth, Conditioning(nothing, torch.ones(len(queries), 1)))
+    assert alike == mean_average_precision(memory, labels, queries, truth)
+
+
+@pytest.mark.parametrize("k", [None, 10])
+def test_chances_of_coarse_labels_against_a_loop(monkeypatch, data, k):
+    monkeypatch.setattr(retrieval, "ELEMENTS", 400)
+    memory, labels, queries, _ = data
+    found = coarse_chances(memory, PARENT[labels], queries, 2, 0.05, k)
+    for row, similar in zip(found.tolist(), cosines(memory, queries), strict=True):
+        near = np.argsort(-similar)[: k or len(similar)]
+        weights = [math.exp(similar[place] / 0.05) for place in near]
+        second = sum(weight for weight, place in zip(weights, near, strict=True) if PARENT[labels[place]] == 1)
+        assert row == pytest.approx([1 - second / sum(weights), second / sum(weights)], abs=1e-4)
+
+
+def test_a_query_does_not_find_itself(data):
+    memory, labels, *_ = data
+    own = torch.arange(len(memory))
+    found = mean_average_precision(memory, labels, memory, labels, exclude=own)
+    scores = cosines(memory, memory)
+    expected = []
+    for number in range(len(memory)):
+        rest = np.delete(np.arange(len(memory)), number)
+        expected.append(by_hand(scores[number : number + 1, rest], labels[rest], labels[number : number + 1]))
+    assert found.mean == pytest.approx(np.mean(expected), rel=1e-6)
+    assert found.mean < mean_average_precision(memory, labels, memory, labels).mean
+
+
+def test_queries_without_an_answer_are_counted_and_nothing_but_them_is_an_error(data):
+    memory, labels, queries, truth = data
+    other = torch.where(torch.arange(30) < 10, 9, truth)
+    found = mean_average_precision(memory, labels, queries, other)
+    assert (found.queries, found.without) == (20, 10)
+    assert found.mean == pytest.approx(mean_average_precision(memory, labels, queries[10:], truth[10:]).mean)
+    with pytest.raises(UserError, match="nothing could be found"):
+        mean_average_precision(memory, labels, queries, torch.full_like(truth, 9))
+    with pytest.raises(UserError, match="is empty"):
+        mean_average_precision(memory[:0], labels[:0], queries, truth)

@@ -1,0 +1,60 @@
+"""Where an answer comes from: attention followed through the blocks, and what each patch says."""
+
+import pytest
+import torch
+
+import vitrail
+from vitrail.errors import UserError
+from vitrail.interpret.rollout import attention_rollout, patch_evidence
+
+SMALL = {"width": 32, "depth": 3, "heads": 2, "patch_size": 4, "image_size": (16, 24), "classes": 7}
+IMAGES = torch.randn(2, 3, 16, 24, generator=torch.Generator().manual_seed(0))
+
+
+def small(name="deit3_small_patch16", **parts):
+    model = vitrail.create(name, **SMALL | parts).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.3)
+    return model
+
+
+@pytest.mark.parametrize("readout", ["mean", "class"])
+def test_rollout_is_the_product_of_attentions(readout):
+    model = small(readout=readout)
+    found = attention_rollout(model, IMAGES)
+    assert found.shape == (2, 4, 6)
+    assert torch.allclose(found.sum((1, 2)), torch.ones(2))
+    trace = model.trace(IMAGES)
+    steps = [(trace.layers[index].attention.mean(1) + torch.eye(24 + trace.special)) / 2 for index in range(3)]
+    whole = steps[2] @ steps[1] @ steps[0]
+    row = whole.mean(1) if readout == "mean" else whole[:, 0, 1:]
+    assert torch.allclose(found.flatten(1), row / row.sum(1, keepdim=True), atol=1e-6)
+
+
+def test_rollout_of_attention_that_does_not_choose_is_even():
+    model = small(readout="mean")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "qkv" in name:
+                parameter.zero_()
+    assert torch.allclose(attention_rollout(model, IMAGES), torch.full((2, 4, 6), 1 / 24), atol=1e-6)
+
+
+def test_what_patches_say_adds_up_to_the_answer():
+    model = small(readout="mean")
+    with torch.inference_mode():
+        logits = model(IMAGES)
+    classes = torch.tensor([3, 5])
+    parts = patch_evidence(model, IMAGES, classes)
+    assert parts.shape == (2, 4, 6)
+    assert torch.allclose(parts.mean((1, 2)), logits[torch.arange(2), classes] - logits.mean(1), atol=1e-5)
+
+
+def test_models_that_cannot_be_looked_into_are_told():
+    with pytest.raises(UserError, match="Block 0 of this model has no attention"):
+        attention_rollout(small("house_mini"), IMAGES)
+    with pytest.raises(UserError, match="not to the readout 'class_attention'"):
+        attention_rollout(small("cait_xxs24"), IMAGES)
+    with pytest.raises(UserError, match="Only a mean of normed patches"):
+        patch_evidence(small(readout="class"), IMAGES, torch.tensor([0, 1]))

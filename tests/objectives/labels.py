@@ -1,8 +1,0 @@
-"""Labels to targets, as a training without a teacher makes them."""
-
-from vitrail.objectives.targets import blend, label_targets
-
-
-def make_targets(labels, classes, mix, objective):
-    """[B, C]: smoothed first, mixed second."""
-    return blend(label_targets(labels, classes, objective), mix.share)

@@ -1,0 +1,252 @@
+"""Every recipe: it builds, it survives JSON, its model exists, and its numbers are the published ones."""
+
+import json
+import re
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import yaml
+
+import vitrail
+from tests.recipes.published import Cell, read
+from vitrail.cli.train import list_all, show_one
+from vitrail.errors import UserError
+from vitrail.models.registry import list_models
+from vitrail.models.registry import lookup as find_model
+from vitrail.recipes import Recipe, cait, list_recipes, lookup
+from vitrail.recipes.lookup import PAGES, recipes
+from vitrail.recipes.schema import parse_span
+
+CELLS: dict[str, list[Cell]] = {}
+for _cell in read():
+    CELLS.setdefault(_cell.recipe, []).append(_cell)
+DOCS = Path(__file__).parents[2] / "docs" / "papers"
+ABLATIONS = [(page.__name__.rpartition(".")[2], row) for page in PAGES for row in getattr(page, "ABLATIONS", {})]
+
+
+@cache
+def parts(name: str) -> vitrail.Architecture:
+    recipe = lookup(name)
+    found = find_model(recipe.model)[1].replace(**recipe.architecture)
+    return found if recipe.augmentation.size == (0, 0) else found.replace(image_size=recipe.augmentation.size)
+
+
+@cache
+def build(architecture: vitrail.Architecture) -> None:
+    vitrail.build(architecture, device="meta")
+
+
+@pytest.mark.parametrize("name", list_recipes())
+def test_a_recipe_is_whole(name):
+    recipe = lookup(name)
+    assert recipe.name == name
+    assert Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
+    assert recipe.about.paper
+    assert recipe.about.row
+    parse_span(recipe.schedule.length)
+
+
+@pytest.mark.parametrize("name", list_recipes())
+def test_its_model_exists_and_takes_its_changes(name):
+    recipe, found = lookup(name), parts(name)
+    assert recipe.model in list_models()
+    for field, value in recipe.architecture.items():
+        assert getattr(found, field) == value
+    build(found.replace(drop_path=0.0, image_size=224))  # recipes that share a network share this
+
+
+@pytest.mark.parametrize("name", [name for name in list_recipes() if lookup(name).start.after])
+def test_what_it_starts_from_is_a_recipe_of_the_same_network(name):
+    recipe = lookup(name)
+    before = parts(recipe.start.after)
+    changed = set(before.differences(parts(name))) - {"image_size", "pre_logits"}
+    assert not changed
+    assert "_to_" in name
+
+
+@pytest.mark.parametrize("name", sorted(CELLS))
+def test_published_numbers(name):
+    recipe = lookup(name)
+    leaves = recipe.leaves()
+    for cell in CELLS[name]:
+        check(cell, recipe, leaves)
+
+
+def check(cell: Cell, recipe: Recipe, leaves: dict) -> None:
+    where = f"{cell.title}: {cell.recipe}, {cell.leaf}"
+    match cell.leaf:
+        case "rate":
+            assert recipe.rate == pytest.approx(cell.value, rel=1e-9), where
+        case "top1" if cell.value == "none":
+            assert recipe.about.expects == "not published", where
+        case "top1":
+            assert re.match(r"[\d.]+(?= %)", recipe.about.expects)[0] == cell.value, where
+        case "also":
+            assert f" {cell.value} %" in recipe.about.expects, where
+        case "about.tried":
+            assert recipe.about.tried == (cell.value if isinstance(cell.value, tuple) else (cell.value,)), where
+        case "hardware":
+            assert cell.value in re.findall(r"\d+", recipe.about.hardware), where
+        case leaf if leaf.startswith("part."):
+            assert getattr(parts(cell.recipe), leaf.removeprefix("part.")) == cell.value, where
+        case leaf:
+            found = leaves[leaf]
+            assert (tuple(found) if isinstance(cell.value, tuple) else found) == cell.value, where
+
+
+def test_every_recipe_of_a_paper_is_published():
+    """Nothing in the pages that the table of published numbers does not have."""
+    house = {name for name in list_recipes() if lookup(name).about.paper == "house"}
+    assert house == {"laptop", "small", "finetune"}
+    assert set(CELLS) == set(list_recipes()) - house
+
+
+def test_recipes_with_a_teacher():
+    """Who teaches is the user's to say; the row names whom the paper asked."""
+    found = {name: lookup(name) for name in list_recipes() if lookup(name).distillation.kind != "none"}
+    # CaiT's transfers start from distilled weights and go on by labels alone.
+    alone = {f"cait_{size}_distilled_to_{data}" for size in ("s36", "m36") for data in cait.TRANSFERS}
+    distilled = {name for name in list_recipes() if re.search("_(distilled|soft|hard)(_|$)", name)}
+    assert set(found) == distilled - alone
+    for name, recipe in found.items():
+        assert recipe.distillation.teacher == "", name
+        assert "teacher RegNetY-16GF" in recipe.about.row or "teacher of that data" in recipe.about.row, name
+        assert (recipe.distillation.kind == "soft") == ("_soft" in name), name
+        assert parts(name).distillation == bool(re.search("^deit_.*_distilled|_token$", name)), name
+
+
+def test_recipes_with_labels_of_patches():
+    found = {name: lookup(name) for name in list_recipes() if lookup(name).tokens.target != "truth"}
+    others = ("lvvit_t", "lvvit_s", "lvvit_m", "lvvit_l", "lvvit_deit_small")
+    assert set(found) == {name for name in list_recipes("lvvit*") if name not in others}
+    for name, recipe in found.items():
+        assert recipe.tokens.labels == "", name
+        assert "annotator NFNet-F6" in recipe.about.row, name
+        assert recipe.tokens.weight == 0 or parts(name).dense_head, name
+        # A head that nobody teaches must not be heard.
+        assert (parts(name).dense_weight > 0) == (recipe.tokens.weight > 0), name
+        assert not (recipe.tokens.mix and recipe.mixing.cutmix), name
+
+
+def test_the_list_says_what_a_recipe_needs(capsys):
+    list_all("deit_tiny*")
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    teachers = [line.split()[0] for line, after in pairwise(lines) if after.startswith("with a teacher")]
+    assert teachers == ["deit_tiny_soft", "deit_tiny_hard", "deit_tiny_distilled", "deit_tiny_distilled_1000ep"]
+    assert sum("needs --teacher" in line for line in lines) == 1
+    assert not any("--labels" in line for line in lines)
+    list_all("lvvit_s_relabel")
+    said = capsys.readouterr().out
+    assert "    with labels of patches" in said
+    assert "needs --labels" in said
+    list_all("cait_s36_distilled_to_c*")
+    assert "with a teacher" not in capsys.readouterr().out
+    show_one("lvvit_s_tokens")
+    said = capsys.readouterr().out
+    assert said.startswith("# A recipe with labels of patches needs --labels")
+    assert Recipe.from_dict(yaml.safe_load(said)) == lookup("lvvit_s_tokens")
+    show_one("deit_tiny")
+    assert capsys.readouterr().out.startswith("name: deit_tiny")
+
+
+@pytest.mark.parametrize(("page", "row"), ABLATIONS)
+def test_ablations_apply(page, row):
+    table = next(module for module in PAGES if module.__name__.endswith(f".{page}")).ABLATIONS
+    name, changes, *scores = table[row]
+    changed = lookup(name).set(changes)
+    found = {key: value for key, value in changed.leaves().items() if key in changes}
+    assert found == changes
+    build(find_model(changed.model)[1].replace(**changed.architecture))
+    assert all(0 < score < 100 for score in scores)
+
+
+# Table 3.8 of DeiT: what a row is called here, top-1 at 224 and at 384.
+DEIT_ABLATIONS = """
+none                      81.8 83.1
+SGD                       74.5 77.3
+fine-tuning with SGD      81.8 83.1
+no RandAugment            79.6 80.4
+AutoAugment               81.2 81.9
+no mixup                  78.7 79.8
+no CutMix                 80.0 80.6
+no mixup, no CutMix       75.8 76.7
+no erasing                4.3  0.1
+no stochastic depth       3.4  0.1
+no repeated augmentation  76.5 77.4
+dropout                   81.3 83.1
+EMA                       81.9 83.1
+"""
+
+
+def test_ablations_of_deit_are_those_of_its_table():
+    table = next(page for page in PAGES if page.__name__.endswith(".deit")).ABLATIONS
+    printed = {}
+    for line in DEIT_ABLATIONS.strip().splitlines():
+        row, first, second = line.rsplit(maxsplit=2)
+        printed[row.strip()] = (float(first), float(second))
+    assert {row: entry[2:] for row, entry in table.items()} == printed
+
+
+# Table 7 of LV-ViT: MixToken, mixup, CutOut (erasing), RandAugment, top-1.
+LVVIT_AUGMENTATIONS = """
+yes no  yes yes 83.3
+no  no  yes yes 81.3
+yes yes yes yes 83.1
+yes no  no  yes 83.0
+yes no  yes no  82.8
+"""
+
+
+def test_ablations_of_lvvit_are_those_of_its_table():
+    table = next(page for page in PAGES if page.__name__.endswith(".lvvit")).ABLATIONS
+    found = set()
+    for row, (name, changes, score) in table.items():
+        if row.startswith("tokens") and "tokens.weight" not in changes:
+            recipe = lookup(name).set(changes)
+            used = (recipe.tokens.mix, recipe.mixing.mixup, recipe.augmentation.erasing, recipe.augmentation.policy == "rand")
+            found.add((*(("no", "yes")[bool(each)] for each in used), str(score)))
+    assert found == {tuple(line.split()) for line in LVVIT_AUGMENTATIONS.strip().splitlines()}
+
+
+def test_names_by_pattern():
+    assert list_recipes("deit_base*")[0] == "deit_base"
+    assert list_recipes("to_384") == [name for name in list_recipes() if "to_384" in name]
+    assert set(list_recipes("house")) == set()
+    assert list_recipes()[:3] == ["laptop", "small", "finetune"]
+
+
+def test_an_unknown_name_suggests_the_nearest():
+    with pytest.raises(UserError) as caught:
+        lookup("deit_bass")
+    assert str(caught.value).startswith("There is no recipe 'deit_bass'; the nearest are deit_base, ")
+    assert str(caught.value).endswith("(`vitrail recipes` lists all).")
+    with pytest.raises(UserError, match=r"^There is no recipe 'ß' "):
+        lookup("ß")
+
+
+def test_a_recipe_from_the_catalogue_is_a_copy():
+    lookup("deit_base").architecture["drop_path"] = 0.9
+    assert lookup("deit_base").architecture == {"drop_path": 0.1}
+    assert lookup("DeiT_Base") == recipes()["deit_base"]
+
+
+PAGES_OF_DOCS = {"vit": "vit", "deit": "deit", "cait": "cait", "resmlp": "resmlp", "patchconvnet": "patchconvnet"}
+PAGES_OF_DOCS |= {"deit3": "deit3", "deit3_21k": "deit3", "three_things": "three-things", "lvvit": "lv-vit", "grafit": "grafit"}
+
+
+@pytest.mark.parametrize("page", PAGES_OF_DOCS)
+def test_the_papers_pages_list_their_recipes(page):
+    """Names in the first column of the table are patterns; each finds some recipe, and together they find all."""
+    text = (DOCS / f"{PAGES_OF_DOCS[page]}.md").read_text().split("## Recipes\n")[1].split("\n## ")[0]
+    patterns = [name for row in re.findall(r"^\| (`.*?) \|", text, re.MULTILINE) for name in re.findall(r"`([^`]+)`", row)]
+    found = [list_recipes(f"[{pattern[0]}]{pattern[1:]}") for pattern in patterns]
+    assert all(found), [pattern for pattern, names in zip(patterns, found, strict=True) if not names]
+    module = next(module for module in PAGES if module.__name__.endswith(f".{page}"))
+    assert set(module.RECIPES) <= {name for names in found for name in names}
+
+
+def test_size_of_the_pages():
+    for module in PAGES:
+        assert len(Path(module.__file__).read_text().splitlines()) <= 200, module.__name__

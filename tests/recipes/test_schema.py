@@ -1,0 +1,165 @@
+"""The tree of a recipe: changing leaves, reading it back, and the sentences for what is wrong."""
+
+import json
+
+import pytest
+
+from vitrail.errors import UserError
+from vitrail.recipes.derivation import change
+from vitrail.recipes.schema import About, Recipe, parse_span, parse_value
+
+
+def test_leaves_are_set_by_their_dotted_names():
+    recipe = Recipe().set({"optimiser.rate": "1e-3", "schedule.length": "20000 steps", "model": "cait_s24", "batch": "64"})
+    assert (recipe.optimiser.rate, recipe.schedule.length, recipe.model, recipe.batch) == (1e-3, "20000 steps", "cait_s24", 64)
+    assert Recipe().set({}) == Recipe()
+
+
+def test_a_set_copy_leaves_the_original_alone():
+    first = Recipe(architecture={"depth": 6})
+    second = first.set({"architecture.depth": 8, "architecture.drop_path": 0.1})
+    assert first.architecture == {"depth": 6}
+    assert second.architecture == {"depth": 8, "drop_path": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-3", 1e-3),
+        ("5E", "5E"),
+        ("192x256", [192, 256]),
+        ("true", True),
+        ("[0.9, 0.95]", [0.9, 0.95]),
+        ("5%", "5%"),
+        ("300 epochs", "300 epochs"),
+        ("", ""),
+        ("[1,", "[1,"),
+        (3, 3),
+    ],
+)
+def test_text_becomes_plain_values(text, value):
+    assert parse_value(text) == value
+
+
+def test_sizes_and_pairs():
+    assert Recipe().set({"augmentation.size": "192x256"}).augmentation.size == (192, 256)
+    assert Recipe().set({"augmentation.size": 96}).augmentation.size == (96, 96)
+    assert Recipe().set({"optimiser.betas": "[0.9, 0.95]"}).optimiser.betas == (0.9, 0.95)
+    with pytest.raises(UserError, match=r"optimiser.betas=\[0.9\] should be 2 numbers"):
+        Recipe().set({"optimiser.betas": "[0.9]"})
+
+
+@pytest.mark.parametrize(
+    ("key", "sentence"),
+    [
+        ("optimiser.rat", r"A recipe has no 'optimiser.rat'; the nearest are .*optimiser.rate"),
+        ("rate", r"A recipe has no 'rate'; the nearest are .*optimiser.rate"),
+        ("schedule", r"schedule is a group of settings: set one of them, such as schedule.length"),
+        ("nothing.at.all", r"A recipe has no 'nothing.at.all'"),
+        ("batch.size", r"A recipe has no 'batch.size'"),
+        ("architecture.depht", r"'depht' is not a part of an architecture; did you mean depth"),
+    ],
+)
+def test_unknown_keys_suggest_the_nearest(key, sentence):
+    with pytest.raises(UserError, match=sentence):
+        Recipe().set({key: 1})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "sentence"),
+    [
+        ("batch", "many", "batch='many' should be of the kind int"),
+        ("batch", "2.5", r"batch=2.5 should be of the kind int"),
+        ("batch", "true", r"batch=True should be of the kind int"),
+        ("optimiser.rate", "fast", "optimiser.rate='fast' should be of the kind float"),
+        ("optimiser.nesterov", "1", "optimiser.nesterov=1 should be of the kind bool"),
+        ("optimiser.kind", "adm", "optimiser.kind='adm' is not known; choose from adamw, adam, sgd, lamb, adagrad"),
+        ("model", 7, "model=7 should be text"),
+        ("start.scope", "last:", "start.scope='last:' is not known"),
+        ("start.scope", "heads", "start.scope='heads' is not known"),
+        ("augmentation.policy", "random", "policy='random' is not known"),
+    ],
+)
+def test_bad_kinds(key, value, sentence):
+    with pytest.raises(UserError, match=sentence):
+        Recipe().set({key: value})
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"batch": 0}, "batch must be at least 1"),
+        ({"optimiser.rate": -1.0}, "optimiser.rate must not be negative"),
+        ({"average.decay": 1.0}, "average.decay must lie in"),
+        ({"objective.smoothing": 1.0}, "objective.smoothing must lie in"),
+        ({"objective.loss": "binary", "objective.smoothing": 0.1}, "they cannot be smoothed"),
+        ({"mixing.mixup": -0.1}, "must not be negative"),
+        ({"schedule.length": "50%"}, "schedule.length is a share of itself"),
+        ({"schedule.warmup": "soon"}, "'soon' is not a span of time"),
+        ({"testing.every": "3 days"}, "'3 days' is not a span of time"),
+    ],
+)
+def test_values_that_make_no_sense(changes, sentence):
+    with pytest.raises(UserError, match=sentence):
+        Recipe().set(changes)
+
+
+@pytest.mark.parametrize(
+    ("text", "span"),
+    [
+        ("300 epochs", (300.0, "epoch")),
+        ("1 epoch", (1.0, "epoch")),
+        ("2.5 epochs", (2.5, "epoch")),
+        ("20000 steps", (20000.0, "step")),
+        ("2e4 steps", (20000.0, "step")),
+        ("5%", (5.0, "%")),
+        (" 5 % ", (5.0, "%")),
+    ],
+)
+def test_spans(text, span):
+    assert parse_span(text) == span
+
+
+@pytest.mark.parametrize("text", ["", "300", "epochs", "-5 epochs", "5 hours", "five epochs", "5 epochs and a bit"])
+def test_bad_spans(text):
+    with pytest.raises(UserError, match="is not a span of time: write '300 epochs', '20000 steps' or '5%'"):
+        parse_span(text)
+
+
+def test_a_tree_is_read_back_after_json():
+    recipe = Recipe(architecture={"depth": 6, "stem_kernels": [7, 3]}).set({"augmentation.size": [64, 96]})
+    assert Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
+    assert Recipe.from_dict({}) == Recipe()
+
+
+@pytest.mark.parametrize(
+    ("tree", "sentence"),
+    [
+        ({"optimizer": {}}, "A recipe has no 'optimizer'; the nearest are optimiser"),
+        ({"optimiser": {"lr": 1}}, "A recipe has no 'optimiser.lr'"),
+        ({"optimiser": 3}, "optimiser is a group of settings, not 3"),
+        ([], r"The recipe is a group of settings, not \[\]"),
+        ({"mixing": {"mixup": "much"}}, "mixing.mixup='much' should be of the kind float"),
+        ({"architecture": {"width": 1, "heigth": 2}}, "'heigth' is not a part of an architecture"),
+    ],
+)
+def test_bad_trees(tree, sentence):
+    with pytest.raises(UserError, match=sentence):
+        Recipe.from_dict(tree)
+
+
+def test_the_rate_follows_the_batch():
+    recipe = Recipe(batch=2048).set({"optimiser.rate": 5e-4, "optimiser.rate_batch": 512})
+    assert recipe.rate == pytest.approx(2e-3)
+    assert recipe.set({"optimiser.rate_batch": 0}).rate == 5e-4
+
+
+def test_pages_change_groups_and_merge_architectures():
+    base = Recipe(architecture={"depth": 6}, about=About("somebody"))
+    found = change(base, "other", architecture={"drop_path": 0.1}, optimiser={"rate": 1.0}, batch=8, about={"row": "1"})
+    assert found.name == "other"
+    assert found.architecture == {"depth": 6, "drop_path": 0.1}
+    assert (found.optimiser.rate, found.optimiser.decay, found.batch) == (1.0, base.optimiser.decay, 8)
+    assert found.about == About("somebody", "1")
+    with pytest.raises(TypeError):
+        change(base, "other", optimiser={"lr": 1.0})

@@ -1,0 +1,464 @@
+"""Whole trainings with a teacher: each signal, asked or stored; stopped, divided, fine-tuned, refused."""
+
+import json
+import os
+import re
+import shutil
+import signal
+
+import pytest
+import torch
+
+import vitrail
+from tests.images import make_folder
+from tests.training.small import EASY
+from vitrail.checkpoints.readers import read
+from vitrail.checkpoints.training_checkpoints import read_checkpoint
+from vitrail.data.datasets.lookup import open_splits
+from vitrail.data.feed import Feed
+from vitrail.errors import UserError
+from vitrail.runs import train as runs
+from vitrail.runs.prepare import build, look_at, resolve, taught
+from vitrail.runs.train import resume
+from vitrail.tasks.supervision import in_order
+from vitrail.teachers import open_teacher
+from vitrail.teachers.annotation import Wanted, annotate
+from vitrail.training.checkpointing import Checkpoints
+from vitrail.training.distributed import Devices
+from vitrail.training.metrics import read_metrics
+from vitrail.training.trainer import Options, Training
+
+ALONE = Devices(torch.device("cpu"))
+NAMES = ["blue", "green", "red"]
+SMALL = {"architecture.width": 16, "architecture.depth": 1, "architecture.heads": 2, "architecture.patch_size": 4}
+VIT = SMALL | {"model": "deit_tiny_patch16"}
+TINY = {
+    "precision": "fp32",
+    "batch": 8,
+    "schedule.length": "4 steps",
+    "augmentation.size": 16,
+    "optimiser.rate": 0.01,
+    "augmentation.policy": "rand",
+}
+TOWER = {"architecture.width": 16, "architecture.depth": 1, "architecture.heads": 2, "augmentation.size": 32}
+DISTILLED = VIT | {"architecture.distillation": True}
+SOFT = {"distillation.kind": "soft", "distillation.temperature": 3.0, "distillation.weight": 0.1}
+KINDS = {"soft": VIT | SOFT, "hard": VIT, "token": DISTILLED, "soft token": DISTILLED | SOFT}
+DENSE = {
+    "deit": VIT,
+    "lvvit": TOWER | {"model": "lvvit_t", "architecture.stem_width": 8},
+    "resmlp": {"model": "resmlp_s12", "architecture.width": 16, "architecture.depth": 1, "architecture.patch_size": 4},
+    "patchconvnet": {"model": "patchconvnet_s60", "architecture.width": 16, "architecture.depth": 1, "augmentation.size": 32},
+    "distilled": DISTILLED,
+    "cait": {"model": "cait_xxs24", "architecture.distillation": True} | SMALL,
+}
+
+
+@pytest.fixture(autouse=True)
+def easy(monkeypatch):
+    """What takes longer than these trainings and has tests of its own."""
+    for owner, name, value in EASY:
+        monkeypatch.setattr(owner, name, value)
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    root = tmp_path_factory.mktemp("data") / "colours"
+    make_folder(root / "train", count=8)
+    make_folder(root / "val", count=3)
+    return root
+
+
+def make_teacher(path, names=NAMES, seed=0, size=16, **parts):
+    torch.manual_seed(seed)
+    small = {"width": 16, "depth": 1, "heads": 2, "patch_size": 4}
+    model = vitrail.create("deit_tiny_patch16", len(names), size, **small | parts)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    model.class_names = list(names)
+    vitrail.save(model, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    return make_teacher(tmp_path_factory.mktemp("teachers") / "teacher.safetensors", ["red", "black", "green", "blue"])
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory, pictures, teacher):
+    path = tmp_path_factory.mktemp("stores") / "store"
+    annotate(open_teacher(teacher), open_splits(str(pictures)).train, path, Wanted(("logits", "tokens"), 2), workers=0)
+    return path
+
+
+def train(pictures, out, changes, recipe="laptop", **more):
+    more = {"options": Options(log_steps=1), "device": "cpu", "workers": 0} | more
+    return vitrail.train(str(pictures), recipe, out=out, changes=TINY | changes, **more)
+
+
+def losses(run):
+    return [line["loss"] for line in read_metrics(run.folder) if line["kind"] == "train"]
+
+
+@pytest.fixture(scope="module")
+def plain(pictures, tmp_path_factory):
+    """Nobody teaches."""
+    with pytest.MonkeyPatch.context() as patched:
+        for owner, name, value in EASY:
+            patched.setattr(owner, name, value)
+        return train(pictures, tmp_path_factory.mktemp("runs") / "plain", VIT)
+
+
+def facts(run):
+    return json.loads((run.folder / "run.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("kind", "where"), [*((kind, "online") for kind in KINDS), ("soft", "stored"), ("hard", "stored"), ("token", "stored")]
+)
+def test_every_signal_trains(pictures, teacher, store, plain, tmp_path, kind, where):
+    path = teacher if where == "online" else store
+    run = train(pictures, tmp_path / "run", KINDS[kind] | {"distillation.teacher": str(path)})
+    assert run.finished
+    assert len(losses(run)) == 4
+    assert all(loss > 0 for loss in losses(run))
+    assert losses(run)[0] != losses(plain)[0]  # 1.1 where labels alone are learnt
+    assert facts(run)["recipe"]["distillation"]["kind"] == ("soft" if "soft" in kind else "hard")
+    model = vitrail.load(run.artefact)
+    assert (model.head_distillation is not None) == ("token" in kind)
+    assert model(torch.randn(2, 3, 16, 16)).isfinite().all()
+
+
+def test_asked_and_stored_are_the_same_where_both_see_the_same(pictures, teacher, tmp_path):
+    """Whole pictures that nothing is done to: a store of all logits is the teacher, but for its half precision."""
+    path = tmp_path / "all"
+    annotate(open_teacher(teacher), open_splits(str(pictures)).train, path, workers=0)
+    still = VIT | SOFT | {"augmentation.crop": "squash", "augmentation.policy": "none", "augmentation.filter": "bicubic"}
+    still |= {"mixing.mixup": 0, "mixing.cutmix": 0, "augmentation.erasing": 0, "distillation.weight": 0.5}
+    online, stored = (
+        train(pictures, tmp_path / place, still | {"distillation.teacher": str(who)})
+        for place, who in (("online", teacher), ("stored", path))
+    )
+    assert losses(stored) == pytest.approx(losses(online), rel=2e-2)
+    assert losses(stored)[0] == pytest.approx(losses(online)[0], rel=2e-3)
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_labels_of_patches_train_every_kind_of_network(pictures, store, tmp_path, name):
+    changes = DENSE[name] | {"tokens.labels": str(store), "tokens.mix": 1.0}
+    run = train(pictures, tmp_path / "run", changes | {"schedule.length": "2 steps"})
+    assert run.finished
+    model = vitrail.load(run.artefact)
+    assert model.architecture.dense_head
+    assert model.head_dense is not None
+    assert model.head_dense.weight.any()
+
+
+def test_both_ways_of_mixing_tokens_are_one_training(pictures, store, tmp_path):
+    quick = VIT | {"tokens.labels": str(store), "optimiser.rate": 0.1}
+    runs = [
+        train(pictures, tmp_path / what, quick | {"tokens.mix": 1.0, "tokens.mix_what": what}) for what in ("answers", "labels")
+    ]
+    assert losses(runs[0]) == pytest.approx(losses(runs[1]), rel=1e-4)
+    plain = train(pictures, tmp_path / "unmixed", quick)
+    assert losses(plain) != pytest.approx(losses(runs[0]), rel=1e-3)
+
+
+def test_queries_of_one_class_each_have_no_patches_to_teach(pictures, store, tmp_path):
+    multi = {"model": "patchconvnet_s60_multi", "architecture.width": 16, "architecture.depth": 1}
+    with pytest.raises(UserError, match="per-class queries have no dense head"):
+        train(pictures, tmp_path / "run", multi | {"tokens.labels": str(store)})
+    assert not (tmp_path / "run").exists()
+
+
+def test_they_can_be_relabelled(pictures, store, tmp_path):
+    multi = {"model": "patchconvnet_s60_multi", "architecture.width": 16, "architecture.depth": 1, "augmentation.size": 32}
+    assert train(pictures, tmp_path / "run", multi | {"tokens.labels": str(store), "tokens.target": "relabel"}).finished
+
+
+def stop_at(monkeypatch, step):
+    whole = Training._step
+
+    def some(self, next_batch):
+        whole(self, next_batch)
+        if self.step == step:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Training, "_step", some)
+
+
+EVERYTHING = DISTILLED | {"tokens.mix": 1.0, "mixing.mixup": 0.8, "mixing.cutmix": 1.0, "schedule.length": "5 steps"}
+
+
+@pytest.mark.parametrize("where", ["online", "stored"])
+def test_stopped_and_resumed_is_never_stopped(pictures, teacher, store, tmp_path, monkeypatch, where):
+    """To the last bit, with a teacher, labels of patches and every mixing."""
+    path = teacher if where == "online" else store
+    changes = EVERYTHING | {"distillation.teacher": str(path), "tokens.labels": str(store)}
+    whole = train(pictures, tmp_path / "whole", changes)
+    with monkeypatch.context() as patched:
+        stop_at(patched, 3)
+        halted = train(pictures, tmp_path / "halted", changes)
+    assert not halted.finished
+    again = resume(halted.folder, device="cpu")
+    assert again.finished
+    assert losses(again) == losses(whole)
+    for name in ("best.safetensors", "last.safetensors"):
+        assert (again.folder / name).read_bytes() == (whole.folder / name).read_bytes()
+
+
+def test_a_teacher_that_has_vanished_is_named(pictures, teacher, tmp_path, monkeypatch):
+    path = tmp_path / "teacher.safetensors"
+    shutil.copy(teacher, path)
+    with monkeypatch.context() as patched:
+        stop_at(patched, 2)
+        halted = train(pictures, tmp_path / "run", VIT | {"distillation.teacher": str(path)})
+    path.unlink()
+    with pytest.raises(UserError, match=rf"is not at {path} any more") as raised:
+        resume(halted.folder, device="cpu")
+    assert str(raised.value).count("\n") == 0
+    other = vitrail.load(teacher)
+    other.head.weight.data.neg_()
+    vitrail.save(other, path)
+    with pytest.raises(UserError, match=r"is not what .* has learnt from"):
+        resume(halted.folder, device="cpu")
+    shutil.copy(teacher, path)
+    assert resume(halted.folder, device="cpu").finished
+
+
+def test_a_store_that_has_vanished_is_named(pictures, store, tmp_path, monkeypatch):
+    path = tmp_path / "answers"
+    shutil.copytree(store, path)
+    with monkeypatch.context() as patched:
+        stop_at(patched, 2)
+        halted = train(pictures, tmp_path / "run", VIT | {"tokens.labels": str(path), "distillation.teacher": str(path)})
+    shutil.rmtree(path)
+    with pytest.raises(UserError, match=str(path)):
+        resume(halted.folder, device="cpu")
+
+
+def test_what_the_user_says_stays(teacher, store):
+    """A teacher and labels that nothing else is said about are used in the usual way."""
+
+    def seen(**leaves):
+        found = resolve("laptop", None, {key.replace("__", "."): value for key, value in leaves.items()}, "cpu")
+        return found.distillation.kind, found.tokens.weight, found.tokens.target
+
+    paths = {"distillation__teacher": str(teacher), "tokens__labels": str(store)}
+    assert seen(**paths) == ("hard", 0.5, "relabel")
+    assert seen(**paths, distillation__kind="none", tokens__target="truth") == ("none", 0.5, "truth")
+    assert seen(**paths, distillation__kind="soft", tokens__weight=0) == ("soft", 0.0, "relabel")
+    with pytest.raises(UserError, match="weight=0 asks a teacher for nothing"):
+        seen(**paths, distillation__weight=0)
+    ignored = resolve("laptop", None, {"distillation.teacher": str(teacher), "distillation.kind": "none"}, "cpu")
+    assert taught(ignored) == [f"{teacher} is not asked: distillation.kind is none"]
+
+
+def test_a_teacher_without_names_is_told(pictures, store):
+    source = open_splits(str(pictures)).train
+    assert in_order(None, 3, source) == [
+        "the teacher does not name its 3 classes: they are taken in the order of the data's, blue, green, red …"
+    ]
+    assert in_order(NAMES, 3, source) == in_order(None, 1000, source) == []
+
+
+def test_parts_of_a_batch_add_up_to_it(pictures, teacher, store, tmp_path):
+    """Nothing mixed, no batch norm: eight pictures at once are four and four, but for rounding."""
+    changes = DISTILLED | {"distillation.teacher": str(teacher), "tokens.labels": str(store), "architecture.drop_path": 0}
+    changes |= {"mixing.mixup": 0, "mixing.cutmix": 0, "precision": "fp32"}
+    one, two = (train(pictures, tmp_path / str(size), changes, micro_batch=size) for size in (8, 4))
+    assert (facts(one)["units"], facts(two)["units"]) == (1, 2)
+    assert losses(one)[0] == pytest.approx(losses(two)[0], rel=1e-5)
+    assert losses(one) == pytest.approx(losses(two), rel=1e-2)
+
+
+def test_what_a_part_learns_does_not_depend_on_who_computes_it(pictures, teacher, store, tmp_path):
+    """Two parts by one process are one part by each of two: pictures, targets of every kind, and the loss."""
+    changes = TINY | EVERYTHING | {"distillation.teacher": str(teacher), "tokens.labels": str(store), "precision": "fp32"}
+    recipe = resolve("laptop", None, changes, "cpu")
+    splits, recipe, *_ = look_at(str(pictures), recipe)
+    found = []
+    for rank, world in ((0, 1), (0, 2), (1, 2)):
+        devices = Devices(torch.device("cpu"), rank, world, units=2)
+        feeds = [Feed(part, devices.device, 0) for part in (splits.train, splits.validation)]
+        training = Training(recipe, build(recipe, splits.train), ALONE, *feeds, tmp_path, Options())
+        batches = feeds[0].stream(training.order, devices.mine, 2).run(0, 3)
+        for step in range(3):
+            for unit in devices.mine:
+                found.append((step, unit, *training.prepare(next(batches), step, unit)))
+                torch.manual_seed(step)
+                found[-1] += (training.module(*found[-1][2:]).detach(),)
+    alone, together = found[:6], sorted(found[6:], key=lambda part: part[:2])
+    for one, two in zip(alone, together, strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=0)
+    masks = [part[3].mixed for part in alone]
+    assert not all(torch.equal(mask, masks[0]) for mask in masks)
+    assert all(target is not None for part in alone for target in part[3])
+
+
+@pytest.mark.parametrize("names", [NAMES, ["blue", "green", "red", "yellow"]])
+def test_fine_tuning_keeps_both_heads_and_the_teacher(pictures, teacher, tmp_path, names):
+    """At a higher resolution, and for other classes: the teacher sees the student's size."""
+    base = train(pictures, tmp_path / "base", DISTILLED | {"distillation.teacher": str(teacher)})
+    other, data = teacher, pictures
+    if names != NAMES:
+        data = make_folder(tmp_path / "more", names, count=8)
+        other = make_teacher(tmp_path / "other.safetensors", names)
+    changes = {"start.weights": str(base.artefact), "augmentation.size": 24, "start.zero_head": False}
+    run = train(data, tmp_path / "tuned", changes | {"distillation.teacher": str(other)}, recipe="finetune")
+    before, after = vitrail.load(base.artefact), vitrail.load(run.folder / "last.safetensors")
+    assert after.architecture.image_size == (24, 24)
+    assert after.class_names == names
+    assert after.head_distillation.weight.shape == (len(names), 16)
+    assert after.special.shape == before.special.shape
+    moved = {name for name, value in after.state_dict().items() if not torch.equal(value, before.state_dict().get(name, value))}
+    assert "special" in moved
+    if names == NAMES:
+        assert {"head.weight", "head_distillation.weight"} <= moved
+
+
+def test_fine_tuning_adds_a_distillation_token(pictures, teacher, plain, tmp_path, monkeypatch, capsys):
+    """To weights that were trained without one: it learns from the teacher; stopped and resumed it is the same training."""
+    changes = {"start.weights": str(plain.artefact), "architecture.distillation": True, "start.zero_head": False}
+    changes |= {"distillation.teacher": str(teacher)}
+    run = train(pictures, tmp_path / "tuned", changes, recipe="finetune")
+    assert "these weights have no distillation token" in capsys.readouterr().err
+    before, after = vitrail.load(plain.artefact), vitrail.load(run.folder / "last.safetensors")
+    assert len(after.special) == len(before.special) + 1 == 2
+    assert after.head_distillation.weight.any()
+    with monkeypatch.context() as patched:
+        stop_at(patched, 2)
+        halted = train(pictures, tmp_path / "halted", changes, recipe="finetune")
+    again = resume(halted.folder, device="cpu")
+    assert (again.folder / "last.safetensors").read_bytes() == (run.folder / "last.safetensors").read_bytes()
+
+
+def test_fine_tuning_adds_a_head_for_patches(pictures, store, plain, tmp_path):
+    """It starts at zero, so that it says nothing before it has learnt something, and then it learns."""
+    changes = {"start.weights": str(plain.artefact), "tokens.labels": str(store), "start.zero_head": False}
+    recipe = resolve("finetune", None, TINY | changes, "cpu")
+    splits, recipe, trained, _ = look_at(str(pictures), recipe)
+    begun = build(recipe, splits.train, trained)
+    assert not begun.head_dense.weight.any()
+    assert torch.equal(begun.head.weight, vitrail.load(plain.artefact).head.weight)
+    run = train(pictures, tmp_path / "tuned", changes, recipe="finetune")
+    assert vitrail.load(run.folder / "last.safetensors").head_dense.weight.any()
+
+
+def test_the_teacher_stays_what_it_was_and_goes_nowhere(pictures, teacher, plain, tmp_path):
+    before, content = read(teacher).tensors, teacher.read_bytes()
+    seen = []
+    whole = Training.__post_init__
+
+    def remembering(self):
+        whole(self)
+        seen.append(self)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Training, "__post_init__", remembering)
+        run = train(pictures, tmp_path / "run", VIT | {"distillation.teacher": str(teacher)}, options=Options(save_steps=1))
+    assert teacher.read_bytes() == content
+    (training,) = seen
+    kept = training.guide.teacher
+    assert not any(module.training for module in kept.network.modules())
+    for name, value in kept.network.model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert all(parameter.grad is None and not parameter.requires_grad for parameter in kept.parameters())
+    assert read(run.artefact).tensors.keys() == read(plain.artefact).tensors.keys()
+    states = [read_checkpoint(Checkpoints(each.folder / "checkpoints").all()[-1])[1] for each in (run, plain)]
+    assert [sorted(group) for group in states[0].values()] == [sorted(group) for group in states[1].values()]
+    assert not any("teacher" in name for group in states[0].values() for name in group)
+
+
+def test_a_recipe_that_needs_somebody_says_so(pictures, tmp_path):
+    for changes, says in (
+        (VIT | {"distillation.kind": "soft"}, "learns from a teacher: give --teacher"),
+        (VIT | {"tokens.weight": 0.5}, "learns labels of patches: give --labels"),
+        (VIT | {"tokens.target": "blend"}, "learns labels of patches: give --labels"),
+    ):
+        with pytest.raises(UserError, match=says):
+            train(pictures, tmp_path / "run", changes)
+    assert not (tmp_path / "run").exists()
+
+
+def test_who_cannot_teach(pictures, teacher, store, tmp_path):
+    """One sentence each, and no folder of a run that never was."""
+    strange = make_teacher(tmp_path / "strange.safetensors", ["oak", "elm", "ash"])
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text.pth").write_text("no weights")
+    cases = {
+        str(tmp_path / "nowhere.pth"): "There is no teacher at",
+        str(tmp_path / "empty"): "empty",
+        str(tmp_path / "text.pth"): "text.pth",
+        str(strange): r"unknown to the model are 3 of 3 \('blue', 'green', 'red'\), while it has 'oak', 'elm', 'ash'",
+        str(pictures): "colours",
+    }
+    for path, says in cases.items():
+        with pytest.raises(UserError, match=says) as raised:
+            train(pictures, tmp_path / "run", VIT | {"distillation.teacher": path})
+        assert "\n" not in str(raised.value)
+        assert "--map" not in str(raised.value)
+    for path in (str(teacher), str(tmp_path / "nowhere"), str(pictures)):
+        with pytest.raises(UserError, match="no store at"):
+            train(pictures, tmp_path / "run", VIT | {"tokens.labels": path})
+    with pytest.raises(UserError, match="knows nothing of"):
+        train(make_folder(tmp_path / "other", count=6, size=(20, 18)), tmp_path / "run", VIT | {"tokens.labels": str(store)})
+    assert not (tmp_path / "run").exists()
+
+
+def test_who_cannot_teach_is_told_first(pictures, teacher, store, tmp_path, monkeypatch):
+    """Before anything is decoded, measured or built, of a training and of its plan."""
+    for name in ("Feed", "make_plan", "build"):
+        monkeypatch.setattr(runs, name, lambda *_, name=name, **__: pytest.fail(f"{name} came first"))
+    strange = make_teacher(tmp_path / "strange.safetensors", ["oak", "elm", "ash"])
+    coarse = make_teacher(
+        tmp_path / "coarse.safetensors", size=64, patch_size=32
+    )  # of whose patches a student's picture has none
+    damaged = vitrail.load(make_teacher(tmp_path / "damaged.safetensors"))
+    damaged.head.bias.data[0] = torch.nan
+    vitrail.save(damaged, tmp_path / "damaged.safetensors")
+    other = tmp_path / "other"
+    annotate(open_teacher(strange), open_splits(str(pictures)).train, other, workers=0)
+    logits = tmp_path / "logits"
+    annotate(open_teacher(teacher), open_splits(str(pictures)).train, logits, workers=0)
+    cases = [
+        ({"distillation.teacher": str(strange)}, "unknown to the model are 3 of 3"),
+        ({"distillation.teacher": str(coarse)}, r"coarse.safetensors fails on the student's pictures of 16 x 16"),
+        ({"distillation.teacher": str(tmp_path / "damaged.safetensors")}, "answers with what is not a number"),
+        ({"distillation.teacher": str(other)}, "unknown to the model are 3 of 3"),
+        ({"tokens.labels": str(logits)}, "keeps logits: annotate again with --what tokens"),
+    ]
+    for changes, says in cases:
+        with pytest.raises(UserError, match=says):
+            train(pictures, tmp_path / "run", VIT | changes)
+        with pytest.raises(UserError, match=says):
+            runs.foresee(str(pictures), "laptop", None, TINY | VIT | changes, "cpu")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_plan_counts_the_teacher(pictures, teacher, store, tmp_path, capsys):
+    asked = runs.foresee(str(pictures), "laptop", None, TINY | VIT | {"distillation.teacher": str(teacher)}, "cpu")
+    assert re.search(r" GB; \d+ % of a step and \d+ kB are the teacher's$", asked[-1])
+    stored = runs.foresee(str(pictures), "laptop", None, TINY | VIT | {"distillation.teacher": str(store)}, "cpu")
+    assert stored[-1].endswith(" GB")
+    train(pictures, tmp_path / "run", VIT | {"distillation.teacher": str(teacher)})
+    assert re.search(r" % of a step and \d+ kB are the teacher's\n", capsys.readouterr().err)
+
+
+def test_a_teacher_without_numbers_stops_the_training(pictures, tmp_path):
+    path = make_teacher(tmp_path / "damaged.safetensors")
+    damaged = vitrail.load(path)
+    damaged.head.weight.data[0, 0] = torch.nan
+    vitrail.save(damaged, path)
+    with pytest.raises(UserError, match=r"not a number|not finite"):
+        train(pictures, tmp_path / "run", VIT | {"distillation.teacher": str(path)})
+
+
+def test_what_a_run_says(pictures, teacher, store, tmp_path, capsys):
+    train(
+        pictures, tmp_path / "run", VIT | {"distillation.teacher": str(teacher), "tokens.labels": str(store), "tokens.mix": 1.0}
+    )
+    said = capsys.readouterr().err
+    assert f"0.5 of the loss is hard distillation from {teacher}\n" in said
+    assert "with weight 0.5, of pictures: relabel, MixToken" in said

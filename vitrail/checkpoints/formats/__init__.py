@@ -1,0 +1,1 @@
+"""Checkpoint formats of other projects: tensor names and architectures, in and out."""

@@ -1,0 +1,178 @@
+"""The names of timm's current models, where they differ from the DeiT repository's: LayerScale, ResMLP, parallel
+blocks, hybrids and averaged ViTs. CaiT and plain or distilled ViTs are named alike in both.
+"""
+
+import dataclasses
+from typing import Any
+
+from vitrail.checkpoints.codecs import CHANNELS, SAME, CannotHold, Known, Pair, Shapes, count, grid_of, heads_of, pair
+from vitrail.checkpoints.formats import deit
+from vitrail.models.config import Architecture, resnet_stride
+from vitrail.models.preprocessing import Preprocessing
+from vitrail.models.resmlp import RESMLP
+from vitrail.models.vit import VIT
+
+# The first convolution of a hybrid, with stages behind it or alone.
+ROOTS = ("patch_embed.backbone.stem.conv.weight", "patch_embed.backbone.conv.weight")
+
+
+def recognises(shapes: Shapes) -> bool:
+    """Names that only timm uses."""
+    marks = (
+        "blocks.0.ls1.gamma",
+        "stem.proj.weight",
+        "blocks.0.attns.0.norm.weight",
+        *ROOTS,
+        "fc_norm.weight",
+    )
+    return any(mark in shapes for mark in marks) or ("pos_embed" in shapes and "cls_token" not in shapes)
+
+
+def to_pair(key: str, a: Architecture) -> Pair:
+    if a.mixer == "linear":
+        return resmlp_pair(key, a)
+    if a.mixer not in ("attention", "talking_heads") or a.stem not in ("linear", "resnet") or a.dense_head:
+        raise CannotHold(f"timm has no model with mixer={a.mixer}, stem={a.stem}, dense_head={a.dense_head}")
+    match key.split("."):
+        case ["stem", *path] if a.stem == "resnet":
+            return pair(key, f"patch_embed.{resnet_name(path, a)}")
+        case ["stem", "proj", leaf] if a.stem == "linear":
+            return pair(key, f"patch_embed.proj.{leaf}")
+        case ["blocks", index, half, "branches", branch, *path] if a.branches > 1:
+            return pair(key, f"blocks.{index}.{parallel_name(half, branch, path, a)}")
+        case ["blocks", index, half, "branches", "0", "scale", "weight"] if a.mixer == "attention" and a.residual == "layerscale":
+            return pair(key, f"blocks.{index}.ls{1 if half == 'mix' else 2}.gamma")
+        case ["norm", leaf] if a.pool_norm:
+            return pair(key, f"fc_norm.{leaf}")
+    try:
+        return deit.to_pair(key, a)
+    except CannotHold as error:
+        raise CannotHold(str(error).replace("the DeiT format has", "timm has")) from None
+
+
+def parallel_name(half: str, branch: str, path: list[str], a: Architecture) -> str:
+    root = f"{'attns' if half == 'mix' else 'ffns'}.{branch}"
+    match path:
+        case ["norm", leaf]:
+            return f"{root}.norm.{leaf}"
+        case ["scale", "weight"] if a.residual == "layerscale":
+            return f"{root}.ls.gamma"
+        case ["body", *rest, leaf] if a.mixer == "attention" and leaf != "shift":
+            return f"{root}.{'attn' if half == 'mix' else 'mlp'}.{'.'.join(rest)}.{leaf}"
+    raise CannotHold(f"timm has no parallel block with mixer={a.mixer}, residual={a.residual}")
+
+
+def resnet_name(path: list[str], a: Architecture) -> str:
+    match path:
+        case ["root", leaf] if not a.stem_layers:
+            return f"backbone.conv.{leaf}"
+        case ["root_norm", leaf] if not a.stem_layers:
+            return f"backbone.norm.{leaf}"
+        case ["root", leaf]:
+            return f"backbone.stem.conv.{leaf}"
+        case ["root_norm", leaf]:
+            return f"backbone.stem.norm.{leaf}"
+        case ["stages", stage, unit, "shortcut", part, leaf]:
+            return f"backbone.stages.{stage}.blocks.{unit}.downsample.{('conv', 'norm')[int(part)]}.{leaf}"
+        case ["stages", stage, unit, name, leaf]:
+            return f"backbone.stages.{stage}.blocks.{unit}.{name}.{leaf}"
+    return ".".join(path)
+
+
+def resmlp_pair(key: str, a: Architecture) -> Pair:
+    match key.split("."):
+        case ["stem", "proj", leaf] if a.stem == "linear":
+            return pair(key, f"stem.proj.{leaf}")
+        case ["blocks", index, half, "branches", "0", *path]:
+            block, number = f"blocks.{index}", 1 if half == "mix" else 2
+            match path:
+                case ["norm", leaf]:
+                    codec = CHANNELS if a.norm == "affine" else SAME
+                    return pair(key, f"{block}.norm{number}.{deit.norm_leaf(leaf, a)}", codec)
+                case ["scale", "weight"] if a.residual == "layerscale":
+                    return pair(key, f"{block}.ls{number}")
+                case ["body", "map", leaf]:
+                    return pair(key, f"{block}.linear_tokens.{leaf}")
+                case ["body", name, leaf] if half == "ffn":
+                    return pair(key, f"{block}.mlp_channels.{name}.{leaf}")
+        case ["norm", leaf]:
+            return pair(key, f"norm.{deit.norm_leaf(leaf, a)}", CHANNELS if a.norm == "affine" else SAME)
+        case ["head", leaf] if a.readout == "mean":
+            return pair(key, f"head.{leaf}")
+    raise CannotHold(f"timm has no place for {key} ({deit.part_of(key, a)})")
+
+
+def infer(shapes: Shapes, known: Known | None = None) -> Architecture:
+    known = known or {}
+    if "stem.proj.weight" in shapes:
+        return infer_resmlp(shapes, known)
+    if "blocks.0.attn.proj_l.weight" in shapes or not recognises(shapes):
+        return deit.infer(shapes, known)
+    parallel = count(shapes, "blocks.0.attns.")
+    width = shapes["patch_embed.proj.weight"][0]
+    root = next((name for name in ROOTS if name in shapes), None)
+    hybrid = infer_hybrid(shapes, root) if root else {}
+    patch = hybrid.get("patch_size", shapes["patch_embed.proj.weight"][-1])
+    tokens = ("cls_token" in shapes) + ("dist_token" in shapes)
+    size, rows = grid_of(shapes["pos_embed"][1], sorted({tokens, 0}, reverse=True), patch, known)
+    mlp = "blocks.0.ffns.0.mlp.fc1.weight" if parallel else "blocks.0.mlp.fc1.weight"
+    scaled = "blocks.0.ls1.gamma" in shapes or "blocks.0.attns.0.ls.gamma" in shapes
+    options = {
+        "width": width,
+        "depth": count(shapes, "blocks."),
+        "heads": heads_of(width, known),
+        "mlp_ratio": shapes[mlp][0] / width,
+        "branches": parallel or 1,
+        "patch_size": patch,
+        "channels": shapes[root or "patch_embed.proj.weight"][1],
+        "image_size": size,
+        "qkv_bias": any(name.endswith("qkv.bias") for name in shapes),
+        "residual": "layerscale" if scaled else "plain",
+        "position_special": rows > 0 or tokens == 0,
+        "position_resample": "bicubic_antialias",
+        "distillation": "dist_token" in shapes,
+        "readout": "class" if tokens else "mean",
+        "pool_norm": "fc_norm.weight" in shapes,
+    }
+    return dataclasses.replace(Architecture(), **(options | hybrid | deit.infer_heads(shapes)))
+
+
+def infer_hybrid(shapes: Shapes, root: str) -> dict:
+    """timm's ResNet stem has GroupNorm 1e-5."""
+    stages = "patch_embed.backbone.stages."
+    layers = tuple(count(shapes, f"{stages}{stage}.blocks.") for stage in range(count(shapes, stages)))
+    return {
+        "stem": "resnet",
+        "stem_layers": layers,
+        "stem_width": shapes[root][0],
+        "stem_eps": 1e-5,
+        "patch_size": resnet_stride(len(layers)) * shapes["patch_embed.proj.weight"][-1],
+        "start": VIT.start,
+    }
+
+
+def infer_resmlp(shapes: Shapes, known: Known) -> Architecture:
+    width, channels, patch, _ = shapes["stem.proj.weight"]
+    size, _ = grid_of(shapes["blocks.0.linear_tokens.weight"][0], [0], patch, known)
+    return RESMLP.replace(
+        width=width,
+        depth=count(shapes, "blocks."),
+        mlp_ratio=shapes["blocks.0.mlp_channels.fc1.weight"][0] / width,
+        patch_size=patch,
+        channels=channels,
+        image_size=size,
+        **deit.infer_heads(shapes),
+    )
+
+
+def read_preprocessing(config: dict[str, Any], size: tuple[int, int]) -> Preprocessing:
+    """What the `pretrained_cfg` of a timm folder says."""
+    plain = Preprocessing()
+    return Preprocessing(
+        image_size=size,
+        crop_ratio=float(config.get("crop_pct") or plain.crop_ratio),
+        resize="square" if config.get("crop_mode") == "squash" else "shorter",
+        interpolation=str(config.get("interpolation", plain.interpolation)),
+        mean=tuple(map(float, config.get("mean") or plain.mean)),
+        std=tuple(map(float, config.get("std") or plain.std)),
+    )

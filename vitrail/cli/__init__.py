@@ -1,0 +1,1 @@
+"""The commands of `vitrail`, one file per group; `main.py` assembles them."""

@@ -1,1 +1,0 @@
-"""The commands of `vitrail`, one file per room; `cli.py` is their table of contents."""

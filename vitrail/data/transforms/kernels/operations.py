@@ -1,0 +1,237 @@
+"""One operation per picture, out of a policy's list."""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vitrail.data.transforms import reference
+
+
+def numbers(*names: str) -> list:
+    return [tl.constexpr(reference.NUMBER[name]) for name in names]
+
+
+AUTOCONTRAST, EQUALISE, CONTRAST = numbers("autocontrast", "equalise", "contrast")
+INVERT, POSTERISE, SOLARISE, SOLARISE_ADD = numbers("invert", "posterise", "solarise", "solarise_add")
+BRIGHTNESS, SATURATION, SHARPNESS = numbers("brightness", "saturation", "sharpness")
+ROTATE, SHEAR_X, SHEAR_Y, TRANSLATE_X, TRANSLATE_Y = numbers(*reference.WARPS)
+NONE = tl.constexpr(reference.NONE)
+PI = tl.constexpr(math.pi)
+SHAPES = ["stride_b", "stride_c", "stride_y", "height", "width"]  # canvases vary from batch to batch: one kernel for all of them
+
+
+@triton.jit
+def luma(red, green, blue):
+    return (red.to(tl.int32) * 19595 + green.to(tl.int32) * 38470 + blue.to(tl.int32) * 7471 + 0x8000) >> 16
+
+
+@triton.jit
+def blend(base, value, factor):
+    """As `colour.blend`; the product goes through float64 so that no compiler can leave its rounding out."""
+    product = (factor.to(tl.float64) * (value - base).to(tl.float64)).to(tl.float32)
+    mixed = tl.floor(base.to(tl.float32) + product)
+    return tl.minimum(tl.maximum(mixed, 0.0), 255.0).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=SHAPES)
+def histogram_kernel(
+    pixels, sizes, operation, counts, stride_b, stride_c, stride_y, stride_x, height, width, BLOCK: tl.constexpr
+):
+    """Counts [B, 4, 256] of the values of red, green and blue, and the sum of all lumas, if the operation asks for them."""
+    picture = tl.program_id(1).to(tl.int64)
+    drawn = tl.load(operation + picture)
+    if (drawn != AUTOCONTRAST) & (drawn != EQUALISE) & (drawn != CONTRAST):
+        return
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    y, x = place // width, place % width
+    mask = (y < tl.load(sizes + picture * 2)) & (x < tl.load(sizes + picture * 2 + 1))
+    source = pixels + picture * stride_b + y * stride_y + x * stride_x
+    red, green = tl.load(source, mask, 0), tl.load(source + stride_c, mask, 0)
+    blue = tl.load(source + 2 * stride_c, mask, 0)
+    if drawn == CONTRAST:
+        tl.atomic_add(counts + picture * 1024 + 768, tl.sum(luma(red, green, blue), 0).to(tl.int64))
+    else:
+        target = counts + picture * 1024 + tl.arange(0, 256)
+        tl.atomic_add(target, tl.histogram(red.to(tl.int32), 256, mask).to(tl.int64))
+        tl.atomic_add(target + 256, tl.histogram(green.to(tl.int32), 256, mask).to(tl.int64))
+        tl.atomic_add(target + 512, tl.histogram(blue.to(tl.int32), 256, mask).to(tl.int64))
+
+
+@triton.jit
+def table_kernel(sizes, operation, value, counts, table):
+    """What becomes of each grey level, uint8 [B, 3, 256], a program for each channel; see `passes.apply_operation`."""
+    picture, channel = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    drawn, argument, v = tl.load(operation + picture), tl.load(value + picture), tl.arange(0, 256)
+    count = tl.load(counts + picture * 1024 + channel * 256 + v)
+    high, low = tl.max(tl.where(count > 0, v, 0), 0), tl.min(tl.where(count > 0, v, 255), 0)
+    total, new = tl.sum(count, 0), v
+    if drawn == AUTOCONTRAST:
+        if high > low:
+            scale = tl.full([1], 255.0, tl.float64) / (high - low).to(tl.float64)
+            # The condition always holds, which compilers do not know: so they cannot leave the rounding of the products out.
+            raised = tl.where(total > 0, v.to(tl.float64) * scale, 0.0)
+            new = (raised - tl.where(total > 0, low.to(tl.float64) * scale, 0.0)).to(tl.int32)
+    elif drawn == EQUALISE:
+        step = (total - tl.sum(tl.where(v == high, count, 0), 0)) // 255
+        if (step > 0) & (high > low):
+            new = ((tl.cumsum(count, 0) - count + step // 2) // step).to(tl.int32)
+    elif drawn == INVERT:
+        new = 255 - v
+    elif drawn == POSTERISE:
+        step = 1 << (8 - argument.to(tl.int32))
+        new = v // step * step
+    elif drawn == SOLARISE:
+        new = tl.where(v < argument, v, 255 - v)
+    elif drawn == SOLARISE_ADD:
+        new = tl.where(v < 128, v + argument.to(tl.int32), v)
+    elif (drawn == CONTRAST) | (drawn == BRIGHTNESS):
+        area = tl.load(sizes + picture * 2) * tl.load(sizes + picture * 2 + 1)
+        mean = ((2 * tl.load(counts + picture * 1024 + 768) + area) // (2 * area)).to(tl.int32)  # 0 unless contrast was drawn
+        new = blend(mean, v, argument)
+    tl.store(table + (picture * 3 + channel) * 256 + v, tl.minimum(tl.maximum(new, 0), 255).to(tl.uint8))
+
+
+@triton.jit
+def warp_weight(distance, bicubic):
+    """See `warp.cubic_weights` and `warp.linear_weights`."""
+    x = tl.abs(distance)
+    cubic = tl.where(x < 1, (x - 2) * x * x + 1, ((5 - x) * x - 8) * x + 4)
+    return tl.where(bicubic, cubic, tl.maximum(1 - x, 0.0))
+
+
+@triton.jit
+def whole(value, bicubic):
+    """Pillow rounds a bicubic value and cuts a bilinear one."""
+    return tl.minimum(tl.maximum(tl.floor(value + tl.where(bicubic, 0.5, 0.0)), 0.0), 255.0).to(tl.int32)
+
+
+@triton.jit
+def warp_place(x, y, drawn, value, rows, columns, turned):
+    """Where an output place lies in the input; see `passes.Layer.matrix`."""
+    angle = tl.where(drawn == ROTATE, value, 0.0) * (-PI / 180)
+    cos, sin = tl.cos(angle), tl.sin(angle)
+    middle_x, middle_y = columns / 2.0, rows / 2.0
+    b, d = sin + tl.where(drawn == SHEAR_X, value, 0.0), -sin + tl.where(drawn == SHEAR_Y, value, 0.0)
+    c = -cos * middle_x - sin * middle_y + middle_x + tl.where(drawn == TRANSLATE_X, value * columns, 0.0)
+    f = sin * middle_x - cos * middle_y + middle_y + tl.where(drawn == TRANSLATE_Y, value * rows, 0.0)
+    if turned:
+        b, c, d, f = -b, columns - cos * columns - c, -d, f + d * columns
+    return cos * x + b * y + c, d * x + cos * y + f
+
+
+@triton.jit(do_not_specialize=SHAPES)
+def operate_kernel(
+    pixels,
+    out,
+    sizes,
+    operation,
+    value,
+    table,
+    flips,
+    cubics,
+    stride_b,
+    stride_c,
+    stride_y,
+    stride_x,
+    height,
+    width,
+    FILL_RED: tl.constexpr,
+    FILL_GREEN: tl.constexpr,
+    FILL_BLUE: tl.constexpr,
+    FLIPS: tl.constexpr,
+    CUBICS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    picture = tl.program_id(1).to(tl.int64)
+    rows, columns = tl.load(sizes + picture * 2).to(tl.int32), tl.load(sizes + picture * 2 + 1).to(tl.int32)
+    drawn, argument = tl.load(operation + picture), tl.load(value + picture)
+    turned = tl.load(flips + picture) != 0 if FLIPS else False
+    bicubic = tl.load(cubics + picture) != 0 if CUBICS else True
+    plane, source = height * width, pixels + picture * stride_b
+    for block in range(BLOCKS):
+        place = (tl.program_id(0) * BLOCKS + block) * BLOCK + tl.arange(0, BLOCK)
+        y, x = place // width, place % width
+        mask = (y < rows) & (x < columns)
+        own = source + y * stride_y + x * stride_x
+        target = out + picture * 3 * plane + place
+        if (drawn == ROTATE) | (drawn == SHEAR_X) | (drawn == SHEAR_Y) | (drawn == TRANSLATE_X) | (drawn == TRANSLATE_Y):
+            source_x, source_y = warp_place(x + 0.5, y + 0.5, drawn, argument, rows, columns, turned)
+            inside = (source_x >= 0) & (source_x < columns) & (source_y >= 0) & (source_y < rows) & mask
+            left, top = tl.floor(source_x - 0.5), tl.floor(source_y - 0.5)
+            part_x, part_y = source_x - 0.5 - left, source_y - 0.5 - top
+            left, top = left.to(tl.int32) - 1, top.to(tl.int32) - 1
+            red = tl.zeros([BLOCK], tl.float32)
+            green, blue = red, red
+            for row in range(4):
+                line_red = tl.zeros([BLOCK], tl.float32)
+                line_green, line_blue = line_red, line_red
+                line = source + tl.minimum(tl.maximum(top + row, 0), rows - 1) * stride_y
+                for column in range(4):
+                    found = line + tl.minimum(tl.maximum(left + column, 0), columns - 1) * stride_x
+                    factor = warp_weight(part_x + 1 - column, bicubic)
+                    line_red += factor * tl.load(found, inside, 0).to(tl.float32)
+                    line_green += factor * tl.load(found + stride_c, inside, 0).to(tl.float32)
+                    line_blue += factor * tl.load(found + 2 * stride_c, inside, 0).to(tl.float32)
+                factor = warp_weight(part_y + 1 - row, bicubic)
+                red, green, blue = red + factor * line_red, green + factor * line_green, blue + factor * line_blue
+            red = tl.where(inside, whole(red, bicubic), FILL_RED)
+            green = tl.where(inside, whole(green, bicubic), FILL_GREEN)
+            blue = tl.where(inside, whole(blue, bicubic), FILL_BLUE)
+        else:
+            red, green = tl.load(own, mask, 0).to(tl.int32), tl.load(own + stride_c, mask, 0).to(tl.int32)
+            blue = tl.load(own + 2 * stride_c, mask, 0).to(tl.int32)
+            if drawn == SATURATION:
+                grey = luma(red, green, blue)
+                red, green, blue = blend(grey, red, argument), blend(grey, green, argument), blend(grey, blue, argument)
+            elif drawn == SHARPNESS:
+                inner = (y > 0) & (y < rows - 1) & (x > 0) & (x < columns - 1)
+                smooth_red, smooth_green, smooth_blue = 4 * red, 4 * green, 4 * blue
+                for neighbour in tl.static_range(9):
+                    found = own + (neighbour // 3 - 1) * stride_y + (neighbour % 3 - 1) * stride_x
+                    smooth_red += tl.load(found, inner, 0).to(tl.int32)
+                    smooth_green += tl.load(found + stride_c, inner, 0).to(tl.int32)
+                    smooth_blue += tl.load(found + 2 * stride_c, inner, 0).to(tl.int32)
+                red = blend(tl.where(inner, (2 * smooth_red + 13) // 26, red), red, argument)
+                green = blend(tl.where(inner, (2 * smooth_green + 13) // 26, green), green, argument)
+                blue = blend(tl.where(inner, (2 * smooth_blue + 13) // 26, blue), blue, argument)
+            elif drawn != NONE:
+                entries = table + picture * 768
+                red = tl.load(entries + red, mask, 0).to(tl.int32)
+                green = tl.load(entries + 256 + green, mask, 0).to(tl.int32)
+                blue = tl.load(entries + 512 + blue, mask, 0).to(tl.int32)
+        tl.store(target, red.to(tl.uint8), mask)
+        tl.store(target + plane, green.to(tl.uint8), mask)
+        tl.store(target + 2 * plane, blue.to(tl.uint8), mask)
+
+
+def operate(pixels: Tensor, sizes: Tensor, layer: reference.Layer) -> Tensor:
+    batch, (height, width) = len(pixels), pixels.shape[-2:]
+    operation, value, flips, cubics = layer
+    operation, value, sizes = operation.contiguous(), value.contiguous(), sizes.contiguous()
+    shape = (*pixels.stride(), height, width)
+    counts = torch.zeros(batch, 4, 256, dtype=torch.int64, device=pixels.device)
+    histogram_kernel[(triton.cdiv(height * width, 1024), batch)](pixels, sizes, operation, counts, *shape, BLOCK=1024)
+    table = torch.empty(batch, 3, 256, dtype=torch.uint8, device=pixels.device)
+    table_kernel[(batch, 3)](sizes, operation, value, counts, table)
+    out = torch.empty(pixels.shape, dtype=torch.uint8, device=pixels.device)
+    operate_kernel[(triton.cdiv(height * width, 2048), batch)](
+        pixels,
+        out,
+        sizes,
+        operation,
+        value,
+        table,
+        operation if flips is None else flips.to(torch.uint8),
+        operation if cubics is None else cubics.to(torch.uint8),
+        *shape,
+        *reference.FILL,
+        FLIPS=flips is not None,
+        CUBICS=cubics is not None,
+        BLOCK=512,
+        BLOCKS=4,
+    )
+    return out

@@ -1,0 +1,1 @@
+"""Where in an image a prediction comes from."""

@@ -1,0 +1,411 @@
+"""One point of the grid: stem x mixer x layout x residual scale x positions x tokens x readout, as plain data."""
+
+import dataclasses
+import difflib
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from vitrail.errors import UserError
+from vitrail.layers.attention import ATTENTION, MIXERS, SPATIAL
+from vitrail.layers.block import SCALES
+from vitrail.layers.norm import ACTIVATIONS, MAP_NORMS, TOKEN_NORMS
+from vitrail.layers.patch_embed import STEMS, basic_strides, hmlp_strides
+from vitrail.layers.pooling import READOUTS
+from vitrail.layers.pos_embed import ABSOLUTE, POSITIONS, RELATIVE, RESAMPLE
+
+FUSIONS = ("logit_mean", "softmax_sum", "class", "distillation")
+CHOICES: dict[str, tuple[str, ...]] = {
+    "stem": STEMS,
+    "stem_norm": MAP_NORMS,
+    "stem_activation": ACTIVATIONS,
+    "mixer": MIXERS,
+    "activation": ACTIVATIONS,
+    "norm": TOKEN_NORMS,
+    "norm_place": ("pre", "post"),
+    "residual": SCALES,
+    "residual_start_mode": ("constant", "zero", "uniform"),
+    "drop_path_schedule": ("uniform", "linear"),
+    "drop_path_kind": ("each", "skip"),
+    "positions": POSITIONS,
+    "position_place": ("stem", "layers", "shared"),
+    "position_resample": RESAMPLE,
+    "readout": READOUTS,
+    "readout_keys": ("all", "patches"),
+    "fusion": FUSIONS,
+    "start": ("deit", "vit"),
+}
+# Fields that change how a model is trained or started, never what it computes in evaluation.
+TRAINING_ONLY = {
+    "residual_start",
+    "residual_start_mode",
+    "residual_frozen",
+    "drop_path",
+    "drop_path_schedule",
+    "drop_path_kind",
+    "dropout",
+    "attention_dropout",
+    "start",
+}
+
+
+USUAL = {  # norm and activation of a stem
+    "conv": ("batch", "gelu"),
+    "hmlp": ("batch", "gelu"),
+    "tower": ("batch", "relu"),
+    "basic": ("batch", "relu"),
+}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Everything that `Model` needs to be built. The defaults are a ViT-B/16."""
+
+    # size
+    width: int = 768
+    depth: int = 12
+    heads: int = 12
+    mlp_ratio: float = 4.0  # 0: blocks without the per-token MLP
+    branches: int = 1  # parallel branches of every residual
+    classes: int = 1000  # 0: no classifier, the model returns its pooled vector
+    image_size: tuple[int, int] = (224, 224)
+    channels: int = 3
+    # stem
+    stem: str = "linear"
+    patch_size: int = 16  # the total stride from pixels to tokens
+    stem_norm: str = ""  # "": the stem's usual one
+    stem_activation: str = ""
+    stem_width: int = 64  # inner channels of the tower, first ones of the basic blocks, root channels of the ResNet
+    stem_kernels: tuple[int, ...] = ()  # of the tower
+    stem_strides: tuple[int, ...] = ()  # of the tower, the hMLP and the basic blocks' stages
+    stem_layers: tuple[int, ...] = ()  # basic blocks, or bottlenecks of the ResNet, per stage
+    stem_eps: float = 1e-6  # of the ResNet's GroupNorm
+    # blocks
+    mixer: str = "attention"
+    qkv_bias: bool = True
+    activation: str = "gelu"
+    norm: str = "layer"
+    norm_eps: float = 1e-6
+    norm_groups: int = 1
+    norm_place: str = "pre"
+    residual: str = "plain"
+    residual_start: float = 1e-4  # the start of a learned scale, the factor of a constant one
+    residual_start_mode: str = "constant"
+    residual_frozen: bool = False
+    drop_path: float = 0.0
+    drop_path_schedule: str = "uniform"
+    drop_path_kind: str = "each"  # a coin for each image, or "skip": a random part of the batch is left out and not computed
+    dropout: float = 0.0
+    attention_dropout: float = 0.0
+    # positions and tokens
+    positions: str = "learned"
+    position_place: str = "stem"
+    position_special: bool = True  # special tokens have positions too
+    position_resample: str = "bicubic"
+    class_token_at: int = 0  # the block before which the class token joins
+    distillation: bool = False  # a second special token, with a head of its own
+    distillation_head: bool = True  # False: the token runs along and nobody reads it
+    # readout
+    readout: str = "class"
+    readout_depth: int = 2
+    readout_heads: int = 0  # 0: as in the trunk
+    readout_mlp_ratio: float = 4.0
+    readout_keys: str = "all"
+    readout_scale: bool = True  # residual scales in the readout's blocks
+    final_norm: bool = True
+    pool_norm: bool = False  # the final norm after pooling instead of before
+    pre_logits: int = 0  # width of a tanh layer before the classifier
+    dense_head: bool = False  # a second classifier on every patch, added with its maximum in evaluation
+    dense_weight: float = 0.5
+    fusion: str = "logit_mean"
+    start: str = "deit"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "image_size", as_size(self.image_size))
+        check_types(self)
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices and not (name in ("stem_norm", "stem_activation") and not getattr(self, name)):
+                raise UserError(f"{name}={getattr(self, name)!r} is not known; choose from {', '.join(choices)}.")
+        for name, usual in zip(("stem_norm", "stem_activation"), USUAL.get(self.stem, ("none", "none")), strict=True):
+            if not getattr(self, name):
+                object.__setattr__(self, name, usual)
+        if self.stem == "basic" and not self.stem_strides:
+            object.__setattr__(self, "stem_strides", basic_strides(self.patch_size, len(self.stem_layers)))
+        if self.stem == "hmlp" and not self.stem_strides:
+            object.__setattr__(self, "stem_strides", hmlp_strides(self.patch_size))
+        if self.stem == "tower" and not self.stem_kernels:
+            object.__setattr__(self, "stem_kernels", (7, 3, 3, 8))
+            object.__setattr__(self, "stem_strides", (2, 1, 1, self.patch_size // 2))
+        if not self.readout_heads:
+            object.__setattr__(self, "readout_heads", self.heads)
+        for problem, sentence in self._problems():
+            if problem:
+                raise UserError(sentence)
+
+    def _problems(self) -> list[tuple[bool, str]]:
+        """The rules of the grid: each a condition that must not hold, and the sentence for it."""
+        return [
+            (self.depth < 1 and self.stem != "resnet_features", "depth=0 leaves a network without a block; give at least 1."),
+            (
+                self.depth * self.branches > 2000,
+                f"{self.depth} blocks of {self.branches} branches are more than 2000; is that meant?",
+            ),
+            (self.mlp_ratio > 0 and self.hidden < 1, f"mlp_ratio={self.mlp_ratio} leaves no unit in the MLP."),
+            (self.reads_with_queries and self.readout_hidden < 1, f"readout_mlp_ratio={self.readout_mlp_ratio} leaves no unit."),
+            (
+                min(self.image_size) < self.patch_size,
+                f"image size {show_size(self.image_size)} is smaller than one patch of {self.patch_size}.",
+            ),
+            (
+                self.uses_heads and (self.heads < 1 or self.width % self.heads != 0),
+                f"{self.heads} heads do not divide the width {self.width}; choose a divisor.",
+            ),
+            (
+                self.readout in ("class_attention", "per_class")
+                and (self.readout_heads < 1 or self.width % self.readout_heads != 0),
+                f"{self.readout_heads} readout heads do not divide the width {self.width}; choose a divisor.",
+            ),
+            (
+                self.mixer in SPATIAL and self.readout == "class",
+                f"the {self.mixer} mixer works on patches alone; use readout=mean, class_attention, per_class or class_mlp.",
+            ),
+            (
+                self.positions in RELATIVE and self.mixer not in ATTENTION,
+                f"{self.positions} positions are added to attention scores; use mixer=attention or talking_heads.",
+            ),
+            (
+                self.positions in RELATIVE and self.position_place == "stem",
+                f"{self.positions} positions live in the blocks; use position_place=layers or shared.",
+            ),
+            (self.positions == "sincos" and self.width % 4 != 0, "sincos positions need a width divisible by 4."),
+            (
+                self.positions == "sincos" and self.position_place == "layers",
+                "sincos positions are the same in every layer; use position_place=stem or shared.",
+            ),
+            (
+                self.distillation and self.readout not in ("class", "class_attention"),
+                "a distillation token needs readout=class or class_attention.",
+            ),
+            (self.dense_head and self.readout == "per_class", "per-class queries have no dense head."),
+            (
+                self.readout == "per_class" and (self.pre_logits > 0 or self.classes < 1),
+                "per-class queries need classes and no pre-logits.",
+            ),
+            (self.reads_with_queries and self.readout_depth < 1, f"readout={self.readout} needs readout_depth of at least 1."),
+            (self.pool_norm and self.readout != "mean", "pool_norm goes with readout=mean."),
+            (
+                not 0 <= self.class_token_at < max(self.depth, 1),
+                f"class_token_at must name one of the {self.depth} blocks, 0 to {max(self.depth - 1, 0)}.",
+            ),
+            (self.norm_place == "post" and self.norm == "none", "norm_place=post needs a norm."),
+            (
+                self.norm == "group" and self.width % self.norm_groups != 0,
+                f"{self.norm_groups} groups do not divide the width {self.width}.",
+            ),
+            (
+                self.stem in ("resnet", "resnet_features") and self.stem_width % 32 != 0,
+                "the ResNet's stem_width must be a multiple of 32.",
+            ),
+            (
+                self.stem == "resnet" and self.patch_size % self.backbone_stride != 0,
+                f"these ResNet stages have a stride of {self.backbone_stride}, which does not divide {self.patch_size}.",
+            ),
+            (
+                self.stem == "resnet_features"
+                and self.width != self.stem_width * (2 ** (len(self.stem_layers) + 1) if self.stem_layers else 1),
+                "with stem=resnet_features the width must be the channels at the ResNet's end: stem_width x 2^(stages + 1).",
+            ),
+            (
+                self.stem in ("conv", "basic") and self.patch_size & (self.patch_size - 1) != 0,
+                f"the {self.stem} stem halves the picture, so the patch size must be a power of two, not {self.patch_size}.",
+            ),
+            (self.stem == "basic" and not self.stem_layers, "the basic stem needs stem_layers, such as (2, 2)."),
+            (
+                self.stem == "local_transformer" and self.patch_size % 4 != 0,
+                f"the local-transformer stem cuts 4-pixel pieces, which do not divide the patch size {self.patch_size}.",
+            ),
+            (
+                self.stem == "tower" and len(self.stem_kernels) != len(self.stem_strides),
+                f"the tower needs as many stem_strides {self.stem_strides} as stem_kernels {self.stem_kernels}.",
+            ),
+            (
+                self.stem == "basic" and len(self.stem_strides) != len(self.stem_layers) + 1,
+                f"the basic stem needs stem_strides for its {len(self.stem_layers)} stages and one for the tokens.",
+            ),
+            (
+                self.stem in ("tower", "hmlp", "basic") and math.prod(self.stem_strides) != self.patch_size,
+                f"the stem_strides {self.stem_strides} do not multiply to the patch size {self.patch_size}.",
+            ),
+        ]
+
+    @property
+    def hidden(self) -> int:
+        """Units of the blocks' MLPs."""
+        return round(self.width * self.mlp_ratio)
+
+    @property
+    def readout_hidden(self) -> int:
+        return round(self.width * self.readout_mlp_ratio)
+
+    @property
+    def backbone_stride(self) -> int:
+        """From pixels to the ResNet's feature map."""
+        return resnet_stride(len(self.stem_layers))
+
+    @property
+    def uses_heads(self) -> bool:
+        return self.depth > 0 and self.mixer in (*ATTENTION, "axial")
+
+    @property
+    def reads_with_queries(self) -> bool:
+        return self.readout in ("class_attention", "per_class", "class_mlp")
+
+    @property
+    def readout_norm(self) -> str:
+        """The norm behind the trunk. Queries start alike for every image, so they have no batch statistics."""
+        return "layer" if self.norm == "batch" and self.reads_with_queries else self.norm
+
+    @property
+    def trunk_tokens(self) -> int:
+        """Special tokens that run through (some of) the trunk's blocks."""
+        return (2 if self.distillation else 1) if self.readout == "class" else 0
+
+    @property
+    def position_rows(self) -> int:
+        """Special rows of the absolute position tables."""
+        inside = self.positions in ABSOLUTE and self.position_special and self.class_token_at == 0
+        return self.trunk_tokens if inside else 0
+
+    def replace(self, **changes: Any) -> "Architecture":
+        """A copy with other values; an unknown name is an error that suggests the nearest."""
+        check_fields(changes)
+        if "image_size" in changes:
+            changes["image_size"] = as_size(changes["image_size"])
+        if "stem" in changes or (("patch_size" in changes or "stem_layers" in changes) and "stem_strides" not in changes):
+            changes = {"stem_strides": (), "stem_kernels": ()} | changes
+        if changes.get("stem", self.stem) != self.stem:
+            changes = {"stem_norm": "", "stem_activation": ""} | changes
+        if "heads" in changes and self.readout_heads == self.heads:
+            changes.setdefault("readout_heads", changes["heads"])
+        return dataclasses.replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "Architecture":
+        check_fields(values)
+        return cls(**values)
+
+    def differences(self, other: "Architecture") -> list[str]:
+        """Fields in which two architectures compute different things in evaluation."""
+        return [name for name in FIELDS if self._meaning(name) != other._meaning(name)]
+
+    def _meaning(self, name: str) -> Any:
+        """A field's value, or None where the architecture does not use that field."""
+        reads = self.reads_with_queries
+        conv_stem = self.stem in ("conv", "tower", "basic", "hmlp", "linear")
+        unused = {
+            "heads": not self.uses_heads,
+            "qkv_bias": not self.uses_heads and self.readout not in ("class_attention", "per_class"),
+            "branches": self.depth == 0,
+            "stem_norm": not conv_stem,
+            "stem_activation": not conv_stem,
+            "stem_width": self.stem not in ("tower", "basic", "resnet", "resnet_features"),
+            "stem_kernels": self.stem != "tower",
+            "stem_strides": self.stem not in ("tower", "hmlp", "basic"),
+            "stem_layers": self.stem not in ("basic", "resnet", "resnet_features"),
+            "stem_eps": self.stem not in ("resnet", "resnet_features"),
+            "norm_eps": self.norm not in ("layer", "group") and self.readout_norm != "layer",
+            "norm_groups": self.norm != "group",
+            "position_place": self.positions == "none",
+            "position_special": self.positions not in ABSOLUTE or self.trunk_tokens == 0 or self.class_token_at > 0,
+            "position_resample": self.positions not in ("learned", "learned2d"),
+            "class_token_at": self.trunk_tokens == 0,
+            "readout_depth": not reads,
+            "readout_heads": self.readout not in ("class_attention", "per_class"),
+            "readout_mlp_ratio": not reads,
+            "readout_keys": self.readout not in ("class_attention", "per_class"),
+            "readout_scale": not reads or self.residual == "plain",
+            "pool_norm": not self.final_norm,
+            "dense_head": not self.classes,
+            "dense_weight": not (self.dense_head and self.classes),
+            "fusion": not (self.distillation and self.distillation_head and self.classes),
+            "distillation_head": not (self.distillation and self.classes),
+        }
+        if name == "residual_start" and self.residual == "constant":
+            return self.residual_start  # a factor, not a start
+        if name in TRAINING_ONLY:
+            return None
+        if name == "residual":  # names of one and the same parameter
+            return {"rezero": "scalar", "skipinit": "scalar", "tfixup": "scalar"}.get(self.residual, self.residual)
+        if name in ("mlp_ratio", "readout_mlp_ratio") and not unused.get(name, False):  # what counts is the number of units
+            return self.hidden if name == "mlp_ratio" else self.readout_hidden
+        return None if unused.get(name, False) else getattr(self, name)
+
+
+FIELDS = tuple(field.name for field in dataclasses.fields(Architecture))
+# The least and the largest value; whole numbers that are not listed are at least 0, others any finite number.
+RANGES: dict[str, tuple[float, float]] = {
+    "width": (1, 1 << 20),
+    "heads": (1, 1 << 20),
+    "branches": (1, 1 << 20),
+    "channels": (1, 1 << 20),
+    "patch_size": (1, 1 << 16),
+    "stem_width": (1, 1 << 20),
+    "norm_groups": (1, 1 << 20),
+    "mlp_ratio": (0.0, 1e6),
+    "readout_mlp_ratio": (0.0, 1e6),
+    "norm_eps": (0.0, 1.0),
+    "stem_eps": (0.0, 1.0),
+    "drop_path": (0.0, 0.999),
+    "dropout": (0.0, 0.999),
+    "attention_dropout": (0.0, 0.999),
+}
+
+
+def check_types(a: Architecture) -> None:
+    """Every field has its type and lies in its range; whole numbers may stand for others. Lists become tuples."""
+    for field in dataclasses.fields(a):
+        value, kind = getattr(a, field.name), field.type
+        if kind == "tuple[int, ...]" or kind == tuple[int, ...]:
+            fits = isinstance(value, tuple | list) and all(type(item) is int and item > 0 for item in value)
+            object.__setattr__(a, field.name, tuple(value) if fits else value)
+        elif kind is float:
+            low, high = RANGES.get(field.name, (-1e30, 1e30))
+            fits = type(value) in (int, float) and low <= value <= high
+        elif kind is int:
+            low, high = RANGES.get(field.name, (0, 1 << 31))
+            fits = type(value) is int and low <= value <= high
+        else:
+            fits = field.name == "image_size" or type(value) is kind
+        if not fits:
+            hint = f"the usual one is {field.default!r}"
+            if kind in (int, float):
+                hint = f"give a whole number from {low} to {high:,}" if kind is int else f"give a number from {low:g} to {high:g}"
+            raise UserError(f"{field.name}={value!r} is not a value for this part; {hint}.")
+
+
+def resnet_stride(stages: int) -> int:
+    """Root and max-pool halve the picture, and so does every stage after the first."""
+    return 2 ** (1 + max(stages, 1))
+
+
+def check_fields(values: dict[str, Any]) -> None:
+    for name in values:
+        if name not in FIELDS:
+            near = difflib.get_close_matches(name, FIELDS, n=3, cutoff=0.5)
+            hint = f"; did you mean {' or '.join(near)}?" if near else "."
+            raise UserError(f"{name!r} is not a part of an architecture{hint}")
+
+
+def as_size(size: int | tuple[int, int] | list[int]) -> tuple[int, int]:
+    """224 or (height, width) to (height, width)."""
+    pair = tuple(size) if isinstance(size, tuple | list) else (size, size)
+    if len(pair) != 2 or not all(type(side) is int and 0 < side < 1 << 16 for side in pair):
+        raise UserError(f"image size {size!r} is not one positive number or a pair (height, width).")
+    return pair[0], pair[1]
+
+
+def show_size(size: tuple[int, int]) -> str:
+    return str(size[0]) if size[0] == size[1] else f"{size[0]}x{size[1]}"

@@ -1,0 +1,1 @@
+"""Convolutional networks built from the names and shapes of their state dicts."""

@@ -1,0 +1,119 @@
+"""What a model costs: parameters, multiply-adds in the papers' convention, activation memory, tokens.
+
+Nothing is computed: the model runs on fake tensors, and the operations it asks for are counted.
+"""
+
+import json
+import math
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from vitrail.models.config import Architecture, show_size
+from vitrail.models.registry import build, page_of
+
+
+class Cost(NamedTuple):
+    image_size: tuple[int, int]
+    tokens: int  # tokens in the trunk, special ones included
+    parameters: int
+    macs: int  # multiply-adds of matrix products and convolutions, one image
+    flops: int  # macs + 5 per LayerNorm element + 1 per element of a squeeze: the count behind later papers' tables
+    activation_bytes: int  # kept for the backward pass, one image, float32
+
+    def to_dict(self) -> dict:
+        return self._asdict()
+
+
+ATEN = torch.ops.aten
+BATCH = 2  # batch statistics need more than one image
+# The counter reports two operations per multiply-add, so what counts once is given doubled here.
+SINGLE = {
+    ATEN.native_layer_norm: lambda shape, *args, **kwargs: 2 * 5 * math.prod(shape),
+    ATEN.mean: lambda shape, *args, **kwargs: 2 * math.prod(shape) * (len(shape) == 3),  # of tokens, not of filters
+}
+
+
+def attention(query, key, value, *args, **kwargs) -> int:
+    """Two products [T, d] x [d, keys] per head."""
+    return 2 * 2 * math.prod(query) * key[-2]
+
+
+@cache
+def cost(architecture: Architecture) -> Cost:
+    """The cost of one image at the architecture's own size.
+
+    Blocks are alike, so every count is affine in the depth: two shallow models tell the price of a deep one.
+    """
+    a = architecture
+    if a.depth <= 5 or a.class_token_at:
+        return count(a)
+    least = 2 + a.depth % 2  # axial blocks come in pairs
+    shallow, deeper = count(a.replace(depth=least)), count(a.replace(depth=least + 2))
+    deep = [few + (more - few) * (a.depth - least) // 2 for few, more in zip(shallow[1:], deeper[1:], strict=True)]
+    return Cost(a.image_size, *deep)
+
+
+def count(architecture: Architecture) -> Cost:
+    """Count one forward pass, operation by operation."""
+    quiet = architecture.replace(drop_path=0.0, dropout=0.0, attention_dropout=0.0)
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return tensor
+
+    model = build(quiet, name="-", device="meta").train()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model.to_empty(device="cpu")
+        parameters = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+        image = torch.empty(BATCH, architecture.channels, *architecture.image_size)
+        mapping = SINGLE | {ATEN._scaled_dot_product_flash_attention_for_cpu: attention}
+        with FlopCounterMode(display=False, custom_mapping=mapping) as counter:  # noqa: SIM117
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                model.classify(model.features(image))  # with all patches normed, as papers count
+    counts = {op: total // (2 * BATCH) for op, total in counter.get_flop_counts()["Global"].items()}
+    single = sum(number for op, number in counts.items() if op in SINGLE)
+    macs = sum(counts.values()) - single
+    return Cost(
+        image_size=architecture.image_size,
+        tokens=model.grid[0] * model.grid[1] + architecture.trunk_tokens,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        macs=macs,
+        flops=macs + single,
+        activation_bytes=sum(storage.nbytes() for cdata, storage in kept.items() if cdata not in parameters) // BATCH,
+    )
+
+
+def show(value: int) -> str:
+    """12345678 as 12.3 M."""
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            digits = 2 if value < 10 * size else 1
+            return f"{value / size:.{digits}f} {unit}"
+    return str(value)
+
+
+def row(name: str, price: Cost) -> list[str]:
+    """One line of the table of models."""
+    memory = f"{price.activation_bytes / 2**20:.0f} MiB"
+    return [name, show_size(price.image_size), str(price.tokens), show(price.parameters), show(price.macs), memory]
+
+
+TABLE = Path(__file__).with_name("costs.json")
+
+
+@cache
+def known_costs() -> dict[str, Cost]:
+    """The counted cost of every model of the catalogue at its own size, kept in a file so that listing is instant."""
+    rows = json.loads(TABLE.read_text())
+    return {name: Cost(tuple(size), *numbers) for name, (size, *numbers) in rows.items()}
+
+
+if __name__ == "__main__":  # python -m vitrail.models.flops: count again after a change of the pages
+    lines = [f"  {json.dumps(name)}: {json.dumps(cost(page.MODELS[name]))}" for name, page in page_of().items()]
+    TABLE.write_text("{\n" + ",\n".join(lines) + "\n}\n")

@@ -1,0 +1,85 @@
+"""Starting values: the DeiT family's, ViT's own, and the depth-aware ones that the CaiT study compares."""
+
+import math
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from vitrail.layers.attention import Attention, FeedForward
+from vitrail.layers.patch_embed import LinearStem
+from vitrail.layers.pooling import ClassAttention
+
+if TYPE_CHECKING:
+    from vitrail.models.vision_transformer import Model
+
+
+def start_weights(model: "Model") -> None:
+    a = model.architecture
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            if a.start == "vit" and module is not model.head:
+                nn.init.xavier_uniform_(module.weight)
+            else:
+                nn.init.trunc_normal_(module.weight, std=0.02)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+    if model.special is not None:
+        nn.init.zeros_(model.special) if a.start == "vit" else nn.init.trunc_normal_(model.special, std=0.02)
+    if a.start == "vit":
+        start_like_vit(model)
+    if a.residual == "fixup":
+        start_fixup(model)
+    if a.residual == "tfixup":
+        start_tfixup(model)
+
+
+def start_like_vit(model: "Model") -> None:
+    """LeCun-normal patches, MLP biases of 1e-6, classifier at zero. Query, key and value are started one by one."""
+    for module in model.modules():
+        if isinstance(module, FeedForward):
+            nn.init.normal_(module.fc1.bias, std=1e-6)
+            nn.init.normal_(module.fc2.bias, std=1e-6)
+        if isinstance(module, Attention):
+            for part in module.qkv.weight.data.chunk(3):
+                nn.init.xavier_uniform_(part)
+        if isinstance(module, LinearStem):
+            nn.init.trunc_normal_(module.proj.weight, std=math.sqrt(1 / module.proj.weight[0].numel()) / 0.87962566)
+            nn.init.zeros_(module.proj.bias) if module.proj.bias is not None else None
+    if isinstance(model.head, nn.Linear):
+        nn.init.zeros_(model.head.weight)
+
+
+def branch_layers(model: "Model") -> list[tuple[nn.Linear, nn.Linear]]:
+    """(first, last) linear layer of every attention and MLP branch."""
+    pairs = []
+    for module in model.blocks.modules():
+        if isinstance(module, Attention):
+            pairs.append((module.qkv, module.proj))
+        elif isinstance(module, FeedForward):
+            pairs.append((module.fc1, module.fc2))
+    return pairs
+
+
+def start_fixup(model: "Model") -> None:
+    """Fixup with two layers per branch: the first shrunk by branches^(-1/2), the last at zero."""
+    pairs = branch_layers(model)
+    for first, last in pairs:
+        first.weight.data.mul_(len(pairs) ** -0.5)
+        nn.init.zeros_(last.weight)
+
+
+def start_tfixup(model: "Model") -> None:
+    """T-Fixup, encoder only: Xavier weights; values, output projections and MLPs shrunk by 0.67 depth^(-1/4)."""
+    factor = 0.67 * max(model.architecture.depth, 1) ** -0.25
+    for module in model.modules():
+        if isinstance(module, Attention):
+            for part in module.qkv.weight.data.chunk(3):
+                nn.init.xavier_uniform_(part)
+            module.qkv.weight.data.chunk(3)[2].mul_(factor)
+            nn.init.xavier_uniform_(module.proj.weight).data.mul_(factor)
+        elif isinstance(module, FeedForward):
+            nn.init.xavier_uniform_(module.fc1.weight).data.mul_(factor)
+            nn.init.xavier_uniform_(module.fc2.weight).data.mul_(factor)
+        elif isinstance(module, ClassAttention):
+            nn.init.xavier_uniform_(module.v.weight).data.mul_(factor)
+            nn.init.xavier_uniform_(module.proj.weight).data.mul_(factor)

@@ -1,0 +1,127 @@
+"""Every model by name: the papers' pages, the names other projects use, the patterns, the nearest guess."""
+
+import difflib
+import fnmatch
+import re
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from vitrail.errors import UserError
+from vitrail.models import cait, defaults, deit, deit3, lvvit, patchconvnet, resmlp, three_things, vit
+from vitrail.models.config import Architecture
+from vitrail.models.preprocessing import Preprocessing
+from vitrail.models.vision_transformer import Model
+
+PAGES: tuple[ModuleType, ...] = (vit, deit, cait, resmlp, patchconvnet, deit3, three_things, lvvit, defaults)
+SIZE = re.compile(r"_(\d{3,4})$")
+DATA = re.compile(r"\.[\w.]+$|_in2[12]k$|_in2[12]ft1k$")  # timm's tags for what the weights were trained on
+FILES = (".pth", ".pt", ".tar", ".bin", ".ckpt", ".npz", ".safetensors")
+NUMERICS = ("activation", "norm_eps", "position_resample", "stem_eps")
+
+
+@cache
+def page_of() -> dict[str, ModuleType]:
+    return {name: page for page in PAGES for name in page.MODELS}
+
+
+def list_models(pattern: str = "*") -> list[str]:
+    """Names that match a shell pattern (or contain the text), in the order of the papers."""
+    names = list(page_of())
+    if not any(sign in pattern for sign in "*?["):
+        pattern = f"*{pattern}*"
+    return [name for name in names if fnmatch.fnmatch(name, pattern.lower())]
+
+
+def lookup(name: str) -> tuple[str, Architecture]:
+    """A name in any of the accepted spellings to the catalogue's name and the architecture."""
+    aliases = {alias: target for page in PAGES for alias, target in page.ALIASES.items()}
+    lower = {alias.lower(): target for alias, target in reversed(aliases.items())}  # the first of two that differ in case wins
+    if Path(name).suffix.lower() in FILES:
+        if Path(name).exists():
+            raise UserError(f"{name} is a file of weights and not the name of a model: load it, or start a training with --from.")
+        raise UserError(f"There is no file {name}.")
+    text, size = DATA.sub("", name), None
+    for _ in range(3):
+        plain = text.lower()
+        if text not in aliases:
+            found = page_of()[plain].MODELS[plain] if plain in page_of() else three_things.parse(plain)
+            if found is not None:
+                return plain, found.replace(image_size=size) if size else found
+        text = aliases.get(text, lower.get(plain, text))
+        suffix = SIZE.search(text)
+        if suffix and text.lower() not in page_of():
+            size, text = size or int(suffix[1]), text[: suffix.start()]
+    raise unknown(name, list(page_of()) + list(aliases))
+
+
+def unknown(name: str, names: list[str]) -> UserError:
+    by_lower = {candidate.lower(): candidate for candidate in reversed(names)}
+    near = difflib.get_close_matches(name.lower(), by_lower, n=4, cutoff=0.4)
+    hint = ", ".join(by_lower[candidate] for candidate in near)
+    nearest = f"; the nearest are {hint}" if hint else ""
+    return UserError(f"There is no model {name!r}{nearest} (`vitrail models` lists all).")
+
+
+def create(
+    name: str,
+    classes: int | None = None,
+    image_size: int | tuple[int, int] | None = None,
+    device: torch.device | str | None = None,
+    **overrides: Any,
+) -> Model:
+    """A model by name, freshly started.
+
+    >>> model = vitrail.create("deit3_small_patch16", classes=10, image_size=(192, 256), drop_path=0.1)
+
+    `overrides` replace fields of its `Architecture`; `device="meta"` builds it without memory.
+    """
+    if classes is not None:
+        overrides["classes"] = classes
+    if image_size is not None:
+        overrides["image_size"] = image_size
+    plain, known = lookup(name)
+    architecture = known.replace(**overrides)
+    changed = [part for part in known.differences(architecture) if part in overrides and part not in ("classes", "image_size")]
+    model = build(architecture, plain, device)
+    if changed:
+        model.name += " with " + ", ".join(f"{part}={getattr(architecture, part)}" for part in changed)
+    return model
+
+
+def build(architecture: Architecture, name: str = "", device: torch.device | str | None = None) -> Model:
+    """A model from an architecture of one's own."""
+    with torch.device(device or "cpu"):
+        model = Model(architecture)
+    model.name = name or name_of(architecture)
+    model.preprocessing = preprocessing_of(model.name)._replace(image_size=architecture.image_size)
+    return model
+
+
+def preprocessing_of(name: str) -> Preprocessing:
+    if name in ("lvvit_m", "lvvit_l"):
+        return lvvit.LARGE_PREPROCESSING
+    page = page_of().get(name, three_things if three_things.PATTERN.fullmatch(name) else None)
+    return page.PREPROCESSING if page else Preprocessing()
+
+
+def name_of(architecture: Architecture) -> str:
+    """The catalogue's name of an architecture, whatever its classes, size and training fields; "" if it has none.
+
+    A model that differs from a known one in numerics alone (GELU's form, an epsilon) keeps that one's name.
+    """
+    near = ""
+    for name, page in page_of().items():
+        known = page.MODELS[name]
+        if any(getattr(known, part) != getattr(architecture, part) for part in ("width", "depth", "patch_size")):
+            continue  # before anything is replaced: a patch may be larger than the pictures here
+        known = known.replace(classes=architecture.classes or known.classes, image_size=architecture.image_size)
+        differences = set(known.differences(architecture)) - {"classes", "pre_logits"}
+        if not differences:
+            return name
+        if differences <= set(NUMERICS) and not near:
+            near = name
+    return near or three_things.name_for(architecture)

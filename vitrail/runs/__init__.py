@@ -1,0 +1,1 @@
+"""Runs: preparing, running, resuming, reporting and comparing trainings."""

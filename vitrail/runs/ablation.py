@@ -1,0 +1,239 @@
+"""An ablation: one recipe, the same without a part or with another value, each with several seeds.
+
+ablation.json          what is compared: source, base recipe, cells
+<cell>/recipe.yaml     the recipe of a cell
+<cell>/seed-<n>/       its runs; <cell>/seed-<n>.log what they have said
+table.md, .json, .png  the results
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import json
+import os
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from vitrail.atomic_files import write_aside
+from vitrail.errors import UserError
+from vitrail.models.registry import lookup
+from vitrail.recipes import Recipe
+from vitrail.recipes.ablations import part_named, without
+from vitrail.recipes.schema import parse_value
+from vitrail.runs.comparison import MEASURES, Row, as_dict, as_markdown, compare, group_results
+from vitrail.runs.results import PLAN, At, is_finished, read_results
+from vitrail.runs.run_directory import check_place, next_folder, write_json
+from vitrail.runs.seed_plot import draw_points
+
+BASE = "base"
+LONGEST = 100  # letters of a cell's name, which is a folder's
+Axis = tuple[str, list[Any]]  # a leaf and its values
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One recipe of an ablation, by what it changes."""
+
+    name: str
+    changes: dict[str, Any]
+    recipe: Recipe
+
+
+@dataclass(frozen=True)
+class Ablation:
+    """What is to be run, in a folder."""
+
+    folder: Path
+    source: str
+    cells: tuple[Cell, ...]
+    seeds: tuple[int, ...]
+
+    @property
+    def base(self) -> Cell:
+        return self.cells[0]
+
+    def run_folder(self, cell: Cell, seed: int) -> Path:
+        return self.folder / cell.name / f"seed-{seed}"
+
+    def unfinished(self) -> list[tuple[Cell, int]]:
+        """Seed by seed, so that after the first round every cell has a number."""
+        pairs = itertools.product(self.seeds, self.cells)
+        return [(cell, seed) for seed, cell in pairs if not is_finished(self.run_folder(cell, seed))]
+
+
+def parse_axis(text: str) -> Axis:
+    """ "optimiser.rate=1e-3,3e-3" to its leaf and values; commas inside brackets and quotes do not part."""
+    key, sign, values = text.partition("=")
+    parts = [part.strip() for part in re.findall(r"(?:\[[^\]]*\]|'[^']*'|\"[^\"]*\"|[^,])+", values)]
+    if not sign or not key.strip() or not any(parts):
+        raise UserError(f"--vary takes KEY=VALUE,VALUE, not {text!r}: for example --vary optimiser.rate=1e-3,3e-3.")
+    return key.strip(), [parse_value(part) for part in parts if part]
+
+
+def make_cells(base: Recipe, axes: Sequence[Axis], drops: Sequence[str], grid: bool) -> tuple[list[Cell], list[str]]:
+    """The cells, the base first, and sentences on what comes to nothing.
+
+    One at a time: the base with each value and without each part. As a grid: with every combination of them.
+    """
+    said: list[str] = []
+    choices: list[list[tuple[str, dict[str, Any]]]] = []
+    for key, values in axes:
+        if key == "seed":
+            raise UserError("The seed is not varied but drawn from: give --seeds N.")
+        choices.append([(f"{key}={compact(value)}", {key: value}) for value in values])
+    for name in dict.fromkeys(part_named(drop) for drop in drops):
+        leaves = without(base, name)
+        if leaves:
+            choices.append([(f"no {name}", leaves)])
+        else:
+            said.append(f"{base.name} is without {name} as it is: there is nothing to drop.")
+    found = {content(base): Cell(BASE, {}, base)}
+    for picked in combinations(choices, len(axes)) if grid else [(option,) for options in choices for option in options]:
+        name, changes = ", ".join(word for word, _ in picked), merged(picked)
+        recipe = base.set(changes)
+        check_network(recipe)
+        key = content(recipe)
+        if key in found:
+            if picked:
+                said.append(f"{name} is the same as {found[key].name}.")
+            continue
+        found[key] = Cell(folder_name(name), changes, recipe)
+    cells = list(found.values())
+    if len(cells) < 2:
+        raise UserError(" ".join([*said, "Nothing is left to compare: give --vary KEY=VALUE,VALUE or --drop PART."]))
+    lowered = [cell.name.lower() for cell in cells]  # some file systems do not tell upper from lower case
+    twice = next((name for name in lowered if lowered.count(name) > 1), None)
+    if twice:
+        raise UserError(f"Two cells would share the folder {twice!r}: write the values of --vary so that they differ.")
+    return cells, said
+
+
+def check_network(recipe: Recipe) -> None:
+    """Complain about a network that cannot be before hours are spent on the cells before it."""
+    known, size = lookup(recipe.model)[1], recipe.augmentation.size
+    if not recipe.start.weights:
+        known.replace(**recipe.architecture | ({"image_size": size} if all(size) else {}))
+
+
+def combinations(choices: list[list[tuple[str, dict[str, Any]]]], axes: int) -> list[tuple[tuple[str, dict[str, Any]], ...]]:
+    """Every value of every axis with every part, kept or dropped."""
+    options: list[list[tuple[str, dict[str, Any]] | None]] = [
+        [*each] if place < axes else [None, *each] for place, each in enumerate(choices)
+    ]
+    return [tuple(option for option in picked if option is not None) for picked in itertools.product(*options)]
+
+
+def merged(picked: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for word, changes in picked:
+        clash = next((key for key in changes if key in found and found[key] != changes[key]), None)
+        if clash:
+            raise UserError(f"{word} sets {clash}, and so does another part of the grid: vary it or drop it, not both.")
+        found |= changes
+    return found
+
+
+def compact(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return "x".join(map(compact, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def folder_name(text: str) -> str:
+    name = re.sub(r"[^\w.=+-]+", "-", text.replace(", ", "+").replace("no ", "no-")).strip(".-") or "cell"
+    return name if len(name) <= LONGEST else f"{name[: LONGEST - 9]}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+def content(recipe: Recipe) -> str:
+    """What makes a cell another one: not the seed, which all of them share."""
+    tree = recipe.to_dict()
+    return json.dumps({key: value for key, value in tree.items() if key not in ("name", "about", "seed")}, sort_keys=True)
+
+
+def choose_place(out: Path | None, source: str, base: Recipe) -> Path:
+    """The folder given, or the first under runs/ that holds the same ablation, or a new one there."""
+    if out is not None:
+        return out.expanduser()
+    for path in sorted(Path("runs").glob(f"*/{PLAN}")):
+        with contextlib.suppress(UserError):  # damaged: not what was asked for
+            plan = read_plan(path.parent)
+            if (plan["source"], plan["base"]) == (absolute(source), content(base)):
+                return path.parent
+    return next_folder(source, f"{base.name}-ablation")
+
+
+def absolute(source: str) -> str:
+    place = os.path.expanduser(source)
+    return os.path.abspath(place) if os.path.exists(place) else source
+
+
+def open_ablation(folder: Path, source: str, cells: Sequence[Cell], seeds: Sequence[int]) -> Ablation:
+    """Begin in a new folder, or go on in one that holds the same base recipe; cells and seeds may be added there."""
+    source, known = absolute(source), []
+    if os.path.isdir(source) and Path(os.path.realpath(folder)).is_relative_to(Path(source).resolve()):
+        raise UserError(f"{folder} lies inside the data, where it would become a class of its own: give another with --out.")
+    if (folder / PLAN).exists():
+        plan = read_plan(folder)
+        if (plan["source"], plan["base"]) != (source, content(cells[0].recipe)):
+            raise UserError(f"{folder} holds the ablation of another recipe or other data: give another folder with --out.")
+        known = [cell for cell in plan["cells"] if cell["name"] not in {each.name for each in cells}]
+    else:
+        check_place(folder)
+    listed = [{"name": cell.name, "changes": cell.changes} for cell in cells]
+    write_json(folder / PLAN, {"source": source, "base": content(cells[0].recipe), "cells": [*listed, *known]})
+    for cell in cells:
+        text = yaml.safe_dump(json.loads(json.dumps(cell.recipe.to_dict())), sort_keys=False)
+        write_aside(folder / cell.name / "recipe.yaml", lambda side, text=text: side.write_text(text))  # type: ignore[misc]
+    return Ablation(folder, source, tuple(cells), tuple(seeds))
+
+
+def read_plan(folder: Path) -> dict[str, Any]:
+    try:
+        plan = json.loads((folder / PLAN).read_text(encoding="utf-8"))
+        if not {"source", "base", "cells"} <= plan.keys() or not all("name" in cell for cell in plan["cells"]):
+            raise ValueError("it does not describe an ablation")
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise UserError(f"{folder / PLAN} cannot be read: {error}.") from None
+    return plan
+
+
+def tabulate(ablation: Ablation, metric: str, at: At) -> tuple[list[Row], list[str]]:
+    """Compare what is finished and write the table; sentences name what is not."""
+    folders = [ablation.run_folder(cell, seed) for cell in ablation.cells for seed in ablation.seeds]
+    begun = [folder for folder in folders if (folder / "run.json").is_file()]
+    results, said = read_results(begun, metric, at) if begun else ([], [])
+    results = [dataclasses.replace(result, origin=result.folder.parent.name) for result in results]
+    groups, more = group_results(results, by_folder=True)
+    rows = compare(groups)
+    if rows[0].group.name != ablation.base.name:
+        said.append(f"No run of {ablation.base.name} is finished: differences are to {rows[0].group.name}.")
+    text, picture = as_markdown(rows, metric, at), draw_points(rows, metric, at)
+    write_aside(ablation.folder / "table.md", lambda side: side.write_text(text, encoding="utf-8"))
+    write_json(ablation.folder / "table.json", as_dict(rows, metric, at))
+    write_aside(ablation.folder / "table.png", lambda side: side.write_bytes(picture))
+    return rows, [*said, *more]
+
+
+def pick(rows: Sequence[Row], metric: str) -> Row:
+    """The best mean among the cells with most seeds; of equals the first, which is nearest to the base."""
+    if metric == "test":
+        raise UserError("--pick with --metric test would spoil the test pictures: choose by the validation pictures.")
+    most = max(row.spread.n for row in rows)
+    sign = 1 if MEASURES[metric].higher_is_better else -1
+    return max((row for row in rows if row.spread.n == most), key=lambda row: sign * row.spread.mean)
+
+
+def command_for(ablation: Ablation, recipe: str, base_changes: dict[str, Any], name: str) -> str:
+    """The training that a cell stands for, as one would type it."""
+    cell = next(cell for cell in ablation.cells if cell.name == name)
+    words = ["vitrail", "train", ablation.source, "--recipe", recipe]
+    for key, value in (base_changes | cell.changes).items():
+        words += ["--set", f"{key}={value if isinstance(value, str) else json.dumps(value)}"]
+    return shlex.join(words)
