@@ -1,4 +1,4 @@
-# On a machine with Python >= 3.11 and nothing else: `make demo` adapts weights to built-in pictures, `make test` runs lint, types, tests.
+# On a machine with Python >= 3.11 and nothing else: `make demo` adapts weights to built-in images, `make test` runs lint, types, tests.
 PYTHON ?= python3
 BIN := .venv/bin
 

@@ -1,10 +1,10 @@
 """Do networks in fewer bits answer as the original in float32 does? A table in Markdown, for a trained model on its own data.
 
     python benchmarks/agree.py digits/best.safetensors --data digits
-    python benchmarks/agree.py house_tiny --data tiny-imagenet/ --device cuda --most 10000
+    python benchmarks/agree.py vitrail_tiny --data tiny-imagenet/ --device cuda --most 10000
 
-`vitrail.optimise` makes them: on a processor bfloat16 and int8, which learns its ranges from 128 training pictures or from
-made-up ones; on a Hopper GPU bfloat16 and float8. Compared are the pictures of the test or validation part, `--most` of them.
+`vitrail.optimize` makes them: on a processor bfloat16 and int8, which learns its ranges from 128 training images or from
+made-up ones; on a Hopper GPU bfloat16 and float8. Compared are the images of the test or validation part, `--most` of them.
 """
 
 import argparse
@@ -20,14 +20,14 @@ from vitrail.data.transforms.pipeline import augment
 from vitrail.errors import UserError
 from vitrail.evaluation.accuracy import test_view
 from vitrail.evaluation.evaluate import feed_of, open_part
-from vitrail.models.vision_transformer import Model
+from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.training.distributed import begin, choose_device
 
 BATCH = 64
 
 
-def pictures(model: Model, source: Any, most: int) -> tuple[Tensor, Tensor]:
-    """Up to `most` pictures as the model wants to see them, and their classes."""
+def load_images(model: VisionTransformer, source: Any, most: int) -> tuple[Tensor, Tensor]:
+    """Up to `most` images as the model wants to see them, and their classes."""
     images: list[Tensor] = []
     labels: list[Tensor] = []
     with feed_of(model, source, 0) as feed:
@@ -58,19 +58,19 @@ def main() -> None:
     part = open_part(options.data, None, trained_here=True)
     if model.class_names != part.source.classes:
         raise UserError(f"{options.weights} answers other classes than {options.data} has; take what it was trained with.")
-    images, labels = pictures(model, part.source, options.most)
-    example, _ = pictures(model, open_splits(options.data).train, 128)
+    images, labels = load_images(model, part.source, options.most)
+    example, _ = load_images(model, open_splits(options.data).train, 128)
     images, labels, example, model = images.to(device), labels.to(device), example.to(device), model.to(device)
     kinds: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {}}
-    kinds |= {"fp8": {}} if device.type == "cuda" else {"int8": {"example": example}, "int8, made-up pictures": {}}
-    print(f"{model.name}, {len(images):,} pictures of {part.source.name}; torch {torch.__version__}, {device.type}")
+    kinds |= {"fp8": {}} if device.type == "cuda" else {"int8": {"example": example}, "int8, made-up images": {}}
+    print(f"{model.name}, {len(images):,} images of {part.source.name}; torch {torch.__version__}, {device.type}")
     print("\n| precision | accuracy | same first answer as float32 | mean difference of a logit, of their deviation |")
     print("| --- | --- | --- | --- |")
     with torch.inference_mode():
         exact = answers(model, images)
         for kind, more in kinds.items():
             precision = kind.partition(",")[0]
-            fast = vitrail.optimise(model, "throughput", precision=precision, **more)
+            fast = vitrail.optimize(model, "throughput", precision=precision, **more)
             dtype = torch.bfloat16 if device.type == "cuda" and precision != "fp32" else torch.float32
             found = answers(fast, images, dtype)
             right, same = ((found.argmax(1) == other).double().mean() for other in (labels, exact.argmax(1)))

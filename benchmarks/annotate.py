@@ -1,12 +1,12 @@
 """What it costs to keep a teacher's answers and to read them again.
 
-    python benchmarks/annotate.py annotate      # a ResNet-18 of random weights, pictures made on the spot
+    python benchmarks/annotate.py annotate      # a ResNet-18 of random weights, images made on the spot
     python benchmarks/annotate.py annotate --teacher net.pth --data photos/ --what logits,tokens --top-k 5
-    python benchmarks/annotate.py read --pictures 100000 --grid 7 --batch 512       # a store of random numbers
+    python benchmarks/annotate.py read --images 100000 --grid 7 --batch 512       # a store of random numbers
     python benchmarks/annotate.py step --teacher net.pth --data photos/ --model deit_small_patch16 --size 224 --batch 256
 
-`annotate`: bytes per picture on the disk, pictures per second and seconds from files to a finished store; beside it the same
-pictures decoded and shown to the teacher for its logits, with nothing kept. Every round writes a new store.
+`annotate`: bytes per image on the disk, images per second and seconds from files to a finished store; beside it the same
+images decoded and shown to the teacher for its logits, with nothing kept. Every round writes a new store.
 
 `read`: milliseconds for the values and class numbers of a batch of random rows, maps of `--grid` x `--grid` cells with 5 classes
 each: from memory-mapped files and, where they fit, on the device; and for a batch of dense targets.
@@ -50,14 +50,14 @@ from vitrail.teachers.label_store import Store
 from vitrail.teachers.label_store_writer import Finish, Part, Shelf, write_store
 from vitrail.teachers.teacher import Teacher
 from vitrail.training.distributed import Devices, choose_device
-from vitrail.training.trainer import Options, Training
+from vitrail.training.trainer import Options, Trainer
 
 EIGHTEEN = ResNetPlan((2, 2, 2, 2), bottleneck=False)
 KEPT = 5
 KINDS = ("noise", "static")
 
 
-def make_pictures(folder: Path, count: int, side: int = 256) -> Source:
+def make_images(folder: Path, count: int, side: int = 256) -> Source:
     """JPEGs of smooth noise, in two classes."""
     for kind in KINDS:
         (folder / kind).mkdir(parents=True)
@@ -69,9 +69,9 @@ def make_pictures(folder: Path, count: int, side: int = 256) -> Source:
     return open_source(str(folder))
 
 
-def open_pictures(arguments: argparse.Namespace, place: str) -> Source:
-    source = open_source(arguments.data) if arguments.data else make_pictures(Path(place) / "pictures", arguments.pictures)
-    return Subset(source, np.arange(min(len(source), arguments.pictures)))
+def open_images(arguments: argparse.Namespace, place: str) -> Source:
+    source = open_source(arguments.data) if arguments.data else make_images(Path(place) / "images", arguments.images)
+    return Subset(source, np.arange(min(len(source), arguments.images)))
 
 
 def open_one(arguments: argparse.Namespace, classes: list[str] | None = None) -> Teacher:
@@ -85,7 +85,7 @@ def open_one(arguments: argparse.Namespace, classes: list[str] | None = None) ->
 
 def measure_annotating(arguments: argparse.Namespace) -> dict:
     with tempfile.TemporaryDirectory() as place:
-        source, teacher = open_pictures(arguments, place), open_one(arguments)
+        source, teacher = open_images(arguments, place), open_one(arguments)
         wanted = Wanted(tuple(arguments.what.split(",")), arguments.top_k, batch=arguments.batch)
         seconds: list[float] = []
         bare: list[float] = []
@@ -98,28 +98,28 @@ def measure_annotating(arguments: argparse.Namespace) -> dict:
             size = result.bytes
     return {
         "what": f"annotate {arguments.what}, top {arguments.top_k or 'all'}, {teacher.name}, {arguments.device}",
-        "pictures": len(source),
+        "images": len(source),
         "seconds": round(statistics.median(seconds), 2),
-        "pictures_per_second": round(len(source) / statistics.median(seconds), 1),
+        "images_per_second": round(len(source) / statistics.median(seconds), 1),
         "half_spread": round(half_spread(seconds), 3),
         "logits_with_nothing_kept_per_second": round(statistics.median(bare), 1),
-        "bytes_per_picture": round(size / result.pictures, 1),
+        "bytes_per_image": round(size / result.images, 1),
     }
 
 
 def nothing_kept(teacher: Teacher, source: Source, batch: int, workers: int | None) -> float:
-    """Pictures per second, logits alone."""
+    """Images per second, logits alone."""
     view = test_view(teacher.preprocessing)
     device = next(teacher.network.parameters()).device
     start = time.perf_counter()
-    for part in sweep(source, device, DETAIL * max(view.size), batch, workers, []):
+    for part in sweep(source, device, DETAIL * max(view.image_size), batch, workers, []):
         teacher(augment(part.pixels, part.sizes, torch.zeros_like(part.index), view).images)
     if device.type == "cuda":
         torch.cuda.synchronize()
     return len(source) / (time.perf_counter() - start)
 
 
-def make_store(folder: Path, pictures: int, grid: int) -> Store:
+def make_store(folder: Path, images: int, grid: int) -> Store:
     """Random numbers in the shape of answers."""
     rng = np.random.default_rng(0)
     shape = [1, KEPT, grid, grid]
@@ -145,14 +145,14 @@ def make_store(folder: Path, pictures: int, grid: int) -> Store:
         "covers": "whole",
         "arrays": arrays,
     }
-    keys = rng.integers(0, 256, (pictures, 16), dtype=np.uint8)
-    write_store(folder, Shelf(open_source("digits"), keys, pictures, []), head, make)
+    keys = rng.integers(0, 256, (images, 16), dtype=np.uint8)
+    write_store(folder, Shelf(open_source("digits"), keys, images, []), head, make)
     return Store.open(folder)
 
 
 def measure_reading(arguments: argparse.Namespace) -> dict:
     with tempfile.TemporaryDirectory() as place:
-        store = make_store(Path(place) / "store", arguments.pictures, arguments.grid)
+        store = make_store(Path(place) / "store", arguments.images, arguments.grid)
         mapped, resident = store.to(arguments.device, share=0.0), store.to(arguments.device, share=0.9)
         generator = torch.Generator().manual_seed(0)
         rows = torch.randint(len(store), (arguments.batch,), generator=generator)
@@ -164,7 +164,7 @@ def measure_reading(arguments: argparse.Namespace) -> dict:
         times = in_turns(runs, arguments.device, arguments.rounds, 10)
         return {
             "what": f"read {arguments.batch} maps of {KEPT} x {arguments.grid} x {arguments.grid}, {arguments.device}",
-            "pictures": len(store),
+            "images": len(store),
             "megabytes": round(store.size / 1e6, 1),
             "milliseconds": {name: round(1e3 * statistics.median(each), 3) for name, each in times.items()},
             "half_spread": {name: round(half_spread(each), 3) for name, each in times.items()},
@@ -174,16 +174,16 @@ def measure_reading(arguments: argparse.Namespace) -> dict:
 class InHand:
     """The answers about one batch, given whatever is asked: what is left of a store without the reading."""
 
-    def __init__(self, answers: Answers, pictures: torch.Tensor, what: str) -> None:
-        self.covers, self.known = answers.covers, getattr(answers, what)(pictures)
+    def __init__(self, answers: Answers, images: torch.Tensor, what: str) -> None:
+        self.covers, self.known = answers.covers, getattr(answers, what)(images)
 
-    def logits(self, pictures: torch.Tensor) -> torch.Tensor:
+    def logits(self, images: torch.Tensor) -> torch.Tensor:
         return self.known
 
     tokens = logits
 
 
-def guides(guide: Guide, pictures: torch.Tensor) -> dict[str, Guide]:
+def guides(guide: Guide, images: torch.Tensor) -> dict[str, Guide]:
     """The same guide with the store in its files, on the device, and without it."""
     assert guide.answers is not None
     assert guide.maps is not None
@@ -197,35 +197,35 @@ def guides(guide: Guide, pictures: torch.Tensor) -> dict[str, Guide]:
         found[name] = changed
     bare = copy.copy(guide)
     bare.answers, bare.maps = (
-        InHand(guide.answers, pictures, "logits"),  # type: ignore[assignment]
-        InHand(guide.maps, pictures, "tokens"),  # type: ignore[assignment]
+        InHand(guide.answers, images, "logits"),  # type: ignore[assignment]
+        InHand(guide.maps, images, "tokens"),  # type: ignore[assignment]
     )
     return {"in hand": bare} | found
 
 
-def open_training(recipe: Recipe, source: Source, arguments: argparse.Namespace, folder: Path) -> Training:
+def open_training(recipe: Recipe, source: Source, arguments: argparse.Namespace, folder: Path) -> Trainer:
     device = torch.device(arguments.device, 0) if arguments.device == "cuda" else torch.device(arguments.device)
     feed = Feed(source, device, arguments.workers, round(1.5 * arguments.size), say=lambda sentence: None)
     options = Options(compile=device.type == "cuda")
-    return Training(recipe, build(recipe, source), Devices(device), feed, feed, folder, options)
+    return Trainer(recipe, build(recipe, source), Devices(device), feed, feed, folder, options)
 
 
-def steps_of(training: Training, guide: Guide, batches: Callable[[], object]) -> None:
+def steps_of(training: Trainer, guide: Guide, batches: Callable[[], object]) -> None:
     training.guide = guide
     training._step(batches)  # type: ignore[arg-type]
 
 
 def measure_step(arguments: argparse.Namespace) -> dict:
     with tempfile.TemporaryDirectory() as place:
-        source = open_pictures(arguments, place)
+        source = open_images(arguments, place)
         teacher, store = open_one(arguments, source.classes), Path(place) / "store"
         annotate(teacher, source, store, Wanted(("logits", "tokens"), arguments.top_k, batch=arguments.batch), arguments.workers)
         del teacher
         plain = lookup("small").set(
-            {"model": arguments.model, "batch": arguments.batch, "augmentation.size": arguments.size}
+            {"model": arguments.model, "batch": arguments.batch, "augmentation.image_size": arguments.size}
             | {"schedule.length": "1000000 steps", "precision": "bf16" if arguments.device == "cuda" else "fp32"}
         )
-        taught = with_teacher(plain.set({"distillation.teacher": str(store), "tokens.labels": str(store)}))
+        taught = with_teacher(plain.set({"distillation.teacher": str(store), "token_labels.store": str(store)}))
         training, other = (open_training(recipe, source, arguments, Path(place) / "run") for recipe in (taught, plain))
         stream = training.train.stream(training.order, (0,), 1).run(0, arguments.batches)
         batches = itertools.cycle(stream)  # decoded once: what is measured is what comes after
@@ -243,7 +243,7 @@ def measure_step(arguments: argparse.Namespace) -> dict:
         }
     return {
         "what": f"step of {arguments.model} at {arguments.size}, batch {arguments.batch}, {arguments.device}",
-        "pictures": len(source),
+        "images": len(source),
         "store_megabytes": round(size / 1e6, 3),
         "milliseconds": {name: round(1e3 * statistics.median(each), 3) for name, each in times.items()},
         "half_spread": {name: round(half_spread(each), 3) for name, each in times.items()},
@@ -260,19 +260,19 @@ def main() -> None:
     parser.add_argument("--data")
     parser.add_argument("--what", default="logits")
     parser.add_argument("--top-k", type=int, default=KEPT)
-    parser.add_argument("--pictures", type=positive, default=None)
+    parser.add_argument("--images", type=positive, default=None)
     parser.add_argument("--grid", type=positive, default=7)
     parser.add_argument("--batch", type=positive, default=None)
     parser.add_argument("--rounds", type=positive, default=3)
     parser.add_argument("--workers", type=int, default=None)
     parser.add_argument("--model", default="deit_tiny_patch16", help="of a step")
-    parser.add_argument("--size", type=positive, default=224, help="of the pictures of a step")
-    parser.add_argument("--batches", type=positive, default=8, help="steps in a round, each of other pictures")
+    parser.add_argument("--size", type=positive, default=224, help="of the images of a step")
+    parser.add_argument("--batches", type=positive, default=8, help="steps in a round, each of other images")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
     choose_device(arguments.device)
     kind = arguments.what_to_measure
-    arguments.pictures = arguments.pictures or (100_000 if kind == "read" else 512)
+    arguments.images = arguments.images or (100_000 if kind == "read" else 512)
     arguments.batch = arguments.batch or (512 if kind == "read" else usual_batch(torch.device(arguments.device)))
     measure = {"annotate": measure_annotating, "read": measure_reading, "step": measure_step}[kind]
     result = measure(arguments)

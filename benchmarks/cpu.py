@@ -1,4 +1,4 @@
-"""Inference on a processor: `vitrail.optimise` beside transformers and onnxruntime with the same weights; tables in Markdown.
+"""Inference on a processor: `vitrail.optimize` beside transformers and onnxruntime with the same weights; tables in Markdown.
 
     python benchmarks/cpu.py --out cpu.json                                # DeiT-S beside the others, batches 1, 8 and 32
     python benchmarks/cpu.py --alone                                       # further models, ours only
@@ -30,7 +30,7 @@ from torch import Tensor
 
 import vitrail
 from vitrail.atomic_files import write_aside
-from vitrail.bench.timing import enough_repeats, machine, summarise
+from vitrail.bench.timing import enough_repeats, machine, summarize
 from vitrail.deploy.parity import difference
 from vitrail.models.flops import cost
 from vitrail.models.registry import lookup
@@ -56,7 +56,7 @@ def steady(run: Run) -> float:
     """The median of five rounds."""
     timed(run)
     repeats = enough_repeats(timed(run))
-    return summarise([timed(run, repeats) for _ in range(5)]).median
+    return summarize([timed(run, repeats) for _ in range(5)]).median
 
 
 def measure_ceiling() -> tuple[dict[str, float], float]:
@@ -80,7 +80,7 @@ def measure_ceiling() -> tuple[dict[str, float], float]:
 class Others:
     """transformers' network with our weights, and onnxruntime's sessions made of it."""
 
-    def __init__(self, model: vitrail.Model, threads: int):
+    def __init__(self, model: vitrail.VisionTransformer, threads: int):
         self.sessions: dict[str, Any] = {}
         self.network = None
         if not find_spec("transformers"):
@@ -110,7 +110,7 @@ class Others:
         onnx.save(graph, plain)
         coding.quantize_dynamic(plain, folder / "dynamic.onnx", per_channel=True, weight_type=coding.QuantType.QInt8)
 
-        class Pictures(coding.CalibrationDataReader):
+        class Images(coding.CalibrationDataReader):
             def __init__(self) -> None:
                 self.rest = [{"image": torch.randn(2, 3, *size).numpy()} for _ in range(4)]
 
@@ -120,7 +120,7 @@ class Others:
         kinds = {"weight_type": coding.QuantType.QInt8, "activation_type": coding.QuantType.QUInt8}
         which = {"op_types_to_quantize": ["MatMul", "Gemm"], "extra_options": {"MatMulConstBOnly": True}}
         form = coding.QuantFormat.QDQ
-        coding.quantize_static(plain, folder / "static.onnx", Pictures(), form, per_channel=True, **kinds, **which)
+        coding.quantize_static(plain, folder / "static.onnx", Images(), form, per_channel=True, **kinds, **which)
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
         for name in ("plain", "dynamic", "static"):
@@ -156,10 +156,10 @@ def in_turns(runs: dict[str, Run], rounds: int) -> dict[str, list[float]]:
     return times
 
 
-def contenders(model: vitrail.Model, precision: str, image: Tensor, others: Others | None) -> dict[str, Run]:
+def contenders(model: vitrail.VisionTransformer, precision: str, image: Tensor, others: Others | None) -> dict[str, Run]:
     """Ours first; those of the others that answer as our plain model does."""
-    optimised = vitrail.optimise(model, "latency" if len(image) == 1 else "throughput", precision=precision, example=image[:8])
-    runs: dict[str, Run] = {OURS: lambda: optimised(image)}
+    optimized = vitrail.optimize(model, "latency" if len(image) == 1 else "throughput", precision=precision, example=image[:8])
+    runs: dict[str, Run] = {OURS: lambda: optimized(image)}
     if precision in DTYPES:
         own = DTYPES[precision]
         plain, given = vitrail.create(model.name, device="meta").to_empty(device="cpu"), image.to(own)
@@ -176,7 +176,12 @@ def contenders(model: vitrail.Model, precision: str, image: Tensor, others: Othe
 
 
 def measure(
-    model: vitrail.Model, batch: int, precision: str, rounds: int, others: Others | None, ceiling: tuple[dict[str, float], float]
+    model: vitrail.VisionTransformer,
+    batch: int,
+    precision: str,
+    rounds: int,
+    others: Others | None,
+    ceiling: tuple[dict[str, float], float],
 ) -> list[dict]:
     torch.manual_seed(0)
     image = torch.randn(batch, model.architecture.channels, *model.architecture.image_size)
@@ -187,11 +192,11 @@ def measure(
     rivals = [values for name, values in times.items() if name not in (OURS, PLAIN)]
     rows = []
     for name, values in times.items():
-        found = summarise(values)
+        found = summarize(values)
         row = {"model": model.name, "batch": batch, "precision": precision, "by": name, "milliseconds": 1e3 * found.median}
         row |= {"spread": found.spread, "rounds": found.n, "floor": 1e3 * floor, "ratio": None, "ratio_spread": None}
         if name == OURS and rivals:
-            ratio = summarise([min(each) / own for own, *each in zip(values, *rivals, strict=True)])
+            ratio = summarize([min(each) / own for own, *each in zip(values, *rivals, strict=True)])
             row |= {"ratio": ratio.median, "ratio_spread": ratio.spread}
         rows.append(row)
     return rows
@@ -233,9 +238,7 @@ def main() -> None:
     print(f"n = {options.rounds} rounds in turns; median, ± half the interquartile range{clock}")
     print("ceiling: " + ", ".join(f"{rate / 1e9:.0f} GFLOP/s {name}" for name, rate in ceiling[0].items()), end=", ")
     print(f"{ceiling[1] / 1e9:.1f} GB/s read\n")
-    print(
-        "| model | batch | precision | by | ms | pictures/s | floor, ms | best other / ours |\n" + "| --- " * 8 + "|", flush=True
-    )
+    print("| model | batch | precision | by | ms | images/s | floor, ms | best other / ours |\n" + "| --- " * 8 + "|", flush=True)
     rows: list[dict] = []
     for name in names:
         torch.manual_seed(0)

@@ -1,15 +1,15 @@
 """What the way from files to what the network sees costs.
 
-    python benchmarks/data.py decode                        # pictures made on the spot, 500 x 375 to 4000 x 3000
-    python benchmarks/data.py decode --pictures photos/     # your own, all of them once per round
+    python benchmarks/data.py decode                        # images made on the spot, 500 x 375 to 4000 x 3000
+    python benchmarks/data.py decode --images photos/     # your own, all of them once per round
     python benchmarks/data.py augment                       # a GPU; timm and torchvision beside it
     python benchmarks/data.py augment deit --device cpu --batch 16 --rounds 3 --no-others
 
-`decode`: decoding plus resizing the shorter side to `--at-least`, in pictures per second of one core (processor time),
+`decode`: decoding plus resizing the shorter side to `--at-least`, in images per second of one core (processor time),
 Vitrail with and without simplejpeg beside plain Pillow and OpenCV, each round all of them in turn on the same files.
 
-`augment`: from stored pictures, 256 x 256 uint8, to 224 x 224 normalised float32, mixed where the recipe mixes, in batches on a
-device; timm and torchvision picture by picture on all CPU cores. "Alone" is the time of the augmentation back to back, as a share
+`augment`: from stored images, 256 x 256 uint8, to 224 x 224 normalized float32, mixed where the recipe mixes, in batches on a
+device; timm and torchvision image by image on all CPU cores. "Alone" is the time of the augmentation back to back, as a share
 of a compiled bfloat16 training step of DeiT-S on the same batch; "added" is by how much the step takes longer with it in front.
 """
 
@@ -32,7 +32,7 @@ import vitrail
 from vitrail.atomic_files import write_aside
 from vitrail.data import decode as decoder
 from vitrail.data.rng import sample_key
-from vitrail.data.transforms.mixup import draw_mix, mix_pictures
+from vitrail.data.transforms.mixup import draw_mix, mix_images
 from vitrail.data.transforms.pipeline import Augmentation, augment
 from vitrail.errors import UserError
 from vitrail.training.distributed import choose_device
@@ -50,8 +50,8 @@ def photograph(width: int, height: int, seed: int) -> bytes:
     for _ in range(3):
         phases = np.exp(2j * np.pi * rng.random(frequency.shape))
         layers.append(np.fft.irfft2(phases / frequency**1.2, s=(height, width)))
-    light, *colours = (layer / layer.std() for layer in layers)
-    pixels = np.stack([light * 50 + 20 * colours[0], light * 50, light * 50 + 20 * colours[1]], axis=2)
+    light, *colors = (layer / layer.std() for layer in layers)
+    pixels = np.stack([light * 50 + 20 * colors[0], light * 50, light * 50 + 20 * colors[1]], axis=2)
     pixels += 127 + rng.normal(0, 2, pixels.shape)
     file = io.BytesIO()
     Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(file, "JPEG", quality=90)
@@ -64,7 +64,7 @@ def resized(size: tuple[int, int], shorter: int) -> tuple[int, int]:
 
 
 def runs(at_least: int) -> dict[str, Run]:
-    """What is compared: name -> bytes to a resized picture."""
+    """What is compared: name -> bytes to a resized image."""
 
     def vitrail(encoded: bytes) -> object:
         image = Image.fromarray(decoder.decode(encoded, at_least))
@@ -120,16 +120,16 @@ def compare(title: str, files: list[bytes], at_least: int, rounds: int) -> None:
 
 def decode(options: argparse.Namespace) -> None:
     paths: list[Path] = []
-    if options.pictures:
-        paths = sorted(path for path in options.pictures.rglob("*") if path.suffix.lower() in (".jpg", ".jpeg", ".png", ".webp"))
+    if options.images:
+        paths = sorted(path for path in options.images.rglob("*") if path.suffix.lower() in (".jpg", ".jpeg", ".png", ".webp"))
         if not paths:
-            raise UserError(f"{options.pictures} is not a folder with pictures in it (JPEG, PNG or WebP).")
+            raise UserError(f"{options.images} is not a folder with images in it (JPEG, PNG or WebP).")
     print(
         f"{os.cpu_count()}-core CPU; one thread; n = {options.rounds} rounds; at_least = {options.at_least}; "
         f"simplejpeg {'no' if decoder.simplejpeg is None else decoder.simplejpeg.__version__}"
     )
     if paths:
-        compare(str(options.pictures), [path.read_bytes() for path in paths], options.at_least, options.rounds)
+        compare(str(options.images), [path.read_bytes() for path in paths], options.at_least, options.rounds)
         return
     for width, height in SIZES:
         files = [photograph(width, height, seed) for seed in range(options.files)]
@@ -137,17 +137,17 @@ def decode(options: argparse.Namespace) -> None:
 
 
 JITTER = (0.3, 0.3, 0.3, 0.0)
-PIPELINES = {  # what is done to a picture, mixup, CutMix
-    "deit": (Augmentation(policy="rand", erasing=0.25), 0.8, 1.0),
-    "deit3": (Augmentation(policy="three", jitter=JITTER), 0.8, 1.0),
-    "deit3_21k": (Augmentation(crop="simple", policy="three", jitter=JITTER), 0.0, 1.0),
-    "lvvit": (Augmentation(policy="rand", crop_last=True, filter="random", erasing=0.25), 0.0, 0.0),
+PIPELINES = {  # what is done to an image, mixup, CutMix
+    "deit": (Augmentation(policy="rand", random_erasing=0.25), 0.8, 1.0),
+    "deit3": (Augmentation(policy="three", color_jitter=JITTER), 0.8, 1.0),
+    "deit3_21k": (Augmentation(crop="simple", policy="three", color_jitter=JITTER), 0.0, 1.0),
+    "lvvit": (Augmentation(policy="rand", crop_last=True, interpolation="random", random_erasing=0.25), 0.0, 0.0),
     "plain": (Augmentation(), 0.0, 0.0),
 }
 
 
-def stored_pictures(count: int) -> torch.Tensor:
-    """uint8 [count, 3, 256, 256], channels last, as a loader gives them: 16 made pictures over and over."""
+def stored_images(count: int) -> torch.Tensor:
+    """uint8 [count, 3, 256, 256], channels last, as a loader gives them: 16 made images over and over."""
     made = [np.asarray(Image.open(io.BytesIO(photograph(256, 256, seed)))) for seed in range(16)]
     return torch.from_numpy(np.stack([made[place % 16] for place in range(count)])).permute(0, 3, 1, 2)
 
@@ -164,7 +164,7 @@ def augmenter(name: str, pixels: torch.Tensor, compiled: bool) -> Callable[[], t
         nonlocal epoch
         epoch += 1
         images = whole(pixels, sizes, sample_key(0, epoch, index, index), how).images
-        return mix_pictures(images, draw_mix(0, epoch, 0, 0, how.size, mixup, cutmix))
+        return mix_images(images, draw_mix(0, epoch, 0, 0, how.size, mixup, cutmix))
 
     return run
 
@@ -172,23 +172,23 @@ def augmenter(name: str, pixels: torch.Tensor, compiled: bool) -> Callable[[], t
 def training_step(device: str) -> Callable[[torch.Tensor], None]:
     model = vitrail.create("deit_small_patch16").to(device).train()
     forward = torch.compile(model)
-    optimiser = torch.optim.AdamW(model.parameters(), fused=device == "cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=device == "cuda")
 
     def run(images: torch.Tensor) -> None:
         with torch.autocast(device, torch.bfloat16):
             output = forward(images)
         output.float().logsumexp(-1).mean().backward()
-        optimiser.step()
-        optimiser.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
 
     return run
 
 
-class Pictures(torch.utils.data.Dataset):
-    """Decoded pictures in memory, so that only the transform is timed."""
+class Images(torch.utils.data.Dataset):
+    """Decoded images in memory, so that only the transform is timed."""
 
     def __init__(self, transform: Callable, count: int) -> None:
-        self.images = [Image.fromarray(picture.permute(1, 2, 0).numpy()) for picture in stored_pictures(16)]
+        self.images = [Image.fromarray(image.permute(1, 2, 0).numpy()) for image in stored_images(16)]
         self.transform, self.count = transform, count
 
     def __len__(self) -> int:
@@ -232,7 +232,7 @@ def augmentation(options: argparse.Namespace) -> None:
     check_file(options.out)
     beside = {} if options.no_others else others()
     print(f"{machine(device)}; batch {options.batch}; n = {options.rounds} rounds of {options.repeats}", flush=True)
-    pixels = stored_pictures(options.batch).to(device)
+    pixels = stored_images(options.batch).to(device)
     step, alone = None, 0.0
     if device == "cuda":
         step, images = training_step(device), torch.randn(options.batch, 3, 224, 224, device=device)
@@ -262,10 +262,10 @@ def augmentation(options: argparse.Namespace) -> None:
             report(name, where, options.batch / seconds, half_spread(times["alone"]), ms=seconds * 1e3, **shares)
     for name, transform in beside.items():
         workers = os.cpu_count() or 1
-        pictures = Pictures(transform, 256 * workers)
-        loader = torch.utils.data.DataLoader(pictures, 256, num_workers=workers, persistent_workers=True)
+        raw = Images(transform, 256 * workers)
+        loader = torch.utils.data.DataLoader(raw, 256, num_workers=workers, persistent_workers=True)
         passes = [timed_pass(loader) for _ in range(4)][1:]  # the first one starts the workers
-        report(name, f"{workers} CPU cores", len(pictures) / statistics.median(passes), half_spread(passes))
+        report(name, f"{workers} CPU cores", len(raw) / statistics.median(passes), half_spread(passes))
 
 
 def timed_pass(loader: torch.utils.data.DataLoader) -> float:
@@ -279,7 +279,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
     command = commands.add_parser("decode", help="decoding and resizing beside plain Pillow and OpenCV")
-    command.add_argument("--pictures", type=Path, help="a folder of pictures; made on the spot if not given")
+    command.add_argument("--images", type=Path, help="a folder of images; made on the spot if not given")
     command.add_argument("--at-least", type=positive, default=256)
     command.add_argument("--rounds", type=positive, default=7)
     command.add_argument("--files", type=positive, default=6, help="how many are made of each size")

@@ -5,9 +5,9 @@
 
 A step is what `vitrail train` does with a batch that is there already: forward and backward pass of the loss in bfloat16 with
 blocks compiled one by one (on a GPU), clipping, AdamW, gradients let go. Scopes take turns, round by round; the table gives the
-medians, half the spread, and in brackets the ratio to the first. Each scope has a model and an optimiser of its own, made before
+medians, half the spread, and in brackets the ratio to the first. Each scope has a model and an optimizer of its own, made before
 its turn and dropped after it, so that the peak is what one such training needs; on a CPU, where nobody counts allocations, it is
-the sum of weights, what the backward pass keeps, gradients and the optimiser's state.
+the sum of weights, what the backward pass keeps, gradients and the optimizer's state.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from vitrail.recipes.schema import Recipe, parse_scope
 from vitrail.tasks.classification import Supervised
 from vitrail.tasks.targets import Targets
 from vitrail.training.compile import compile_blocks, for_compiling
-from vitrail.training.optimizers import clip_gradients, make_optimiser
+from vitrail.training.optimizers import clip_gradients, make_optimizer
 from vitrail.training.scope import apply_scope
 
 ON_A_PROCESSOR = "--device cpu --model deit_tiny_patch16 --size 64 --batch 4 --rounds 2"
@@ -54,7 +54,7 @@ class Tuning:
         if options.compile:
             compile_blocks(for_compiling(self.model))
         self.task = Supervised(self.model, recipe)
-        self.optimiser = make_optimiser(self.model, recipe.optimiser, recipe.rate)
+        self.optimizer = make_optimizer(self.model, recipe.optimizer, recipe.lr)
 
     def loss(self) -> torch.Tensor:
         with torch.autocast(self.device.type, torch.bfloat16):
@@ -62,12 +62,12 @@ class Tuning:
 
     def step(self) -> None:
         self.loss().backward()
-        clip_gradients(self.model.parameters(), self.recipe.optimiser.clip)
-        self.optimiser.step()
-        self.optimiser.zero_grad(set_to_none=True)
+        clip_gradients(self.model.parameters(), self.recipe.optimizer.clip_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
 
     def kept_bytes(self) -> int:
-        """Weights, what the backward pass keeps beside them, and gradients and optimiser's state of what is trained."""
+        """Weights, what the backward pass keeps beside them, and gradients and optimizer's state of what is trained."""
         own = {parameter.untyped_storage().data_ptr() for parameter in self.model.parameters()}
         kept: dict[tuple[int, int], torch.Tensor] = {}  # held until counted: memory that is free again has the same address
 
@@ -78,7 +78,7 @@ class Tuning:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             self.loss()
-        state = [value for values in self.optimiser.state.values() for value in values.values()]
+        state = [value for values in self.optimizer.state.values() for value in values.values()]
         tensors = [*self.model.parameters(), *kept.values(), *state]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors) + 4 * self.trained
 
@@ -90,7 +90,7 @@ def measure(make: Callable[[], Tuning], options: argparse.Namespace) -> tuple[fl
         torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated() if cuda else 0
     tuning = make()
-    timed(tuning.step, options.device, 3)  # compiles, and makes what the optimiser keeps
+    timed(tuning.step, options.device, 3)  # compiles, and makes what the optimizer keeps
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     seconds = timed(tuning.step, options.device, options.repeats)
@@ -123,7 +123,7 @@ def main() -> None:
     check_file(options.out)
     options.compile = options.device == "cuda" if options.compile is None else options.compile
     recipe = lookup("finetune").set({"model": options.model})
-    what = f"{options.model} at {options.size} pixels, batch {options.batch}, bfloat16, {recipe.optimiser.kind}"
+    what = f"{options.model} at {options.size} pixels, batch {options.batch}, bfloat16, {recipe.optimizer.kind}"
     if options.compile:
         what += ", blocks compiled"
     print(f"{machine(options.device)}\n{what}; n = {options.rounds} rounds of {options.repeats} steps, scopes in turn")

@@ -3,12 +3,12 @@
     python benchmarks/gpu.py pairs --modes own          # throughput: each as its own project trains and ships
     python benchmarks/gpu.py pairs                      # the same in every mode
     python benchmarks/gpu.py latency                    # inference, batch 1
-    python benchmarks/gpu.py curves --out curves        # over resolution, batch and depth, with pictures
+    python benchmarks/gpu.py curves --out curves        # over resolution, batch and depth, with images
     python benchmarks/gpu.py pairs deit_small_patch16 --modes eager --seconds 300
     python benchmarks/gpu.py pairs patchconvnet_s60 --register deit/patchconvnet_models.py    # beside the authors' code
     python benchmarks/gpu.py pairs deit_tiny_patch16 --device cpu --batch 2 --rounds 2 --modes eager --no-timm
 
-What is measured is what `vitrail bench` measures. Without `--batch` it is 256 pictures, or 128 to train a large or deep network.
+What is measured is what `vitrail bench` measures. Without `--batch` it is 256 images, or 128 to train a large or deep network.
 After `--seconds` no further heat is begun. Every heat is kept in `OUT/WHAT_MODEL.json` as soon as it is over, and what is there
 already from the same machine and settings is not measured again. Without `--out` it is the folder `runs/gpu`.
 """

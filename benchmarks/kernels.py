@@ -27,7 +27,7 @@ KINDS = {  # words in a kernel's name, the first that fits
     "talking heads": ("query_kernel", "key_kernel", "value_kernel", "talking"),
     "convolutions": ("conv", "wgrad", "dgrad", "fprop"),
     "products": ("gemm", "nvjet", "cutlass", "xmma", "cublas", "splitk"),
-    "optimiser": ("multi_tensor", "adam"),
+    "optimizer": ("multi_tensor", "adam"),
     "compiled": ("triton",),
     "copies": ("memcpy", "memset", "copy"),
 }

@@ -8,7 +8,7 @@
 The stack of a model's blocks, with a stochastic depth of 0.1 in each, runs forward and backward on tokens so small that all the
 time is Python, autograd and launches; one thread. On a GPU the clock stops when the work is handed over, not when it is done.
 The plain block is a norm, a qkv product, torch's attention and a product, then a norm and two products around GELU, each half
-dropped for each picture. Printed are microseconds for each block, forward and backward, median ± half the interquartile range,
+dropped for each image. Printed are microseconds for each block, forward and backward, median ± half the interquartile range,
 the median of the rounds' ratios, and the operators that a block hands to the device, those that compute and views. Triton's
 kernels are no operators: they are not counted.
 """
@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vitrail.bench.output import headline
-from vitrail.bench.timing import machine, summarise, wait
+from vitrail.bench.timing import machine, summarize, wait
 from vitrail.models.config import Architecture
 from vitrail.models.registry import build, lookup
 from vitrail.training.distributed import begin, choose_device
@@ -204,8 +204,8 @@ def main() -> None:
     counts = {name: stack.operators() for name, stack in both.items()}
     for place, which in enumerate(PASSES):
         columns = {name: [each[place] for each in found] for name, found in times.items()}
-        cells = [f"{1e6 * found.median:.1f} ±{found.spread:.1%}" for found in map(summarise, columns.values())]
-        ratio = summarise([one / other for one, other in zip(columns["ours"], columns["plain"], strict=True)])
+        cells = [f"{1e6 * found.median:.1f} ±{found.spread:.1%}" for found in map(summarize, columns.values())]
+        ratio = summarize([one / other for one, other in zip(columns["ours"], columns["plain"], strict=True)])
         cells += [f"{ratio.median:.2f} ±{ratio.spread:.1%}"]
         cells += [" / ".join(f"{found[place][kind]:.1f}" for found in counts.values()) for kind in (0, 1)]
         print(f"| {which} | {' | '.join(cells)} |", flush=True)

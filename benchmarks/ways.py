@@ -2,7 +2,7 @@
 
     python benchmarks/ways.py branches                             # parallel branches one after the other, and as one
     python benchmarks/ways.py branches vit_small_patch16_18x2 --drop-path 0.1 --batch 256
-    python benchmarks/ways.py skip cait_s24 --drop-path 0.2        # dropped pictures times zero, and left out
+    python benchmarks/ways.py skip cait_s24 --drop-path 0.2        # dropped images times zero, and left out
     python benchmarks/ways.py scales                               # scales of channels by themselves, and inside products
     python benchmarks/ways.py branches vit_tiny_patch16_12x2 --device cpu --batch 2 --size 64 --depth 2 --mode eager --rounds 3
     python benchmarks/ways.py branches vit_tiny_patch16_12x2_ls --errors --device cpu --size 64 --depth 6 --drop-path 0.1
@@ -59,10 +59,10 @@ WAYS = {
         lacks=lambda found: "" if found.branches > 1 else "has no parallel branches: vit_small_patch16_18x2 has",
     ),
     "skip": Way(
-        "each picture's coin",
+        "each image's coin",
         "left out",
         (("cait_s24", 0.2), ("patchconvnet_s60", 0.3), ("deit3_base_patch16", 0.2)),
-        lacks=lambda found: "" if found.drop_path else "drops no pictures: give --drop-path 0.2",
+        lacks=lambda found: "" if found.drop_path else "drops no images: give --drop-path 0.2",
         architecture=({"drop_path_kind": "each"}, {"drop_path_kind": "skip"}),
     ),
     "scales": Way(
@@ -142,7 +142,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--drop-path", type=float, default=None, help="the paper's by default")
     parser.add_argument("--batch", type=positive, default=128)
-    parser.add_argument("--size", type=positive, default=None, help="of pictures, the model's own by default")
+    parser.add_argument("--size", type=positive, default=None, help="of images, the model's own by default")
     parser.add_argument("--depth", type=positive, default=0, help="in blocks, the model's own by default")
     parser.add_argument("--mode", choices=MODES, help="of a step, own by default")
     parser.add_argument("--precision", choices=PRECISIONS, help="of a step, bf16 by default")

@@ -1,4 +1,4 @@
-"""Draws docs/grid.svg, the picture of the grid, from the catalogue itself: `python docs/draw_grid.py`."""
+"""Draws docs/grid.svg, the image of the grid, from the catalogue itself: `python docs/draw_grid.py`."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -7,8 +7,8 @@ from xml.sax.saxutils import escape
 from vitrail.models import cait, deit, deit3, lvvit, patchconvnet, resmlp, three_things, vit
 from vitrail.models.config import CHOICES, Architecture
 
-COLUMNS = ("stem", "mixer", "branches", "residual", "norm", "positions", "readout")
-TITLES = ("stem", "token mixer", "layout", "residual scale", "norm", "positions", "readout")
+COLUMNS = ("stem", "mixer", "branches", "residual", "norm", "pos_embed", "pooling")
+TITLES = ("stem", "token mixer", "layout", "residual scale", "norm", "pos_embed", "pooling")
 PAPERS = {
     "ViT": (vit.MODELS["vit_base_patch16"], "#4269d0"),
     "ViT hybrid": (vit.MODELS["vit_base_r50_s16"], "#97bbf5"),
@@ -38,11 +38,11 @@ def draw() -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">',
         f'<rect width="{width}" height="{height}" fill="white"/>',
     ]
-    for index, (name, (_, colour)) in enumerate(PAPERS.items()):
+    for index, (name, (_, color)) in enumerate(PAPERS.items()):
         x = LEFT + index * (width - 2 * LEFT) / len(PAPERS)
-        lines.append(f'<rect x="{x:.0f}" y="12" width="12" height="12" fill="{colour}"/>')
+        lines.append(f'<rect x="{x:.0f}" y="12" width="12" height="12" fill="{color}"/>')
         lines.append(f'<text x="{x + 16:.0f}" y="22">{escape(name)}</text>')
-    for offset, (name, (a, colour)) in enumerate(PAPERS.items()):
+    for offset, (name, (a, color)) in enumerate(PAPERS.items()):
         points = []
         for index, column in enumerate(COLUMNS):
             row = options(column).index(choice(a, column))
@@ -52,7 +52,7 @@ def draw() -> str:
         for (x0, y0), (x1, y1) in pairwise(points):
             middle = (x0 + x1) / 2
             path += f" C {middle} {y0:.1f} {middle} {y1:.1f} {x1} {y1:.1f}" if x1 - x0 < WIDTH else f" L {x1} {y1:.1f}"
-        lines.append(f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="2"><title>{escape(name)}</title></path>')
+        lines.append(f'<path d="{path}" fill="none" stroke="{color}" stroke-width="2"><title>{escape(name)}</title></path>')
     for index, (column, title) in enumerate(zip(COLUMNS, TITLES, strict=True)):
         x = LEFT + index * STEP
         lines.append(f'<text x="{x}" y="{TOP - 16}" font-weight="bold">{title}</text>')

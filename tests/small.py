@@ -14,10 +14,10 @@ def shrink(a: Architecture) -> Architecture:
         "depth": min(a.depth, 2),
         "branches": min(a.branches, 2),
         "heads": heads,
-        "readout_heads": 2 if a.readout_heads > 1 else 1,
+        "pooling_heads": 2 if a.pooling_heads > 1 else 1,
         "image_size": (2 * a.patch_size, 3 * a.patch_size),
         "classes": 5,
-        "residual_start": a.residual_start if a.residual == "constant" else 0.5,
+        "layerscale_init": a.layerscale_init if a.residual == "constant" else 0.5,
     }
     if a.stem.startswith("resnet"):
         changes |= {"stem_width": 32, "stem_layers": tuple(1 for _ in a.stem_layers)}

@@ -72,10 +72,10 @@ def test_a_folder_that_may_only_be_read(tmp_path):
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory):
-    """A model and pictures for it."""
+    """A model and images for it."""
     folder = tmp_path_factory.mktemp("given")
     torch.manual_seed(0)
-    model = vitrail.create("house_mini", 2, 32, depth=1)
+    model = vitrail.create("vitrail_mini", 2, 32, depth=1)
     model.class_names = ["cats", "dogs"]
     vitrail.save(model, folder / "model.safetensors")
     make_folder(folder / "photos", ("cats", "dogs"))

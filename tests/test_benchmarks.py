@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import vitrail
-from tests.models.test_every_model import randomise
+from tests.models.test_every_model import randomize
 from vitrail.errors import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -31,7 +31,7 @@ MODEL = "deit_tiny_patch16"
         ("ways.py branches vit_tiny_patch16_12x2 --errors --device cpu --batch 2 --size 32 --depth 1 --rounds 1", "as one"),
         ("ways.py skip cait_xxs24 --device cpu --batch 4 --size 32 --depth 1 --mode eager --rounds 1 --drop 0.5", "left out, ms"),
         ("ways.py scales cait_xxs24 --errors --device cpu --batch 2 --size 32 --depth 1 --rounds 1", "inside products"),
-        (f"optimisers.py {MODEL} --device cpu --rounds 1 --repeats 1", "running mean"),
+        (f"optimizers.py {MODEL} --device cpu --rounds 1 --repeats 1", "running mean"),
         (f"gpu.py pairs {MODEL} --device cpu --batch 1 --rounds 1 --modes eager --no-timm --precision fp32 --out OUT", MODEL),
         (f"gpu.py latency {MODEL} --device cpu --rounds 1 --modes own --no-timm --precision fp32 --out OUT", "own"),
         ("overhead.py --device cpu --rounds 1 --repeats 1", "| backward |"),
@@ -87,7 +87,7 @@ def typed(monkeypatch, capsys):
         ("annotate.py read --device abacus", "There is no device 'abacus'"),
         ("cpu.py deit_small_patch16 vit_nosuch --alone", "vit_nosuch"),
         ("cpu.py --alone --out TMP", "is a folder: give the name of a file"),
-        ("data.py decode --pictures MISSING", "MISSING is not a folder with pictures in it"),
+        ("data.py decode --images MISSING", "MISSING is not a folder with images in it"),
         ("data.py augment nosuch --device cpu", "There is no pipeline 'nosuch': choose among deit,"),
         ("finetuning.py", "There is no GPU that torch can use here, for which this is made: give --device cpu --model"),
         ("finetuning.py --device cpu --model vit_nosuch", "vit_nosuch"),
@@ -98,21 +98,21 @@ def typed(monkeypatch, capsys):
         (f"gpu.py pairs {MODEL} --device cpu --no-timm --out FILE", "is a file: give a folder"),
         (f"gpu.py pairs {MODEL} --device cpu --no-timm --register MISSING.py --out TMP", "is not a file of Python"),
         (f"kernels.py {MODEL}", "There is no GPU that torch can use here, and it is its kernels that are timed."),
-        ("optimise.py vit_nosuch", "vit_nosuch"),
-        (f"optimise.py {MODEL} --device cuda", "There is no GPU"),
-        ("optimisers.py vit_nosuch", "vit_nosuch"),
+        ("optimize.py vit_nosuch", "vit_nosuch"),
+        (f"optimize.py {MODEL} --device cuda", "There is no GPU"),
+        ("optimizers.py vit_nosuch", "vit_nosuch"),
         ("overhead.py vit_nosuch", "vit_nosuch"),
         ("talking_heads.py", "There is no GPU that torch can use here, and the kernels need one."),
         ("talking_heads.py --shape 1,2,3", "--shape 1,2,3 is not batch, tokens, heads and channels"),
         (f"ways.py branches vit_small_patch16_18x2 {MODEL}", f"{MODEL} has no parallel branches"),
-        (f"ways.py skip {MODEL} --drop-path 0", "drops no pictures: give --drop-path"),
+        (f"ways.py skip {MODEL} --drop-path 0", "drops no images: give --drop-path"),
         ("ways.py branches vit_small_patch16_18x2 vit_nosuch", "vit_nosuch"),
         ("ways.py branches --drop-path 1.5", "drop_path"),
         ("ways.py branches --drop-path nan", "drop_path"),
         ("ways.py branches --size 8 --device cpu", "8"),
         ("ways.py branches --out FILE/ways.json", "cannot be written"),
         ("ways.py skip --out TMP", "is a folder: give the name of a file"),
-        ("bundle_weights.py missing.safetensors house_tiny", "missing.safetensors"),
+        ("bundle_weights.py missing.safetensors vitrail_tiny", "missing.safetensors"),
     ],
 )
 def test_what_cannot_be_measured_is_told_in_a_sentence(typed, tmp_path, words, sentence):
@@ -146,8 +146,8 @@ def test_every_benchmark_tells_it_so():
         "forecast.py --rounds 0",
         "gpu.py pairs --rounds 0",
         f"kernels.py {MODEL} --batch 0",
-        "optimise.py --batches 0",
-        "optimisers.py --rounds 0",
+        "optimize.py --batches 0",
+        "optimizers.py --rounds 0",
         "talking_heads.py --rounds 0",
     ],
 )
@@ -184,7 +184,7 @@ def test_results_of_a_benchmark_are_not_offered_to_git(monkeypatch):
 
 
 def test_the_batches_of_the_printed_tables(monkeypatch):
-    """Large and deep networks are trained with 128 pictures, everything else has 256, and --batch says otherwise."""
+    """Large and deep networks are trained with 128 images, everything else has 256, and --batch says otherwise."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     gpu = importlib.import_module("gpu")
 
@@ -202,14 +202,14 @@ def test_the_batches_of_the_printed_tables(monkeypatch):
 def test_how_often_other_precisions_agree(monkeypatch, tmp_path, capsys):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     agree = importlib.import_module("agree")
-    model = vitrail.create("house_mini", classes=10, image_size=8, patch_size=2, depth=2)
+    model = vitrail.create("vitrail_mini", classes=10, image_size=8, patch_size=2, depth=2)
     model.class_names = [str(digit) for digit in range(10)]
-    weights = vitrail.save(randomise(model), tmp_path / "model.safetensors")
+    weights = vitrail.save(randomize(model), tmp_path / "model.safetensors")
     monkeypatch.setattr(sys, "argv", ["agree.py", str(weights), "--data", "digits", "--device", "cpu"])
     agree.main()
     assert torch.is_grad_enabled()  # of whoever comes after it
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
-    assert [line.split(" | ")[0].strip("| ") for line in lines[2:]] == ["fp32", "bf16", "int8", "int8, made-up pictures"]
+    assert [line.split(" | ")[0].strip("| ") for line in lines[2:]] == ["fp32", "bf16", "int8", "int8, made-up images"]
     assert float(lines[2].split(" | ")[2].rstrip("%")) > 99
     monkeypatch.setattr(sys, "argv", ["agree.py", str(weights), "--data", "pets", "--device", "cpu"])
     with pytest.raises(UserError, match="answers other classes than pets has"):

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.house.__main__ import RESULTS, main, table
+from benchmarks.default_recipes.__main__ import RESULTS, main, table
 from vitrail.errors import UserError
 
-PAGE = Path(__file__).parents[1] / "docs" / "house.md"
+PAGE = Path(__file__).parents[1] / "docs" / "default-recipes.md"
 
 
 @pytest.mark.parametrize("data", ["tiny-imagenet", "cifar10"])
@@ -29,22 +29,22 @@ def test_kept_runs_tell_how_to_make_them_again():
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """The folder of a finished run; what is kept of it goes beside it."""
-    monkeypatch.setattr("benchmarks.house.__main__.RESULTS", tmp_path)
+    monkeypatch.setattr("benchmarks.default_recipes.__main__.RESULTS", tmp_path)
     run = tmp_path / "run"
     run.mkdir()
     recipe = {
-        "batch": 4,
+        "batch_size": 4,
         "schedule": {"length": "1 epochs"},
         "tokens": {"labels": "/far/away/store"},
         "about": {"paper": "house"},
     }
     facts = {"source": "/far/data", "recipe": recipe, "seconds": 2.0, "steps": 3, "model": {"parameters": 1e6, "macs": 2e9}}
-    facts |= {"command": "vitrail train /far/data --recipe small --out /far/run --set tokens.labels=/far/away/store"}
+    facts |= {"command": "vitrail train /far/data --recipe small --out /far/run --set token_labels.store=/far/away/store"}
     facts |= {"machine": {"device": "a card"}, "data": {"name": "/far/data", "train": 8, "validation": 2, "fingerprint": "f"}}
     (run / "run.json").write_text(json.dumps(facts))
     speed = {"images_per_second": 6.0}
     lines = [{"step": step, "epoch": step / 3, "kind": "train", "speed": speed} for step in (1, 2, 3)]
-    lines += [{"step": 3, "epoch": 1.0, "kind": "validation", "top1": 0.5, "top5": 1.0, "loss": 1.0, "pictures": 2}]
+    lines += [{"step": 3, "epoch": 1.0, "kind": "validation", "top1": 0.5, "top5": 1.0, "loss": 1.0, "images": 2}]
     write_lines(run, lines)
     return run
 
@@ -57,7 +57,7 @@ def test_a_run_is_kept_without_its_machines_paths(run, tmp_path, capsys):
     main(["keep", str(run), "mine", "--data", "flowers"])
     text = (tmp_path / "flowers-mine.json").read_text()
     assert "/far" not in text
-    assert json.loads(text)["command"] == "vitrail train flowers/ --recipe small --set tokens.labels=store"
+    assert json.loads(text)["command"] == "vitrail train flowers/ --recipe small --set token_labels.store=store"
     main(["table", "flowers"])
     assert "| `mine` | 1.0 M | 2.00 G | 1 | 50.00 % | 50.00 % of 1 | 0.0 | 6 | 6 |  |" in capsys.readouterr().out
 
@@ -70,7 +70,7 @@ def refused(sentence, *words):
 def test_a_run_of_few_classes_and_steps(run, tmp_path):
     speed = {"images_per_second": 6.0}
     lines = [{"step": 1, "epoch": 1.0, "kind": "train", "speed": speed}]
-    lines += [{"step": 1, "epoch": 1.0, "kind": "validation", "top1": 0.5, "loss": 1.0, "pictures": 2}]
+    lines += [{"step": 1, "epoch": 1.0, "kind": "validation", "top1": 0.5, "loss": 1.0, "images": 2}]
     write_lines(run, lines)
     main(["keep", str(run), "mine", "--data", "flowers"])
     found = json.loads((tmp_path / "flowers-mine.json").read_text())
@@ -81,8 +81,8 @@ def test_a_run_of_few_classes_and_steps(run, tmp_path):
 
 def test_what_is_no_finished_run_is_refused(run, tmp_path):
     (tmp_path / "empty").mkdir()
-    (tmp_path / "picture.png").write_bytes(b"\x89PNG")
-    for name in ("missing", "empty", "picture.png"):
+    (tmp_path / "image.png").write_bytes(b"\x89PNG")
+    for name in ("missing", "empty", "image.png"):
         refused("is not the folder of a run", "keep", tmp_path / name, "mine", "--data", "flowers")
     facts = json.loads((run / "run.json").read_text())
     for change, sentence in (
@@ -124,7 +124,7 @@ def test_tables_that_cannot_be(run, tmp_path):
 
 
 def test_the_command_line_tells_it(tmp_path):
-    words = [sys.executable, "-m", "benchmarks.house", "keep", tmp_path / "missing", "mine", "--data", "flowers"]
+    words = [sys.executable, "-m", "benchmarks.default_recipes", "keep", tmp_path / "missing", "mine", "--data", "flowers"]
     done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=PAGE.parents[1])
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("house: ")

@@ -38,7 +38,13 @@ def test_a_cell_is_a_network(name, cell):
         create(recipe.model, 10, size, **parts)
 
 
-SMALL = ["--device=cpu", "--set=precision=fp32", "--set=architecture.width=48", "--set=architecture.heads=2", "--set=batch=64"]
+SMALL = [
+    "--device=cpu",
+    "--set=precision=fp32",
+    "--set=architecture.width=48",
+    "--set=architecture.heads=2",
+    "--set=batch_size=64",
+]
 RUN = ["run", "class attention", "--data=digits", "--epochs=1", *SMALL, "--set=architecture.depth=2"]
 SHA = "0" * 64
 TEACHER = {"name": "teacher.pt", "sha256": SHA}
@@ -95,7 +101,7 @@ def test_what_is_there_is_not_trained_again_and_said_to_be_there(results, capsys
     ("words", "why"),
     [
         (["--data=pets"], "has results on digits, not on pets"),
-        (["--set=batch=32"], "has results with --set precision=fp32"),
+        (["--set=batch_size=32"], "has results with --set precision=fp32"),
     ],
     ids=["data", "set"],
 )
@@ -112,8 +118,8 @@ def test_other_settings_are_refused(results, capsys, words, why):
     [
         ({}, None),
         ({"data": "flowers"}, "on flowers"),
-        ({"fingerprint": "b"}, "other pictures"),
-        ({"set": {"batch": "64"}}, "with --set batch=64"),
+        ({"fingerprint": "b"}, "other images"),
+        ({"set": {"batch_size": "64"}}, "with --set batch_size=64"),
         ({"changes": {"distillation.kind": "soft"}}, "other changes"),
         ({"files": {"teacher": TEACHER | {"name": "moved.pt"}}}, None),
         ({"files": {"teacher": TEACHER | {"sha256": "1" * 64}}}, "another --teacher"),
@@ -138,12 +144,12 @@ def test_which_results_go_together(change, why):
     [
         (["run", "distillation", "--epochs=1"], "without --teacher"),
         (["run", "distillation", "--epochs=1", "--teacher=nowhere.pt"], "no teacher at"),
-        (["run", "stems", "--epochs=1", "--set=optimiser.rat=1"], "optimiser.rate"),
+        (["run", "stems", "--epochs=1", "--set=optimizer.rat=1"], "optimizer.lr"),
         (["run", "stems", "--epochs=1", "--weights=x"], "would not use --weights"),
         (["run", "stems", "--epochs=1", "--cells", "hmpl"], "no cell called hmpl"),
         (["run", "stems", "--epochs=1", "--set=batch"], "has no value"),
         (["run", "stems", "--epochs=1", "--set=seed=3"], "give --seeds"),
-        (["run", "scopes", "--epochs=1", "--set=start.weights=x", "--weights=y"], "give --weights"),
+        (["run", "scopes", "--epochs=1", "--set=init.weights=x", "--weights=y"], "give --weights"),
         (["run", "stems", "--epochs=1", "--set=architecture.stem=conv"], "what the cells of stems differ in"),
     ],
     ids=lambda part: part if isinstance(part, str) else "",
@@ -170,17 +176,17 @@ def test_files_by_name_and_digest(tmp_path):
     assert (both["name"], len(both["sha256"])) == ("teacher.pt+store", 2 * 64 + 1)
     (tmp_path / "teacher.pt.teacher.json").write_bytes(b"b")
     assert describe_file(str(file))["beside"].startswith(sums[b"b"])
-    assert describe_file("house_tiny")["name"] == "house_tiny"
-    assert len(describe_file("house_tiny")["sha256"]) == 64
+    assert describe_file("vitrail_tiny")["name"] == "vitrail_tiny"
+    assert len(describe_file("vitrail_tiny")["sha256"]) == 64
     assert describe_file("timm:resnet50") == {"name": "timm:resnet50", "sha256": None}
 
 
 def test_a_file_is_recorded_with_the_run_and_in_the_command(tmp_path, capsys, monkeypatch):
     trained = []
 
-    def train(pictures, claim, changes, epochs):
+    def train(images, claim, changes, epochs):
         trained.append(changes)
-        return {"top1": 0.5, "seconds": 1.0, "size": [64, 64], "pictures": 9, "parameters": 1, "operations": 1}
+        return {"top1": 0.5, "seconds": 1.0, "size": [64, 64], "images": 9, "parameters": 1, "operations": 1}
 
     monkeypatch.setattr(running, "train_in_stages", train)
     words = [
@@ -189,19 +195,19 @@ def test_a_file_is_recorded_with_the_run_and_in_the_command(tmp_path, capsys, mo
         "--data=digits",
         "--epochs=2",
         "--seeds=1",
-        "--weights=house_tiny",
+        "--weights=vitrail_tiny",
         "--device=cpu",
-        "--set=batch=64",
+        "--set=batch_size=64",
     ]
     main([*words, f"--results={tmp_path}", "--cells", "ffn"])
-    assert trained[0]["start.weights"] == "house_tiny"
+    assert trained[0]["init.weights"] == "vitrail_tiny"
     (run,) = json.loads((tmp_path / "scopes.json").read_text())["runs"]
-    assert run["files"]["weights"] == describe_file("house_tiny")
-    assert "start.weights" not in run["changes"]
+    assert run["files"]["weights"] == describe_file("vitrail_tiny")
+    assert "init.weights" not in run["changes"]
     capsys.readouterr()
     main(["table", f"--results={tmp_path}"])
     page = capsys.readouterr().out
-    assert "--weights house_tiny --set=batch=64 --cells ffn --results again" in page
+    assert "--weights vitrail_tiny --set=batch_size=64 --cells ffn --results again" in page
     assert run["files"]["weights"]["sha256"][:16] in page
 
 

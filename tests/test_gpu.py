@@ -1,4 +1,4 @@
-"""On a GPU: every structure against a float64 reference, mixed precision, a compiled step; the way of pictures to the device.
+"""On a GPU: every structure against a float64 reference, mixed precision, a compiled step; the way of images to the device.
 
 `tests/data/test_transform_kernels.py` compares the kernels of the augmentation with their reference one by one.
 """
@@ -6,10 +6,10 @@
 import pytest
 import torch
 
-from tests.data.test_loader import COUNT, Pictures
-from tests.data.test_transform_parts import pictures
+from tests.data.test_loader import COUNT, Images
+from tests.data.test_transform_parts import images
 from tests.data.test_transforms import PIPELINES, keys
-from tests.models.test_every_model import loss, randomise
+from tests.models.test_every_model import loss, randomize
 from tests.small import structures
 from vitrail.data.loader import Loader, StoredLoader, fill_store
 from vitrail.data.rng import sample_key
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 @pytest.mark.parametrize("name", structures())
 def test_float32_and_bfloat16_against_float64(name):
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    model = randomise(build(structures()[name])).eval()
+    model = randomize(build(structures()[name])).eval()
     image = torch.randn(4, 3, *model.architecture.image_size)
     with torch.inference_mode():
         exact = model.double()(image.double())
@@ -39,7 +39,7 @@ def test_float32_and_bfloat16_against_float64(name):
 
 @pytest.mark.parametrize("name", structures())
 def test_a_compiled_training_step_gives_the_eager_gradients(name):
-    model = randomise(build(structures()[name])).cuda().train()
+    model = randomize(build(structures()[name])).cuda().train()
     image = torch.randn(4, 3, *model.architecture.image_size, device="cuda")
 
     def step(run):
@@ -82,7 +82,7 @@ def no_waiting():
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("name", PIPELINES)
 def test_augmentation_is_that_of_the_cpu_and_never_waits(name, layout, no_waiting):
-    how, batch = PIPELINES[name], pictures(48, 60, 80).to(memory_format=layout)
+    how, batch = PIPELINES[name], images(48, 60, 80).to(memory_format=layout)
     sizes = torch.tensor([[60, 80], [33, 80], [60, 41], [50, 50]]).repeat(12, 1)
     found = no_waiting(augment, batch.cuda(), sizes.cuda(), keys(48).cuda(), how)
     alike(found, augment(batch, sizes, keys(48), how), how)
@@ -90,7 +90,7 @@ def test_augmentation_is_that_of_the_cpu_and_never_waits(name, layout, no_waitin
 
 @pytest.mark.parametrize("name", PIPELINES)
 def test_augmentation_compiles_as_one_graph(name):
-    how, batch = PIPELINES[name], pictures(16, 60, 80).cuda()
+    how, batch = PIPELINES[name], images(16, 60, 80).cuda()
     sizes = torch.tensor([[60, 80]] * 16).cuda()
     torch.compiler.reset()
     compiled = torch.compile(augment, fullgraph=True)
@@ -102,8 +102,8 @@ def test_augmentation_compiles_as_one_graph(name):
 
 @pytest.mark.parametrize("where", ["files", "device"])
 def test_the_stream_on_the_device_is_that_on_the_cpu(where):
-    """Decoded by workers into page-locked memory, or kept on the device: the same pictures, augmented alike."""
-    source, order, how = Pictures(), Order(COUNT, 8, seed=3, repeats=3), PIPELINES["lvvit"]
+    """Decoded by workers into page-locked memory, or kept on the device: the same images, augmented alike."""
+    source, order, how = Images(), Order(COUNT, 8, seed=3, repeats=3), PIPELINES["lvvit"]
 
     def seen(batch):
         return augment(batch.pixels, batch.sizes, sample_key(3, 1, batch.index, batch.repeat), how)

@@ -103,9 +103,9 @@ def test_a_captured_step_is_the_same_step(graphs):
 
 
 def test_a_captured_training_goes_on(graphs):
-    """The same pictures and rates step by step; the graph that is captured in the middle remembers what was saved."""
+    """The same images and rates step by step; the graph that is captured in the middle remembers what was saved."""
     whole, rest = (torch.load(graphs / f"{name}.pt", weights_only=True)["seen"] for name in ("captured", "gone_on"))
-    assert rest == {place: pictures for place, pictures in whole.items() if place[0] >= 5}
+    assert rest == {place: images for place, images in whole.items() if place[0] >= 5}
     lines, others = ([line for line in read_metrics(graphs / name) if line["kind"] == "train"] for name in ("captured", "part"))
     assert [line["step"] for line in lines] == list(range(1, 11))
     assert [(line["step"], line["rate"]) for line in others] == [(line["step"], line["rate"]) for line in lines]

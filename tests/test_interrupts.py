@@ -16,7 +16,7 @@ from vitrail.cli import annotate as annotating_command
 from vitrail.runs import finish, prepare, train
 from vitrail.teachers import annotation, label_store_writer
 from vitrail.training import trainer
-from vitrail.training.trainer import Training
+from vitrail.training.trainer import Trainer
 
 ROOT = Path(__file__).parents[1]
 KICK = "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
@@ -165,20 +165,20 @@ MOMENTS = {
     "measuring": (train, "make_plan", 1, NOTHING),
     "rehearsing": (train, "rehearse", 1, NOTHING),
     "decoding": (train, "Feed", 1, NOTHING),
-    "validation pictures": (train, "Feed", 2, NOTHING),
-    "optimiser": (trainer, "make_optimiser", 1, NOTHING),
+    "validation images": (train, "Feed", 2, NOTHING),
+    "optimizer": (trainer, "make_optimizer", 1, NOTHING),
     "display": (train, "Display", 1, NOTHING),
-    "first batch": (Training, "prepare", 1, GOES_ON.format(1)),
-    "a step": (Training, "learn", 3, GOES_ON.format(3)),
-    "validating": (Training, "evaluate", 1, GOES_ON.format(3)),
-    "saving": (Training, "save", 1, GOES_ON.format(4)),
-    "the last step": (Training, "learn", 6, REPORT),
-    "the last validation": (Training, "evaluate", 2, REPORT),
+    "first batch": (Trainer, "prepare", 1, GOES_ON.format(1)),
+    "a step": (Trainer, "learn", 3, GOES_ON.format(3)),
+    "validating": (Trainer, "evaluate", 1, GOES_ON.format(3)),
+    "saving": (Trainer, "save", 1, GOES_ON.format(4)),
+    "the last step": (Trainer, "learn", 6, REPORT),
+    "the last validation": (Trainer, "evaluate", 2, REPORT),
     "the last weights": (train, "gather", 1, "Stopped at once; `vitrail resume {}` goes on from step 6."),
     "closing": (train, "close_run", 1, REPORT),
     "the report": (finish, "write_report", 1, REPORT),
 }
-WORDS = {**SHORT, "schedule.length": "6 steps", "testing.every": "3 steps"}
+WORDS = {**SHORT, "schedule.length": "6 steps", "validation.every": "3 steps"}
 
 
 @pytest.fixture
@@ -236,7 +236,7 @@ def test_a_library_that_fails_of_it_at_the_end_of_a_training(train, tmp_path, mo
 
 
 def test_a_library_that_fails_of_the_second_while_a_training_runs(train, tmp_path, monkeypatch):
-    monkeypatch.setattr(Training, "evaluate", fails_of(2, RuntimeError("something in C failed")))
+    monkeypatch.setattr(Trainer, "evaluate", fails_of(2, RuntimeError("something in C failed")))
     done = train(save_steps=2)
     assert done.returncode == 130, done.stderr
     assert done.stderr.splitlines()[-1] == f"Stopped at once; `vitrail resume {tmp_path / 'run'}` goes on from step 2."
@@ -250,7 +250,7 @@ def teacher(tmp_path_factory):
     return path
 
 
-KEPT = "Stopped; 500 of 1,437 pictures are kept in {}, and the same command goes on from there."
+KEPT = "Stopped; 500 of 1,437 images are kept in {}, and the same command goes on from there."
 ANNOTATING = {
     "data": (annotating_command, "open_data", 1, "Stopped."),
     "the teacher": (annotating_command, "open_one", 1, "Stopped before the first shard was written: nothing was kept."),

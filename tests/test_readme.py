@@ -29,7 +29,7 @@ def test_python_of_the_readme(tmp_path, monkeypatch):
     for code in blocks(README, "python"):
         exec(code, scope)
     assert scope["logits"].shape == (2, 10)
-    assert scope["features"].tokens.shape == (2, 192, 384)
+    assert scope["features"].token_labels.shape == (2, 192, 384)
     assert scope["features"].grid == (12, 16)
     assert scope["attention"].shape == (2, 6, 193, 193)
     torch.testing.assert_close(scope["attention"].sum(-1), torch.ones(2, 6, 193))
@@ -64,7 +64,7 @@ def test_python_of_the_papers_pages(page, tmp_path, monkeypatch):
         exec(code, {})
 
 
-def test_the_picture_of_the_grid_is_current():
+def test_the_image_of_the_grid_is_current():
     assert (ROOT / "docs" / "grid.svg").read_text() == draw()
 
 

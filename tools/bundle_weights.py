@@ -1,6 +1,6 @@
 """Writes `vitrail/checkpoints/bundled/NAME.safetensors`: the best weights of a run in half precision, as they ship.
 
-    python tools/bundle_weights.py runs/tiny-imagenet house_tiny
+    python tools/bundle_weights.py runs/tiny-imagenet vitrail_tiny
 
 Matrices and vectors become float16, which halves the file; running statistics of norms stay as they are. What the run says of
 itself (classes, preprocessing, recipe, result; its data, machine and curve) goes along, and the largest difference that the
@@ -18,7 +18,7 @@ import torch
 
 from vitrail.checkpoints import bundled, load
 from vitrail.checkpoints.bundled import NAMES
-from vitrail.checkpoints.load import save_tensors
+from vitrail.checkpoints.model_io import save_tensors
 from vitrail.checkpoints.parity import logit_difference
 from vitrail.errors import UserError
 

@@ -3,9 +3,9 @@
     python tools/make_pets.py oxford-pets/
 
 The argument is the data set in any form that `vitrail train` takes, with its official train and test splits and its 37 breeds as
-classes. Of each of twelve breeds the first pictures of either split are kept, validation pictures being some of the official
-training part; they are written in the order training, validation, test. A picture that is not 128 x 128 already is cut to its
-centre square and scaled; near twins of a picture that is kept are passed over.
+classes. Of each of twelve breeds the first images of either split are kept, validation images being some of the official
+training part; they are written in the order training, validation, test. An image that is not 128 x 128 already is cut to its
+centre square and scaled; near twins of an image that is kept are passed over.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def main() -> None:
     }
     write_aside(given.out, lambda side: write(side, parts))
     count = sum(map(len, parts.values()))
-    print(f"{given.out}: {count} pictures, {given.out.stat().st_size / 1e6:.2f} MB")
+    print(f"{given.out}: {count} images, {given.out.stat().st_size / 1e6:.2f} MB")
 
 
 def renamed(source: Source) -> Subset:
@@ -74,7 +74,7 @@ def renamed(source: Source) -> Subset:
 
 
 def later_twins(parts: dict[str, Subset]) -> dict[str, np.ndarray]:
-    """Which pictures are, nearly, an earlier one of either split: bool [N] by split."""
+    """Which images are, nearly, an earlier one of either split: bool [N] by split."""
     found = [fingerprint(pixels) for source in parts.values() for pixels in decoded(source)]
     exact = exact_groups(np.array([each.digest for each in found]))
     hashes = np.array([each.hash for each in found], dtype=np.uint64)
@@ -89,11 +89,11 @@ def decoded(source: Source) -> Iterator[np.ndarray]:
 
 
 def pick(source: Source, passed_over: np.ndarray, start: int, stop: int) -> Subset:
-    """Of every breed the pictures from `start` to `stop`, in the order of the source."""
+    """Of every breed the images from `start` to `stop`, in the order of the source."""
     assert source.label is not None
     found = [np.flatnonzero((source.label.values == breed) & ~passed_over)[start:stop] for breed in range(len(BREEDS))]
     if min(map(len, found)) < stop - start:
-        raise SystemExit(f"{source.name} has fewer than {stop} different pictures of some breed.")
+        raise SystemExit(f"{source.name} has fewer than {stop} different images of some breed.")
     return Subset(source, np.sort(np.concatenate(found)))
 
 
@@ -105,7 +105,7 @@ def write(side: Path, parts: dict[str, Subset]) -> None:
 
 
 def square(encoded: bytes | np.ndarray) -> bytes:
-    """The picture as it is if it has the size already, else its centre square, scaled to it."""
+    """The image as it is if it has the size already, else its centre square, scaled to it."""
     pixels = decode(encoded)
     height, width = pixels.shape[:2]
     if isinstance(encoded, bytes) and height == width == SIDE:

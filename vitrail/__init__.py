@@ -8,32 +8,32 @@ from vitrail.version import __version__
 
 if TYPE_CHECKING:
     from vitrail.checkpoints import load, save
-    from vitrail.deploy.optimize import optimise
-    from vitrail.models import Architecture, Model, build, create, list_models
+    from vitrail.deploy.optimize import optimize
+    from vitrail.models import Architecture, VisionTransformer, build, create, list_models
     from vitrail.recipes import Recipe
     from vitrail.runs.train import resume, train
 
 __all__ = [
     "Architecture",
-    "Model",
     "Recipe",
     "UserError",
+    "VisionTransformer",
     "__version__",
     "build",
     "create",
     "list_models",
     "load",
-    "optimise",
+    "optimize",
     "resume",
     "save",
     "train",
 ]
 
 # Loaded at first use, so that `vitrail --help` does not wait for torch.
-HOMES = dict.fromkeys(("Architecture", "Model", "build", "create", "list_models"), "vitrail.models")
+HOMES = dict.fromkeys(("Architecture", "VisionTransformer", "build", "create", "list_models"), "vitrail.models")
 HOMES |= dict.fromkeys(("load", "save"), "vitrail.checkpoints")
 HOMES |= dict.fromkeys(("resume", "train"), "vitrail.runs.train")
-HOMES["optimise"] = "vitrail.deploy.optimize"
+HOMES["optimize"] = "vitrail.deploy.optimize"
 HOMES["Recipe"] = "vitrail.recipes"
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks.evidence.claims import CLAIMS
 from benchmarks.evidence.page import RESULTS, table
 from benchmarks.evidence.records import FILES, needs
-from benchmarks.evidence.running import Attempt, Pictures, used_versions
+from benchmarks.evidence.running import Attempt, Images, used_versions
 from vitrail.errors import UserError
 
 
@@ -50,9 +50,9 @@ def train(options: argparse.Namespace) -> None:
     idle = next((option for option in FILES if getattr(options, option) and option not in used), None)
     if idle:
         raise UserError(f"{' and '.join(options.claims)} would not use --{idle}: leave it out.")
-    pictures, versions = Pictures(options.data, options.device), used_versions()
+    images, versions = Images(options.data, options.device), used_versions()
     # All of them are looked at before the first is trained.
-    attempts = [Attempt(name, pictures, options, versions) for name in options.claims]
+    attempts = [Attempt(name, images, options, versions) for name in options.claims]
     for attempt in attempts:
         attempt.run(lambda sentence: print(sentence, file=sys.stderr, flush=True))
 

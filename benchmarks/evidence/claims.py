@@ -5,7 +5,7 @@ from typing import Any
 
 PLAIN = {"model": "deit_tiny_patch16", "architecture.drop_path": 0.0}  # a ViT without convolutions
 DEEP = PLAIN | {"architecture.depth": 36, "architecture.width": 96, "architecture.heads": 3}
-SCALED = {"architecture.residual": "layerscale", "architecture.residual_start": 1e-4}
+SCALED = {"architecture.residual": "layerscale", "architecture.layerscale_init": 1e-4}
 
 
 @dataclass(frozen=True)
@@ -20,12 +20,12 @@ class Claim:
     recipe: str = "small"
 
 
-SCOPES = Claim(  # from `house_tiny`, the network trained on Tiny ImageNet
+SCOPES = Claim(  # from `vitrail_tiny`, the network trained on Tiny ImageNet
     "Fine-tuning attention alone does as well as fine-tuning everything; the MLPs alone do worse.",
     "Three things, Table 5, ViT-S from 224 to 384, AdamW: full 82.7, attention 82.5, ffn 82.2",
     "oxford-pets",
-    {scope: {"start.scope": scope} for scope in ("full", "attention", "ffn")},
-    {"start.weights": "{weights}", "optimiser.rate": 5e-4},
+    {scope: {"init.scope": scope} for scope in ("full", "attention", "ffn")},
+    {"init.weights": "{weights}", "optimizer.lr": 5e-4},
     "finetune",
 )
 CLAIMS = {
@@ -56,11 +56,11 @@ CLAIMS = {
         "tiny-imagenet",
         {
             "none": {},
-            "token labels": {"tokens.labels": "{labels}", "tokens.weight": 0.5},
+            "token labels": {"token_labels.store": "{labels}", "token_labels.weight": 0.5},
             "token labels, MixToken": {
-                "tokens.labels": "{labels}",
-                "tokens.weight": 0.5,
-                "tokens.mix": 1.0,
+                "token_labels.store": "{labels}",
+                "token_labels.weight": 0.5,
+                "token_labels.mixtoken": 1.0,
                 "mixing.cutmix": 0.0,
             },
         },
@@ -94,8 +94,8 @@ CLAIMS = {
         "cifar10",
         {
             "class token": {},
-            "class attention": {"architecture.readout": "class_attention"},
-            "mean": {"architecture.readout": "mean"},
+            "class attention": {"architecture.pooling": "class_attention"},
+            "mean": {"architecture.pooling": "mean"},
         },
         PLAIN | SCALED,
     ),
@@ -124,14 +124,14 @@ CLAIMS = {
             "sigmoids": {
                 "augmentation.policy": "rand",
                 "augmentation.crop": "random_resized",
-                "objective.loss": "binary",
-                "objective.smoothing": 0.0,
+                "loss.kind": "binary",
+                "loss.label_smoothing": 0.0,
             },
         },
         PLAIN | SCALED,
     ),
     "communication": Claim(
-        "Without a product across patches an MLP network does not see the picture.",
+        "Without a product across patches an MLP network does not see the image.",
         "ResMLP, S12: linear 76.6, none 56.5",
         "cifar10",
         {"none": {"architecture.mixer": "none"}, "linear": {}},
@@ -141,7 +141,7 @@ CLAIMS = {
         "Pooling by attention does as well as the mean or better, and shows what it looks at.",
         "PatchConvNet, S60: attention 82.1, mean 81.9",
         "cifar10",
-        {"mean": {"architecture.readout": "mean"}, "attention": {}},
+        {"mean": {"architecture.pooling": "mean"}, "attention": {}},
         {
             "model": "patchconvnet_s60",
             "architecture.patch_size": 4,
@@ -166,11 +166,11 @@ CLAIMS = {
         "DeiT III, ViT-B, 400 epochs: 224 pixels 83.1; 128, then 20 epochs at 224: 83.2; 160: 83.3; 192: 83.5",
         "cifar10",
         {
-            "32 pixels": {"augmentation.size": [32, 32]},
+            "32 pixels": {"augmentation.image_size": [32, 32]},
             "24 pixels, then 32": {
-                "first": {"augmentation.size": [24, 24], "optimiser.rate": 1e-3, "share": 0.8},
-                "augmentation.size": [32, 32],
-                "optimiser.rate": 2e-4,
+                "first": {"augmentation.image_size": [24, 24], "optimizer.lr": 1e-3, "share": 0.8},
+                "augmentation.image_size": [32, 32],
+                "optimizer.lr": 2e-4,
             },
         },
         PLAIN | SCALED | {"architecture.patch_size": 4},

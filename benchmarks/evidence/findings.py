@@ -4,7 +4,7 @@
 """
 
 # What is known of files that results do not record: the name for the command, and a sentence.
-HOUSE = ("house_tiny", "the text says `house_tiny`, which comes with the package")
+HOUSE = ("vitrail_tiny", "the text says `vitrail_tiny`, which comes with the package")
 UNRECORDED = {
     "distillation": ("cifar10_resnet56.pt", "the name is known, the content is not"),
     "tokens": (
@@ -18,7 +18,7 @@ UNRECORDED = {
 SCOPES = """
 The paper's claim is not seen here: all weights do best, by {points[attention|full]:.1f} points before attention alone
 (p = {p[attention|full]:.2g}) and {points[ffn|full]:.1f} before the MLPs alone (p = {p[ffn|full]:.2g}). But the paper goes on
-from ImageNet, to a larger size or to a new set; here a small network of 64-pixel pictures (`house_tiny`, trained on Tiny
+from ImageNet, to a larger size or to a new set; here a small network of 64-pixel images (`vitrail_tiny`, trained on Tiny
 ImageNet) has to learn a new set in a few hundred steps. All ran at a rate of 5e-4, which `finetune` had then; it has four times
 that now, for short trainings ended too early, and a part of the weights may need it more than all of them do.
 """
@@ -32,8 +32,8 @@ trainings and more seeds would decide both.
 """,
     "tokens": """
 The order is the paper's: token labels before none (p = {p[none|token labels]:.2g}), MixToken before CutMix
-(p = {p[token labels|token labels, MixToken]:.2g}). The maps are those of an ImageNet ResNet-50 that sees the pictures
-enlarged from 64 to 256 pixels and is often wrong about them; a picture's own label is therefore the data's in all
+(p = {p[token labels|token labels, MixToken]:.2g}). The maps are those of an ImageNet ResNet-50 that sees the images
+enlarged from 64 to 256 pixels and is often wrong about them; an image's own label is therefore the data's in all
 three rows, where the paper takes the teacher's. Three epochs are the beginning of a training; a whole one would tell
 whether the lead lasts.
 """,
@@ -70,7 +70,7 @@ has no reason that we know of and says how far three seeds and three comparisons
 epochs of networks this narrow (128 channels; the paper's have 768), would decide whether anything is lost.
 """,
     "recipe": """
-What the paper has for ViT-B is not seen here; but this is a ViT-Ti, on small pictures. 3-Augment is behind
+What the paper has for ViT-B is not seen here; but this is a ViT-Ti, on small images. 3-Augment is behind
 RandAugment, which is the paper's order for ViT-S, but by far more: {points[3-Augment|RandAugment, resized crop, softmax|5]:.1f}
 points after 5 epochs (p = {p[3-Augment|RandAugment, resized crop, softmax|5]:.2g}) and
 {points[3-Augment|RandAugment, resized crop, softmax|15]:.1f} after 15
@@ -82,7 +82,7 @@ simple crop is ahead of resized ones, against the paper's ViT-S on ImageNet-1k a
 {points[RandAugment, resized crop, softmax|simple crop|5]:.1f} points
 (p = {p[RandAugment, resized crop, softmax|simple crop|5]:.2g}), then
 {points[RandAugment, resized crop, softmax|simple crop|15]:.1f} (p = {p[RandAugment, resized crop, softmax|simple crop|15]:.2g});
-a resized crop may be as small as 8 % of a picture of 32 pixels.
+a resized crop may be as small as 8 % of an image of 32 pixels.
 
 With the length the first two come closer, 3-Augment by
 {points[RandAugment, resized crop, softmax|3-Augment|5|15]:.1f} points
@@ -91,13 +91,13 @@ With the length the first two come closer, 3-Augment by
 (p = {p[RandAugment, resized crop, softmax|sigmoids|5|15]:.2g}), so that neither is sure, and the lead of the simple crop does not
 shrink ({points[RandAugment, resized crop, softmax|simple crop|5|15]:+.1f} points,
 p = {p[RandAugment, resized crop, softmax|simple crop|5|15]:.2g}). Fifteen epochs are still a beginning, in which whatever makes
-pictures harder costs; nothing was tuned for sigmoids, and the paper trains for 300 and 400 epochs with LAMB. Trainings of
-hundreds of epochs would tell whether the first two ever catch up, and larger pictures whether the crop's lead is one of
+images harder costs; nothing was tuned for sigmoids, and the paper trains for 300 and 400 epochs with LAMB. Trainings of
+hundreds of epochs would tell whether the first two ever catch up, and larger images whether the crop's lead is one of
 small ones.
 """,
     "communication": """
 As in the paper: without the product across patches every patch is on its own until the mean, and
-{points[none|linear]:.1f} points are missing (20.1 in the paper, where patches are a smaller part of the picture).
+{points[none|linear]:.1f} points are missing (20.1 in the paper, where patches are a smaller part of the image).
 """,
     "pooling": """
 Not seen here: the mean is ahead by {points[attention|mean]:.1f} points (p = {p[attention|mean]:.2g}). The pooling by attention
@@ -108,7 +108,7 @@ blocks may be too few for it. The paper's lead is 0.2 points after 400 epochs; a
 Both stems of several steps are ahead of the linear map, as in the paper and by more: convolutions by
 {points[linear|convolutions]:.1f} points (p = {p[linear|convolutions]:.2g}), hMLP by {points[linear|hMLP]:.1f}
 (p = {p[linear|hMLP]:.2g}), which mixes no patches and costs hardly more. Not as in the paper, where the two are level, hMLP is
-{points[hMLP|convolutions]:.1f} points behind convolutions (p = {p[hMLP|convolutions]:.2g}). With 50,000 small pictures and eight
+{points[hMLP|convolutions]:.1f} points behind convolutions (p = {p[hMLP|convolutions]:.2g}). With 50,000 small images and eight
 epochs, that neighbours are looked at together may have to be given rather than learned; and hMLP has two steps of 2 pixels here,
 for patches of 4, where the paper's has steps of 4, 2 and 2 for patches of 16. hMLP was trained at a later commit than the
 other two rows; of the recipe only the drop-path changed in between, which these cells set to 0. Trainings to the end, and
@@ -117,7 +117,7 @@ decide whether the gap stays.
 """,
     "resolution": """
 Not seen here: {points[24 pixels, then 32|32 pixels]:.1f} points are missing (p = {p[24 pixels, then 32|32 pixels]:.2g}), for two
-thirds of the operations. At 24 pixels there are 36 patches instead of 64 of a picture that is small already, and the last fifth
+thirds of the operations. At 24 pixels there are 36 patches instead of 64 of an image that is small already, and the last fifth
 of eight epochs is little to get used to a new grid. The paper's first part is 400 epochs long, so that little is left to learn
 but the size; a longer first part would decide it.
 """,

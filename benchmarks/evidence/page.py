@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.evidence.claims import CLAIMS, Claim
 from benchmarks.evidence.findings import FINDINGS, UNRECORDED
 from benchmarks.evidence.records import common, needs
-from vitrail.evaluation.statistics import Difference, paired, summarise
+from vitrail.evaluation.statistics import Difference, paired, summarize
 
 RESULTS = Path(__file__).parent / "results"
 HEAD = """# Evidence
@@ -55,15 +55,15 @@ def section(name: str, claim: Claim, runs: list[dict[str, Any]]) -> list[str]:
     prints = listed(f" (fingerprint {run['fingerprint']})" for run in runs if "fingerprint" in run)
     devices, torches = listed(run["device"] for run in runs), listed(run["versions"]["torch"] for run in runs)
     lines = [
-        f"On {first['data']}{prints} at {first['size'][0]} pixels, {first['epochs']:g} epochs, judged on {first['pictures']:,} "
-        f"pictures; {devices}, torch {torches}, commit {listed(run['versions']['commit'] for run in runs)}.",
+        f"On {first['data']}{prints} at {first['size'][0]} pixels, {first['epochs']:g} epochs, judged on {first['images']:,} "
+        f"images; {devices}, torch {torches}, commit {listed(run['versions']['commit'] for run in runs)}.",
         "",
         "| | parameters | top-1 | n | difference | p | operations |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for cell in cells:
         mine, some = accuracies(runs, cell), next(run for run in runs if run["cell"] == cell)
-        spread = summarise(list(mine.values()))
+        spread = summarize(list(mine.values()))
         deviation = f" ± {spread.sd:.2f}" if spread.sd is not None else ""
         row = [cell, f"{some['parameters'] / 1e6:.1f} M", f"{spread.mean:.2f}{deviation}", str(len(mine)), "", ""]
         if cell != cells[0] and len(mine.keys() & accuracies(runs, cells[0]).keys()) > 1:

@@ -13,7 +13,7 @@ from vitrail.tasks.supervision import digest
 from vitrail.teachers.label_store import MANIFEST
 from vitrail.teachers.sidecar import file_beside
 
-FILES = {"teacher": "distillation.teacher", "labels": "tokens.labels", "weights": "start.weights"}  # by option
+FILES = {"teacher": "distillation.teacher", "labels": "token_labels.store", "weights": "init.weights"}  # by option
 INSIDE = (MANIFEST, "best.safetensors", "model.safetensors", "pytorch_model.bin")  # of a folder, what tells it from others
 CODE = ("vitrail", "benchmarks", ":(exclude)benchmarks/evidence/results")  # what decides how a training goes
 ROOT = Path(__file__).parents[2]
@@ -82,7 +82,7 @@ def difference(claim: Claim, run: dict[str, Any], plan: dict[str, Any], cell: st
     if run["data"] != plan["data"]:
         return f"on {run['data']}, not on {plan['data']}"
     if run.get("fingerprint", plan["fingerprint"]) != plan["fingerprint"]:
-        return f"on other pictures that are called {run['data']}, too"
+        return f"on other images that are called {run['data']}, too"
     if common(claim, run) != plan["set"]:
         said = " ".join(f"--set {key}={value}" for key, value in common(claim, run).items())
         return f"with {said}" if said else "without --set"

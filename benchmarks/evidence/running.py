@@ -1,4 +1,4 @@
-"""One training of a cell: the loop of `vitrail train` and nothing around it, on pictures that are decoded once for all cells."""
+"""One training of a cell: the loop of `vitrail train` and nothing around it, on images that are decoded once for all cells."""
 
 import json
 import math
@@ -28,18 +28,18 @@ from vitrail.runs.run_directory import fingerprint
 from vitrail.tasks.supervision import Guide, open_asked
 from vitrail.training.distributed import Devices, choose_device
 from vitrail.training.throughput import Speed
-from vitrail.training.trainer import Options, Training
+from vitrail.training.trainer import Options, Trainer
 from vitrail.version import __version__
 
 RESERVED = {leaf: f"--{option}" for option, leaf in FILES.items()} | {
     "seed": "--seeds",
     "schedule.length": "--epochs",
-    "testing.every": "nothing, a training is judged at its end",
+    "validation.every": "nothing, a training is judged at its end",
 }
 
 
-class Pictures:
-    """A source, its decoded pictures kept from training to training; the fingerprint is of those learned and those judged."""
+class Images:
+    """A source, its decoded images kept from training to training; the fingerprint is of those learned and those judged."""
 
     def __init__(self, path: str, device: str | None) -> None:
         self.devices = Devices(choose_device(device))
@@ -56,23 +56,23 @@ class Pictures:
         return self._feeds[at_least]
 
 
-def train(pictures: Pictures, claim: Claim, changes: dict[str, Any], out: Path | None = None) -> dict[str, Any]:
-    """Accuracy on the test pictures (those of validation if there are no others) after the last step, and what it took.
+def train(images: Images, claim: Claim, changes: dict[str, Any], out: Path | None = None) -> dict[str, Any]:
+    """Accuracy on the test images (those of validation if there are no others) after the last step, and what it took.
 
     The weights go to `out`, if given.
     """
-    devices, start = pictures.devices, time.monotonic()
-    device, source = devices.device, pictures.splits.train
+    devices, start = images.devices, time.monotonic()
+    device, source = devices.device, images.splits.train
     recipe = resolve(claim.recipe, None, changes, device.type)
-    trained = open_weights(recipe) if recipe.start.weights else None
+    trained = open_weights(recipe) if recipe.init.weights else None
     recipe, _ = fit(recipe, source, trained.preprocessing if trained else None)
     model = build(recipe, source, trained)
     guide = Guide(recipe, model, source, device, open_asked(recipe, source, device))
-    feeds = pictures.feeds(round(max(recipe.augmentation.size) * recipe.data.detail) or None)
+    feeds = images.feeds(round(max(recipe.augmentation.image_size) * recipe.data.decode_scale) or None)
     options = Options(compile=device.type == "cuda", save_seconds=math.inf)
     with tempfile.TemporaryDirectory() as folder:
-        training = Training(recipe, model, devices, *feeds, Path(folder), options, guide)
-        display = Display(training.total, training.order.steps, recipe.batch, console=Console(quiet=True))
+        training = Trainer(recipe, model, devices, *feeds, Path(folder), options, guide)
+        display = Display(training.total, training.order.steps, recipe.batch_size, console=Console(quiet=True))
         with display:
             begun = time.monotonic()
             training.run(display, None, Speed(model, device, 1))
@@ -82,30 +82,30 @@ def train(pictures: Pictures, claim: Claim, changes: dict[str, Any], out: Path |
     price = cost(model.architecture)
     return {
         "top1": training.best["top1"],
-        "pictures": training.best["pictures"],
+        "images": training.best["images"],
         "steps": training.total,
         "parameters": price.parameters,
         "macs": price.macs,
-        "operations": 6 * price.macs * training.total * recipe.batch,
-        "size": list(recipe.augmentation.size),
+        "operations": 6 * price.macs * training.total * recipe.batch_size,
+        "size": list(recipe.augmentation.image_size),
         "seconds": round(time.monotonic() - start, 1),
         "seconds_of_steps": round(time.monotonic() - begun, 1),
     }
 
 
-def train_in_stages(pictures: Pictures, claim: Claim, changes: dict[str, Any], epochs: float) -> dict[str, Any]:
+def train_in_stages(images: Images, claim: Claim, changes: dict[str, Any], epochs: float) -> dict[str, Any]:
     """The whole budget at once, or a share of it for what the cell says comes `first`, and the rest from those weights on."""
     changes = dict(changes)
     first = changes.pop("first", None)
     if not first:
-        return train(pictures, claim, changes)
+        return train(images, claim, changes)
     share = first["share"]
     with tempfile.TemporaryDirectory() as folder:
         weights = Path(folder) / "first.safetensors"
         early = {key: value for key, value in first.items() if key != "share"} | {"schedule.length": f"{share * epochs:g} epochs"}
-        before = train(pictures, claim, changes | early, weights)
-        rest = {"schedule.length": f"{(1 - share) * epochs:g} epochs", "start.weights": str(weights)}
-        after = train(pictures, claim, changes | rest)
+        before = train(images, claim, changes | early, weights)
+        rest = {"schedule.length": f"{(1 - share) * epochs:g} epochs", "init.weights": str(weights)}
+        after = train(images, claim, changes | rest)
     both = {key: round(before[key] + after[key], 1) for key in ("steps", "operations", "seconds", "seconds_of_steps")}
     return after | both
 
@@ -113,18 +113,18 @@ def train_in_stages(pictures: Pictures, claim: Claim, changes: dict[str, Any], e
 class Attempt:
     """A claim's cells with the settings of a command; refused if its results would not go with those that are there already."""
 
-    def __init__(self, name: str, pictures: Pictures, options: Any, versions: dict[str, str]) -> None:
-        self.name, self.claim, self.pictures, self.options = name, CLAIMS[name], pictures, options
+    def __init__(self, name: str, images: Images, options: Any, versions: dict[str, str]) -> None:
+        self.name, self.claim, self.images, self.options = name, CLAIMS[name], images, options
         self.file: Path = options.results / f"{name.replace(' ', '-')}.json"
         common = common_changes(options.set)
-        facts: dict[str, Any] = {"device": device_name(pictures.devices.device), "versions": versions}
-        facts |= {"data": pictures.name, "fingerprint": pictures.fingerprint, "set": common}
+        facts: dict[str, Any] = {"device": device_name(images.devices.device), "versions": versions}
+        facts |= {"data": images.name, "fingerprint": images.fingerprint, "set": common}
         self.facts: dict[str, dict[str, Any]] = {}  # by cell, what each of its runs says besides its result
         self.changes: dict[str, dict[str, Any]] = {}
         for cell in options.cells or self.claim.cells:
             self.changes[cell] = self._changes(cell, common)
             whole = {key: value for key, value in self.changes[cell].items() if key != "first"}
-            resolve(self.claim.recipe, None, whole, pictures.devices.device.type)  # complains before anything is trained
+            resolve(self.claim.recipe, None, whole, images.devices.device.type)  # complains before anything is trained
             files = {option: describe_file(getattr(options, option)) for option in needs(self.claim, cell)}
             kept = {key: value for key, value in self.changes[cell].items() if key not in FILES.values()}
             self.facts[cell] = facts | {"files": files, "changes": kept}
@@ -163,8 +163,8 @@ class Attempt:
                 if there:
                     say(f"{label}: {100 * there['top1']:.2f} % is there already, with these settings.")
                     continue
-                length = {"seed": seed, "schedule.length": f"{epochs:g} epochs", "testing.every": "100%"}
-                found = train_in_stages(self.pictures, self.claim, changes | length, epochs)
+                length = {"seed": seed, "schedule.length": f"{epochs:g} epochs", "validation.every": "100%"}
+                found = train_in_stages(self.images, self.claim, changes | length, epochs)
                 content["runs"].append({"cell": cell, "seed": seed, "epochs": epochs} | found | self.facts[cell])
                 text = json.dumps(content, indent=1)
                 write_aside(self.file, partial(Path.write_text, data=text))

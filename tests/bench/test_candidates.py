@@ -13,7 +13,7 @@ from vitrail.bench.candidates import Judged, make_timm, open_contender, opponent
 from vitrail.bench.settings import Setting
 from vitrail.errors import UserError
 from vitrail.models.registry import build, list_models, lookup
-from vitrail.models.vision_transformer import Model
+from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.tasks.targets import Targets
 
 
@@ -48,9 +48,9 @@ def timm(monkeypatch):
 def test_a_model_brings_its_papers_loss_and_stochastic_depth():
     found = open_contender("deit3_base_patch16")
     assert found.recipe.name == "deit3_base"
-    assert found.recipe.objective.loss == "binary"
+    assert found.recipe.loss.kind == "binary"
     assert found.architecture.drop_path == 0.2
-    assert open_contender("lvvit_s").recipe.tokens.weight == 1.0
+    assert open_contender("lvvit_s").recipe.token_labels.weight == 1.0
     assert open_contender("deit_tiny_distilled_patch16").recipe.distillation.kind == "hard"
 
 
@@ -59,7 +59,7 @@ def test_every_model_has_a_recipe_or_a_plain_one():
         architecture = lookup(name)[1]
         recipe = own_recipe(name, architecture)
         assert recipe.model == name or recipe.name == "custom"
-        assert not recipe.tokens.weight or architecture.dense_head
+        assert not recipe.token_labels.weight or architecture.dense_head
 
 
 def test_a_checkpoint_is_its_architecture(tmp_path):
@@ -74,7 +74,7 @@ def test_size_and_depth_of_a_setting():
     contender = open_contender("deit_tiny_patch16")
     setting = Setting(size=(32, 48), depth=3)
     network = contender.network(setting, torch.device("cpu"))
-    assert isinstance(network, Model)
+    assert isinstance(network, VisionTransformer)
     assert (network.grid, len(network.blocks)) == ((2, 3), 3)
     found = price(contender, setting)
     assert found.parameters == sum(parameter.numel() for parameter in network.parameters())
@@ -133,7 +133,7 @@ def test_the_loss_of_a_foreign_network():
     torch.manual_seed(0)
     network, targets = nn.Linear(4, 3), torch.full((2, 3), 1 / 3)
     images = torch.randn(2, 4)
-    loss = Judged(network, open_contender("deit_tiny_patch16").recipe.objective)(images, Targets(targets))
+    loss = Judged(network, open_contender("deit_tiny_patch16").recipe.loss)(images, Targets(targets))
     assert torch.allclose(loss, nn.functional.cross_entropy(network(images), targets))
 
 

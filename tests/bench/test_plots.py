@@ -16,7 +16,7 @@ def cell(**changes):
         "task": "train",
         "precision": "bf16",
         "mode": "eager",
-        "batch": 8,
+        "batch_size": 8,
         "size": (224, 224),
         "depth": 12,
         "parameters": 10,
@@ -33,11 +33,11 @@ def pixels(png: bytes) -> np.ndarray:
 
 def test_bars_and_those_that_failed():
     cells = [cell(), cell(project="timm"), cell(mode="graph"), cell(mode="graph", seconds=[], trouble="does not fit")]
-    picture = pixels(draw(cells, None, "a machine"))
-    assert picture.shape[1] == 9 * 150
-    colours = {tuple(colour) for colour in picture.reshape(-1, 3)[::7]}
-    assert (9, 105, 218) in colours  # ours
-    assert (217, 115, 13) in colours  # timm's
+    image = pixels(draw(cells, None, "a machine"))
+    assert image.shape[1] == 9 * 150
+    colors = {tuple(color) for color in image.reshape(-1, 3)[::7]}
+    assert (9, 105, 218) in colors  # ours
+    assert (217, 115, 13) in colors  # timm's
 
 
 @pytest.mark.parametrize("curve", ["resolution", "batch", "depth"])

@@ -4,16 +4,16 @@ import pytest
 import torch
 
 from vitrail.bench import timing
-from vitrail.bench.timing import enough_repeats, in_turns, machine, summarise, timed
+from vitrail.bench.timing import enough_repeats, in_turns, machine, summarize, timed
 
 CPU = torch.device("cpu")
 
 
 def test_median_and_half_the_interquartile_range():
-    found = summarise([1.0, 2.0, 3.0, 4.0, 100.0])
+    found = summarize([1.0, 2.0, 3.0, 4.0, 100.0])
     assert (found.n, found.median) == (5, 3.0)
     assert found.spread == pytest.approx((4.0 - 2.0) / 2 / 3.0)  # the outlier does not count
-    assert summarise([2.0]) == (1, 2.0, 0.0)
+    assert summarize([2.0]) == (1, 2.0, 0.0)
 
 
 def test_seconds_are_of_one_run(monkeypatch):

@@ -88,7 +88,7 @@ def test_what_is_compiled(monkeypatch):
     assert compiled == [task]
     compiled.clear()
     other = nn.Linear(2, 2)
-    judged = Judged(other, contender.recipe.objective)
+    judged = Judged(other, contender.recipe.loss)
     compile_as("compiled", other, judged)
     assert compiled == [judged]
 

@@ -15,7 +15,7 @@ from vitrail.checkpoints import bundled
 from vitrail.checkpoints.bundled import NAMES, find_bundled
 from vitrail.checkpoints.readers import read_safetensors
 from vitrail.errors import UserError
-from vitrail.runs.prepare import is_artefact, resolve
+from vitrail.runs.prepare import is_artifact, resolve
 from vitrail.teachers.lookup import open_teacher
 
 PACKAGE = Path(vitrail.__file__).parent
@@ -27,7 +27,7 @@ def elsewhere(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def picture(tmp_path):
+def image(tmp_path):
     Image.new("RGB", (80, 70), (90, 60, 30)).save(tmp_path / "cat.jpg")
     return "cat.jpg"
 
@@ -63,78 +63,78 @@ def test_it_is_declared_as_data_of_the_package():
 
 
 def test_what_lies_in_the_current_folder_comes_first(tmp_path):
-    (tmp_path / "house_tiny").mkdir()
-    vitrail.save(vitrail.create("house_mini", classes=3, depth=1), tmp_path / "house_tiny" / "best.safetensors")
-    assert find_bundled("house_tiny") is None
-    assert vitrail.load("house_tiny").architecture.classes == 3
-    assert vitrail.load("./house_tiny").architecture.classes == 3
-    recipe = resolve(None, None, {"start.weights": "house_tiny"}, "cpu")
-    assert recipe.start.weights == str(tmp_path / "house_tiny" / "best.safetensors")
+    (tmp_path / "vitrail_tiny").mkdir()
+    vitrail.save(vitrail.create("vitrail_mini", classes=3, depth=1), tmp_path / "vitrail_tiny" / "best.safetensors")
+    assert find_bundled("vitrail_tiny") is None
+    assert vitrail.load("vitrail_tiny").architecture.classes == 3
+    assert vitrail.load("./vitrail_tiny").architecture.classes == 3
+    recipe = resolve(None, None, {"init.weights": "vitrail_tiny"}, "cpu")
+    assert recipe.init.weights == str(tmp_path / "vitrail_tiny" / "best.safetensors")
 
 
 def test_a_training_keeps_the_name_and_not_the_place():
-    recipe = resolve(None, None, {"start.weights": "house_tiny", "start.scope": "attention"}, "cpu")
-    assert (recipe.name, recipe.start.weights) == ("finetune", "house_tiny")
-    assert is_artefact("house_tiny")
+    recipe = resolve(None, None, {"init.weights": "vitrail_tiny", "init.scope": "attention"}, "cpu")
+    assert (recipe.name, recipe.init.weights) == ("finetune", "vitrail_tiny")
+    assert is_artifact("vitrail_tiny")
 
 
-def test_commands_take_it_by_name(typed, picture, tmp_path):
-    shown = typed("info", "house_tiny", "--json")
+def test_commands_take_it_by_name(typed, image, tmp_path):
+    shown = typed("info", "vitrail_tiny", "--json")
     assert shown.returncode == 0, shown.stderr
     facts = json.loads(shown.stdout)
     assert (facts["format"], len(facts["class_names"])) == ("vitrail", 200)
-    answered = typed("predict", "house_tiny", picture, "--json")
+    answered = typed("predict", "vitrail_tiny", image, "--json")
     assert answered.returncode == 0, answered.stderr
     assert json.loads(answered.stdout)["classes"][0]["name"] in facts["class_names"]
-    assert typed("embed", "house_tiny", tmp_path, "--out", "features.npy").returncode == 0
-    assert typed("convert", "house_tiny", "copy.safetensors", "--check").returncode == 0
+    assert typed("embed", "vitrail_tiny", tmp_path, "--out", "features.npy").returncode == 0
+    assert typed("convert", "vitrail_tiny", "copy.safetensors", "--check").returncode == 0
     assert vitrail.load("copy.safetensors").class_names == facts["class_names"]
 
 
 def test_it_is_the_base_of_a_delta(typed):
-    tuned = vitrail.load("house_tiny")
+    tuned = vitrail.load("vitrail_tiny")
     with torch.no_grad():
         tuned.head.bias += 1
     vitrail.save(tuned, "tuned.safetensors")
-    assert typed("delta", "make", "house_tiny", "tuned.safetensors", "--out", "delta.safetensors").returncode == 0
-    again = vitrail.load("house_tiny+delta.safetensors")
+    assert typed("delta", "make", "vitrail_tiny", "tuned.safetensors", "--out", "delta.safetensors").returncode == 0
+    again = vitrail.load("vitrail_tiny+delta.safetensors")
     assert torch.equal(again.head.bias, tuned.head.bias)
 
 
 def test_it_can_teach():
-    assert open_teacher("house_tiny").classes == 200
-    assert resolve("laptop", None, {"distillation.teacher": "house_tiny"}, "cpu").distillation.teacher == "house_tiny"
+    assert open_teacher("vitrail_tiny").classes == 200
+    assert resolve("laptop", None, {"distillation.teacher": "vitrail_tiny"}, "cpu").distillation.teacher == "vitrail_tiny"
 
 
 def test_other_names_are_files():
-    assert find_bundled("house_mini") is None
-    assert find_bundled("./house_tiny") is None
-    with pytest.raises(vitrail.UserError, match="There is no file house_mini"):
-        vitrail.load("house_mini")
+    assert find_bundled("vitrail_mini") is None
+    assert find_bundled("./vitrail_tiny") is None
+    with pytest.raises(vitrail.UserError, match="There is no file vitrail_mini"):
+        vitrail.load("vitrail_mini")
 
 
 def test_a_damaged_file_is_refused(tmp_path, monkeypatch):
-    data = bytearray(find_bundled("house_tiny").read_bytes())
+    data = bytearray(find_bundled("vitrail_tiny").read_bytes())
     data[6_000_000] ^= 1
-    (tmp_path / "house_tiny.safetensors").write_bytes(data)
+    (tmp_path / "vitrail_tiny.safetensors").write_bytes(data)
     monkeypatch.setattr(bundled, "__file__", str(tmp_path / "__init__.py"))
     bundled.whole.cache_clear()
     try:
         with pytest.raises(UserError, match="are damaged: install Vitrail again"):
-            vitrail.load("house_tiny")
-        (tmp_path / "house_tiny.safetensors").unlink()
+            vitrail.load("vitrail_tiny")
+        (tmp_path / "vitrail_tiny.safetensors").unlink()
         with pytest.raises(UserError, match="are missing"):
-            vitrail.load("house_tiny")
+            vitrail.load("vitrail_tiny")
     finally:
         bundled.whole.cache_clear()
 
 
 def test_a_name_that_is_nearly_right():
-    with pytest.raises(UserError, match=r"no file house_tinny\. Weights that come with the package: house_tiny\."):
+    with pytest.raises(UserError, match=r"no file house_tinny\. Weights that come with the package: vitrail_tiny\."):
         vitrail.load("house_tinny")
 
 
 def test_what_is_bundled_from_now_on_keeps_the_commit_that_trained_it(tmp_path):
     make_run(tmp_path / "run", code="0123abc with changes")
     history = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "bundle_weights.py"))["history"]
-    assert history(tmp_path / "run", "some pictures")["made"]["code"] == "0123abc with changes"
+    assert history(tmp_path / "run", "some images")["made"]["code"] == "0123abc with changes"

@@ -134,7 +134,7 @@ def test_one_tensor_missing_surplus_or_misshapen(tmp_path):
         lambda header: json.dumps(header | {"architecture": header["architecture"] | {"width": "wide"}}),
     ],
 )
-def test_a_damaged_artefact_header(change, tmp_path):
+def test_a_damaged_artifact_header(change, tmp_path):
     path = tmp_path / "model.safetensors"
     model = little("deit_base_patch16")
     vitrail.save(model, path)

@@ -8,10 +8,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import vitrail
-from tests.models.test_every_model import randomise
+from tests.models.test_every_model import randomize
 from tests.small import structures
 from vitrail.checkpoints.delta import Delta, attach, fingerprint, make_delta, read_delta, save_delta, summary
-from vitrail.checkpoints.load import DELTA
+from vitrail.checkpoints.model_io import DELTA
 from vitrail.errors import UserError
 from vitrail.training.scope import apply_scope
 
@@ -21,7 +21,7 @@ IMAGE = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
 def make_base(seed=0, **parts):
     torch.manual_seed(seed)
     parts = {"width": 64, "depth": 3, "heads": 1, "patch_size": 8} | parts
-    return randomise(vitrail.create("deit_tiny_patch16", 7, 32, **parts)).eval()
+    return randomize(vitrail.create("deit_tiny_patch16", 7, 32, **parts)).eval()
 
 
 def tune(base, scope="attention", steps=2):
@@ -29,15 +29,15 @@ def tune(base, scope="attention", steps=2):
     model = vitrail.build(base.architecture, base.name)
     model.load_state_dict(base.state_dict())
     apply_scope(model, scope)
-    optimiser = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
     for step in range(steps):
         image = torch.randn(4, 3, *base.architecture.image_size, generator=torch.Generator().manual_seed(step))
         loss = torch.nn.functional.cross_entropy(model(image), torch.arange(4) % base.architecture.classes)
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
-        optimiser.step()
+        optimizer.step()
     model.class_names = [f"class {index}" for index in range(base.architecture.classes)]
-    model.notes = {"recipe": json.dumps({"name": "little", "start": {"scope": scope}})}
+    model.notes = {"recipe": json.dumps({"name": "little", "init": {"scope": scope}})}
     model.preprocessing = model.preprocessing._replace(crop_ratio=0.9)
     return model.eval()
 
@@ -82,7 +82,7 @@ def test_a_delta_holds_what_was_trained_and_no_more(files):
     apply_scope(model, "attention")
     assert set(delta.tensors) == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     facts = summary(delta)
-    assert facts["recipe"]["start"]["scope"] == "attention"
+    assert facts["recipe"]["init"]["scope"] == "attention"
     assert facts["class_names"] == [f"class {index}" for index in range(7)]
     assert facts["preprocessing"]["crop_ratio"] == 0.9
     assert facts["parts"]["blocks.*.mix.branches.*.body.qkv.weight"]["tensors"] == 3
@@ -100,13 +100,13 @@ def test_the_same_weights_in_another_format_are_the_same_base(files, tmp_path, f
 @pytest.mark.parametrize("name", structures())
 def test_every_network_with_other_classes_and_size(name, tmp_path):
     """A new classifier and resampled tables have other shapes and are held in full."""
-    base = randomise(vitrail.build(structures()[name]))
+    base = randomize(vitrail.build(structures()[name]))
     step = base.architecture.patch_size
     height, width = base.architecture.image_size
     grown = vitrail.build(base.architecture)
     grown.load_state_dict(base.state_dict())
     grown.resize(height + step, width)
-    tuned = randomise(vitrail.build(grown.architecture.replace(classes=3)))
+    tuned = randomize(vitrail.build(grown.architecture.replace(classes=3)))
     kept = {
         key: value
         for key, value in grown.state_dict().items()
@@ -125,7 +125,7 @@ def test_every_network_with_other_classes_and_size(name, tmp_path):
 
 
 def test_deltas_on_one_trunk_share_it():
-    base = make_base(norm="batch", readout="mean", mixer="linear")
+    base = make_base(norm="batch", pooling="mean", mixer="linear")
     deltas = [make_delta(base, tune(base, scope, steps)) for scope, steps in (("head", 1), ("last:1", 1), ("head", 3))]
     models = [attach(base, delta) for delta in deltas]
     before = base(IMAGE)
@@ -135,9 +135,9 @@ def test_deltas_on_one_trunk_share_it():
             assert parameter.requires_grad == (name in delta.tensors)
             assert (parameter.data_ptr() == owned[name].data_ptr()) == (name not in delta.tensors)
     model = models[0].train()
-    optimiser = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 1.0)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 1.0)
     model(IMAGE).square().mean().backward()
-    optimiser.step()
+    optimizer.step()
     assert torch.equal(base(IMAGE), before), "training one changed the trunk, or its statistics"
 
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import vitrail
-from tests.models.test_every_model import randomise
+from tests.models.test_every_model import randomize
 from tests.small import structures
 from vitrail.checkpoints.codecs import CannotHold
-from vitrail.checkpoints.load import FORMATS
+from vitrail.checkpoints.model_io import FORMATS
 from vitrail.models.registry import build, lookup
 
 SUFFIX = {"vitrail": ".safetensors", "deit": ".pth", "timm": ".safetensors", "hf": "", "npz": ".npz"}
@@ -19,12 +19,12 @@ def little(name, **changes):
     sizes = {"depth": min(architecture.depth, 2), "classes": 7, "image_size": 2 * architecture.patch_size}
     if architecture.width > 256 and architecture.stem != "resnet_features":
         sizes |= {"width": 192, "heads": 3 if architecture.heads > 1 else 1}
-        sizes |= {"readout_heads": 3} if architecture.readout_heads > 1 else {}
+        sizes |= {"pooling_heads": 3} if architecture.pooling_heads > 1 else {}
     if architecture.stem.startswith("resnet"):
         sizes |= {"stem_width": 32, "stem_layers": (1,) * len(architecture.stem_layers)}
     if architecture.stem == "resnet_features":
         sizes |= {"width": 1024}
-    return randomise(build(architecture.replace(**(sizes | changes)), plain)).eval()
+    return randomize(build(architecture.replace(**(sizes | changes)), plain)).eval()
 
 
 # family -> the formats that hold it
@@ -56,7 +56,7 @@ HOLDS = {
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("name", HOLDS)
 def test_round_trip_or_refusal(name, format, tmp_path):
-    changes = {"residual_start": 1.0} if name == "lvvit_t" else {}
+    changes = {"layerscale_init": 1.0} if name == "lvvit_t" else {}
     model = little(name, **changes)
     path = tmp_path / f"weights{SUFFIX[format]}"
     if format not in HOLDS[name]:
@@ -66,9 +66,9 @@ def test_round_trip_or_refusal(name, format, tmp_path):
         return
     vitrail.save(model, path, format)
     back = vitrail.load(path)
-    same = {"position_resample": model.architecture.position_resample}
+    same = {"pos_embed_resample": model.architecture.pos_embed_resample}
     same |= (
-        {"image_size": model.architecture.image_size} if model.architecture.positions == "none" else {}
+        {"image_size": model.architecture.image_size} if model.architecture.pos_embed == "none" else {}
     )  # a file without positions has no size
     assert not model.architecture.differences(back.architecture.replace(**same))
     ours, theirs = model.state_dict(), back.state_dict()
@@ -99,13 +99,13 @@ def test_refusal_names_the_part_and_approximate_writes_numerics(tmp_path):
     odd = little("deit_base_patch16", heads=6)
     with pytest.raises(CannotHold, match="heads=6"):
         vitrail.save(odd, tmp_path / "odd.pth", "deit", approximate=True)
-    with pytest.raises(CannotHold, match=r"mixer=talking_heads|readout=class_attention"):
+    with pytest.raises(CannotHold, match=r"mixer=talking_heads|pooling=class_attention"):
         vitrail.save(little("cait_xxs24"), tmp_path / "folder", "hf")
 
 
 @pytest.mark.parametrize("name", structures())
-def test_the_artefact_holds_every_structure(name, tmp_path):
-    model = randomise(build(structures()[name], name)).eval()
+def test_the_artifact_holds_every_structure(name, tmp_path):
+    model = randomize(build(structures()[name], name)).eval()
     model.class_names = ["a", "b", "c", "d", "é"]
     model.notes["metric"] = "top-1 0.5"
     back = vitrail.load(vitrail.save(model, tmp_path / "model.safetensors"))

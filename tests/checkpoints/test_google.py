@@ -57,14 +57,14 @@ def test_big_vision_prefix_and_stacked_blocks(model, arrays, tmp_path):
 
 
 def test_big_vision_positions_before_the_class_token(tmp_path):
-    model = little("vit_base_patch16", position_special=False)
+    model = little("vit_base_patch16", pos_embed_prefix=False)
     path = vitrail.save(model, tmp_path / "modern.npz", "npz")
     assert "pos_embedding" in np.load(path).files
-    assert vitrail.load(path).architecture.position_special is False
+    assert vitrail.load(path).architecture.pos_embed_prefix is False
 
 
 def test_averaged_vit_without_a_class_token(tmp_path):
-    model = little("vit_base_patch16", readout="mean")
+    model = little("vit_base_patch16", pooling="mean")
     same(model, dict(np.load(vitrail.save(model, tmp_path / "mean.npz", "npz"))), tmp_path / "again.npz")
 
 

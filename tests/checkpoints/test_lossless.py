@@ -11,7 +11,7 @@ from transformers import AutoImageProcessor
 
 import vitrail
 from tests.checkpoints.test_formats import little
-from tests.models.test_every_model import randomise
+from tests.models.test_every_model import randomize
 from vitrail.models.registry import build
 
 
@@ -51,18 +51,18 @@ def test_a_classifier_beside_a_backbone_stays_and_a_projection_head_goes(tmp_pat
     assert vitrail.load(tmp_path / "dino.pth").architecture.classes == 0
 
 
-def test_a_written_folder_keeps_the_aspect_of_pictures(tmp_path):
+def test_a_written_folder_keeps_the_aspect_of_images(tmp_path):
     model = little("deit_base_patch16", image_size=64)
     vitrail.save(model, tmp_path, "hf")
-    picture = np.zeros((128, 256, 3), dtype=np.uint8)
-    picture[32:96, 96:160] = 255  # a square in the middle
-    seen = AutoImageProcessor.from_pretrained(tmp_path)(Image.fromarray(picture), return_tensors="pt")["pixel_values"][0, 0]
+    image = np.zeros((128, 256, 3), dtype=np.uint8)
+    image[32:96, 96:160] = 255  # a square in the middle
+    seen = AutoImageProcessor.from_pretrained(tmp_path)(Image.fromarray(image), return_tensors="pt")["pixel_values"][0, 0]
     bright = seen > seen.mean()
     assert abs(int(bright.any(1).sum()) - int(bright.any(0).sum())) <= 2
     assert vitrail.load(tmp_path).preprocessing == model.preprocessing
 
 
-def test_overrides_of_an_artefact(tmp_path):
+def test_overrides_of_an_artifact(tmp_path):
     path = vitrail.save(little("deit_base_patch16"), tmp_path / "a.safetensors")
     assert vitrail.load(path, drop_path=0.5).architecture.drop_path == 0.5
     with pytest.raises(vitrail.UserError, match="heads cannot be replaced"):
@@ -138,7 +138,7 @@ def test_files_are_readable_by_others_and_links_are_written_through(tmp_path):
 
 def test_headless_models_travel(tmp_path):
     for name, format in (("deit_base_distilled_patch16", "deit"), ("deit_base_distilled_patch16", "hf"), ("lvvit_t", "deit")):
-        extra = {"residual_start": 1.0} if name == "lvvit_t" else {}
+        extra = {"layerscale_init": 1.0} if name == "lvvit_t" else {}
         model = little(name, classes=0, **extra)
         back = vitrail.load(vitrail.save(model, tmp_path / ("a.pth" if format == "deit" else "a"), format))
         image = torch.randn(1, 3, 32, 32)
@@ -146,7 +146,7 @@ def test_headless_models_travel(tmp_path):
 
 
 def test_tracing_a_model_in_training_changes_nothing():
-    model = randomise(build(little("vit_small_patch16_12x1_hmlp").architecture.replace(drop_path=0.5))).train()
+    model = randomize(build(little("vit_small_patch16_12x1_hmlp").architecture.replace(drop_path=0.5))).train()
     before = {key: value.clone() for key, value in model.state_dict().items()}
     model.trace(torch.randn(2, 3, 32, 32))
     assert model.training

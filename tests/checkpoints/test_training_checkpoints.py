@@ -29,7 +29,7 @@ def run(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         for owner, name, value in EASY:
             patch.setattr(owner, name, value)
-        begin(folder, ADAMW | {"schedule.length": "4 steps", "testing.every": "4 steps"}, EVERY_STEP)
+        begin(folder, ADAMW | {"schedule.length": "4 steps", "validation.every": "4 steps"}, EVERY_STEP)
     return folder
 
 
@@ -61,7 +61,7 @@ def same_file(path, other):
 
 
 @pytest.mark.parametrize("kind", ["one file", "sharded"])
-def test_the_last_state_becomes_the_last_artefact(kind, run, sharded, typed, tmp_path):
+def test_the_last_state_becomes_the_last_artifact(kind, run, sharded, typed, tmp_path):
     code, said, _ = typed("convert", state_of(run, 4) if kind == "one file" else sharded, tmp_path / "out.safetensors", "--check")
     assert code == 0, said
     assert same_file(tmp_path / "out.safetensors", run / "last.safetensors")
@@ -94,7 +94,7 @@ def test_the_mean_is_taken_where_it_is_reported_or_asked_for(run, tmp_path):
 
 def test_a_training_may_start_from_one(run, sharded):
     for path in (state_of(run, 4), sharded):
-        changes = {"start.weights": located(str(path)), "architecture.width": 16, "architecture.depth": 2}
+        changes = {"init.weights": located(str(path)), "architecture.width": 16, "architecture.depth": 2}
         assert open_weights(lookup("finetune").set(changes)).class_names == [str(number) for number in range(10)]
 
 

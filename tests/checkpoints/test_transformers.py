@@ -53,7 +53,7 @@ def test_their_folder_gives_their_logits_and_gradients(kind, options, tmp_path):
     gradients = {names[key]: parameter.grad for key, parameter in theirs.named_parameters()}
     for key, parameter in ours.named_parameters():
         pair = huggingface.to_pair(key, ours.architecture)
-        if key == "special" and gradients[pair.theirs[-1]] is None:
+        if key == "prefix" and gradients[pair.theirs[-1]] is None:
             continue
         torch.testing.assert_close(
             parameter.grad, pair.codec.read([gradients[name] for name in pair.theirs]), rtol=1e-3, atol=1e-3
@@ -78,7 +78,7 @@ def test_a_headless_model_gives_the_pooled_vector(tmp_path):
     image = torch.randn(2, 3, 48, 48)
     ours = vitrail.load(tmp_path)
     torch.testing.assert_close(ours(image), theirs(image).pooler_output, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(ours.features(image).special[:, 0], theirs(image).last_hidden_state[:, 0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ours.features(image).prefix[:, 0], theirs(image).last_hidden_state[:, 0], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

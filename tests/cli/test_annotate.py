@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from tests.images import make_folder, make_picture, spoil
+from tests.images import make_folder, make_image, spoil
 from tests.teachers.predictions import network
 from tests.teachers.test_tokenlabeling import write_maps
 from vitrail.cli import annotate as command
@@ -32,7 +32,7 @@ def annotate(typed, place, out, *more):
 def test_annotate_and_info(typed, place, tmp_path):
     result = annotate(typed, place, tmp_path / "s", "--what", "logits,tokens", "--top-k", 2, "--views", 2, "--batch", 5)
     assert result.returncode == 0, result.stderr
-    assert "18 pictures in 1 shard," in result.stdout
+    assert "18 images in 1 shard," in result.stdout
     assert "bytes each" in result.stdout
     again = annotate(typed, place, tmp_path / "s", "--what", "tokens, logits", "--top-k", 2, "--views", 2, "--batch", 5)
     assert "1 of them from an earlier run" in again.stdout
@@ -41,7 +41,7 @@ def test_annotate_and_info(typed, place, tmp_path):
     assert "plain, mirrored" in shown.stdout
     assert "Every shard is what its digest says." in shown.stdout
     facts = json.loads(typed("store", "info", tmp_path / "s", "--json").stdout)
-    assert (facts["keeps"], facts["top_k"], facts["pictures"], facts["complete"]) == (["logits", "tokens"], 2, 18, True)
+    assert (facts["keeps"], facts["top_k"], facts["images"], facts["complete"]) == (["logits", "tokens"], 2, 18, True)
     assert facts["bytes"] == sum(file.stat().st_size for file in (tmp_path / "s").glob("*.safetensors"))
     store = Store.open(tmp_path / "s")
     assert store.rows(open_source(str(place / "photos"))).tolist() == list(range(18))
@@ -50,12 +50,12 @@ def test_annotate_and_info(typed, place, tmp_path):
 def test_every_split_and_class_names(typed, place, tmp_path):
     (tmp_path / "names.txt").write_text("green\nred\nblue\n")
     result = annotate(typed, place, tmp_path / "s", "--split", "all", "--classes", tmp_path / "names.txt")
-    assert "30 pictures" in result.stdout, result.stderr
+    assert "30 images" in result.stdout, result.stderr
     store = Store.open(tmp_path / "s")
     assert store.class_names == ["blue", "green", "red"]  # the data's, in its order
     assert "3 of the teacher's 3 classes are the data's (by name): answers are kept about these alone" in result.stdout
     assert store.rows(open_source(str(place / "photos"), "test")).min() >= 18
-    assert "12 pictures" in annotate(typed, place, tmp_path / "t", "--split", "test").stdout
+    assert "12 images" in annotate(typed, place, tmp_path / "t", "--split", "test").stdout
 
 
 def test_the_classes_of_the_data_alone_or_all(typed, place, refused, tmp_path):
@@ -92,16 +92,16 @@ def test_classes_that_cannot_be_matched_are_told_before_any_work(typed, place, t
     # Features have no classes.
     result = annotate(typed, place, tmp_path / "s", "--classes", tmp_path / "names.txt", "--what", "features")
     assert result.stderr.splitlines() == ["working"]
-    make_picture(tmp_path / "flat" / "a.png", 1)
+    make_image(tmp_path / "flat" / "a.png", 1)
     words = ("annotate", place / "[b]net.pth", tmp_path / "flat", "--out", tmp_path / "s", "--size", 32, "--device", "cpu")
     assert "has no classes: answers are kept about all 3 of the teacher's." in typed(*words).stdout
 
 
-def test_unreadable_pictures_are_named(typed, place, tmp_path):
+def test_unreadable_images_are_named(typed, place, tmp_path):
     spoil(make_folder(tmp_path / "p", count=3) / "red" / "bad[1].png")
     result = typed("annotate", place / "[b]net.pth", tmp_path / "p", "--out", tmp_path / "s", "--size", 32, "--device", "cpu")
     assert result.returncode == 0
-    assert "Left out, because unreadable: 1 picture." in result.stderr
+    assert "Left out, because unreadable: 1 image." in result.stderr
     assert "red/bad[1].png: not a JPEG" in result.stderr
 
 
@@ -111,7 +111,7 @@ def test_published_maps(typed, refused, tmp_path):
     words = ("annotate", tmp_path / "p", "--from-published", tmp_path / "maps", "--out", tmp_path / "s")
     assert "3: say with --classes" in refused(*words)
     result = typed(*words, "--classes", 1000)
-    assert "9 pictures" in result.stdout, result.stderr
+    assert "9 images" in result.stdout, result.stderr
     assert "centre square" in typed("store", "info", tmp_path / "s").stdout
     assert "give the data alone" in refused("annotate", "teacher.pth", *words[1:])
 
@@ -125,7 +125,7 @@ def test_a_teacher_that_does_not_say_its_preprocessing(typed, refused, place, tm
     (tmp_path / "prepared.json").write_text('{"image_size": 16, "mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]}')
     assert "There is no file" in refused(*words, "--preprocessing", tmp_path / "none.json")
     result = typed(*words, "--preprocessing", tmp_path / "prepared.json")
-    assert "18 pictures" in result.stdout, result.stderr
+    assert "18 images" in result.stdout, result.stderr
 
 
 def test_refusals(typed, refused, place, tmp_path):
@@ -134,7 +134,7 @@ def test_refusals(typed, refused, place, tmp_path):
     assert "There is no file" in refused("annotate", tmp_path / "none.pth", photos, *end)
     assert "There is nothing at" in refused("annotate", net, tmp_path / "none", *end)
     assert "not 1 things" in refused("annotate", net, *end)
-    assert "'colour'" in refused("annotate", net, photos, *end, "--what", "colour")
+    assert "'color'" in refused("annotate", net, photos, *end, "--what", "color")
     assert "not 'nothing'" in refused("annotate", net, photos, *end, "--what", ",")
     assert "no split called" in refused("annotate", net, photos, *end, "--split", "rest")
     assert "no validation split" in refused("annotate", net, photos, *end, "--split", "validation")
@@ -157,7 +157,7 @@ def test_what_could_not_be_done_binds_nobody(typed, refused, place, tmp_path, mo
     words = ("annotate", place / "[b]net.pth", place / "photos", "--out", tmp_path / "s", "--size", 32, "--device", "cpu")
     with monkeypatch.context() as patch:
         patch.setattr("vitrail.teachers.annotation.Annotator.ask", short)
-        assert "too small for 64 pictures at a time: give a smaller --batch" in refused(*words)
+        assert "too small for 64 images at a time: give a smaller --batch" in refused(*words)
     assert not (tmp_path / "s").exists()
     assert typed(*words, "--batch", 8, "--top-k", 2).returncode == 0
     assert "begun with batch 8, not 64" in refused(*words, "--top-k", 2)

@@ -29,7 +29,7 @@ def test_help_has_an_example(run):
     assert "Example: vitrail bench" in run("--help").stdout
 
 
-def test_a_table_a_file_and_a_picture(run, tmp_path, monkeypatch):
+def test_a_table_a_file_and_a_image(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     vitrail.save(vitrail.create("deit_tiny_patch16", 3, 32, depth=2), tmp_path / "[b].safetensors")
     words = ("--task", "inference,train", "--batch", "1,2", "--json", tmp_path / "b.json", "--plot", tmp_path / "b.png")

@@ -17,7 +17,7 @@ from vitrail.errors import UserError
 from vitrail.recipes import lookup
 
 ROOT = Path(__file__).parents[2]
-SMALL = ["architecture.width=16", "architecture.depth=1", "batch=128", "testing.every=50%"]
+SMALL = ["architecture.width=16", "architecture.depth=1", "batch_size=128", "validation.every=50%"]
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def runs(tmp_path):
     recipe = lookup("laptop")
     for name, tree, values in (
         ("plain", recipe, (0.90, 0.92, 0.91)),
-        ("no-[bold]clip", recipe.set({"optimiser.clip": 0}), (0.94, 0.95, 0.96)),
+        ("no-[bold]clip", recipe.set({"optimizer.clip_grad_norm": 0}), (0.94, 0.95, 0.96)),
     ):
         for seed, value in enumerate(values):
             facts = {"recipe": tree.set({"seed": seed}).to_dict(), "best": {"top1": value, "top5": 1.0, "loss": 1 - value}}
@@ -44,7 +44,7 @@ def test_a_table(runs, capsys):
     assert lines[3].startswith("no-[bold]clip")
     assert "+4.00" in lines[3]
     assert "paired t-test by seed" in lines[4]
-    assert lines[-1] == "no-[bold]clip: optimiser.clip 1.0 -> 0.0"
+    assert lines[-1] == "no-[bold]clip: optimizer.clip_grad_norm 1.0 -> 0.0"
     assert said.err == f"{runs / 'begun'} is left out: it is not finished.\n"
     assert np.asarray(Image.open(runs / "plot.png").convert("L")).std() > 5
 
@@ -56,11 +56,11 @@ def test_as_json(runs, capsys):
     assert found["groups"][1]["difference"]["mean"] == pytest.approx(-0.04)
 
 
-def test_by_folder_and_other_pictures(runs, capsys):
+def test_by_folder_and_other_images(runs, capsys):
     make_run(runs / "other" / "seed-0", data={"fingerprint": "xyz"})
     compare([runs / "plain", runs / "other"], by="folder")
     said = capsys.readouterr()
-    assert "did not have the same pictures" in said.err
+    assert "did not have the same images" in said.err
     assert str(runs / "other") in said.out
 
 
@@ -83,11 +83,11 @@ def test_what_cannot_be_compared(runs, options, words):
     ("options", "words"),
     [
         ({"drop": ["glue"]}, "--drop glue: there is no such part; choose from mixing"),
-        ({"vary": ["optimiser.rat=1,2"]}, "no 'optimiser.rat'"),
-        ({"vary": ["optimiser.rate"]}, "--vary takes KEY=VALUE"),
+        ({"vary": ["optimizer.rat=1,2"]}, "no 'optimizer.rat'"),
+        ({"vary": ["optimizer.lr"]}, "--vary takes KEY=VALUE"),
         ({}, "Nothing is left to compare"),
         ({"drop": ["clip"], "changes": ["seed=3"]}, "give the first with --seed"),
-        ({"drop": ["clip"], "pick": True, "metric": "test"}, "would spoil the test pictures"),
+        ({"drop": ["clip"], "pick": True, "metric": "test"}, "would spoil the test images"),
         ({"drop": ["clip"], "source": "/no/such/place"}, "/no/such/place"),
         ({"drop": ["clip"], "devices": "cuda:x"}, "cuda:x"),
     ],
@@ -117,15 +117,15 @@ def test_an_ablation_that_is_killed_goes_on(tmp_path, capsys):
     said = capsys.readouterr()
     assert f"{line.split()[0]} begins" not in said.err
     assert (finished / "run.json").stat().st_mtime_ns == before
-    assert "no-clip: optimiser.clip 1.0 -> 0.0" in said.out
+    assert "no-clip: optimizer.clip_grad_norm 1.0 -> 0.0" in said.out
     assert "\nvitrail train digits --recipe laptop --set architecture.width=16" in said.out
     found = json.loads((out / "table.json").read_text())
     assert [group["name"] for group in found["groups"]] == ["base", "no-clip"]
 
-    compare([out], pictures=True, as_json=True)
+    compare([out], images=True, as_json=True)
     table = json.loads(capsys.readouterr().out)
-    (answers,) = table["pictures"]
-    assert answers["mean"] == pytest.approx(table["groups"][1]["difference"]["mean"])  # the pictures say what the runs have said
+    (answers,) = table["images"]
+    assert answers["mean"] == pytest.approx(table["groups"][1]["difference"]["mean"])  # the images say what the runs have said
     assert answers["low"] <= answers["mean"] <= answers["high"]
     assert 0 < answers["mcnemar"] <= 1
 

@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 import vitrail
-from tests.models.test_every_model import randomise
+from tests.models.test_every_model import randomize
 from vitrail.checkpoints.delta import read_delta
 from vitrail.cli import main
 from vitrail.errors import UserError
@@ -25,8 +25,8 @@ def typed(*words):
 def folder(tmp_path_factory):
     """A base in a foreign format, and a run that has tuned its attention."""
     where = tmp_path_factory.mktemp("tuning")
-    vitrail.save(randomise(vitrail.create("deit_tiny_patch16", 7, 32, **PARTS)), where / "base.pth", "deit")
-    changes = ["batch=16", "schedule.length=2 steps", "augmentation.size=24x32"]
+    vitrail.save(randomize(vitrail.create("deit_tiny_patch16", 7, 32, **PARTS)), where / "base.pth", "deit")
+    changes = ["batch_size=16", "schedule.length=2 steps", "augmentation.image_size=24x32"]
     words = [word for change in changes for word in ("--set", change)]
     typed("train", "digits", "--from", where / "base.pth", "--scope", "attention", "--workers", 0, "--out", where / "run", *words)
     return where
@@ -34,7 +34,7 @@ def folder(tmp_path_factory):
 
 def test_the_scope_is_in_the_recipe_of_the_run(folder):
     recipe = json.loads((folder / "run" / "run.json").read_text())["recipe"]
-    assert (recipe["name"], recipe["start"]["scope"]) == ("finetune", "attention")
+    assert (recipe["name"], recipe["init"]["scope"]) == ("finetune", "attention")
     assert recipe["start"]["weights"] == str(folder / "base.pth")
 
 
@@ -49,7 +49,7 @@ def test_make_show_and_apply(folder):
     assert "ffn" not in shown
     facts = json.loads(typed("delta", "info", folder / "delta.safetensors", "--json"))
     assert facts["class_names"] == [str(digit) for digit in range(10)]
-    assert facts["recipe"]["start"]["scope"] == "attention"
+    assert facts["recipe"]["init"]["scope"] == "attention"
     assert facts["base"]["sha256"] == read_delta(folder / "delta.safetensors").base
     typed("delta", "apply", folder / "base.pth", folder / "delta.safetensors", "--out", folder / "whole.safetensors")
     assert (folder / "whole.safetensors").read_bytes() == (folder / "run" / "best.safetensors").read_bytes()
@@ -87,4 +87,4 @@ def test_what_is_read_is_not_overwritten(folder, refused, tmp_path):
 
 def test_a_part_is_trained_only_of_weights(refused):
     assert "give --from" in refused("train", "digits", "--scope", "attention")
-    assert "start.scope='last:' is not known" in refused("train", "digits", "--scope", "last:")
+    assert "init.scope='last:' is not known" in refused("train", "digits", "--scope", "last:")

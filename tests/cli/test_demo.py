@@ -18,7 +18,7 @@ from vitrail.data.source import Subset
 
 
 def some():
-    """Three pictures of each breed to train, one to validate, two to test: a demo in seconds."""
+    """Three images of each breed to train, one to validate, two to test: a demo in seconds."""
     whole = open_pets()
     return {
         split: Subset(part, np.sort(np.concatenate([np.flatnonzero(part.label.values == breed)[:count] for breed in range(12)])))
@@ -51,11 +51,11 @@ def finished(tmp_path_factory):
 
 def test_the_page_and_the_numbers(finished):
     folder, printed = finished
-    assert "adapted from house_tiny, attention only" in printed
-    assert "24 test pictures of 12 breeds (± standard error), seed 3; guessing would give 8.3 %." in printed
-    assert "vitrail train photos/ --from house_tiny --scope attention" in printed
+    assert "adapted from vitrail_tiny, attention only" in printed
+    assert "24 test images of 12 breeds (± standard error), seed 3; guessing would give 8.3 %." in printed
+    assert "vitrail train photos/ --from vitrail_tiny --scope attention" in printed
     page = (folder / "report.html").read_text()
-    for title in ("Side by side", "The surest mistakes", "Where it looks", "What is taken for what", "Next: your own pictures"):
+    for title in ("Side by side", "The surest mistakes", "Where it looks", "What is taken for what", "Next: your own images"):
         assert f"<h2>{title}</h2>" in page
     assert page.count("<tr><td>") == 2  # one row for either training
     assert "CC BY-SA 4.0" in page
@@ -63,14 +63,14 @@ def test_the_page_and_the_numbers(finished):
     assert not re.search(r"(src|href)=[\"'](?!data:)", page)
     recipes = [json.loads((folder / name / "run.json").read_text())["recipe"] for name in ("adapted", "scratch")]
     different = {key for key in recipes[0] if recipes[0][key] != recipes[1][key]}
-    assert different == {"model", "start", "optimiser"} or different == {"start", "optimiser"}
-    assert (recipes[0]["start"]["weights"], recipes[0]["start"]["scope"]) == ("house_tiny", "attention")
-    assert (recipes[1]["start"]["weights"], recipes[1]["start"]["scope"]) == ("", "full")
+    assert different == {"model", "init", "optimizer"} or different == {"init", "optimizer"}
+    assert (recipes[0]["init"]["weights"], recipes[0]["init"]["scope"]) == ("vitrail_tiny", "attention")
+    assert (recipes[1]["init"]["weights"], recipes[1]["init"]["scope"]) == ("", "full")
     shares = re.findall(r"([\d.]+) % ± ([\d.]+)", printed)
     tests = [json.loads((folder / name / "run.json").read_text())["test"] for name in ("adapted", "scratch")]
     assert [float(share) for share, _ in shares] == [round(100 * each["top1"], 1) for each in tests]
     adapted, scratch = json.loads((folder / "results.json").read_text())["trainings"]
-    assert adapted["test_pictures"] == scratch["test_pictures"] == 24
+    assert adapted["test_images"] == scratch["test_images"] == 24
     assert adapted["trained_parameters"] < scratch["trained_parameters"] / 3
     assert scratch["trained_parameters"] == scratch["parameters"]
 
@@ -94,7 +94,7 @@ def test_a_demo_that_was_stopped_goes_on(finished, typed, tmp_path):
     )
 
 
-@pytest.mark.parametrize("name", ["pets", "house_tiny"])
+@pytest.mark.parametrize("name", ["pets", "vitrail_tiny"])
 def test_something_else_by_the_same_name(typed, tmp_path, name):
     (tmp_path / name).mkdir()
     result = typed("demo")
@@ -102,7 +102,7 @@ def test_something_else_by_the_same_name(typed, tmp_path, name):
     assert result.stderr == f"A file or folder called {name} lies here and would be taken instead: run the demo elsewhere.\n"
 
 
-@pytest.mark.parametrize("name", ["pets", "./house_tiny"])
+@pytest.mark.parametrize("name", ["pets", "./vitrail_tiny"])
 def test_a_folder_that_would_hide_them(typed, tmp_path, name):
     result = typed("demo", "--out", name)
     assert result.returncode == 2
@@ -137,7 +137,7 @@ def test_a_folder_with_other_things(typed, tmp_path):
 
 
 def test_a_demo_that_cannot_begin_leaves_nothing(typed, tmp_path):
-    assert typed("demo", "--out", "mine", "--epochs", 0.5).returncode == 2  # less than a step of so few pictures
+    assert typed("demo", "--out", "mine", "--epochs", 0.5).returncode == 2  # less than a step of so few images
     assert not (tmp_path / "mine").exists()
 
 

@@ -14,8 +14,8 @@ from vitrail.cli.main import check_words
         ["train", "digits", "--seed=", "--out", "run"],
         ["train", "digits", "--labels= ", "--out", "run"],
         ["train", "digits", "--out", ""],
-        ["evaluate", "house_tiny", "digits", "--out="],
-        ["bench", "house_mini", "--plot", ""],
+        ["evaluate", "vitrail_tiny", "digits", "--out="],
+        ["bench", "vitrail_mini", "--plot", ""],
     ],
 )
 def test_a_variable_that_is_not_set(words, refused, tmp_path, monkeypatch):
@@ -34,7 +34,7 @@ def test_a_variable_that_is_not_set(words, refused, tmp_path, monkeypatch):
         ("convert", ["out.safetensors"]),
         ("evaluate", ["digits"]),
         ("predict 'my weights'", []),
-        ("probe knn house_tiny", []),
+        ("probe knn vitrail_tiny", []),
         ("", []),
     ],
 )
@@ -47,4 +47,4 @@ def test_an_empty_argument(before, after, refused, tmp_path, monkeypatch):
 
 
 def test_values_that_end_with_an_equals_sign_are_not_empty():
-    check_words(["train", "--set=start.weights=", "--set", "start.weights=", "--shard", "a=", "="])
+    check_words(["train", "--set=init.weights=", "--set", "init.weights=", "--shard", "a=", "="])

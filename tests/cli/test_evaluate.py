@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 import vitrail
-from tests.images import make_folder, make_picture, spoil
+from tests.images import make_folder, make_image, spoil
 from vitrail.cli import predict as predicting
 from vitrail.cli.evaluate import titles
 from vitrail.cli.predict import one_line
@@ -41,7 +41,7 @@ def weights(folder):
 
 
 @pytest.fixture(scope="module")
-def pictures(folder):
+def images(folder):
     return make_folder(folder / "data", NAMES[:2], 6)
 
 
@@ -50,7 +50,7 @@ def pictures(folder):
 
 @pytest.fixture(scope="module")
 def many(folder):
-    """60 pictures, one in ten broken in a way of its own."""
+    """60 images, one in ten broken in a way of its own."""
     root = make_folder(folder / "many", ["a", "b"], 27)
     content = (root / "a" / "000.png").read_bytes()
     (root / "a" / "truncated.png").write_bytes(content[: len(content) // 2])
@@ -60,7 +60,7 @@ def many(folder):
     os.symlink(root / "gone.jpg", root / "b" / "link.jpg")
     os.mkfifo(root / "b" / "pipe.webp")
     (root / "a" / "wrong.jpg").write_bytes(content)  # a PNG by another name: nothing is wrong with it
-    (root / "a" / "notes.txt").write_text("not a picture, and not called one")
+    (root / "a" / "notes.txt").write_text("not an image, and not called one")
     return root
 
 
@@ -68,7 +68,7 @@ BROKEN = {"truncated.png", "empty.jpg", "text.jpg", "folder.jpg", "link.jpg", "p
 
 
 @pytest.mark.parametrize("format", ["table", "json", "csv"])
-def test_good_pictures_are_predicted_and_bad_ones_named(typed, weights, many, format):
+def test_good_images_are_predicted_and_bad_ones_named(typed, weights, many, format):
     code, said, complaints = typed("predict", weights, many, "--format", format, "--workers", 2, "--batch", 7)
     assert code == 1
     *named, summary = complaints.splitlines()
@@ -76,9 +76,9 @@ def test_good_pictures_are_predicted_and_bad_ones_named(typed, weights, many, fo
     assert len(named) == 6
     assert summary == "6 could not be read, 55 could."
     if format == "json":
-        found = [json.loads(line)["picture"] for line in said.splitlines()]
+        found = [json.loads(line)["image"] for line in said.splitlines()]
     elif format == "csv":
-        found = [row["picture"] for row in csv.DictReader(io.StringIO(said))]
+        found = [row["image"] for row in csv.DictReader(io.StringIO(said))]
     else:
         found = [line.split()[0] for line in said.splitlines() if "/many/" in line]
     expected = sorted(str(path) for path in many.rglob("*.*g") if path.name not in BROKEN)
@@ -92,19 +92,19 @@ def test_all_bad_is_another_code(typed, weights, tmp_path):
     bad = [spoil(tmp_path / "a.png"), tmp_path / "none.png"]
     code, said, complaints = typed("predict", weights, *bad, "--out", tmp_path / "out.csv")
     assert (code, said) == (2, "")
-    assert complaints.splitlines()[-1] == "No picture could be read."
+    assert complaints.splitlines()[-1] == "No image could be read."
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.png"]
 
 
 def test_names_that_would_break_a_table(typed, weights, tmp_path):
-    path = make_picture(tmp_path / "line\nend\x1b[31m.png")
+    path = make_image(tmp_path / "line\nend\x1b[31m.png")
     code, said, _ = typed("predict", weights, path)
     assert code == 0
     assert "new\\nline\\t[bold]" in said.replace("\n", "")
     assert "\x1b" not in said
     said = typed("predict", weights, path, "--format", "csv", "--top", 3)[1]
     (row,) = csv.DictReader(io.StringIO(said, newline=""))
-    assert row["picture"] == str(path)
+    assert row["image"] == str(path)
     assert {row["class_1"], row["class_2"], row["class_3"]} == set(NAMES)
     assert sum(float(row[f"probability_{place}"]) for place in (1, 2, 3)) == pytest.approx(1, abs=1e-5)
     assert one_line("a\tb\u2028c") == "a\\tb\\u2028c"
@@ -113,43 +113,43 @@ def test_names_that_would_break_a_table(typed, weights, tmp_path):
 @pytest.mark.skipif(sys.platform == "darwin", reason="this file system takes text only")
 def test_file_names_that_are_no_text(typed, weights, tmp_path):
     strange = os.fsdecode(os.fsencode(tmp_path) + b"/\xff.png")
-    os.rename(make_picture(tmp_path / "a.png"), strange)
-    assert json.loads(typed("predict", weights, tmp_path, "--json")[1])["picture"] == strange
+    os.rename(make_image(tmp_path / "a.png"), strange)
+    assert json.loads(typed("predict", weights, tmp_path, "--json")[1])["image"] == strange
     assert typed("predict", weights, tmp_path, "--format", "csv")[1].splitlines()[1].startswith(strange)
     assert "\\udcff.png" in typed("predict", weights, tmp_path)[1]
 
 
-def test_a_list_on_standard_input(typed, weights, pictures):
-    given = "\n".join(map(str, sorted(pictures.glob("blue/*.png"))[:3])) + "\n"
+def test_a_list_on_standard_input(typed, weights, images):
+    given = "\n".join(map(str, sorted(images.glob("blue/*.png"))[:3])) + "\n"
     code, said, _ = typed("predict", weights, "-", "--json", given=given.encode())
     assert (code, len(said.splitlines())) == (0, 3)
-    code, said, _ = typed("predict", weights, "-", pictures / "green", "--json", given=given.replace("\n", "\0").encode())
+    code, said, _ = typed("predict", weights, "-", images / "green", "--json", given=given.replace("\n", "\0").encode())
     assert (code, len(said.splitlines())) == (0, 9)
     assert typed("predict", weights, "-")[0] == 2
 
 
-def test_into_a_file(typed, refused, weights, pictures, tmp_path):
-    for name, first in (("a.csv", "picture,class_1"), ("b.jsonl", '{"picture"'), ("c.txt", "picture")):
-        code, said, _ = typed("predict", weights, pictures, "--out", tmp_path / "new" / name)
+def test_into_a_file(typed, refused, weights, images, tmp_path):
+    for name, first in (("a.csv", "image,class_1"), ("b.jsonl", '{"image"'), ("c.txt", "image")):
+        code, said, _ = typed("predict", weights, images, "--out", tmp_path / "new" / name)
         assert (code, said) == (0, "")
         assert (tmp_path / "new" / name).read_text().startswith(first)
-    assert "is a folder" in refused("predict", weights, pictures, "--out", tmp_path)
-    assert "cannot be written" in refused("predict", weights, pictures, "--out", tmp_path / "new" / "a.csv" / "b.csv")
-    assert "two formats" in refused("predict", weights, pictures, "--json", "--format", "csv")
-    assert "--format xml is not known" in refused("predict", weights, pictures, "--format", "xml")
+    assert "is a folder" in refused("predict", weights, images, "--out", tmp_path)
+    assert "cannot be written" in refused("predict", weights, images, "--out", tmp_path / "new" / "a.csv" / "b.csv")
+    assert "two formats" in refused("predict", weights, images, "--json", "--format", "csv")
+    assert "--format xml is not known" in refused("predict", weights, images, "--format", "xml")
 
 
-def test_a_long_table_comes_in_blocks(typed, weights, pictures, monkeypatch):
+def test_a_long_table_comes_in_blocks(typed, weights, images, monkeypatch):
     monkeypatch.setattr(predicting, "BLOCK", 5)
-    said = typed("predict", weights, pictures)[1]
+    said = typed("predict", weights, images)[1]
     assert said.count("looks like") == 3
 
 
 # --- evaluating
 
 
-def test_evaluate(typed, weights, pictures, tmp_path):
-    words = ("evaluate", weights, pictures, "--device", "cpu", "--workers", 0)
+def test_evaluate(typed, weights, images, tmp_path):
+    words = ("evaluate", weights, images, "--device", "cpu", "--workers", 0)
     code, said, error = typed(*words, "--out", tmp_path / "out", "--sizes", "16,16x24", "--crop-ratios", "0.8,1.0")
     assert (code, error) == (0, "")
     assert all(part in said for part in ("top-1", "ECE", "2 classes, by name; answers among these 2", "16x24", "everything"))
@@ -162,15 +162,15 @@ def test_evaluate(typed, weights, pictures, tmp_path):
     assert f"{100 * content['evaluations'][0]['top1']:.2f} %" in page
     assert page.count("data:image/png;base64,") == 4  # two charts, each for light and dark
     for name in ("reliability.png", "sweep.png"):
-        with Image.open(tmp_path / "out" / name) as picture:
-            assert len(np.unique(np.asarray(picture))) > 20
+        with Image.open(tmp_path / "out" / name) as image:
+            assert len(np.unique(np.asarray(image))) > 20
     assert len(content["sweep"]) == 4
     assert json.loads(typed(*words, "--json")[1])["evaluations"] == content["evaluations"]
 
 
-def test_a_second_test_set(typed, weights, pictures, folder):
+def test_a_second_test_set(typed, weights, images, folder):
     other = make_folder(folder / "other <b>", NAMES[:2], 3, (30, 20))
-    said = typed("evaluate", weights, pictures, other, "--out", folder / "two")[1]
+    said = typed("evaluate", weights, images, other, "--out", folder / "two")[1]
     assert "difference" in said
     first, second = json.loads((folder / "two" / "evaluation.json").read_text())["evaluations"]
     assert f"{100 * (second['top1'] - first['top1']):+.2f}" in said
@@ -197,40 +197,40 @@ def test_imagenet_weights_without_names_on_ten_classes(typed, refused, folder):
     assert "no class of" in refused("evaluate", weights, wrong, "--map", folder / "map.json")
 
 
-def test_several_right_labels(typed, refused, weights, pictures, folder):
+def test_several_right_labels(typed, refused, weights, images, folder):
     (folder / "labels.json").write_text(json.dumps([[0, 1]] * 11 + [[]]))
-    code, said, _ = typed("evaluate", weights, pictures, "--labels", folder / "labels.json")
+    code, said, _ = typed("evaluate", weights, images, "--labels", folder / "labels.json")
     assert code == 0
     assert "100.00 %" in said
-    assert "any label: 11 pictures; 1 without one do not count" in said
+    assert "any label: 11 images; 1 without one do not count" in said
     (folder / "labels.json").write_text("[[0]]")
-    assert "1 lists of labels for the 12 pictures" in refused("evaluate", weights, pictures, "--labels", folder / "labels.json")
+    assert "1 lists of labels for the 12 images" in refused("evaluate", weights, images, "--labels", folder / "labels.json")
 
 
-def test_mistakes_at_the_keyboard(refused, weights, pictures, tmp_path):
-    plain = make_picture(tmp_path / "plain" / "a.png").parent
+def test_mistakes_at_the_keyboard(refused, weights, images, tmp_path):
+    plain = make_image(tmp_path / "plain" / "a.png").parent
     assert "has no labels" in refused("evaluate", weights, plain)
     assert "There is nothing at" in refused("evaluate", weights, tmp_path / "none")
-    assert "There is no file" in refused("evaluate", tmp_path / "none.safetensors", pictures)
-    assert "--head last is not known" in refused("evaluate", weights, pictures, "--head", "last")
-    assert "has no distillation head" in refused("evaluate", weights, pictures, "--head", "distillation")
-    assert "--among some is not known" in refused("evaluate", weights, pictures, "--among", "some")
-    assert "not an image size" in refused("evaluate", weights, pictures, "--sizes", "16,,")
-    assert "not a list of crop ratios" in refused("evaluate", weights, pictures, "--crop-ratios", "a")
-    assert "at most 1, not nan" in refused("evaluate", weights, pictures, "--crop-ratios", "nan")
-    assert "no split called last" in refused("evaluate", weights, pictures, "--split", "last")
-    assert "is a file" in refused("evaluate", weights, pictures, "--out", weights)
-    assert "at least two models" in refused("disagree", pictures)
-    assert "One model cannot differ" in refused("disagree", weights, pictures)
-    assert "call it differ.png" in refused("disagree", weights, weights, pictures, "--out", "a.jpg")
+    assert "There is no file" in refused("evaluate", tmp_path / "none.safetensors", images)
+    assert "--head last is not known" in refused("evaluate", weights, images, "--head", "last")
+    assert "has no distillation head" in refused("evaluate", weights, images, "--head", "distillation")
+    assert "--among some is not known" in refused("evaluate", weights, images, "--among", "some")
+    assert "not an image size" in refused("evaluate", weights, images, "--sizes", "16,,")
+    assert "not a list of crop ratios" in refused("evaluate", weights, images, "--crop-ratios", "a")
+    assert "at most 1, not nan" in refused("evaluate", weights, images, "--crop-ratios", "nan")
+    assert "no split called last" in refused("evaluate", weights, images, "--split", "last")
+    assert "is a file" in refused("evaluate", weights, images, "--out", weights)
+    assert "at least two models" in refused("disagree", images)
+    assert "One model cannot differ" in refused("disagree", weights, images)
+    assert "call it differ.png" in refused("disagree", weights, weights, images, "--out", "a.jpg")
 
 
 # --- comparing
 
 
-def test_disagree(typed, weights, pictures, tmp_path):
+def test_disagree(typed, weights, images, tmp_path):
     other = small(tmp_path / "other.safetensors", 3, list(reversed(NAMES)), distilled=True, seed=4)
-    words = ("disagree", weights, other, pictures, "--heads", "--workers", 0)
+    words = ("disagree", weights, other, images, "--heads", "--workers", 0)
     found = json.loads(typed(*words, "--json", "--out", tmp_path / "sheet.png")[1])
     assert found["names"] == [
         "truth",
@@ -238,7 +238,7 @@ def test_disagree(typed, weights, pictures, tmp_path):
         *(f"other.safetensors, {h}" for h in ("both", "class", "distillation")),
     ]
     assert np.array(found["differ"]).shape == (5, 5)
-    single = json.loads(typed("evaluate", other, pictures, "--head", "class", "--json")[1])["evaluations"][0]
+    single = json.loads(typed("evaluate", other, images, "--head", "class", "--json")[1])["evaluations"][0]
     assert found["differ"][0][3] == pytest.approx(1 - single["top1"])
     with Image.open(tmp_path / "sheet.png") as sheet:
         assert sheet.format == "PNG"
@@ -247,8 +247,8 @@ def test_disagree(typed, weights, pictures, tmp_path):
     assert all(part in said for part in ("truth", "Cohen's kappa", "Error consistency", "A and B", "D other.safetensors, dist"))
 
 
-def test_models_that_never_differ(typed, weights, pictures, tmp_path):
-    code, said, _ = typed("disagree", weights, weights, pictures, "--out", tmp_path / "sheet.png")
+def test_models_that_never_differ(typed, weights, images, tmp_path):
+    code, said, _ = typed("disagree", weights, weights, images, "--out", tmp_path / "sheet.png")
     assert code == 0
     assert "never differ" in said
     assert list(tmp_path.iterdir()) == []

@@ -65,32 +65,32 @@ def test_info_of_a_name_at_another_size(typed):
 
 def test_weights_that_come_with_the_package_are_named(typed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    text = typed("info", "house_tiny")[1]
-    for part in ("100,000 pictures, 200 classes", "60.8 % of 10,000 validation pictures at 64 x 64", "docs/weights.md"):
+    text = typed("info", "vitrail_tiny")[1]
+    for part in ("100,000 images, 200 classes", "60.8 % of 10,000 validation images at 64 x 64", "docs/weights.md"):
         assert part in text
-    assert "at 64 x 64" in typed("info", "house_tiny", "--image-size", "96")[1]  # the size that it was measured at
+    assert "at 64 x 64" in typed("info", "vitrail_tiny", "--image-size", "96")[1]  # the size that it was measured at
     card = (ROOT / "docs" / "weights.md").read_text()
-    facts = json.loads(typed("info", "house_tiny", "--json")[1])["bundled_weights"]
+    facts = json.loads(typed("info", "vitrail_tiny", "--json")[1])["bundled_weights"]
     assert facts["card"] == "docs/weights.md"
-    assert f"{facts['train']:,} training pictures of {facts['data']}" in card
+    assert f"{facts['train']:,} training images of {facts['data']}" in card
     stated = float(re.search(r"validation top-1 .*\| ([\d.]+) %", card)[1])
     assert round(stated, 1) == round(100 * facts["top1"], 1)
-    assert json.loads(typed("info", "house_mini", "--json")[1])["bundled_weights"] is None
-    assert "weights" not in typed("info", "house_mini")[1]
-    (tmp_path / "house_tiny").mkdir()
-    text = typed("info", "house_tiny")[1]
+    assert json.loads(typed("info", "vitrail_mini", "--json")[1])["bundled_weights"] is None
+    assert "weights" not in typed("info", "vitrail_mini")[1]
+    (tmp_path / "vitrail_tiny").mkdir()
+    text = typed("info", "vitrail_tiny")[1]
     assert "60.8 %" not in text
-    assert "called house_tiny come with the package, but something by that name lies here" in text
+    assert "called vitrail_tiny come with the package, but something by that name lies here" in text
 
 
 def test_the_list_of_models_marks_them(typed):
-    text = typed("models", "house")[1]
-    assert re.search(r"^house_tiny \*  ", text, re.MULTILINE)
+    text = typed("models", "vitrail")[1]
+    assert re.search(r"^vitrail_tiny \*  ", text, re.MULTILINE)
     assert text.count("*") == 2
-    assert text.endswith("* Trained weights come with the package: `vitrail info house_tiny` says what they know.\n")
+    assert text.endswith("* Trained weights come with the package: `vitrail info vitrail_tiny` says what they know.\n")
     assert "*" not in typed("models", "deit3")[1]
-    rows = json.loads(typed("models", "house", "--json")[1])
-    assert {row["name"]: row["bundled_weights"] for row in rows if row["bundled_weights"]} == {"house_tiny": True}
+    rows = json.loads(typed("models", "vitrail", "--json")[1])
+    assert {row["name"]: row["bundled_weights"] for row in rows if row["bundled_weights"]} == {"vitrail_tiny": True}
 
 
 def test_info_of_a_file(deit_file, typed):
@@ -162,12 +162,12 @@ def test_a_full_disk_loses_nothing(deit_file, tmp_path):
 
 # --- training
 
-SHORT = ("--set", "architecture.width=16", "--set", "architecture.depth=1", "--set", "batch=8", "--workers", "0")
+SHORT = ("--set", "architecture.width=16", "--set", "architecture.depth=1", "--set", "batch_size=8", "--workers", "0")
 
 
 @pytest.fixture(scope="module")
 def digits_run(tmp_path_factory):
-    """Six steps on the built-in pictures, in a process of its own."""
+    """Six steps on the built-in images, in a process of its own."""
     folder = tmp_path_factory.mktemp("runs") / "digits"
     options = ("--set", "schedule.length=6 steps", "--save-steps", 3, "--log-steps", 1, "--seed", 3)
     result = run("train", "digits", *SHORT, *options, "--out", folder)
@@ -177,8 +177,8 @@ def digits_run(tmp_path_factory):
 
 def test_train(digits_run):
     folder, result = digits_run
-    assert "digits: 1,295 training and 142 validation pictures, 10 classes" in result.stderr
-    assert "the network sees 8 x 8 pixels, for pictures of about 8 pixels" in result.stderr
+    assert "digits: 1,295 training and 142 validation images, 10 classes" in result.stderr
+    assert "the network sees 8 x 8 pixels, for images of about 8 pixels" in result.stderr
     assert "batch 8 = 1 x CPU x 1 accumulation x 8" in result.stderr
     assert "test accuracy" in result.stderr
     assert result.stderr.strip().endswith(f"weights {folder / 'best.safetensors'}")
@@ -186,7 +186,7 @@ def test_train(digits_run):
     facts = json.loads((folder / "run.json").read_text())
     assert facts["command"].startswith("vitrail train digits --set architecture.width=16")
     assert (facts["steps"], facts["best"]["step"], facts["recipe"]["seed"]) == (6, 6, 3)
-    assert facts["test"]["pictures"] == 360
+    assert facts["test"]["images"] == 360
     assert sum(map(sum, facts["confusion"]["matrix"])) == 142
     assert len(facts["mistakes"]) == 16
     assert vitrail.load(folder).class_names == list("0123456789")
@@ -231,18 +231,18 @@ def test_a_recipe_file_is_a_recipe(digits_run, typed, refused, tmp_path):
         ("missing.yaml", None, "No such file"),
         ("broken.yaml", "a: [1,", "is not YAML"),
         ("list.yaml", "- 1", "is a group of settings, not [1]"),
-        ("american.yaml", "optimizer: {rate: 1}", "the nearest are optimiser"),
-        ("numbers.yaml", "optimiser: {rate: fast}", "optimiser.rate='fast' should be of the kind float"),
+        ("american.yaml", "optimizer: {rate: 1}", "the nearest are optimizer"),
+        ("numbers.yaml", "optimizer: {rate: fast}", "optimizer.lr='fast' should be of the kind float"),
     ):
         if text is not None:
             (tmp_path / name).write_text(text)
         assert sentence in refused("train", "digits", "--recipe", tmp_path / name)
-    (tmp_path / "own.yaml").write_text("optimiser: {rate: 1e-3}")  # which YAML takes for text
-    assert open_recipe(str(tmp_path / "own.yaml")).optimiser.rate == 1e-3
+    (tmp_path / "own.yaml").write_text("optimizer: {rate: 1e-3}")  # which YAML takes for text
+    assert open_recipe(str(tmp_path / "own.yaml")).optimizer.lr == 1e-3
 
 
 def test_from_weights(digits_run, typed, tmp_path):
-    options = ("--from", digits_run[0], "--workers", "0", "--set", "schedule.length=1 steps", "--set", "start.scope=head")
+    options = ("--from", digits_run[0], "--workers", "0", "--set", "schedule.length=1 steps", "--set", "init.scope=head")
     code, _, said = typed("train", "digits", *options, "--out", tmp_path / "run")
     assert code == 0, said
     assert "starting from" in said
@@ -266,7 +266,7 @@ def test_plan_writes_nothing(typed, refused, tmp_path, monkeypatch):
     assert code == 0
     assert "608,906 parameters" in whole
     assert "600 steps, about" in whole
-    code, said, _ = typed("plan", "digits", "--recipe", "deit_tiny", "--set", "augmentation.size=32", "--micro-batch", "8")
+    code, said, _ = typed("plan", "digits", "--recipe", "deit_tiny", "--set", "augmentation.image_size=32", "--micro-batch", "8")
     assert "batch 1024 = 1 x CPU x 128 accumulation x 8" in said
     words = (
         "--recompute --no-compile --seed 3 --seeds 2 --workers 0 --bad fatal --on-nan skip --save-steps 5 --keep 1 --log-steps 2"
@@ -297,7 +297,7 @@ def test_recipes_as_a_table_and_as_json(typed, refused):
 
 
 def test_recipes_show(typed, refused):
-    _, text, _ = typed("recipes", "show", "deit_small", "--set", "optimiser.rate=3e-4", "--set", "architecture.drop_path=0.2")
+    _, text, _ = typed("recipes", "show", "deit_small", "--set", "optimizer.lr=3e-4", "--set", "architecture.drop_path=0.2")
     assert "rate: 0.0003" in text
     assert yaml.safe_load(text)["architecture"] == {"drop_path": 0.2}
     _, text, _ = typed("recipes", "show", "deit_small", "--json")
@@ -307,15 +307,15 @@ def test_recipes_show(typed, refused):
 
 def test_set_reaches_every_kind_of_leaf(typed, refused):
     settings = {
-        "augmentation.size": ("24x32", [24, 32]),
+        "augmentation.image_size": ("24x32", [24, 32]),
         "augmentation.scale": ("[0.5, 1]", [0.5, 1.0]),
-        "optimiser.betas": ("0.8", [0.8, 0.8]),
-        "optimiser.nesterov": ("false", False),
-        "average.report": ("yes", True),
-        "batch": ("1e3", 1000),
-        "optimiser.rate": ("3e-4", 3e-4),
+        "optimizer.betas": ("0.8", [0.8, 0.8]),
+        "optimizer.nesterov": ("false", False),
+        "ema.evaluate": ("yes", True),
+        "batch_size": ("1e3", 1000),
+        "optimizer.lr": ("3e-4", 3e-4),
         "schedule.length": ("20000 steps", "20000 steps"),
-        "start.scope": ("last:3", "last:3"),
+        "init.scope": ("last:3", "last:3"),
         "architecture.stem": ("hmlp", "hmlp"),
         "architecture.qkv_bias": ("false", False),
         "architecture.stem_strides": ("[4, 2, 2]", [4, 2, 2]),
@@ -329,20 +329,20 @@ def test_set_reaches_every_kind_of_leaf(typed, refused):
             node = node[part]
         assert node == value, key
     for change, sentence in (
-        ("optimiser.ratee=1", "the nearest are optimiser.rate"),
-        ("rate=1", "the nearest are optimiser.rate"),
+        ("optimizer.ratee=1", "the nearest are optimizer.lr"),
+        ("rate=1", "the nearest are optimizer.lr"),
         ("architecture.drop_pth=0.1", "did you mean drop_path"),
-        ("optimiser=adam", "optimiser is a group of settings: set one of them, such as optimiser.kind"),
+        ("optimizer=adam", "optimizer is a group of settings: set one of them, such as optimizer.kind"),
         ("seed", "--set takes KEY=VALUE, not 'seed'"),
-        ("augmentation.size=[1,2,3]", "should be 2 numbers"),
-        ("optimiser.nesterov=maybe", "should be of the kind bool"),
-        ("optimiser.kind=sgdm", "choose from adamw"),
+        ("augmentation.image_size=[1,2,3]", "should be 2 numbers"),
+        ("optimizer.nesterov=maybe", "should be of the kind bool"),
+        ("optimizer.kind=sgdm", "choose from adamw"),
     ):
         assert sentence in refused("recipes", "show", "deit_small", "--set", change)
 
 
 def test_a_loss_that_is_not_a_number_is_recorded_and_replayed(typed, refused, tmp_path):
-    wild = (*SHORT, "--set", "optimiser.rate=1e30", "--set", "schedule.warmup=0 steps", "--set", "schedule.length=9 steps")
+    wild = (*SHORT, "--set", "optimizer.lr=1e30", "--set", "schedule.warmup=0 steps", "--set", "schedule.length=9 steps")
     code, _, told = typed("train", "digits", *wild, "--log-steps", "1", "--out", tmp_path / "run")
     assert code == 2
     (bundle,) = (tmp_path / "run").glob("not-finite-*")
@@ -358,7 +358,7 @@ def test_a_loss_that_is_not_a_number_is_recorded_and_replayed(typed, refused, tm
 
 
 def test_weights_that_are_no_numbers(refused, tmp_path):
-    model = vitrail.create("house_mini", 2, 32, depth=1)
+    model = vitrail.create("vitrail_mini", 2, 32, depth=1)
     torch.nn.init.constant_(model.head.weight, torch.nan)
     vitrail.save(model, tmp_path / "nan.safetensors")
     said = refused("convert", tmp_path / "nan.safetensors", tmp_path / "out.safetensors", "--check")
@@ -386,7 +386,7 @@ def test_mistakes_at_the_keyboard(typed, refused, tmp_path):
 def test_three_lines_of_python(tmp_path):
     changes = {"schedule.length": "1 steps", "architecture.depth": 1}
     run = vitrail.train("digits", recipe="laptop", out=tmp_path / "run", changes=changes, device="cpu", workers=0)
-    model = vitrail.load(run.artefact)
+    model = vitrail.load(run.artifact)
     assert (model.class_names[run.best["top1"] > 1], run.finished) == ("0", True)
     assert {"train", "resume", "Recipe"} <= set(dir(vitrail))
 
@@ -420,21 +420,21 @@ def test_predict(digits_run, typed, tmp_path):
     assert code == 1
     assert "bad.png: not a JPEG" in complaints
     lines = [json.loads(line) for line in said.splitlines()]
-    assert [line["picture"] for line in lines] == [str(source / "x" / "000.png"), str(source / "x" / "001.png")]
+    assert [line["image"] for line in lines] == [str(source / "x" / "000.png"), str(source / "x" / "001.png")]
     assert all(len(line["classes"]) == 5 and line["classes"][0].keys() == {"number", "name", "probability"} for line in lines)
 
 
-def test_predict_the_built_in_pictures(digits_run):
+def test_predict_the_built_in_images(digits_run):
     result = run("predict", digits_run[0], "digits", "--device", "cpu")
     assert result.returncode == 0, result.stderr
-    assert "picture 15 of digits" in result.stdout
+    assert "image 15 of digits" in result.stdout
     assert "is" in result.stdout.splitlines()[0].split()
 
 
 def test_predict_of_nothing(digits_run, typed, refused, tmp_path):
     for bad in (tmp_path / "none.png", spoil(tmp_path / "bad.png")):
         code, said, told = typed("predict", digits_run[0], bad)
-        assert (code, said, told.splitlines()[1:]) == (2, "", ["No picture could be read."])
+        assert (code, said, told.splitlines()[1:]) == (2, "", ["No image could be read."])
     assert "There is no file" in refused("predict", tmp_path / "none.safetensors", tmp_path / "bad.png")
     assert "is not a safetensors" in refused("predict", tmp_path / "bad.png", tmp_path / "bad.png")
 

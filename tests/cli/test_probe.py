@@ -57,10 +57,10 @@ def test_help_does_not_wait_for_torch():
 def test_knn_as_a_table_and_as_json(place, typed):
     result = typed("probe", "knn", place / "[b].safetensors", place / "all.csv", "-k", 3, "--workers", 0)
     assert result.returncode == 0, result.stderr
-    assert "24 pictures of train remembered, 9 of test asked, 3 classes, 16 features (pooled)." in result.stdout
+    assert "24 images of train remembered, 9 of test asked, 3 classes, 16 features (pooled)." in result.stdout
     words = ("--protocol", "grafit", "--labels", "coarse_label", "--vector", "mean", "--workers", 0, "--json")
     content = json.loads(typed("probe", "knn", place / "[b].safetensors", place / "all.csv", *words).stdout)
-    assert (content["classes"], content["readout"]["vector"], content["temperature"]) == (2, "mean", 0.05)
+    assert (content["classes"], content["pooling"]["vector"], content["temperature"]) == (2, "mean", 0.05)
     assert content["k"] in content["chosen_from"]
 
 
@@ -76,21 +76,21 @@ def test_levels_and_their_names(place, typed, refused):
     result = typed("probe", "levels", file, f"coarse_label={file}", place / "all.csv", "--workers", 0)
     assert result.returncode == 0, result.stderr
     assert all(text in result.stdout for text in ("coarse_label (2)", "label (3)", "[b].safetensors", "coarse to fine"))
-    assert "has no level 'colour'" in refused("probe", "levels", f"colour={file}", place / "all.csv")
+    assert "has no level 'color'" in refused("probe", "levels", f"color={file}", place / "all.csv")
 
 
-def test_embed_data_and_pictures(place, tmp_path, typed):
+def test_embed_data_and_images(place, tmp_path, typed):
     file = place / "[b].safetensors"
     result = typed("embed", file, place / "all.csv", "--split", "test", "--out", tmp_path / "f.npy", "--workers", 0)
     assert result.returncode == 0, result.stderr
-    assert result.stdout == f"9 pictures, 16 features each -> {tmp_path / 'f.npy'} and {tmp_path / 'f.json'}\n"
-    picture = place / "test" / "green" / "001.png"
+    assert result.stdout == f"9 images, 16 features each -> {tmp_path / 'f.npy'} and {tmp_path / 'f.json'}\n"
+    image = place / "test" / "green" / "001.png"
     bad = spoil(tmp_path / "bad.png")
-    result = typed("embed", file, picture, bad, "--out", tmp_path / "one.npy")
+    result = typed("embed", file, image, bad, "--out", tmp_path / "one.npy")
     assert result.returncode == 1
     assert str(bad) in result.stderr
-    names = json.loads((tmp_path / "f.json").read_text())["pictures"]
-    row = np.load(tmp_path / "f.npy")[names.index(str(picture))]
+    names = json.loads((tmp_path / "f.json").read_text())["images"]
+    row = np.load(tmp_path / "f.npy")[names.index(str(image))]
     assert np.allclose(np.load(tmp_path / "one.npy"), row[None], atol=1e-5)
     assert json.loads((tmp_path / "one.json").read_text())["labels"] == {}
 
@@ -100,7 +100,7 @@ def test_spectrum_and_its_figure(place, tmp_path, typed):
     result = typed("probe", "spectrum", file, place / "all.csv", "--plot", tmp_path / "e.png", "--workers", 0, "--json")
     assert result.returncode == 0, result.stderr
     (found,) = json.loads(result.stdout).values()
-    assert (found["pictures"], len(found["energy"])) == (24, 16)
+    assert (found["images"], len(found["energy"])) == (24, 16)
     assert (tmp_path / "e.png").stat().st_size > 1000
 
 
@@ -126,10 +126,10 @@ def test_what_is_refused_in_a_sentence(place, tmp_path, refused):
     (tmp_path / "empty").mkdir()
     for words, reason in (
         (("probe", "knn", tmp_path / "gone.safetensors", data), "gone.safetensors"),
-        (("probe", "knn", file, tmp_path / "empty"), "holds no pictures"),
+        (("probe", "knn", file, tmp_path / "empty"), "holds no images"),
         (("probe", "linear", file, tmp_path / "one"), "only one class"),
         (("probe", "fewshot", file, tmp_path / "flat" / "x"), "no labels"),
-        (("probe", "knn", file, data, "--labels", "colour"), "no labels called colour; there are label, coarse_label"),
+        (("probe", "knn", file, data, "--labels", "color"), "no labels called color; there are label, coarse_label"),
         (("probe", "knn", file, data, "--vector", "distillation"), "no distillation token"),
         (("probe", "knn", file, data, "--temperature", "-1"), "temperature must be above 0"),
         (("embed", file, data, "--out", tmp_path / "f.txt"), "as .parquet or .npy"),

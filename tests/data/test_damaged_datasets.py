@@ -36,19 +36,19 @@ def missing_path(root: Path) -> object:
     return root / "missing"
 
 
-@sentence("holds no pictures: give a folder with one folder")
+@sentence("holds no images: give a folder with one folder")
 def empty_folder(root: Path) -> object:
     return None
 
 
-@sentence("holds no pictures")
-def folder_without_pictures(root: Path) -> object:
+@sentence("holds no images")
+def folder_without_images(root: Path) -> object:
     (root / "a").mkdir()
     (root / "a" / "notes.txt").write_text("x")
     return root
 
 
-@sentence("The class folder .*b holds no pictures: fill it or remove it")
+@sentence("The class folder .*b holds no images: fill it or remove it")
 def empty_class(root: Path) -> object:
     (root / "b").mkdir()
     return write_folder(root, {"a": 1})
@@ -83,8 +83,8 @@ def unknown_kind(root: Path) -> object:
     return root / "a.zip"
 
 
-@sentence("has no column of pictures .only label.: name a column of bytes image")
-def parquet_without_pictures(root: Path) -> object:
+@sentence("has no column of images .only label.: name a column of bytes image")
+def parquet_without_images(root: Path) -> object:
     parquet.write_table(pa.table({"label": [1, 2]}), root / "a.parquet")
     return root / "a.parquet"
 
@@ -108,7 +108,7 @@ def parquet_of_nothing(root: Path) -> object:
     return root
 
 
-@sentence("holds no pictures: give Parquet files")
+@sentence("holds no images: give Parquet files")
 def parquet_without_rows(root: Path) -> object:
     schema = pa.schema([("image", pa.binary()), ("label", pa.int64())])
     parquet.write_table(schema.empty_table(), root / "a.parquet")
@@ -137,7 +137,7 @@ def label_missing(root: Path) -> object:
     return write_parquet(root / "a.parquet", [0, None, 1], FEATURES)
 
 
-@sentence("holds double and not one class per picture: use whole numbers or text")
+@sentence("holds double and not one class per image: use whole numbers or text")
 def label_of_fractions(root: Path) -> object:
     return write_parquet(root / "a.parquet", [0.5, 1.0])
 
@@ -198,14 +198,14 @@ def tar_that_is_compressed_inside(root: Path) -> object:
     return root
 
 
-@sentence("a.tar.gz is a compressed tar, in which no picture can be reached: unpack it")
+@sentence("a.tar.gz is a compressed tar, in which no image can be reached: unpack it")
 def tar_compressed(root: Path) -> object:
     tarfile.open(root / "a.tar.gz", "w:gz").close()
     return root / "a.tar.gz"
 
 
-@sentence("a.tar holds no pictures")
-def tar_without_pictures(root: Path) -> object:
+@sentence("a.tar holds no images")
+def tar_without_images(root: Path) -> object:
     return write_tar(root / "a.tar", [("a.cls", b"1")])
 
 
@@ -280,7 +280,7 @@ def idx_of_something_else(root: Path) -> object:
     return root
 
 
-@sentence("holds 9 pictures but .* 8 labels")
+@sentence("holds 9 images but .* 8 labels")
 def idx_with_too_few_labels(root: Path) -> object:
     idx_pair(root)
     write_idx(root / "train-labels-idx1-ubyte", np.arange(8))
@@ -384,7 +384,7 @@ def test_what_cannot_be_trained_on(tmp_path: Path) -> None:
     root = write_folder(tmp_path, {"all": 30})
     with pytest.raises(UserError, match=r"has only one class \(all\)"):
         check_trainable(open_source(root))
-    with pytest.raises(UserError, match="has no labels: put the pictures into one folder per class"):
+    with pytest.raises(UserError, match="has no labels: put the images into one folder per class"):
         check_trainable(open_source(f"{root}/all"))
     splits = open_splits(write_folder(tmp_path / "few", {"x": 1, "y": 9}))
     check_trainable(splits.train)
@@ -398,7 +398,7 @@ def test_splits_that_are_not_there(tmp_path: Path) -> None:
         open_source(root, "test")
     with pytest.raises(UserError, match="There is no split called holdout"):
         open_source(root, "holdout")
-    with pytest.raises(UserError, match="too few pictures per class to set 10 % aside"):
+    with pytest.raises(UserError, match="too few images per class to set 10 % aside"):
         open_splits(write_folder(tmp_path / "single", {"x": 1, "y": 1}))
     for name in ("val", "test"):
         write_folder(tmp_path / "b" / name, {"x": 1})
@@ -418,9 +418,9 @@ def test_hub_without_network_or_package(monkeypatch: pytest.MonkeyPatch) -> None
         open_source("hf://a/b")
 
 
-def test_pictures_that_are_not_there_are_said_when_read(tmp_path: Path) -> None:
+def test_images_that_are_not_there_are_said_when_read(tmp_path: Path) -> None:
     parquet.write_table(pa.table({"image": [png(1), None], "label": [0, 1]}), tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match=r"row 1 of .*a.parquet has no picture"):
+    with pytest.raises(ValueError, match=r"row 1 of .*a.parquet has no image"):
         open_source(str(tmp_path)).encoded(1)
     source = open_source(write_folder(tmp_path / "f", {"a": 1}))
     os.unlink(source.where(0))

@@ -1,4 +1,4 @@
-"""Every kind of source, opened by its path alone, gives the pictures and labels that were put in."""
+"""Every kind of source, opened by its path alone, gives the images and labels that were put in."""
 
 import csv
 import gzip
@@ -30,7 +30,7 @@ FEATURES = {
 
 
 def png(value: int, size: int = 4) -> bytes:
-    """A picture of one colour, another for every value."""
+    """An image of one color, another for every value."""
     buffer = io.BytesIO()
     Image.new("RGB", (size, size), (value % 256, value // 256, 7)).save(buffer, "PNG")
     return buffer.getvalue()
@@ -133,8 +133,8 @@ def write_cifar(folder: Path, hundred: bool, binary: bool, per_file: int = 6) ->
 
 def everything(source: Source) -> list[tuple[bytes, int]]:
     values = source.label.values.tolist() if source.label else [None] * len(source)
-    pictures = [source.encoded(index) for index in range(len(source))]
-    return [(each if isinstance(each, bytes) else each.tobytes(), value) for each, value in zip(pictures, values, strict=True)]
+    images = [source.encoded(index) for index in range(len(source))]
+    return [(each if isinstance(each, bytes) else each.tobytes(), value) for each, value in zip(images, values, strict=True)]
 
 
 def test_folder_of_classes(tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_a_class_may_be_called_train(tmp_path: Path) -> None:
 
 
 def test_flat_folder_has_no_labels(tmp_path: Path) -> None:
-    source = open_source(write_folder(tmp_path, {"pictures": 3}) + "/pictures")
+    source = open_source(write_folder(tmp_path, {"images": 3}) + "/images")
     assert source.label is None
     assert len(source) == 3
 
@@ -317,22 +317,22 @@ def test_idx(tmp_path: Path, ending: str) -> None:
         write_idx(tmp_path / f"{split}-images-idx3-ubyte{ending}", pixels)
         write_idx(tmp_path / f"{split}-labels-idx1-ubyte{ending}", np.array([3, 0, 1, 1]))
     source = open_source(str(tmp_path), "test")
-    picture = source.encoded(2)
-    assert isinstance(picture, np.ndarray)
-    assert picture.shape == (5, 6, 3)
-    assert (picture == pixels[2][..., None]).all()
+    image = source.encoded(2)
+    assert isinstance(image, np.ndarray)
+    assert image.shape == (5, 6, 3)
+    assert (image == pixels[2][..., None]).all()
     assert source.classes == ["0", "1", "2", "3"]
     assert len(open_source(str(tmp_path / f"train-images-idx3-ubyte{ending}"))) == 4
 
 
 @pytest.mark.parametrize(("ending", "separator"), [("csv", ","), ("csv", ";"), ("tsv", "\t")])
 def test_table(tmp_path: Path, ending: str, separator: str) -> None:
-    write_folder(tmp_path, {"pictures": 4})
+    write_folder(tmp_path, {"images": 4})
     with open(tmp_path / f"list.{ending}", "w", newline="", encoding="utf-8-sig") as file:
         writer = csv.writer(file, delimiter=separator)
         writer.writerow(["File", "label", "split", "class_group", "width"])
         for number, (label, split) in enumerate([("x, y", "train"), ("z", "train"), ("z", "val"), ("z", "test")]):
-            path = f"pictures/{number}.png" if number else str(tmp_path / "pictures" / "0.png")
+            path = f"images/{number}.png" if number else str(tmp_path / "images" / "0.png")
             writer.writerow([path, label, split, "g", 4])
     splits = open_splits(str(tmp_path / f"list.{ending}"))
     assert everything(splits.train) == [(png(0), 0), (png(1), 1)]
@@ -346,10 +346,10 @@ def test_digits() -> None:
     assert splits.test is not None
     assert len(splits.train) + len(splits.validation) == 1437
     assert len(splits.test) == 360
-    picture = splits.test.encoded(0)
-    assert isinstance(picture, np.ndarray)
-    assert picture.shape == (8, 8, 3)
-    assert picture.max() == 255
+    image = splits.test.encoded(0)
+    assert isinstance(image, np.ndarray)
+    assert image.shape == (8, 8, 3)
+    assert image.max() == 255
     check_trainable(splits.train)
 
 

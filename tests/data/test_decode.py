@@ -16,7 +16,7 @@ HEIGHT, WIDTH = 48, 64
 
 
 def smooth(height=HEIGHT, width=WIDTH):
-    """A picture of soft gradients, which survives JPEG nearly unchanged: uint8 [height, width, 3]."""
+    """An image of soft gradients, which survives JPEG nearly unchanged: uint8 [height, width, 3]."""
     row, column = np.mgrid[0:height, 0:width]
     channels = [row * 255 / max(height - 1, 1), column * 255 / max(width - 1, 1), 255 - (row + column) * 255 / (height + width)]
     return np.stack(channels, axis=2).astype(np.uint8)
@@ -30,7 +30,7 @@ def encode(pixels, kind="PNG", mode=None, **options):
 
 
 def png(header, rows, *chunks):
-    """A PNG written by hand, for bit depths that Pillow does not write. `header`: width, height, depth, colour type."""
+    """A PNG written by hand, for bit depths that Pillow does not write. `header`: width, height, depth, color type."""
 
     def chunk(name, body):
         return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
@@ -93,7 +93,7 @@ def test_one_bit():
 
 
 def test_first_frame_of_an_animation():
-    frames = [Image.new("RGB", (8, 6), colour) for colour in ("red", "lime", "blue")]
+    frames = [Image.new("RGB", (8, 6), color) for color in ("red", "lime", "blue")]
     for kind, options in (("GIF", {}), ("WEBP", {"lossless": True}), ("TIFF", {}), ("PNG", {})):
         found = decode(encode(frames[0], kind, save_all=True, append_images=frames[1:], **options))
         assert (found == (255, 0, 0)).all(), kind
@@ -102,11 +102,11 @@ def test_first_frame_of_an_animation():
 @pytest.mark.parametrize("kind", ["PNG", "WEBP", "TIFF"])
 def test_alpha_lies_over_white(kind):
     alpha = np.tile(np.array([0, 51, 255, 128], dtype=np.uint8), (6, 2))
-    colours = np.dstack([np.full((6, 8, 3), (200, 100, 0), dtype=np.uint8), alpha])
+    colors = np.dstack([np.full((6, 8, 3), (200, 100, 0), dtype=np.uint8), alpha])
     weight = alpha[:, :, None] / 255
-    expected = colours[:, :, :3] * weight + 255 * (1 - weight)
+    expected = colors[:, :, :3] * weight + 255 * (1 - weight)
     options = {"lossless": True, "exact": True} if kind == "WEBP" else {}
-    assert np.abs(decode(encode(colours, kind, **options)) - expected).max() <= 1
+    assert np.abs(decode(encode(colors, kind, **options)) - expected).max() <= 1
 
 
 def test_grey_with_alpha():
@@ -116,7 +116,7 @@ def test_grey_with_alpha():
     assert (found[:, 1] == 100).all()
 
 
-def test_palettes_and_transparent_colours():
+def test_palettes_and_transparent_colors():
     image = Image.new("P", (4, 2))
     image.putpalette([10, 20, 30, 200, 100, 50])
     image.paste(1, (2, 0, 4, 2))
@@ -126,8 +126,8 @@ def test_palettes_and_transparent_colours():
         assert np.array_equal(decode(encode(image, kind, transparency=1))[0, [0, 3]], [[10, 20, 30], [255, 255, 255]]), kind
     half = decode(encode(image, "PNG", transparency=bytes([255, 128])))
     assert np.abs(half[0, 3].astype(int) - (227, 177, 152)).max() <= 1
-    colour = Image.new("RGB", (2, 2), (1, 2, 3))
-    assert (decode(encode(colour, "PNG", transparency=(1, 2, 3))) == 255).all()
+    color = Image.new("RGB", (2, 2), (1, 2, 3))
+    assert (decode(encode(color, "PNG", transparency=(1, 2, 3))) == 255).all()
 
 
 def test_cmyk_and_its_inversions(each_decoder):
@@ -143,7 +143,7 @@ def test_cmyk_and_its_inversions(each_decoder):
 
 
 def test_ycck_is_converted(each_decoder):
-    """The same file with Adobe's marker saying YCCK: the first three channels are then Y, Cb, Cr of the ink taken as colour."""
+    """The same file with Adobe's marker saying YCCK: the first three channels are then Y, Cb, Cr of the ink taken as color."""
     stored = np.zeros((16, 16, 4), dtype=np.uint8)
     stored[:] = (76, 85, 255, 255)  # as they stand in the file: Y, Cb, Cr of (255, 0, 0), so all cyan, and no black
     encoded = encode(Image.fromarray(255 - stored, "CMYK"), "JPEG", quality=100, subsampling=0)
@@ -159,8 +159,8 @@ def test_sixteen_bits_are_scaled_not_clipped():
     for encoded in (encode(ramp), encode(ramp, "TIFF"), tiff(ramp, 16)):
         assert np.array_equal(decode(encoded)[:, :, 0], expected)
     assert np.array_equal(decode(tiff(ramp, 16, photometric=0))[:, :, 0], 255 - expected)
-    colour = np.stack([ramp, ramp[::-1], np.full_like(ramp, 32768)], axis=2)
-    found = decode(png((16, 16, 16, 2), [row.astype(">u2").tobytes() for row in colour]))
+    color = np.stack([ramp, ramp[::-1], np.full_like(ramp, 32768)], axis=2)
+    found = decode(png((16, 16, 16, 2), [row.astype(">u2").tobytes() for row in color]))
     assert np.array_equal(found[:, :, 0], expected)
     assert np.array_equal(found[:, :, 1], expected[::-1])
     assert (found[:, :, 2] == 128).all()
@@ -188,7 +188,7 @@ def test_thirty_two_bits_and_floating_point():
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
 def test_orientation(each_decoder, orientation, kind):
     upright = smooth()
-    # How a camera that is held so would store the upright picture: the inverse of each turn.
+    # How a camera that is held so would store the upright image: the inverse of each turn.
     stored = {
         1: upright,
         2: upright[:, ::-1],
@@ -212,7 +212,7 @@ def test_orientation(each_decoder, orientation, kind):
         assert np.array_equal(decode_mask(encode(np.ascontiguousarray(stored[:, :, 0]), exif=exif)), upright[:, :, 0])
 
 
-def test_broken_metadata_does_not_lose_the_picture():
+def test_broken_metadata_does_not_lose_the_image():
     encoded = encode(smooth(), "JPEG", exif=b"Exif\0\0II*\0\xff\xff\xff\xff nonsense")
     assert decode(encoded).shape == smooth().shape
 
@@ -231,16 +231,16 @@ def test_broken_metadata_does_not_lose_the_picture():
     ],
 )
 def test_scaled_decoding(each_decoder, size, at_least, expected):
-    picture = smooth(*size)
-    encoded = encode(picture, "JPEG", quality=95)
+    image = smooth(*size)
+    encoded = encode(image, "JPEG", quality=95)
     found = decode(encoded, at_least)
     assert found.shape[:2] == expected
     assert decoded_size(encoded, at_least) == expected
     assert at_least is None or min(found.shape[:2]) >= min(at_least, *size)
-    reference = np.asarray(Image.fromarray(picture).resize(expected[::-1], Image.Resampling.BOX))
+    reference = np.asarray(Image.fromarray(image).resize(expected[::-1], Image.Resampling.BOX))
     if min(size) > 16:  # below, a pixel at the edge stands for much that lies outside
         assert np.abs(found.astype(int) - reference).mean() < 3
-    assert decode(encode(picture), at_least).shape == picture.shape
+    assert decode(encode(image), at_least).shape == image.shape
 
 
 def test_both_decoders_agree(monkeypatch):
@@ -263,7 +263,7 @@ def test_truncated_and_empty(each_decoder, kind):
     for share in (0.9, 0.5):
         with pytest.raises(ValueError, match=r"truncated|header is damaged"):
             decode(encoded[: int(len(encoded) * share)])
-    for broken in (encoded[:12], encoded[:2], b"no picture at all"):
+    for broken in (encoded[:12], encoded[:2], b"no image at all"):
         with pytest.raises(ValueError, match=r"header is damaged|truncated"):
             decode(broken)
     with pytest.raises(ValueError, match="empty"):
@@ -321,13 +321,13 @@ def test_masks_keep_their_ids():
         shifts = np.arange(8 - depth, -1, -depth)
         packed = (small.reshape(6, depth, 8 // depth) << shifts).sum(axis=2).astype(np.uint8)
         assert np.array_equal(decode_mask(png((8, 6, depth, 0), [row.tobytes() for row in packed])), small)
-    with pytest.raises(ValueError, match="in colour"):
+    with pytest.raises(ValueError, match="in color"):
         decode_mask(encode(smooth()))
     with pytest.raises(ValueError, match="class ids reach 300"):
         decode_mask(encode(np.full((4, 4), 300, dtype=np.uint16)))
 
 
-def test_masks_follow_scaled_pictures():
+def test_masks_follow_scaled_images():
     mask = np.zeros((40, 60), dtype=np.uint8)
     mask[20:] = 7
     fitted = fit_mask(mask, np.zeros((20, 30, 3), dtype=np.uint8))

@@ -25,7 +25,7 @@ from vitrail.errors import UserError
 
 
 def scene(seed: int, width: int = 120, height: int = 90) -> Image.Image:
-    """Soft coloured shapes, like nothing else: what a photograph is to a perceptual hash."""
+    """Soft colored shapes, like nothing else: what a photograph is to a perceptual hash."""
     coarse = np.random.default_rng(seed).integers(0, 256, (6, 8, 3), dtype=np.uint8)
     return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
 
@@ -48,7 +48,7 @@ def planted(tmp_path_factory):
     bright = np.asarray(Image.open(train / "bee" / "08.png")) * 0.8 + 40
     Image.fromarray(bright.astype(np.uint8)).save(train / "bee" / "brighter.jpg", quality=80)
     (train / "ant" / "empty.jpg").touch()
-    (train / "ant" / "text.png").write_text("no picture")
+    (train / "ant" / "text.png").write_text("no image")
     (val / "bee" / "torn.png").write_bytes((train / "ant" / "09.png").read_bytes()[:2000])
     Image.new("RGB", (300, 240), (255, 255, 255)).save(train / "bee" / "white.png")
     Image.new("RGB", (300, 240), (250, 250, 250)).save(val / "bee" / "nearly_white.png")
@@ -62,7 +62,7 @@ def report(planted):
 
 def test_counts_of_splits(report):
     train, validation = report.splits["train"], report.splits["validation"]
-    assert (train.pictures, validation.pictures) == (50, 12)
+    assert (train.images, validation.images) == (50, 12)
     assert train.classes == {"ant": 14, "bee": 33, "cow": 3}
     assert validation.classes == {"ant": 5, "bee": 7, "cow": 0}
     assert train.kinds == {"PNG RGB": 47, "JPEG RGB": 1}
@@ -97,7 +97,7 @@ def test_duplicates_leaks_and_contradictions(report):
     assert report.repeats["validation"].total == 0
 
 
-def test_pictures_that_are_all_alike_are_no_leak(tmp_path):
+def test_images_that_are_all_alike_are_no_leak(tmp_path):
     noise = np.random.default_rng(0)
     base = np.asarray(scene(1), dtype=np.int64)
     for split, count in (("train", 110), ("val", 20)):
@@ -113,14 +113,14 @@ def test_pictures_that_are_all_alike_are_no_leak(tmp_path):
 
 def test_findings_say_the_gravest_first(report):
     sentences = list(findings(report))
-    assert sentences[0].startswith("LEAK: 1 picture of validation (9.09 %) also in train, pixel for pixel")
-    assert sentences[1].startswith("Possible LEAK: 1 picture of validation")
+    assert sentences[0].startswith("LEAK: 1 image of validation (9.09 %) also in train, pixel for pixel")
+    assert sentences[1].startswith("Possible LEAK: 1 image of validation")
     text = " ".join(sentences)
     assert "1 group of duplicates carries different labels" in text
-    assert "2 of 50 train pictures cannot be read" in text
-    assert "1 class of train with fewer than 10 pictures: cow." in text
-    assert "The largest class of train has 11 times as many pictures as the smallest." in text
-    assert "1 class without a picture in validation: cow." in text
+    assert "2 of 50 train images cannot be read" in text
+    assert "1 class of train with fewer than 10 images: cow." in text
+    assert "The largest class of train has 11 times as many images as the smallest." in text
+    assert "1 class without an image in validation: cow." in text
 
 
 def test_workers_change_nothing(planted, report):
@@ -142,7 +142,7 @@ def test_labels_masks_and_stored_pixels(tmp_path):
     path = write_parquet(tmp_path / "train.parquet", [0, 0, 0, 0, 0, 1], features, images, masks=True)
     split = inspect(path, open_parts(path), workers=0).splits["train"]
     assert split.further_labels == {"coarse_label": 1}
-    assert split.masks == 0  # the masks of that helper are coloured, which no mask is
+    assert split.masks == 0  # the masks of that helper are colored, which no mask is
     assert split.broken[0].reason.startswith("its mask: ")
     assert "No class labels in train" in " ".join(findings(inspect_folder_without_labels(tmp_path)))
     digits = inspect("digits", open_parts("digits"), workers=0)
@@ -168,7 +168,7 @@ def test_the_index_finds_what_comparing_all_with_all_finds():
     for place in range(count // 2, count):
         distance = (int(hashes[place]) ^ int(hashes[place - count // 2])).bit_count()
         assert (group[place] == group[place - count // 2]) == (distance <= NEAR_BITS)
-    # Hashes alone do not make twins, and pictures of one colour have none.
+    # Hashes alone do not make twins, and images of one color have none.
     noise = rng.integers(0, 256, thumbnails.shape, dtype=np.uint8)
     assert len(np.unique(near_groups(np.arange(count), hashes, noise))) == count
     plain = np.full_like(thumbnails, 200)
@@ -215,7 +215,7 @@ def test_the_command_as_json(planted, typed):
 
 def test_bad_input_gets_one_sentence(refused, tmp_path):
     assert "There is nothing at" in refused("data", "inspect", tmp_path / "missing")
-    with pytest.raises(UserError, match="a PNG picture"):
+    with pytest.raises(UserError, match="a PNG image"):
         commands.inspect("digits", out=tmp_path / "sheet.jpg")
 
 
@@ -237,7 +237,7 @@ def test_contact_sheets_are_of_a_size_and_clip_nothing(classes):
     assert (sheet[inside] < 255).any()
 
 
-def test_contact_sheets_follow_their_seed_and_leave_bad_pictures_out(tmp_path):
+def test_contact_sheets_follow_their_seed_and_leave_bad_images_out(tmp_path):
     source = open_source(write_folder(tmp_path / "data", {"a": 30, "b": 30}))
     first, again, other = (np.asarray(contact_sheet(source, "x", seed)) for seed in (0, 0, 1))
     assert (first == again).all()
@@ -249,15 +249,15 @@ def test_contact_sheets_follow_their_seed_and_leave_bad_pictures_out(tmp_path):
 
 
 def test_views_are_what_the_network_sees():
-    """A view that changes nothing shows the stored picture, pixel for pixel and class by class."""
+    """A view that changes nothing shows the stored image, pixel for pixel and class by class."""
     source = source_of(10, 4)
-    how = Augmentation(size=(6, 9), crop="squash", flip=0.0)
-    sheet = np.asarray(augmented_views(source, how, "as they are", pictures=4, views=2))
+    how = Augmentation(image_size=(6, 9), crop="squash", hflip=0.0)
+    sheet = np.asarray(augmented_views(source, how, "as they are", count=4, views=2))
     tiles = [tuple(decode(source.encoded(index)).reshape(-1).tolist()) for index in range(len(source))]
     found = [index for index, tile in enumerate(tiles) if shown(sheet, np.array(tile, dtype=np.uint8).reshape(6, 9, 3)) == 3]
     assert len(found) == 4
     assert len({index // 4 for index in found}) == 4
-    mixed = np.asarray(augmented_views(source, how, "as they are", pictures=4, views=2, mixup=0.8, cutmix=1.0))
+    mixed = np.asarray(augmented_views(source, how, "as they are", count=4, views=2, mixup=0.8, cutmix=1.0))
     assert mixed.shape == sheet.shape
     assert sum(shown(mixed, np.array(tiles[index], dtype=np.uint8).reshape(6, 9, 3)) for index in found) < 12
 
@@ -275,7 +275,7 @@ def test_views_of_a_policy_follow_their_seed(tmp_path):
     for number in range(3):
         scene(number).save(tmp_path / f"{number}.jpg")
     source = open_source(str(tmp_path))
-    how = Augmentation(size=(64, 48), policy="rand", erasing=0.5)
+    how = Augmentation(image_size=(64, 48), policy="rand", random_erasing=0.5)
     state = torch.get_rng_state()
     first, again, other = (augmented_views(source, how, "rand", seed, views=3) for seed in (0, 0, 1))
     assert first.tobytes() == again.tobytes() != other.tobytes()

@@ -25,13 +25,13 @@ COUNT, BATCH = 37, 8
 
 
 @dataclass
-class Pictures(Source):
-    """Pictures of many sizes made of their number, in memory; those in `broken` are damaged."""
+class Images(Source):
+    """Images of many sizes made of their number, in memory; those in `broken` are damaged."""
 
     count: int = COUNT
     broken: tuple[int, ...] = ()
     has_masks: bool = True
-    name: str = "pictures"
+    name: str = "images"
     wait: float = 0.0
     label: Labels | None = field(init=False)
 
@@ -57,7 +57,7 @@ class Pictures(Source):
         return None if index % 3 == 0 else file(np.full(self.size(index), index, dtype=np.uint8), "PNG")
 
     def where(self, index: int) -> str:
-        return f"picture {index}"
+        return f"image {index}"
 
 
 def file(pixels, kind):
@@ -91,11 +91,11 @@ def order():
 
 
 def test_a_batch_holds_what_the_order_says(order):
-    source = Pictures()
+    source = Images()
     batches = stream(Loader(source, order, workers=0, masks=True), epoch=2)
     assert len(batches) == order.steps
     for step, batch in enumerate(batches):
-        samples = order.unit(2, step)
+        samples = order.micro_batch(2, step)
         assert np.array_equal(batch.index, samples.index)
         assert np.array_equal(batch.repeat, samples.repeat)
         assert np.array_equal(batch.position, samples.position)
@@ -113,8 +113,8 @@ def test_a_batch_holds_what_the_order_says(order):
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_any_number_of_workers_gives_the_same_stream(order, workers):
-    alone = Loader(Pictures(), order, workers=0, masks=True)
-    loader = Loader(Pictures(), order, workers=workers, masks=True)
+    alone = Loader(Images(), order, workers=0, masks=True)
+    loader = Loader(Images(), order, workers=workers, masks=True)
     for epoch, start_step in ((0, 0), (1, 0), (1, 3), (0, order.steps)):
         assert same(list(loader.batches(epoch, start_step)), list(alone.batches(epoch, start_step)))
     assert same(list(alone.batches(1, 3)), list(alone.batches(1))[3:])
@@ -123,27 +123,29 @@ def test_any_number_of_workers_gives_the_same_stream(order, workers):
 
 @pytest.mark.parametrize("broken", [(), (1, 2, 3, 17)])
 @pytest.mark.parametrize("units", [2, 4])
-def test_any_cut_gives_the_same_stream(order, units, broken):
-    source = Pictures(broken=broken)
+def test_any_cut_gives_the_same_stream(order, micro_batches, broken):
+    source = Images(broken=broken)
     whole = stream(Loader(source, order, workers=0, warn=print))
-    for unit in range(units):
-        for part, batch in zip(stream(Loader(source, order, unit, units, workers=0, warn=print)), whole, strict=True):
-            assert torch.equal(part.index, batch.index[unit::units])
-            assert torch.equal(part.repeat, batch.repeat[unit::units])
-            assert torch.equal(part.position, batch.position[unit::units])
+    for micro_batch in range(micro_batches):
+        for part, batch in zip(
+            stream(Loader(source, order, micro_batch, micro_batches, workers=0, warn=print)), whole, strict=True
+        ):
+            assert torch.equal(part.index, batch.index[micro_batch::micro_batches])
+            assert torch.equal(part.repeat, batch.repeat[micro_batch::micro_batches])
+            assert torch.equal(part.position, batch.position[micro_batch::micro_batches])
             height, width = part.pixels.shape[2:]
-            assert torch.equal(part.pixels, batch.pixels[unit::units, :, :height, :width])
+            assert torch.equal(part.pixels, batch.pixels[micro_batch::micro_batches, :, :height, :width])
 
 
 def test_a_loop_may_be_left_early(order):
-    loader = Loader(Pictures(), order, workers=2)
+    loader = Loader(Images(), order, workers=2)
     first = next(iter(loader.batches(0)))
     assert same([first], list(loader.batches(0))[:1])
     loader.close()
 
 
-def test_large_pictures_come_scaled(order):
-    class Large(Pictures):
+def test_large_images_come_scaled(order):
+    class Large(Images):
         def size(self, index):
             return 120, 160
 
@@ -157,18 +159,18 @@ def test_large_pictures_come_scaled(order):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_bad_pictures_are_replaced_and_told(workers):
+def test_bad_images_are_replaced_and_told(workers):
     order = Order(COUNT, 6, shuffle=False)
     told = []
-    loader = Loader(Pictures(broken=(1, 2, 5, 36)), order, workers=workers, warn=told.append)
+    loader = Loader(Images(broken=(1, 2, 5, 36)), order, workers=workers, warn=told.append)
     batch, *_ = list(loader.batches(0))
     assert batch.index.tolist() == [0, 3, 3, 3, 4, 0]  # the next readable one, round the end of the step
     assert batch.position.tolist() == list(range(6))
     assert batch.labels.tolist() == [0, 3, 3, 3, 4, 0]
-    assert [problem.where for problem in loader.problems] == ["picture 1", "picture 2", "picture 5"]
+    assert [problem.where for problem in loader.problems] == ["image 1", "image 2", "image 5"]
     assert all("truncated" in problem.reason for problem in loader.problems)
     assert len(told) == 1
-    assert told[0].startswith("pictures: 3 pictures could not be read and others stood in; the first: picture 1 (")
+    assert told[0].startswith("images: 3 images could not be read and others stood in; the first: image 1 (")
     list(loader.batches(1))
     assert len(loader.problems) == 3
     assert len(told) == 1
@@ -176,23 +178,23 @@ def test_bad_pictures_are_replaced_and_told(workers):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_bad_pictures_may_be_fatal(workers):
-    loader = Loader(Pictures(broken=(9,)), Order(COUNT, 6, shuffle=False), workers=workers, bad="fatal")
+def test_bad_images_may_be_fatal(workers):
+    loader = Loader(Images(broken=(9,)), Order(COUNT, 6, shuffle=False), workers=workers, bad="fatal")
     batches = loader.batches(0)
     assert next(batches).index.tolist() == list(range(6))
-    with pytest.raises(UserError, match=r"^picture 9 cannot be read: damaged or truncated .*skipped\.$"):
+    with pytest.raises(UserError, match=r"^image 9 cannot be read: damaged or truncated .*skipped\.$"):
         list(batches)
 
 
 def test_nothing_readable_and_impossible_cuts():
-    with pytest.raises(UserError, match="None of the 8 pictures"):
-        stream(Loader(Pictures(broken=tuple(range(COUNT))), Order(COUNT, 8), workers=1, warn=print))
+    with pytest.raises(UserError, match="None of the 8 images"):
+        stream(Loader(Images(broken=tuple(range(COUNT))), Order(COUNT, 8), workers=1, warn=print))
     with pytest.raises(UserError, match="does not divide"):
-        Loader(Pictures(), Order(COUNT, 8), 0, 3)
+        Loader(Images(), Order(COUNT, 8), 0, 3)
 
 
 def test_a_bug_in_a_source_is_shown(order):
-    class Wrong(Pictures):
+    class Wrong(Images):
         def encoded(self, index):
             raise KeyError("a bug")
 
@@ -201,7 +203,7 @@ def test_a_bug_in_a_source_is_shown(order):
 
 
 def test_a_killed_worker_is_one_sentence(order):
-    loader = Loader(Pictures(wait=0.02), order, workers=2)
+    loader = Loader(Images(wait=0.02), order, workers=2)
     batches = loader.batches(0)
     next(batches)
     started = time.monotonic()
@@ -219,11 +221,11 @@ SCRIPT = """
 import signal
 import sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are born deaf to it
-from tests.data.test_loader import Pictures
+from tests.data.test_loader import Images
 from vitrail.data.loader import Loader
 from vitrail.data.sampler import Order
 
-loader = Loader(Pictures(wait=0.01), Order(37, 8), workers=3)
+loader = Loader(Images(wait=0.01), Order(37, 8), workers=3)
 try:
     for epoch in range(1000):
         for batch in loader.batches(epoch):
@@ -270,7 +272,7 @@ def test_ctrl_c_and_sudden_death_leave_nothing_behind(how):
 
 
 def test_everything_can_be_pickled(order):
-    loader = Loader(Pictures(), order, workers=2)
+    loader = Loader(Images(), order, workers=2)
     expected = list(loader.batches(0))
     assert same(stream(pickle.loads(pickle.dumps(loader))), expected)
     assert same(pickle.loads(pickle.dumps(expected)), expected)
@@ -279,34 +281,34 @@ def test_everything_can_be_pickled(order):
 
 @pytest.mark.parametrize("broken", [(), (0, 1, 9, 36)])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_stored_pictures_are_the_decoded_ones(order, broken, workers):
-    source = Pictures(broken=broken)
+def test_stored_images_are_the_decoded_ones(order, broken, workers):
+    source = Images(broken=broken)
     told = []
     store = fill_store(source, workers=workers, masks=True)
-    for unit, units in ((0, 1), (1, 2)):
-        stored = StoredLoader(store, order, unit, units, warn=told.append)
-        decoding = Loader(source, order, unit, units, workers=0, masks=True, warn=print)
+    for micro_batch, micro_batches in ((0, 1), (1, 2)):
+        stored = StoredLoader(store, order, micro_batch, micro_batches, warn=told.append)
+        decoding = Loader(source, order, micro_batch, micro_batches, workers=0, masks=True, warn=print)
         for epoch, start_step in ((0, 0), (4, 2)):
             assert same(list(stored.batches(epoch, start_step)), list(decoding.batches(epoch, start_step)))
-        assert {problem.where for problem in stored.problems} == {f"picture {index}" for index in broken}
+        assert {problem.where for problem in stored.problems} == {f"image {index}" for index in broken}
     assert len(told) == (2 if broken else 0)
     if broken:
-        with pytest.raises(UserError, match="picture 0 cannot be read"):
+        with pytest.raises(UserError, match="image 0 cannot be read"):
             StoredLoader(store, order, bad="fatal")
 
 
 def test_a_store_grows_and_survives_a_chunk_of_damage():
-    source = Pictures(count=140, broken=tuple(range(64)))
+    source = Images(count=140, broken=tuple(range(64)))
     store = fill_store(source, workers=0)
     assert (store.sizes[:64] == 0).all()
     assert store.pixels.shape == (140, 26, 40, 3)
 
 
 def test_the_store_is_chosen_by_what_is_free():
-    plan = choose_store(Pictures(broken=(0,)))
+    plan = choose_store(Images(broken=(0,)))
     assert plan.place == "memory"
-    assert plan.sentence.startswith("pictures: 37 pictures, 0.00 GB decoded, kept in memory (")
+    assert plan.sentence.startswith("images: 37 images, 0.00 GB decoded, kept in memory (")
     assert "\n" not in plan.sentence
-    assert choose_store(Pictures(), memory_share=0).place == "files"
+    assert choose_store(Images(), memory_share=0).place == "files"
     assert isinstance(plan, Plan)
     assert 0 < free_memory() < 1 << 50

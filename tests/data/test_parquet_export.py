@@ -62,7 +62,7 @@ def same(first: Parts, second: Parts) -> None:
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory):
-    """Sixty pictures of noise, so that a task's rows are larger than a pipe: about 1 MB."""
+    """Sixty images of noise, so that a task's rows are larger than a pipe: about 1 MB."""
     root = tmp_path_factory.mktemp("photos") / "photos"
     rng = np.random.default_rng(0)
     for number in range(60):
@@ -138,7 +138,7 @@ def test_shards_are_named_sized_and_described_as_hugging_face_does(photos, tmp_p
     same(open_parts(photos), open_parts(str(tmp_path / "out")))
 
 
-def test_smaller_pictures(tmp_path):
+def test_smaller_images(tmp_path):
     (tmp_path / "in").mkdir()
     large, small = scene(1, 200, 100), scene(2, 40, 30)
     large.convert("L").save(tmp_path / "in" / "0.png")
@@ -162,9 +162,9 @@ def test_masks_shrink_without_new_ids(tmp_path):
     ids = np.random.default_rng(0).integers(0, 4, (90, 120), dtype=np.uint8)
     buffer = io.BytesIO()
     Image.fromarray(ids).save(buffer, "PNG")
-    picture = io.BytesIO()
-    scene(1, 120, 90).save(picture, "PNG")
-    path = write_tar(tmp_path / "one.tar", [("0.png", picture.getvalue()), ("0.cls", b"0"), ("0.mask.png", buffer.getvalue())])
+    image = io.BytesIO()
+    scene(1, 120, 90).save(image, "PNG")
+    path = write_tar(tmp_path / "one.tar", [("0.png", image.getvalue()), ("0.cls", b"0"), ("0.mask.png", buffer.getvalue())])
     packed(path, tmp_path / "out", Recoding(resize=30))
     found = decode_mask(open_parts(str(tmp_path / "out"))["train"].mask(0) or b"")
     assert found.shape == (30, 40)
@@ -269,7 +269,7 @@ def test_damaged_shards_are_made_again(photos, whole, tmp_path):
     other_spelling = os.path.relpath(photos) + "/"
     assert packed(other_spelling, out, warn=told.append).kept == 1
     assert len(told) == 2
-    assert "picture 0 of train is damaged or gone and is packed again" in told[0]
+    assert "image 0 of train is damaged or gone and is packed again" in told[0]
     assert contents(out) == whole
 
 
@@ -334,7 +334,7 @@ def packed_quietly(photos: str, out: Path) -> None:
         os._exit(7 if "Another process is packing" in str(error) else 1)
 
 
-def test_unreadable_pictures_are_left_out_and_told_or_fatal(typed, tmp_path):
+def test_unreadable_images_are_left_out_and_told_or_fatal(typed, tmp_path):
     root = tmp_path / "in"
     path = write_folder(root, {"a": 4, "b": 4})
     (root / "a" / "1.png").write_bytes(b"")
@@ -342,8 +342,8 @@ def test_unreadable_pictures_are_left_out_and_told_or_fatal(typed, tmp_path):
     out = tmp_path / "out"
     result = typed("data", "pack", path, out, "--shard-size", "150")
     assert result.returncode == 0
-    assert "6 pictures in" in result.stdout
-    assert "unreadable: 2 pictures" in result.stderr
+    assert "6 images in" in result.stdout
+    assert "unreadable: 2 images" in result.stderr
     assert "a/1.png: the file is empty" in result.stderr
     manifest = json.loads((out / "data" / "_pack.json").read_text())
     assert [problem["where"][-7:] for shard in manifest["shards"] for problem in shard["skipped"]] == ["a/1.png", "b/3.png"]
@@ -354,7 +354,7 @@ def test_unreadable_pictures_are_left_out_and_told_or_fatal(typed, tmp_path):
         packed(path, tmp_path / "fatal", fatal=True)
     for file in root.rglob("*.png"):
         file.write_bytes(b"")
-    with pytest.raises(UserError, match="None of the pictures 0 to 7 of train can be read"):
+    with pytest.raises(UserError, match="None of the images 0 to 7 of train can be read"):
         packed(path, tmp_path / "none")
 
 
@@ -389,7 +389,7 @@ def fill_at(monkeypatch, ending):
 
 @pytest.mark.parametrize("ending", ["_pack.json", ".parquet"])
 def test_a_disk_that_is_full_before_the_first_shard(ending, photos, tmp_path, monkeypatch):
-    """Nothing is left, nothing is said to be kept, and the next try may make the pictures smaller."""
+    """Nothing is left, nothing is said to be kept, and the next try may make the images smaller."""
     out = tmp_path / "new" / "out"
     with monkeypatch.context() as patch:
         fill_at(patch, ending)
@@ -412,7 +412,7 @@ def test_a_run_that_was_killed_before_its_first_shard_binds_nobody(photos, whole
 def test_a_shard_that_was_not_noted_does_not_come_along(photos, whole, tmp_path):
     out = tmp_path / "out"
     interrupted(photos, out)
-    (out / ".packing" / "train-000000047.parquet").write_bytes(b"of pictures that are in other shards now")
+    (out / ".packing" / "train-000000047.parquet").write_bytes(b"of images that are in other shards now")
     assert packed(photos, out).kept == 3
     assert contents(out) == whole
 

@@ -37,17 +37,17 @@ def test_every_breed_has_as_many():
         assert part.name == "pets"
         assert len(part.classes) == 12
         assert np.bincount(part.label.values).tolist() == [each] * 12
-    assert parts["test"].where(0) == "picture 720 of pets"
+    assert parts["test"].where(0) == "image 720 of pets"
 
 
-def test_no_picture_is_there_twice():
+def test_no_image_is_there_twice():
     found = [fingerprint(decode(part.encoded(index))) for part in open_parts("pets").values() for index in range(len(part))]
     exact = exact_groups(np.array([each.digest for each in found]))
     hashes, thumbnails = np.array([each.hash for each in found], dtype=np.uint64), np.stack([each.thumbnail for each in found])
     assert np.array_equal(near_groups(exact, hashes, thumbnails), np.arange(1020))
 
 
-def test_pictures_are_square_and_in_colour():
+def test_images_are_square_and_in_color():
     source = open_source("pets", "test")
     pixels = [decode(source.encoded(index)) for index in range(0, 300, 25)]
     assert {each.shape for each in pixels} == {(128, 128, 3)}
@@ -108,7 +108,7 @@ def tool(monkeypatch):
 
 
 def noise(folder, breeds, count):
-    """Pictures that do not resemble each other, wider than high."""
+    """Images that do not resemble each other, wider than high."""
     for place, breed in enumerate(breeds):
         for number in range(count):
             pixels = np.random.default_rng([place, number, count]).integers(0, 256, (9, 12, 3), dtype=np.uint8)
@@ -124,7 +124,7 @@ def test_the_script_takes_the_first_of_each_breed_and_cuts_them(tool, tmp_path, 
     (twin / "1.png").write_bytes((twin / "0.png").read_bytes())
     monkeypatch.setattr("sys.argv", ["make_pets.py", "all", "--out", "made.parquet"])
     tool.main()
-    assert "36 pictures" in capsys.readouterr().out
+    assert "36 images" in capsys.readouterr().out
     made = open_source("made.parquet")
     assert made.classes == list(tool.BREEDS.values())
     assert np.bincount(made.label.values).tolist() == [3] * 12
@@ -132,5 +132,5 @@ def test_the_script_takes_the_first_of_each_breed_and_cuts_them(tool, tmp_path, 
     everything = [fingerprint(decode(made.encoded(index))).digest for index in range(36)]
     assert len(set(everything)) == 36
     (twin / "2.png").write_bytes((twin / "0.png").read_bytes())
-    with pytest.raises(SystemExit, match="fewer than 2 different pictures"):
+    with pytest.raises(SystemExit, match="fewer than 2 different images"):
         tool.main()

@@ -10,7 +10,7 @@ from vitrail.errors import UserError
 
 
 def released(permutation, ranks, repeats=3):
-    """The sampler of the DeiT code, written out: rank -> its pictures of one epoch."""
+    """The sampler of the DeiT code, written out: rank -> its images of one epoch."""
     count = len(permutation)
     stream = np.repeat(permutation, repeats)
     total = -(-len(stream) // ranks) * ranks
@@ -29,20 +29,20 @@ def test_permutations_are_bijections(size, key):
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     count=st.integers(1, 500),
-    units=st.sampled_from([1, 2, 4, 8]),
+    micro_batches=st.sampled_from([1, 2, 4, 8]),
     each=st.integers(1, 9),
     repeats=st.sampled_from([1, 2, 3]),
     balanced=st.booleans(),
     seed=st.integers(0, 2**40),
     epoch=st.integers(0, 10**6),
 )
-def test_the_stream_does_not_depend_on_the_cut(count, units, each, repeats, balanced, seed, epoch):
+def test_the_stream_does_not_depend_on_the_cut(count, micro_batches, each, repeats, balanced, seed, epoch):
     labels = np.arange(count) % 7 if balanced else None
     order = Order(count, batch=8 * each, seed=seed, repeats=repeats, labels=labels)
     whole = order.at(epoch, np.arange(3 * order.batch))
     for step in range(3):
-        one = order.unit(epoch, step)
-        parts = [order.unit(epoch, step, unit, units) for unit in range(units)]
+        one = order.micro_batch(epoch, step)
+        parts = [order.micro_batch(epoch, step, micro_batch, micro_batches) for micro_batch in range(micro_batches)]
         for field in ("index", "repeat", "position"):
             joined = np.stack([getattr(part, field) for part in parts], 1).reshape(-1)
             assert np.array_equal(joined, getattr(one, field))
@@ -51,7 +51,7 @@ def test_the_stream_does_not_depend_on_the_cut(count, units, each, repeats, bala
     assert whole.index.max() < count
 
 
-def test_an_epoch_sees_each_picture_once_and_epochs_differ():
+def test_an_epoch_sees_each_image_once_and_epochs_differ():
     order = Order(1000, batch=10)
     first, second = (order.at(epoch, np.arange(1000)).index for epoch in (0, 1))
     assert sorted(first) == sorted(second) == list(range(1000))
@@ -61,11 +61,11 @@ def test_an_epoch_sees_each_picture_once_and_epochs_differ():
 
 
 def test_positions_are_uniform():
-    """Chi-square over 400 epochs: where picture p lands, and who follows whom."""
+    """Chi-square over 400 epochs: where image p lands, and who follows whom."""
     order = Order(20, batch=20)
     streams = np.stack([order.at(epoch, np.arange(20)).index for epoch in range(4000)])
-    for picture in (0, 7, 19):
-        counts = np.bincount(np.argmax(streams == picture, 1), minlength=20)
+    for image in (0, 7, 19):
+        counts = np.bincount(np.argmax(streams == image, 1), minlength=20)
         assert ((counts - 200) ** 2 / 200).sum() < 43.8  # 19 degrees of freedom, p = 0.001
     follows = np.bincount(streams[:, 1][streams[:, 0] == 3], minlength=20)
     expected = follows.sum() / 19
@@ -82,7 +82,7 @@ def test_repeated_augmentation_is_the_released_arithmetic(ranks):
     steps = count // 256 * 256 // batch
     assert order.steps == steps
     for rank in range(ranks):
-        mine = np.concatenate([order.unit(5, step, rank, ranks).index for step in range(steps)])
+        mine = np.concatenate([order.micro_batch(5, step, rank, ranks).index for step in range(steps)])
         assert np.array_equal(mine, expected[rank])
 
 
@@ -91,7 +91,7 @@ def test_repeated_augmentation_is_the_released_arithmetic(ranks):
     [(1_281_167, 1_281_024, 427_008), (50_000, 49_920, 16_640), (8_144, 7_936, 2_646), (2_040, 1_792, 598)],
 )
 def test_true_epochs(count, samples, distinct):
-    """ImageNet, CIFAR, Cars, Flowers: samples and distinct pictures of an epoch with three repeats."""
+    """ImageNet, CIFAR, Cars, Flowers: samples and distinct images of an epoch with three repeats."""
     order = Order(count, batch=256, repeats=3, round_to=256)
     accounting = order.accounting()
     assert (accounting.samples, accounting.distinct) == (samples, distinct)
@@ -113,21 +113,21 @@ def test_class_balance():
 def test_a_set_smaller_than_a_batch_goes_round():
     order = Order(3, batch=8)
     assert order.steps == 1
-    index = order.unit(0, 0).index
+    index = order.micro_batch(0, 0).index
     assert sorted(index[:3]) == sorted(index[3:6]) == [0, 1, 2]
 
 
 def test_any_step_is_reached_at_once():
     order = Order(10**9, batch=1024, repeats=3)
-    late = order.unit(10**6, 976_000, unit=3, units=8)
+    late = order.micro_batch(10**6, 976_000, micro_batch=3, micro_batches=8)
     assert late.index.shape == (128,)
     assert 0 <= late.index.min() <= late.index.max() < 10**9
 
 
 def test_bad_orders():
-    with pytest.raises(UserError, match="at least one picture"):
+    with pytest.raises(UserError, match="at least one image"):
         Order(0, batch=1)
     with pytest.raises(UserError, match="does not divide"):
-        Order(10, batch=10).unit(0, 0, 0, 3)
+        Order(10, batch=10).micro_batch(0, 0, 0, 3)
     with pytest.raises(UserError, match="labels"):
         Order(10, batch=1, labels=np.zeros(3))

@@ -18,16 +18,16 @@ from vitrail.data.transforms.pipeline import Augmentation, augment
 
 COUNT, BATCH = 27, 8
 PIPELINES = {
-    "deit": Augmentation(size=(24, 24), policy="rand", erasing=0.25),
-    "lvvit": Augmentation(size=(24, 24), policy="rand", crop_last=True, filter="random", erasing=0.25),
-    "deit3": Augmentation(size=(24, 24), policy="three", jitter=(0.3, 0.3, 0.3, 0.0)),
+    "deit": Augmentation(image_size=(24, 24), policy="rand", random_erasing=0.25),
+    "lvvit": Augmentation(image_size=(24, 24), policy="rand", crop_last=True, interpolation="random", random_erasing=0.25),
+    "deit3": Augmentation(image_size=(24, 24), policy="three", color_jitter=(0.3, 0.3, 0.3, 0.0)),
 }
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """Small JPEG and PNG files of many sizes in three class folders."""
-    path = tmp_path_factory.mktemp("pictures")
+    path = tmp_path_factory.mktemp("images")
     rng = np.random.default_rng(0)
     for number in range(COUNT):
         height, width = 28 + number % 5 * 4, 44 - number % 7 * 3
@@ -38,12 +38,14 @@ def folder(tmp_path_factory) -> Path:
     return path
 
 
-def collect(folder: Path, pipeline: str, seed: int, epoch: int, units: int, workers: int, start: int) -> dict[str, torch.Tensor]:
+def collect(
+    folder: Path, pipeline: str, seed: int, epoch: int, micro_batches: int, workers: int, start: int
+) -> dict[str, torch.Tensor]:
     """What all units of an epoch see from step `start` on, put together by position in the stream."""
     source, how, parts = open_source(str(folder)), PIPELINES[pipeline], []
     order = Order(len(source), BATCH, seed=seed, repeats=3)
-    for unit in range(units):
-        loader = Loader(source, order, unit, units, workers=workers)
+    for micro_batch in range(micro_batches):
+        loader = Loader(source, order, micro_batch, micro_batches, workers=workers)
         for batch in loader.batches(epoch, start):
             seen = augment(batch.pixels, batch.sizes, sample_key(seed, epoch, batch.index, batch.repeat), how)
             part = {"position": batch.position, "index": batch.index, "repeat": batch.repeat, "label": batch.labels}
@@ -71,10 +73,10 @@ def plain(folder: Path, pipeline: str, seed: int, epoch: int) -> dict[str, torch
 @pytest.mark.parametrize("units", [1, 2, 4])
 @settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
 @given(pipeline=st.sampled_from(list(PIPELINES)), seed=st.integers(0, 2), epoch=st.integers(0, 1), start=st.integers(0, 3))
-def test_the_stream_is_one(folder, units, workers, pipeline, seed, epoch, start):
+def test_the_stream_is_one(folder, micro_batches, workers, pipeline, seed, epoch, start):
     expected = plain(folder, pipeline, seed, epoch)
     assert torch.equal(expected["position"], torch.arange(COUNT // BATCH * BATCH))
-    found = collect(folder, pipeline, seed, epoch, units, workers, start)
+    found = collect(folder, pipeline, seed, epoch, micro_batches, workers, start)
     assert bool(found) == (start < COUNT // BATCH)
     for name, values in found.items():
         assert torch.equal(values, expected[name][start * BATCH :]), name

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from tests.data.test_transform_parts import pictures
+from tests.data.test_transform_parts import images
 from vitrail.data import rng
 from vitrail.data.transforms import crops, mixup, policies, reference, resize
 
@@ -22,8 +22,8 @@ KEY = rng.sample_key(0, 0, torch.arange(6), torch.zeros(6, dtype=torch.int64))
 
 
 def canvas(layout: str) -> torch.Tensor:
-    """Six pictures of `SIZES` on a canvas, as decoders lay them out (channels last) or plane by plane."""
-    batch = pictures(6, 61, 83)
+    """Six images of `SIZES` on a canvas, as decoders lay them out (channels last) or plane by plane."""
+    batch = images(6, 61, 83)
     return batch.to(memory_format=torch.channels_last) if layout == "channels last" else batch
 
 
@@ -41,7 +41,7 @@ def both(name: str, *arguments):
 
 
 def off(found, expected, sizes=None):
-    """The largest difference, and the share of values that differ at all; within the pictures' own sizes."""
+    """The largest difference, and the share of values that differ at all; within the images' own sizes."""
     apart = (found.float() - expected.float()).abs()
     if sizes is not None:
         inside = torch.zeros_like(apart, dtype=torch.bool)

@@ -11,14 +11,14 @@ from vitrail.data import rng
 from vitrail.data.transforms import affine, color, crops, reference, resize
 
 
-def pictures(count=4, height=37, width=53):
-    """Smooth random pictures with noise on top, uint8 [B, 3, height, width]."""
+def images(count=4, height=37, width=53):
+    """Smooth random images with noise on top, uint8 [B, 3, height, width]."""
     low = torch.nn.functional.interpolate(torch.rand(count, 3, 5, 6), (height, width), mode="bicubic").clamp(0, 1)
     return (low * 215 + torch.rand(count, 3, height, width) * 40).to(torch.uint8)
 
 
-def to_pil(picture):
-    return Image.fromarray(picture.permute(1, 2, 0).numpy())
+def to_pil(image):
+    return Image.fromarray(image.permute(1, 2, 0).numpy())
 
 
 def from_pil(image):
@@ -26,7 +26,7 @@ def from_pil(image):
 
 
 def by_pillow(batch, function):
-    return torch.stack([from_pil(function(to_pil(picture))) for picture in batch])
+    return torch.stack([from_pil(function(to_pil(image))) for image in batch])
 
 
 def histogram(batch):
@@ -42,7 +42,7 @@ FACTORS = torch.tensor([0.1, 0.7, 1.0, 1.9])
 
 @pytest.mark.parametrize("name", ["Brightness", "Contrast", "Color", "Sharpness"])
 def test_enhancements_are_pillows(name):
-    batch = pictures()
+    batch = images()
     expected = torch.stack(
         [from_pil(getattr(ImageEnhance, name)(to_pil(p)).enhance(float(f))) for p, f in zip(batch, FACTORS, strict=True)]
     )
@@ -56,21 +56,21 @@ def test_enhancements_are_pillows(name):
 
 
 def test_tables_are_pillows_to_the_bit():
-    batch = pictures()
+    batch = images()
     batch[0, 0] = 7  # a channel of one value
     counts = histogram(batch)[:, :3]
     four = torch.tensor([1, 3, 4, 8])
     thresholds = torch.tensor([0, 100, 128, 256])
     assert torch.equal(color.apply_table(batch, color.autocontrast_table(counts)), by_pillow(batch, ImageOps.autocontrast))
-    assert torch.equal(color.apply_table(batch, color.equalise_table(counts)), by_pillow(batch, ImageOps.equalize))
+    assert torch.equal(color.apply_table(batch, color.equalize_table(counts)), by_pillow(batch, ImageOps.equalize))
     assert torch.equal(color.apply_table(batch, color.invert_table(four)), by_pillow(batch, ImageOps.invert))
     for tables, values, function in (
-        (color.posterise_table(four), four, ImageOps.posterize),
-        (color.solarise_table(thresholds), thresholds, ImageOps.solarize),
+        (color.posterize_table(four), four, ImageOps.posterize),
+        (color.solarize_table(thresholds), thresholds, ImageOps.solarize),
     ):
         expected = torch.stack([from_pil(function(to_pil(p), int(v))) for p, v in zip(batch, values, strict=True)])
         assert torch.equal(color.apply_table(batch, tables), expected)
-    added = color.apply_table(batch, color.solarise_add_table(torch.full((4,), 110)))
+    added = color.apply_table(batch, color.solarize_add_table(torch.full((4,), 110)))
     assert torch.equal(added, torch.where(batch < 128, (batch.int() + 110).clamp(max=255), batch.int()).to(torch.uint8))
     assert torch.equal(
         color.grey(batch)[:, 0], torch.stack([torch.from_numpy(np.asarray(to_pil(p).convert("L")).copy()) for p in batch])
@@ -79,7 +79,7 @@ def test_tables_are_pillows_to_the_bit():
 
 @pytest.mark.parametrize("filter", ["nearest", "bilinear", "bicubic"])
 def test_warps_are_pillows(filter):
-    batch = pictures(4, 40, 50)
+    batch = images(4, 40, 50)
     shears = torch.tensor([[[1, 0.21, 3.1], [0, 1, 0]], [[1, 0, 0], [-0.31, 1, -7.4]]])
     matrices = torch.cat([affine.rotation(torch.tensor([17.0, -30.0]), 40, 50), shears])
     fill = torch.tensor([124, 116, 104])
@@ -96,7 +96,7 @@ def test_warps_are_pillows(filter):
 
 
 def test_rotation_is_pillows():
-    batch = pictures(3, 41, 41)
+    batch = images(3, 41, 41)
     angles = torch.tensor([12.0, -27.0, 90.0])
     expected = torch.stack([from_pil(to_pil(p).rotate(float(a), Image.BILINEAR)) for p, a in zip(batch, angles, strict=True)])
     found = affine.warp(batch, affine.rotation(angles, 41, 41), torch.zeros(3), "bilinear")
@@ -104,7 +104,7 @@ def test_rotation_is_pillows():
 
 
 def test_identity_warps_change_nothing():
-    batch = pictures()
+    batch = images()
     identity = torch.eye(3)[:2].expand(4, 2, 3)
     for filter in ("nearest", "bilinear", "bicubic"):
         assert torch.equal(affine.warp(batch, identity, torch.zeros(3), filter), batch)
@@ -117,7 +117,7 @@ def still(count):
 @pytest.mark.parametrize("filter", ["bilinear", "bicubic", "lanczos"])
 @pytest.mark.parametrize("out", [(24, 24), (64, 80)])
 def test_crop_and_resize_are_pillows(filter, out):
-    batch = pictures(3, 60, 90)
+    batch = images(3, 60, 90)
     boxes = torch.tensor([[0, 0, 60, 90], [5, 11, 31, 40], [50, 80, 10, 10]])  # top, left, height, width
     rows = crops._axis(boxes[:, 0], boxes[:, 2], out[0], still(3))
     columns = crops._axis(boxes[:, 1], boxes[:, 3], out[1], torch.tensor([False, True, False]))
@@ -129,8 +129,8 @@ def test_crop_and_resize_are_pillows(filter, out):
         assert gap(found[index], from_pil(image)) == 0
 
 
-def test_the_canvas_beyond_a_picture_is_never_seen():
-    batch = pictures(2, 60, 90)
+def test_the_canvas_beyond_a_image_is_never_seen():
+    batch = images(2, 60, 90)
     sizes = torch.tensor([[40, 50], [60, 33]])
     clean = reference.render(batch, crops.squash(sizes, (32, 32)), "bicubic", None)
     for index, (height, width) in enumerate(sizes.tolist()):
@@ -140,7 +140,7 @@ def test_the_canvas_beyond_a_picture_is_never_seen():
 
 
 def test_the_test_view_is_resize_and_centre_crop():
-    batch = pictures(2, 300, 400)
+    batch = images(2, 300, 400)
     view = crops.centre_crop(torch.tensor([[300, 400], [300, 280]]), (224, 224), 0.875)
     found = reference.render(batch, view, "bicubic", None)
     for index, width in enumerate((400, 280)):
@@ -152,7 +152,7 @@ def test_the_test_view_is_resize_and_centre_crop():
 
 
 def test_simple_random_crop_mirrors_at_the_border():
-    batch = pictures(64, 32, 32)
+    batch = images(64, 32, 32)
     sizes = torch.tensor([[32, 32]]).expand(64, 2)
     key = rng.sample_key(0, 0, torch.arange(64), torch.zeros(64, dtype=torch.int64))
     view = crops.simple_random_crop(sizes, key, (32, 32))
@@ -166,7 +166,7 @@ def test_simple_random_crop_mirrors_at_the_border():
 
 
 def test_crop_statistics():
-    """Area uniform in 8 % ... 100 %, aspect log-uniform in 3/4 ... 4/3, places uniform; nothing outside the picture."""
+    """Area uniform in 8 % ... 100 %, aspect log-uniform in 3/4 ... 4/3, places uniform; nothing outside the image."""
     count = 20000
     sizes = torch.tensor([[400, 400]]).expand(count, 2)
     key = rng.sample_key(3, 1, torch.arange(count), torch.zeros(count, dtype=torch.int64))
@@ -187,7 +187,7 @@ def test_crop_statistics():
     assert np.histogram(free, 4, (0, 1))[0] == pytest.approx([int(small.sum()) / 4] * 4, rel=0.1)
 
 
-def test_oblong_pictures_fall_back_to_the_middle():
+def test_oblong_images_fall_back_to_the_middle():
     sizes = torch.tensor([[10, 4000], [4000, 10]])
     key = rng.sample_key(0, 0, torch.arange(2), torch.zeros(2, dtype=torch.int64))
     view = crops.random_resized_crop(sizes, key, (8, 8), scale=(0.9, 1.0))
@@ -196,7 +196,7 @@ def test_oblong_pictures_fall_back_to_the_middle():
     assert view.columns.start[0] == (4000 - 13) // 2
 
 
-def test_the_matrix_follows_the_picture():
+def test_the_matrix_follows_the_image():
     """A ramp of coordinates, rendered, has at each output pixel the source place that the matrix says."""
     y, x = torch.meshgrid(torch.arange(120.0) + 0.5, torch.arange(200.0) + 0.5, indexing="ij")
     ramp = torch.stack([x, y, torch.zeros_like(x)])[None].expand(16, -1, -1, -1).to(torch.uint8)
@@ -214,16 +214,16 @@ def test_the_matrix_follows_the_picture():
 @pytest.mark.parametrize("radius", [0.0, 0.1, 0.7, 1.3, 2.0])
 def test_blur(radius):
     """Against an exact Gaussian; Pillow's own is three box filters, and stays within a few levels of it."""
-    batch = pictures(2, 48, 40)
+    batch = images(2, 48, 40)
     sigma, sizes = torch.full((2,), radius), torch.tensor([[48, 40], [30, 25]])
     found = reference.blur(batch, sizes, sigma)
     assert resize.blur_taps(sigma, sizes[:, 0], 48).weights.sum(1).float().sub(resize.UNIT).abs().max() < 20
-    for picture, blurred, (height, width) in zip(batch, found, sizes.tolist(), strict=True):
-        expected = from_pil(to_pil(picture[:, :height, :width]).filter(ImageFilter.GaussianBlur(radius)))
+    for image, blurred, (height, width) in zip(batch, found, sizes.tolist(), strict=True):
+        expected = from_pil(to_pil(image[:, :height, :width]).filter(ImageFilter.GaussianBlur(radius)))
         difference = (blurred[:, :height, :width].float() - expected.float()).abs()
         assert difference.mean() < 1.0
         if radius == 0:
-            assert torch.equal(blurred[:, :height, :width], picture[:, :height, :width])
+            assert torch.equal(blurred[:, :height, :width], image[:, :height, :width])
 
 
 def test_random_numbers_are_a_pure_function_of_their_key():

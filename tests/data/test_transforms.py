@@ -1,31 +1,37 @@
-"""Whole pipelines: keyed by picture, true to Pillow operation by operation, followed by masks, compiled."""
+"""Whole pipelines: keyed by image, true to Pillow operation by operation, followed by masks, compiled."""
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageEnhance, ImageOps
 
-from tests.data.test_transform_parts import from_pil, pictures, to_pil
+from tests.data.test_transform_parts import from_pil, images, to_pil
 from tests.tasks.labels import make_targets
 from vitrail.data.rng import sample_key
 from vitrail.data.transforms import masks, mixup, policies, reference
 from vitrail.data.transforms.crops import random_resized_crop
 from vitrail.data.transforms.pipeline import Augmentation, augment, augment_views, flips, follow, look
 from vitrail.errors import UserError
-from vitrail.recipes.schema import Objective
+from vitrail.recipes.schema import LossConfig
 
 PIPELINES = {
-    "deit": Augmentation(size=(32, 32), policy="rand", erasing=0.25),
-    "deit3": Augmentation(size=(32, 32), policy="three", jitter=(0.3, 0.3, 0.3, 0.0)),
-    "deit3 21k": Augmentation(size=(32, 48), crop="simple", policy="three", jitter=(0.3, 0.3, 0.3, 0.0)),
-    "lvvit": Augmentation(size=(32, 32), policy="rand", crop_last=True, filter="random", erasing=0.25),
-    "auto": Augmentation(size=(32, 32), policy="auto"),
-    "trivial": Augmentation(size=(32, 32), policy="trivial"),
+    "deit": Augmentation(image_size=(32, 32), policy="rand", random_erasing=0.25),
+    "deit3": Augmentation(image_size=(32, 32), policy="three", color_jitter=(0.3, 0.3, 0.3, 0.0)),
+    "deit3 21k": Augmentation(image_size=(32, 48), crop="simple", policy="three", color_jitter=(0.3, 0.3, 0.3, 0.0)),
+    "lvvit": Augmentation(image_size=(32, 32), policy="rand", crop_last=True, interpolation="random", random_erasing=0.25),
+    "auto": Augmentation(image_size=(32, 32), policy="auto"),
+    "trivial": Augmentation(image_size=(32, 32), policy="trivial"),
     "dino": Augmentation(
-        size=(32, 32), policy="dino", jitter=(0.4, 0.4, 0.2, 0.1), jitter_chance=0.8, grey=0.2, blur=0.5, solarise=0.2
+        image_size=(32, 32),
+        policy="dino",
+        color_jitter=(0.4, 0.4, 0.2, 0.1),
+        color_jitter_prob=0.8,
+        grayscale=0.2,
+        blur=0.5,
+        solarize=0.2,
     ),
-    "test": Augmentation(size=(32, 32), crop="centre"),
-    "google test": Augmentation(size=(32, 32), crop="squash", filter="bilinear", mean=(0.5,) * 3, std=(0.5,) * 3),
+    "test": Augmentation(image_size=(32, 32), crop="center"),
+    "google test": Augmentation(image_size=(32, 32), crop="squash", interpolation="bilinear", mean=(0.5,) * 3, std=(0.5,) * 3),
 }
 
 
@@ -38,9 +44,9 @@ def sizes_of(batch):
 
 
 @pytest.mark.parametrize("name", PIPELINES)
-def test_a_picture_is_augmented_alike_in_any_company(name):
+def test_a_image_is_augmented_alike_in_any_company(name):
     """Alone, in a batch, in another order: the same numbers. Another epoch: other numbers, but for the test views."""
-    how, batch = PIPELINES[name], pictures(12, 60, 80)
+    how, batch = PIPELINES[name], images(12, 60, 80)
     sizes = sizes_of(batch) - torch.arange(12)[:, None]
     together = augment(batch, sizes, keys(12), how)
     assert together.images.shape == (12, 3, *how.size)
@@ -56,12 +62,12 @@ def test_a_picture_is_augmented_alike_in_any_company(name):
 
 PILLOW = {
     "autocontrast": lambda image, v: ImageOps.autocontrast(image),
-    "equalise": lambda image, v: ImageOps.equalize(image),
+    "equalize": lambda image, v: ImageOps.equalize(image),
     "invert": lambda image, v: ImageOps.invert(image),
     "rotate": lambda image, v: image.rotate(v, Image.BICUBIC, fillcolor=reference.FILL),
-    "posterise": lambda image, v: ImageOps.posterize(image, int(v)),
-    "solarise": lambda image, v: ImageOps.solarize(image, int(v)),
-    "solarise_add": lambda image, v: image.point([min(255, i + int(v)) if i < 128 else i for i in range(256)] * 3),
+    "posterize": lambda image, v: ImageOps.posterize(image, int(v)),
+    "solarize": lambda image, v: ImageOps.solarize(image, int(v)),
+    "solarize_add": lambda image, v: image.point([min(255, i + int(v)) if i < 128 else i for i in range(256)] * 3),
     "saturation": lambda image, v: ImageEnhance.Color(image).enhance(v),
     "contrast": lambda image, v: ImageEnhance.Contrast(image).enhance(v),
     "brightness": lambda image, v: ImageEnhance.Brightness(image).enhance(v),
@@ -80,13 +86,13 @@ def affine(image, matrix):
 @pytest.mark.parametrize("operation", reference.OPERATIONS)
 @pytest.mark.parametrize("magnitude", [3.7, 9.0])
 def test_operations_of_a_policy_are_pillows(operation, magnitude):
-    """Each on its own picture of its own size, whatever lies beyond it on the canvas."""
-    batch, sizes = pictures(3, 40, 50), torch.tensor([[40, 50], [25, 30], [31, 44]])
+    """Each on its own single of its own size, whatever lies beyond it on the canvas."""
+    batch, sizes = images(3, 40, 50), torch.tensor([[40, 50], [25, 30], [31, 44]])
     drawn = torch.full((3,), reference.NUMBER[operation])
     values = policies.arguments(policies.INCREASING, drawn, torch.full((3,), magnitude), torch.tensor([1.0, -1.0, 1.0]))
     found = reference.operate(batch, sizes, reference.Layer(drawn, values))
-    for picture, value, ours, (height, width) in zip(batch, values, found, sizes.tolist(), strict=True):
-        expected = from_pil(PILLOW[operation](to_pil(picture[:, :height, :width]), float(value)))
+    for single, value, ours, (height, width) in zip(batch, values, found, sizes.tolist(), strict=True):
+        expected = from_pil(PILLOW[operation](to_pil(single[:, :height, :width]), float(value)))
         wrong = ((ours[:, :height, :width].int() - expected.int()).abs() > 1).float().mean()
         assert wrong < 0.01
     assert torch.equal(reference.operate(batch, sizes, reference.Layer(torch.full((3,), reference.NONE), values)), batch)
@@ -101,22 +107,22 @@ def test_levels():
         "shear_x": 0.27,
         "translate_y": 0.405,
         "saturation": 1.81,
-        "posterise": 1,
-        "solarise": 26,
-        "solarise_add": 99,
+        "posterize": 1,
+        "solarize": 26,
+        "solarize_add": 99,
     }
     assert {name: found[reference.NUMBER[name]].item() for name in expected} == pytest.approx(expected)
     minus = policies.arguments(policies.INCREASING, number, torch.full((reference.NONE,), 9.0), -torch.ones(reference.NONE))
     assert minus[reference.NUMBER["rotate"]] == -27
     assert minus[reference.NUMBER["sharpness"]] == pytest.approx(0.19)
-    assert minus[reference.NUMBER["posterise"]] == 1
+    assert minus[reference.NUMBER["posterize"]] == 1
     found = policies.arguments(policies.ORIGINAL, number, torch.full((reference.NONE,), 3.0), -torch.ones(reference.NONE))
-    expected = {"rotate": -9, "saturation": 0.64, "posterise": 5, "solarise": 76}
+    expected = {"rotate": -9, "saturation": 0.64, "posterize": 5, "solarize": 76}
     assert {name: found[reference.NUMBER[name]].item() for name in expected} == pytest.approx(expected)
 
 
 def test_draws_of_rand_augment():
-    """Each of two layers is applied to half of the pictures, all 15 operations alike."""
+    """Each of two layers is applied to half of the images, all 15 operations alike."""
     count = 6000
     key = keys(count)
     chosen = policies.integers(key, "rand.0.operation", 15)[:, 0]
@@ -127,31 +133,31 @@ def test_draws_of_rand_augment():
 
 
 def test_three_augment_draws_one_of_three():
-    how = Augmentation(size=(24, 24), crop="squash", policy="three", flip=0.0)
-    batch = pictures(90, 24, 24)
-    plain = augment(batch, sizes_of(batch), keys(90), Augmentation(size=(24, 24), crop="squash")).images
+    how = Augmentation(image_size=(24, 24), crop="squash", policy="three", hflip=0.0)
+    batch = images(90, 24, 24)
+    plain = augment(batch, sizes_of(batch), keys(90), Augmentation(image_size=(24, 24), crop="squash")).images
     seen = augment(batch, sizes_of(batch), keys(90), how).images
     mean, std = torch.tensor(how.mean)[:, None, None], torch.tensor(how.std)[:, None, None]
     values = (seen * std + mean) * 255
     grey = ((values[:, 0] - values[:, 1]).abs().amax((1, 2)) < 1e-2) & ((values[:, 0] - values[:, 2]).abs().amax((1, 2)) < 1e-2)
     original = (plain * std + mean) * 255
-    solarised = torch.where(original < 127.5, original, 255 - original)
-    inverted = (values - solarised).abs().amax((1, 2, 3)) < 1e-2
+    solarized = torch.where(original < 127.5, original, 255 - original)
+    inverted = (values - solarized).abs().amax((1, 2, 3)) < 1e-2
     blurred = ~grey & ~inverted
     assert [grey.sum().item(), inverted.sum().item(), blurred.sum().item()] == pytest.approx([30, 30, 30], abs=15)
     texture = lambda x: (x[..., 1:] - x[..., :-1]).abs().mean((1, 2, 3))  # noqa: E731
     assert (texture(values)[blurred] <= texture(original)[blurred] + 1e-3).all()
 
 
-SIZES = torch.tensor([[60, 80], [33, 80], [60, 41], [50, 50]])  # of pictures on a canvas of 60 x 80
+SIZES = torch.tensor([[60, 80], [33, 80], [60, 41], [50, 50]])  # of images on a canvas of 60 x 80
 
 
-def test_lvvit_flips_operates_on_the_whole_picture_and_crops_last():
-    """Step by step the same as Pillow on each picture of its own size: the crop of the operations of the flipped picture."""
-    how = Augmentation(size=(48, 48), policy="rand", crop_last=True, scale=(0.3, 0.8), mean=(0.0,) * 3, std=(1 / 255,) * 3)
-    batch, sizes, key = pictures(48, 60, 80), SIZES.repeat(12, 1), keys(48)
+def test_lvvit_flips_operates_on_the_whole_image_and_crops_last():
+    """Step by step the same as Pillow on each image of its own size: the crop of the operations of the flipped image."""
+    how = Augmentation(image_size=(48, 48), policy="rand", crop_last=True, scale=(0.3, 0.8), mean=(0.0,) * 3, std=(1 / 255,) * 3)
+    batch, sizes, key = images(48, 60, 80), SIZES.repeat(12, 1), keys(48)
     seen = augment(batch, sizes, key, how)
-    flip, crop = flips(key, how), random_resized_crop(sizes, key, how.size, how.scale, how.ratio)
+    flip, crop = flips(key, how), random_resized_crop(sizes, key, how.image_size, how.scale, how.ratio)
     off = []
     for row, (height, width) in enumerate(sizes.tolist()):
         image = to_pil(batch[row, :, :height, :width])
@@ -171,24 +177,24 @@ def test_lvvit_flips_operates_on_the_whole_picture_and_crops_last():
 @pytest.mark.parametrize("crop_last", [False, True])
 @pytest.mark.parametrize("crop", ["random_resized", "simple"])
 def test_the_matrix_is_exact_through_warps(crop_last, crop):
-    """A picture of its own coordinates and a map of them: both show the same place everywhere, and both are filled alike."""
+    """An image of its own coordinates and a map of them: both show the same place everywhere, and both are filled alike."""
     y, x = torch.meshgrid(torch.arange(60) + 0.5, torch.arange(80) + 0.5, indexing="ij")
     ramp = torch.stack([x * 3, y * 4, torch.zeros_like(x)])
     batch, sizes, key = ramp.to(torch.uint8).repeat(60, 1, 1, 1), SIZES.repeat(15, 1), keys(60)
     for row, (height, width) in enumerate(sizes.tolist()):
         batch[row, :, height:] = batch[row, :, :, width:] = 255
     how = Augmentation(
-        size=(64, 48), crop=crop, policy="rand", crop_last=crop_last, scale=(0.4, 1.0), mean=(0.0,) * 3, std=(1 / 255,) * 3
+        image_size=(64, 48), crop=crop, policy="rand", crop_last=crop_last, scale=(0.4, 1.0), mean=(0.0,) * 3, std=(1 / 255,) * 3
     )
     done = augment(batch, sizes, key, how)
     operations = torch.stack([layer.operation for layer in done.layers])
     warped = torch.stack([operations == reference.NUMBER[name] for name in reference.WARPS]).any(0)
-    rows = (warped | (operations == reference.NONE)).all(0).nonzero()[:, 0]  # no colour was touched
+    rows = (warped | (operations == reference.NONE)).all(0).nonzero()[:, 0]  # no color was touched
     assert warped[:, rows].all(0).any(), "some went through two warps"
-    # Each picture's map of coordinates has its own scale, as label maps have: 12 x 16 cells over the whole picture.
+    # Each image's map of coordinates has its own scale, as label maps have: 12 x 16 cells over the whole image.
     share_y, share_x = torch.meshgrid((torch.arange(12) + 0.5) / 12, (torch.arange(16) + 0.5) / 16, indexing="ij")
     maps = torch.stack([share_x * sizes[:, 1, None, None] * 3, share_y * sizes[:, 0, None, None] * 4], 1)
-    found = follow(maps, done.matrix, how.size, sizes, how.size, filter="bilinear", fill=-1.0, steps=done.steps)
+    found = follow(maps, done.matrix, how.image_size, sizes, how.image_size, filter="bilinear", fill=-1.0, steps=done.steps)
     for row in rows.tolist():
         height, width = sizes[row].tolist()
         shown, mapped = done.images[row], found[row]
@@ -211,28 +217,28 @@ def near(mask):
 
 
 @pytest.mark.parametrize("policy", ["none", "rand", "auto", "trivial"])
-def test_masks_follow_their_pictures(policy):
-    """A picture of its own class map: after the augmentation, the map says what the pixels show."""
+def test_masks_follow_their_images(policy):
+    """A single of its own class map: after the augmentation, the map says what the pixels show."""
     cells = torch.randint(0, 2, (16, 1, 4, 5))
-    picture = (cells * 255).to(torch.uint8).repeat_interleave(20, 2).repeat_interleave(20, 3).expand(-1, 3, -1, -1).contiguous()
-    how = Augmentation(size=(64, 64), policy=policy, scale=(0.3, 0.9), mean=(0.0,) * 3, std=(1.0,) * 3)
-    sizes = sizes_of(picture)
-    done = augment(picture, sizes, keys(16), how)
+    single = (cells * 255).to(torch.uint8).repeat_interleave(20, 2).repeat_interleave(20, 3).expand(-1, 3, -1, -1).contiguous()
+    how = Augmentation(image_size=(64, 64), policy=policy, scale=(0.3, 0.9), mean=(0.0,) * 3, std=(1.0,) * 3)
+    sizes = sizes_of(single)
+    done = augment(single, sizes, keys(16), how)
     followed = follow(cells.float(), done.matrix, (64, 64), sizes, (64, 64), fill=-1.0)
-    moved = follow(picture[:, :1].float(), done.matrix, (64, 64), sizes, (64, 64), fill=-255.0)
+    moved = follow(single[:, :1].float(), done.matrix, (64, 64), sizes, (64, 64), fill=-255.0)
     agree = ((moved / 255).round() == followed).float().mean()
     assert agree > 0.97, "a map of cells and a map of pixels are moved alike"
     if policy == "none":
         inside = followed[:, 0] >= 0
         same = (done.images[:, 0].round() == followed[:, 0])[inside].float().mean()
-        assert same > 0.95, "but for the edges of cells, where the picture is smooth"
+        assert same > 0.95, "but for the edges of cells, where the single is smooth"
     coarse = follow(cells.float(), done.matrix, (4, 4), sizes, (64, 64), filter="bilinear")
     assert coarse.shape == (16, 1, 4, 4)
 
 
 def test_views_have_keys_of_their_own():
-    batch = pictures(3, 40, 40)
-    large, small = Augmentation(size=(32, 32), scale=(0.4, 1.0)), Augmentation(size=(16, 16), scale=(0.05, 0.4))
+    batch = images(3, 40, 40)
+    large, small = Augmentation(image_size=(32, 32), scale=(0.4, 1.0)), Augmentation(image_size=(16, 16), scale=(0.05, 0.4))
     views = augment_views(batch, sizes_of(batch), keys(3), [large, large, small, small])
     assert [view.images.shape[-1] for view in views] == [32, 32, 16, 16]
     assert not torch.equal(views[0].images, views[1].images)
@@ -245,7 +251,7 @@ def test_mixup_and_cutmix():
     boxes = [draw for draw in draws if draw.box is not None]
     assert len(boxes) == pytest.approx(200, abs=40)
     for draw in draws[:50]:
-        mixed, targets = mixup.mix_pictures(images, draw), make_targets(labels, 4, draw, Objective(smoothing=0.1))
+        mixed, targets = mixup.mix_images(images, draw), make_targets(labels, 4, draw, LossConfig(label_smoothing=0.1))
         torch.testing.assert_close(targets.sum(1), torch.ones(8))
         plain = torch.nn.functional.one_hot(labels, 4) * 0.9 + 0.025
         torch.testing.assert_close(targets, draw.share * plain + (1 - draw.share) * plain.flip(0))

@@ -51,7 +51,7 @@ def test_a_layer_is_moved_but_not_cast():
 
 @pytest.mark.parametrize("name", ["deit_tiny_patch16", "vit_tiny_patch16_6x2", "cait_xxs24"])
 def test_a_network_keeps_its_answers(name):
-    """Attention and MLPs of blocks are in eight bits; what talks between heads, and the readout, is not."""
+    """Attention and MLPs of blocks are in eight bits; what talks between heads, and the pooling, is not."""
     torch.manual_seed(2)
     model = vitrail.create(name, 10, 64, depth=3).eval()
     with torch.no_grad():
@@ -72,7 +72,7 @@ def test_a_network_keeps_its_answers(name):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU may have such products")
 def test_refused_where_there_are_no_such_products():
     with pytest.raises(vitrail.UserError, match="fp8 needs a GPU of Hopper's kind"):
-        vitrail.optimise(vitrail.create("deit_tiny_patch16", 10, 32, depth=1), precision="fp8")
+        vitrail.optimize(vitrail.create("deit_tiny_patch16", 10, 32, depth=1), precision="fp8")
 
 
 @pytest.mark.gpu
@@ -81,12 +81,12 @@ def test_refused_where_there_are_no_such_products():
 def test_a_network_on_a_gpu(aim):
     torch.manual_seed(3)
     model = vitrail.create("deit_small_patch16", 100, 224).cuda().eval()
-    optimised = vitrail.optimise(model, aim, batch=8, precision="fp8")
-    assert optimised.report.precision == "fp8"
-    assert any("products in eight bits: 47" in sentence for sentence in optimised.report.done), optimised.report.done
+    optimized = vitrail.optimize(model, aim, batch=8, precision="fp8")
+    assert optimized.report.precision == "fp8"
+    assert any("products in eight bits: 47" in sentence for sentence in optimized.report.done), optimized.report.done
     images = torch.randn(8, 3, 224, 224, device="cuda")
     with torch.no_grad():
-        wanted, found = model(images), optimised(images)
+        wanted, found = model(images), optimized(images)
     assert (found - wanted).norm() < 0.15 * wanted.norm()
 
 

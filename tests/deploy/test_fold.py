@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from torch.nn import functional as F
 
-from tests.models.test_every_model import any_size, randomise
+from tests.models.test_every_model import any_size, randomize
 from tests.models.test_grid import architectures
 from tests.small import structures
 from vitrail.deploy.fold import NORMS, SCALES, fold
@@ -22,7 +22,7 @@ SMALL = Architecture(width=32, depth=2, heads=2, classes=5, image_size=(8, 12), 
 
 def answers(architecture, size=None):
     """The original's and the folded network's answers in float64, the folded network, the notes."""
-    model = randomise(build(architecture)).double().eval()
+    model = randomize(build(architecture)).double().eval()
     image = torch.randn(3, architecture.channels, *(size or architecture.image_size), dtype=torch.float64)
     folded, notes = fold(copy.deepcopy(model))
     with torch.no_grad():
@@ -34,7 +34,7 @@ def answers(architecture, size=None):
 def test_any_combination_of_parts(architecture):
     torch.manual_seed(0)
     original, found, _, _ = answers(architecture)
-    # The ResNet's filters are standardised in float32 by the original.
+    # The ResNet's filters are standardized in float32 by the original.
     assert difference(found, original) < (1e-4 if architecture.stem == "resnet" else 1e-11)
 
 
@@ -50,7 +50,7 @@ def test_every_structure_at_another_size(name):
 @pytest.mark.parametrize("residual", ["plain", "layerscale", "affine"])
 @pytest.mark.parametrize("qkv_bias", [True, False])
 def test_parallel_branches_become_one(branches, residual, qkv_bias):
-    a = SMALL.replace(branches=branches, residual=residual, qkv_bias=qkv_bias, position_special=False)
+    a = SMALL.replace(branches=branches, residual=residual, qkv_bias=qkv_bias, pos_embed_prefix=False)
     original, found, folded, notes = answers(a)
     assert difference(found, original) < 1e-11
     assert notes.done["residuals whose parallel branches became one"] == 2 * a.depth
@@ -70,7 +70,7 @@ def test_one_attention_call_per_block(monkeypatch):
     calls = []
     real = F.scaled_dot_product_attention
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *parts, **rest: calls.append(parts) or real(*parts, **rest))
-    folded, _ = fold(randomise(build(SMALL.replace(branches=3))).eval())
+    folded, _ = fold(randomize(build(SMALL.replace(branches=3))).eval())
     with torch.no_grad():
         folded(torch.randn(1, 3, 8, 12))
     assert [call[0].shape[1] for call in calls] == [6, 6]  # branches x heads
@@ -78,7 +78,7 @@ def test_one_attention_call_per_block(monkeypatch):
 
 def test_the_last_block_computes_only_the_class_token():
     rows = []
-    folded, notes = fold(randomise(build(SMALL)).eval())
+    folded, notes = fold(randomize(build(SMALL)).eval())
     for block in folded.trunk.blocks:
         block.ffn.bodies[0].fc1.register_forward_hook(lambda module, given, result: rows.append(result.shape[1]))
     with torch.no_grad():
@@ -92,15 +92,15 @@ def test_the_last_block_computes_only_the_class_token():
     [
         {"classes": 0},
         {"classes": 0, "pre_logits": 8},
-        {"readout": "mean", "pool_norm": True},
-        {"readout": "mean", "pool_norm": True, "dense_head": True},
-        {"readout": "mean", "norm": "batch"},
+        {"pooling": "mean", "pool_norm": True},
+        {"pooling": "mean", "pool_norm": True, "dense_head": True},
+        {"pooling": "mean", "norm": "batch"},
         {"dense_head": True, "distillation": True, "branches": 2},
-        {"mixer": "linear", "readout": "mean", "norm": "none"},
-        {"mixer": "linear", "readout": "class_mlp", "norm": "none", "residual": "constant", "branches": 2},
+        {"mixer": "linear", "pooling": "mean", "norm": "none"},
+        {"mixer": "linear", "pooling": "class_mlp", "norm": "none", "residual": "constant", "branches": 2},
         {"mixer": "talking_heads", "branches": 2, "residual": "affine"},
-        {"positions": "relative_bias", "position_place": "shared", "branches": 2, "class_token_at": 1},
-        {"positions": "sincos", "position_place": "shared"},
+        {"pos_embed": "relative_bias", "pos_embed_place": "shared", "branches": 2, "class_token_at": 1},
+        {"pos_embed": "sincos", "pos_embed_place": "shared"},
     ],
     ids=lambda changes: ",".join(f"{key}={value}" for key, value in changes.items()),
 )

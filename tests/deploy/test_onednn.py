@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import vitrail
-from tests.models.test_every_model import randomise
+from tests.models.test_every_model import randomize
 from tests.small import structures
 from vitrail.deploy import cpu_kernels as kernels
 from vitrail.deploy import onednn, optimize
@@ -21,10 +21,10 @@ pytestmark = pytest.mark.skipif(not onednn.can_code(), reason="this torch has no
 
 
 def small(**changes):
-    return randomise(build(SMALL.replace(**changes))).eval()
+    return randomize(build(SMALL.replace(**changes))).eval()
 
 
-def pictures(model, count=6):
+def images(model, count=6):
     generator = torch.Generator().manual_seed(1)
     return torch.randn(count, model.architecture.channels, *model.architecture.image_size, generator=generator)
 
@@ -36,19 +36,19 @@ def of_kind(network, kind):
 @pytest.mark.parametrize("name", structures())
 @pytest.mark.parametrize("precision", LIMITS)
 def test_every_structure(name, precision):
-    model = randomise(build(structures()[name])).eval()
-    image = pictures(model, 4)
-    optimised = vitrail.optimise(model, precision=precision, example=image)
+    model = randomize(build(structures()[name])).eval()
+    image = images(model, 4)
+    optimized = vitrail.optimize(model, precision=precision, example=image)
     with torch.no_grad():
-        assert difference(optimised(image), model(image)) < LIMITS[precision]
-        assert difference(optimised(image[:1]), model(image[:1])) < 2 * LIMITS[precision]
+        assert difference(optimized(image), model(image)) < LIMITS[precision]
+        assert difference(optimized(image[:1]), model(image[:1])) < 2 * LIMITS[precision]
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"positions": "relative_bias", "position_place": "shared"},
-        {"positions": "relative", "position_place": "layers"},
+        {"pos_embed": "relative_bias", "pos_embed_place": "shared"},
+        {"pos_embed": "relative", "pos_embed_place": "layers"},
         {"branches": 3},
         {"activation": "gelu_tanh"},
         {"activation": "relu"},
@@ -64,18 +64,18 @@ def test_every_structure(name, precision):
 @pytest.mark.parametrize("precision", LIMITS)
 def test_parts(changes, precision):
     model = small(**changes)
-    image = pictures(model)
-    optimised = vitrail.optimise(model, precision=precision, example=image)
+    image = images(model)
+    optimized = vitrail.optimize(model, precision=precision, example=image)
     with torch.no_grad():
-        assert difference(optimised(image), model(image)) < LIMITS[precision]
+        assert difference(optimized(image), model(image)) < LIMITS[precision]
 
 
 def test_what_runs():
     model = small()
-    packed = vitrail.optimise(model, precision="fp32")
+    packed = vitrail.optimize(model, precision="fp32")
     assert len(of_kind(packed, PackedLinear)) == 1 + 3 * 4 + 1  # the stem; the last block asks apart; a head of 5 is too small
     assert not of_kind(packed, torch.nn.Conv2d)
-    coded = vitrail.optimise(model, precision="int8")
+    coded = vitrail.optimize(model, precision="int8")
     assert len(of_kind(coded, CodedLinear)) == 3 * 4 + 1
     assert len(of_kind(coded, PackedPatches)) == 1
     if kernels.native() is not None:
@@ -88,77 +88,77 @@ def test_what_runs():
 
 def test_eight_bits_do_not_depend_on_the_company():
     model = small()
-    image = pictures(model)
-    optimised = vitrail.optimise(model, precision="int8", example=image)
+    image = images(model)
+    optimized = vitrail.optimize(model, precision="int8", example=image)
     loud = torch.cat([image[:1], 50 * image[1:]])
-    assert torch.allclose(optimised(loud)[0], optimised(image[:1])[0], atol=1e-5)
-    assert not any("ranges of eight bits" in sentence for sentence in optimised.report.left)
-    assert optimised.report.alike[1] == len(image)
+    assert torch.allclose(optimized(loud)[0], optimized(image[:1])[0], atol=1e-5)
+    assert not any("ranges of eight bits" in sentence for sentence in optimized.report.left)
+    assert optimized.report.alike[1] == len(image)
 
 
 @pytest.mark.parametrize("count", [1, 4])
-def test_an_example_of_one_picture_is_told(count):
+def test_an_example_of_one_image_is_told(count):
     model = small()
-    same = pictures(model, 1).repeat(count, 1, 1, 1)
-    left = vitrail.optimise(model, precision="int8", example=same).report.left
-    assert any("the example is one picture only" in sentence for sentence in left)
-    assert not any("one picture only" in sentence for sentence in vitrail.optimise(model, example=same).report.left)
+    same = images(model, 1).repeat(count, 1, 1, 1)
+    left = vitrail.optimize(model, precision="int8", example=same).report.left
+    assert any("the example is one image only" in sentence for sentence in left)
+    assert not any("one image only" in sentence for sentence in vitrail.optimize(model, example=same).report.left)
 
 
 def test_eight_bits_that_are_too_few_are_refused(monkeypatch):
     monkeypatch.setattr(optimize, "COARSE", 1e-4)
-    with pytest.raises(vitrail.UserError, match=r"in int8 .* give more pictures like yours as the example, or use bf16"):
-        vitrail.optimise(small(), precision="int8")
+    with pytest.raises(vitrail.UserError, match=r"in int8 .* give more images like yours as the example, or use bf16"):
+        vitrail.optimize(small(), precision="int8")
 
 
-def test_other_sizes_and_no_pictures():
+def test_other_sizes_and_no_images():
     model = small()
     for precision, limit in LIMITS.items():
-        optimised = vitrail.optimise(model, precision=precision)
+        optimized = vitrail.optimize(model, precision=precision)
         image = torch.randn(2, 3, 18, 31)  # not whole patches: the rest is not looked at
         with torch.no_grad():
-            assert difference(optimised(image), model(image)) < 3 * limit
-        assert optimised(image[:0]).shape == (0, 5)
+            assert difference(optimized(image), model(image)) < 3 * limit
+        assert optimized(image[:0]).shape == (0, 5)
 
 
 @pytest.mark.parametrize("precision", LIMITS)
-def test_pictures_that_are_no_numbers(precision):
+def test_images_that_are_no_numbers(precision):
     model = small()
-    image = pictures(model, 2)
-    optimised = vitrail.optimise(model, precision=precision, example=image)
+    image = images(model, 2)
+    optimized = vitrail.optimize(model, precision=precision, example=image)
     image[0, 0, 0, 0] = torch.nan
-    found = optimised(image)
+    found = optimized(image)
     assert found[0].isnan().all()
     assert found[1].isfinite().all()
 
 
 def test_it_stays_as_and_where_it_is():
-    optimised = vitrail.optimise(small(), precision="bf16")
-    assert optimised.to("cpu") is optimised
-    assert optimised.bfloat16() is optimised
-    for change in (lambda: optimised.float(), lambda: optimised.to("meta"), lambda: optimised.half()):
+    optimized = vitrail.optimize(small(), precision="bf16")
+    assert optimized.to("cpu") is optimized
+    assert optimized.bfloat16() is optimized
+    for change in (lambda: optimized.float(), lambda: optimized.to("meta"), lambda: optimized.half()):
         with pytest.raises(vitrail.UserError, match="keeps its precision and place"):
             change()
     image = torch.randn(2, 3, 16, 24)
-    assert torch.equal(copy.deepcopy(optimised)(image), optimised(image))
+    assert torch.equal(copy.deepcopy(optimized)(image), optimized(image))
     with torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
-        assert torch.equal(optimised(image), optimised(image))
+        assert torch.equal(optimized(image), optimized(image))
 
 
 def test_a_caller_may_compile():
-    optimised = vitrail.optimise(small())
+    optimized = vitrail.optimize(small())
     image = torch.randn(2, 3, 16, 24)
-    compiled = torch.compile(lambda x: optimised(x) + 1, backend="eager")
-    assert torch.allclose(compiled(image), optimised(image) + 1)
+    compiled = torch.compile(lambda x: optimized(x) + 1, backend="eager")
+    assert torch.allclose(compiled(image), optimized(image) + 1)
     torch.compiler.reset()
 
 
 def test_images_in_other_layouts():
     model = small()
-    optimised = vitrail.optimise(model)
+    optimized = vitrail.optimize(model)
     image = torch.randn(3, 3, 16, 24)
     for same in (image.contiguous(memory_format=torch.channels_last), image.repeat_interleave(2, 0)[::2]):
-        assert torch.equal(optimised(same), optimised(image))
+        assert torch.equal(optimized(same), optimized(image))
 
 
 @pytest.mark.parametrize("precision", LIMITS)
@@ -166,25 +166,25 @@ def test_without_a_compiler(precision, monkeypatch):
     monkeypatch.setattr(onednn, "native", lambda: None)
     monkeypatch.setattr(onednn, "why_not", lambda: "there is no C++ compiler (g++)")
     model = small()
-    image = pictures(model)
-    optimised = vitrail.optimise(model, precision=precision, example=image)
-    assert "attention by a kernel of our own: there is no C++ compiler (g++)" in optimised.report.left
-    assert all(part.native is None for part in of_kind(optimised, PackedAttention))
+    image = images(model)
+    optimized = vitrail.optimize(model, precision=precision, example=image)
+    assert "attention by a kernel of our own: there is no C++ compiler (g++)" in optimized.report.left
+    assert all(part.native is None for part in of_kind(optimized, PackedAttention))
     with torch.no_grad():
-        assert difference(optimised(image), model(image)) < LIMITS[precision]
+        assert difference(optimized(image), model(image)) < LIMITS[precision]
 
 
 def test_without_onednn(monkeypatch):
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     model = small()
-    optimised = vitrail.optimise(model)
-    assert not of_kind(optimised, PackedLinear)
-    assert optimised.float().to(torch.float64)(torch.randn(1, 3, 16, 24)).dtype == torch.float64
+    optimized = vitrail.optimize(model)
+    assert not of_kind(optimized, PackedLinear)
+    assert optimized.float().to(torch.float64)(torch.randn(1, 3, 16, 24)).dtype == torch.float64
     with pytest.raises(vitrail.UserError, match="no products in int8"):
-        vitrail.optimise(model, precision="int8")
+        vitrail.optimize(model, precision="int8")
 
 
 def test_float64_is_left_to_torch():
     model = small().double()
-    assert not of_kind(vitrail.optimise(model), PackedLinear)
-    assert vitrail.optimise(model, precision="int8").report.running < 0.1
+    assert not of_kind(vitrail.optimize(model), PackedLinear)
+    assert vitrail.optimize(model, precision="int8").report.running < 0.1

@@ -1,4 +1,4 @@
-"""`vitrail.optimise` as a user meets it: same answers, an untouched original, a report, refusals in a sentence."""
+"""`vitrail.optimize` as a user meets it: same answers, an untouched original, a report, refusals in a sentence."""
 
 import copy
 import functools
@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import vitrail
-from tests.models.test_every_model import randomise
+from tests.models.test_every_model import randomize
 from tests.small import structures
 from vitrail.deploy.inference_graphs import LARGEST, Graphs
-from vitrail.deploy.parity import check_pictures, difference
+from vitrail.deploy.parity import check_images, difference
 from vitrail.models.config import Architecture
 from vitrail.models.registry import build
 
@@ -25,49 +25,49 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def small(**changes):
-    return randomise(build(SMALL.replace(**changes)))
+    return randomize(build(SMALL.replace(**changes)))
 
 
 @pytest.mark.parametrize("name", structures())
 def test_every_structure_in_float32(name):
-    model = randomise(build(structures()[name])).eval()
-    optimised = vitrail.optimise(model)
+    model = randomize(build(structures()[name])).eval()
+    optimized = vitrail.optimize(model)
     image = torch.randn(2, 3, *model.architecture.image_size)
     with torch.no_grad():
-        assert difference(optimised(image), model(image)) <= 1e-4
-    assert 0 < optimised.report.folding <= 1e-4
-    assert optimised.report.done
+        assert difference(optimized(image), model(image)) <= 1e-4
+    assert 0 < optimized.report.folding <= 1e-4
+    assert optimized.report.done
 
 
 def test_the_original_is_untouched():
     model = small(drop_path=0.3, dropout=0.1, stem="hmlp", patch_size=16, image_size=(32, 32)).train()
     model.blocks[0].eval()
     before, modes = copy.deepcopy(model.state_dict()), [module.training for module in model.modules()]
-    optimised = vitrail.optimise(model)
+    optimized = vitrail.optimize(model)
     assert [module.training for module in model.modules()] == modes
     assert all(parameter.requires_grad for parameter in model.parameters())
     for key, value in model.state_dict().items():
         assert torch.equal(value, before[key]), key
     ours = {value.data_ptr() for value in model.state_dict().values()}
-    assert not ours & {value.data_ptr() for value in optimised.parameters()}
+    assert not ours & {value.data_ptr() for value in optimized.parameters()}
     image = torch.randn(2, 3, 32, 32)
-    assert torch.equal(optimised(image), optimised(image))
-    assert not optimised(image).requires_grad
-    assert difference(optimised(image), model.eval()(image).detach()) < 1e-4
+    assert torch.equal(optimized(image), optimized(image))
+    assert not optimized(image).requires_grad
+    assert difference(optimized(image), model.eval()(image).detach()) < 1e-4
 
 
 def test_the_answer_may_be_learned_from():
-    """No inference tensor comes out: an optimised teacher's logits go into a student's loss."""
-    optimised = vitrail.optimise(small())
+    """No inference tensor comes out: an optimized teacher's logits go into a student's loss."""
+    optimized = vitrail.optimize(small())
     with torch.inference_mode():
-        optimised(torch.randn(2, 3, 8, 12))
+        optimized(torch.randn(2, 3, 8, 12))
     weight = torch.ones(5, requires_grad=True)
-    (optimised(torch.randn(2, 3, 8, 12)) * weight).sum().backward()
+    (optimized(torch.randn(2, 3, 8, 12)) * weight).sum().backward()
     assert weight.grad is not None
 
 
 def test_the_report():
-    report = vitrail.optimise(small(), batch=2).report
+    report = vitrail.optimize(small(), batch=2).report
     assert report.aim == "latency"
     assert report.precision == "float32"
     assert "residuals whose parallel branches became one: 6" in report.done
@@ -78,24 +78,24 @@ def test_the_report():
 
 def test_bfloat16_and_back():
     model = small().eval()
-    optimised = vitrail.optimise(model, dtype=torch.bfloat16)
+    optimized = vitrail.optimize(model, dtype=torch.bfloat16)
     image = torch.randn(2, 3, 8, 12)
-    assert {parameter.dtype for parameter in optimised.parameters()} == {torch.bfloat16}
-    assert optimised(image).dtype == torch.float32
-    assert optimised.report.precision == "bfloat16"
-    assert 1e-5 < optimised.report.rounding < 0.2
-    assert 1e-5 < optimised.report.running <= max(4 * optimised.report.rounding, 16 * 2**-7)
-    assert optimised.report.folding < 1e-5
+    assert {parameter.dtype for parameter in optimized.parameters()} == {torch.bfloat16}
+    assert optimized(image).dtype == torch.float32
+    assert optimized.report.precision == "bfloat16"
+    assert 1e-5 < optimized.report.rounding < 0.2
+    assert 1e-5 < optimized.report.running <= max(4 * optimized.report.rounding, 16 * 2**-7)
+    assert optimized.report.folding < 1e-5
     # A model that is in bfloat16 already: its weights are multiplied before they are rounded again.
-    own = vitrail.optimise(copy.deepcopy(model).bfloat16())
+    own = vitrail.optimize(copy.deepcopy(model).bfloat16())
     assert own.report.precision == "bfloat16"
     assert own.report.folding < 1e-5
 
 
 def test_an_example_of_another_size_is_compared_too():
     model = small()
-    optimised = vitrail.optimise(model, "throughput", example=torch.randn(3, 3, 16, 20))
-    assert optimised(torch.randn(1, 3, 16, 20)).shape == (1, 5)
+    optimized = vitrail.optimize(model, "throughput", example=torch.randn(3, 3, 16, 20))
+    assert optimized(torch.randn(1, 3, 16, 20)).shape == (1, 5)
 
 
 def test_compiled_parts_answer_alike(monkeypatch):
@@ -105,13 +105,13 @@ def test_compiled_parts_answer_alike(monkeypatch):
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module: backend(module))
     torch.compiler.reset()
     model = small(depth=6).eval()
-    optimised = vitrail.optimise(model, compile=True, batch=2)
+    optimized = vitrail.optimize(model, compile=True, batch=2)
     image = torch.randn(2, 3, 8, 12)
     with torch.no_grad():
-        assert difference(optimised(image), model(image)) < 1e-4
+        assert difference(optimized(image), model(image)) < 1e-4
     torch.compiler.reset()
     assert len(graphs) == 2
-    assert "blocks compiled by torch.compile" in optimised.report.done
+    assert "blocks compiled by torch.compile" in optimized.report.done
 
 
 def test_a_difference_is_refused_and_its_place_named():
@@ -122,8 +122,8 @@ def test_a_difference_is_refused_and_its_place_named():
         branch.norm.bias.fill_(1e5)
         branch.body.fc1.weight -= branch.body.fc1.weight.mean(1, keepdim=True)
     with pytest.raises(vitrail.UserError, match="first in block 1; use the original model"):
-        vitrail.optimise(model)
-    assert vitrail.optimise(model, tolerance=1.0).report.folding > 1e-4
+        vitrail.optimize(model)
+    assert vitrail.optimize(model, tolerance=1.0).report.folding > 1e-4
 
 
 def test_answers_that_are_no_numbers():
@@ -131,7 +131,7 @@ def test_answers_that_are_no_numbers():
     with torch.no_grad():
         model.head.weight[0, 0] = torch.nan
     with pytest.raises(vitrail.UserError, match="not finite"):
-        vitrail.optimise(model)
+        vitrail.optimize(model)
 
 
 @pytest.mark.parametrize(
@@ -152,28 +152,28 @@ def test_answers_that_are_no_numbers():
         ({"example": torch.randn(1, 3, 2, 2)}, "no patch"),
         ({"example": torch.randn(0, 3, 8, 12)}, "at least one"),
         ({"example": torch.full((1, 3, 8, 12), torch.nan)}, "finite"),
-        ({"precision": "int8", "example": torch.zeros(4, 3, 8, 12)}, "one colour each"),
+        ({"precision": "int8", "example": torch.zeros(4, 3, 8, 12)}, "one color each"),
         ({"precision": "int8", "example": torch.randn(4, 3, 1, 1).expand(4, 3, 8, 12)}, "or leave the example out"),
         ({"example": torch.zeros(1, 3, 8, 12, dtype=torch.uint8)}, "floating-point numbers, not torch.uint8"),
     ],
 )
 def test_wrong_arguments(options, said):
     with pytest.raises(vitrail.UserError, match=said):
-        vitrail.optimise(small(), **options)
+        vitrail.optimize(small(), **options)
 
 
 def test_what_is_no_model():
     with pytest.raises(vitrail.UserError, match="not Linear"):
-        vitrail.optimise(torch.nn.Linear(2, 2))
+        vitrail.optimize(torch.nn.Linear(2, 2))
     with pytest.raises(vitrail.UserError, match="meta"):
-        vitrail.optimise(vitrail.create("deit_tiny_patch16", device="meta"))
+        vitrail.optimize(vitrail.create("deit_tiny_patch16", device="meta"))
     with pytest.raises(vitrail.UserError, match="only answers"):
-        vitrail.optimise(small()).train()
-    fixed = small(mixer="linear", readout="mean")
+        vitrail.optimize(small()).train()
+    fixed = small(mixer="linear", pooling="mean")
     with pytest.raises(vitrail.UserError, match="fixed grid"):
-        vitrail.optimise(fixed, example=torch.randn(1, 3, 16, 16))
-    with pytest.raises(vitrail.UserError, match="optimised already"):
-        vitrail.optimise(vitrail.optimise(small()))
+        vitrail.optimize(fixed, example=torch.randn(1, 3, 16, 16))
+    with pytest.raises(vitrail.UserError, match="optimized already"):
+        vitrail.optimize(vitrail.optimize(small()))
 
 
 # On a processor packed, and as elsewhere: by torch's own products.
@@ -181,8 +181,8 @@ KINDS = {"packed": {}, "coded": {"precision": "int8"}, "bare": {"dtype": torch.f
 
 
 @pytest.fixture(params=KINDS)
-def optimised(request):
-    found = vitrail.optimise(small(), **KINDS[request.param])
+def optimized(request):
+    found = vitrail.optimize(small(), **KINDS[request.param])
     assert found.packed == (request.param != "bare")
     return found
 
@@ -192,7 +192,7 @@ def optimised(request):
     [
         (
             torch.randn(3, 8, 12),
-            r"tensor \[batch, 3, height, width\], not one of shape \(3, 8, 12\); a single picture is image\[None\]",
+            r"tensor \[batch, 3, height, width\], not one of shape \(3, 8, 12\); a single image is image\[None\]",
         ),
         (torch.randn(8, 12), r"not one of shape \(8, 12\)\.$"),
         (torch.randn(1, 1, 8, 12), r"not one of shape \(1, 1, 8, 12\)\.$"),
@@ -200,134 +200,134 @@ def optimised(request):
         (torch.randn(1, 3, 2, 2), "2 x 2 pixels have no patch of 4; give larger ones"),
         (torch.zeros(1, 3, 8, 12, dtype=torch.uint8), "not torch.uint8; divide pixels by 255"),
         (torch.zeros(1, 3, 8, 12, dtype=torch.int64), "not torch.int64"),
-        (torch.zeros(1, 3, 8, 12, device="meta"), "pictures are on meta and the model is on cpu"),
+        (torch.zeros(1, 3, 8, 12, device="meta"), "images are on meta and the model is on cpu"),
         (torch.zeros(1, 3, 8, 12).numpy(), "not a ndarray"),
         ("cat.jpg", "not a str"),
         (None, "not a NoneType"),
     ],
 )
-def test_what_cannot_be_answered(optimised, image, said):
+def test_what_cannot_be_answered(optimized, image, said):
     for _ in range(2):  # what was refused once is not taken for known
         with pytest.raises(vitrail.UserError, match=said):
-            optimised(image)
-    assert optimised(torch.randn(2, 3, 8, 12).half()).shape == (2, 5)
+            optimized(image)
+    assert optimized(torch.randn(2, 3, 8, 12).half()).shape == (2, 5)
 
 
 @pytest.mark.parametrize("name", structures())
 def test_other_sizes_are_answered_or_refused_as_by_the_model(name):
-    model = randomise(build(structures()[name])).eval()
-    optimised = vitrail.optimise(model)
+    model = randomize(build(structures()[name])).eval()
+    optimized = vitrail.optimize(model)
     height, width = model.architecture.image_size
     image = torch.randn(1, 3, 2 * height, width)
     try:
         expected = model(image).detach()
     except vitrail.UserError:
         with pytest.raises(vitrail.UserError, match=rf"call resize\({2 * height}, {width}\) of the original model"):
-            optimised(image)
-        resized = vitrail.optimise(model.resize(2 * height, width))
+            optimized(image)
+        resized = vitrail.optimize(model.resize(2 * height, width))
         assert difference(resized(image), model(image).detach()) <= 1e-4
     else:
-        assert difference(optimised(image), expected) <= 1e-4
+        assert difference(optimized(image), expected) <= 1e-4
 
 
 @pytest.mark.parametrize("name", ["features", "outputs", "trace", "resize", "embed", "blocks", "head", "stem", "grid"])
-def test_parts_that_only_a_model_has(optimised, name):
+def test_parts_that_only_a_model_has(optimized, name):
     assert hasattr(small(), name)
     with pytest.raises(vitrail.UserError, match=f"only answers and has no {name}; use that of the model it was made from"):
-        getattr(optimised, name)
-    assert not hasattr(optimised, name)
+        getattr(optimized, name)
+    assert not hasattr(optimized, name)
 
 
-def test_names_that_nothing_has(optimised):
+def test_names_that_nothing_has(optimized):
     with pytest.raises(AttributeError, match="no attribute 'feature'") as caught:
-        optimised.feature  # noqa: B018
+        optimized.feature  # noqa: B018
     assert not isinstance(caught.value, vitrail.UserError)
 
 
-def test_it_is_not_kept(optimised, tmp_path):
+def test_it_is_not_kept(optimized, tmp_path):
     for keep in (pickle.dumps, lambda each: torch.save(each, tmp_path / "fast.pt")):
         with pytest.raises(vitrail.UserError, match=r"not pickled; save the model it was made from with vitrail\.save"):
-            keep(optimised)
+            keep(optimized)
     with pytest.raises(vitrail.UserError, match="takes no other weights"):
-        optimised.load_state_dict({})
+        optimized.load_state_dict({})
     with pytest.raises(vitrail.UserError):
-        vitrail.save(optimised, tmp_path / "fast.safetensors")
+        vitrail.save(optimized, tmp_path / "fast.safetensors")
     assert not (tmp_path / "fast.safetensors").exists()
 
 
 def test_what_is_packed_is_neither_saved_nor_moved_nor_exported(tmp_path):
-    optimised = vitrail.optimise(small())
+    optimized = vitrail.optimize(small())
     for format in ("vitrail", "timm"):
-        with pytest.raises(vitrail.UserError, match="of an optimised one, save what it was made from"):
-            vitrail.save(optimised, tmp_path / "fast.safetensors", format)
+        with pytest.raises(vitrail.UserError, match="of an optimized one, save what it was made from"):
+            vitrail.save(optimized, tmp_path / "fast.safetensors", format)
     for place in ("cuda", "cuda:7", "mps", "meta"):  # whether there is one or not
         with pytest.raises(vitrail.UserError, match="keeps its precision and place"):
-            optimised.to(place)
+            optimized.to(place)
     with pytest.raises(vitrail.UserError, match="not exported"):
-        torch.export.export(optimised, (torch.randn(2, 3, 8, 12),))
+        torch.export.export(optimized, (torch.randn(2, 3, 8, 12),))
 
 
 def test_what_is_not_packed_may_be_exported_and_compiled():
-    optimised = vitrail.optimise(small(), dtype=torch.float64)
+    optimized = vitrail.optimize(small(), dtype=torch.float64)
     image = torch.randn(2, 3, 8, 12, dtype=torch.float64)
-    exported = torch.export.export(optimised, (image,), dynamic_shapes=({0: torch.export.Dim("batch", min=1, max=8)},))
-    assert torch.allclose(exported.module()(image[:1]), optimised(image[:1]))
-    compiled = torch.compile(lambda x: optimised(x) + 1, backend="eager", fullgraph=True)
-    assert torch.allclose(compiled(image), optimised(image) + 1)
+    exported = torch.export.export(optimized, (image,), dynamic_shapes=({0: torch.export.Dim("batch", min=1, max=8)},))
+    assert torch.allclose(exported.module()(image[:1]), optimized(image[:1]))
+    compiled = torch.compile(lambda x: optimized(x) + 1, backend="eager", fullgraph=True)
+    assert torch.allclose(compiled(image), optimized(image) + 1)
     torch.compiler.reset()
 
 
-def test_a_deep_copy_answers_by_itself(optimised):
-    optimised.graphs = Graphs(optimised._compute, 2)  # as on a GPU: they hold a lock, and a network to ask
-    twin = copy.deepcopy(optimised)
+def test_a_deep_copy_answers_by_itself(optimized):
+    optimized.graphs = Graphs(optimized._compute, 2)  # as on a GPU: they hold a lock, and a network to ask
+    twin = copy.deepcopy(optimized)
     image = torch.randn(2, 3, 8, 12)
-    assert torch.equal(twin(image), optimised(image))
-    assert twin.graphs is not optimised.graphs
+    assert torch.equal(twin(image), optimized(image))
+    assert twin.graphs is not optimized.graphs
     assert twin.graphs.compute.__self__ is twin
     assert twin.graphs.batch == 2
-    assert twin.report == optimised.report
-    if not optimised.packed:  # what is packed never changes, and may be shared
-        assert not {each.data_ptr() for each in twin.parameters()} & {each.data_ptr() for each in optimised.parameters()}
+    assert twin.report == optimized.report
+    if not optimized.packed:  # what is packed never changes, and may be shared
+        assert not {each.data_ptr() for each in twin.parameters()} & {each.data_ptr() for each in optimized.parameters()}
 
 
 def test_a_deep_copy_compiles_for_itself(monkeypatch):
     compiled = []
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compiled.append(module))
-    twin = copy.deepcopy(vitrail.optimise(small(), compile=True))
+    twin = copy.deepcopy(vitrail.optimize(small(), compile=True))
     assert compiled[-3:] == list(twin.folded.trunk.blocks)
     assert len({id(each) for each in compiled}) == 6
 
 
-def test_check_pictures_are_fixed_and_of_two_kinds():
+def test_check_images_are_fixed_and_of_two_kinds():
     model = small()
-    pictures = check_pictures(model, (32, 48))
-    assert torch.equal(pictures, check_pictures(model, (32, 48)))
-    steps = (pictures[..., 1:] - pictures[..., :-1]).square().mean((1, 2, 3)) / pictures.var((1, 2, 3))
+    images = check_images(model, (32, 48))
+    assert torch.equal(images, check_images(model, (32, 48)))
+    steps = (images[..., 1:] - images[..., :-1]).square().mean((1, 2, 3)) / images.var((1, 2, 3))
     assert steps[:2].min() > 1.5  # noise: neighbours have nothing in common
     assert steps[2:].max() < 0.3
 
 
-def test_pictures_on_the_processor_pass_by_the_graphs():
+def test_images_on_the_processor_pass_by_the_graphs():
     graphs = Graphs(lambda image: image + 1)
     assert torch.equal(graphs(torch.zeros(2)), torch.ones(2))
     assert graphs.captured == 0
 
 
 def test_the_benchmark(tmp_path, monkeypatch, capsys):
-    out = tmp_path / "optimise.json"
+    out = tmp_path / "optimize.json"
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     words = "vit_tiny_patch16_1x2 --device cpu --dtype float32 --batches 1 --rounds 2 --repeats 1 --out"
-    monkeypatch.setattr(sys, "argv", ["optimise.py", *words.split(), str(out)])
-    runpy.run_path(str(BENCHMARKS / "optimise.py"), run_name="__main__")
+    monkeypatch.setattr(sys, "argv", ["optimize.py", *words.split(), str(out)])
+    runpy.run_path(str(BENCHMARKS / "optimize.py"), run_name="__main__")
     rows = json.loads(out.read_text())["rows"]
-    assert [row["way"] for row in rows] == ["eager", "optimised"]
+    assert [row["way"] for row in rows] == ["eager", "optimized"]
     assert all(row["milliseconds"] > 0 for row in rows)
     assert rows[1]["report"]["folding"] < 1e-4
-    assert "batch   1  optimised" in capsys.readouterr().out
+    assert "batch   1  optimized" in capsys.readouterr().out
 
 
 def test_the_page_runs_and_shows_what_is_printed(capsys):
-    page = (Path(__file__).parents[2] / "docs" / "how-to" / "optimise.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "optimize.md").read_text()
     code, shown = re.search(r"```python\n(.*?)```\n\n```\n(.*?)```", page, re.DOTALL).groups()
     exec(code, {})
     *lines, last = capsys.readouterr().out.splitlines()
@@ -348,42 +348,42 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_graphs_on_a_gpu(name, dtype):
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    model = randomise(build(structures()[name])).cuda().eval()
-    optimised = vitrail.optimise(model, dtype=dtype, compile=False)
-    assert optimised.graphs.captured == 1
+    model = randomize(build(structures()[name])).cuda().eval()
+    optimized = vitrail.optimize(model, dtype=dtype, compile=False)
+    assert optimized.graphs.captured == 1
     limit = 1e-4 if dtype == torch.float32 else 0.2
     for batch in (1, 3, 1, LARGEST + 1):
         image = torch.randn(batch, 3, *model.architecture.image_size, device="cuda")
-        first, kept = optimised(image), optimised(image)
-        optimised(torch.randn_like(image))  # must not write over an answer that was given
+        first, kept = optimized(image), optimized(image)
+        optimized(torch.randn_like(image))  # must not write over an answer that was given
         assert torch.equal(first, kept)
         with torch.no_grad():
             assert difference(first, model(image)) <= limit
-    assert optimised.graphs.captured == 2
+    assert optimized.graphs.captured == 2
 
 
 @pytest.mark.gpu
 @needs_gpu
 def test_streams_and_casts_on_a_gpu():
     model = small().cuda().eval()
-    optimised = vitrail.optimise(model, compile=False)
+    optimized = vitrail.optimize(model, compile=False)
     images = torch.randn(8, 1, 3, 8, 12, device="cuda")
-    expected = [optimised(image) for image in images]
+    expected = [optimized(image) for image in images]
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in images]
     found = []
     for image, stream in zip(images, streams, strict=True):
         with torch.cuda.stream(stream):
-            found.append(optimised(image))
+            found.append(optimized(image))
     torch.cuda.synchronize()
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     with torch.autocast("cuda", torch.bfloat16):
-        assert optimised(images[0]).dtype == torch.bfloat16
+        assert optimized(images[0]).dtype == torch.bfloat16
     with torch.inference_mode():
-        optimised(images[0])
-    assert torch.equal(optimised(images[0]), expected[0])
-    optimised.double()
-    assert optimised(images[0]).dtype == torch.float64
+        optimized(images[0])
+    assert torch.equal(optimized(images[0]), expected[0])
+    optimized.double()
+    assert optimized(images[0]).dtype == torch.float64
 
 
 @pytest.mark.gpu
@@ -392,8 +392,8 @@ def test_streams_and_casts_on_a_gpu():
 def test_compiled_on_a_gpu(aim):
     torch.compiler.reset()
     model = small().cuda().eval()
-    optimised = vitrail.optimise(model, aim, batch=4)
+    optimized = vitrail.optimize(model, aim, batch=4)
     image = torch.randn(4, 3, 8, 12, device="cuda")
     with torch.no_grad():
-        assert difference(optimised(image), model(image)) < 1e-2
-    assert "blocks compiled by torch.compile" in optimised.report.done
+        assert difference(optimized(image), model(image)) < 1e-2
+    assert "blocks compiled by torch.compile" in optimized.report.done

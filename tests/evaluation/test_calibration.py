@@ -19,7 +19,7 @@ def made(count=3000, classes=7, heat=2.5, seed=0):
 
 
 def reference_error(confidence, right, bins=15):
-    """Guo et al.'s, picture by picture."""
+    """Guo et al.'s, image by image."""
     total = 0.0
     for number in range(bins):
         inside = [
@@ -42,21 +42,21 @@ def test_the_expected_calibration_error(seed):
     assert (found.right == (chances.argmax(1) == truth.numpy())).all()
     bins = equal_bins(found.confidence, found.right)
     assert len(bins) == 15
-    assert sum(each.pictures for each in bins) == len(truth)
+    assert sum(each.images for each in bins) == len(truth)
     assert calibration_error(bins) == pytest.approx(reference_error(chances.max(1), found.right), abs=1e-12)
     assert found.loss == pytest.approx(-log_softmax(logits.double().numpy(), 1)[np.arange(len(truth)), truth].mean(), rel=1e-12)
 
 
 def test_bins_are_open_below_and_closed_above():
     bins = equal_bins(np.array([1.0, 0.2, 0.200001, 1 / 15]), np.array([True, True, False, False]))
-    assert [place for place, each in enumerate(bins) if each.pictures] == [0, 2, 3, 14]
+    assert [place for place, each in enumerate(bins) if each.images] == [0, 2, 3, 14]
 
 
-def test_the_adaptive_error_has_as_many_pictures_in_every_bin():
+def test_the_adaptive_error_has_as_many_images_in_every_bin():
     logits, truth = made(count=1000)
     found = certainty(logits, truth)
     bins = adaptive_bins(found.confidence, found.right)
-    assert {each.pictures for each in bins} == {66, 67}
+    assert {each.images for each in bins} == {66, 67}
     order = np.argsort(found.confidence, kind="stable")
     parts = np.array_split(order, 15)
     by_hand = sum(len(part) * abs(found.confidence[part].mean() - found.right[part].mean()) for part in parts) / 1000

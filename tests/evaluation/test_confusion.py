@@ -16,13 +16,13 @@ def answers_of(truth, guess, confidence=None):
     return Answers(np.arange(len(truth)), truth, guess, np.array(confidence if confidence else [0.5] * len(truth)))
 
 
-def test_answers_to_every_picture(tmp_path):
+def test_answers_to_every_image(tmp_path):
     make_folder(tmp_path, ("a red", "b green", "c blue"), 5, (8, 8))
     spoil(tmp_path / "a red" / "bad.png")
     source = open_source(str(tmp_path))
     found = collect_answers(Means(), feed_of(source), VIEW, 4)
     readable = [index for index in range(len(source)) if "bad" not in source.where(index)]
-    assert found.picture.tolist() == readable
+    assert found.image.tolist() == readable
     assert (found.guess == found.truth).all()
     assert ((found.confidence > 1 / 7) & (found.confidence < 1)).all()
     some = Subset(source, np.array(readable))
@@ -47,14 +47,14 @@ def test_many_classes_as_pairs_are_those_of_the_matrix():
     assert confusion(answers_of([3], [3]), names) == {"pairs": []}
 
 
-def test_classes_without_pictures_have_no_accuracy():
+def test_classes_without_images_have_no_accuracy():
     found = class_accuracies(answers_of([0, 0, 0, 2], [0, 0, 1, 2]), ["a", "b", "c"])
-    assert found == [{"name": "a", "top1": pytest.approx(2 / 3), "pictures": 3}, {"name": "c", "top1": 1.0, "pictures": 1}]
+    assert found == [{"name": "a", "top1": pytest.approx(2 / 3), "images": 3}, {"name": "c", "top1": 1.0, "images": 1}]
 
 
 def test_the_surest_mistakes_come_first():
     answers = answers_of([0, 1, 2, 3], [0, 2, 1, 1], [0.99, 0.2, 0.9, 0.4])
     worst = worst_mistakes(answers, 2)
-    assert worst.picture.tolist() == [2, 3]
+    assert worst.image.tolist() == [2, 3]
     assert worst.confidence.tolist() == [0.9, 0.4]
     assert len(worst_mistakes(answers_of([1, 1], [1, 1])).truth) == 0

@@ -54,7 +54,7 @@ def test_the_matrix_has_the_truth_first():
         "both_wrong_differently": 0,
     }
     assert found.right == {"all": 1, "some": 5, "none": 0}
-    assert found.classes[0] == {"name": "x", "pictures": 2, "top1": {"a": 1.0, "b": 0.5, "c": 0.0}}
+    assert found.classes[0] == {"name": "x", "images": 2, "top1": {"a": 1.0, "b": 0.5, "c": 0.0}}
     assert found.to_dict()["error_consistency"][0] == [None, 0.0, 0.0]  # one that is never wrong is consistent by chance alone
 
 
@@ -70,7 +70,7 @@ def test_error_consistency_is_that_of_geirhos():
     assert abs(found.error_consistency[0, 1]) < 0.1  # they err independently
 
 
-def test_pictures_that_differ_most_and_from_all_classes_come_first():
+def test_images_that_differ_most_and_from_all_classes_come_first():
     chosen = differing(GUESSES, TRUTH)
     assert sorted(chosen.tolist()) == [0, 1, 3, 4, 5]
     assert sorted(TRUTH[chosen[:3]].tolist()) == [0, 1, 2]
@@ -93,12 +93,12 @@ def test_the_sheet(tmp_path):
     assert sheet is not None
     assert again is not None
     assert sheet.tobytes() == again.tobytes()
-    colours = {colour for _, colour in sheet.getcolors(1 << 24)}
-    assert {(26, 127, 90), (198, 47, 57)} <= colours  # right and wrong answers
+    colors = {color for _, color in sheet.getcolors(1 << 24)}
+    assert {(26, 127, 90), (198, 47, 57)} <= colors  # right and wrong answers
     alike = (source, np.arange(6), GUESSES[:1].repeat(2, 0), TRUTH, ["a", "b"], ["x", "y", "z"], "title")
     assert draw_sheet(*alike) is None
 
 
 def test_nothing_to_compare():
-    with pytest.raises(UserError, match="no picture"):
+    with pytest.raises(UserError, match="no image"):
         compare(["a", "b"], np.zeros((2, 0), dtype=int), np.zeros(0, dtype=int), ["x"])

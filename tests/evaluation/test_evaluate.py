@@ -11,7 +11,7 @@ from tests.images import make_folder, spoil
 from vitrail.data.datasets.lookup import open_source, open_splits
 from vitrail.data.source import Labels, Subset
 from vitrail.errors import UserError
-from vitrail.evaluation.accuracy import count_hits, summarise, test_view
+from vitrail.evaluation.accuracy import count_hits, summarize, test_view
 from vitrail.evaluation.class_matching import match
 from vitrail.evaluation.evaluate import (
     Scores,
@@ -29,7 +29,7 @@ NAMES = ["blue", "green", "red"]  # in the order that a folder gives them
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return make_folder(tmp_path_factory.mktemp("colours"), NAMES, 6, (20, 16))
+    return make_folder(tmp_path_factory.mktemp("colors"), NAMES, 6, (20, 16))
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +56,12 @@ def asked(model, source, among="subset", head="both", **options):
 def test_accuracy_is_that_of_the_training(source):
     model = small(3)
     scores, matching = asked(model, source, batch=4)
-    found = judge(scores, matching, "colours", "everything")
+    found = judge(scores, matching, "colors", "everything")
     with feed_of(model, source, 0) as feed:
-        hits = summarise(count_hits(model, feed, test_view(model.preprocessing), 5), 3)
+        hits = summarize(count_hits(model, feed, test_view(model.preprocessing), 5), 3)
     assert found.top1 == pytest.approx(hits.top1)
     assert found.loss == pytest.approx(hits.loss, rel=1e-5)
-    assert (found.pictures, found.unread, found.unlabelled, found.top5) == (18, 0, 0, None)  # top-5 of three says nothing
+    assert (found.images, found.unread, found.unlabelled, found.top5) == (18, 0, 0, None)  # top-5 of three says nothing
     assert found.top1_error == pytest.approx((found.top1 * (1 - found.top1) / 18) ** 0.5)
     assert found.mean_per_class == pytest.approx(np.mean([each["top1"] for each in found.per_class]))
     json.dumps(found.to_dict(), allow_nan=False)
@@ -92,7 +92,7 @@ def test_the_heads_of_a_distilled_model(source):
     assert torch.equal(asked(small(3), source, head="class")[0].values, asked(small(3), source)[0].values)
 
 
-def test_unreadable_and_unlabelled_pictures(tmp_path):
+def test_unreadable_and_unlabelled_images(tmp_path):
     make_folder(tmp_path, NAMES, 2)
     spoil(tmp_path / "red" / "bad.png")
     source = open_source(str(tmp_path))
@@ -102,7 +102,7 @@ def test_unreadable_and_unlabelled_pictures(tmp_path):
     some.label = Labels(values, source.label.names)
     scores, matching = asked(small(3), some)
     found = judge(scores, matching, "s", "test", labels=[frozenset([0, 1, 2])] * len(source))
-    assert (found.pictures, found.unread, found.unlabelled) == (5, 1, 1)
+    assert (found.images, found.unread, found.unlabelled) == (5, 1, 1)
     assert found.multilabel == (1.0, 6, 0)
     some.label = Labels(np.full(len(source), -1), source.label.names)
     scores, matching = asked(small(3), some)
@@ -111,14 +111,14 @@ def test_unreadable_and_unlabelled_pictures(tmp_path):
     bad = Subset(source, np.array([index for index in range(len(source)) if "bad" in source.where(index)]))
     with pytest.raises(UserError, match="could be read"):
         asked(small(3), bad)
-    with pytest.raises(UserError, match="holds no pictures"):
+    with pytest.raises(UserError, match="holds no images"):
         asked(small(3), Subset(source, np.zeros(0, dtype=np.int64)))
 
 
 def test_weights_that_are_no_numbers(source):
     model = small(3)
     model.head.weight.data[0] = torch.nan
-    with pytest.raises(UserError, match="18 of 18 pictures are no numbers"):
+    with pytest.raises(UserError, match="18 of 18 images are no numbers"):
         asked(model, source)
 
 
@@ -130,13 +130,13 @@ def made(count, seed):
     return Scores(np.arange(count), truth, values, count)
 
 
-def test_the_temperature_comes_from_other_pictures():
+def test_the_temperature_comes_from_other_images():
     found = calibrate(made(2000, 0), made(2000, 1))
     assert found.temperature == pytest.approx(3, rel=0.1)
-    assert found.fitted_on == "2,000 validation pictures"
+    assert found.fitted_on == "2,000 validation images"
     assert found.ece_after < found.ece / 3
     assert found.adaptive_ece_after < found.adaptive_ece
-    assert sum(each.pictures for each in found.bins_after) == 2000
+    assert sum(each.images for each in found.bins_after) == 2000
 
 
 def test_without_others_each_half_mends_the_other():
@@ -145,12 +145,12 @@ def test_without_others_each_half_mends_the_other():
     assert found.temperature == pytest.approx(3, rel=0.1)
     assert "by turns" in found.fitted_on
     assert found.ece_after < found.ece / 3
-    known = Scores(scores.picture, scores.values.argmax(1).numpy(), scores.values, 2000)
-    every = calibrate(known)  # every picture is recognised
+    known = Scores(scores.image, scores.values.argmax(1).numpy(), scores.values, 2000)
+    every = calibrate(known)  # every image is recognized
     assert (every.temperature, every.ece_after, every.bins_after) == (None, None, None)
-    assert "recognised" in every.fitted_on
+    assert "recognized" in every.fitted_on
     assert "by turns" in calibrate(scores, known).fitted_on  # the others are: no temperature can be had from them
-    assert calibrate(Scores(scores.picture[:1], scores.truth[:1], scores.values[:1], 1)).temperature is None
+    assert calibrate(Scores(scores.image[:1], scores.truth[:1], scores.values[:1], 1)).temperature is None
 
 
 def test_sizes_and_crops(source):
@@ -167,7 +167,7 @@ def test_sizes_and_crops(source):
     by_hand = small(3).resize(16, 24)
     by_hand.preprocessing = by_hand.preprocessing._replace(crop_ratio=0.8)
     with feed_of(by_hand, source, 0) as feed:
-        hits = summarise(count_hits(by_hand, feed, test_view(by_hand.preprocessing), 5), 3)
+        hits = summarize(count_hits(by_hand, feed, test_view(by_hand.preprocessing), 5), 3)
     assert rows[4]["top1"] == pytest.approx(hits.top1)
     assert rows[4]["loss"] == pytest.approx(hits.loss, rel=1e-5)
     (own,) = sweep(model, source, matching, [], [], workers=0)
@@ -185,7 +185,7 @@ def test_what_cannot_be_swept():
         prepared(model, None, 0.9)
 
 
-def test_which_pictures(tmp_path, folder):
+def test_which_images(tmp_path, folder):
     digits = open_part("digits")
     assert (digits.split, len(digits.source), digits.fitting) == ("test", 360, None)
     here = open_part("digits", trained_here=True)

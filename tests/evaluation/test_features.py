@@ -1,4 +1,4 @@
-"""One vector per picture, the one that was asked for, with the right labels."""
+"""One vector per image, the one that was asked for, with the right labels."""
 
 import numpy as np
 import pytest
@@ -13,18 +13,18 @@ from vitrail.data.transforms.pipeline import augment
 from vitrail.evaluation.accuracy import test_view
 from vitrail.evaluation.features import VECTORS, Readout, embed
 from vitrail.models.config import Architecture
-from vitrail.models.vision_transformer import Model
+from vitrail.models.vision_transformer import VisionTransformer
 
 SMALL = {"image_size": 16, "patch_size": 4, "width": 16, "depth": 2, "heads": 2}
 
 
 def small(**changes):
-    return Model(Architecture(**(SMALL | {"classes": 3, "image_size": (16, 16)} | changes))).eval()
+    return VisionTransformer(Architecture(**(SMALL | {"classes": 3, "image_size": (16, 16)} | changes))).eval()
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    return open_source(str(make_folder(tmp_path_factory.mktemp("colours"), count=5, size=(20, 24))))
+    return open_source(str(make_folder(tmp_path_factory.mktemp("colors"), count=5, size=(20, 24))))
 
 
 def images_of(model, source):
@@ -38,7 +38,7 @@ def test_pooled_is_what_the_classifier_reads(source):
     found = embed(model, source, batch=4, workers=0)
     assert found.vectors.shape == (15, 16)
     assert found.vectors.dtype == torch.float32
-    assert found.picture.tolist() == list(range(15))
+    assert found.image.tolist() == list(range(15))
     assert found.labels.tolist() == source.label.values.tolist()
     with torch.no_grad():
         assert torch.allclose(found.vectors, model.features(images_of(model, source)).pooled, atol=1e-5)
@@ -51,17 +51,17 @@ def test_every_vector_against_the_parts_of_the_model(source):
         features = model.features(images)
         raw, layout = model.encode(*model.embed(images))
         expected = {
-            "pooled": features.special[:, 0],
-            "class": features.special[:, 0],
-            "distillation": features.special[:, 1],
+            "pooled": features.prefix[:, 0],
+            "class": features.prefix[:, 0],
+            "distillation": features.prefix[:, 1],
             "mean": features.tokens.mean(1),
-            "class_mean": torch.cat([features.special[:, 0], features.tokens.mean(1)], 1),
+            "class_mean": torch.cat([features.prefix[:, 0], features.tokens.mean(1)], 1),
             "penultimate": model.pre_logits(features.pooled),
             "logits": model(images),
         }
         before = {"class": raw[:, 0], "distillation": raw[:, 1], "mean": raw[:, 2:].mean(1), "pooled": raw[:, 0]}
     assert set(expected) == set(VECTORS)
-    assert layout.special == 2
+    assert layout.prefix == 2
     for name, vectors in expected.items():
         assert torch.allclose(embed(model, source, Readout(name), workers=0).vectors, vectors, atol=1e-5), name
     for name, vectors in before.items():
@@ -71,10 +71,10 @@ def test_every_vector_against_the_parts_of_the_model(source):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"readout": "mean"},
-        {"readout": "mean", "pool_norm": True},
-        {"readout": "class_attention", "readout_depth": 1, "readout_heads": 2},
-        {"readout": "per_class", "readout_depth": 1, "readout_heads": 2},
+        {"pooling": "mean"},
+        {"pooling": "mean", "pool_norm": True},
+        {"pooling": "class_attention", "pooling_depth": 1, "pooling_heads": 2},
+        {"pooling": "per_class", "pooling_depth": 1, "pooling_heads": 2},
     ],
 )
 def test_other_readouts(source, changes):
@@ -83,15 +83,15 @@ def test_other_readouts(source, changes):
         images = images_of(model, source)
         pooled = model.features(images).pooled
         raw, layout = model.encode(*model.embed(images))
-    pooled = pooled.mean(1) if changes["readout"] == "per_class" else pooled
+    pooled = pooled.mean(1) if changes["pooling"] == "per_class" else pooled
     assert torch.allclose(embed(model, source, workers=0).vectors, pooled, atol=1e-5)
-    if changes["readout"] == "mean":
+    if changes["pooling"] == "mean":
         assert torch.allclose(embed(model, source, Readout("mean"), workers=0).vectors, pooled, atol=1e-5)
         bare = embed(model, source, Readout("mean", before_norm=True), workers=0).vectors
-        assert torch.allclose(bare, raw[:, layout.special :].mean(1), atol=1e-5)
+        assert torch.allclose(bare, raw[:, layout.prefix :].mean(1), atol=1e-5)
     with torch.no_grad():  # the norm of what comes before it is what comes after it
         bare = embed(model, source, Readout(before_norm=True), workers=0).vectors
-        if changes["readout"] in ("class_attention",) or changes.get("pool_norm"):
+        if changes["pooling"] in ("class_attention",) or changes.get("pool_norm"):
             assert torch.allclose(model.norm(bare[:, None])[:, 0], pooled, atol=1e-5)
 
 
@@ -113,7 +113,7 @@ def test_batches_workers_and_feeds_change_nothing(source):
         embed(model, Feed(source, workers=0, say=lambda sentence: None), batch=7),
     ):
         assert torch.allclose(other.vectors, one.vectors, atol=1e-5)
-        assert torch.equal(other.picture, one.picture)
+        assert torch.equal(other.image, one.image)
         assert torch.equal(other.labels, one.labels)
 
 
@@ -128,24 +128,24 @@ def test_further_labels_and_the_mode_of_the_model(source):
     assert model.training
     assert counts == [2, 1]
     picked = found.pick(found.extra["coarse_label"] >= 0)
-    assert (picked.picture.tolist(), picked.labels.tolist()) == ([0, 2], [0, 1])
+    assert (picked.image.tolist(), picked.labels.tolist()) == ([0, 2], [0, 1])
 
 
-def test_unreadable_pictures_are_left_out_and_named(tmp_path):
+def test_unreadable_images_are_left_out_and_named(tmp_path):
     make_folder(tmp_path, ["a", "b"], 2)
     spoil(tmp_path / "a" / "001.png")
     found = embed(small(), open_source(str(tmp_path)), workers=0)
-    assert found.picture.tolist() == [0, 2, 3]
+    assert found.image.tolist() == [0, 2, 3]
     assert found.labels.tolist() == [0, 1, 1]
     assert [problem.where for problem in found.problems] == [str(tmp_path / "a" / "001.png")]
     for file in tmp_path.glob("*/*.png"):
         spoil(file)
-    with pytest.raises(vitrail.UserError, match="No picture of"):
+    with pytest.raises(vitrail.UserError, match="No image of"):
         embed(small(), open_source(str(tmp_path)), workers=0)
 
 
 def test_what_a_model_does_not_have(source):
-    mean = small(readout="mean", classes=0)
+    mean = small(pooling="mean", classes=0)
     for vector, reason in (
         ("class", "no class token"),
         ("class_mean", "no class token"),
@@ -158,12 +158,12 @@ def test_what_a_model_does_not_have(source):
     with pytest.raises(vitrail.UserError, match="after the final norm"):
         embed(small(), source, Readout("penultimate", before_norm=True), workers=0)
     with pytest.raises(vitrail.UserError, match="no single vector"):
-        embed(small(readout="per_class", readout_depth=1, readout_heads=2), source, Readout("penultimate"), workers=0)
+        embed(small(pooling="per_class", pooling_depth=1, pooling_heads=2), source, Readout("penultimate"), workers=0)
 
 
 def test_features_that_are_not_finite_are_refused(source):
     model = small()
     with torch.no_grad():
         model.norm.weight[0] = torch.nan
-    with pytest.raises(vitrail.UserError, match="of 15 of 15 pictures are not finite"):
+    with pytest.raises(vitrail.UserError, match="of 15 of 15 images are not finite"):
         embed(model, source, workers=0)

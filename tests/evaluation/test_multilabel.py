@@ -1,11 +1,11 @@
-"""Several right answers per picture."""
+"""Several right answers per image."""
 
 import json
 
 import numpy as np
 import pytest
 
-from tests.images import make_folder, make_picture
+from tests.images import make_folder, make_image
 from vitrail.data.datasets.lookup import open_source
 from vitrail.errors import UserError
 from vitrail.evaluation.multilabel import agreement, read_labels
@@ -38,7 +38,7 @@ def test_an_object_of_file_names(source, tmp_path):
 def test_the_order_of_the_published_file(tmp_path):
     """ReaL's list goes by the numbers in the names, while a folder of class folders goes by class."""
     for name, number in (("x", 3), ("x", 1), ("y", 2)):
-        make_picture(tmp_path / "val" / name / f"ILSVRC2012_val_{number:08}.png")
+        make_image(tmp_path / "val" / name / f"ILSVRC2012_val_{number:08}.png")
     source = open_source(str(tmp_path / "val"))
     path = written(tmp_path, [[0], [1], [], [1]])
     assert [(source.where(index)[-5:], set(labels)) for index, labels in enumerate(read_labels(path, source))] == [
@@ -46,14 +46,14 @@ def test_the_order_of_the_published_file(tmp_path):
         ("3.png", set()),
         ("2.png", {1}),
     ]
-    with pytest.raises(UserError, match=r"2 lists of labels, .* a picture number 3"):
+    with pytest.raises(UserError, match=r"2 lists of labels, .* an image number 3"):
         read_labels(written(tmp_path, [[0], [1]]), source)
 
 
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ([[0]], "1 lists of labels for the 6 pictures"),
+        ([[0]], "1 lists of labels for the 6 images"),
         ([0, 1, 2, 0, 1, 2], "0 where a list of labels should be"),
         ([[3], [0], [0], [0], [0], [0]], "label 3, which is no class"),
         ([[-1], [0], [0], [0], [0], [0]], "label -1"),
@@ -70,10 +70,10 @@ def test_files_that_make_no_sense(source, tmp_path, content, words):
         read_labels(tmp_path / "none.json", source)
 
 
-def test_pictures_without_a_right_answer_do_not_count():
+def test_images_without_a_right_answer_do_not_count():
     labels = [frozenset(each) for each in ([0], [0, 2], [], [1], [3])]
     found = agreement(np.array([0, 1, 2, 3, 4]), np.array([0, 2, 0, 0, 1]), labels, np.array([0, 1, 2, -1]))
-    assert found == (pytest.approx(2 / 3), 3, 2)  # class 3 is left out, so its picture has no right answer either
+    assert found == (pytest.approx(2 / 3), 3, 2)  # class 3 is left out, so its image has no right answer either
     some = agreement(np.array([3, 1]), np.array([1, 1]), labels, np.array([0, 1, 2, -1]))
     assert some == (0.5, 2, 0)
     assert np.isnan(agreement(np.array([2]), np.array([0]), labels, np.arange(4)).top1)

@@ -33,14 +33,14 @@ def test_the_incomplete_beta_function(a, b):
 
 
 def test_a_summary():
-    found, expected = statistics.summarise(A), stats.t.interval(0.95, 4, np.mean(A), stats.sem(A))
+    found, expected = statistics.summarize(A), stats.t.interval(0.95, 4, np.mean(A), stats.sem(A))
     assert (found.n, found.mean, found.sd) == (5, pytest.approx(np.mean(A)), pytest.approx(np.std(A, ddof=1)))
     assert (found.low, found.high) == pytest.approx(expected)
-    assert statistics.summarise(A, 0.5).high < found.high
+    assert statistics.summarize(A, 0.5).high < found.high
 
 
 def test_one_value_has_no_spread():
-    assert statistics.summarise([0.5]) == (1, 0.5, None, None, None, None)
+    assert statistics.summarize([0.5]) == (1, 0.5, None, None, None, None)
     assert statistics.paired([0.5], [0.75])[:4] == ("none", 1, 0.25, None)
     assert statistics.welch([0.5], [0.25, 0.75])[0] == "none"
 
@@ -78,7 +78,7 @@ def test_differences_that_do_not_vary():
     assert statistics.welch([0.5, 0.5], [0.5, 0.5]).p == 1.0
     apart = statistics.welch([0.5, 0.5], [0.75, 0.75])
     assert (apart.p, apart.low, apart.high) == (None, 0.25, 0.25)
-    assert statistics.summarise([0.1] * 3).sd == 0.0
+    assert statistics.summarize([0.1] * 3).sd == 0.0
 
 
 def test_the_bootstrap():
@@ -107,6 +107,6 @@ def test_holm():
 @pytest.mark.parametrize("values", [[], [1.0, math.nan], [math.inf]])
 def test_what_is_no_number_is_refused(values):
     with pytest.raises(ValueError, match="finite"):
-        statistics.summarise(values)
+        statistics.summarize(values)
     with pytest.raises(ValueError, match="pairs"):
         statistics.paired([1.0], [1.0, 2.0])

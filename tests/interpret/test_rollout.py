@@ -19,21 +19,21 @@ def small(name="deit3_small_patch16", **parts):
     return model
 
 
-@pytest.mark.parametrize("readout", ["mean", "class"])
-def test_rollout_is_the_product_of_attentions(readout):
-    model = small(readout=readout)
+@pytest.mark.parametrize("pooling", ["mean", "class"])
+def test_rollout_is_the_product_of_attentions(pooling):
+    model = small(pooling=pooling)
     found = attention_rollout(model, IMAGES)
     assert found.shape == (2, 4, 6)
     assert torch.allclose(found.sum((1, 2)), torch.ones(2))
     trace = model.trace(IMAGES)
-    steps = [(trace.layers[index].attention.mean(1) + torch.eye(24 + trace.special)) / 2 for index in range(3)]
+    steps = [(trace.layers[index].attention.mean(1) + torch.eye(24 + trace.prefix)) / 2 for index in range(3)]
     whole = steps[2] @ steps[1] @ steps[0]
-    row = whole.mean(1) if readout == "mean" else whole[:, 0, 1:]
+    row = whole.mean(1) if pooling == "mean" else whole[:, 0, 1:]
     assert torch.allclose(found.flatten(1), row / row.sum(1, keepdim=True), atol=1e-6)
 
 
 def test_rollout_of_attention_that_does_not_choose_is_even():
-    model = small(readout="mean")
+    model = small(pooling="mean")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "qkv" in name:
@@ -42,7 +42,7 @@ def test_rollout_of_attention_that_does_not_choose_is_even():
 
 
 def test_what_patches_say_adds_up_to_the_answer():
-    model = small(readout="mean")
+    model = small(pooling="mean")
     with torch.inference_mode():
         logits = model(IMAGES)
     classes = torch.tensor([3, 5])
@@ -53,8 +53,8 @@ def test_what_patches_say_adds_up_to_the_answer():
 
 def test_models_that_cannot_be_looked_into_are_told():
     with pytest.raises(UserError, match="Block 0 of this model has no attention"):
-        attention_rollout(small("house_mini"), IMAGES)
-    with pytest.raises(UserError, match="not to the readout 'class_attention'"):
+        attention_rollout(small("vitrail_mini"), IMAGES)
+    with pytest.raises(UserError, match="not to the pooling 'class_attention'"):
         attention_rollout(small("cait_xxs24"), IMAGES)
     with pytest.raises(UserError, match="Only a mean of normed patches"):
-        patch_evidence(small(readout="class"), IMAGES, torch.tensor([0, 1]))
+        patch_evidence(small(pooling="class"), IMAGES, torch.tensor([0, 1]))

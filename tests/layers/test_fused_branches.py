@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.models.test_every_model import randomise
+from tests.models.test_every_model import randomize
 from vitrail.layers import fused_branches
 from vitrail.layers.fused_branches import join_branches
 from vitrail.models.config import Architecture
@@ -60,12 +60,12 @@ def far(found, wanted):
         {"branches": 3, "residual": "affine", "drop_path": 0.3, "activation": "gelu_tanh"},
         {"residual": "scalar", "activation": "silu"},
         {"residual": "constant", "drop_path": 0.3, "mlp_ratio": 0.0},
-        {"residual": "layerscale", "mixer": "none", "readout": "mean"},
+        {"residual": "layerscale", "mixer": "none", "pooling": "mean"},
     ],
     ids=str,
 )
 def test_the_same_numbers(changes, joined):
-    model = randomise(build(TINY.replace(**changes))).double().train()
+    model = randomize(build(TINY.replace(**changes))).double().train()
     names, wanted = list(model.state_dict()), passes(model)
     join_branches(model)
     found = passes(model)
@@ -87,7 +87,7 @@ def test_the_same_numbers(changes, joined):
 def test_bfloat16_is_as_near_as_before(residual, device):
     """Both ways against float64, each kind of a branch's parameters by itself: at most twice as far."""
     a = TINY.replace(width=96, heads=3, depth=4, residual=residual, drop_path=0.2)
-    model = randomise(build(a)).to(device).train()
+    model = randomize(build(a)).to(device).train()
     if residual == "layerscale":
         for name, parameter in model.named_parameters():
             if "scale" in name:
@@ -110,7 +110,7 @@ def test_bfloat16_is_as_near_as_before(residual, device):
     "changes",
     [
         {"mixer": "talking_heads"},
-        {"positions": "relative_bias", "position_place": "shared"},
+        {"pos_embed": "relative_bias", "pos_embed_place": "shared"},
         {"dropout": 0.1},
         {"attention_dropout": 0.1},
         {"norm": "batch"},
@@ -122,7 +122,7 @@ def test_bfloat16_is_as_near_as_before(residual, device):
     ids=str,
 )
 def test_what_does_not_fit_runs_as_before(changes, joined):
-    model = randomise(build(TINY.replace(**changes))).double().train()
+    model = randomize(build(TINY.replace(**changes))).double().train()
     wanted = passes(model)
     found = passes(join_branches(model))
     assert far(found, wanted) < 1e-10
@@ -132,7 +132,7 @@ def test_what_does_not_fit_runs_as_before(changes, joined):
 
 def test_nobody_is_passed_over(joined):
     """Evaluation, trace, hooks, export and float16 get each branch by itself."""
-    model = join_branches(randomise(build(TINY))).train()
+    model = join_branches(randomize(build(TINY))).train()
     image = IMAGE.float()
     model.trace(image)
     model.eval()(image)
@@ -158,7 +158,7 @@ class Twice(nn.Module):
 @pytest.mark.parametrize(("part", "places"), [("mix", [False, True]), ("ffn", [True, False])])
 @pytest.mark.parametrize("instead", [nn.Identity, Twice], ids=["nothing", "something"])
 def test_something_in_the_place_of_a_dropout(part, places, instead, joined):
-    model = randomise(build(TINY)).double().train()
+    model = randomize(build(TINY)).double().train()
     getattr(model.block(0), part).branches[1].body.dropout = instead()
     wanted, found = passes(model), passes(join_branches(model))
     assert far(found, wanted) < 1e-10
@@ -166,7 +166,7 @@ def test_something_in_the_place_of_a_dropout(part, places, instead, joined):
 
 
 def test_activations_that_learn(joined):
-    model = randomise(build(TINY))
+    model = randomize(build(TINY))
     for start, branch in zip((0.1, 0.4), model.block(0).ffn.branches, strict=True):
         branch.body.activation = nn.PReLU(init=start)
     model.double().train()
@@ -176,7 +176,7 @@ def test_activations_that_learn(joined):
 
 
 def test_stochastic_depth_switched_off(joined):
-    model = randomise(build(TINY.replace(drop_path=0.5))).double().train()
+    model = randomize(build(TINY.replace(drop_path=0.5))).double().train()
     for branch in model.block(0).mix.branches:
         branch.drop.eval()
     wanted, found = passes(model), passes(join_branches(model))
@@ -190,7 +190,7 @@ def test_stochastic_depth_switched_off(joined):
 )
 def test_the_stream_keeps_its_type(residual, wanted, drop, joined):
     """A convolution's answers are half precision; the first scale of channels makes the sums single."""
-    bare = {"stem": "conv", "positions": "none", "readout": "mean"}
+    bare = {"stem": "conv", "pos_embed": "none", "pooling": "mean"}
     model = build(TINY.replace(residual=residual, drop_path=drop, **bare)).train()
     for join in (False, True):
         join_branches(model, join)
@@ -202,7 +202,7 @@ def test_the_stream_keeps_its_type(residual, wanted, drop, joined):
 
 
 def test_a_compiled_block_is_one_graph():
-    model = randomise(build(TINY.replace(residual="layerscale", drop_path=0.4))).train()
+    model = randomize(build(TINY.replace(residual="layerscale", drop_path=0.4))).train()
     join_branches(model)
     graphs = []
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from tests.layers.test_fused_branches import Twice
 from tests.layers.test_passing import HOOKS
-from tests.models.test_every_model import loss, randomise
+from tests.models.test_every_model import loss, randomize
 from tests.small import structures
 from vitrail.layers import attention, fused_branches, fused_scales
 from vitrail.layers.attention import AcrossPatches, PatchLinear
@@ -20,7 +20,7 @@ from vitrail.models.config import Architecture
 from vitrail.models.registry import build
 
 TINY = Architecture(width=32, depth=2, heads=2, classes=5, patch_size=8, image_size=(32, 48), residual="layerscale")
-BARE = {"readout": "mean", "positions": "none"}
+BARE = {"pooling": "mean", "pos_embed": "none"}
 IMAGE = torch.randn(8, 3, 32, 48, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 PATCHES = {"mixer": "linear", "norm": "affine", **BARE}
 
@@ -85,7 +85,7 @@ PAPERS = structures()
 @pytest.mark.parametrize("name", PAPERS)
 def test_the_same_numbers_for_every_paper(name, changes, taken):
     a = PAPERS[name].replace(**changes)
-    model = randomise(build(a)).double().train()
+    model = randomize(build(a)).double().train()
     image = torch.randn(5, a.channels, *a.image_size, dtype=torch.float64)
     names, wanted = list(model.state_dict()), passes(model, image)
     found = passes(fold_scales(model), image)
@@ -104,9 +104,9 @@ def test_the_same_numbers_for_every_paper(name, changes, taken):
         {"residual": "affine", "qkv_bias": False},
         {"residual": "scalar", "activation": "silu"},
         {"residual": "rezero", "drop_path": 0.3, "drop_path_schedule": "linear"},
-        {"positions": "relative_bias", "position_place": "shared"},
+        {"pos_embed": "relative_bias", "pos_embed_place": "shared"},
         {"mixer": "talking_heads", "attention_dropout": 0.2},
-        {"mixer": "talking_heads", "positions": "relative_bias", "position_place": "shared"},
+        {"mixer": "talking_heads", "pos_embed": "relative_bias", "pos_embed_place": "shared"},
         {"mixer": "patchconv", "mlp_ratio": 0.0, "residual": "affine", **BARE},
         {"norm": "batch", "activation": "relu"},
         {"norm_place": "post"},
@@ -121,7 +121,7 @@ def test_the_same_numbers_for_every_paper(name, changes, taken):
     ids=str,
 )
 def test_the_same_numbers(changes, taken):
-    model = randomise(build(TINY.replace(**changes))).double().train()
+    model = randomize(build(TINY.replace(**changes))).double().train()
     wanted = passes(model)
     assert far(passes(fold_scales(model)), wanted) < 1e-10
     assert taken == expected(model)
@@ -141,7 +141,7 @@ def test_a_scale_of_zero_learns(taken):
 def test_branches_that_are_one_stay_so(monkeypatch, taken):
     joined, together = [], fused_branches.together
     monkeypatch.setattr(fused_branches, "together", lambda *given: joined.append(1) or together(*given))
-    model = randomise(build(TINY.replace(branches=2, drop_path=0.3))).double().train()
+    model = randomize(build(TINY.replace(branches=2, drop_path=0.3))).double().train()
     wanted = passes(model)
     assert far(passes(join_branches(fold_scales(model))), wanted) < 1e-10
     assert (len(joined), taken) == (4, [])
@@ -154,13 +154,13 @@ def test_branches_that_are_one_stay_so(monkeypatch, taken):
     ("changes", "folded"),
     [
         ({"residual": "plain", "norm": "batch"}, ["", ""]),
-        ({"residual": "constant", "residual_start": 0.5}, ["in", "in"]),
+        ({"residual": "constant", "layerscale_init": 0.5}, ["in", "in"]),
         ({"residual": "fixup"}, ["", ""]),
-        ({"residual_frozen": True}, ["in", "in"]),
+        ({"layerscale_frozen": True}, ["in", "in"]),
         ({"dropout": 0.1}, ["in", "in"]),
         ({"mixer": "linear", **BARE}, ["", "inout"]),
         ({**PATCHES, "norm_place": "post"}, ["", "out"]),
-        ({**PATCHES, "residual_frozen": True}, ["", "in"]),
+        ({**PATCHES, "layerscale_frozen": True}, ["", "in"]),
         ({**PATCHES, "residual": "plain"}, ["", "in"]),
         ({"mixer": "mlp", **BARE}, ["", "inout"]),
         ({"mixer": "axial", **BARE}, ["", "inout"]),
@@ -169,7 +169,7 @@ def test_branches_that_are_one_stay_so(monkeypatch, taken):
     ids=str,
 )
 def test_what_does_not_fit_runs_as_before(changes, folded, taken):
-    model = randomise(build(TINY.replace(**changes))).double().train()
+    model = randomize(build(TINY.replace(**changes))).double().train()
     wanted, found = passes(model), passes(fold_scales(model))
     assert taken == 2 * folded
     assert far(found, wanted) < 1e-10
@@ -189,7 +189,7 @@ def test_what_does_not_fit_runs_as_before(changes, folded, taken):
 )
 def test_what_is_frozen(frozen, folded, taken):
     """A product that does not learn would have to keep what goes into it; a bias is no matter."""
-    model = randomise(build(TINY)).double().train()
+    model = randomize(build(TINY)).double().train()
     model.block(0).mix.branches[0].get_parameter(frozen).requires_grad_(False)
     wanted, found = passes(model), passes(fold_scales(model))
     assert far(found, wanted) < 1e-10
@@ -197,7 +197,7 @@ def test_what_is_frozen(frozen, folded, taken):
 
 
 def test_a_norm_without_a_shift(taken):
-    model = randomise(build(TINY)).double().train()
+    model = randomize(build(TINY)).double().train()
     model.block(0).mix.branches[0].norm.bias = None
     wanted, found = passes(model), passes(fold_scales(model))
     assert far(found, wanted) < 1e-10
@@ -217,7 +217,7 @@ def test_a_norm_without_a_shift(taken):
     ],
 )
 def test_what_is_frozen_across_patches(frozen, folded, taken):
-    model = randomise(build(TINY.replace(**PATCHES))).double().train()
+    model = randomize(build(TINY.replace(**PATCHES))).double().train()
     model.block(0).get_parameter(frozen).requires_grad_(False)
     wanted, found = passes(model), passes(fold_scales(model))
     assert far(found, wanted) < 1e-10
@@ -225,7 +225,7 @@ def test_what_is_frozen_across_patches(frozen, folded, taken):
 
 
 def test_a_product_without_a_bias(taken):
-    model = randomise(build(TINY)).double().train()
+    model = randomize(build(TINY)).double().train()
     model.block(0).ffn.branches[0].body.fc2.bias = None
     wanted, found = passes(model), passes(fold_scales(model))
     assert far(found, wanted) < 1e-10
@@ -242,7 +242,7 @@ class Added(AcrossPatches):
 @pytest.mark.parametrize(("part", "folded"), [("mix", ["in", "inout"]), ("ffn", ["inout", "in"])])
 @pytest.mark.parametrize("instead", [nn.Identity, Twice], ids=["nothing", "something"])
 def test_something_in_the_place_of_a_dropout(part, folded, instead, taken):
-    model = randomise(build(TINY)).double().train()
+    model = randomize(build(TINY)).double().train()
     getattr(model.block(0), part).branches[0].body.dropout = instead()
     wanted, found = passes(model), passes(fold_scales(model))
     assert far(found, wanted) < 1e-10
@@ -251,7 +251,7 @@ def test_something_in_the_place_of_a_dropout(part, folded, instead, taken):
 
 @pytest.mark.parametrize("kind", [Added, AcrossPatches, nn.Linear])
 def test_something_in_the_place_of_a_map(kind, taken):
-    model = randomise(build(TINY.replace(**PATCHES))).double().train()
+    model = randomize(build(TINY.replace(**PATCHES))).double().train()
     body = model.block(0).mix.branches[0].body
     size = body.map.in_features if kind is not nn.Linear else model.architecture.width
     body.map = kind(size, size).double()
@@ -265,7 +265,7 @@ def test_another_mixer_with_such_a_map(taken):
         def forward(self, x, layout, relative=None):
             return super().forward(x, layout) + x
 
-    model = randomise(build(TINY.replace(**PATCHES))).double().train()
+    model = randomize(build(TINY.replace(**PATCHES))).double().train()
     branch = model.block(0).mix.branches[0]
     own = Own(branch.body.grid).double()
     own.map, branch.body = branch.body.map, own
@@ -289,7 +289,7 @@ def test_another_mixer_with_such_a_map(taken):
     ],
 )
 def test_who_waits_for_a_call_sees_it(part, folded, hook, taken):
-    model = fold_scales(randomise(build(TINY.replace(drop_path=0.2)))).double().train()
+    model = fold_scales(randomize(build(TINY.replace(drop_path=0.2)))).double().train()
     seen = []
     getattr(model.block(0).mix.branches[0].get_submodule(part), hook)(lambda *_: seen.append(1))
     passes(model)
@@ -313,7 +313,7 @@ def test_who_waits_for_a_call_sees_it(part, folded, hook, taken):
     ],
 )
 def test_who_waits_for_a_call_across_patches_sees_it(part, folded, hook, taken):
-    model = randomise(build(TINY.replace(**PATCHES))).double().train()
+    model = randomize(build(TINY.replace(**PATCHES))).double().train()
     wanted, seen = passes(model), []
     getattr(fold_scales(model).block(0).get_submodule(part), hook)(lambda *_: seen.append(1))
     assert far(passes(model), wanted) < 1e-10
@@ -339,7 +339,7 @@ def test_kernels_pass_nobody_over(part, monkeypatch):
 
     monkeypatch.setattr(attention, "talking_heads_for", lambda qkv: heads)
     monkeypatch.setattr(attention, "bias_gelu_for", lambda x: gelu)
-    model = fold_scales(randomise(build(TINY.replace(mixer="talking_heads")))).double().train()
+    model = fold_scales(randomize(build(TINY.replace(mixer="talking_heads")))).double().train()
     seen = []
     model.block(0).get_submodule(part).register_forward_hook(lambda *_: seen.append(1))
     model(IMAGE)
@@ -349,7 +349,7 @@ def test_kernels_pass_nobody_over(part, monkeypatch):
 
 def test_nobody_is_passed_over(taken):
     """Evaluation, float16 and export have the scale by itself."""
-    model, image = fold_scales(randomise(build(TINY))).train(), IMAGE.float()
+    model, image = fold_scales(randomize(build(TINY))).train(), IMAGE.float()
     model.eval()(image)
     assert taken == []
     model.train()
@@ -370,7 +370,7 @@ def test_bfloat16_is_as_near_as_before(changes):
     a = TINY.replace(width=96, heads=3, depth=4, drop_path=0.2, stem="conv", **changes)
     for seed in range(3):
         torch.manual_seed(seed)
-        model = randomise(build(a)).train()
+        model = randomize(build(a)).train()
         wanted = passes(copy.deepcopy(model).double())
         for way, fold in enumerate((False, True)):
             found = passes(fold_scales(model, fold), IMAGE.float(), rounding=True)
@@ -440,7 +440,7 @@ def test_less_is_kept(changes, share, backend, tensors):
     of the first branch for that, folded or not.
     """
     found = []
-    model = randomise(build(TINY.replace(**changes))).train()
+    model = randomize(build(TINY.replace(**changes))).train()
     first = 32 * 32 if changes.get("mixer") == "patchconv" else 3 * 32 * 32
     weights = 4 * (first + 32 * 32 + 2 * 32 * 128)
     for fold in (False, True):
@@ -452,7 +452,7 @@ def test_less_is_kept(changes, share, backend, tensors):
     (half, _), (single, _) = found[0]
     (folded_half, tokens), (folded_single, _) = found[1]
     assert half - folded_half == tensors * 2 * tokens * share
-    rows = 1000  # which pictures are in may be kept one way or the other
+    rows = 1000  # which images are in may be kept one way or the other
     least = tensors * 4 * tokens * share - weights
     if tensors == 1:  # a compiler may also fold a second time
         assert single - folded_single > least - rows
@@ -462,7 +462,7 @@ def test_less_is_kept(changes, share, backend, tensors):
 
 @pytest.mark.parametrize("changes", [{}, {"mixer": "talking_heads"}, {"mixer": "patchconv", **BARE}, PATCHES], ids=str)
 def test_a_compiled_block_is_one_graph(changes):
-    model = randomise(build(TINY.replace(depth=3, drop_path=0.4, drop_path_schedule="linear", **changes))).train()
+    model = randomize(build(TINY.replace(depth=3, drop_path=0.4, drop_path_schedule="linear", **changes))).train()
     wanted = passes(fold_scales(model), IMAGE.float())
     graphs = []
 

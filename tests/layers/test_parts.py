@@ -9,14 +9,14 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import vitrail
-from tests.models.test_every_model import randomise
+from tests.models.test_every_model import randomize
 from vitrail.layers.attention import AcrossPatches
 from vitrail.layers.bit_resnet import pad_same
 from vitrail.layers.block import Branch, DropPath, Residual, drop_path_rates
 from vitrail.layers.layout import Layout
 from vitrail.layers.patch_embed import BasicStem, PatchMap, basic_strides, hmlp_strides, unfold_patches
 from vitrail.layers.subset import draw_subset, put, take
-from vitrail.models.cait import layerscale_start
+from vitrail.models.cait import layerscale_init_at_depth
 from vitrail.models.config import FUSIONS, Architecture
 from vitrail.models.registry import build
 
@@ -33,13 +33,13 @@ def perturbed(stem, image):
 @pytest.mark.parametrize("stem", ["linear", "hmlp", "local_transformer"])
 @pytest.mark.parametrize("norm", ["batch", "layer"])
 def test_no_pixel_reaches_another_patch(stem, norm):
-    model = randomise(build(TINY.replace(stem=stem, stem_norm=norm))).eval()
+    model = randomize(build(TINY.replace(stem=stem, stem_norm=norm))).eval()
     assert perturbed(model.stem, torch.randn(1, 3, 32, 48)).tolist() == [False, True, False, False, False, False]
 
 
 @pytest.mark.parametrize("stem", ["conv", "tower", "basic"])
 def test_convolutional_stems_mix_patches(stem):
-    model = randomise(build(TINY.replace(stem=stem, stem_width=8, stem_layers=(1, 1)))).eval()
+    model = randomize(build(TINY.replace(stem=stem, stem_width=8, stem_layers=(1, 1)))).eval()
     assert perturbed(model.stem, torch.randn(1, 3, 32, 48)).sum() > 1
 
 
@@ -206,7 +206,7 @@ def test_skipped_images_are_not_computed_and_the_mean_is_right():
 
 
 def test_parallel_branches_draw_their_own_masks():
-    model = randomise(build(TINY.replace(branches=2, drop_path=0.5))).train()
+    model = randomize(build(TINY.replace(branches=2, drop_path=0.5))).train()
     torch.manual_seed(1)
     masks = [branch.drop(torch.ones(64, 1, 1)) for branch in model.block(0).mix.branches]
     assert not torch.equal(*masks)
@@ -214,7 +214,7 @@ def test_parallel_branches_draw_their_own_masks():
 
 @pytest.mark.parametrize("depth", [12, 18, 24, 36, 48])
 def test_the_layerscale_rule(depth):
-    assert layerscale_start(depth) == {12: 0.1, 18: 0.1, 24: 1e-5, 36: 1e-6, 48: 1e-6}[depth]
+    assert layerscale_init_at_depth(depth) == {12: 0.1, 18: 0.1, 24: 1e-5, 36: 1e-6, 48: 1e-6}[depth]
 
 
 @pytest.mark.parametrize("residual", ["rezero", "skipinit", "fixup"])
@@ -239,26 +239,26 @@ def test_patches_are_permutation_blind_without_positions():
     image = torch.randn(1, 3, 32, 48)
     swapped = torch.cat([image[..., 16:32], image[..., :16], image[..., 32:]], -1)
     for positions in ("none", "learned"):
-        model = randomise(build(TINY.replace(positions=positions))).eval()
+        model = randomize(build(TINY.replace(pos_embed=positions))).eval()
         assert torch.allclose(model(image), model(swapped), atol=1e-4) == (positions == "none")
 
 
 def test_the_class_attention_stage_leaves_the_patches_alone():
-    model = randomise(build(TINY.replace(mixer="talking_heads", readout="class_attention"))).eval()
+    model = randomize(build(TINY.replace(mixer="talking_heads", pooling="class_attention"))).eval()
     image = torch.randn(1, 3, 32, 48)
     before = model.features(image)
-    model.readout.queries.data += torch.randn(1, 32)
+    model.pooling.queries.data += torch.randn(1, 32)
     after = model.features(image)
     assert torch.equal(before.tokens, after.tokens)
     assert not torch.allclose(before.pooled, after.pooled)
 
 
 def test_per_class_queries_that_are_copies_equal_the_single_query():
-    pooling = {"readout": "class_attention", "readout_keys": "patches"}
-    single = randomise(build(TINY.replace(mixer="patchconv", mlp_ratio=0, **pooling))).eval()
-    many = build(single.architecture.replace(readout="per_class")).eval()
+    pooling = {"pooling": "class_attention", "pooling_keys": "patches"}
+    single = randomize(build(TINY.replace(mixer="patchconv", mlp_ratio=0, **pooling))).eval()
+    many = build(single.architecture.replace(pooling="per_class")).eval()
     state = single.state_dict()
-    state["readout.queries"] = state["readout.queries"].expand(5, -1)
+    state["pooling.queries"] = state["pooling.queries"].expand(5, -1)
     many.load_state_dict(state)
     image = torch.randn(2, 3, 32, 48)
     torch.testing.assert_close(many(image), single(image), rtol=1e-4, atol=1e-4)
@@ -266,7 +266,7 @@ def test_per_class_queries_that_are_copies_equal_the_single_query():
 
 def test_fusion_of_two_heads():
     image = torch.randn(4, 3, 32, 48)
-    models = {kind: randomise(build(TINY.replace(distillation=True, fusion=kind))).eval() for kind in FUSIONS}
+    models = {kind: randomize(build(TINY.replace(distillation=True, fusion=kind))).eval() for kind in FUSIONS}
     for model in models.values():
         model.load_state_dict(models["class"].state_dict())
     both = models["class"].outputs(image)
@@ -278,7 +278,7 @@ def test_fusion_of_two_heads():
 
 
 def test_the_dense_head_counts_in_evaluation_only():
-    model = randomise(build(TINY.replace(dense_head=True)))
+    model = randomize(build(TINY.replace(dense_head=True)))
     image = torch.randn(2, 3, 32, 48)
     train, evaluation = model.train().outputs(image), model.eval().outputs(image)
     assert torch.equal(train.logits, train.main)
@@ -286,7 +286,7 @@ def test_the_dense_head_counts_in_evaluation_only():
 
 
 def test_group_norm_of_one_group_is_layer_norm():
-    one, other = (randomise(build(TINY.replace(norm=kind, norm_eps=1e-5))).eval() for kind in ("group", "layer"))
+    one, other = (randomize(build(TINY.replace(norm=kind, norm_eps=1e-5))).eval() for kind in ("group", "layer"))
     other.load_state_dict(one.state_dict())
     image = torch.randn(2, 3, 32, 48)
     torch.testing.assert_close(one(image), other(image), rtol=1e-4, atol=1e-4)
@@ -294,7 +294,7 @@ def test_group_norm_of_one_group_is_layer_norm():
 
 def test_batch_norm_with_queries_keeps_its_statistics_to_the_trunk():
     """Training and evaluation agree once the running statistics have settled."""
-    model = vitrail.create("patchconvnet_s60_batchnorm", classes=5, image_size=64, depth=2, width=32, residual_start=0.5).train()
+    model = vitrail.create("patchconvnet_s60_batchnorm", classes=5, image_size=64, depth=2, width=32, layerscale_init=0.5).train()
     image = torch.randn(32, 3, 64, 64)
     with torch.no_grad():
         for _ in range(60):
@@ -312,9 +312,9 @@ def test_zero_started_head_gives_zero_logits():
 
 
 def test_relative_positions_equal_their_definition():
-    model = randomise(build(TINY.replace(positions="relative", position_place="layers")))
+    model = randomize(build(TINY.replace(pos_embed="relative", pos_embed_place="layers")))
     x, layout = model._before(0, *model._start(*model.embed(torch.randn(1, 3, 32, 48))))
-    body, relative = model.block(0).mix.branches[0].body, model.positions[0]
+    body, relative = model.block(0).mix.branches[0].body, model.pos_embed[0]
     query, _, _ = body._heads(x)
     found = relative(query, layout)
     table, patches = relative.table, layout.patches

@@ -26,17 +26,17 @@ def enabled(monkeypatch):
 
 
 def reference(qkv, before, shift, after, bias):
-    """Picture by picture and head by head, as the paper writes it: [B, N, 3, H, D] to [B, N, H, D]."""
+    """Image by image and head by head, as the paper writes it: [B, N, 3, H, D] to [B, N, H, D]."""
     heads, width = qkv.shape[3:]
-    pictures = []
-    for picture in qkv:
-        query, key, value = picture.unbind(1)
+    images = []
+    for image in qkv:
+        query, key, value = image.unbind(1)
         scores = [query[:, h] @ key[:, h].T / width**0.5 for h in range(heads)]
         mixed = [sum(before[g, h] * scores[h] for h in range(heads)) + shift[g] for g in range(heads)]
         shares = [tile.softmax(1) for tile in mixed]
         weights = [sum(after[g, h] * shares[h] for h in range(heads)) + bias[g] for g in range(heads)]
-        pictures.append(torch.stack([weights[g] @ value[:, g] for g in range(heads)], 1))
-    return torch.stack(pictures)
+        images.append(torch.stack([weights[g] @ value[:, g] for g in range(heads)], 1))
+    return torch.stack(images)
 
 
 def arguments(batch, tokens, heads, width, dtype=torch.float32):
@@ -142,14 +142,14 @@ def test_precision(dtype):
 @without_kernels
 @pytest.mark.parametrize(("room", "forward", "backward"), [(0, 1, 1), (2, 2, 1), (4, 3, 2)])
 def test_parts_of_a_batch(monkeypatch, room, forward, backward):
-    """Three pictures in one, two or three parts have the same outputs to the bit, and sums that differ by their order."""
+    """Three images in one, two or three parts have the same outputs to the bit, and sums that differ by their order."""
     from vitrail.layers.kernels import talking_heads as module
 
     inputs, gradient = arguments(3, 9, 5, 16, torch.float16)
     whole = differentiated(fused, inputs, gradient)
-    assert module.Plan(inputs[0], 2).pictures == 3
+    assert module.Plan(inputs[0], 2).images == 3
     monkeypatch.setattr(module, "TILING", module.TILING._replace(part_bytes=room * 5 * 9 * 16 * 2))
-    assert [module.Plan(inputs[0], matrices).pictures for matrices in (1, 2)] == [forward, backward]
+    assert [module.Plan(inputs[0], matrices).images for matrices in (1, 2)] == [forward, backward]
     parts, again = (differentiated(fused, inputs, gradient) for _ in range(2))
     for name, value in whole.items():
         assert torch.equal(parts[name], again[name]), f"{name} differs from run to run"
@@ -158,7 +158,7 @@ def test_parts_of_a_batch(monkeypatch, room, forward, backward):
 
 @pytest.mark.gpu
 @without_kernels
-def test_no_pictures():
+def test_no_images():
     inputs, gradient = arguments(0, 5, 2, 16)
     found = differentiated(fused, inputs, gradient)
     assert found["out"].shape == (0, 5, 2, 16)
@@ -177,7 +177,7 @@ def test_large_scores_do_not_overflow():
 
 @pytest.mark.gpu
 @without_kernels
-def test_a_nan_is_seen_and_stays_in_its_picture():
+def test_a_nan_is_seen_and_stays_in_its_image():
     inputs, _ = arguments(2, 20, 2, 16)
     clean = fused(*inputs)
     inputs[0][0, 18] = torch.nan

@@ -105,7 +105,7 @@ def test_regnets_are_the_published_ones(name):
 
 
 def test_the_teacher_of_deit():
-    """RegNetY-16GF: 83.59 M parameters; 15.91 G multiply-adds, or 15.96 G with two operations per normalised number."""
+    """RegNetY-16GF: 83.59 M parameters; 15.91 G multiply-adds, or 15.96 G with two operations per normalized number."""
     network = on_meta(lambda: RegNet(RegNetPlan()))
     keys = network.state_dict().keys()
     assert {"stem.bn.bias", "s1.b1.downsample.conv.weight", "s3.b11.se.fc2.bias", "s4.b1.conv3.bn.weight", "head.fc.bias"} <= keys
@@ -173,13 +173,13 @@ def test_parity_with_transformers(kind, options, tmp_path):
         '{"crop_pct": 0.9, "image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6], "size": 224, "resample": 3}'
     )
     teacher = open_teacher(tmp_path)
-    pictures = torch.randn(2, 3, 70, 97)
+    images = torch.randn(2, 3, 70, 97)
     with torch.no_grad():
-        base = getattr(model, kind.lower())(pictures)
-        torch.testing.assert_close(teacher(pictures), model(pictures).logits, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(teacher.features(pictures), base.pooler_output.flatten(1), rtol=1e-4, atol=1e-4)
+        base = getattr(model, kind.lower())(images)
+        torch.testing.assert_close(teacher(images), model(images).logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(teacher.features(images), base.pooler_output.flatten(1), rtol=1e-4, atol=1e-4)
         maps = base.last_hidden_state.movedim(1, -1)
-        torch.testing.assert_close(teacher.dense(pictures).movedim(1, -1), model.classifier[1](maps), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(teacher.dense(images).movedim(1, -1), model.classifier[1](maps), rtol=1e-4, atol=1e-4)
     assert teacher.class_names == [f"thing {index}" for index in range(7)]
     assert teacher.preprocessing == vitrail.models.preprocessing.Preprocessing(
         (224, 224), 0.9, "shorter", "bicubic", (0.1, 0.2, 0.3), (0.4, 0.5, 0.6)
@@ -234,19 +234,19 @@ def test_a_regnet_by_either_names(options, naming, tmp_path):
     model = theirs("RegNet", options)
     state = renamed(model.state_dict(), options["layer_type"] == "y", *naming)
     torch.save({"model": {f"module.{key}": value for key, value in state.items()}}, tmp_path / "regnet.pth")
-    pictures = torch.randn(2, 3, 64, 64)
+    images = torch.randn(2, 3, 64, 64)
     with torch.no_grad():
-        torch.testing.assert_close(open_teacher(tmp_path / "regnet.pth")(pictures), model(pictures).logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(open_teacher(tmp_path / "regnet.pth")(images), model(images).logits, rtol=1e-4, atol=1e-4)
 
 
-def reference_cifar(state, pictures, blocks):
+def reference_cifar(state, images, blocks):
     """The CIFAR ResNet as its port writes it, in plain functions."""
 
     def norm(x, name):
         values = (state[f"{name}.{part}"] for part in ("running_mean", "running_var", "weight", "bias"))
         return F.batch_norm(x, *values)
 
-    x = norm(F.conv2d(pictures, state["conv1.weight"], padding=1), "bn1").relu()
+    x = norm(F.conv2d(images, state["conv1.weight"], padding=1), "bn1").relu()
     for stage, planes in ((1, 16), (2, 32), (3, 64)):
         for index in range(blocks):
             name, stride = f"layer{stage}.{index}", 2 if stage > 1 and index == 0 else 1
@@ -263,8 +263,8 @@ def test_a_cifar_resnet_by_its_ports_names(tmp_path):
     state = {key.replace("fc.", "linear."): value for key, value in network.state_dict().items() if "tracked" not in key}
     torch.save({"best_prec1": 91.0, "state_dict": {f"module.{key}": value for key, value in state.items()}}, tmp_path / "it.th")
     teacher = open_teacher(tmp_path / "it.th")
-    pictures = torch.randn(3, 3, 32, 32)
-    torch.testing.assert_close(teacher(pictures), reference_cifar(state, pictures, 3), rtol=1e-4, atol=1e-4)
+    images = torch.randn(3, 3, 32, 32)
+    torch.testing.assert_close(teacher(images), reference_cifar(state, images, 3), rtol=1e-4, atol=1e-4)
     assert teacher.size == (32, 32)
     assert teacher.preprocessing.image_size == (32, 32)
     assert teacher.preprocessing.crop_ratio == 1.0
@@ -274,9 +274,9 @@ def test_a_cifar_resnet_with_convolutions_in_its_shortcuts(tmp_path):
     network = shake(ResNet(cifar(20, free=False)))
     state = {key.replace("downsample.", "shortcut."): value for key, value in network.state_dict().items()}
     torch.save(state, tmp_path / "it.pth")
-    pictures = torch.randn(2, 3, 32, 32)
+    images = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
-        torch.testing.assert_close(open_teacher(tmp_path / "it.pth")(pictures), network.logits(pictures))
+        torch.testing.assert_close(open_teacher(tmp_path / "it.pth")(images), network.logits(images))
 
 
 def test_weights_of_keras(tmp_path):

@@ -17,7 +17,7 @@ STEM = [field.name for field in fields(Architecture) if field.name.startswith("s
 FIXED_GRID = ("linear", "mlp")  # mixers tied to their grid until `resize`
 
 
-def randomise(model):
+def randomize(model):
     """Random weights everywhere: a zero-started head or scale would hide missing gradients."""
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
@@ -38,7 +38,7 @@ def sizes(architecture):
 
 
 def any_size(architecture):
-    return architecture.mixer not in FIXED_GRID and architecture.readout != "class_mlp"
+    return architecture.mixer not in FIXED_GRID and architecture.pooling != "class_mlp"
 
 
 @pytest.mark.parametrize("name", list_models())
@@ -66,7 +66,7 @@ def test_full_size_on_the_meta_device(name):
 
 @pytest.mark.parametrize("name", structures())
 def test_gradients_reach_every_parameter(name):
-    model = randomise(build(structures()[name])).train()
+    model = randomize(build(structures()[name])).train()
     for size in sizes(model.architecture):
         if model.architecture.image_size != size and not any_size(model.architecture):
             model.resize(*size)
@@ -81,7 +81,7 @@ def test_gradients_reach_every_parameter(name):
 
 @pytest.mark.parametrize("name", structures())
 def test_evaluation_is_deterministic_and_independent_of_the_batch(name):
-    model = randomise(build(structures()[name])).eval()
+    model = randomize(build(structures()[name])).eval()
     image = torch.randn(3, 3, *model.architecture.image_size)
     with torch.inference_mode():
         together, again = model(image), model(image)
@@ -92,7 +92,7 @@ def test_evaluation_is_deterministic_and_independent_of_the_batch(name):
 
 @pytest.mark.parametrize("name", structures())
 def test_compiles_as_one_graph(name):
-    model = randomise(build(structures()[name])).eval()
+    model = randomize(build(structures()[name])).eval()
     torch.compiler.reset()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     image = torch.randn(2, 3, *model.architecture.image_size)
@@ -106,7 +106,7 @@ def exported():
     for name, architecture in structures().items():
         plain = {"stem": "linear", "depth": max(architecture.depth, 1)} | {field: getattr(PLAIN, field) for field in STEM}
         trunk = architecture.replace(**plain)
-        once = architecture.replace(depth=min(architecture.depth, 1), readout_depth=1)
+        once = architecture.replace(depth=min(architecture.depth, 1), pooling_depth=1)
         found[name] = once if trunk in met else architecture
         met.add(trunk)
     return found
@@ -114,7 +114,7 @@ def exported():
 
 @pytest.mark.parametrize("name", exported())
 def test_exports_with_dynamic_batch_and_size(name):
-    model = randomise(build(exported()[name])).eval()
+    model = randomize(build(exported()[name])).eval()
     height, width = model.architecture.image_size
     step = model.architecture.patch_size
     shapes = {0: Dim("batch", min=1, max=64)}

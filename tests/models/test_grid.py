@@ -6,13 +6,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import vitrail
-from tests.models.test_every_model import any_size, loss, randomise
+from tests.models.test_every_model import any_size, loss, randomize
 from vitrail.errors import UserError
 from vitrail.layers.attention import MIXERS
 from vitrail.layers.block import SCALES
 from vitrail.layers.norm import TOKEN_NORMS
-from vitrail.layers.pooling import READOUTS
-from vitrail.layers.pos_embed import POSITIONS, RELATIVE
+from vitrail.layers.pooling import POOLINGS
+from vitrail.layers.pos_embed import POS_EMBEDS, RELATIVE
 from vitrail.models.config import CHOICES, Architecture
 from vitrail.models.registry import build
 
@@ -31,17 +31,17 @@ STEMS = {
 def architectures(draw):
     stem = draw(st.sampled_from(sorted(STEMS)))
     parts = {field: draw(st.sampled_from(values)) for field, values in STEMS[stem].items()}
-    mixer, readout = draw(st.sampled_from(MIXERS)), draw(st.sampled_from(READOUTS))
-    if mixer in ("axial", "linear", "mlp", "conv", "depthwise", "separable", "patchconv") and readout == "class":
-        readout = "mean"
-    positions = draw(st.sampled_from(POSITIONS))
+    mixer, pooling = draw(st.sampled_from(MIXERS)), draw(st.sampled_from(POOLINGS))
+    if mixer in ("axial", "linear", "mlp", "conv", "depthwise", "separable", "patchconv") and pooling == "class":
+        pooling = "mean"
+    positions = draw(st.sampled_from(POS_EMBEDS))
     if positions in RELATIVE and mixer not in ("attention", "talking_heads"):
         positions = "learned"
     places = {"relative": ("layers", "shared"), "relative_bias": ("layers", "shared"), "sincos": ("stem", "shared")}
     place = draw(st.sampled_from(places.get(positions, ("stem", "layers", "shared"))))
     norm = draw(st.sampled_from(TOKEN_NORMS))
     norm_place = "post" if norm != "none" and draw(st.booleans()) else "pre"
-    two_heads = readout in ("class", "class_attention") and draw(st.booleans())
+    two_heads = pooling in ("class", "class_attention") and draw(st.booleans())
     return Architecture(
         stem=stem,
         **parts,
@@ -61,30 +61,30 @@ def architectures(draw):
         norm_groups=2,
         norm_place=norm_place,
         residual=draw(st.sampled_from(SCALES)),
-        residual_start=0.5,
-        residual_start_mode=draw(st.sampled_from(["constant", "zero", "uniform"])),
+        layerscale_init=0.5,
+        layerscale_init_mode=draw(st.sampled_from(["constant", "zero", "uniform"])),
         drop_path=0.0,
-        positions=positions,
-        position_place=place,
-        position_special=draw(st.booleans()),
+        pos_embed=positions,
+        pos_embed_place=place,
+        pos_embed_prefix=draw(st.booleans()),
         class_token_at=draw(st.sampled_from([0, 1])),
         distillation=two_heads,
         fusion=draw(st.sampled_from(["logit_mean", "softmax_sum", "class", "distillation"])),
-        readout=readout,
-        readout_depth=draw(st.sampled_from([1, 2])),
-        readout_keys=draw(st.sampled_from(["all", "patches"])),
-        readout_scale=draw(st.booleans()),
+        pooling=pooling,
+        pooling_depth=draw(st.sampled_from([1, 2])),
+        pooling_keys=draw(st.sampled_from(["all", "patches"])),
+        pooling_scale=draw(st.booleans()),
         final_norm=draw(st.booleans()),
-        pre_logits=draw(st.sampled_from([0, 8])) if readout != "per_class" else 0,
-        dense_head=readout != "per_class" and draw(st.booleans()),
-        start=draw(st.sampled_from(["deit", "vit"])),
+        pre_logits=draw(st.sampled_from([0, 8])) if pooling != "per_class" else 0,
+        dense_head=pooling != "per_class" and draw(st.booleans()),
+        weight_init=draw(st.sampled_from(["deit", "vit"])),
     )
 
 
 @settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(architecture=architectures())
 def test_valid_combinations_build_run_save_and_load(architecture, tmp_path):
-    model = randomise(build(architecture)).train()
+    model = randomize(build(architecture)).train()
     loss(model.outputs(torch.randn(3, architecture.channels, 32, 48))).backward()
     # With two classes or more each parameter matters; the fusion may ignore a head, but `loss` sees all of them.
     assert all(parameter.grad is not None for parameter in model.parameters())
@@ -115,12 +115,12 @@ def test_unknown_choices_are_named(field):
     [
         ({"heads": 5}, "do not divide the width"),
         ({"mixer": "linear"}, "patches alone"),
-        ({"positions": "relative"}, "position_place"),
-        ({"positions": "relative", "position_place": "layers", "mixer": "conv", "readout": "mean"}, "attention scores"),
-        ({"positions": "sincos", "position_place": "layers"}, "same in every layer"),
-        ({"distillation": True, "readout": "mean"}, "distillation token"),
-        ({"readout": "per_class", "dense_head": True}, "dense head"),
-        ({"readout": "per_class", "classes": 0}, "need classes"),
+        ({"pos_embed": "relative"}, "pos_embed_place"),
+        ({"pos_embed": "relative", "pos_embed_place": "layers", "mixer": "conv", "pooling": "mean"}, "attention scores"),
+        ({"pos_embed": "sincos", "pos_embed_place": "layers"}, "same in every layer"),
+        ({"distillation": True, "pooling": "mean"}, "distillation token"),
+        ({"pooling": "per_class", "dense_head": True}, "dense head"),
+        ({"pooling": "per_class", "classes": 0}, "need classes"),
         ({"class_token_at": 12}, "0 to 11"),
         ({"image_size": 8}, "smaller than one patch"),
         ({"image_size": (1, 2, 3)}, "pair"),
@@ -131,7 +131,7 @@ def test_unknown_choices_are_named(field):
         ({"depth": 0}, "depth=0 leaves a network without a block; give at least 1"),
         ({"depth": -1}, "depth=-1"),
         ({"heads": 0}, "heads=0"),
-        ({"heads": 0, "mixer": "linear", "readout": "mean"}, "heads=0"),
+        ({"heads": 0, "mixer": "linear", "pooling": "mean"}, "heads=0"),
         ({"patch_size": 0}, "patch_size=0"),
         ({"drop_path": 1.0}, "drop_path=1.0"),
         ({"norm_eps": float("nan")}, "norm_eps=nan"),

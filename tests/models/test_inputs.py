@@ -8,7 +8,7 @@ from vitrail.errors import UserError
 
 NAMES = ("deit_tiny_patch16", "resmlp_s12", "lvvit_t", "vit_base_r50_s16")
 WRONG = {
-    "one picture": (torch.randn(3, 64, 64), r"not one of shape \(3, 64, 64\); a single picture is image\[None\]\.$"),
+    "one image": (torch.randn(3, 64, 64), r"not one of shape \(3, 64, 64\); a single image is image\[None\]\.$"),
     "two dimensions": (torch.randn(64, 64), r"not one of shape \(64, 64\)\.$"),
     "channels": (torch.randn(1, 1, 64, 64), r"tensor \[batch, 3, height, width\], not one of shape \(1, 1, 64, 64\)\.$"),
     "channels last": (torch.randn(1, 64, 64, 3), r"permute\(0, 3, 1, 2\) has the channels first"),
@@ -61,7 +61,7 @@ def test_an_exported_graph_takes_other_sizes(strict):
 
 
 def test_a_compiled_graph_has_no_condition_of_it():
-    """Other numbers of pictures are the same graph."""
+    """Other numbers of images are the same graph."""
     graphs = []
     model = small("deit_tiny_patch16")
     torch.compiler.reset()

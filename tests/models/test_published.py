@@ -11,14 +11,14 @@ from tests.published.exact import EXACT
 from tests.published.parts import ADDED, EXAFLOPS, EXAFLOPS_RESNET, MISPRINTS, PARTS, TOKENS, TUNED
 from tests.published.printed import PRINTED
 from tests.published.rules import ROW, Rule, Table, rounded, within
-from vitrail.layers.bit_resnet import StandardisedConv
+from vitrail.layers.bit_resnet import StandardizedConv
 from vitrail.models import flops as costs
 from vitrail.models.flops import Cost, cost, count, known_costs
 from vitrail.models.registry import build, list_models, lookup
-from vitrail.models.vision_transformer import Model
+from vitrail.models.vision_transformer import VisionTransformer
 
-PICTURES = 303e6  # of JFT-300M, per epoch
-FREE = {"position_special"}  # fields that change parameters and no operation: one count will do
+IMAGES = 303e6  # of JFT-300M, per epoch
+FREE = {"pos_embed_prefix"}  # fields that change parameters and no operation: one count will do
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -35,7 +35,7 @@ def price(name: str, **overrides: Any) -> Cost:
 
 
 @cache
-def model(name: str, **overrides: Any) -> Model:
+def model(name: str, **overrides: Any) -> VisionTransformer:
     return build(lookup(name)[1].replace(**overrides), name, device="meta")
 
 
@@ -128,7 +128,7 @@ def test_share_of_what_is_tuned(name, attention, with_head, ffn):
     whole = model(name, **ROW)
     mix = sum(parameters(branch.body) for block in whole.blocks for branch in block.mix.branches)
     feed = sum(parameters(branch.body) for block in whole.blocks for branch in block.ffn.branches)
-    rest = parameters(whole.head) + parameters(whole.positions)
+    rest = parameters(whole.head) + parameters(whole.pos_embed)
     for number, (exact, share) in zip((mix, mix + rest, feed + rest), (attention, with_head, ffn), strict=True):
         assert number == exact
         assert rounded(Decimal(100 * number) / parameters(whole), share)
@@ -137,7 +137,7 @@ def test_share_of_what_is_tuned(name, attention, with_head, ffn):
 
 def exaflops(multiply_adds: int, epochs: int) -> Decimal:
     """Two operations per multiply-add, and the backward pass costs twice the forward one."""
-    return Decimal(6 * multiply_adds * PICTURES * epochs) / 10**18
+    return Decimal(6 * multiply_adds * IMAGES * epochs) / 10**18
 
 
 @pytest.mark.parametrize(("name", "epochs", "printed"), EXAFLOPS)
@@ -154,14 +154,14 @@ def test_exaflops_of_resnets(name, epochs, printed):
 def products_with_padding(name: str) -> int:
     wasted = 0
 
-    def measure_waste(conv: StandardisedConv, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+    def measure_waste(conv: StandardizedConv, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
         nonlocal wasted
         kernel, stride, side, steps = conv.kernel_size[0], conv.stride[0], inputs[0].shape[-1], output.shape[-1]
         before = max((steps - 1) * stride + kernel - side, 0) // 2
         inside = sum(0 <= step * stride - before + tap < side for step in range(steps) for tap in range(kernel))
         wasted += ((steps * kernel) ** 2 - inside**2) * conv.in_channels * conv.out_channels
 
-    hooks = [m.register_forward_hook(measure_waste) for m in model(name).modules() if isinstance(m, StandardisedConv)]
+    hooks = [m.register_forward_hook(measure_waste) for m in model(name).modules() if isinstance(m, StandardizedConv)]
     model(name).stem(torch.empty(1, 3, 224, 224, device="meta"))
     for hook in hooks:
         hook.remove()
@@ -197,7 +197,7 @@ def test_compute_of_the_hmlp(name, percent):
 
 def test_compute_of_attention_pooling_on_a_resnet():
     """Section 5.3.4: a ResNet-50 goes from 4.1 to 4.6 G with attention for its pooling."""
-    pooling = {"readout": "class_attention", "readout_depth": 1, "readout_mlp_ratio": 3.0, "readout_heads": 1}
+    pooling = {"pooling": "class_attention", "pooling_depth": 1, "pooling_mlp_ratio": 3.0, "pooling_heads": 1}
     added = price("bit_r50x1", **pooling).macs - price("bit_r50x1").macs
     assert rounded(Decimal(added) / 10**9, "0.45")
 

@@ -66,30 +66,30 @@ RULES = {"deit_tiny_patch16": "bicubic", "deit3_small_patch16": "bicubic", "cait
 @pytest.mark.parametrize("name", RULES)
 def test_positions_follow_the_rule_of_their_released_code(name):
     model = vitrail.create(name, 3, 224, depth=1)
-    assert model.architecture.position_resample == RULES[name]
-    before = model.positions[0].table.detach().double().numpy()
-    special = model.positions[0].special
+    assert model.architecture.pos_embed_resample == RULES[name]
+    before = model.pos_embed[0].table.detach().double().numpy()
+    prefix = model.pos_embed[0].prefix
     model.resize(384, 256)
-    grid = before[special:].reshape(14, 14, -1)
+    grid = before[prefix:].reshape(14, 14, -1)
     expected = np.einsum("yh,xw,hwd->yxd", matrix(14, 24, RULES[name]), matrix(14, 16, RULES[name]), grid).reshape(24 * 16, -1)
-    after = model.positions[0].table.detach().numpy()
-    np.testing.assert_array_equal(after[:special], before[:special].astype(np.float32))
-    np.testing.assert_allclose(after[special:], expected, rtol=1e-4, atol=1e-6)
+    after = model.pos_embed[0].table.detach().numpy()
+    np.testing.assert_array_equal(after[:prefix], before[:prefix].astype(np.float32))
+    np.testing.assert_allclose(after[prefix:], expected, rtol=1e-4, atol=1e-6)
 
 
 def smooth(grid: tuple[int, int], width: int) -> torch.Tensor:
-    """A table [N, D] that changes as slowly over the picture as trained ones do."""
+    """A table [N, D] that changes as slowly over the image as trained ones do."""
     low = torch.randn(1, width, 5, 5)
     return torch.nn.functional.interpolate(low, size=grid, mode="bicubic", align_corners=True).flatten(2)[0].T
 
 
-def make(name: str, size: tuple[int, int], table: str) -> vitrail.Model:
+def make(name: str, size: tuple[int, int], table: str) -> vitrail.VisionTransformer:
     torch.manual_seed(0)
     model = vitrail.create(name, 50, size, depth=3).eval()
     for key, parameter in model.named_parameters():
         if key.startswith("blocks") and parameter.ndim > 1 and "scale" not in key:
             torch.nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)  # blocks that count
-    for positions in model.positions:
+    for positions in model.pos_embed:
         rows = smooth(model.grid, model.architecture.width) if table == "smooth" else torch.randn_like(positions.table)
         with torch.no_grad():
             positions.table[-len(rows) :] = rows[-len(positions.table) :] * 0.2

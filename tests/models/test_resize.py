@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 
 import vitrail
-from tests.models.test_every_model import randomise
+from tests.models.test_every_model import randomize
 from tests.small import structures
 from vitrail.errors import UserError
 from vitrail.layers.pos_embed import patch_kernel_resize, resample
@@ -18,7 +18,7 @@ TINY = Architecture(width=32, depth=2, heads=2, classes=5, image_size=(32, 48))
 
 @pytest.mark.parametrize("name", structures())
 def test_resizing_to_the_same_size_changes_no_bit(name):
-    model = randomise(build(structures()[name]))
+    model = randomize(build(structures()[name]))
     before = {key: value.clone() for key, value in model.state_dict().items()}
     model.resize(*model.architecture.image_size)
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
@@ -26,7 +26,7 @@ def test_resizing_to_the_same_size_changes_no_bit(name):
 
 @pytest.mark.parametrize("name", structures())
 def test_resized_models_run_save_their_size_and_train(name):
-    model = randomise(build(structures()[name])).eval()
+    model = randomize(build(structures()[name])).eval()
     step = model.architecture.patch_size
     height, width = model.architecture.image_size
     trainable = [parameter.requires_grad for parameter in model.parameters()]
@@ -36,27 +36,27 @@ def test_resized_models_run_save_their_size_and_train(name):
     assert [parameter.requires_grad for parameter in model.parameters()] == trainable
 
 
-@pytest.mark.parametrize("positions", ["learned", "learned2d", "relative_bias", "sincos"])
+@pytest.mark.parametrize("pos_embed", ["learned", "learned2d", "relative_bias", "sincos"])
 def test_another_size_on_the_fly_equals_a_resized_model(positions):
     place = "shared" if positions == "relative_bias" else "stem"
-    model = randomise(build(TINY.replace(positions=positions, position_place=place))).eval()
+    model = randomize(build(TINY.replace(pos_embed=positions, pos_embed_place=place))).eval()
     image = torch.randn(2, 3, 64, 16)
     on_the_fly = model(image)
     torch.testing.assert_close(model.resize(64, 16)(image), on_the_fly)
 
 
 def test_special_rows_are_kept():
-    model = randomise(build(TINY.replace(distillation=True)))
-    rows = model.positions[0].table[:2].clone()
+    model = randomize(build(TINY.replace(distillation=True)))
+    rows = model.pos_embed[0].table[:2].clone()
     model.resize(96, 16)
-    assert torch.equal(model.positions[0].table[:2], rows)
-    assert model.positions[0].table.shape == (2 + 6, 32)
+    assert torch.equal(model.pos_embed[0].table[:2], rows)
+    assert model.pos_embed[0].table.shape == (2 + 6, 32)
 
 
 def test_bicubic_is_the_half_pixel_rule_and_aligned_is_a_corner_aligned_zoom():
     table = torch.randn(14 * 14, 8)
-    picture = table.T.reshape(1, 8, 14, 14)
-    half_pixel = F.interpolate(picture, (24, 24), mode="bicubic", align_corners=False).flatten(2)[0].T
+    image = table.T.reshape(1, 8, 14, 14)
+    half_pixel = F.interpolate(image, (24, 24), mode="bicubic", align_corners=False).flatten(2)[0].T
     torch.testing.assert_close(resample(table, (14, 14), (24, 24), "bicubic"), half_pixel)
     zoomed = scipy.ndimage.zoom(table.reshape(14, 14, 8).numpy(), (24 / 14, 24 / 14, 1), order=1)
     expected = torch.from_numpy(zoomed).flatten(0, 1)
@@ -71,9 +71,9 @@ def test_bicubic_keeps_more_of_the_norm_than_bilinear():
         assert (resized.square().mean() / table.square().mean()).sqrt() == pytest.approx(share, abs=0.01)
 
 
-def test_patch_maps_keep_constant_pictures():
+def test_patch_maps_keep_constant_images():
     """ResMLP's map on another grid: a constant over the patches gives the same constant as before."""
-    model = randomise(build(TINY.replace(mixer="linear", readout="mean", positions="none")))
+    model = randomize(build(TINY.replace(mixer="linear", pooling="mean", pos_embed="none")))
     body = model.block(0).mix.branches[0].body
     body.map.weight.data = torch.rand(6, 1).expand(6, 6).clone()
     body.map.bias.data.zero_()
@@ -85,14 +85,14 @@ def test_patch_maps_keep_constant_pictures():
 
 
 def test_a_fixed_grid_says_what_to_do():
-    model = build(TINY.replace(mixer="linear", readout="mean"))
+    model = build(TINY.replace(mixer="linear", pooling="mean"))
     with pytest.raises(UserError, match=r"grid of 2 x 3; call resize\(64, 64\)"):
         model(torch.randn(1, 3, 64, 64))
 
 
-def test_a_larger_patch_gives_the_same_tokens_on_a_larger_picture():
-    """The pseudo-inverse resize: enlarging picture and patch together changes nothing in the stem."""
-    model = randomise(build(TINY.replace(patch_size=8)))
+def test_a_larger_patch_gives_the_same_tokens_on_a_larger_image():
+    """The pseudo-inverse resize: enlarging image and patch together changes nothing in the stem."""
+    model = randomize(build(TINY.replace(patch_size=8)))
     image = torch.randn(2, 3, 32, 48)
     tokens = model.embed(image)[0]
     patches = F.unfold(image, 8, stride=8).transpose(1, 2).reshape(-1, 3, 8, 8)

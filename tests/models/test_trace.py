@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.models.test_every_model import randomise
+from tests.models.test_every_model import randomize
 from tests.small import structures
 from vitrail.errors import UserError
 from vitrail.layers.attention import Attention, TalkingHeads
@@ -17,9 +17,9 @@ WITH_MAPS = {
     "plain": {},
     "two branches": {"branches": 2, "residual": "layerscale"},
     "talking heads": {"mixer": "talking_heads"},
-    "relative": {"positions": "relative", "position_place": "layers"},
-    "relative bias": {"positions": "relative_bias", "position_place": "shared"},
-    "axial": {"mixer": "axial", "readout": "mean"},
+    "relative": {"pos_embed": "relative", "pos_embed_place": "layers"},
+    "relative bias": {"pos_embed": "relative_bias", "pos_embed_place": "shared"},
+    "axial": {"mixer": "axial", "pooling": "mean"},
     "late token": {"class_token_at": 2},
 }
 
@@ -57,7 +57,7 @@ def attention_by_hand(body, x, layout, relative):
 
 @pytest.mark.parametrize("kind", WITH_MAPS)
 def test_maps_equal_the_explicit_softmax(kind):
-    model = randomise(build(TINY.replace(**WITH_MAPS[kind]))).eval()
+    model = randomize(build(TINY.replace(**WITH_MAPS[kind]))).eval()
     image = torch.randn(2, 3, 32, 48)
     trace = model.trace(image)
     assert list(trace.layers) == [0, 1, 2]
@@ -76,14 +76,14 @@ def test_maps_equal_the_explicit_softmax(kind):
         torch.testing.assert_close(found, torch.cat(expected, 1), rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(found.sum(-1), torch.ones(found.shape[:-1]), rtol=1e-5, atol=1e-5)
         x = model.block(index)(x, layout, relative)
-    assert trace.special == model.architecture.trunk_tokens
+    assert trace.prefix == model.architecture.trunk_tokens
     assert trace.grid == (2, 3)
 
 
 @pytest.mark.parametrize("keys", ["all", "patches"])
 def test_the_readout_is_traced_after_the_trunk(keys):
-    options = {"readout": "class_attention", "readout_keys": keys, "distillation": True}
-    model = randomise(build(TINY.replace(mixer="talking_heads", **options))).eval()
+    options = {"pooling": "class_attention", "pooling_keys": keys, "distillation": True}
+    model = randomize(build(TINY.replace(mixer="talking_heads", **options))).eval()
     image = torch.randn(2, 3, 32, 48)
     trace = model.trace(image, layers=[-1, 3])
     assert sorted(trace.layers) == [3, 4]
@@ -93,7 +93,7 @@ def test_the_readout_is_traced_after_the_trunk(keys):
 
 
 def test_ratios_are_those_of_the_branches():
-    model = randomise(build(TINY.replace(branches=2, residual="layerscale"))).eval()
+    model = randomize(build(TINY.replace(branches=2, residual="layerscale"))).eval()
     image = torch.randn(2, 3, 32, 48)
     x, layout = model._before(0, *model._start(*model.embed(image)))
     ratios = model.trace(image, [0]).layers[0].ratios
@@ -107,7 +107,7 @@ def test_ratios_are_those_of_the_branches():
 @pytest.mark.parametrize("name", structures())
 def test_tracing_leaves_the_fast_path_alone(name):
     """The same kernels before and after, no hooks, the same numbers; models without attention have ratios only."""
-    model = randomise(build(structures()[name])).eval()
+    model = randomize(build(structures()[name])).eval()
     image = torch.randn(2, 3, *model.architecture.image_size)
     with torch.no_grad():
         with Operations() as before:

@@ -110,12 +110,12 @@ EXACT = [
         "CaiT ablations",
         [
             ("deit_small_patch16", "22.05", "4.60"),
-            ("deit_small_patch16", "22.05", "3.62", CLASS_ATTENTION | {"depth": 9, "readout_depth": 3}),
-            ("deit_small_patch16", "22.05", "3.94", CLASS_ATTENTION | {"depth": 10, "readout_depth": 2}),
-            ("deit_small_patch16", "22.05", "4.26", CLASS_ATTENTION | {"depth": 11, "readout_depth": 1}),
-            ("deit_small_patch16", "23.82", "4.63", CLASS_ATTENTION | {"readout_depth": 1}),
-            ("deit_small_patch16", "25.60", "4.69", CLASS_ATTENTION | {"readout_depth": 2}),
-            ("deit_small_patch16", "27.37", "4.75", CLASS_ATTENTION | {"readout_depth": 3}),
+            ("deit_small_patch16", "22.05", "3.62", CLASS_ATTENTION | {"depth": 9, "pooling_depth": 3}),
+            ("deit_small_patch16", "22.05", "3.94", CLASS_ATTENTION | {"depth": 10, "pooling_depth": 2}),
+            ("deit_small_patch16", "22.05", "4.26", CLASS_ATTENTION | {"depth": 11, "pooling_depth": 1}),
+            ("deit_small_patch16", "23.82", "4.63", CLASS_ATTENTION | {"pooling_depth": 1}),
+            ("deit_small_patch16", "25.60", "4.69", CLASS_ATTENTION | {"pooling_depth": 2}),
+            ("deit_small_patch16", "27.37", "4.75", CLASS_ATTENTION | {"pooling_depth": 3}),
             ("deit_small_patch16", "64.64", None, {"depth": 36, "heads": 8}),
             ("deit_small_patch16", "64.67", None, MIX | {"depth": 36, "residual": "layerscale"}),
         ],
@@ -137,7 +137,7 @@ EXACT = [
             ("resmlp_s12_conv3x3", 16_707_688, "3.188"),
             ("resmlp_s12_class_mlp", 17_719_396, "3.012"),
             ("resmlp_s12_layernorm", 15_350_872, "3.010"),
-            ("resmlp_s12_class_mlp", "16.5", None, {"readout_depth": 1}),
+            ("resmlp_s12_class_mlp", "16.5", None, {"pooling_depth": 1}),
         ],
     ),
     Table(
@@ -185,7 +185,7 @@ EXACT = [
             *at("patchconvnet_l60", SIZES, "28.04 46.33 57.19 82.33 146.33", 176_009_576),
             *at("patchconvnet_l120", SIZES, "52.85 87.31 107.77 155.16 275.78", 334_294_376),
             ("patchconvnet_s60_multi", 25_614_712, "5.31"),
-            ("patchconvnet_s60", "25.5", None, {"readout_mlp_ratio": 4.0}),  # so the pooling's ratio is 3
+            ("patchconvnet_s60", "25.5", None, {"pooling_mlp_ratio": 4.0}),  # so the pooling's ratio is 3
         ],
     ),
     Table(

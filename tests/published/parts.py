@@ -36,7 +36,7 @@ MISPRINTS: list[tuple[str, str, dict[str, Any], str, str, str]] = [
     ("LV-ViT Section 4.2", "lvvit_t", {"depth": 16, "width": 192}, "parameters", "8.5", "7.2"),
 ]
 
-# ViT Table 6: pre-training on 303 million pictures, in 10^18 operations. name, epochs, printed.
+# ViT Table 6: pre-training on 303 million images, in 10^18 operations. name, epochs, printed.
 EXAFLOPS = [
     ("vit_base_patch32", 7, "55"),
     ("vit_base_patch16", 7, "224"),
@@ -59,7 +59,7 @@ EXAFLOPS_RESNET = [
     ("bit_r200x3", 14, "3306"),
 ]
 
-# Tokens in the trunk, the special ones included.
+# Tokens in the trunk, the prefix ones included.
 TOKENS = {
     "vit_base_patch16": 197,
     "vit_base_patch32": 50,
@@ -113,7 +113,7 @@ TOKENS = {
 PARTS = [
     ("deit_base_patch16", "blocks.0", 12 * 768**2 + 13 * 768),
     ("cait_s36", "blocks.0", 12 * 384**2 + 15 * 384 + 2 * (8**2 + 8)),
-    ("cait_s36", "readout.blocks.0", 12 * 384**2 + 15 * 384),
+    ("cait_s36", "pooling.blocks.0", 12 * 384**2 + 15 * 384),
     ("resmlp_s12", "blocks.0.mix.branches.0.body", 38_612),
     ("resmlp_s12_patch14", "blocks.0.mix.branches.0.body", 65_792),
     ("resmlp_s12_patch8", "blocks.0.mix.branches.0.body", 615_440),
@@ -122,8 +122,8 @@ PARTS = [
     ("patchconvnet_s60", "blocks.0", 374_880),
     ("patchconvnet_b60", "blocks.0", 1_487_040),
     ("patchconvnet_l60", "blocks.0", 2_638_080),
-    ("patchconvnet_s60", "readout", 1_480_320),
-    ("patchconvnet_b60", "readout", 5_909_760),
+    ("patchconvnet_s60", "pooling", 1_480_320),
+    ("patchconvnet_b60", "pooling", 5_909_760),
     ("vit_base_patch16_12x1", "stem", 590_592),
     ("vit_base_patch16_12x1_hmlp", "stem", 749_952),
     ("vit_base_patch16_12x1_conv", "stem", 3_489_120),
@@ -135,7 +135,7 @@ ADDED: list[tuple[str, dict[str, Any], str, dict[str, Any], int]] = [
     ("deit_tiny_patch16", {}, "deit_tiny_distilled_patch16", {}, 193_384),
     ("deit_small_patch16", {}, "deit_small_distilled_patch16", {}, 385_768),
     ("deit_base_patch16", {}, "deit_base_distilled_patch16", {}, 770_536),
-    # pictures of 384: 380 positions
+    # images of 384: 380 positions
     ("deit_tiny_patch16", {}, "deit_tiny_patch16_384", {}, 380 * 192),
     ("deit_small_patch16", {}, "deit_small_patch16_384", {}, 380 * 384),
     ("deit_base_patch16", {}, "deit_base_patch16_384", {}, 380 * 768),

@@ -1,7 +1,7 @@
 """Every figure of parameters and multiply-adds that the papers print, and what exact arithmetic makes of each model.
 
 A table numbered 3.5, 4.3, 5.1 or 6.7 is one of Touvron's thesis, which gathers DeiT, CaiT, ResMLP, PatchConvNet and
-DeiT III; all other numbers are those of the named paper. A name may end in a picture size (`cait_m48_448`).
+DeiT III; all other numbers are those of the named paper. A name may end in an image size (`cait_m48_448`).
 """
 
 from collections.abc import Callable, Mapping
@@ -49,11 +49,11 @@ def at(name: str, sizes: tuple[int, ...], figures: str, parameters: int | None =
     return [(f"{name}_{size}", parameters, figure) for size, figure in zip(sizes, figures.split(), strict=True)]
 
 
-ROW = {"position_special": True}  # a position for the class token, which the released DeiT III code does without
+ROW = {"pos_embed_prefix": True}  # a position for the class token, which the released DeiT III code does without
 ROW_PLAIN = ROW | {"residual": "plain"}
 TEXT = {"residual": "affine", "final_norm": False}  # ResMLP by its equations: a shift after each branch, no last Affine
 MIX = {"mixer": "talking_heads", "heads": 8}
-CLASS_ATTENTION = {"readout": "class_attention"}
+CLASS_ATTENTION = {"pooling": "class_attention"}
 NO_TALK = {"mixer": "attention"}
 # LV-ViT-S on its way from DeiT-S: DeiT's biases, no classifier of patches.
 STEP = {"qkv_bias": True, "dense_head": False}

@@ -4,7 +4,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 # Column names that are shorter than the leaf they stand for.
-SHORT = {"opt": "optimiser.kind", "wd": "optimiser.decay", "drop": "architecture.drop_path"}
+SHORT = {
+    "batch": "batch_size",
+    "rate": "lr",
+    "opt": "optimizer.kind",
+    "wd": "optimizer.weight_decay",
+    "drop": "architecture.drop_path",
+}
 SPANS = {
     "epochs": ("schedule.length", "epochs"),
     "steps": ("schedule.length", "steps"),
@@ -37,7 +43,7 @@ def cell(title: str, recipe: str, column: str, text: str) -> Cell:
         leaf, unit = SPANS[column]
         return Cell(title, recipe, leaf, f"{text} {unit}")
     if column == "size":
-        return Cell(title, recipe, "augmentation.size", (float(text), float(text)))
+        return Cell(title, recipe, "augmentation.image_size", (float(text), float(text)))
     return Cell(title, recipe, SHORT.get(column, column), text if column in ("top1", "also", "hardware") else parse(text))
 
 

@@ -6,7 +6,7 @@ from vitrail.cli.train import leaves_of
 from vitrail.errors import UserError
 from vitrail.recipes import list_recipes, lookup
 from vitrail.recipes.duration import told, whole_length
-from vitrail.recipes.schema import Schedule, parse_span
+from vitrail.recipes.schema import ScheduleConfig, parse_span
 from vitrail.training.schedules import rate_at, total_steps
 
 
@@ -28,8 +28,8 @@ def test_as_many_as_the_recipe_has_is_the_recipe():
 
 def test_the_cool_down_keeps_its_share_and_its_rate():
     recipe = lookup("lvvit_s").set(whole_length(lookup("lvvit_s").schedule, 31) | {"schedule.by_epoch": False})
-    rates = [rate_at(recipe.schedule, recipe.rate, step, 100) for step in range(3100)]
-    lowest = [rate == recipe.schedule.floor for rate in rates]
+    rates = [rate_at(recipe.schedule, recipe.lr, step, 100) for step in range(3100)]
+    lowest = [rate == recipe.schedule.min_lr for rate in rates]
     assert sum(lowest) == 100
     assert all(lowest[-100:])
 
@@ -38,7 +38,7 @@ def test_the_cool_down_keeps_its_share_and_its_rate():
     ("cooldown", "length"), [("25%", "4 epochs"), ("0 epochs", "5 epochs"), ("7 steps", "5 epochs"), ("300 epochs", "2.5 epochs")]
 )
 def test_other_cool_downs(cooldown, length):
-    assert whole_length(Schedule("300 epochs", cooldown=cooldown), 5)["schedule.length"] == length
+    assert whole_length(ScheduleConfig("300 epochs", cooldown=cooldown), 5)["schedule.length"] == length
 
 
 def test_what_is_typed():
@@ -58,8 +58,10 @@ def test_the_usual_recipes_have_no_cool_down():
 
 
 def test_it_is_said():
-    assert told(Schedule("300 epochs")) == []
+    assert told(ScheduleConfig("300 epochs")) == []
     (sentence,) = told(lookup("lvvit_s").schedule)
     assert sentence == "310 epochs in all: 300 epochs of the schedule, then a cool-down of 10 epochs at its lowest rate"
-    assert told(Schedule("200 steps", cooldown="10%"))[0].startswith("220 steps in all: 200 steps")
-    assert told(Schedule("2 epochs", cooldown="5 steps"))[0].startswith("2 epochs of the schedule, then a cool-down of 5 steps")
+    assert told(ScheduleConfig("200 steps", cooldown="10%"))[0].startswith("220 steps in all: 200 steps")
+    assert told(ScheduleConfig("2 epochs", cooldown="5 steps"))[0].startswith(
+        "2 epochs of the schedule, then a cool-down of 5 steps"
+    )

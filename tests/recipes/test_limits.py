@@ -45,7 +45,7 @@ def test_what_is_no_number_is_refused_everywhere(value):
         ({"augmentation.scale": [0.9, 0.1]}, "from a lower to a higher number, not from 0.9 to 0.1"),
         ({"augmentation.mean": [0.5]}, "a number for each of red, green and blue"),
         ({"augmentation.mean": 0.5}, "should be a list of numbers"),
-        ({"architecture.image_size": 32}, "augmentation.size is the network's size"),
+        ({"architecture.image_size": 32}, "augmentation.image_size is the network's size"),
         ({"architecture.classes": 10}, "follows from the data"),
         ({"seed": -1}, "seed must be a whole number from 0"),
     ],

@@ -30,7 +30,7 @@ ABLATIONS = [(page.__name__.rpartition(".")[2], row) for page in PAGES for row i
 def parts(name: str) -> vitrail.Architecture:
     recipe = lookup(name)
     found = find_model(recipe.model)[1].replace(**recipe.architecture)
-    return found if recipe.augmentation.size == (0, 0) else found.replace(image_size=recipe.augmentation.size)
+    return found if recipe.augmentation.image_size == (0, 0) else found.replace(image_size=recipe.augmentation.image_size)
 
 
 @cache
@@ -57,10 +57,10 @@ def test_its_model_exists_and_takes_its_changes(name):
     build(found.replace(drop_path=0.0, image_size=224))  # recipes that share a network share this
 
 
-@pytest.mark.parametrize("name", [name for name in list_recipes() if lookup(name).start.after])
+@pytest.mark.parametrize("name", [name for name in list_recipes() if lookup(name).init.pretrained_recipe])
 def test_what_it_starts_from_is_a_recipe_of_the_same_network(name):
     recipe = lookup(name)
-    before = parts(recipe.start.after)
+    before = parts(recipe.init.pretrained_recipe)
     changed = set(before.differences(parts(name))) - {"image_size", "pre_logits"}
     assert not changed
     assert "_to_" in name
@@ -77,16 +77,16 @@ def test_published_numbers(name):
 def check(cell: Cell, recipe: Recipe, leaves: dict) -> None:
     where = f"{cell.title}: {cell.recipe}, {cell.leaf}"
     match cell.leaf:
-        case "rate":
-            assert recipe.rate == pytest.approx(cell.value, rel=1e-9), where
+        case "lr":
+            assert recipe.lr == pytest.approx(cell.value, rel=1e-9), where
         case "top1" if cell.value == "none":
-            assert recipe.about.expects == "not published", where
+            assert recipe.about.expected == "not published", where
         case "top1":
-            assert re.match(r"[\d.]+(?= %)", recipe.about.expects)[0] == cell.value, where
+            assert re.match(r"[\d.]+(?= %)", recipe.about.expected)[0] == cell.value, where
         case "also":
-            assert f" {cell.value} %" in recipe.about.expects, where
-        case "about.tried":
-            assert recipe.about.tried == (cell.value if isinstance(cell.value, tuple) else (cell.value,)), where
+            assert f" {cell.value} %" in recipe.about.expected, where
+        case "about.lr_grid":
+            assert recipe.about.lr_grid == (cell.value if isinstance(cell.value, tuple) else (cell.value,)), where
         case "hardware":
             assert cell.value in re.findall(r"\d+", recipe.about.hardware), where
         case leaf if leaf.startswith("part."):
@@ -98,9 +98,9 @@ def check(cell: Cell, recipe: Recipe, leaves: dict) -> None:
 
 def test_every_recipe_of_a_paper_is_published():
     """Nothing in the pages that the table of published numbers does not have."""
-    house = {name for name in list_recipes() if lookup(name).about.paper == "house"}
-    assert house == {"laptop", "small", "finetune"}
-    assert set(CELLS) == set(list_recipes()) - house
+    own = {name for name in list_recipes() if lookup(name).about.paper == "vitrail"}
+    assert own == {"laptop", "small", "finetune"}
+    assert set(CELLS) == set(list_recipes()) - own
 
 
 def test_recipes_with_a_teacher():
@@ -118,16 +118,16 @@ def test_recipes_with_a_teacher():
 
 
 def test_recipes_with_labels_of_patches():
-    found = {name: lookup(name) for name in list_recipes() if lookup(name).tokens.target != "truth"}
+    found = {name: lookup(name) for name in list_recipes() if lookup(name).token_labels.target != "labels"}
     others = ("lvvit_t", "lvvit_s", "lvvit_m", "lvvit_l", "lvvit_deit_small")
     assert set(found) == {name for name in list_recipes("lvvit*") if name not in others}
     for name, recipe in found.items():
-        assert recipe.tokens.labels == "", name
+        assert recipe.token_labels.store == "", name
         assert "annotator NFNet-F6" in recipe.about.row, name
-        assert recipe.tokens.weight == 0 or parts(name).dense_head, name
+        assert recipe.token_labels.weight == 0 or parts(name).dense_head, name
         # A head that nobody teaches must not be heard.
-        assert (parts(name).dense_weight > 0) == (recipe.tokens.weight > 0), name
-        assert not (recipe.tokens.mix and recipe.mixing.cutmix), name
+        assert (parts(name).dense_weight > 0) == (recipe.token_labels.weight > 0), name
+        assert not (recipe.token_labels.mixtoken and recipe.mixing.cutmix), name
 
 
 def test_the_list_says_what_a_recipe_needs(capsys):
@@ -203,9 +203,14 @@ def test_ablations_of_lvvit_are_those_of_its_table():
     table = next(page for page in PAGES if page.__name__.endswith(".lvvit")).ABLATIONS
     found = set()
     for row, (name, changes, score) in table.items():
-        if row.startswith("tokens") and "tokens.weight" not in changes:
+        if row.startswith("tokens") and "token_labels.weight" not in changes:
             recipe = lookup(name).set(changes)
-            used = (recipe.tokens.mix, recipe.mixing.mixup, recipe.augmentation.erasing, recipe.augmentation.policy == "rand")
+            used = (
+                recipe.token_labels.mixtoken,
+                recipe.mixing.mixup,
+                recipe.augmentation.random_erasing,
+                recipe.augmentation.policy == "rand",
+            )
             found.add((*(("no", "yes")[bool(each)] for each in used), str(score)))
     assert found == {tuple(line.split()) for line in LVVIT_AUGMENTATIONS.strip().splitlines()}
 

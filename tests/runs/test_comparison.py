@@ -11,7 +11,7 @@ from vitrail.errors import UserError
 from vitrail.runs import comparison
 from vitrail.runs.comparison import Group, Result, as_dict, as_markdown, compare, group_results, in_words
 
-PLAIN = {"name": "laptop", "seed": 0, "about.paper": "", "optimiser.rate": 0.001, "mixing.mixup": 0.8, "model": "deit"}
+PLAIN = {"name": "laptop", "seed": 0, "about.paper": "", "optimizer.lr": 0.001, "mixing.mixup": 0.8, "model": "deit"}
 
 
 def result(folder, seed, value, data="abc", origin="", **changes):
@@ -24,14 +24,14 @@ def several(folder, values, first=0, **changes):
 
 
 def test_runs_that_differ_by_seed_alone_are_a_group():
-    results = several("runs/plain", [0.5, 0.6]) + several("runs/fast", [0.7, 0.9], optimiser__rate=0.01)
+    results = several("runs/plain", [0.5, 0.6]) + several("runs/fast", [0.7, 0.9], optimizer__rate=0.01)
     results.insert(2, result("elsewhere/plain", 7, 0.55, name="another name", about__paper="x"))
     groups, said = group_results(results)
     assert [(group.name, group.values) for group in groups] == [("plain …", [0.5, 0.6, 0.55]), ("fast", [0.7, 0.9])]
     assert said == []
 
 
-def test_other_pictures_are_another_group():
+def test_other_images_are_another_group():
     groups, _ = group_results([result("a", 0, 0.5), result("b", 1, 0.5, data="other")])
     assert len(groups) == 2
 
@@ -43,8 +43,8 @@ def test_the_same_training_again_is_not_one_more_draw():
 
 
 def test_groups_by_folder():
-    results = [result("a/x", 0, 0.5, origin="a"), result("a/y", 0, 0.6, origin="a", optimiser__rate=1.0)]
-    results += [result("b/x", 1, 0.7, origin="b"), result("b/y", 1, 0.9, origin="b", optimiser__rate=1.0)]
+    results = [result("a/x", 0, 0.5, origin="a"), result("a/y", 0, 0.6, origin="a", optimizer__rate=1.0)]
+    results += [result("b/x", 1, 0.7, origin="b"), result("b/y", 1, 0.9, origin="b", optimizer__rate=1.0)]
     groups, _ = group_results(results, by_folder=True)
     assert [(group.name, group.values) for group in groups] == [("a", [0.5, 0.6]), ("b", [0.7, 0.9])]
     assert groups[0].by_seed == {}  # a seed stands for two trainings: nothing to pair by
@@ -52,9 +52,9 @@ def test_groups_by_folder():
 
 
 def test_names_are_as_long_as_it_takes():
-    results = several("one/plain", [0.5]) + several("two/plain", [0.5], optimiser__rate=1.0)
+    results = several("one/plain", [0.5]) + several("two/plain", [0.5], optimizer__rate=1.0)
     assert [group.name for group in group_results(results)[0]] == ["one/plain", "two/plain"]
-    results = [*several("x", [0.5]), *several("x", [0.6], first=3, optimiser__rate=1.0)]  # one folder, two recipes
+    results = [*several("x", [0.5]), *several("x", [0.6], first=3, optimizer__rate=1.0)]  # one folder, two recipes
     assert len({group.name for group in group_results(results)[0]}) == 2
 
 

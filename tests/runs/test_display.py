@@ -1,4 +1,4 @@
-"""What a person sees of a training: exact plain lines, a live picture that restores the terminal."""
+"""What a person sees of a training: exact plain lines, a live image that restores the terminal."""
 
 import io
 import math
@@ -53,8 +53,8 @@ def lines(console):
     return console.file.getvalue().splitlines()
 
 
-def picture(shown):
-    """The live picture without colours, as text."""
+def image(shown):
+    """The live image without colors, as text."""
     console = Console(file=io.StringIO(), force_terminal=True, width=shown.console.width, color_system=None, _environ={})
     console.print(shown.render())
     return console.file.getvalue()
@@ -63,7 +63,7 @@ def picture(shown):
 def test_plain_lines_say_all_and_come_seldom(time):
     console = plain()
     with Display(1000, 100, 256, console=console) as shown:
-        shown.note("a sentence\nwith \x1b[31mcolour that is much longer than the console is wide")
+        shown.note("a sentence\nwith \x1b[31mcolor that is much longer than the console is wide")
         for step in range(10, 1001, 10):
             time.now += 1
             shown.step(step, VALUES)
@@ -73,7 +73,7 @@ def test_plain_lines_say_all_and_come_seldom(time):
         shown.finish()
     numbers = "loss 1.500  rate 5.00e-04  gradient 1.25  12,346 images/s  MFU 41 %  waiting for data 2 %  memory 3.4 GiB"
     assert lines(console) == [
-        "a sentence with [31mcolour that is much longer than the console is wide",
+        "a sentence with [31mcolor that is much longer than the console is wide",
         f"epoch 0.1/10  step    10/1,000  {numbers}  0:01 gone",
         "epoch  1/10  top-1 50.00 %  top-5 87.50 %  loss 1.500  validation 1.250  best",
         f"epoch 3.1/10  step   310/1,000  {numbers}  0:31 gone  1:09 left",
@@ -137,15 +137,15 @@ def test_a_quiet_console_stays_quiet(time, console):
     assert console.file.getvalue() == ""
 
 
-def test_the_live_picture(time):
+def test_the_live_image(time):
     console = terminal()
     with Display(1000, 100, 256, console=console, band=BAND) as shown:
         shown.doing("compiling")
-        assert "compiling" in picture(shown)
+        assert "compiling" in image(shown)
         for step in range(100, 601, 100):
             time.now += 10
             shown.step(step, VALUES | {"loss": 2.0 - step / 600})
-        drawn = picture(shown)
+        drawn = image(shown)
         assert "60 %  epoch 6.0/10  step   600/1,000  1:00 gone  0:40 left" in drawn
         assert "█" in drawn
         assert "▁   rate" in drawn.replace("\u00a0", " ")
@@ -165,7 +165,7 @@ def test_any_width(time, width):
         shown.step(10, VALUES)
         time.now = 10
         shown.step(700, VALUES)
-        drawn = picture(shown)
+        drawn = image(shown)
     assert all(len(line) <= width for line in drawn.splitlines())
     assert "70 %" in drawn
     assert ("step" in drawn) == (width >= 100)

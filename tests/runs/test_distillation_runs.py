@@ -26,7 +26,7 @@ from vitrail.teachers.annotation import Wanted, annotate
 from vitrail.training.checkpointing import Checkpoints
 from vitrail.training.distributed import Devices
 from vitrail.training.metrics import read_metrics
-from vitrail.training.trainer import Options, Training
+from vitrail.training.trainer import Options, Trainer
 
 ALONE = Devices(torch.device("cpu"))
 NAMES = ["blue", "green", "red"]
@@ -34,13 +34,13 @@ SMALL = {"architecture.width": 16, "architecture.depth": 1, "architecture.heads"
 VIT = SMALL | {"model": "deit_tiny_patch16"}
 TINY = {
     "precision": "fp32",
-    "batch": 8,
+    "batch_size": 8,
     "schedule.length": "4 steps",
-    "augmentation.size": 16,
-    "optimiser.rate": 0.01,
+    "augmentation.image_size": 16,
+    "optimizer.lr": 0.01,
     "augmentation.policy": "rand",
 }
-TOWER = {"architecture.width": 16, "architecture.depth": 1, "architecture.heads": 2, "augmentation.size": 32}
+TOWER = {"architecture.width": 16, "architecture.depth": 1, "architecture.heads": 2, "augmentation.image_size": 32}
 DISTILLED = VIT | {"architecture.distillation": True}
 SOFT = {"distillation.kind": "soft", "distillation.temperature": 3.0, "distillation.weight": 0.1}
 KINDS = {"soft": VIT | SOFT, "hard": VIT, "token": DISTILLED, "soft token": DISTILLED | SOFT}
@@ -48,7 +48,12 @@ DENSE = {
     "deit": VIT,
     "lvvit": TOWER | {"model": "lvvit_t", "architecture.stem_width": 8},
     "resmlp": {"model": "resmlp_s12", "architecture.width": 16, "architecture.depth": 1, "architecture.patch_size": 4},
-    "patchconvnet": {"model": "patchconvnet_s60", "architecture.width": 16, "architecture.depth": 1, "augmentation.size": 32},
+    "patchconvnet": {
+        "model": "patchconvnet_s60",
+        "architecture.width": 16,
+        "architecture.depth": 1,
+        "augmentation.image_size": 32,
+    },
     "distilled": DISTILLED,
     "cait": {"model": "cait_xxs24", "architecture.distillation": True} | SMALL,
 }
@@ -62,8 +67,8 @@ def easy(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory):
-    root = tmp_path_factory.mktemp("data") / "colours"
+def images(tmp_path_factory):
+    root = tmp_path_factory.mktemp("data") / "colors"
     make_folder(root / "train", count=8)
     make_folder(root / "val", count=3)
     return root
@@ -86,15 +91,15 @@ def teacher(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory, pictures, teacher):
+def store(tmp_path_factory, images, teacher):
     path = tmp_path_factory.mktemp("stores") / "store"
-    annotate(open_teacher(teacher), open_splits(str(pictures)).train, path, Wanted(("logits", "tokens"), 2), workers=0)
+    annotate(open_teacher(teacher), open_splits(str(images)).train, path, Wanted(("logits", "tokens"), 2), workers=0)
     return path
 
 
-def train(pictures, out, changes, recipe="laptop", **more):
+def train(images, out, changes, recipe="laptop", **more):
     more = {"options": Options(log_steps=1), "device": "cpu", "workers": 0} | more
-    return vitrail.train(str(pictures), recipe, out=out, changes=TINY | changes, **more)
+    return vitrail.train(str(images), recipe, out=out, changes=TINY | changes, **more)
 
 
 def losses(run):
@@ -102,12 +107,12 @@ def losses(run):
 
 
 @pytest.fixture(scope="module")
-def plain(pictures, tmp_path_factory):
+def plain(images, tmp_path_factory):
     """Nobody teaches."""
     with pytest.MonkeyPatch.context() as patched:
         for owner, name, value in EASY:
             patched.setattr(owner, name, value)
-        return train(pictures, tmp_path_factory.mktemp("runs") / "plain", VIT)
+        return train(images, tmp_path_factory.mktemp("runs") / "plain", VIT)
 
 
 def facts(run):
@@ -117,27 +122,27 @@ def facts(run):
 @pytest.mark.parametrize(
     ("kind", "where"), [*((kind, "online") for kind in KINDS), ("soft", "stored"), ("hard", "stored"), ("token", "stored")]
 )
-def test_every_signal_trains(pictures, teacher, store, plain, tmp_path, kind, where):
+def test_every_signal_trains(images, teacher, store, plain, tmp_path, kind, where):
     path = teacher if where == "online" else store
-    run = train(pictures, tmp_path / "run", KINDS[kind] | {"distillation.teacher": str(path)})
+    run = train(images, tmp_path / "run", KINDS[kind] | {"distillation.teacher": str(path)})
     assert run.finished
     assert len(losses(run)) == 4
     assert all(loss > 0 for loss in losses(run))
     assert losses(run)[0] != losses(plain)[0]  # 1.1 where labels alone are learnt
     assert facts(run)["recipe"]["distillation"]["kind"] == ("soft" if "soft" in kind else "hard")
-    model = vitrail.load(run.artefact)
+    model = vitrail.load(run.artifact)
     assert (model.head_distillation is not None) == ("token" in kind)
     assert model(torch.randn(2, 3, 16, 16)).isfinite().all()
 
 
-def test_asked_and_stored_are_the_same_where_both_see_the_same(pictures, teacher, tmp_path):
-    """Whole pictures that nothing is done to: a store of all logits is the teacher, but for its half precision."""
+def test_asked_and_stored_are_the_same_where_both_see_the_same(images, teacher, tmp_path):
+    """Whole images that nothing is done to: a store of all logits is the teacher, but for its half precision."""
     path = tmp_path / "all"
-    annotate(open_teacher(teacher), open_splits(str(pictures)).train, path, workers=0)
-    still = VIT | SOFT | {"augmentation.crop": "squash", "augmentation.policy": "none", "augmentation.filter": "bicubic"}
-    still |= {"mixing.mixup": 0, "mixing.cutmix": 0, "augmentation.erasing": 0, "distillation.weight": 0.5}
+    annotate(open_teacher(teacher), open_splits(str(images)).train, path, workers=0)
+    still = VIT | SOFT | {"augmentation.crop": "squash", "augmentation.policy": "none", "augmentation.interpolation": "bicubic"}
+    still |= {"mixing.mixup": 0, "mixing.cutmix": 0, "augmentation.random_erasing": 0, "distillation.weight": 0.5}
     online, stored = (
-        train(pictures, tmp_path / place, still | {"distillation.teacher": str(who)})
+        train(images, tmp_path / place, still | {"distillation.teacher": str(who)})
         for place, who in (("online", teacher), ("stored", path))
     )
     assert losses(stored) == pytest.approx(losses(online), rel=2e-2)
@@ -145,61 +150,62 @@ def test_asked_and_stored_are_the_same_where_both_see_the_same(pictures, teacher
 
 
 @pytest.mark.parametrize("name", DENSE)
-def test_labels_of_patches_train_every_kind_of_network(pictures, store, tmp_path, name):
-    changes = DENSE[name] | {"tokens.labels": str(store), "tokens.mix": 1.0}
-    run = train(pictures, tmp_path / "run", changes | {"schedule.length": "2 steps"})
+def test_labels_of_patches_train_every_kind_of_network(images, store, tmp_path, name):
+    changes = DENSE[name] | {"token_labels.store": str(store), "token_labels.mixtoken": 1.0}
+    run = train(images, tmp_path / "run", changes | {"schedule.length": "2 steps"})
     assert run.finished
-    model = vitrail.load(run.artefact)
+    model = vitrail.load(run.artifact)
     assert model.architecture.dense_head
     assert model.head_dense is not None
     assert model.head_dense.weight.any()
 
 
-def test_both_ways_of_mixing_tokens_are_one_training(pictures, store, tmp_path):
-    quick = VIT | {"tokens.labels": str(store), "optimiser.rate": 0.1}
+def test_both_ways_of_mixing_tokens_are_one_training(images, store, tmp_path):
+    quick = VIT | {"token_labels.store": str(store), "optimizer.lr": 0.1}
     runs = [
-        train(pictures, tmp_path / what, quick | {"tokens.mix": 1.0, "tokens.mix_what": what}) for what in ("answers", "labels")
+        train(images, tmp_path / what, quick | {"token_labels.mixtoken": 1.0, "token_labels.mixtoken_on": what})
+        for what in ("predictions", "labels")
     ]
     assert losses(runs[0]) == pytest.approx(losses(runs[1]), rel=1e-4)
-    plain = train(pictures, tmp_path / "unmixed", quick)
+    plain = train(images, tmp_path / "unmixed", quick)
     assert losses(plain) != pytest.approx(losses(runs[0]), rel=1e-3)
 
 
-def test_queries_of_one_class_each_have_no_patches_to_teach(pictures, store, tmp_path):
+def test_queries_of_one_class_each_have_no_patches_to_teach(images, store, tmp_path):
     multi = {"model": "patchconvnet_s60_multi", "architecture.width": 16, "architecture.depth": 1}
     with pytest.raises(UserError, match="per-class queries have no dense head"):
-        train(pictures, tmp_path / "run", multi | {"tokens.labels": str(store)})
+        train(images, tmp_path / "run", multi | {"token_labels.store": str(store)})
     assert not (tmp_path / "run").exists()
 
 
-def test_they_can_be_relabelled(pictures, store, tmp_path):
-    multi = {"model": "patchconvnet_s60_multi", "architecture.width": 16, "architecture.depth": 1, "augmentation.size": 32}
-    assert train(pictures, tmp_path / "run", multi | {"tokens.labels": str(store), "tokens.target": "relabel"}).finished
+def test_they_can_be_relabelled(images, store, tmp_path):
+    multi = {"model": "patchconvnet_s60_multi", "architecture.width": 16, "architecture.depth": 1, "augmentation.image_size": 32}
+    assert train(images, tmp_path / "run", multi | {"token_labels.store": str(store), "token_labels.target": "relabel"}).finished
 
 
 def stop_at(monkeypatch, step):
-    whole = Training._step
+    whole = Trainer._step
 
     def some(self, next_batch):
         whole(self, next_batch)
         if self.step == step:
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(Training, "_step", some)
+    monkeypatch.setattr(Trainer, "_step", some)
 
 
-EVERYTHING = DISTILLED | {"tokens.mix": 1.0, "mixing.mixup": 0.8, "mixing.cutmix": 1.0, "schedule.length": "5 steps"}
+EVERYTHING = DISTILLED | {"token_labels.mixtoken": 1.0, "mixing.mixup": 0.8, "mixing.cutmix": 1.0, "schedule.length": "5 steps"}
 
 
 @pytest.mark.parametrize("where", ["online", "stored"])
-def test_stopped_and_resumed_is_never_stopped(pictures, teacher, store, tmp_path, monkeypatch, where):
+def test_stopped_and_resumed_is_never_stopped(images, teacher, store, tmp_path, monkeypatch, where):
     """To the last bit, with a teacher, labels of patches and every mixing."""
     path = teacher if where == "online" else store
-    changes = EVERYTHING | {"distillation.teacher": str(path), "tokens.labels": str(store)}
-    whole = train(pictures, tmp_path / "whole", changes)
+    changes = EVERYTHING | {"distillation.teacher": str(path), "token_labels.store": str(store)}
+    whole = train(images, tmp_path / "whole", changes)
     with monkeypatch.context() as patched:
         stop_at(patched, 3)
-        halted = train(pictures, tmp_path / "halted", changes)
+        halted = train(images, tmp_path / "halted", changes)
     assert not halted.finished
     again = resume(halted.folder, device="cpu")
     assert again.finished
@@ -208,12 +214,12 @@ def test_stopped_and_resumed_is_never_stopped(pictures, teacher, store, tmp_path
         assert (again.folder / name).read_bytes() == (whole.folder / name).read_bytes()
 
 
-def test_a_teacher_that_has_vanished_is_named(pictures, teacher, tmp_path, monkeypatch):
+def test_a_teacher_that_has_vanished_is_named(images, teacher, tmp_path, monkeypatch):
     path = tmp_path / "teacher.safetensors"
     shutil.copy(teacher, path)
     with monkeypatch.context() as patched:
         stop_at(patched, 2)
-        halted = train(pictures, tmp_path / "run", VIT | {"distillation.teacher": str(path)})
+        halted = train(images, tmp_path / "run", VIT | {"distillation.teacher": str(path)})
     path.unlink()
     with pytest.raises(UserError, match=rf"is not at {path} any more") as raised:
         resume(halted.folder, device="cpu")
@@ -227,12 +233,12 @@ def test_a_teacher_that_has_vanished_is_named(pictures, teacher, tmp_path, monke
     assert resume(halted.folder, device="cpu").finished
 
 
-def test_a_store_that_has_vanished_is_named(pictures, store, tmp_path, monkeypatch):
+def test_a_store_that_has_vanished_is_named(images, store, tmp_path, monkeypatch):
     path = tmp_path / "answers"
     shutil.copytree(store, path)
     with monkeypatch.context() as patched:
         stop_at(patched, 2)
-        halted = train(pictures, tmp_path / "run", VIT | {"tokens.labels": str(path), "distillation.teacher": str(path)})
+        halted = train(images, tmp_path / "run", VIT | {"token_labels.store": str(path), "distillation.teacher": str(path)})
     shutil.rmtree(path)
     with pytest.raises(UserError, match=str(path)):
         resume(halted.folder, device="cpu")
@@ -243,50 +249,50 @@ def test_what_the_user_says_stays(teacher, store):
 
     def seen(**leaves):
         found = resolve("laptop", None, {key.replace("__", "."): value for key, value in leaves.items()}, "cpu")
-        return found.distillation.kind, found.tokens.weight, found.tokens.target
+        return found.distillation.kind, found.token_labels.weight, found.token_labels.target
 
-    paths = {"distillation__teacher": str(teacher), "tokens__labels": str(store)}
+    paths = {"distillation__teacher": str(teacher), "token_labels__store": str(store)}
     assert seen(**paths) == ("hard", 0.5, "relabel")
-    assert seen(**paths, distillation__kind="none", tokens__target="truth") == ("none", 0.5, "truth")
-    assert seen(**paths, distillation__kind="soft", tokens__weight=0) == ("soft", 0.0, "relabel")
+    assert seen(**paths, distillation__kind="none", token_labels__target="labels") == ("none", 0.5, "labels")
+    assert seen(**paths, distillation__kind="soft", token_labels__weight=0) == ("soft", 0.0, "relabel")
     with pytest.raises(UserError, match="weight=0 asks a teacher for nothing"):
         seen(**paths, distillation__weight=0)
     ignored = resolve("laptop", None, {"distillation.teacher": str(teacher), "distillation.kind": "none"}, "cpu")
     assert taught(ignored) == [f"{teacher} is not asked: distillation.kind is none"]
 
 
-def test_a_teacher_without_names_is_told(pictures, store):
-    source = open_splits(str(pictures)).train
+def test_a_teacher_without_names_is_told(images, store):
+    source = open_splits(str(images)).train
     assert in_order(None, 3, source) == [
         "the teacher does not name its 3 classes: they are taken in the order of the data's, blue, green, red …"
     ]
     assert in_order(NAMES, 3, source) == in_order(None, 1000, source) == []
 
 
-def test_parts_of_a_batch_add_up_to_it(pictures, teacher, store, tmp_path):
-    """Nothing mixed, no batch norm: eight pictures at once are four and four, but for rounding."""
-    changes = DISTILLED | {"distillation.teacher": str(teacher), "tokens.labels": str(store), "architecture.drop_path": 0}
+def test_parts_of_a_batch_add_up_to_it(images, teacher, store, tmp_path):
+    """Nothing mixed, no batch norm: eight images at once are four and four, but for rounding."""
+    changes = DISTILLED | {"distillation.teacher": str(teacher), "token_labels.store": str(store), "architecture.drop_path": 0}
     changes |= {"mixing.mixup": 0, "mixing.cutmix": 0, "precision": "fp32"}
-    one, two = (train(pictures, tmp_path / str(size), changes, micro_batch=size) for size in (8, 4))
-    assert (facts(one)["units"], facts(two)["units"]) == (1, 2)
+    one, two = (train(images, tmp_path / str(size), changes, micro_batch_size=size) for size in (8, 4))
+    assert (facts(one)["micro_batches"], facts(two)["micro_batches"]) == (1, 2)
     assert losses(one)[0] == pytest.approx(losses(two)[0], rel=1e-5)
     assert losses(one) == pytest.approx(losses(two), rel=1e-2)
 
 
-def test_what_a_part_learns_does_not_depend_on_who_computes_it(pictures, teacher, store, tmp_path):
-    """Two parts by one process are one part by each of two: pictures, targets of every kind, and the loss."""
-    changes = TINY | EVERYTHING | {"distillation.teacher": str(teacher), "tokens.labels": str(store), "precision": "fp32"}
+def test_what_a_part_learns_does_not_depend_on_who_computes_it(images, teacher, store, tmp_path):
+    """Two parts by one process are one part by each of two: images, targets of every kind, and the loss."""
+    changes = TINY | EVERYTHING | {"distillation.teacher": str(teacher), "token_labels.store": str(store), "precision": "fp32"}
     recipe = resolve("laptop", None, changes, "cpu")
-    splits, recipe, *_ = look_at(str(pictures), recipe)
+    splits, recipe, *_ = look_at(str(images), recipe)
     found = []
     for rank, world in ((0, 1), (0, 2), (1, 2)):
-        devices = Devices(torch.device("cpu"), rank, world, units=2)
+        devices = Devices(torch.device("cpu"), rank, world, micro_batches=2)
         feeds = [Feed(part, devices.device, 0) for part in (splits.train, splits.validation)]
-        training = Training(recipe, build(recipe, splits.train), ALONE, *feeds, tmp_path, Options())
+        training = Trainer(recipe, build(recipe, splits.train), ALONE, *feeds, tmp_path, Options())
         batches = feeds[0].stream(training.order, devices.mine, 2).run(0, 3)
         for step in range(3):
-            for unit in devices.mine:
-                found.append((step, unit, *training.prepare(next(batches), step, unit)))
+            for micro_batch in devices.mine:
+                found.append((step, micro_batch, *training.prepare(next(batches), step, micro_batch)))
                 torch.manual_seed(step)
                 found[-1] += (training.module(*found[-1][2:]).detach(),)
     alone, together = found[:6], sorted(found[6:], key=lambda part: part[:2])
@@ -298,66 +304,66 @@ def test_what_a_part_learns_does_not_depend_on_who_computes_it(pictures, teacher
 
 
 @pytest.mark.parametrize("names", [NAMES, ["blue", "green", "red", "yellow"]])
-def test_fine_tuning_keeps_both_heads_and_the_teacher(pictures, teacher, tmp_path, names):
+def test_fine_tuning_keeps_both_heads_and_the_teacher(images, teacher, tmp_path, names):
     """At a higher resolution, and for other classes: the teacher sees the student's size."""
-    base = train(pictures, tmp_path / "base", DISTILLED | {"distillation.teacher": str(teacher)})
-    other, data = teacher, pictures
+    base = train(images, tmp_path / "base", DISTILLED | {"distillation.teacher": str(teacher)})
+    other, data = teacher, images
     if names != NAMES:
         data = make_folder(tmp_path / "more", names, count=8)
         other = make_teacher(tmp_path / "other.safetensors", names)
-    changes = {"start.weights": str(base.artefact), "augmentation.size": 24, "start.zero_head": False}
+    changes = {"init.weights": str(base.artifact), "augmentation.image_size": 24, "init.zero_head": False}
     run = train(data, tmp_path / "tuned", changes | {"distillation.teacher": str(other)}, recipe="finetune")
-    before, after = vitrail.load(base.artefact), vitrail.load(run.folder / "last.safetensors")
+    before, after = vitrail.load(base.artifact), vitrail.load(run.folder / "last.safetensors")
     assert after.architecture.image_size == (24, 24)
     assert after.class_names == names
     assert after.head_distillation.weight.shape == (len(names), 16)
-    assert after.special.shape == before.special.shape
+    assert after.prefix.shape == before.prefix.shape
     moved = {name for name, value in after.state_dict().items() if not torch.equal(value, before.state_dict().get(name, value))}
-    assert "special" in moved
+    assert "prefix" in moved
     if names == NAMES:
         assert {"head.weight", "head_distillation.weight"} <= moved
 
 
-def test_fine_tuning_adds_a_distillation_token(pictures, teacher, plain, tmp_path, monkeypatch, capsys):
+def test_fine_tuning_adds_a_distillation_token(images, teacher, plain, tmp_path, monkeypatch, capsys):
     """To weights that were trained without one: it learns from the teacher; stopped and resumed it is the same training."""
-    changes = {"start.weights": str(plain.artefact), "architecture.distillation": True, "start.zero_head": False}
+    changes = {"init.weights": str(plain.artifact), "architecture.distillation": True, "init.zero_head": False}
     changes |= {"distillation.teacher": str(teacher)}
-    run = train(pictures, tmp_path / "tuned", changes, recipe="finetune")
+    run = train(images, tmp_path / "tuned", changes, recipe="finetune")
     assert "these weights have no distillation token" in capsys.readouterr().err
-    before, after = vitrail.load(plain.artefact), vitrail.load(run.folder / "last.safetensors")
-    assert len(after.special) == len(before.special) + 1 == 2
+    before, after = vitrail.load(plain.artifact), vitrail.load(run.folder / "last.safetensors")
+    assert len(after.prefix) == len(before.prefix) + 1 == 2
     assert after.head_distillation.weight.any()
     with monkeypatch.context() as patched:
         stop_at(patched, 2)
-        halted = train(pictures, tmp_path / "halted", changes, recipe="finetune")
+        halted = train(images, tmp_path / "halted", changes, recipe="finetune")
     again = resume(halted.folder, device="cpu")
     assert (again.folder / "last.safetensors").read_bytes() == (run.folder / "last.safetensors").read_bytes()
 
 
-def test_fine_tuning_adds_a_head_for_patches(pictures, store, plain, tmp_path):
+def test_fine_tuning_adds_a_head_for_patches(images, store, plain, tmp_path):
     """It starts at zero, so that it says nothing before it has learnt something, and then it learns."""
-    changes = {"start.weights": str(plain.artefact), "tokens.labels": str(store), "start.zero_head": False}
+    changes = {"init.weights": str(plain.artifact), "token_labels.store": str(store), "init.zero_head": False}
     recipe = resolve("finetune", None, TINY | changes, "cpu")
-    splits, recipe, trained, _ = look_at(str(pictures), recipe)
+    splits, recipe, trained, _ = look_at(str(images), recipe)
     begun = build(recipe, splits.train, trained)
     assert not begun.head_dense.weight.any()
-    assert torch.equal(begun.head.weight, vitrail.load(plain.artefact).head.weight)
-    run = train(pictures, tmp_path / "tuned", changes, recipe="finetune")
+    assert torch.equal(begun.head.weight, vitrail.load(plain.artifact).head.weight)
+    run = train(images, tmp_path / "tuned", changes, recipe="finetune")
     assert vitrail.load(run.folder / "last.safetensors").head_dense.weight.any()
 
 
-def test_the_teacher_stays_what_it_was_and_goes_nowhere(pictures, teacher, plain, tmp_path):
+def test_the_teacher_stays_what_it_was_and_goes_nowhere(images, teacher, plain, tmp_path):
     before, content = read(teacher).tensors, teacher.read_bytes()
     seen = []
-    whole = Training.__post_init__
+    whole = Trainer.__post_init__
 
     def remembering(self):
         whole(self)
         seen.append(self)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Training, "__post_init__", remembering)
-        run = train(pictures, tmp_path / "run", VIT | {"distillation.teacher": str(teacher)}, options=Options(save_steps=1))
+        patched.setattr(Trainer, "__post_init__", remembering)
+        run = train(images, tmp_path / "run", VIT | {"distillation.teacher": str(teacher)}, options=Options(save_steps=1))
     assert teacher.read_bytes() == content
     (training,) = seen
     kept = training.guide.teacher
@@ -365,24 +371,24 @@ def test_the_teacher_stays_what_it_was_and_goes_nowhere(pictures, teacher, plain
     for name, value in kept.network.model.state_dict().items():
         assert torch.equal(value, before[name]), name
     assert all(parameter.grad is None and not parameter.requires_grad for parameter in kept.parameters())
-    assert read(run.artefact).tensors.keys() == read(plain.artefact).tensors.keys()
+    assert read(run.artifact).tensors.keys() == read(plain.artifact).tensors.keys()
     states = [read_checkpoint(Checkpoints(each.folder / "checkpoints").all()[-1])[1] for each in (run, plain)]
     assert [sorted(group) for group in states[0].values()] == [sorted(group) for group in states[1].values()]
     assert not any("teacher" in name for group in states[0].values() for name in group)
 
 
-def test_a_recipe_that_needs_somebody_says_so(pictures, tmp_path):
+def test_a_recipe_that_needs_somebody_says_so(images, tmp_path):
     for changes, says in (
         (VIT | {"distillation.kind": "soft"}, "learns from a teacher: give --teacher"),
-        (VIT | {"tokens.weight": 0.5}, "learns labels of patches: give --labels"),
-        (VIT | {"tokens.target": "blend"}, "learns labels of patches: give --labels"),
+        (VIT | {"token_labels.weight": 0.5}, "learns labels of patches: give --labels"),
+        (VIT | {"token_labels.target": "blend"}, "learns labels of patches: give --labels"),
     ):
         with pytest.raises(UserError, match=says):
-            train(pictures, tmp_path / "run", changes)
+            train(images, tmp_path / "run", changes)
     assert not (tmp_path / "run").exists()
 
 
-def test_who_cannot_teach(pictures, teacher, store, tmp_path):
+def test_who_cannot_teach(images, teacher, store, tmp_path):
     """One sentence each, and no folder of a run that never was."""
     strange = make_teacher(tmp_path / "strange.safetensors", ["oak", "elm", "ash"])
     (tmp_path / "empty").mkdir()
@@ -392,73 +398,73 @@ def test_who_cannot_teach(pictures, teacher, store, tmp_path):
         str(tmp_path / "empty"): "empty",
         str(tmp_path / "text.pth"): "text.pth",
         str(strange): r"unknown to the model are 3 of 3 \('blue', 'green', 'red'\), while it has 'oak', 'elm', 'ash'",
-        str(pictures): "colours",
+        str(images): "colors",
     }
     for path, says in cases.items():
         with pytest.raises(UserError, match=says) as raised:
-            train(pictures, tmp_path / "run", VIT | {"distillation.teacher": path})
+            train(images, tmp_path / "run", VIT | {"distillation.teacher": path})
         assert "\n" not in str(raised.value)
         assert "--map" not in str(raised.value)
-    for path in (str(teacher), str(tmp_path / "nowhere"), str(pictures)):
+    for path in (str(teacher), str(tmp_path / "nowhere"), str(images)):
         with pytest.raises(UserError, match="no store at"):
-            train(pictures, tmp_path / "run", VIT | {"tokens.labels": path})
+            train(images, tmp_path / "run", VIT | {"token_labels.store": path})
     with pytest.raises(UserError, match="knows nothing of"):
-        train(make_folder(tmp_path / "other", count=6, size=(20, 18)), tmp_path / "run", VIT | {"tokens.labels": str(store)})
+        train(make_folder(tmp_path / "other", count=6, size=(20, 18)), tmp_path / "run", VIT | {"token_labels.store": str(store)})
     assert not (tmp_path / "run").exists()
 
 
-def test_who_cannot_teach_is_told_first(pictures, teacher, store, tmp_path, monkeypatch):
+def test_who_cannot_teach_is_told_first(images, teacher, store, tmp_path, monkeypatch):
     """Before anything is decoded, measured or built, of a training and of its plan."""
     for name in ("Feed", "make_plan", "build"):
         monkeypatch.setattr(runs, name, lambda *_, name=name, **__: pytest.fail(f"{name} came first"))
     strange = make_teacher(tmp_path / "strange.safetensors", ["oak", "elm", "ash"])
-    coarse = make_teacher(
-        tmp_path / "coarse.safetensors", size=64, patch_size=32
-    )  # of whose patches a student's picture has none
+    coarse = make_teacher(tmp_path / "coarse.safetensors", size=64, patch_size=32)  # of whose patches a student's image has none
     damaged = vitrail.load(make_teacher(tmp_path / "damaged.safetensors"))
     damaged.head.bias.data[0] = torch.nan
     vitrail.save(damaged, tmp_path / "damaged.safetensors")
     other = tmp_path / "other"
-    annotate(open_teacher(strange), open_splits(str(pictures)).train, other, workers=0)
+    annotate(open_teacher(strange), open_splits(str(images)).train, other, workers=0)
     logits = tmp_path / "logits"
-    annotate(open_teacher(teacher), open_splits(str(pictures)).train, logits, workers=0)
+    annotate(open_teacher(teacher), open_splits(str(images)).train, logits, workers=0)
     cases = [
         ({"distillation.teacher": str(strange)}, "unknown to the model are 3 of 3"),
-        ({"distillation.teacher": str(coarse)}, r"coarse.safetensors fails on the student's pictures of 16 x 16"),
+        ({"distillation.teacher": str(coarse)}, r"coarse.safetensors fails on the student's images of 16 x 16"),
         ({"distillation.teacher": str(tmp_path / "damaged.safetensors")}, "answers with what is not a number"),
         ({"distillation.teacher": str(other)}, "unknown to the model are 3 of 3"),
-        ({"tokens.labels": str(logits)}, "keeps logits: annotate again with --what tokens"),
+        ({"token_labels.store": str(logits)}, "keeps logits: annotate again with --what tokens"),
     ]
     for changes, says in cases:
         with pytest.raises(UserError, match=says):
-            train(pictures, tmp_path / "run", VIT | changes)
+            train(images, tmp_path / "run", VIT | changes)
         with pytest.raises(UserError, match=says):
-            runs.foresee(str(pictures), "laptop", None, TINY | VIT | changes, "cpu")
+            runs.foresee(str(images), "laptop", None, TINY | VIT | changes, "cpu")
     assert not (tmp_path / "run").exists()
 
 
-def test_a_plan_counts_the_teacher(pictures, teacher, store, tmp_path, capsys):
-    asked = runs.foresee(str(pictures), "laptop", None, TINY | VIT | {"distillation.teacher": str(teacher)}, "cpu")
+def test_a_plan_counts_the_teacher(images, teacher, store, tmp_path, capsys):
+    asked = runs.foresee(str(images), "laptop", None, TINY | VIT | {"distillation.teacher": str(teacher)}, "cpu")
     assert re.search(r" GB; \d+ % of a step and \d+ kB are the teacher's$", asked[-1])
-    stored = runs.foresee(str(pictures), "laptop", None, TINY | VIT | {"distillation.teacher": str(store)}, "cpu")
+    stored = runs.foresee(str(images), "laptop", None, TINY | VIT | {"distillation.teacher": str(store)}, "cpu")
     assert stored[-1].endswith(" GB")
-    train(pictures, tmp_path / "run", VIT | {"distillation.teacher": str(teacher)})
+    train(images, tmp_path / "run", VIT | {"distillation.teacher": str(teacher)})
     assert re.search(r" % of a step and \d+ kB are the teacher's\n", capsys.readouterr().err)
 
 
-def test_a_teacher_without_numbers_stops_the_training(pictures, tmp_path):
+def test_a_teacher_without_numbers_stops_the_training(images, tmp_path):
     path = make_teacher(tmp_path / "damaged.safetensors")
     damaged = vitrail.load(path)
     damaged.head.weight.data[0, 0] = torch.nan
     vitrail.save(damaged, path)
     with pytest.raises(UserError, match=r"not a number|not finite"):
-        train(pictures, tmp_path / "run", VIT | {"distillation.teacher": str(path)})
+        train(images, tmp_path / "run", VIT | {"distillation.teacher": str(path)})
 
 
-def test_what_a_run_says(pictures, teacher, store, tmp_path, capsys):
+def test_what_a_run_says(images, teacher, store, tmp_path, capsys):
     train(
-        pictures, tmp_path / "run", VIT | {"distillation.teacher": str(teacher), "tokens.labels": str(store), "tokens.mix": 1.0}
+        images,
+        tmp_path / "run",
+        VIT | {"distillation.teacher": str(teacher), "token_labels.store": str(store), "token_labels.mixtoken": 1.0},
     )
     said = capsys.readouterr().err
     assert f"0.5 of the loss is hard distillation from {teacher}\n" in said
-    assert "with weight 0.5, of pictures: relabel, MixToken" in said
+    assert "with weight 0.5, of images: relabel, MixToken" in said

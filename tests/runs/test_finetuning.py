@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import vitrail
-from tests.models.test_every_model import randomise
+from tests.models.test_every_model import randomize
 from tests.small import structures
 from vitrail.checkpoints.delta import make_delta, save_delta
 from vitrail.data.datasets.lookup import open_splits
@@ -21,7 +21,7 @@ CLASSES = ["one", "two", "three"]
 
 
 def recipe_for(size, **changes):
-    return lookup("finetune").set({"augmentation.size": list(size)} | changes)
+    return lookup("finetune").set({"augmentation.image_size": list(size)} | changes)
 
 
 def sized(model, rows, columns):
@@ -33,7 +33,7 @@ def sized(model, rows, columns):
 @pytest.mark.parametrize("name", structures())
 def test_every_network_goes_to_other_classes_and_another_rectangle(name):
     """The trunk is the resampled one, every head is new and, here, zero; a step reaches all that is in scope."""
-    trained = randomise(vitrail.build(structures()[name]))
+    trained = randomize(vitrail.build(structures()[name]))
     expected = vitrail.build(trained.architecture)
     expected.load_state_dict(trained.state_dict())
     size = sized(trained, 2, -1)
@@ -45,7 +45,7 @@ def test_every_network_goes_to_other_classes_and_another_rectangle(name):
     for key, value in model.state_dict().items():
         if key.startswith("head"):
             assert not value.any()
-        elif not (key == "readout.queries" and model.architecture.readout == "per_class"):
+        elif not (key == "pooling.queries" and model.architecture.pooling == "per_class"):
             assert torch.equal(value, expected.state_dict()[key]), key
     loss = Supervised(model.train(), lookup("finetune"))(torch.randn(2, 3, *size), Targets(torch.eye(3)[:2]))
     loss.backward()
@@ -55,23 +55,23 @@ def test_every_network_goes_to_other_classes_and_another_rectangle(name):
 
 
 def test_a_dense_head_that_nothing_trains_says_nothing():
-    """LV-ViT's adds its maximum in evaluation; labels of whole pictures never reach it."""
-    trained = randomise(vitrail.build(structures()["lvvit_s"]))
-    model, _ = adapted(trained, recipe_for(trained.architecture.image_size, **{"start.zero_head": False}), CLASSES)
+    """LV-ViT's adds its maximum in evaluation; labels of whole images never reach it."""
+    trained = randomize(vitrail.build(structures()["lvvit_s"]))
+    model, _ = adapted(trained, recipe_for(trained.architecture.image_size, **{"init.zero_head": False}), CLASSES)
     assert model.head.weight.any()
     outputs = model.eval().outputs(torch.randn(2, 3, *model.architecture.image_size))
     assert torch.equal(outputs.logits, outputs.main)
 
 
-@pytest.mark.parametrize("positions", ["relative", "relative_bias", "learned2d"])
+@pytest.mark.parametrize("pos_embed", ["relative", "relative_bias", "learned2d"])
 def test_tables_of_every_kind_follow_the_size(positions):
     place = "stem" if positions == "learned2d" else "layers"
-    parts = {"width": 32, "depth": 2, "heads": 2, "patch_size": 8, "positions": positions, "position_place": place}
-    trained = randomise(vitrail.create("deit_tiny_patch16", 5, (32, 48), **parts))
+    parts = {"width": 32, "depth": 2, "heads": 2, "patch_size": 8, "pos_embed": positions, "pos_embed_place": place}
+    trained = randomize(vitrail.create("deit_tiny_patch16", 5, (32, 48), **parts))
     on_the_fly = vitrail.build(trained.architecture).eval()
     on_the_fly.load_state_dict(trained.state_dict())
     trained.class_names = [*CLASSES, "four", "five"]
-    model, fresh = adapted(trained, recipe_for((48, 32), **{"start.zero_head": False}), trained.class_names)
+    model, fresh = adapted(trained, recipe_for((48, 32), **{"init.zero_head": False}), trained.class_names)
     assert not fresh
     image = torch.randn(2, 3, 48, 32)
     torch.testing.assert_close(model.eval()(image), on_the_fly(image))
@@ -82,15 +82,15 @@ def test_tables_of_every_kind_follow_the_size(positions):
 def test_a_distilled_network_keeps_both_its_heads(name, zero):
     """Other classes and another size: two new heads on the two trained tokens, and both learn."""
     parts = {"width": 32, "depth": 2, "heads": 2, "patch_size": 8, "distillation": True, "distillation_head": True}
-    trained = randomise(vitrail.create(name, 7, 32, **parts))
-    tokens = (trained.readout.queries if trained.special is None else trained.special).clone()
+    trained = randomize(vitrail.create(name, 7, 32, **parts))
+    tokens = (trained.pooling.queries if trained.prefix is None else trained.prefix).clone()
     assert len(tokens) == 2
-    model, fresh = adapted(trained, recipe_for((48, 32), **{"start.zero_head": zero}), CLASSES)
+    model, fresh = adapted(trained, recipe_for((48, 32), **{"init.zero_head": zero}), CLASSES)
     assert fresh
     for head in (model.head, model.head_distillation):
         assert head.weight.shape == (3, 32)
         assert bool(head.weight.any()) != zero
-    assert torch.equal(model.readout.queries if model.special is None else model.special, tokens)
+    assert torch.equal(model.pooling.queries if model.prefix is None else model.prefix, tokens)
     outputs = model.train().outputs(torch.randn(2, 3, 48, 32))
     torch.testing.assert_close(outputs.logits, (outputs.main + outputs.distillation) / 2)
     outputs.logits.square().mean().add(outputs.logits.mean()).backward()
@@ -100,10 +100,10 @@ def test_a_distilled_network_keeps_both_its_heads(name, zero):
 
 def test_the_same_classes_at_another_size_keep_both_heads():
     parts = {"width": 32, "depth": 1, "heads": 2, "patch_size": 8}
-    trained = randomise(vitrail.create("deit_tiny_distilled_patch16", 3, 32, **parts))
+    trained = randomize(vitrail.create("deit_tiny_distilled_patch16", 3, 32, **parts))
     heads = [trained.head.weight.clone(), trained.head_distillation.weight.clone()]
     trained.class_names = CLASSES
-    model, fresh = adapted(trained, recipe_for((48, 48), **{"start.zero_head": False}), CLASSES)
+    model, fresh = adapted(trained, recipe_for((48, 48), **{"init.zero_head": False}), CLASSES)
     assert not fresh
     assert torch.equal(model.head.weight, heads[0])
     assert torch.equal(model.head_distillation.weight, heads[1])
@@ -112,19 +112,19 @@ def test_the_same_classes_at_another_size_keep_both_heads():
 TAUGHT = {"architecture.distillation": True}
 
 
-@pytest.mark.parametrize("name", [name for name, a in structures().items() if a.readout in ("class", "class_attention")])
+@pytest.mark.parametrize("name", [name for name, a in structures().items() if a.pooling in ("class", "class_attention")])
 def test_a_distillation_token_is_added(name):
     """Everything else is the trained network's, row by row; at another size, with the classes it knows."""
     a = structures()[name]
     if a.distillation:
         a = a.replace(distillation=False)
-    trained = randomise(vitrail.build(a))
+    trained = randomize(vitrail.build(a))
     trained.class_names = [f"class {number}" for number in range(5)]
     expected = vitrail.build(a)
     expected.load_state_dict(trained.state_dict())
     size = sized(trained, 1, 1)
     expected.resize(*size)
-    recipe = recipe_for(size, **TAUGHT, **{"start.zero_head": False})
+    recipe = recipe_for(size, **TAUGHT, **{"init.zero_head": False})
     model, fresh = adapted(trained, recipe, trained.class_names)
     assert not fresh
     assert model.architecture.distillation
@@ -140,7 +140,7 @@ def test_a_distillation_token_is_added(name):
     assert model.head_distillation.weight.any()
     loss = Supervised(model.train(), recipe)(torch.randn(2, 3, *size), Targets(torch.eye(5)[:2], torch.eye(5)[1:3]))
     loss.backward()
-    tokens = model.readout.queries if model.special is None else model.special
+    tokens = model.pooling.queries if model.prefix is None else model.prefix
     assert (tokens.grad.abs().sum(-1) > 0).all()
     assert model.head_distillation.weight.grad.any()
 
@@ -150,9 +150,9 @@ def test_a_distillation_token_is_added(name):
 def test_a_distillation_token_for_weights_in_a_file(way, ending, tmp_path):
     """Asked for by a leaf or by the model's name: it is said, the recipe keeps it, and a run that begins again has it too."""
     parts = {"width": 64, "depth": 2, "heads": 1, "patch_size": 4}
-    base = randomise(vitrail.create("deit_tiny_patch16", 10, 32, **parts))
+    base = randomize(vitrail.create("deit_tiny_patch16", 10, 32, **parts))
     vitrail.save(base, tmp_path / f"base.{ending}", "deit" if ending == "pth" else "vitrail")
-    changes = {"start.weights": str(tmp_path / f"base.{ending}"), "start.zero_head": False, "augmentation.size": 32}
+    changes = {"init.weights": str(tmp_path / f"base.{ending}"), "init.zero_head": False, "augmentation.image_size": 32}
     changes |= TAUGHT if way == "recipe" else {f"architecture.{field}": value for field, value in parts.items()}
     model = None if way == "recipe" else "deit_tiny_distilled_patch16"
     splits, recipe, trained, said = look_at("digits", resolve("finetune", model, changes, "cpu"), model)
@@ -161,21 +161,21 @@ def test_a_distillation_token_for_weights_in_a_file(way, ending, tmp_path):
     first = build(recipe, splits.train, trained)
     assert first.head_distillation is not None
     assert torch.equal(first.head.weight, base.head.weight)
-    assert torch.equal(first.special[:1], base.special)
+    assert torch.equal(first.prefix[:1], base.prefix)
     again = build(recipe, splits.train)  # as a run that has no checkpoint yet
     assert all(torch.equal(value, first.state_dict()[name]) for name, value in again.state_dict().items())
-    head = look_at("digits", recipe.set({"start.scope": "head"}), model)[-1]
-    assert head[-1].endswith("start.scope=head leaves the token as it starts")
+    head = look_at("digits", recipe.set({"init.scope": "head"}), model)[-1]
+    assert head[-1].endswith("init.scope=head leaves the token as it starts")
 
 
 def test_a_distillation_token_where_nobody_reads_it_or_that_is_there_already(tmp_path):
     parts = {"width": 64, "depth": 1, "heads": 1, "patch_size": 8}
-    vitrail.save(vitrail.create("deit_tiny_patch16", 10, 32, readout="mean", **parts), tmp_path / "mean.safetensors")
+    vitrail.save(vitrail.create("deit_tiny_patch16", 10, 32, pooling="mean", **parts), tmp_path / "mean.safetensors")
     vitrail.save(vitrail.create("deit_tiny_distilled_patch16", 10, 32, **parts), tmp_path / "both.safetensors")
-    changes = {"start.weights": str(tmp_path / "mean.safetensors"), "augmentation.size": 32}
-    with pytest.raises(UserError, match="a distillation token needs readout=class or class_attention"):
+    changes = {"init.weights": str(tmp_path / "mean.safetensors"), "augmentation.image_size": 32}
+    with pytest.raises(UserError, match="a distillation token needs pooling=class or class_attention"):
         look_at("digits", resolve("finetune", None, changes | TAUGHT, "cpu"))
-    changes["start.weights"] = str(tmp_path / "both.safetensors")
+    changes["init.weights"] = str(tmp_path / "both.safetensors")
     *_, said = look_at("digits", resolve("finetune", None, changes | TAUGHT, "cpu"))
     assert not any("distillation token" in sentence for sentence in said)
     with pytest.raises(UserError, match="has distillation=True, and False is asked for"):
@@ -184,28 +184,28 @@ def test_a_distillation_token_where_nobody_reads_it_or_that_is_there_already(tmp
 
 def test_rates_fall_from_the_head_to_the_stem_of_what_is_trained():
     trained = vitrail.create("deit_tiny_patch16", 3, 32, width=32, depth=3, heads=2, patch_size=8)
-    recipe = recipe_for((32, 32), **{"start.scope": "last:2", "optimiser.layer_decay": 0.5})
+    recipe = recipe_for((32, 32), **{"init.scope": "last:2", "optimizer.layer_decay": 0.5})
     model = dressed(trained, recipe, open_splits("digits").train)
     names = {parameter: name for name, parameter in model.named_parameters()}
-    factors = {names[p]: group["rate_factor"] for group in parameter_groups(model, recipe.optimiser) for p in group["params"]}
+    factors = {names[p]: group["rate_factor"] for group in parameter_groups(model, recipe.optimizer) for p in group["params"]}
     assert factors["head.weight"] == 1.0
     assert factors["blocks.2.mix.branches.0.body.qkv.weight"] == 0.5
     assert factors["blocks.1.ffn.branches.0.body.fc2.bias"] == 0.25
-    assert not any(name.startswith(("blocks.0", "stem", "positions", "special")) for name in factors)
+    assert not any(name.startswith(("blocks.0", "stem", "pos_embed", "prefix")) for name in factors)
 
 
 def test_base_and_delta_are_weights_to_start_from(tmp_path, monkeypatch):
     parts = {"width": 64, "depth": 2, "heads": 1, "patch_size": 8}
-    base = randomise(vitrail.create("deit_tiny_patch16", 10, 32, **parts))
+    base = randomize(vitrail.create("deit_tiny_patch16", 10, 32, **parts))
     tuned = vitrail.build(base.architecture)
     tuned.load_state_dict(base.state_dict())
     tuned.head.weight.data += 1
     vitrail.save(base, tmp_path / "base.pth", "deit")
     save_delta(make_delta(base, tuned), tmp_path / "delta.safetensors")
     monkeypatch.chdir(tmp_path)
-    changes = {"start.weights": "base.pth+delta.safetensors", "start.zero_head": False, "augmentation.size": [32, 32]}
+    changes = {"init.weights": "base.pth+delta.safetensors", "init.zero_head": False, "augmentation.image_size": [32, 32]}
     recipe = resolve("finetune", None, changes, "cpu")
-    assert recipe.start.weights == f"{tmp_path / 'base.pth'}+{tmp_path / 'delta.safetensors'}"
+    assert recipe.init.weights == f"{tmp_path / 'base.pth'}+{tmp_path / 'delta.safetensors'}"
     monkeypatch.chdir("/")  # as a run that is resumed from elsewhere
     model = build(recipe, open_splits("digits").train)
     assert torch.equal(model.head.weight, tuned.head.weight)
@@ -229,25 +229,25 @@ def test_a_held_out_share_is_validated_on(monkeypatch, has_test):
     assert len(held.train) + len(held.validation) == 200
     assert len(held.validation) == pytest.approx(50, abs=5)
     assert not set(held.train.indices) & set(held.validation.indices)
-    assert len(held.test) == (60 if has_test else 40)  # the validation pictures, if there are no others
+    assert len(held.test) == (60 if has_test else 40)  # the validation images, if there are no others
     again = open_splits("anything", held_out=0.25)
     assert np.array_equal(again.validation.indices, held.validation.indices)
 
 
 def test_a_recipe_holds_out_a_share():
-    recipe = lookup("laptop").set({"data.held_out": 0.3, "batch": 16})
+    recipe = lookup("laptop").set({"data.validation_fraction": 0.3, "batch_size": 16})
     splits, *_ = look_at("digits", recipe)
-    usual, *_ = look_at("digits", lookup("laptop").set({"batch": 16}))
+    usual, *_ = look_at("digits", lookup("laptop").set({"batch_size": 16}))
     total = len(usual.train) + len(usual.validation)
     assert len(splits.validation) == pytest.approx(0.3 * total, rel=0.02)
     assert len(splits.train) + len(splits.validation) == total
     with pytest.raises(UserError, match=r"data\.held_out must lie in \[0, 1\)"):
-        lookup("laptop").set({"data.held_out": 1})
+        lookup("laptop").set({"data.validation_fraction": 1})
 
 
 def test_rates_that_a_paper_tried_are_data():
     recipe = lookup("vit_base_patch16_to_pets")
-    assert recipe.about.tried == (0.001, 0.003, 0.01, 0.03)
-    assert recipe.about.held_out == 0.1
-    assert recipe.rate in recipe.about.tried
-    assert lookup("deit_base").about.tried == ()
+    assert recipe.about.lr_grid == (0.001, 0.003, 0.01, 0.03)
+    assert recipe.about.validation_fraction == 0.1
+    assert recipe.lr in recipe.about.lr_grid
+    assert lookup("deit_base").about.lr_grid == ()

@@ -22,25 +22,25 @@ from vitrail.training.scope import apply_scope
 from vitrail.training.trainer import Options
 
 CPU = torch.device("cpu")
-RECIPE = lookup("laptop").set({"augmentation.size": 16, "batch": 8, "schedule.length": "10 steps"})
+RECIPE = lookup("laptop").set({"augmentation.image_size": 16, "batch_size": 8, "schedule.length": "10 steps"})
 
 
 def little(**parts):
     return vitrail.create("deit_tiny_patch16", 3, 16, **{"patch_size": 4, "width": 32, "heads": 2, "depth": 4} | parts)
 
 
-def test_memory_is_what_is_fixed_and_so_much_for_each_picture():
+def test_memory_is_what_is_fixed_and_so_much_for_each_image():
     plan = Plan(fixed=2e9, each=1e9, free=10e9, largest=8)
     assert plan.memory(3) == 5e9
     plan.check(8)
-    with pytest.raises(vitrail.UserError, match=r"9 pictures at a time need about 11.0 GB and 10.0 GB are free: at most 8 fit"):
+    with pytest.raises(vitrail.UserError, match=r"9 images at a time need about 11.0 GB and 10.0 GB are free: at most 8 fit"):
         plan.check(9)
-    with pytest.raises(vitrail.UserError, match=r"A single picture needs about 3.0 GB and 10.0 GB are free"):
+    with pytest.raises(vitrail.UserError, match=r"A single image needs about 3.0 GB and 10.0 GB are free"):
         dataclasses.replace(plan, largest=0).check(1)
 
 
 def test_planning_leaves_the_model_as_it_was():
-    model = vitrail.create("house_mini", 3, 16, depth=1, width=32)  # with batch norms
+    model = vitrail.create("vitrail_mini", 3, 16, depth=1, width=32)  # with batch norms
     before = {name: value.clone() for name, value in model.state_dict().items()}
     plan = make_plan(model, RECIPE, CPU, 8)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -51,8 +51,8 @@ def test_planning_leaves_the_model_as_it_was():
 
 def test_what_is_frozen_and_what_is_computed_again_takes_less():
     whole = make_plan(little(), RECIPE, CPU, 8)
-    averaged = make_plan(little(), RECIPE.set({"average.decay": 0.9}), CPU, 8)
-    plain = make_plan(little(), RECIPE.set({"optimiser.kind": "sgd"}), CPU, 8)
+    averaged = make_plan(little(), RECIPE.set({"ema.decay": 0.9}), CPU, 8)
+    plain = make_plan(little(), RECIPE.set({"optimizer.kind": "sgd"}), CPU, 8)
     frozen = little()
     apply_scope(frozen, "head")
     assert make_plan(frozen, RECIPE, CPU, 8).fixed < plain.fixed < whole.fixed < averaged.fixed
@@ -63,7 +63,7 @@ def test_what_is_frozen_and_what_is_computed_again_takes_less():
 
 
 def test_a_teacher_that_is_asked_at_every_step_counts():
-    """Its weights, and what it holds for a picture where that is more than the student keeps."""
+    """Its weights, and what it holds for an image where that is more than the student keeps."""
     large = open_teacher(little(width=256, depth=8, heads=4))
     alone, taught = make_plan(little(depth=1), RECIPE, CPU, 8), make_plan(little(depth=1), RECIPE, CPU, 8, teacher=large)
     weights = sum(4 * parameter.numel() for parameter in large.parameters())
@@ -80,7 +80,7 @@ def test_a_teacher_that_is_asked_at_every_step_counts():
 def test_what_cannot_fit_is_not_tried(monkeypatch):
     monkeypatch.setattr(memory, "taste", lambda *_: pytest.fail("computed something"))
     monkeypatch.setattr(memory, "free_memory", lambda: 1000)
-    with pytest.raises(vitrail.UserError, match="A single picture needs about"):
+    with pytest.raises(vitrail.UserError, match="A single image needs about"):
         make_plan(little(), RECIPE, CPU, 8)
 
 
@@ -99,19 +99,19 @@ def test_an_allocator_that_gives_up_becomes_a_sentence():
 def test_the_batch_is_cut_as_memory_allows_or_as_one_says():
     plan = Plan(0.0, 1e9, 10e9, largest=6)
     one = Devices(CPU)
-    assert divide(one, RECIPE, plan, None).units == 2
-    assert divide(one, RECIPE, plan, 2).units == 4
-    assert divide(one, RECIPE, plan, 3).units == 4
-    assert divide(one, RECIPE, dataclasses.replace(plan, largest=100), 10**9).units == 1
-    with pytest.raises(vitrail.UserError, match=r"8 pictures at a time need about 8.0 GB"):
+    assert divide(one, RECIPE, plan, None).micro_batches == 2
+    assert divide(one, RECIPE, plan, 2).micro_batches == 4
+    assert divide(one, RECIPE, plan, 3).micro_batches == 4
+    assert divide(one, RECIPE, dataclasses.replace(plan, largest=100), 10**9).micro_batches == 1
+    with pytest.raises(vitrail.UserError, match=r"8 images at a time need about 8.0 GB"):
         divide(one, RECIPE, plan, 8)
-    with pytest.raises(vitrail.UserError, match="A single picture"):
+    with pytest.raises(vitrail.UserError, match="A single image"):
         divide(one, RECIPE, dataclasses.replace(plan, largest=0), None)
 
 
 def test_the_forecast_in_words():
     source = Subset(open_splits("digits").train, np.arange(64))
-    devices = dataclasses.replace(Devices(CPU), units=2)
+    devices = dataclasses.replace(Devices(CPU), micro_batches=2)
     plan, plain = Plan(1e9, 1e9, 9e9, 6), Options()
     words = forecast(plan, Pace(8.0), RECIPE, devices, source, plain)
     assert words == "10 steps, about 0:01:20 at 1 images/s; 5.0 GB of 9.0 GB"
@@ -119,7 +119,7 @@ def test_the_forecast_in_words():
     assert "at 1,600 images/s before compiling; 5.0" in forecast(
         plan, Pace(0.005), RECIPE, devices, source, Options(compile=True)
     )
-    tested = RECIPE.set({"testing.every": "4 steps"})  # after 4, 8 and 10
+    tested = RECIPE.set({"validation.every": "4 steps"})  # after 4, 8 and 10
     assert "about 0:01:41 at 1 images/s, 21 % of it validation; " in forecast(
         plan, Pace(8.0, 7.0), tested, devices, source, plain
     )
@@ -128,7 +128,7 @@ def test_the_forecast_in_words():
     )
     taught = forecast(Plan(1e9, 1e9, 9e9, 6, teacher=3e8), Pace(8.0, asking=3.2), RECIPE, devices, source, plain)
     assert taught == f"{words}; 40 % of a step and 300 MB are the teacher's"
-    repeated = RECIPE.set({"schedule.length": "2 epochs", "data.round_to": 50})  # an epoch is cut to 50 pictures: 6 steps
+    repeated = RECIPE.set({"schedule.length": "2 epochs", "data.round_to": 50})  # an epoch is cut to 50 images: 6 steps
     assert forecast(plan, Pace(8.0), repeated, devices, source, plain).startswith("12 steps")
 
 
@@ -142,9 +142,9 @@ def test_pixels_that_no_patch_covers(parts, size, lost):
 
 
 def test_a_disk_without_room_is_told_beforehand(tmp_path, monkeypatch):
-    model, recipe = vitrail.create("house_mini", 3, 16, depth=1, width=32), lookup("laptop")
+    model, recipe = vitrail.create("vitrail_mini", 3, 16, depth=1, width=32), lookup("laptop")
     count = sum(parameter.numel() for parameter in model.parameters())
-    need = 3 * 12 * count + 12 * count  # three states of weights and two moments, three artefacts
+    need = 3 * 12 * count + 12 * count  # three states of weights and two moments, three artifacts
     free = {"bytes": need}
     monkeypatch.setattr(memory.shutil, "disk_usage", lambda place: SimpleNamespace(free=free["bytes"]))
     check_room(tmp_path / "new" / "run", model, recipe, keep=2)

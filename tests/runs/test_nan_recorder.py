@@ -23,7 +23,7 @@ from vitrail.runs.prepare import build
 from vitrail.training.checkpointing import Checkpoints
 from vitrail.training.distributed import Devices
 from vitrail.training.metrics import merit
-from vitrail.training.trainer import Options, Training
+from vitrail.training.trainer import Options, Trainer
 
 EVERY_STEP = Options(save_steps=1, log_steps=50, keep=99)
 
@@ -37,15 +37,15 @@ def easy(monkeypatch):
 
 @pytest.fixture
 def poison(monkeypatch):
-    """Pictures of these steps are not finite."""
-    original = Training.prepare
+    """Images of these steps are not finite."""
+    original = Trainer.prepare
     steps = set()
 
-    def prepare(training, batch, step, unit):
-        images, targets = original(training, batch, step, unit)
-        return (torch.full_like(images, torch.inf) if step in steps and unit == 0 else images), targets
+    def prepare(training, batch, step, micro_batch):
+        images, targets = original(training, batch, step, micro_batch)
+        return (torch.full_like(images, torch.inf) if step in steps and micro_batch == 0 else images), targets
 
-    monkeypatch.setattr(Training, "prepare", prepare)
+    monkeypatch.setattr(Trainer, "prepare", prepare)
     return steps.update
 
 
@@ -63,10 +63,10 @@ def state_of(folder, step):
 
 
 @pytest.mark.parametrize(("changes", "micro_batch"), [(ADAMW, None), (LAMB, 4)], ids=["adamw", "lamb"])
-def test_an_explosion_is_recorded_and_can_be_replayed(changes, micro_batch, tmp_path, capsys, monkeypatch):
+def test_an_explosion_is_recorded_and_can_be_replayed(changes, micro_batch_size, tmp_path, capsys, monkeypatch):
     folder = tmp_path / "run"
     with pytest.raises(UserError, match="The loss or a gradient was not a number at step 2; the state before it is in"):
-        begin(folder, changes | {"optimiser.rate": 1e9}, EVERY_STEP, micro_batch)
+        begin(folder, changes | {"optimizer.lr": 1e9}, EVERY_STEP, micro_batch_size)
     bundle = bundle_of(folder)
     assert bundle.name == "not-finite-000000002"
     assert not state_differences(bundle / "state.safetensors", state_of(folder, 2))
@@ -77,7 +77,7 @@ def test_an_explosion_is_recorded_and_can_be_replayed(changes, micro_batch, tmp_
     assert found["first_bad_gradient"]
     assert found["bad_weights"] == []
     assert found["largest_weights"][0][1] > 1e8
-    assert sum(len(unit["pictures"]) for unit in found["units"]) == 16
+    assert sum(len(micro_batch["images"]) for micro_batch in found["micro_batches"]) == 16
     recorded, replayed = replay(bundle, "cpu")
     assert recorded == replayed == found
     capsys.readouterr()
@@ -92,7 +92,7 @@ def test_an_explosion_is_recorded_and_can_be_replayed(changes, micro_batch, tmp_
 
 def test_a_resumed_explosion_is_the_same(tmp_path):
     folder = tmp_path / "run"
-    changes = ADAMW | {"optimiser.rate": 1e9}
+    changes = ADAMW | {"optimizer.lr": 1e9}
     with pytest.raises(UserError):
         begin(folder, changes, EVERY_STEP)
     before = (bundle_of(folder) / "bundle.json").read_text()
@@ -104,10 +104,10 @@ def test_a_resumed_explosion_is_the_same(tmp_path):
 @pytest.fixture(params=["plain", "recompute", "compiled"])
 def training(request, tmp_path):
     """At its first step; a ViT with every kind of owner of a parameter."""
-    how = recipe(LAMB | {"architecture.residual": "layerscale", "architecture.residual_start": 0.1})
+    how = recipe(LAMB | {"architecture.residual": "layerscale", "architecture.layerscale_init": 0.1})
     splits = open_splits("digits")
     feed = Feed(splits.train, "cpu", 0)
-    made = Training(how, build(how, splits.train), Devices(torch.device("cpu"), units=4), feed, feed, tmp_path, Options())
+    made = Trainer(how, build(how, splits.train), Devices(torch.device("cpu"), micro_batches=4), feed, feed, tmp_path, Options())
     if request.param == "recompute":
         made.model.recompute = True
     if request.param == "compiled":
@@ -120,8 +120,8 @@ def training(request, tmp_path):
 
 PLANTED = {
     "stem.proj.weight": "stem.proj",
-    "special": "model",
-    "positions.0.table": "positions.0",
+    "prefix": "model",
+    "pos_embed.0.table": "pos_embed.0",
     "blocks.1.mix.branches.0.norm.weight": "blocks.1.mix.branches.0.norm",
     "blocks.1.mix.branches.0.body.qkv.weight": "blocks.1.mix.branches.0.body.qkv",
     "blocks.1.ffn.branches.0.scale.weight": "blocks.1.ffn.branches.0.scale",
@@ -142,7 +142,7 @@ def test_a_planted_infinity_is_found_by_name(training):
     clean = examine(training)
     assert clean["first_bad_module"] is None
     assert clean["first_bad_gradient"] is None
-    assert [block["block"] for block in clean["units"][0]["blocks"]] == ["blocks.0", "blocks.1"]
+    assert [block["block"] for block in clean["micro_batches"][0]["blocks"]] == ["blocks.0", "blocks.1"]
 
 
 def test_what_happens_between_modules_is_their_caller_s(training):
@@ -159,7 +159,7 @@ def test_a_gradient_alone_is_found_where_the_backward_pass_meets_it(training):
         found = examine(training)
     assert found["first_bad_module"] is None
     assert found["first_bad_gradient"].startswith("blocks.0.ffn.branches.0.")
-    bad = found["units"][0]["bad_gradients"]
+    bad = found["micro_batches"][0]["bad_gradients"]
     assert "stem.proj.weight" in bad
     assert not any(name.startswith(("blocks.1", "head", "norm")) for name in bad)
 
@@ -184,10 +184,10 @@ def test_the_state_in_the_bundle_is_that_before_the_step(poison, tmp_path):
 
 
 @pytest.mark.parametrize(("changes", "micro_batch"), [(ADAMW, None), (LAMB, 4)], ids=["adamw", "lamb"])
-def test_skipped_steps_change_nothing_and_are_counted(changes, micro_batch, poison, tmp_path, capfd):
+def test_skipped_steps_change_nothing_and_are_counted(changes, micro_batch_size, poison, tmp_path, capfd):
     folder = tmp_path / "run"
     poison([0, 5, 6, 13])
-    done = begin(folder, changes, Options(save_steps=1, log_steps=3, keep=99, on_nan="skip"), micro_batch)
+    done = begin(folder, changes, Options(save_steps=1, log_steps=3, keep=99, on_nan="skip"), micro_batch_size)
     assert done.finished
     assert "4 of 22 steps were left out: their loss or gradient was not a number." in capfd.readouterr().err
     before, after = (read_checkpoint(state_of(folder, step))[1] for step in (5, 7))
@@ -204,14 +204,14 @@ def test_skipping_goes_on_after_a_kill(poison, tmp_path):
     options = Options(save_steps=4, log_steps=5, on_nan="skip")
 
     def killed():
-        original = Training._step
+        original = Trainer._step
 
         def step(training, *arguments):
             if training.step == 7:
                 os.kill(os.getpid(), signal.SIGKILL)
             original(training, *arguments)
 
-        Training._step = step
+        Trainer._step = step
         begin(tmp_path / "run", ADAMW, options)
 
     assert in_child(lambda: begin(tmp_path / "whole", ADAMW, options), tmp_path / "output") == 0
@@ -242,7 +242,7 @@ def test_half_precision_scales_its_loss_across_a_kill(tmp_path):
     changes = ADAMW | {"precision": "fp16"}
 
     def work(name, last):
-        original = Training._step
+        original = Trainer._step
 
         def step(training, *arguments):
             if training.step == last:
@@ -251,7 +251,7 @@ def test_half_precision_scales_its_loss_across_a_kill(tmp_path):
             if training.step == 3:
                 training.scaler._scale.fill_(2.0**40)
 
-        Training._step = step
+        Trainer._step = step
         begin(tmp_path / name, changes)
 
     assert in_child(lambda: work("whole", 99), tmp_path / "output") == 0, (tmp_path / "output").read_text()
@@ -261,24 +261,24 @@ def test_half_precision_scales_its_loss_across_a_kill(tmp_path):
     _, groups, facts = read_checkpoint(Checkpoints(tmp_path / "run" / "checkpoints").all()[-1])
     assert 0 < facts["scaler"]["scale"] < 2.0**40
     assert facts["skipped"] == 0
-    assert groups["optimiser"]["head.weight/step"] < 22
+    assert groups["optimizer"]["head.weight/step"] < 22
 
 
 @pytest.fixture
-def pictures(tmp_path):
-    return make_folder(tmp_path / "pictures", ("ant", "bee"), 20, (8, 8))
+def images(tmp_path):
+    return make_folder(tmp_path / "images", ("ant", "bee"), 20, (8, 8))
 
 
-def test_a_replay_needs_the_bundle_and_its_pictures(pictures, tmp_path):
+def test_a_replay_needs_the_bundle_and_its_images(images, tmp_path):
     with pytest.raises(UserError):
-        begin(tmp_path / "run", SHORT | {"optimiser.rate": 1e9}, source=str(pictures))
+        begin(tmp_path / "run", SHORT | {"optimizer.lr": 1e9}, source=str(images))
     bundle = bundle_of(tmp_path / "run")
     assert replay(bundle, "cpu")[1]["first_bad_module"]
-    (pictures / "ant" / "000.png").rename(pictures / "bee" / "x.png")
+    (images / "ant" / "000.png").rename(images / "bee" / "x.png")
     with pytest.raises(UserError, match=r"are not those that .* was recorded with"):
         replay(bundle, "cpu")
-    shutil.rmtree(pictures)
-    with pytest.raises(UserError, match=f"The pictures that {bundle} was recorded with cannot be opened: There is nothing at"):
+    shutil.rmtree(images)
+    with pytest.raises(UserError, match=f"The images that {bundle} was recorded with cannot be opened: There is nothing at"):
         replay(bundle, "cpu")
     for content in ("", "[]", "{}", '{"run": {}, "found": null}'):
         (bundle / "bundle.json").write_text(content)
@@ -291,7 +291,7 @@ def test_a_replay_needs_the_bundle_and_its_pictures(pictures, tmp_path):
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_weights_that_have_diverged_are_validated_and_the_training_goes_on(precision, tmp_path):
     """A validation without a number is the worst there is, in a run that skips such steps and in one that goes on."""
-    changes = SHORT | {"optimiser.rate": 1e9, "optimiser.clip": 0, "precision": precision}
+    changes = SHORT | {"optimizer.lr": 1e9, "optimizer.clip_grad_norm": 0, "precision": precision}
     options = Options(save_steps=1, log_steps=3, keep=99, on_nan="skip")
     assert begin(tmp_path / "run", changes, options).finished
     tested = [line for line in lines(tmp_path / "run") if line["kind"] == "validation"]

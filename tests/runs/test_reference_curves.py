@@ -95,7 +95,7 @@ def test_a_band_is_found_by_what_a_recipe_and_data_are(tmp_path, monkeypatch):
     assert read_band(path) == band
     run = describe(seed=17)
     assert find_band(run["recipe"] | {"name": "my own", "about": {"paper": "mine"}}, run["data"] | {"name": "elsewhere"}) == band
-    assert find_band(run["recipe"] | {"batch": 16}, run["data"]) is None
+    assert find_band(run["recipe"] | {"batch_size": 16}, run["data"]) is None
     assert find_band(run["recipe"] | {"schedule": run["recipe"]["schedule"] | {"length": "5 epochs"}}, run["data"]) is None
     assert find_band(run["recipe"], run["data"] | {"fingerprint": "other"}) is None
     older = {name: value for name, value in run["recipe"].items() if name != "mixing"}
@@ -125,7 +125,7 @@ def test_data_without_a_fingerprint_is_told_by_counts_and_classes():
 def test_runs_that_do_not_belong_together_are_refused(tmp_path):
     first = make_run(tmp_path / "first")
     for folder, changes, words in (
-        ("recipe", {"recipe": describe(1)["recipe"] | {"batch": 16}}, "another recipe"),
+        ("recipe", {"recipe": describe(1)["recipe"] | {"batch_size": 16}}, "another recipe"),
         ("data", {"data": {"fingerprint": "other"}}, "other data"),
         ("seed", {}, "same seed"),
         ("steps", {"recipe": describe(1)["recipe"], "steps": 200}, "not a finished run"),
@@ -173,7 +173,7 @@ def test_every_band_of_the_package_can_be_read():
 
 
 def cifar(count):
-    """As many pictures as CIFAR-10 has of its classes, all black and in one place of memory."""
+    """As many images as CIFAR-10 has of its classes, all black and in one place of memory."""
     names = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
     black = np.broadcast_to(np.zeros((), np.uint8), (count, 32, 32, 3))
     return PixelSource("/data/cifar10", Labels(np.arange(count) % 10, names), lambda: black)
@@ -184,11 +184,11 @@ def cifar(count):
     [
         ("laptop-digits", "digits", "laptop", None, None),
         ("small-cifar10", "cifar10/", "small", None, 20),
-        ("finetune-pets", "pets", "finetune", "house_tiny", None),
+        ("finetune-pets", "pets", "finetune", "vitrail_tiny", None),
     ],
 )
 def test_a_band_of_the_package_is_found_by_its_command(name, source, recipe, weights, epochs, monkeypatch):
-    """What docs/house.md says to type still is the training that the band was made of, with any seed and in any precision."""
+    """What docs/default-recipes.md says to type still is the training that the band was made of, with any seed and in any precision."""
     if source == "cifar10/":
         monkeypatch.setattr(prepare, "open_splits", lambda *_, **__: Splits(cifar(50_000), cifar(10_000), None))
     leaves = leaves_of(["precision=fp32"], weights, epochs, 17, recipe)

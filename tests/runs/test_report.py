@@ -48,8 +48,8 @@ class Page(HTMLParser):
 @pytest.fixture(scope="module")
 def full(tmp_path_factory):
     folder = tmp_path_factory.mktemp("report") / "run"
-    mistake = {"picture": thumbnail(np.zeros((8, 9, 3), np.uint8)), "truth": NAMES[1], "guess": NAMES[2], "confidence": 0.75}
-    broken = {"picture": "javascript:alert(1)", "truth": "a", "guess": 'b" onerror="x'}
+    mistake = {"image": thumbnail(np.zeros((8, 9, 3), np.uint8)), "truth": NAMES[1], "guess": NAMES[2], "confidence": 0.75}
+    broken = {"image": "javascript:alert(1)", "truth": "a", "guess": 'b" onerror="x'}
     matrix = [[8, 2, 0], [5, 4, 1], [0, 0, 10]]
     make_run(folder, confusion={"matrix": matrix, "names": NAMES}, mistakes=[mistake, broken])
     assert write_report(folder) == folder / "report.html"
@@ -63,7 +63,7 @@ def test_the_page_says_it_in_one_sentence(full):
         in page.text
     )
     assert ", in 65 s on 2 × CPU." in page.text
-    for words in ("5.72 M", "1.26 G", "vitrail train pets --note '<b>'", "0123abc", "optimiser", "4 epochs", "4 of 10"):
+    for words in ("5.72 M", "1.26 G", "vitrail train pets --note '<b>'", "0123abc", "optimizer", "4 epochs", "4 of 10"):
         assert (words in page.text) == (words != "4 of 10"), words
     assert "5 of 10" in page.text
     assert page.tags.count("details") > 8
@@ -80,7 +80,7 @@ def test_the_page_needs_nothing_else_and_runs_nothing(full):
     assert ("name", "viewport") in page.attributes
 
 
-def test_the_pictures_open(full):
+def test_the_images_open(full):
     image = Image.open(full / "report.png")
     image.load()
     assert image.size == (1650, 990)
@@ -113,7 +113,7 @@ def test_any_run_has_a_report(tmp_path, monkeypatch, options, sentence):
 @pytest.mark.parametrize(
     "options", [{"validations": ()}, {"validations": (100,)}, {"last": 0}, {"shift": float("inf")}, {"shift": 300}]
 )
-def test_any_run_has_a_picture(tmp_path, recwarn, options):
+def test_any_run_has_a_image(tmp_path, recwarn, options):
     folder = make_run(tmp_path, **options)
     drawn = curves_of(read_run(folder), read_metrics(folder)).draw()
     assert Image.open(io.BytesIO(drawn)).size == (1650, 990)
@@ -138,7 +138,7 @@ def test_the_band_is_shaded_and_judged(tmp_path, monkeypatch):
     assert all(found == band for found in drawn)
 
 
-def test_the_band_changes_the_picture(tmp_path):
+def test_the_band_changes_the_image(tmp_path):
     runs = [make_run(tmp_path / str(seed), seed) for seed in range(2)]
     lines = [
         {"kind": "train", "step": 50, "epoch": 2.0, "loss": 1.0},

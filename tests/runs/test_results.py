@@ -36,7 +36,7 @@ def test_the_best_and_the_last_number(tmp_path):
     run = make_run(tmp_path / "run", seed=3)
     facts = json.loads((run / "run.json").read_text())
     facts["best"] |= {"top1": 0.875, "loss": 0.5}
-    facts["test"] = {"top1": 0.25, "top5": 1.0, "pictures": 4}
+    facts["test"] = {"top1": 0.25, "top5": 1.0, "images": 4}
     (run / "run.json").write_text(json.dumps(facts))
     assert [read_results([run], name)[0][0].value for name in ("top1", "loss", "top5", "test")] == [0.875, 0.5, 0.99, 0.25]
     result = read_results([run], "top1", "last")[0][0]
@@ -72,7 +72,7 @@ def test_recipes_of_other_versions(tmp_path):
         (run / "run.json").write_text(json.dumps(facts))
     (old, new), said = read_results([older, newer])
     assert said == []
-    assert old.leaves["average.decay"] == 0.0
+    assert old.leaves["ema.decay"] == 0.0
     assert new.leaves["of_tomorrow"] == 1
 
 

@@ -24,7 +24,7 @@ from vitrail.errors import UserError
 from vitrail.runs import train
 from vitrail.training import checkpointing
 from vitrail.training.checkpointing import Checkpoints
-from vitrail.training.trainer import Training
+from vitrail.training.trainer import Trainer
 
 CONFIGURATIONS = {"adamw": (ADAMW, None), "lamb": (LAMB, 4)}
 KILLED = -signal.SIGKILL
@@ -42,8 +42,8 @@ def live(folder, name, at=0, log=None, prepare=None):
         if (folder / "run.json").exists():
             train.resume(folder, device="cpu")
         else:
-            changes, micro_batch = CONFIGURATIONS[name]
-            begin(folder, changes, micro_batch=micro_batch)
+            changes, micro_batch_size = CONFIGURATIONS[name]
+            begin(folder, changes, micro_batch_size=micro_batch_size)
 
     return in_child(work, said(folder))
 
@@ -133,7 +133,7 @@ def arguments(folder):
 
 def meet_at(step, place="_step"):
     """From now on, in this process: say that a step is computed, or is to be saved, and wait for an answer."""
-    original = getattr(Training, place)
+    original = getattr(Trainer, place)
 
     def method(training, *arguments):
         if training.step == step:
@@ -141,7 +141,7 @@ def meet_at(step, place="_step"):
             sys.stdin.readline()
         return original(training, *arguments)
 
-    setattr(Training, place, method)
+    setattr(Trainer, place, method)
 
 
 def command(words):
@@ -296,7 +296,7 @@ def test_one_folder_is_trained_in_by_one_process(adamw, tmp_path):
     assert not differences(folder, whole)
 
 
-def test_the_best_artefact_is_the_running_mean_and_needs_nothing_else(adamw):
+def test_the_best_artifact_is_the_running_mean_and_needs_nothing_else(adamw):
     whole, _ = adamw
     model = vitrail.load(whole / "best.safetensors")
     assert model.class_names == [str(digit) for digit in range(10)]

@@ -12,9 +12,9 @@ from vitrail.errors import UserError
 from vitrail.runs import finish, seeds
 from vitrail.runs.seeds import choose_home, is_home, plan_seeds, read_seeds, resumed, summaries, train_seeds
 from vitrail.training.metrics import read_metrics
-from vitrail.training.trainer import NotFinite, Training
+from vitrail.training.trainer import NonFiniteLoss, Trainer
 
-CHANGES = SHORT | {"schedule.length": "4 steps", "testing.every": "2 steps"}
+CHANGES = SHORT | {"schedule.length": "4 steps", "validation.every": "2 steps"}
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def values(folder):
 @pytest.fixture
 def at_step(monkeypatch):
     """Do something at the beginning of a step of a seed."""
-    plain = Training._step
+    plain = Trainer._step
 
     def arrange(seed, step, deed):
         def wrapped(training, batch):
@@ -43,7 +43,7 @@ def at_step(monkeypatch):
                 deed(step)
             plain(training, batch)
 
-        monkeypatch.setattr(Training, "_step", wrapped)
+        monkeypatch.setattr(Trainer, "_step", wrapped)
 
     return arrange
 
@@ -53,7 +53,7 @@ def ctrl_c(step):
 
 
 def not_finite(step):
-    raise NotFinite(step)
+    raise NonFiniteLoss(step)
 
 
 def test_every_seed_and_their_spread(tmp_path):
@@ -119,9 +119,9 @@ def test_the_same_command_finds_its_folder(tmp_path, monkeypatch):
     assert str(choose_home(None, wanted(2))) == "runs/digits-laptop-seeds"
     train_seeds(choose_home(None, wanted(1)), wanted(1), print)
     assert str(choose_home(None, wanted(5))) == "runs/digits-laptop-seeds"
-    assert str(choose_home(None, wanted(5, {"batch": 8}))) == "runs/digits-laptop-seeds-2"
+    assert str(choose_home(None, wanted(5, {"batch_size": 8}))) == "runs/digits-laptop-seeds-2"
     with pytest.raises(UserError, match="the seeds of another training"):
-        choose_home(tmp_path / "runs" / "digits-laptop-seeds", wanted(1, {"batch": 8}))
+        choose_home(tmp_path / "runs" / "digits-laptop-seeds", wanted(1, {"batch_size": 8}))
     with pytest.raises(UserError, match="holds a single run"):
         choose_home(tmp_path / "runs" / "digits-laptop-seeds" / "seed-0", wanted(1))
 

@@ -17,15 +17,15 @@ from vitrail.tasks.supervision import Asked, Guide
 from vitrail.teachers import open_teacher
 from vitrail.training import trainer
 from vitrail.training.distributed import Devices
-from vitrail.training.ema import Average
-from vitrail.training.trainer import Options, Training
+from vitrail.training.ema import ModelEma
+from vitrail.training.trainer import Options, Trainer
 
 CPU = torch.device("cpu")
-RECIPE = lookup("laptop").set({"augmentation.size": 8, "batch": 32, "precision": "fp32", "average.decay": 0.9})
+RECIPE = lookup("laptop").set({"augmentation.image_size": 8, "batch_size": 32, "precision": "fp32", "ema.decay": 0.9})
 
 
 class Clock:
-    """A time that passes only when something is done: so much for each call, and so much for each picture of it."""
+    """A time that passes only when something is done: so much for each call, and so much for each image of it."""
 
     def __init__(self, monkeypatch):
         self.monkeypatch, self.time, self.calls = monkeypatch, 0.0, {}
@@ -54,23 +54,23 @@ def splits():
 
 
 def little(**parts):
-    return vitrail.create("house_mini", 10, 8, **{"patch_size": 4, "width": 16, "depth": 1} | parts)
+    return vitrail.create("vitrail_mini", 10, 8, **{"patch_size": 4, "width": 16, "depth": 1} | parts)
 
 
-def paced(splits, model=None, recipe=RECIPE, units=2, asked=None):
+def paced(splits, model=None, recipe=RECIPE, micro_batches=2, asked=None):
     model = model or little()
     guide = Guide(recipe, model, splits.train, CPU, asked)
-    return rehearse(model, recipe, dataclasses.replace(Devices(CPU), units=units), splits, Options(), guide, 0)
+    return rehearse(model, recipe, dataclasses.replace(Devices(CPU), micro_batches=micro_batches), splits, Options(), guide, 0)
 
 
 def test_every_part_of_a_step_and_of_a_validation_is_counted(splits, clock):
-    """Two units of 16 pictures; the validation has 100."""
-    clock.costs(Training, "prepare", once=0.001, each=0.0001, count=lambda _, batch, *__: len(batch.index))
-    clock.costs(Training, "learn", once=0.002, each=0.0002, count=lambda _, images, __: len(images))
+    """Two units of 16 images; the validation has 100."""
+    clock.costs(Trainer, "prepare", once=0.001, each=0.0001, count=lambda _, batch, *__: len(batch.index))
+    clock.costs(Trainer, "learn", once=0.002, each=0.0002, count=lambda _, images, __: len(images))
     for owner, name, seconds in (
         (trainer, "clip_gradients", 0.01),
         (torch.optim.AdamW, "step", 0.02),
-        (Average, "update", 0.03),
+        (ModelEma, "update", 0.03),
     ):
         clock.costs(owner, name, seconds)
     clock.costs(trainer, "count_hits", each=0.0004, count=lambda model, feed, *_: feed.few)
@@ -90,7 +90,7 @@ def test_a_teacher_takes_its_part_of_a_step(splits, clock):
 
 
 def test_a_teacher_takes_no_more_than_the_step(splits, clock):
-    """Asked about a few pictures, what it takes once counts for each of them."""
+    """Asked about a few images, what it takes once counts for each of them."""
     teacher = open_teacher(little())
     clock.costs(type(teacher), "forward", once=0.5, each=0.001, count=lambda _, images, *__: len(images))
     recipe = RECIPE.set({"distillation.kind": "hard", "distillation.teacher": "somewhere"})
@@ -99,32 +99,32 @@ def test_a_teacher_takes_no_more_than_the_step(splits, clock):
 
 
 def test_long_steps_are_reckoned_from_short_ones(splits, clock):
-    """A step of a minute is not tried: after the first few pictures the time that is left decides."""
+    """A step of a minute is not tried: after the first few images the time that is left decides."""
     longest = []
-    clock.costs(Training, "learn", 0.05, 0.5, lambda _, images, __: longest.append(len(images)) or len(images))
-    pace = paced(splits, units=1)
+    clock.costs(Trainer, "learn", 0.05, 0.5, lambda _, images, __: longest.append(len(images)) or len(images))
+    pace = paced(splits, micro_batches=1)
     assert max(longest) == 8
     assert pace.step == pytest.approx(0.05 + 32 * 0.5)
     assert clock.time < 7 * BUDGET
 
 
-def test_what_every_step_takes_is_not_taken_for_the_pictures(splits, clock):
-    """As on a machine that others keep busy, where a step waits however few its pictures are."""
-    clock.costs(Training, "learn", 1.5, 0.01, lambda _, images, __: len(images))
-    assert paced(splits, units=1).step == pytest.approx(1.5 + 32 * 0.01)
+def test_what_every_step_takes_is_not_taken_for_the_images(splits, clock):
+    """As on a machine that others keep busy, where a step waits however few its images are."""
+    clock.costs(Trainer, "learn", 1.5, 0.01, lambda _, images, __: len(images))
+    assert paced(splits, micro_batches=1).step == pytest.approx(1.5 + 32 * 0.01)
 
 
-def test_steps_of_minutes_are_tried_with_a_few_pictures_alone(splits, clock):
+def test_steps_of_minutes_are_tried_with_a_few_images_alone(splits, clock):
     longest = []
-    clock.costs(Training, "learn", 0.0, 5.0, lambda _, images, __: longest.append(len(images)) or len(images))
-    assert paced(splits, units=1).step == pytest.approx(32 * 5.0)
+    clock.costs(Trainer, "learn", 0.0, 5.0, lambda _, images, __: longest.append(len(images)) or len(images))
+    assert paced(splits, micro_batches=1).step == pytest.approx(32 * 5.0)
     assert max(longest) == 2
 
 
 def test_what_lies_between_is_measured_as_far_as_time_allows(splits, clock):
     seen = []
-    clock.costs(Training, "learn", 0.02, 0.02, lambda _, images, __: seen.append(len(images)) or len(images))
-    pace = paced(splits, units=1)
+    clock.costs(Trainer, "learn", 0.02, 0.02, lambda _, images, __: seen.append(len(images)) or len(images))
+    pace = paced(splits, micro_batches=1)
     assert max(seen) == 8
     assert pace.step == pytest.approx(0.02 + 32 * 0.02)
 
@@ -142,20 +142,20 @@ def test_nothing_is_left_of_it(splits, tmp_path, monkeypatch):
 
 
 def test_decoding_at_every_step_takes_time_too(splits, clock, monkeypatch):
-    recipe = RECIPE.set({"average.decay": 0})
-    clock.costs(Training, "learn", 0.01)
+    recipe = RECIPE.set({"ema.decay": 0})
+    clock.costs(Trainer, "learn", 0.01)
     kept = paced(splits, recipe=recipe)
     monkeypatch.setattr(step_timing, "choose_store", lambda *_, **__: type("Plan", (), {"place": "files"}))
-    monkeypatch.setattr(step_timing.Reader, "picture", lambda *_: (np.zeros((8, 8, 3), np.uint8), None))
-    times = iter(np.arange(4) * 1.6)  # a tenth of a second for each of sixteen pictures
+    monkeypatch.setattr(step_timing.Reader, "image", lambda *_: (np.zeros((8, 8, 3), np.uint8), None))
+    times = iter(np.arange(4) * 1.6)  # a tenth of a second for each of sixteen images
     monkeypatch.setattr(step_timing.time, "perf_counter", lambda: next(times))
     found = paced(splits, recipe=recipe)
     assert found.step == pytest.approx(kept.step + 32 * 0.1)
     assert found.looking == pytest.approx(kept.looking + 100 * 0.1)
 
 
-def test_pictures_that_cannot_be_read_do_not_stop_it(tmp_path):
-    root = make_folder(tmp_path / "colours")
+def test_images_that_cannot_be_read_do_not_stop_it(tmp_path):
+    root = make_folder(tmp_path / "colors")
     files = sorted(root.rglob("*.png"))
     source = open_splits(str(root)).train
     spoil(files[0])

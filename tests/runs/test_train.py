@@ -15,7 +15,7 @@ import yaml
 from PIL import Image
 
 import vitrail
-from tests.images import make_folder, make_picture, spoil
+from tests.images import make_folder, make_image, spoil
 from vitrail.data.datasets.lookup import open_splits
 from vitrail.recipes import lookup
 from vitrail.runs import finish
@@ -24,8 +24,8 @@ from vitrail.runs.run_directory import own_state
 from vitrail.training.metrics import read_metrics
 from vitrail.training.trainer import Options
 
-TINY = {"precision": "fp32", "architecture.width": 16, "architecture.depth": 1, "batch": 8, "schedule.length": "6 steps"}
-VIT = TINY | {"model": "deit_tiny_patch16", "architecture.patch_size": 4, "architecture.heads": 2, "augmentation.size": 16}
+TINY = {"precision": "fp32", "architecture.width": 16, "architecture.depth": 1, "batch_size": 8, "schedule.length": "6 steps"}
+VIT = TINY | {"model": "deit_tiny_patch16", "architecture.patch_size": 4, "architecture.heads": 2, "augmentation.image_size": 16}
 
 
 def train(source, out, changes=None, **options):
@@ -39,9 +39,9 @@ def no_reports(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory):
+def images(tmp_path_factory):
     """Three classes, with a test split."""
-    root = tmp_path_factory.mktemp("data") / "colours"
+    root = tmp_path_factory.mktemp("data") / "colors"
     make_folder(root / "train")
     make_folder(root / "val", count=5)
     make_folder(root / "test", count=4)
@@ -49,8 +49,8 @@ def pictures(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def done(pictures, tmp_path_factory):
-    return train(pictures, tmp_path_factory.mktemp("runs") / "colours", {"optimiser.rate": 0.01}, options=Options(log_steps=1))
+def done(images, tmp_path_factory):
+    return train(images, tmp_path_factory.mktemp("runs") / "colors", {"optimizer.lr": 0.01}, options=Options(log_steps=1))
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_a_run_leaves_everything(done, plain):
     assert done.best == plain["best"]
     assert plain["steps"] == 6
     assert plain["data"]["classes"] == ["blue", "green", "red"]
-    assert (plain["data"]["train"], plain["data"]["validation"], plain["best"]["pictures"]) == (36, 15, 15)
+    assert (plain["data"]["train"], plain["data"]["validation"], plain["best"]["images"]) == (36, 15, 15)
     assert plain["seconds"] > 0
     assert plain["architecture"]["classes"] == 3
     lines = read_metrics(done.folder)
@@ -102,8 +102,8 @@ def test_a_processor_says_how_much_memory_it_took(done):
     assert memory == sorted(memory)
 
 
-def test_the_artefact_needs_nothing_else(done, plain):
-    model = vitrail.load(done.artefact)
+def test_the_artifact_needs_nothing_else(done, plain):
+    model = vitrail.load(done.artifact)
     assert model.class_names == ["blue", "green", "red"]
     assert model.preprocessing.image_size == (16, 16)
     assert vitrail.Recipe.from_dict(json.loads(model.notes["recipe"])) == vitrail.Recipe.from_dict(plain["recipe"])
@@ -118,19 +118,19 @@ def test_the_resolved_recipe_is_written_out(done, plain):
     assert written.architecture["patch_size"] == 2
 
 
-def test_mistakes_and_test_pictures_are_looked_at(done, plain):
+def test_mistakes_and_test_images_are_looked_at(done, plain):
     matrix = np.array(plain["confusion"]["matrix"])
     assert matrix.sum() == 15
     assert np.trace(matrix) / 15 == pytest.approx(plain["best"]["top1"])
-    rights = [each["top1"] * each["pictures"] for each in plain["per_class"]]
+    rights = [each["top1"] * each["images"] for each in plain["per_class"]]
     assert rights == pytest.approx(np.diag(matrix).tolist())
-    assert plain["test"]["pictures"] == 12
+    assert plain["test"]["images"] == 12
     assert 0 <= plain["test"]["top1"] <= 1
     wrong = int(matrix.sum() - np.trace(matrix))
     assert len(plain["mistakes"]) == min(wrong, 16)
     for mistake in plain["mistakes"]:
         assert mistake["truth"] != mistake["guess"]
-        assert Image.open(io.BytesIO(base64.b64decode(mistake["picture"]))).size == (16, 16)
+        assert Image.open(io.BytesIO(base64.b64decode(mistake["image"]))).size == (16, 16)
         assert os.path.exists(mistake["where"])
     confidences = [mistake["confidence"] for mistake in plain["mistakes"]]
     assert confidences == sorted(confidences, reverse=True)
@@ -138,33 +138,33 @@ def test_mistakes_and_test_pictures_are_looked_at(done, plain):
 
 def test_the_report_shows_them(done, plain):
     page = (done.folder / "report.html").read_text()
-    assert "Test top-1, 12 pictures" in page
+    assert "Test top-1, 12 images" in page
     assert ("Most confused" in page) == bool(plain["mistakes"])
     assert page.count("<figure>") == len(plain["mistakes"])
 
 
-def test_many_validation_pictures_are_not_looked_at_again(pictures, tmp_path, monkeypatch):
+def test_many_validation_images_are_not_looked_at_again(images, tmp_path, monkeypatch):
     monkeypatch.setattr(finish, "LOOKED_AT", 14)
-    facts = json.loads((train(pictures, tmp_path / "run").folder / "run.json").read_text())
+    facts = json.loads((train(images, tmp_path / "run").folder / "run.json").read_text())
     assert "confusion" not in facts
     assert "mistakes" not in facts
-    assert facts["test"]["pictures"] == 12
+    assert facts["test"]["images"] == 12
 
 
-def test_a_test_split_that_cannot_be_used_costs_nothing(pictures, tmp_path, capsys):
-    data = shutil.copytree(pictures, tmp_path / "data")
+def test_a_test_split_that_cannot_be_used_costs_nothing(images, tmp_path, capsys):
+    data = shutil.copytree(images, tmp_path / "data")
     for path in (data / "test").rglob("*.png"):
         spoil(path)
     facts = json.loads((train(data, tmp_path / "run").folder / "run.json").read_text())
     assert "test" not in facts
     assert "confusion" in facts
-    assert "Not one of the pictures to test with could be read" in capsys.readouterr().err
+    assert "Not one of the images to test with could be read" in capsys.readouterr().err
 
 
-def test_the_written_recipe_gives_the_same_training(done, pictures, tmp_path):
+def test_the_written_recipe_gives_the_same_training(done, images, tmp_path):
     recipe = vitrail.Recipe.from_dict(yaml.safe_load((done.folder / "recipe.yaml").read_text()))
-    again = vitrail.train(str(pictures), recipe, out=tmp_path / "again", options=Options(log_steps=1), device="cpu", workers=0)
-    first, second = vitrail.load(done.artefact), vitrail.load(again.artefact)
+    again = vitrail.train(str(images), recipe, out=tmp_path / "again", options=Options(log_steps=1), device="cpu", workers=0)
+    first, second = vitrail.load(done.artifact), vitrail.load(again.artifact)
     assert all(torch.equal(first.state_dict()[name], tensor) for name, tensor in second.state_dict().items())
     assert learned(again.folder) == learned(done.folder)
 
@@ -174,12 +174,12 @@ def learned(folder):
     return [{name: value for name, value in line.items() if name != "speed"} for line in read_metrics(folder)]
 
 
-def test_folders_are_numbered(pictures, tmp_path, monkeypatch):
+def test_folders_are_numbered(images, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     changes = {"schedule.length": "1 steps", "name": "a strange/name"}
-    assert [str(train(pictures, None, changes).folder) for _ in range(2)] == [
-        "runs/colours-a-strange-name",
-        "runs/colours-a-strange-name-2",
+    assert [str(train(images, None, changes).folder) for _ in range(2)] == [
+        "runs/colors-a-strange-name",
+        "runs/colors-a-strange-name-2",
     ]
 
 
@@ -187,14 +187,14 @@ def test_folders_are_numbered(pictures, tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def trained(pictures, tmp_path_factory):
+def trained(images, tmp_path_factory):
     """A little ViT of 16 x 16 pixels in patches of 4."""
-    return train(pictures, tmp_path_factory.mktemp("runs") / "vit", VIT).folder
+    return train(images, tmp_path_factory.mktemp("runs") / "vit", VIT).folder
 
 
 def started(folder, source, changes=None, recipe="finetune"):
     """The model at the start of a training from weights."""
-    resolved = resolve(recipe, None, {"start.weights": str(folder), "augmentation.size": 16} | (changes or {}), "cpu")
+    resolved = resolve(recipe, None, {"init.weights": str(folder), "augmentation.image_size": 16} | (changes or {}), "cpu")
     return build(resolved, open_splits(str(source)).train)
 
 
@@ -204,18 +204,18 @@ def same(model, other, *names):
 
 def test_a_training_from_scratch_inside_the_folder_of_a_run_starts_from_scratch(trained, monkeypatch):
     monkeypatch.chdir(trained)
-    assert not resolve("laptop", None, None, "cpu").start.weights
+    assert not resolve("laptop", None, None, "cpu").init.weights
 
 
-def test_the_same_classes_keep_their_classifier(trained, pictures):
+def test_the_same_classes_keep_their_classifier(trained, images):
     before = vitrail.load(trained)
-    model = started(trained, pictures, {"start.zero_head": False})
+    model = started(trained, images, {"init.zero_head": False})
     assert all(same(model, before, *before.state_dict()))
-    assert started(trained, pictures, {"start.zero_head": False, "architecture.drop_path": 0.3}).architecture.drop_path == 0.3
+    assert started(trained, images, {"init.zero_head": False, "architecture.drop_path": 0.3}).architecture.drop_path == 0.3
 
 
-def test_a_head_that_is_not_wanted_starts_at_zero(trained, pictures):
-    model = started(trained, pictures)
+def test_a_head_that_is_not_wanted_starts_at_zero(trained, images):
+    model = started(trained, images)
     assert model.head.weight.abs().max() == 0
     assert same(model, vitrail.load(trained), "blocks.0.ffn.branches.0.body.fc1.weight") == [True]
 
@@ -224,48 +224,48 @@ def test_other_classes_get_a_new_classifier(trained, tmp_path):
     before = vitrail.load(trained)
     for names in (("a", "b"), ("one", "two", "three")):  # another count, and the same count of others
         source = make_folder(tmp_path / "-".join(names), names, 3)
-        model = started(trained, source, {"start.zero_head": False, "start.head_bias": -4.0})
+        model = started(trained, source, {"init.zero_head": False, "init.head_bias": -4.0})
         assert model.class_names == sorted(names)
         assert model.head.weight.shape[0] == len(names)
         assert model.head.weight.abs().max() > 0
         assert model.head.bias.eq(-4).all()
-        assert same(model, before, "stem.proj.weight", "special", "norm.weight") == [True] * 3
+        assert same(model, before, "stem.proj.weight", "prefix", "norm.weight") == [True] * 3
 
 
-def test_the_bias_of_a_classifier_that_stays_is_not_touched(trained, pictures):
-    model = started(trained, pictures, {"start.zero_head": False, "start.head_bias": -10.0})
+def test_the_bias_of_a_classifier_that_stays_is_not_touched(trained, images):
+    model = started(trained, images, {"init.zero_head": False, "init.head_bias": -10.0})
     assert same(model, vitrail.load(trained), "head.bias") == [True]
 
 
-def test_another_size_and_other_patches(trained, pictures):
-    model = started(trained, pictures, {"augmentation.size": "24x32"})
+def test_another_size_and_other_patches(trained, images):
+    model = started(trained, images, {"augmentation.image_size": "24x32"})
     assert (model.grid, model.preprocessing.image_size) == ((6, 8), (24, 32))
-    assert started(trained, pictures, {"architecture.patch_size": 8}).grid == (2, 2)
+    assert started(trained, images, {"architecture.patch_size": 8}).grid == (2, 2)
 
 
 def test_a_recipe_without_size_takes_that_of_the_weights(trained, tmp_path, capsys):
     source = make_folder(tmp_path / "large", size=(60, 50), count=3)
     run = vitrail.train(
-        str(source), out=tmp_path / "run", changes={"start.weights": str(trained), "schedule.length": "1 steps"}, workers=0
+        str(source), out=tmp_path / "run", changes={"init.weights": str(trained), "schedule.length": "1 steps"}, workers=0
     )
-    assert vitrail.load(run.artefact).architecture.image_size == (16, 16)
+    assert vitrail.load(run.artifact).architecture.image_size == (16, 16)
     said = capsys.readouterr().err
     assert "16 x 16 pixels, as its weights were trained" in said
     assert "with a new classifier" in said
 
 
-def test_pre_logits_are_left_behind(tmp_path, pictures):
+def test_pre_logits_are_left_behind(tmp_path, images):
     model = vitrail.create("deit_tiny_patch16", 3, 16, patch_size=4, width=16, depth=1, heads=2, pre_logits=8)
     model.class_names = ["blue", "green", "red"]
     vitrail.save(model, tmp_path / "with.safetensors")
-    after = started(tmp_path / "with.safetensors", pictures, {"architecture.pre_logits": 0, "start.zero_head": False})
+    after = started(tmp_path / "with.safetensors", images, {"architecture.pre_logits": 0, "init.zero_head": False})
     assert after.head.weight.shape == (3, 16)
 
 
-def test_queries_of_one_class_each_belong_to_the_classifier(tmp_path, pictures):
-    model = vitrail.create("deit_tiny_patch16", 5, 16, patch_size=4, width=16, depth=1, heads=2, readout="per_class")
+def test_queries_of_one_class_each_belong_to_the_classifier(tmp_path, images):
+    model = vitrail.create("deit_tiny_patch16", 5, 16, patch_size=4, width=16, depth=1, heads=2, pooling="per_class")
     vitrail.save(model, tmp_path / "queries.safetensors")
-    after = started(tmp_path / "queries.safetensors", pictures)
+    after = started(tmp_path / "queries.safetensors", images)
     assert after(torch.zeros(1, 3, 16, 16)).shape == (1, 3)
 
 
@@ -275,22 +275,22 @@ def test_weights_that_are_not_what_is_asked_for(trained):
         ({}, "deit_small_patch16", "width=16, and 384 is asked for"),
     ):
         with pytest.raises(vitrail.UserError, match=sentence):
-            open_weights(resolve("finetune", None, {"start.weights": str(trained)} | changes, "cpu"), model)
+            open_weights(resolve("finetune", None, {"init.weights": str(trained)} | changes, "cpu"), model)
 
 
-def test_weights_of_another_kind(tmp_path, pictures):
+def test_weights_of_another_kind(tmp_path, images):
     model = vitrail.create("deit_tiny_patch16", 3, 16, patch_size=4, width=64, depth=1, heads=1)
     path = vitrail.save(model, tmp_path / "vit.pth", "deit")
-    assert started(path, pictures, {"architecture.heads": 4}).architecture.heads == 4  # which the file does not say
-    model, fresh = adapted(vitrail.load(path), lookup("laptop").set({"augmentation.size": 16}), ["a", "b", "c"])
+    assert started(path, images, {"architecture.heads": 4}).architecture.heads == 4  # which the file does not say
+    model, fresh = adapted(vitrail.load(path), lookup("laptop").set({"augmentation.image_size": 16}), ["a", "b", "c"])
     assert (fresh, model.architecture.classes) == (False, 3)  # nor which classes: as many may be the same
 
 
-def test_going_on_does_not_need_the_weights_it_started_from(trained, pictures, tmp_path):
+def test_going_on_does_not_need_the_weights_it_started_from(trained, images, tmp_path):
     weights = shutil.copy(trained / "best.safetensors", tmp_path / "weights.safetensors")
-    changes = {"start.weights": str(weights), "augmentation.size": 16}
-    run = train(pictures, tmp_path / "run", changes, options=Options(save_steps=3))
-    assert vitrail.load(run.artefact).architecture.mixer == "attention"  # the weights', not the recipe's model
+    changes = {"init.weights": str(weights), "augmentation.image_size": 16}
+    run = train(images, tmp_path / "run", changes, options=Options(save_steps=3))
+    assert vitrail.load(run.artifact).architecture.mixer == "attention"  # the weights', not the recipe's model
     (run.folder / "checkpoints" / "step-000000006.safetensors").unlink()
     (tmp_path / "weights.safetensors").unlink()
     before = learned(run.folder)
@@ -301,39 +301,39 @@ def test_going_on_does_not_need_the_weights_it_started_from(trained, pictures, t
 # --- what is refused
 
 REFUSED = {
-    "rate 0": ({"optimiser.rate": 0}, {}, "optimiser.rate=0 never changes a weight"),
-    "rate nan": ({"optimiser.rate": float("nan")}, {}, "optimiser.rate=nan is not a finite number"),
+    "rate 0": ({"optimizer.lr": 0}, {}, "optimizer.lr=0 never changes a weight"),
+    "rate nan": ({"optimizer.lr": float("nan")}, {}, "optimizer.lr=nan is not a finite number"),
     "no step": ({"schedule.length": "0.01 epochs"}, {}, "less than one step, of which an epoch has 4"),
     "negative": ({"schedule.length": "-1 epochs"}, {}, "is not a span of time"),
-    "betas": ({"optimiser.betas": [0.9, 1.0]}, {}, r"optimiser.betas must lie in \[0, 1\)"),
-    "view": ({"testing.filter": "box"}, {}, "filter='box' is not known"),
-    "small size": ({"architecture.patch_size": 32, "augmentation.size": 16}, {}, "smaller than one patch of 32"),
-    "large size": ({"augmentation.size": 60000}, {}, "A single picture needs about .* GB"),
+    "betas": ({"optimizer.betas": [0.9, 1.0]}, {}, r"optimizer.betas must lie in \[0, 1\)"),
+    "view": ({"validation.interpolation": "box"}, {}, "filter='box' is not known"),
+    "small size": ({"architecture.patch_size": 32, "augmentation.image_size": 16}, {}, "smaller than one patch of 32"),
+    "large size": ({"augmentation.image_size": 60000}, {}, "A single image needs about .* GB"),
     "classes": ({"architecture.classes": 7}, {}, "architecture.classes follows from the data"),
     "seed": ({"seed": 1 << 70}, {}, "seed must be a whole number from 0"),
     "micro-batch": ({}, {"micro_batch": 0}, "at least 1"),
     "workers": ({}, {"workers": -1}, "0 or more"),
     "device": ({}, {"device": "meta"}, "does not compute on the device 'meta'"),
     "model": ({}, {"model": "deit_smal"}, "nearest are deit_small_patch16"),
-    "weights": ({"start.weights": "nothing.pth"}, {}, "There is no file nothing.pth"),
+    "weights": ({"init.weights": "nothing.pth"}, {}, "There is no file nothing.pth"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refused_before_anything_is_written(case, pictures, tmp_path):
+def test_refused_before_anything_is_written(case, images, tmp_path):
     changes, options, sentence = REFUSED[case]
     out = tmp_path / "runs" / "bad"
     with pytest.raises(vitrail.UserError, match=sentence):
-        vitrail.train(str(pictures), "laptop", out=out, changes=TINY | changes, **({"device": "cpu", "workers": 0} | options))
+        vitrail.train(str(images), "laptop", out=out, changes=TINY | changes, **({"device": "cpu", "workers": 0} | options))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_recipe_from_weights_asks_for_them(pictures, tmp_path):
+def test_a_recipe_from_weights_asks_for_them(images, tmp_path):
     with pytest.raises(vitrail.UserError, match="starts from trained weights, such as those of deit_base: give --from"):
-        vitrail.train(str(pictures), "deit_base_to_384", out=tmp_path / "run")
+        vitrail.train(str(images), "deit_base_to_384", out=tmp_path / "run")
 
 
-def test_pictures_that_cannot_be_learned_from(tmp_path):
+def test_images_that_cannot_be_learned_from(tmp_path):
     def refuse(source, sentence):
         with pytest.raises(vitrail.UserError, match=sentence):
             train(source, tmp_path / "run")
@@ -341,11 +341,11 @@ def test_pictures_that_cannot_be_learned_from(tmp_path):
 
     refuse(tmp_path / "nowhere", "There is nothing at")
     (tmp_path / "empty").mkdir()
-    refuse(tmp_path / "empty", "holds no pictures")
+    refuse(tmp_path / "empty", "holds no images")
     refuse(make_folder(tmp_path / "one", ["a"]), "has only one class")
-    refuse(make_folder(tmp_path / "few", ["a", "b"], 1), "too few pictures per class")
+    refuse(make_folder(tmp_path / "few", ["a", "b"], 1), "too few images per class")
     for name in "abcdefghij":
-        make_picture(tmp_path / "flat" / f"{name}.png")
+        make_image(tmp_path / "flat" / f"{name}.png")
     refuse(tmp_path / "flat", "has no labels")
     other = make_folder(tmp_path / "other" / "train", ["a", "b"], 3).parent
     make_folder(other / "val", ["a", "c"], 3)
@@ -353,11 +353,11 @@ def test_pictures_that_cannot_be_learned_from(tmp_path):
     bad = make_folder(tmp_path / "bad" / "train", ["a", "b"], 3).parent
     for name in ("a", "b"):
         spoil(bad / "val" / name / "0.png")
-    refuse(bad, "None of the 2 pictures looked at in .*val can be read")
+    refuse(bad, "None of the 2 images looked at in .*val can be read")
 
 
-def test_a_start_that_fails_leaves_nothing_behind(pictures, tmp_path):
-    data = shutil.copytree(pictures, tmp_path / "data")
+def test_a_start_that_fails_leaves_nothing_behind(images, tmp_path):
+    data = shutil.copytree(images, tmp_path / "data")
     spoil(data / "train" / "red" / "bad.png")
     with pytest.raises(vitrail.UserError, match=r"bad.png cannot be read"):
         train(data, tmp_path / "some" / "where" / "run", bad="fatal")
@@ -368,18 +368,18 @@ def test_a_start_that_fails_leaves_nothing_behind(pictures, tmp_path):
     assert list((tmp_path / "mine").iterdir()) == []  # which was there before
 
 
-def test_some_bad_pictures_are_no_reason_to_stop(pictures, tmp_path, capsys):
-    data = shutil.copytree(pictures, tmp_path / "data")
+def test_some_bad_images_are_no_reason_to_stop(images, tmp_path, capsys):
+    data = shutil.copytree(images, tmp_path / "data")
     spoil(data / "train" / "red" / "bad.png")
     spoil(data / "val" / "red" / "bad.png")
     run = train(data, tmp_path / "run")
     said = capsys.readouterr().err
-    assert run.best["pictures"] == 15
-    assert "1 picture could not be read and others stood in" in said
-    assert "1 of 16 validation pictures could not be read" in said
+    assert run.best["images"] == 15
+    assert "1 image could not be read and others stood in" in said
+    assert "1 of 16 validation images could not be read" in said
 
 
-def test_places_that_cannot_be_a_run(pictures, done, tmp_path):
+def test_places_that_cannot_be_a_run(images, done, tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("")
@@ -391,33 +391,33 @@ def test_places_that_cannot_be_a_run(pictures, done, tmp_path):
         (tmp_path / ("x" * 300), "File name too long"),
     ):
         with pytest.raises(vitrail.UserError, match=sentence):
-            train(pictures, out)
+            train(images, out)
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "mine", "thesis.txt"]
 
 
 @pytest.mark.parametrize(("mode", "ending"), [("L", "png"), ("RGBA", "png"), ("CMYK", "jpg"), ("1", "gif")])
-def test_pictures_of_all_modes_and_sizes(mode, ending, tmp_path):
+def test_images_of_all_modes_and_sizes(mode, ending, tmp_path):
     source = make_folder(tmp_path / "data with spaces", ["Größe", "日本語"], 4, (20, 14), mode, ending)
-    make_picture(source / "Größe" / f"tiny.{ending}", size=(1, 1), mode=mode)
-    run = train(source, tmp_path / "ünï code", {"schedule.length": "1 steps", "augmentation.size": "24x32"})
-    assert vitrail.load(run.artefact).class_names == ["Größe", "日本語"]
+    make_image(source / "Größe" / f"tiny.{ending}", size=(1, 1), mode=mode)
+    run = train(source, tmp_path / "ünï code", {"schedule.length": "1 steps", "augmentation.image_size": "24x32"})
+    assert vitrail.load(run.artifact).class_names == ["Größe", "日本語"]
 
 
-def test_a_size_that_patches_do_not_fill_is_said(pictures, tmp_path, capsys):
-    train(pictures, tmp_path / "run", VIT | {"augmentation.size": 18, "schedule.length": "1 steps"})
+def test_a_size_that_patches_do_not_fill_is_said(images, tmp_path, capsys):
+    train(images, tmp_path / "run", VIT | {"augmentation.image_size": 18, "schedule.length": "1 steps"})
     assert "18 pixels are not a multiple of the patch size 4: the last 2 are not seen" in capsys.readouterr().err
 
 
-def test_pictures_smaller_than_the_patches_of_a_namesake():
+def test_images_smaller_than_the_patches_of_a_namesake():
     """Looking for a network's name must not stumble over one of the same width and depth with patches of 32."""
     small = vitrail.create("deit_tiny_patch16", 3, 30, device="meta")
     assert vitrail.build(small.architecture, device="meta").name == "deit_tiny_patch16"
 
 
-def test_how_often_and_how_many_states_are_saved_can_be_typed(typed, pictures, tmp_path):
+def test_how_often_and_how_many_states_are_saved_can_be_typed(typed, images, tmp_path):
     words = [word for key, value in TINY.items() for word in ("--set", f"{key}={value}")]
     words += ["--recipe", "laptop", "--device", "cpu", "--workers", 0, "--set", "schedule.length=5 steps"]
-    code, _, said = typed("train", pictures, *words, "--out", tmp_path / "run", "--save-every", 0, "--keep", 3)
+    code, _, said = typed("train", images, *words, "--out", tmp_path / "run", "--save-every", 0, "--keep", 3)
     assert code == 0, said
     found = [path.name for path in sorted((tmp_path / "run" / "checkpoints").iterdir())]
     assert found == [f"step-{step:09d}.safetensors" for step in (3, 4, 5)]
@@ -428,4 +428,4 @@ def test_how_often_and_how_many_states_are_saved_can_be_typed(typed, pictures, t
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000000005.safetensors"]
     for name, value in (("keep", 0), ("save_seconds", -1.0)):
         with pytest.raises(vitrail.UserError, match=f"{name} is "):
-            train(pictures, tmp_path / "other", options=Options(**{name: value}))
+            train(images, tmp_path / "other", options=Options(**{name: value}))

@@ -7,7 +7,7 @@ from torch.autograd import gradcheck
 
 import vitrail
 from vitrail.models.vision_transformer import mix_tokens
-from vitrail.recipes.schema import Distillation, Objective, Recipe, TokenLabels
+from vitrail.recipes.schema import DistillationConfig, LossConfig, Recipe, TokenLabelConfig
 from vitrail.tasks.classification import Supervised
 from vitrail.tasks.targets import Targets
 
@@ -31,7 +31,7 @@ def tower(**parts):
     return vitrail.create("lvvit_t", CLASSES, (32, 48), **small | parts).double().train()
 
 
-def pictures(batch=4, size=SIZE):
+def make_images(batch=4, size=SIZE):
     return torch.randn(batch, 3, *size, dtype=torch.float64)
 
 
@@ -50,7 +50,7 @@ def soft(logits, targets, temperature):
 
 
 def test_labels_alone():
-    model, images, classes = network(), pictures(), distributions(4, CLASSES)
+    model, images, classes = network(), make_images(), distributions(4, CLASSES)
     torch.testing.assert_close(Supervised(model, Recipe())(images, Targets(classes)), entropy(model(images), classes))
 
 
@@ -59,9 +59,9 @@ def test_labels_alone():
 @pytest.mark.parametrize("token", [False, True])
 def test_labels_and_a_teacher(weight, kind, token):
     """(1 - w) of the labels' and w of the teacher's loss; with a distillation token each has a head of its own."""
-    model, images = network(distillation=token), pictures()
+    model, images = network(distillation=token), make_images()
     classes, teacher = distributions(4, CLASSES), distributions(4, CLASSES)
-    recipe = Recipe(distillation=Distillation(kind, "someone", weight, temperature=3.0))
+    recipe = Recipe(distillation=DistillationConfig(kind, "someone", weight, temperature=3.0))
     outputs = model.outputs(images)
     student = outputs.distillation if token else outputs.main
     second = entropy(student, teacher) if kind == "hard" else soft(student, teacher, 3.0)
@@ -73,9 +73,9 @@ def test_labels_and_a_teacher(weight, kind, token):
 
 def test_each_head_hears_one_voice():
     """With a token and hard distillation the gradient of a head is that of its own term: half each."""
-    model, images = network(distillation=True), pictures()
+    model, images = network(distillation=True), make_images()
     classes, teacher = distributions(4, CLASSES), distributions(4, CLASSES)
-    recipe = Recipe(distillation=Distillation("hard", "someone"))
+    recipe = Recipe(distillation=DistillationConfig("hard", "someone"))
     Supervised(model, recipe)(images, Targets(classes, teacher)).backward()
     found = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if name.startswith("head")}
     model.zero_grad()
@@ -88,14 +88,14 @@ def test_each_head_hears_one_voice():
 
 
 def test_one_head_and_a_first_choice_is_the_mean_target():
-    model, images = network(), pictures()
+    model, images = network(), make_images()
     classes, teacher = distributions(4, CLASSES), torch.eye(CLASSES, dtype=torch.float64)[[0, 3, 2, 2]]
-    both = Supervised(model, Recipe(distillation=Distillation("hard", "someone")))(images, Targets(classes, teacher))
+    both = Supervised(model, Recipe(distillation=DistillationConfig("hard", "someone")))(images, Targets(classes, teacher))
     torch.testing.assert_close(both, Supervised(model, Recipe())(images, Targets((classes + teacher) / 2)))
 
 
 def test_two_class_tokens_learn_the_same_labels():
-    model, images, classes = network(distillation=True), pictures(), distributions(4, CLASSES)
+    model, images, classes = network(distillation=True), make_images(), distributions(4, CLASSES)
     outputs = model.outputs(images)
     expected = (entropy(outputs.main, classes) + entropy(outputs.distillation, classes)) / 2
     torch.testing.assert_close(Supervised(model, Recipe())(images, Targets(classes)), expected)
@@ -104,10 +104,10 @@ def test_two_class_tokens_learn_the_same_labels():
 @pytest.mark.parametrize("loss", ["cross_entropy", "binary"])
 @pytest.mark.parametrize("beta", [0.5, 1.0])
 def test_labels_of_patches(beta, loss):
-    """The picture's loss and beta times the mean of its patches'; the picture's may be binary, the patches' never is."""
-    model, images = network(dense_head=True), pictures()
+    """The image's loss and beta times the mean of its patches'; the image's may be binary, the patches' never is."""
+    model, images = network(dense_head=True), make_images()
     classes, tokens = distributions(4, CLASSES), distributions(4, PATCHES, CLASSES)
-    recipe = Recipe(objective=Objective(loss, binary_targets="soft"), tokens=TokenLabels("somewhere", beta))
+    recipe = Recipe(loss=LossConfig(loss, binary_targets="soft"), token_labels=TokenLabelConfig("somewhere", beta))
     outputs = model.outputs(images)
     first = entropy(outputs.main, classes)
     if loss == "binary":
@@ -118,9 +118,12 @@ def test_labels_of_patches(beta, loss):
 
 
 def test_everything_at_once():
-    model, images = network(dense_head=True, distillation=True), pictures()
+    model, images = network(dense_head=True, distillation=True), make_images()
     classes, teacher, tokens = distributions(4, CLASSES), distributions(4, CLASSES), distributions(4, PATCHES, CLASSES)
-    recipe = Recipe(distillation=Distillation("soft", "someone", 0.1, 3.0), tokens=TokenLabels("somewhere", 0.5, mix=1.0))
+    recipe = Recipe(
+        distillation=DistillationConfig("soft", "someone", 0.1, 3.0),
+        token_labels=TokenLabelConfig("somewhere", 0.5, mixtoken=1.0),
+    )
     outputs = model.outputs(images, MASK)
     expected = 0.9 * entropy(outputs.main, classes) + 0.1 * soft(outputs.distillation, teacher, 3.0)
     expected = expected + 0.5 * entropy(mix_tokens(outputs.dense, MASK), tokens)
@@ -129,11 +132,11 @@ def test_everything_at_once():
 
 def test_answers_and_labels_are_the_same_loss_and_the_same_gradients():
     """Answers put back to whose patches they are, or labels taken where the patches went."""
-    images, classes, tokens = pictures(), distributions(4, CLASSES), distributions(4, PATCHES, CLASSES)
+    images, classes, tokens = make_images(), distributions(4, CLASSES), distributions(4, PATCHES, CLASSES)
     found = []
-    for what, labels in (("answers", tokens), ("labels", mix_tokens(tokens, MASK))):
+    for what, labels in (("predictions", tokens), ("labels", mix_tokens(tokens, MASK))):
         model = network(dense_head=True)
-        recipe = Recipe(tokens=TokenLabels("somewhere", 0.5, mix=1.0, mix_what=what))
+        recipe = Recipe(token_labels=TokenLabelConfig("somewhere", 0.5, mixtoken=1.0, mixtoken_on=what))
         loss = Supervised(model, recipe)(images, Targets(classes, None, labels, MASK))
         loss.backward()
         found.append((loss.detach(), [parameter.grad for parameter in model.parameters()]))
@@ -142,7 +145,7 @@ def test_answers_and_labels_are_the_same_loss_and_the_same_gradients():
 
 def test_mixing_happens_between_the_stem_and_the_positions():
     """The released forward written out: mix what the stem gave, add the class token and positions, go on."""
-    model, images = network(), pictures()
+    model, images = network(), make_images()
     patches, layout = model.embed(images)
     mixed = torch.stack([torch.stack([patches[3 - b if MASK[n] else b, n] for n in range(PATCHES)]) for b in range(4)])
     expected = model.classify(model.read(*model.encode(mixed, layout))).main
@@ -150,23 +153,23 @@ def test_mixing_happens_between_the_stem_and_the_positions():
     assert not torch.allclose(model.outputs(images, MASK).main, model.outputs(images).main)
 
 
-def test_a_picture_mixed_by_patches_is_the_picture_of_these_patches():
-    """With a linear stem a mixed batch is a batch of pictures that were cut and pasted along the patches."""
-    model, images = network(), pictures()
+def test_a_image_mixed_by_patches_is_the_image_of_these_patches():
+    """With a linear stem a mixed batch is a batch of images that were cut and pasted along the patches."""
+    model, images = network(), make_images()
     pasted = torch.where(MASK.view(2, 3).repeat_interleave(4, 0).repeat_interleave(4, 1), images.flip(0), images)
     torch.testing.assert_close(model.outputs(images, MASK).main, model(pasted))
 
 
-def test_batch_norm_of_the_stem_sees_whole_pictures():
+def test_batch_norm_of_the_stem_sees_whole_images():
     plain, mixed = tower(dense_head=True), tower(dense_head=True)
-    images = pictures(4, (32, 48))
+    images = make_images(4, (32, 48))
     plain.outputs(images)
     mixed.outputs(images, MASK)
     names = [name for name, _ in plain.named_buffers() if "running" in name]
     assert names
     for name in names:
         assert torch.equal(plain.get_buffer(name), mixed.get_buffer(name)), name
-    # A cut and pasted picture would have told it something else.
+    # A cut and pasted image would have told it something else.
     pasted = torch.where(MASK.view(2, 3).repeat_interleave(16, 0).repeat_interleave(16, 1), images.flip(0), images)
     other = tower(dense_head=True)
     other.outputs(pasted)
@@ -174,18 +177,20 @@ def test_batch_norm_of_the_stem_sees_whole_pictures():
 
 
 def test_evaluation_does_not_mix():
-    model, images = network(dense_head=True).eval(), pictures()
+    model, images = network(dense_head=True).eval(), make_images()
     assert torch.equal(model(images), model.outputs(images).logits)
     outputs = model.outputs(images)
     torch.testing.assert_close(outputs.logits, outputs.main + 0.5 * outputs.dense.max(1).values)
 
 
 @pytest.mark.parametrize("kind", ["none", "hard", "soft"])
-@pytest.mark.parametrize("what", ["answers", "labels"])
+@pytest.mark.parametrize("what", ["predictions", "labels"])
 def test_gradients_of_the_whole(kind, what):
-    model, images = network(dense_head=True, distillation=kind != "none", depth=1), pictures(2)
+    model, images = network(dense_head=True, distillation=kind != "none", depth=1), make_images(2)
     teacher = None if kind == "none" else distributions(2, CLASSES)
     targets = Targets(distributions(2, CLASSES), teacher, distributions(2, PATCHES, CLASSES), MASK)
-    distillation = Distillation(kind, "" if kind == "none" else "someone", 0.4, 2.0)
-    task = Supervised(model, Recipe(distillation=distillation, tokens=TokenLabels("somewhere", 0.5, mix=1.0, mix_what=what)))
+    distillation = DistillationConfig(kind, "" if kind == "none" else "someone", 0.4, 2.0)
+    task = Supervised(
+        model, Recipe(distillation=distillation, token_labels=TokenLabelConfig("somewhere", 0.5, mixtoken=1.0, mixtoken_on=what))
+    )
     assert gradcheck(lambda x: task(x, targets), images.requires_grad_(), fast_mode=True)

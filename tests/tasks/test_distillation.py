@@ -8,7 +8,7 @@ import torch
 from torch.autograd import gradcheck
 
 from vitrail.models.vision_transformer import fuse
-from vitrail.recipes.schema import Distillation, Objective
+from vitrail.recipes.schema import DistillationConfig, LossConfig
 from vitrail.tasks.distillation import distillation_loss, teacher_targets
 from vitrail.tasks.losses import classification_loss
 
@@ -56,7 +56,7 @@ def double(rows):
 @pytest.mark.parametrize("per_class", [False, True])
 def test_soft(temperature, per_class):
     """Eq. 3.2's second term; the released code divides by batch times classes."""
-    how = Distillation("soft", temperature=temperature, per_class=per_class)
+    how = DistillationConfig("soft", temperature=temperature, per_class=per_class)
     found = distillation_loss(double(STUDENT), teacher_targets(double(TEACHER), how), how)
     expected = temperature**2 * divergence(STUDENT, TEACHER, temperature) / (4 if per_class else 1)
     assert found.item() == pytest.approx(expected, rel=1e-6)
@@ -64,7 +64,7 @@ def test_soft(temperature, per_class):
 
 def test_the_released_soft_loss_is_torchs_own_with_log_targets():
     student, teacher, temperature = double(STUDENT), double(TEACHER), 3.0
-    how = Distillation("soft", temperature=temperature, per_class=True)
+    how = DistillationConfig("soft", temperature=temperature, per_class=True)
     ours, theirs = ((logits / temperature).log_softmax(1) for logits in (student, teacher))
     expected = torch.nn.functional.kl_div(ours, theirs, reduction="sum", log_target=True) * temperature**2 / student.numel()
     torch.testing.assert_close(distillation_loss(student, teacher_targets(teacher, how), how), expected, rtol=1e-6, atol=0)
@@ -73,15 +73,15 @@ def test_the_released_soft_loss_is_torchs_own_with_log_targets():
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_hard(smoothing):
     """Eq. 3.3's second term: cross-entropy against the teacher's first choice, smoothed if one likes."""
-    how = Distillation("hard", smoothing=smoothing)
+    how = DistillationConfig("hard", label_smoothing=smoothing)
     found = distillation_loss(double(STUDENT), teacher_targets(double(TEACHER), how), how)
     assert found.item() == pytest.approx(cross_entropy(STUDENT, one_hot(first(TEACHER), 4, smoothing)), rel=1e-6)
 
 
 def test_hard_distillation_of_one_output_is_cross_entropy_with_the_mean_target():
-    how = Distillation("hard")
+    how = DistillationConfig("hard")
     labels, taught = double(one_hot(LABELS)), teacher_targets(double(TEACHER), how).double()
-    objective, student = Objective(), double(STUDENT)
+    objective, student = LossConfig(), double(STUDENT)
     both = classification_loss(student, labels, objective) / 2 + distillation_loss(student, taught, how) / 2
     torch.testing.assert_close(both, classification_loss(student, (labels + taught) / 2, objective))
     mean = [
@@ -92,7 +92,7 @@ def test_hard_distillation_of_one_output_is_cross_entropy_with_the_mean_target()
 
 @pytest.mark.parametrize("temperature", [1.0, 3.0])
 def test_a_student_that_says_what_its_teacher_says_has_nothing_to_learn(temperature):
-    how = Distillation("soft", temperature=temperature)
+    how = DistillationConfig("soft", temperature=temperature)
     logits = double(TEACHER).requires_grad_()
     loss = distillation_loss(logits, (logits.detach() / temperature).softmax(1), how)
     (slope,) = torch.autograd.grad(loss, logits)
@@ -103,7 +103,7 @@ def test_a_student_that_says_what_its_teacher_says_has_nothing_to_learn(temperat
 
 
 def test_shifting_all_logits_changes_nothing():
-    how = Distillation("soft", temperature=2.0)
+    how = DistillationConfig("soft", temperature=2.0)
     moved = teacher_targets(double(TEACHER) + 11.0, how)
     torch.testing.assert_close(moved, teacher_targets(double(TEACHER), how))
     torch.testing.assert_close(
@@ -117,14 +117,15 @@ def test_the_square_keeps_the_gradient_at_high_temperatures():
     teacher = double(TEACHER).sub(double(TEACHER).mean(1, keepdim=True))
     expected = (student.detach() - teacher) / 4 / len(STUDENT)
     for temperature in (1e3, 1e4):
-        how = Distillation("soft", temperature=temperature)
+        how = DistillationConfig("soft", temperature=temperature)
         loss = distillation_loss(student, (teacher / temperature).softmax(1), how)
         (slope,) = torch.autograd.grad(loss, student)
         torch.testing.assert_close(slope, expected, rtol=0, atol=10 / temperature)
 
 
 @pytest.mark.parametrize(
-    "how", [Distillation("hard"), Distillation("hard", smoothing=0.1), Distillation("soft", temperature=3.0)]
+    "how",
+    [DistillationConfig("hard"), DistillationConfig("hard", label_smoothing=0.1), DistillationConfig("soft", temperature=3.0)],
 )
 @pytest.mark.parametrize("per_class", [False, True])
 def test_gradients(how, per_class):
@@ -136,7 +137,7 @@ def test_gradients(how, per_class):
 @pytest.mark.parametrize("loss", ["cross_entropy", "binary"])
 def test_gradients_of_the_labels_loss(loss):
     targets = double(one_hot(LABELS, 4, 0.1))
-    objective = Objective(loss=loss, binary_targets="soft")
+    objective = LossConfig(kind=loss, binary_targets="soft")
     assert gradcheck(lambda logits: classification_loss(logits, targets, objective), double(STUDENT).requires_grad_())
 
 
@@ -144,7 +145,7 @@ def test_classes_the_teacher_was_not_asked_about():
     """Minus infinity: no probability, never the first choice, and neither loss nor gradient is spoilt."""
     teacher = double(TEACHER)
     teacher[:, 3] = -math.inf
-    for how in (Distillation("soft", temperature=3.0), Distillation("hard")):
+    for how in (DistillationConfig("soft", temperature=3.0), DistillationConfig("hard")):
         targets = teacher_targets(teacher, how)
         torch.testing.assert_close(targets.sum(1), torch.ones(3))
         assert not targets[:, 3].any()
@@ -157,7 +158,7 @@ def test_classes_the_teacher_was_not_asked_about():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_half_precision_answers_are_judged_in_single(dtype):
-    student, how = double(STUDENT).to(dtype), Distillation("soft", temperature=3.0)
+    student, how = double(STUDENT).to(dtype), DistillationConfig("soft", temperature=3.0)
     targets = teacher_targets(double(TEACHER), how)
     found = distillation_loss(student, targets, how)
     assert found.dtype == torch.float32
@@ -165,7 +166,7 @@ def test_half_precision_answers_are_judged_in_single(dtype):
 
 
 def test_huge_logits_stay_finite():
-    student, how = torch.tensor([[3e4, -3e4, 0.0]], requires_grad=True), Distillation("soft", temperature=1.0)
+    student, how = torch.tensor([[3e4, -3e4, 0.0]], requires_grad=True), DistillationConfig("soft", temperature=1.0)
     loss = distillation_loss(student, teacher_targets(torch.tensor([[-3e4, 3e4, 0.0]]), how), how)
     loss.backward()
     assert loss.item() == pytest.approx(6e4)
@@ -176,7 +177,7 @@ def test_huge_logits_stay_finite():
 @pytest.mark.parametrize("kind", ["soft", "hard"])
 def test_a_teacher_without_numbers_is_noticed(kind):
     """Also where only its first choice counts, of which there always is one."""
-    how, teacher = Distillation(kind), double(TEACHER)
+    how, teacher = DistillationConfig(kind), double(TEACHER)
     teacher[1, 2] = math.nan
     targets = teacher_targets(teacher, how)
     assert targets.isnan().all(1).tolist() == [False, True, False]

@@ -10,7 +10,7 @@ from hypothesis import strategies as some
 
 from tests.tasks.labels import make_targets
 from vitrail.data.transforms.mixup import Mix, draw_mix
-from vitrail.recipes.schema import Objective
+from vitrail.recipes.schema import LossConfig
 from vitrail.tasks.losses import classification_loss
 
 WHOLE = Mix(1.0, None)
@@ -38,7 +38,9 @@ def defined_targets(labels, classes, share, smoothing, over):
 )
 def test_targets_are_distributions(case, share, smoothing, over):
     classes, labels = case
-    targets = make_targets(torch.tensor(labels), classes, Mix(share, None), Objective(smoothing=smoothing, smooth_over=over))
+    targets = make_targets(
+        torch.tensor(labels), classes, Mix(share, None), LossConfig(label_smoothing=smoothing, smoothing_over=over)
+    )
     assert targets.shape == (len(labels), classes)
     assert targets.dtype == torch.float32
     assert targets.min() >= 0
@@ -48,27 +50,27 @@ def test_targets_are_distributions(case, share, smoothing, over):
 
 
 def test_values_of_the_released_code():
-    """Smoothing 0.1 over 1000 classes, mixed with the last picture of the batch by 0.7."""
-    targets = make_targets(torch.tensor([3, 5, 7, 9]), 1000, Mix(0.7, None), Objective(smoothing=0.1))
+    """Smoothing 0.1 over 1000 classes, mixed with the last image of the batch by 0.7."""
+    targets = make_targets(torch.tensor([3, 5, 7, 9]), 1000, Mix(0.7, None), LossConfig(label_smoothing=0.1))
     assert targets[0, 3].item() == pytest.approx(0.7 * 0.9001 + 0.3 * 0.0001)
     assert targets[0, 9].item() == pytest.approx(0.3 * 0.9001 + 0.7 * 0.0001)
     assert targets[1, 7].item() == pytest.approx(0.3 * 0.9001 + 0.7 * 0.0001)
     assert targets[1, 3].item() == pytest.approx(0.0001)
-    text = make_targets(torch.tensor([3]), 11, WHOLE, Objective(smoothing=0.1, smooth_over="others"))
+    text = make_targets(torch.tensor([3]), 11, WHOLE, LossConfig(label_smoothing=0.1, smoothing_over="others"))
     assert text[0, 3].item() == pytest.approx(0.9)
     assert text[0, 0].item() == pytest.approx(0.01)
 
 
 def test_a_single_class_has_nobody_to_share_with():
     for over in ("all", "others"):
-        assert make_targets(torch.tensor([0]), 1, WHOLE, Objective(smoothing=0.1, smooth_over=over)).item() == 1.0
+        assert make_targets(torch.tensor([0]), 1, WHOLE, LossConfig(label_smoothing=0.1, smoothing_over=over)).item() == 1.0
 
 
 def test_a_draw_of_cutmix_fits():
     """The share that a box leaves is the target's, and labels of any integer kind will do."""
     mix = draw_mix(1, 2, 3, 0, (32, 32), 0.0, 1.0)
     assert mix.box is not None
-    targets = make_targets(torch.tensor([0, 1], dtype=torch.int32), 3, mix, Objective())
+    targets = make_targets(torch.tensor([0, 1], dtype=torch.int32), 3, mix, LossConfig())
     assert targets[0].tolist() == pytest.approx([mix.share, 1 - mix.share, 0.0])
 
 
@@ -76,7 +78,7 @@ def defined_loss(logits, targets, objective):
     """The formulas, number by number."""
     total = []
     for row, wanted in zip(logits.tolist(), targets.tolist(), strict=True):
-        if objective.loss == "cross_entropy":
+        if objective.kind == "cross_entropy":
             highest = max(row)
             log_sum = highest + math.log(sum(math.exp(value - highest) for value in row))
             total.append(sum(part * (log_sum - value) for value, part in zip(row, wanted, strict=True)))
@@ -88,13 +90,13 @@ def defined_loss(logits, targets, objective):
 
 
 OBJECTIVES = [
-    Objective(),
-    Objective(smoothing=0.1),
-    Objective(smoothing=0.2, smooth_over="others"),
-    Objective("binary"),
-    Objective("binary", binary_sum=True),
-    Objective("binary", binary_targets="soft", smoothing=0.1),
-    Objective("binary", binary_targets="soft", binary_sum=True),
+    LossConfig(),
+    LossConfig(label_smoothing=0.1),
+    LossConfig(label_smoothing=0.2, smoothing_over="others"),
+    LossConfig("binary"),
+    LossConfig("binary", binary_sum=True),
+    LossConfig("binary", binary_targets="soft", label_smoothing=0.1),
+    LossConfig("binary", binary_targets="soft", binary_sum=True),
 ]
 
 
@@ -126,21 +128,21 @@ def test_half_precision_logits_lose_nothing_more(objective):
 
 def test_torch_agrees():
     logits, labels = torch.randn(8, 10), torch.randint(0, 10, (8,))
-    targets = make_targets(labels, 10, WHOLE, Objective(smoothing=0.1))
+    targets = make_targets(labels, 10, WHOLE, LossConfig(label_smoothing=0.1))
     theirs = torch.nn.functional.cross_entropy(logits, labels, label_smoothing=0.1)
-    torch.testing.assert_close(classification_loss(logits, targets, Objective(smoothing=0.1)), theirs)
+    torch.testing.assert_close(classification_loss(logits, targets, LossConfig(label_smoothing=0.1)), theirs)
 
 
 def test_binary_starts_at_the_logarithm_of_two():
-    targets = make_targets(torch.tensor([0, 1]), 1000, Mix(0.5, None), Objective("binary"))
+    targets = make_targets(torch.tensor([0, 1]), 1000, Mix(0.5, None), LossConfig("binary"))
     logits = torch.zeros(2, 1000)
-    assert classification_loss(logits, targets, Objective("binary")).item() == pytest.approx(math.log(2))
-    whole = classification_loss(logits, targets, Objective("binary", binary_sum=True))
+    assert classification_loss(logits, targets, LossConfig("binary")).item() == pytest.approx(math.log(2))
+    whole = classification_loss(logits, targets, LossConfig("binary", binary_sum=True))
     assert whole.item() == pytest.approx(1000 * math.log(2))
 
 
 def test_dense_logits():
-    """Token logits [B, N, C] count as more pictures."""
+    """Token logits [B, N, C] count as more images."""
     logits, targets = torch.randn(2, 3, 5), torch.randn(2, 3, 5).softmax(-1)
     for objective in OBJECTIVES:
         flat = classification_loss(logits.flatten(0, 1), targets.flatten(0, 1), objective)

@@ -12,7 +12,7 @@ from tests.tasks.test_token_labels import looked_up
 from tests.teachers.predictions import make_source, make_store, make_teacher
 from vitrail.data.loader import Reader, make_batch
 from vitrail.data.rng import sample_key
-from vitrail.data.transforms.mixup import Mix, mix_pictures
+from vitrail.data.transforms.mixup import Mix, mix_images
 from vitrail.data.transforms.pipeline import augment
 from vitrail.errors import UserError
 from vitrail.models.vision_transformer import mix_tokens
@@ -29,14 +29,14 @@ CPU = torch.device("cpu")
 WHOLE = Mix(1.0, None)
 CUT = Mix(1 - 8 * 8 / 192, (2, 10, 3, 11))  # CutMix across the edges of patches
 BLENDED = Mix(0.7, None)
-BASE = {"augmentation.size": [12, 16], "augmentation.policy": "rand", "architecture.patch_size": 4}
+BASE = {"augmentation.image_size": [12, 16], "augmentation.policy": "rand", "architecture.patch_size": 4}
 BASE |= {"architecture.width": 16, "architecture.depth": 1, "architecture.heads": 2, "model": "deit_tiny_patch16"}
-BASE |= {"architecture.stem": "linear", "augmentation.size": [12, 16], "objective.smoothing": 0.1}
+BASE |= {"architecture.stem": "linear", "augmentation.image_size": [12, 16], "loss.label_smoothing": 0.1}
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    return make_source(tmp_path_factory.mktemp("data") / "pictures", 4)
+    return make_source(tmp_path_factory.mktemp("data") / "images", 4)
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +61,10 @@ def recipe_of(**changes):
 def asked(recipe, source, mix=WHOLE, step=5, indices=(0, 5, 9, 11)):
     """The batch, what is seen of it and what the guide says it is."""
     parts = {key: value for key, value in recipe.architecture.items() if key != "drop_path"}
-    model = vitrail.create(recipe.model, 3, recipe.augmentation.size, **parts)
-    batch = make_batch(source, Reader(source, None, False).pictures(np.array(indices)))
+    model = vitrail.create(recipe.model, 3, recipe.augmentation.image_size, **parts)
+    batch = make_batch(source, Reader(source, None, False).images(np.array(indices)))
     seen = augment(batch.pixels, batch.sizes, sample_key(0, 0, batch.index, batch.repeat), recipe.augmentation)
-    images = mix_pictures(seen.images, mix)
+    images = mix_images(seen.images, mix)
     guide = Guide(recipe, model, source, CPU)
     return batch, seen, images, guide.targets(batch, seen, images, mix, 2, step, 1)
 
@@ -87,7 +87,7 @@ def test_nobody_teaches(source, mix):
 @pytest.mark.parametrize("mix", [WHOLE, CUT, BLENDED])
 @pytest.mark.parametrize("kind", ["soft", "hard"])
 def test_a_network_is_asked_about_what_the_student_sees(source, teacher, monkeypatch, kind, mix):
-    """Of the augmented and mixed pictures; no label of the teacher's is mixed."""
+    """Of the augmented and mixed images; no label of the teacher's is mixed."""
     monkeypatch.setattr(guides, "open_teacher", lambda path, device: teacher)
     changes = {"augmentation__mean": [0.5, 0.4, 0.3], "augmentation__std": [0.5, 0.6, 0.7]}  # not the teacher's
     recipe = recipe_of(distillation__teacher="timm:somebody", distillation__kind=kind, distillation__temperature=2.0, **changes)
@@ -102,8 +102,8 @@ def test_a_network_is_asked_about_what_the_student_sees(source, teacher, monkeyp
 @pytest.mark.parametrize("kept", [0, 3])
 @pytest.mark.parametrize("mix", [WHOLE, CUT, BLENDED])
 @pytest.mark.parametrize("kind", ["soft", "hard"])
-def test_a_store_is_asked_about_each_picture_and_its_answers_are_mixed(source, stores, kind, mix, kept):
-    """What it says about a picture does not depend on how that is cut and coloured; it is mixed as labels are."""
+def test_a_store_is_asked_about_each_image_and_its_answers_are_mixed(source, stores, kind, mix, kept):
+    """What it says about an image does not depend on how that is cut and colored; it is mixed as labels are."""
     path = stores / f"top{kept}"
     recipe = recipe_of(distillation__teacher=str(path), distillation__kind=kind, distillation__temperature=2.0)
     batch, _, _, targets = asked(recipe, source, mix)
@@ -127,7 +127,7 @@ def maps_of(path, source, batch, seen, grid=(3, 4), patch=4, outside="spread"):
 @pytest.mark.parametrize("crop_last", [False, True])
 def test_patches_get_the_labels_of_what_they_show(source, stores, crop_last, kept, outside):
     recipe = recipe_of(tokens__labels=str(stores / f"top{kept}"), augmentation__crop_last=crop_last, tokens__outside=outside)
-    assert (recipe.tokens.weight, recipe.tokens.target) == (0.5, "relabel")
+    assert (recipe.token_labels.weight, recipe.token_labels.target) == (0.5, "relabel")
     batch, seen, _, targets = asked(recipe, source)
     logits = maps_of(stores / f"top{kept}", source, batch, seen, outside=outside)
     tokens = logits.softmax(-1) * 0.9 + 0.1 / 3
@@ -136,8 +136,8 @@ def test_patches_get_the_labels_of_what_they_show(source, stores, crop_last, kep
     torch.testing.assert_close(targets.tokens.sum(-1), torch.ones(4, 12))
 
 
-@pytest.mark.parametrize("target", ["truth", "relabel", "blend"])
-def test_the_label_of_the_picture(source, stores, target):
+@pytest.mark.parametrize("target", ["labels", "relabel", "blend"])
+def test_the_label_of_the_image(source, stores, target):
     """Blended: half the map's where it agrees with the data, 0.9 where it does not, as the released code has it."""
     recipe = recipe_of(tokens__labels=str(stores / "top0"), tokens__target=target, tokens__weight=0.5)
     batch, seen, _, targets = asked(recipe, source, indices=range(12))
@@ -145,13 +145,13 @@ def test_the_label_of_the_picture(source, stores, target):
     truth = labels_of(batch)
     weight = torch.where(found.argmax(1) == batch.labels, 0.5, 0.9)[:, None].double()
     assert len(weight.unique()) == 2
-    expected = {"truth": truth, "relabel": found, "blend": weight * found + (1 - weight) * truth}[target]
+    expected = {"labels": truth, "relabel": found, "blend": weight * found + (1 - weight) * truth}[target]
     torch.testing.assert_close(targets.classes.double(), expected, rtol=1e-3, atol=1e-4)
 
 
 def test_relabelling_alone_leaves_the_patches_out(source, stores):
     recipe = recipe_of(tokens__labels=str(stores / "top0"), tokens__target="relabel")
-    assert recipe.tokens.weight == 0
+    assert recipe.token_labels.weight == 0
     assert "dense_head" not in recipe.architecture
     targets = asked(recipe, source)[-1]
     assert targets.tokens is None
@@ -171,7 +171,7 @@ def test_pixels_that_are_mixed_mix_the_labels_of_their_patches(source, stores, m
 
 
 @pytest.mark.parametrize("mix", [WHOLE, CUT])
-@pytest.mark.parametrize("what", ["answers", "labels"])
+@pytest.mark.parametrize("what", ["predictions", "labels"])
 def test_mixtoken_reaches_every_target(source, stores, what, mix):
     path = str(stores / "top0")
     taught = {"distillation__teacher": path, "tokens__labels": path, "distillation__kind": "soft"}
@@ -182,12 +182,12 @@ def test_mixtoken_reaches_every_target(source, stores, what, mix):
     assert torch.equal(mixed.mixed, token_mask(drawn, (3, 4), CPU))
     torch.testing.assert_close(mixed.classes.double(), mixed_rows(plain.classes.double(), drawn.share), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(mixed.teacher.double(), mixed_rows(plain.teacher.double(), drawn.share), rtol=1e-5, atol=1e-6)
-    expected = plain.tokens if what == "answers" else mix_tokens(plain.tokens, mixed.mixed)
+    expected = plain.tokens if what == "predictions" else mix_tokens(plain.tokens, mixed.mixed)
     assert torch.equal(mixed.tokens, expected)
 
 
-def test_patches_and_picture_agree_on_whose_they_are(source, stores):
-    """The share of a picture's patches that carry its own labels is its own share of its label."""
+def test_patches_and_image_agree_on_whose_they_are(source, stores):
+    """The share of an image's patches that carry its own labels is its own share of its label."""
     path, shares = str(stores / "top0"), set()
     plain = asked(recipe_of(tokens__labels=path), source)[-1]
     recipe = recipe_of(tokens__labels=path, tokens__mix=1.0, tokens__mix_what="labels")
@@ -205,7 +205,7 @@ def test_patches_and_picture_agree_on_whose_they_are(source, stores):
 def test_both_ways_of_mixing_tokens_are_one_training(source, stores):
     """Loss and gradients of a network, with what the guide itself has said."""
     found = []
-    for what in ("answers", "labels"):
+    for what in ("predictions", "labels"):
         recipe = recipe_of(tokens__labels=str(stores / "top0"), tokens__mix=1.0, tokens__mix_what=what)
         _, _, images, targets = asked(recipe, source, CUT)
         torch.manual_seed(2)
@@ -239,9 +239,9 @@ def test_what_the_store_does_not_keep(source, teacher, stores, tmp_path):
         asked(recipe_of(distillation__teacher=str(tmp_path / "tokens")), source)
 
 
-def test_a_store_of_other_pictures(source, teacher, stores, tmp_path):
+def test_a_store_of_other_images(source, teacher, stores, tmp_path):
     other = make_source(tmp_path / "other", 4, (20, 24))
-    with pytest.raises(UserError, match="knows nothing of 12 of the 12 pictures"):
+    with pytest.raises(UserError, match="knows nothing of 12 of the 12 images"):
         asked(recipe_of(tokens__labels=str(stores / "top0")), other)
 
 
@@ -273,39 +273,39 @@ def test_a_teacher_of_unnamed_classes(source, monkeypatch, tmp_path):
 
 def test_the_ids_beside_the_data_tell_which_class_is_which(tmp_path):
     """A teacher of ImageNet's classes without names, live and as a store."""
-    pictures, teacher = make_source(tmp_path / "pictures", 2), make_teacher(1000)
-    make_store(tmp_path / "store", teacher, pictures, what=("logits", "tokens"), top_k=5)
+    images, teacher = make_source(tmp_path / "images", 2), make_teacher(1000)
+    make_store(tmp_path / "store", teacher, images, what=("logits", "tokens"), top_k=5)
     recipe = recipe_of(distillation__teacher=str(tmp_path / "store"), tokens__labels=str(tmp_path / "store"))
     with pytest.raises(UserError, match=r"unknown .* 3 of 3.*or their WordNet ids in wordnet_ids\.json beside the data\.$"):
-        asked(recipe, pictures, indices=(0, 1))
+        asked(recipe, images, indices=(0, 1))
     ids = {"blue": "n03126707", "green": "n02012849", "red": "n01440764"}
-    (tmp_path / "pictures" / "wordnet_ids.json").write_text(json.dumps(ids))
-    assert asked(recipe, pictures, indices=(0, 1))[-1].teacher.shape == (2, 3)
+    (tmp_path / "images" / "wordnet_ids.json").write_text(json.dumps(ids))
+    assert asked(recipe, images, indices=(0, 1))[-1].teacher.shape == (2, 3)
     store = guides.Store.open(tmp_path / "store")
-    assert guides.matched(store, pictures, "store").tolist() == [517, 134, 0]
-    assert guides.matched(teacher, pictures, "net").tolist() == [517, 134, 0]
+    assert guides.matched(store, images, "store").tolist() == [517, 134, 0]
+    assert guides.matched(teacher, images, "net").tolist() == [517, 134, 0]
 
 
-def test_a_teacher_of_other_pictures_is_told(source, teacher, monkeypatch, tmp_path):
+def test_a_teacher_of_other_images_is_told(source, teacher, monkeypatch, tmp_path):
     monkeypatch.setattr(guides, "open_teacher", lambda path, device: teacher)
     recipe = recipe_of(distillation__teacher="timm:somebody")  # 12 x 16, the teacher's 16 x 16
     (said,) = guides.open_asked(recipe, source, CPU).said
-    assert "made for pictures of 16 pixels and sees the student's of 12x16, of which it may know less: ask it once" in said
-    assert guides.open_asked(recipe.set({"augmentation.size": [16, 16]}), source, CPU).said == []
-    (said,) = guides.open_asked(recipe.set({"augmentation.size": [16, 20]}), source, CPU).said
+    assert "made for images of 16 pixels and sees the student's of 12x16, of which it may know less: ask it once" in said
+    assert guides.open_asked(recipe.set({"augmentation.image_size": [16, 16]}), source, CPU).said == []
+    (said,) = guides.open_asked(recipe.set({"augmentation.image_size": [16, 20]}), source, CPU).said
     assert "student's of 16x20, of which it may know less and which take longer: ask it once" in said
     (tmp_path / "net.pt").touch()
-    local = recipe.set({"augmentation.size": [16, 20], "distillation.teacher": str(tmp_path / "net.pt")})
+    local = recipe.set({"augmentation.image_size": [16, 20], "distillation.teacher": str(tmp_path / "net.pt")})
     (said,) = guides.open_asked(local, source, CPU).said
     assert said.endswith(f'take longer: write {{"size": 16}} into {tmp_path}/net.pt.teacher.json')
-    monkeypatch.setattr(teacher, "size", (16, 16))  # it is shown every picture at its own
+    monkeypatch.setattr(teacher, "size", (16, 16))  # it is shown every image at its own
     assert guides.open_asked(recipe, source, CPU).said == []
 
 
 def test_a_program_can_be_asked_if_its_preprocessing_is_said_beside_it(source, tmp_path):
     module = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(768, 3)).eval()
     torch.export.save(torch.export.export(module, (torch.zeros(2, 3, 16, 16),)), tmp_path / "net.pt2")
-    with pytest.raises(UserError, match=r"how its pictures are prepared: say it in .*net\.pt2\.teacher\.json"):
+    with pytest.raises(UserError, match=r"how its images are prepared: say it in .*net\.pt2\.teacher\.json"):
         recipe_of(distillation__teacher=str(tmp_path / "net.pt2"))
     said = {"preprocessing": {"image_size": 16}, "classes": ["red", "blue", "green"]}
     (tmp_path / "net.pt2.teacher.json").write_text(json.dumps(said))

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from tests.tasks.labels import make_targets
-from vitrail.data.transforms.mixup import Mix, draw_mix, mix_pictures
-from vitrail.recipes.schema import Objective
+from vitrail.data.transforms.mixup import Mix, draw_mix, mix_images
+from vitrail.recipes.schema import LossConfig
 from vitrail.tasks.targets import Targets, blend, label_targets, smoothed
 
 
@@ -22,7 +22,7 @@ def defined(label, classes, smoothing, over):
 @pytest.mark.parametrize(("classes", "smoothing"), [(2, 0.1), (10, 0.1), (1000, 0.1), (7, 0.0), (3, 0.9)])
 def test_both_conventions_of_smoothing(over, classes, smoothing):
     labels = [0, classes - 1, classes // 2]
-    found = label_targets(torch.tensor(labels), classes, Objective(smoothing=smoothing, smooth_over=over))
+    found = label_targets(torch.tensor(labels), classes, LossConfig(label_smoothing=smoothing, smoothing_over=over))
     expected = torch.tensor([defined(label, classes, smoothing, over) for label in labels], dtype=torch.float64)
     torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-8)
     torch.testing.assert_close(found.sum(1), torch.ones(3))
@@ -36,7 +36,7 @@ def test_one_tenth_of_ten_classes():
 
 @pytest.mark.parametrize("over", ["all", "others"])
 def test_a_single_class_is_never_smoothed(over):
-    assert label_targets(torch.zeros(3), 1, Objective(smoothing=0.3, smooth_over=over)).tolist() == [[1.0]] * 3
+    assert label_targets(torch.zeros(3), 1, LossConfig(label_smoothing=0.3, smoothing_over=over)).tolist() == [[1.0]] * 3
 
 
 @settings(deadline=None, derandomize=True, max_examples=40)
@@ -50,17 +50,17 @@ def test_blending_keeps_the_mass_and_takes_the_mirrored_row(seed, batch, share):
         torch.testing.assert_close(mixed[row].double(), expected, rtol=1e-5, atol=1e-7)
 
 
-def test_the_pictures_are_mixed_with_the_same_partner():
-    """A picture that is one number everywhere, and a label that is that number: after mixing the mean is still the label."""
+def test_the_images_are_mixed_with_the_same_partner():
+    """An image that is one number everywhere, and a label that is that number: after mixing the mean is still the label."""
     numbers = torch.tensor([0.0, 1.0, 5.0, 9.0])
     for step in range(20):
         mix = draw_mix(3, 0, step, 0, (8, 12), 0.8, 1.0)
-        pictures = mix_pictures(numbers[:, None, None, None].expand(-1, 3, 8, 12), mix)
-        torch.testing.assert_close(pictures.mean((1, 2, 3)), blend(numbers[:, None], mix.share)[:, 0], rtol=1e-5, atol=1e-5)
+        images = mix_images(numbers[:, None, None, None].expand(-1, 3, 8, 12), mix)
+        torch.testing.assert_close(images.mean((1, 2, 3)), blend(numbers[:, None], mix.share)[:, 0], rtol=1e-5, atol=1e-5)
 
 
 def test_smoothing_comes_before_mixing():
-    objective = Objective(smoothing=0.2, smooth_over="others")
+    objective = LossConfig(label_smoothing=0.2, smoothing_over="others")
     mixed = make_targets(torch.tensor([0, 1]), 3, Mix(0.75, None), objective)
     torch.testing.assert_close(mixed[0], torch.tensor([0.75 * 0.8 + 0.25 * 0.1, 0.75 * 0.1 + 0.25 * 0.8, 0.1]))
 

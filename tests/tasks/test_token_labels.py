@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from vitrail.data.rng import sample_key
 from vitrail.data.transforms.crops import turned
-from vitrail.data.transforms.mixup import Mix, draw_mix, mix_pictures
+from vitrail.data.transforms.mixup import Mix, draw_mix, mix_images
 from vitrail.data.transforms.pipeline import Augmentation, Augmented, augment
 from vitrail.data.transforms.reference import NUMBER, Layer, finish, operate, render
 from vitrail.models.vision_transformer import mix_tokens
@@ -21,14 +21,14 @@ from vitrail.tasks.token_labels import POINTS, covered, draw_token_mix, project,
 
 CPU = torch.device("cpu")
 SIZES = torch.tensor([[40, 60], [64, 64], [51, 33], [48, 80]])
-GRID, PATCH = (3, 4), 8  # pictures of 24 x 32
+GRID, PATCH = (3, 4), 8  # images of 24 x 32
 FINE, SMALL = (6, 8), 4  # the same in more patches
 AFFINE = ("rotate", "shear_x", "shear_y", "translate_x", "translate_y")
 MAP = (19, 23)
 
 
 def plane(sizes, shape, centre=False):
-    """Maps [B, 3, h, w] that are linear in the place in the source picture: 2 + x / 10, y / 10 - 3, (x - 2 y) / 7."""
+    """Maps [B, 3, h, w] that are linear in the place in the source image: 2 + x / 10, y / 10 - 3, (x - 2 y) / 7."""
     height, width = shape
     maps = torch.empty(len(sizes), 3, height, width, dtype=torch.float64)
     for row, (tall, wide) in enumerate(sizes.tolist()):
@@ -94,7 +94,7 @@ def augmented(how, seed=0, sizes=SIZES):
 
 
 @pytest.mark.parametrize("crop_last", [False, True])
-@pytest.mark.parametrize("crop", ["random_resized", "simple", "centre", "squash"])
+@pytest.mark.parametrize("crop", ["random_resized", "simple", "center", "squash"])
 def test_labels_follow_every_crop_and_flip(crop, crop_last):
     for seed in range(4):
         check_plane(augmented(Augmentation((24, 32), crop, scale=(0.4, 1.0), crop_last=crop_last), seed), 100)
@@ -104,7 +104,7 @@ def test_labels_follow_every_crop_and_flip(crop, crop_last):
 @pytest.mark.parametrize("policy", ["rand", "auto", "trivial"])
 def test_labels_follow_every_policy(policy, crop_last):
     """RandAugment's rotations, shears and translations, before the crop (LV-ViT's order) and after it (DeiT's)."""
-    how = Augmentation((24, 32), scale=(0.6, 1.0), policy=policy, magnitude=6.0, layers=3, crop_last=crop_last)
+    how = Augmentation((24, 32), scale=(0.6, 1.0), policy=policy, magnitude=6.0, num_ops=3, crop_last=crop_last)
     moved = inside = 0
     for seed in range(2):
         seen = augmented(how, seed, SIZES.repeat(6, 1))
@@ -125,7 +125,7 @@ def test_labels_follow_each_warp(name, value, flip, crop_last):
 
 
 def warped(name, value, flip=False, crop_last=False, sizes=SIZES):
-    """The whole picture, flipped, warped, in either order, put together by hand."""
+    """The whole image, flipped, warped, in either order, put together by hand."""
     count = len(sizes)
     flips = torch.full((count,), flip)
     how = Augmentation((24, 32), "squash")
@@ -143,7 +143,7 @@ def test_maps_of_the_middle_square_lie_over_it(crop_last):
 @pytest.mark.parametrize(("name", "value"), [("translate_x", 0.5), ("translate_y", -0.5), ("rotate", 30.0)])
 @pytest.mark.parametrize("crop_last", [False, True])
 def test_labels_lie_where_the_pixels_lie(name, value, crop_last):
-    """A picture whose left third is red, and a map that says so: after every operation the labels agree with the pixels."""
+    """An image whose left third is red, and a map that says so: after every operation the labels agree with the pixels."""
     pixels = torch.zeros(1, 3, 96, 96, dtype=torch.uint8)
     pixels[:, 0, :, :32], pixels[:, 1, :, 32:] = 255, 255
     how = Augmentation(
@@ -155,8 +155,8 @@ def test_labels_lie_where_the_pixels_lie(name, value, crop_last):
     for seed in range(12):
         key = torch.tensor([seed])
         seen = augment(pixels, torch.tensor([[96, 96]]), key, how)
-        colours = seen.layers[0].operation * 0 + torch.tensor([NUMBER[name]])
-        layer = Layer(colours, torch.tensor([value]), seen.layers[0].flip)
+        colors = seen.layers[0].operation * 0 + torch.tensor([NUMBER[name]])
+        layer = Layer(colors, torch.tensor([value]), seen.layers[0].flip)
         seen = by_hand(pixels, seen, layer, how)
         labels = project(maps, every_class(maps), seen, (12, 12), 8, 2).unflatten(1, (12, 12))[0]
         tiles = seen.images[0].unfold(1, 8, 8).unfold(2, 8, 8)
@@ -177,7 +177,7 @@ def by_hand(pixels, seen, layer, how):
     return Augmented(finish(images, how.mean, how.std, None, torch.tensor([0])), seen.view, (layer,), seen.sizes, how.crop_last)
 
 
-def test_the_whole_picture_gives_the_stored_map_within_its_bound():
+def test_the_whole_image_gives_the_stored_map_within_its_bound():
     """Four places, a quarter of a cell from the middle: weights of 1/8, 3/4, 1/8 in each direction, so that a label is off by at
     most 7/16 of the cell's largest difference from its eight neighbours; a constant comes back whole."""
     sizes = torch.tensor([[48, 64]])
@@ -197,7 +197,7 @@ def test_the_whole_picture_gives_the_stored_map_within_its_bound():
 
 @pytest.mark.parametrize("grid", [(3, 4), (4, 3), (1, 5), (1, 1)])
 @pytest.mark.parametrize("cells", [(4, 6), (1, 1), (1, 7), (7, 1)])
-def test_turning_round_the_picture_turns_round_the_labels(grid, cells):
+def test_turning_round_the_image_turns_round_the_labels(grid, cells):
     size = (grid[0] * PATCH, grid[1] * PATCH)
     plain = augmented(Augmentation(size, "squash"))
     back = plain._replace(view=turned(plain.view, torch.ones(len(SIZES), dtype=torch.bool)))
@@ -209,7 +209,7 @@ def test_turning_round_the_picture_turns_round_the_labels(grid, cells):
 
 
 @pytest.mark.parametrize("crop_last", [False, True])
-def test_no_label_where_the_picture_was_filled(crop_last):
+def test_no_label_where_the_image_was_filled(crop_last):
     """A translation by half the width: the half that is filled has zero logits, the other one has none."""
     seen = warped("translate_x", 0.5, crop_last=crop_last, sizes=torch.tensor([[48, 64]]))
     maps = torch.full((1, 1, 6, 8), 7.0)
@@ -235,8 +235,8 @@ def test_what_is_lost_by_one_warp_is_not_found_by_the_next():
 
 @pytest.mark.parametrize("crop_last", [False, True])
 def test_a_crop_that_mirrors_the_rim_fills_nothing(crop_last):
-    """The simple random crop goes four pixels beyond the picture, where it mirrors it: there are labels, those of the rim."""
-    how = Augmentation((24, 32), "simple", padding=12, flip=0.0, crop_last=crop_last)
+    """The simple random crop goes four pixels beyond the image, where it mirrors it: there are labels, those of the rim."""
+    how = Augmentation((24, 32), "simple", padding=12, hflip=0.0, crop_last=crop_last)
     maps = torch.full((len(SIZES), 1, 6, 8), 7.0)
     beyond = 0
     for seed in range(4):
@@ -249,7 +249,7 @@ def test_a_crop_that_mirrors_the_rim_fills_nothing(crop_last):
 
 
 def test_mirrored_rims_carry_the_labels_of_what_is_mirrored():
-    how = Augmentation((24, 32), "simple", padding=12, flip=0.0)
+    how = Augmentation((24, 32), "simple", padding=12, hflip=0.0)
     for seed in range(4):
         seen = augmented(how, seed)
         maps = plane(SIZES, (48, 64))
@@ -270,7 +270,7 @@ def test_mirrored_rims_carry_the_labels_of_what_is_mirrored():
 @pytest.mark.parametrize("crop_last", [False, True])
 def test_a_few_logits_are_those_of_all_with_zeros(kept, crop_last):
     """Against a dense map and torch's own bilinear lookup in double precision, at each of the four places."""
-    how = Augmentation((24, 32), policy="rand", layers=2, crop_last=crop_last)
+    how = Augmentation((24, 32), policy="rand", num_ops=2, crop_last=crop_last)
     seen = augmented(how, 5)
     logits = torch.randn(len(SIZES), 9, 5, 7, dtype=torch.float64)
     values, classes = logits.topk(kept, 1)
@@ -335,14 +335,14 @@ def test_mixup_takes_the_same_everywhere():
 
 
 def test_labels_of_patches_are_mixed_as_the_pixels_are():
-    """Pictures of one number each: the mean of a patch of the mixed picture is the mixed label of the patch."""
+    """Images of one number each: the mean of a patch of the mixed image is the mixed label of the patch."""
     numbers = torch.tensor([0.0, 2.0, 5.0])
     for step in range(30):
         mix = draw_mix(1, 0, step, 0, (24, 32), 0.8, 1.0)
-        pictures = mix_pictures(numbers[:, None, None, None].expand(-1, 1, 24, 32), mix)
+        images = mix_images(numbers[:, None, None, None].expand(-1, 1, 24, 32), mix)
         part = covered(mix, (3, 4), 8, CPU)
         labels = torch.lerp(numbers[:, None].expand(-1, 12), numbers.flip(0)[:, None].expand(-1, 12), part)
-        torch.testing.assert_close(labels.unflatten(1, (3, 4)), F.avg_pool2d(pictures, 8)[:, 0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(labels.unflatten(1, (3, 4)), F.avg_pool2d(images, 8)[:, 0], rtol=1e-5, atol=1e-5)
 
 
 @settings(deadline=None, derandomize=True, max_examples=60)
@@ -353,7 +353,7 @@ def test_mixtoken_conserves_mass(rows, columns, step):
     mask = token_mask(mix, (rows, columns), CPU)
     assert mask.shape == (rows * columns,)
     assert mask.float().mean().item() == pytest.approx(1 - mix.share, abs=1e-6)
-    # Whose patch is it? Labels that name the picture: one-hot of batch.
+    # Whose patch is it? Labels that name the image: one-hot of batch.
     sources = torch.eye(4)[:, None].expand(-1, rows * columns, -1)
     dense = mix_tokens(sources, mask)
     assert ((dense == 1).sum(-1) == 1).all()
@@ -365,7 +365,7 @@ def test_mixtokens_box_is_drawn_as_cutmix_draws_one():
     draws = [draw_token_mix(0, 0, step, 0, (14, 14), 1.0) for step in range(300)]
     pixels = [draw_mix(0, 0, step, 0, (14, 14), 0.0, 1.0) for step in range(300)]
     shares = np.array([draw.share for draw in draws])
-    assert 0.5 < shares.mean() < 0.75  # clipping at the rim leaves more of the picture
+    assert 0.5 < shares.mean() < 0.75  # clipping at the rim leaves more of the image
     assert len({draw.box for draw in draws}) > 200
     assert sum(a == b for a, b in zip(draws, pixels, strict=True)) < 30
     assert draws[7] == draw_token_mix(0, 0, 7, 0, (14, 14), 1.0)
@@ -398,11 +398,11 @@ def test_the_dense_loss_is_its_definition():
     torch.manual_seed(5)
     logits, labels = torch.randn(2, 3, 4).double(), torch.randn(2, 3, 4).double().softmax(-1)
     total = 0.0
-    for picture in range(2):
+    for image in range(2):
         for patch in range(3):
-            row = logits[picture, patch].tolist()
+            row = logits[image, patch].tolist()
             normal = math.log(sum(math.exp(value) for value in row))
-            total -= sum(y * (x - normal) for x, y in zip(row, labels[picture, patch].tolist(), strict=True)) / 3
+            total -= sum(y * (x - normal) for x, y in zip(row, labels[image, patch].tolist(), strict=True)) / 3
     assert token_loss(logits, labels).item() == pytest.approx(total / 2, rel=1e-12)
     assert token_loss(logits.bfloat16(), labels).dtype == torch.float32
 

@@ -1,4 +1,4 @@
-"""Little teachers, pictures and stores of their answers."""
+"""Little teachers, images and stores of their answers."""
 
 import os
 from pathlib import Path
@@ -18,7 +18,7 @@ PREPARED = Preprocessing(image_size=(16, 16), crop_ratio=0.8, interpolation="bil
 
 
 def network(classes=7, seed=0):
-    """A ResNet that answers differently for different pictures."""
+    """A ResNet that answers differently for different images."""
     torch.manual_seed(seed)
     made = ResNet(ResNetPlan((1, 1), False, classes, planes=8, inner=8, stem=(8,))).eval()
     torch.nn.init.normal_(made.fc.weight, std=4.0)
@@ -31,7 +31,7 @@ def make_teacher(classes=7, seed=0, names=None):
 
 
 def make_source(folder, count=12, size=(24, 20)):
-    """`count` pictures of noise of each of three classes, no two alike."""
+    """`count` images of noise of each of three classes, no two alike."""
     for place, name in enumerate(("blue", "green", "red")):
         (folder / name).mkdir(parents=True)
         for number in range(count):

@@ -1,4 +1,4 @@
-"""Writing: the teacher's own answers, each picture once."""
+"""Writing: the teacher's own answers, each image once."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.images import make_folder, make_picture, spoil
+from tests.images import make_folder, make_image, spoil
 from tests.teachers.predictions import contents, in_a_process, make_source, make_store, make_teacher, network
 from vitrail.data.datasets.concat import join
 from vitrail.data.datasets.lookup import open_parts, open_source
@@ -36,7 +36,7 @@ def test_the_store_says_what_the_teacher_says(tmp_path):
     torch.testing.assert_close(store.features(rows), teacher.features(images), atol=1e-2, rtol=1e-3)
     torch.testing.assert_close(store.class_scores(rows, view=1), teacher(images.flip(3)), atol=2e-2, rtol=1e-3)
     assert store.logits(rows)[0].argmax(1).tolist() == direct.argmax(1).tolist()
-    # Maps are of the whole picture, which is wider than it is high, not of the centre square that is tested.
+    # Maps are of the whole image, which is wider than it is high, not of the centre square that is tested.
     squashed = augment(
         batch.pixels, batch.sizes, torch.zeros_like(batch.index), tested(teacher.preprocessing._replace(resize="square"))
     ).images
@@ -141,19 +141,19 @@ def test_a_store_goes_on_about_the_same_classes_alone(tmp_path):
     assert run("all", None).kept == 3
 
 
-def test_equal_pictures_are_asked_about_once(tmp_path):
+def test_equal_images_are_asked_about_once(tmp_path):
     make_folder(tmp_path / "p", count=5)
     for number in range(5):  # the same bytes under another class and name
         (tmp_path / "p" / "red" / f"again {number}.png").write_bytes((tmp_path / "p" / "blue" / f"{number:03}.png").read_bytes())
     source = open_source(str(tmp_path / "p"))
     result = annotate(make_teacher(), source, tmp_path / "s", Wanted(batch=4), workers=0)
-    assert (result.given, result.pictures) == (20, 15)
+    assert (result.given, result.images) == (20, 15)
     rows = Store.open(tmp_path / "s").rows(source)
     assert len(rows) == 20
     assert len(set(rows.tolist())) == 15
 
 
-def test_unreadable_pictures_are_noted_and_have_no_row(tmp_path):
+def test_unreadable_images_are_noted_and_have_no_row(tmp_path):
     make_folder(tmp_path / "p", count=5)
     spoil(tmp_path / "p" / "green" / "002.png")
     source = open_source(str(tmp_path / "p"))
@@ -195,7 +195,7 @@ def test_what_is_finished_is_not_done_again(tmp_path):
     [
         ({"top_k": 2}, "top k 0, not 2"),
         ({"what": ("features",)}, "what logits, not features"),
-        ({"batch": 5}, "batch 4, not 5"),
+        ({"batch_size": 5}, "batch 4, not 5"),
         ({"views": 2}, "views plain, not plain, mirrored"),
     ],
 )
@@ -211,7 +211,7 @@ def test_another_teacher_or_other_data_are_refused(tmp_path):
     make_store(tmp_path / "s", teacher, source)
     with pytest.raises(UserError, match="another teacher"):
         make_store(tmp_path / "s", make_teacher(seed=1), source)
-    make_picture(tmp_path / "p" / "red" / "new.png", 1)
+    make_image(tmp_path / "p" / "red" / "new.png", 1)
     with pytest.raises(UserError, match="other data"):
         make_store(tmp_path / "s", teacher, open_source(str(tmp_path / "p")))
 
@@ -251,23 +251,23 @@ def test_answers_that_are_no_numbers_are_refused(value, tmp_path):
 
 
 def test_what_cannot_be_asked(tmp_path):
-    for bad in ({"what": ("colour",)}, {"what": ()}, {"views": 3}, {"top_k": -1}, {"batch": 0}):
+    for bad in ({"what": ("color",)}, {"what": ()}, {"views": 3}, {"top_k": -1}, {"batch_size": 0}):
         with pytest.raises(UserError):
             Wanted(**bad)
     source = make_source(tmp_path / "p", 2)
     silent = open_teacher(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(768, 3)), preprocessing={"image_size": 16})
-    with pytest.raises(UserError, match="one answer per picture"):
+    with pytest.raises(UserError, match="one answer per image"):
         make_store(tmp_path / "s", silent, source, what=("tokens",))
-    with pytest.raises(UserError, match="holds no pictures"):
+    with pytest.raises(UserError, match="holds no images"):
         make_store(tmp_path / "s", make_teacher(), Subset(source, np.arange(0)))
     bad = [spoil(tmp_path / "bad" / name / f"{number}.png") for name in "ab" for number in range(2)]
     bad[1].write_bytes(b"")
-    with pytest.raises(UserError, match=r"None of 2 pictures .*bad/a/0\.png: not a JPEG"):
+    with pytest.raises(UserError, match=r"None of 2 images .*bad/a/0\.png: not a JPEG"):
         make_store(tmp_path / "s", make_teacher(), open_source(str(tmp_path / "bad")))
     lost = open_source(str(make_folder(tmp_path / "q", count=2)))
     for index in range(len(lost)):
         Path(lost.where(index)).unlink()
-    with pytest.raises(UserError, match="None of the 6 pictures"):
+    with pytest.raises(UserError, match="None of the 6 images"):
         make_store(tmp_path / "s", make_teacher(), lost)
 
 
@@ -295,15 +295,15 @@ def test_a_checkpoint_file_of_a_convnet(tmp_path):
 
 
 def test_a_batch_of_several_chunks_is_one_batch(tmp_path, monkeypatch):
-    """Decoded by parts, asked about whole, with unreadable pictures in the middle of either."""
+    """Decoded by parts, asked about whole, with unreadable images in the middle of either."""
     source = make_source(tmp_path / "p", 8)
     for name in ("blue/005.png", "green/000.png"):
-        (tmp_path / "p" / name).write_text(f"{name} is no picture")
+        (tmp_path / "p" / name).write_text(f"{name} is no image")
     teacher, sizes = make_teacher(), []
     maps = type(teacher.network).maps
     teacher.network.maps = lambda images: sizes.append(len(images)) or maps(teacher.network, images)
     one = make_store(tmp_path / "one", teacher, source, shard=20, batch=12)
-    assert sizes == [1, 10, 8, 4]  # one to learn the shapes; 20 pictures and 4 in batches of 12, without the unreadable
+    assert sizes == [1, 10, 8, 4]  # one to learn the shapes; 20 images and 4 in batches of 12, without the unreadable
     monkeypatch.setattr(annotation, "CHUNK", 5)
     for workers in (0, 2):
         annotate(teacher, source, tmp_path / str(workers), Wanted(batch=12), workers=workers, shard=20)
@@ -311,11 +311,11 @@ def test_a_batch_of_several_chunks_is_one_batch(tmp_path, monkeypatch):
     assert one.skipped.tolist() == [5, 8]
 
 
-def test_a_network_that_fails_is_told_before_pictures_are_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(annotation, "shelve", lambda *_: pytest.fail("read pictures"))
+def test_a_network_that_fails_is_told_before_images_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(annotation, "shelve", lambda *_: pytest.fail("read images"))
     strange = open_teacher(make_teacher().network, preprocessing={"image_size": 16})
     strange.network.maps = lambda images: images @ images.new_zeros(5, 5)
-    with pytest.raises(UserError, match=r"fails on a picture of 16 x 16 \(.*\): give another --size") as raised:
+    with pytest.raises(UserError, match=r"fails on an image of 16 x 16 \(.*\): give another --size") as raised:
         annotate(strange, make_source(tmp_path / "p", 1), tmp_path / "s")
     assert "\n" not in str(raised.value)
     assert not (tmp_path / "s").exists()

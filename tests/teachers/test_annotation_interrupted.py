@@ -25,8 +25,8 @@ def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def dies_after(pictures):
-    """A watch that ends the process when so many pictures are annotated."""
+def dies_after(images):
+    """A watch that ends the process when so many images are annotated."""
 
     @contextmanager
     def watch(title, total):
@@ -35,7 +35,7 @@ def dies_after(pictures):
         def advance(count):
             nonlocal done
             done += count
-            if title == "annotating" and done >= pictures:
+            if title == "annotating" and done >= images:
                 die()
 
         yield advance
@@ -123,7 +123,7 @@ def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
                 make_store(tmp_path / "new" / "none", teacher, source)
         assert not (tmp_path / "new").exists()
     monkeypatch.setattr(label_store_writer, "free_space", lambda out: 100)
-    with pytest.raises(UserError, match=r"needs 900 bytes for 30 pictures, and 100 bytes are free"):
+    with pytest.raises(UserError, match=r"needs 900 bytes for 30 images, and 100 bytes are free"):
         make_store(tmp_path / "tight", teacher, source)
 
 
@@ -135,7 +135,7 @@ def test_a_disk_that_fills_while_a_store_is_written(tmp_path):
 
     run(tmp_path / "whole")
     disk = tmp_path / "disk"
-    with small_disk(disk, "40k") as resize:  # a page for each shard: more than its pictures take, which is looked at before
+    with small_disk(disk, "40k") as resize:  # a page for each shard: more than its images take, which is looked at before
         with pytest.raises(UserError, match=f"{AGAIN}, the finished shards are kept"):
             run(disk / "s")
         assert not list(disk.rglob(".*"))
@@ -147,7 +147,7 @@ def test_a_disk_that_fills_while_a_store_is_written(tmp_path):
 
 
 class Broken(torch.nn.Module):
-    """Answers until it is asked about a batch, as a network that does not fit beside so many pictures."""
+    """Answers until it is asked about a batch, as a network that does not fit beside so many images."""
 
     def __init__(self, error):
         super().__init__()

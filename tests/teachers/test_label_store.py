@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.images import make_folder, make_picture
+from tests.images import make_folder, make_image
 from tests.teachers.predictions import make_source, make_store, make_teacher
 from vitrail.data.datasets.lookup import open_source
 from vitrail.data.source import Subset
@@ -20,12 +20,12 @@ NAMES = ["red", "green", "blue", "cyan", "pink", "grey", "black"]
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("store")
-    source = make_source(folder / "pictures")
+    source = make_source(folder / "images")
     teacher = make_teacher(names=NAMES)
     return folder, source, make_store(folder / "few", teacher, source, what=("logits", "tokens", "features"), top_k=3, views=2)
 
 
-def test_rows_follow_the_pictures_wherever_they_lie(place, tmp_path):
+def test_rows_follow_the_images_wherever_they_lie(place, tmp_path):
     _, source, store = place
     assert store.rows(source).tolist() == list(range(36))
     shuffled = Subset(source, np.random.default_rng(0).permutation(36))
@@ -36,16 +36,16 @@ def test_rows_follow_the_pictures_wherever_they_lie(place, tmp_path):
     assert store.rows(open_source(str(tmp_path / "elsewhere"))).tolist() == [35, 34, 33]
 
 
-def test_pictures_that_are_not_there_are_counted_and_the_first_is_named(place, tmp_path):
+def test_images_that_are_not_there_are_counted_and_the_first_is_named(place, tmp_path):
     _, source, store = place
-    make_picture(tmp_path / "new" / "a" / "known.png").write_bytes(source.encoded(0))
+    make_image(tmp_path / "new" / "a" / "known.png").write_bytes(source.encoded(0))
     for name in "xyz":
-        make_picture(tmp_path / "new" / "a" / f"{name}.png", 3)
-    with pytest.raises(UserError, match=r"3 of the 4 pictures of .*x\.png"):
+        make_image(tmp_path / "new" / "a" / f"{name}.png", 3)
+    with pytest.raises(UserError, match=r"3 of the 4 images of .*x\.png"):
         store.rows(open_source(str(tmp_path / "new")))
 
 
-def test_one_bit_of_a_picture_makes_it_another(place, tmp_path):
+def test_one_bit_of_a_image_makes_it_another(place, tmp_path):
     _, source, store = place
     make_folder(tmp_path / "p", count=1)
     content = bytearray(source.encoded(5))

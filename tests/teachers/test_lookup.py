@@ -35,13 +35,13 @@ def plain():
 
 
 @pytest.mark.parametrize("folder", [False, True])
-def test_a_vitrail_artefact_or_the_folder_of_its_run(folder, tmp_path):
+def test_a_vitrail_artifact_or_the_folder_of_its_run(folder, tmp_path):
     model = little()
     vitrail.save(model, tmp_path / "best.safetensors")
     teacher = open_teacher(str(tmp_path if folder else tmp_path / "best.safetensors"), device="cpu")
-    pictures = torch.randn(2, 3, *model.architecture.image_size)
+    images = torch.randn(2, 3, *model.architecture.image_size)
     with torch.no_grad():
-        torch.testing.assert_close(teacher(pictures), model(pictures))
+        torch.testing.assert_close(teacher(images), model(images))
     assert (teacher.classes, teacher.class_names, teacher.preprocessing) == (5, model.class_names, model.preprocessing)
     assert teacher.name == "deit_tiny_patch16"
 
@@ -50,21 +50,21 @@ def test_a_released_vision_transformer(tmp_path):
     model = build(structures()["deit_tiny_patch16"].replace(width=192, heads=3, image_size=(16, 16), patch_size=4)).eval()
     vitrail.save(model, tmp_path / "deit.pth", "deit")
     teacher = open_teacher(tmp_path / "deit.pth", classes=list("abcde"))
-    pictures = torch.randn(2, 3, 16, 16)
+    images = torch.randn(2, 3, 16, 16)
     with torch.no_grad():
-        torch.testing.assert_close(teacher(pictures), model(pictures))
+        torch.testing.assert_close(teacher(images), model(images))
     assert teacher.class_names == list("abcde")
 
 
 def test_a_module_with_its_preprocessing():
     module = plain()
     teacher = open_teacher(module, preprocessing=HALF)
-    pictures = torch.randn(2, 3, 8, 8)
-    torch.testing.assert_close(teacher(pictures), module(pictures).detach())
+    images = torch.randn(2, 3, 8, 8)
+    torch.testing.assert_close(teacher(images), module(images).detach())
     assert (teacher.classes, teacher.class_names, teacher.preprocessing) == (4, None, HALF)
     for ask in (teacher.dense, teacher.features):
         with pytest.raises(vitrail.UserError, match="take a convnet or a Vitrail model"):
-            ask(pictures)
+            ask(images)
 
 
 def test_a_module_of_transformers():
@@ -72,8 +72,8 @@ def test_a_module_of_transformers():
     module = transformers.ResNetForImageClassification(config)
     teacher = open_teacher(module, preprocessing=HALF)
     assert teacher.classes == 7
-    pictures = torch.randn(2, 3, 16, 16)
-    torch.testing.assert_close(teacher(pictures), module.eval()(pictures).logits)
+    images = torch.randn(2, 3, 16, 16)
+    torch.testing.assert_close(teacher(images), module.eval()(images).logits)
 
 
 def test_preprocessing_in_the_units_of_others():
@@ -117,7 +117,7 @@ def test_what_a_kind_says_is_kept(tmp_path):
         opened(mean=[103.939, 116.779, 123.68])
 
 
-def test_pictures_that_a_resnet_cannot_have_seen(tmp_path):
+def test_images_that_a_resnet_cannot_have_seen(tmp_path):
     """A batch norm that has seen values to 255: opened as what it is not, it would guess."""
     network = ResNet(KERAS)
     images = torch.rand(16, 3, 64, 64)
@@ -194,14 +194,14 @@ def test_a_sentence_for_what_makes_no_sense_beside_a_file(text, says, tmp_path):
 
 class Refusing(nn.Module):
     def forward(self, images):
-        raise ValueError("no pictures, please\nreally")
+        raise ValueError("no images, please\nreally")
 
 
 @pytest.mark.parametrize(
     ("what", "options", "says"),
     [
         ("nowhere.pth", {}, "no file nowhere.pth"),
-        (plain(), {}, "Say how a module's pictures are prepared"),
+        (plain(), {}, "Say how a module's images are prepared"),
         (plain(), {"preprocessing": HALF, "classes": list("abc")}, "has 4 classes, but 3 were named"),
         (plain(), {"preprocessing": HALF, "classes": 5}, "has 4 classes, but 5"),
         (plain(), {"preprocessing": HALF, "kind": "densenet"}, "'densenet' is no kind of teacher"),
@@ -214,7 +214,7 @@ class Refusing(nn.Module):
         (plain(), {"preprocessing": {"range": 0, "mean": [1, 2, 3]}}, "range"),
         (plain(), {"preprocessing": HALF, "device": "abacus"}, "abacus"),
         (nn.Conv2d(3, 4, 3), {"preprocessing": HALF}, "not two rows of logits"),
-        (Refusing(), {"preprocessing": HALF}, r"fails on pictures of .* \(no pictures, please\)"),
+        (Refusing(), {"preprocessing": HALF}, r"fails on images of .* \(no images, please\)"),
         ("timm:resnet50@nowhere.pth", {}, "no file nowhere.pth|needs timm"),
     ],
 )
@@ -275,8 +275,8 @@ def test_timm_by_name_with_the_weights_of_a_file(tmp_path, monkeypatch):
     torch.save({"state_dict": module.state_dict()}, tmp_path / "it.pth")
     teacher = open_teacher(f"timm:dm_nfnet_f6@{tmp_path / 'it.pth'}", classes=list("abcd"))
     assert asked == [("dm_nfnet_f6", {"pretrained": False, "num_classes": 4})]
-    pictures = torch.randn(2, 3, 8, 12)
-    torch.testing.assert_close(teacher(pictures), module(pictures).detach())
+    images = torch.randn(2, 3, 8, 12)
+    torch.testing.assert_close(teacher(images), module(images).detach())
     assert teacher.preprocessing == Preprocessing((8, 12), 0.9, "shorter", "bilinear", (0.5,) * 3, (0.25,) * 3)
     with pytest.raises(vitrail.UserError, match="4 classes, but 3"):
         open_teacher("timm:dm_nfnet_f6", classes=3)
@@ -308,21 +308,21 @@ def test_timms_own_models(name, tmp_path):
     module = timm.create_model(name, num_classes=7).eval()
     torch.save(module.state_dict(), tmp_path / "it.pth")
     teacher = open_teacher(f"timm:{name}@{tmp_path / 'it.pth'}", classes=7)
-    pictures = torch.randn(2, 3, 224, 224)
+    images = torch.randn(2, 3, 224, 224)
     with torch.no_grad():
-        expected = module(pictures)
-    torch.testing.assert_close(teacher(pictures), expected, rtol=1e-4, atol=1e-4)
-    dense = teacher.dense(pictures)
+        expected = module(images)
+    torch.testing.assert_close(teacher(images), expected, rtol=1e-4, atol=1e-4)
+    dense = teacher.dense(images)
     assert dense.shape[:2] == (2, 7)
-    assert teacher.features(pictures).shape[0] == 2
+    assert teacher.features(images).shape[0] == 2
     if name in ("resnet18", "regnety_002"):
         torch.testing.assert_close(dense.mean((2, 3)), expected, rtol=1e-3, atol=1e-4)
-        torch.testing.assert_close(open_teacher(tmp_path / "it.pth").dense(pictures), dense, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(open_teacher(tmp_path / "it.pth").dense(images), dense, rtol=1e-3, atol=1e-4)
 
 
 def test_onnxruntime_is_not_needed_until_it_is(tmp_path, monkeypatch):
     (tmp_path / "it.onnx").write_bytes(b"x")
-    with pytest.raises(vitrail.UserError, match="does not say how its pictures are prepared"):
+    with pytest.raises(vitrail.UserError, match="does not say how its images are prepared"):
         open_teacher(tmp_path / "it.onnx")
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.raises(vitrail.UserError, match="pip install onnxruntime"):
@@ -350,8 +350,8 @@ def test_an_onnx_file(shape, tmp_path):
     onnx.save(model, tmp_path / "it.onnx")
     teacher = open_teacher(tmp_path / "it.onnx", preprocessing=HALF, classes=list("abcd"))
     assert teacher.size == ((8, 8) if shape[2] == 8 else None)
-    pictures = torch.randn(5, 3, 8, 8)
-    torch.testing.assert_close(teacher(pictures), pictures.mean((2, 3)) @ torch.from_numpy(weight), rtol=1e-4, atol=1e-5)
+    images = torch.randn(5, 3, 8, 8)
+    torch.testing.assert_close(teacher(images), images.mean((2, 3)) @ torch.from_numpy(weight), rtol=1e-4, atol=1e-5)
     (tmp_path / "bad.onnx").write_bytes(pickle.dumps(b"no graph"))
     with pytest.raises(vitrail.UserError, match="cannot be opened as an ONNX file"):
         open_teacher(tmp_path / "bad.onnx", preprocessing=HALF)

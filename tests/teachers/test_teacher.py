@@ -29,16 +29,16 @@ class Little(ConvNet):
         return self.fc
 
 
-def normalised(pixels, mean, std):
+def normalized(pixels, mean, std):
     return (pixels - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
 
 
-def test_it_sees_the_students_view_in_its_own_colours():
+def test_it_sees_the_students_view_in_its_own_colors():
     teacher = Teacher(Little(), HALF, 4)
     pixels = torch.rand(2, 3, 8, 8)
-    seen = teacher.see(normalised(pixels, *STUDENT), *STUDENT)
-    torch.testing.assert_close(seen, normalised(pixels, HALF.mean, HALF.std))
-    torch.testing.assert_close(teacher(normalised(pixels, *STUDENT), *STUDENT), teacher(normalised(pixels, HALF.mean, HALF.std)))
+    seen = teacher.see(normalized(pixels, *STUDENT), *STUDENT)
+    torch.testing.assert_close(seen, normalized(pixels, HALF.mean, HALF.std))
+    torch.testing.assert_close(teacher(normalized(pixels, *STUDENT), *STUDENT), teacher(normalized(pixels, HALF.mean, HALF.std)))
     own = torch.randn(2, 3, 8, 8)
     assert teacher.see(own) is own
 
@@ -48,18 +48,18 @@ def test_blue_first():
     pixels = torch.rand(1, 3, 4, 4)
     torch.testing.assert_close(teacher.see(pixels), pixels[:, [2, 1, 0]])
     torch.testing.assert_close(
-        teacher.see(normalised(pixels, *STUDENT), *STUDENT), normalised(pixels, HALF.mean, HALF.std)[:, [2, 1, 0]]
+        teacher.see(normalized(pixels, *STUDENT), *STUDENT), normalized(pixels, HALF.mean, HALF.std)[:, [2, 1, 0]]
     )
 
 
 def test_the_size_is_the_students_unless_said_otherwise():
     teacher = Teacher(Little(), HALF, 4)
-    pictures = torch.randn(2, 3, 20, 12)
-    assert teacher.see(pictures).shape == (2, 3, 20, 12)
+    images = torch.randn(2, 3, 20, 12)
+    assert teacher.see(images).shape == (2, 3, 20, 12)
     teacher = Teacher(Little(), HALF, 4, size=8)
-    assert teacher.see(pictures).shape == (2, 3, 8, 8)
+    assert teacher.see(images).shape == (2, 3, 8, 8)
     flat = torch.full((1, 3, 30, 30), 0.25)
-    torch.testing.assert_close(teacher.see(flat), flat[:, :, :8, :8])  # a resized plain picture is as plain
+    torch.testing.assert_close(teacher.see(flat), flat[:, :, :8, :8])  # a resized plain image is as plain
 
 
 def test_it_is_frozen_and_stays_in_evaluation_mode():
@@ -68,51 +68,51 @@ def test_it_is_frozen_and_stays_in_evaluation_mode():
     assert around.training
     assert not any(module.training for module in teacher.modules())
     assert not any(parameter.requires_grad for parameter in teacher.parameters())
-    pictures = torch.randn(2, 3, 8, 8)
-    assert torch.equal(teacher(pictures), teacher(pictures))
+    images = torch.randn(2, 3, 8, 8)
+    assert torch.equal(teacher(images), teacher(images))
 
 
 @pytest.mark.parametrize("ask", ["forward", "dense", "features"])
 def test_its_answers_are_targets_of_losses(ask):
     teacher = Teacher(Little(), HALF, 4)
-    pictures = torch.randn(2, 3, 8, 8, requires_grad=True)
-    target = getattr(teacher, ask)(pictures)
+    images = torch.randn(2, 3, 8, 8, requires_grad=True)
+    target = getattr(teacher, ask)(images)
     assert not target.requires_grad
     student = torch.randn_like(target, requires_grad=True)
     nn.functional.cross_entropy(student, target.softmax(1)).backward()
     assert student.grad is not None
-    assert pictures.grad is None
+    assert images.grad is None
 
 
 def test_half_precision_around_it_does_not_reach_it():
     teacher = Teacher(Little(), HALF, 4)
-    pictures = torch.randn(2, 3, 8, 8)
-    plain = teacher(pictures)
+    images = torch.randn(2, 3, 8, 8)
+    plain = teacher(images)
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(teacher(pictures), plain)
+        assert torch.equal(teacher(images), plain)
     assert plain.dtype == torch.float32
 
 
 def test_the_mean_of_dense_logits_is_the_logits_of_a_convnet():
     teacher = Teacher(RegNet(RegNetPlan((1, 1), (8, 16), 8, 8, classes=5)), HALF, 5)
-    pictures = torch.randn(2, 3, 40, 64)
-    dense = teacher.dense(pictures)
+    images = torch.randn(2, 3, 40, 64)
+    dense = teacher.dense(images)
     assert dense.shape == (2, 5, 5, 8)
-    torch.testing.assert_close(dense.mean((2, 3)), teacher(pictures), rtol=1e-4, atol=1e-5)
-    assert teacher.features(pictures).shape == (2, 16)
+    torch.testing.assert_close(dense.mean((2, 3)), teacher(images), rtol=1e-4, atol=1e-5)
+    assert teacher.features(images).shape == (2, 16)
 
 
 @pytest.mark.parametrize(
-    ("pictures", "colours", "says"),
+    ("images", "colors", "says"),
     [
         (torch.zeros(3, 8, 8), (), r"\[B, 3, height, width\]"),
         (torch.zeros(2, 1, 8, 8), (), r"not \[2, 1, 8, 8\]"),
         (torch.zeros(2, 3, 8, 8), ((0.5,), (0.5,)), "3 numbers each, not 1 and 1"),
     ],
 )
-def test_wrong_pictures_get_a_sentence(pictures, colours, says):
+def test_wrong_images_get_a_sentence(images, colors, says):
     with pytest.raises(vitrail.UserError, match=says):
-        Teacher(Little(), HALF, 4)(pictures, *colours)
+        Teacher(Little(), HALF, 4)(images, *colors)
 
 
 @pytest.mark.parametrize("name", structures())
@@ -122,23 +122,23 @@ def test_every_vitrail_model_teaches(name):
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.1)
     teacher = open_teacher(model)
-    pictures = torch.randn(2, 3, *architecture.image_size)
+    images = torch.randn(2, 3, *architecture.image_size)
     with torch.no_grad():
-        torch.testing.assert_close(teacher(pictures), model(pictures))
-    if architecture.readout == "per_class":
+        torch.testing.assert_close(teacher(images), model(images))
+    if architecture.pooling == "per_class":
         for ask in (teacher.dense, teacher.features):
             with pytest.raises(vitrail.UserError, match="one query per class"):
-                ask(pictures)
+                ask(images)
         return
-    dense = teacher.dense(pictures)
+    dense = teacher.dense(images)
     assert dense.shape == (2, architecture.classes, *model.grid)
-    assert teacher.features(pictures).shape[0] == 2
-    plain = architecture.readout == "mean" and not (architecture.pool_norm or architecture.pre_logits or architecture.dense_head)
+    assert teacher.features(images).shape[0] == 2
+    plain = architecture.pooling == "mean" and not (architecture.pool_norm or architecture.pre_logits or architecture.dense_head)
     if plain:
-        torch.testing.assert_close(dense.mean((2, 3)), teacher(pictures), rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(dense.mean((2, 3)), teacher(images), rtol=1e-3, atol=1e-4)
     if architecture.dense_head:
         with torch.no_grad():
-            expected = model.outputs(pictures).dense
+            expected = model.outputs(images).dense
         torch.testing.assert_close(dense.flatten(2).transpose(1, 2), expected)
     if teacher.size is None:
         larger = torch.randn(1, 3, *(2 * side for side in architecture.image_size))
@@ -152,16 +152,16 @@ def test_a_distilled_model_answers_at_patches_with_both_heads():
     model = build(structures()["deit_tiny_distilled_patch16"]).eval()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.1)
-    pictures = torch.randn(1, 3, *model.architecture.image_size)
-    tokens = model.features(pictures).tokens
+    images = torch.randn(1, 3, *model.architecture.image_size)
+    tokens = model.features(images).tokens
     expected = (model.head(tokens) + model.head_distillation(tokens)) / 2
-    torch.testing.assert_close(open_teacher(model).dense(pictures).flatten(2), expected.transpose(1, 2).detach())
+    torch.testing.assert_close(open_teacher(model).dense(images).flatten(2), expected.transpose(1, 2).detach())
 
 
-def together_and_apart(teacher, pictures, what):
+def together_and_apart(teacher, images, what):
     """Both of them; the network may be asked once for the first."""
     asked = {"logits": teacher, "tokens": teacher.dense, "features": teacher.features}
-    return teacher.answers(pictures, what), {name: asked[name](pictures) for name in what}
+    return teacher.answers(images, what), {name: asked[name](images) for name in what}
 
 
 @pytest.mark.parametrize("name", ["deit_tiny_patch16", "deit_tiny_distilled_patch16", "lvvit_t", "cait_xxs24", "resmlp_s12"])
@@ -171,8 +171,8 @@ def test_several_answers_of_a_model_in_one_pass(name):
         nn.init.normal_(parameter, std=0.1)
     runs = []
     model.stem.register_forward_hook(lambda *_: runs.append(1))
-    pictures = torch.randn(2, 3, *model.architecture.image_size)
-    together, apart = together_and_apart(open_teacher(model), pictures, ("logits", "tokens", "features"))
+    images = torch.randn(2, 3, *model.architecture.image_size)
+    together, apart = together_and_apart(open_teacher(model), images, ("logits", "tokens", "features"))
     assert len(runs) == 1 + 3
     assert all(torch.equal(together[key], apart[key]) for key in apart)
 
@@ -183,7 +183,7 @@ class Patches(nn.Module):
 
 
 class TimmLike(nn.Module):
-    """timm's manners: convnets with a norm before the classifier, channels last, tokens of which two are special."""
+    """timm's manners: convnets with a norm before the classifier, channels last, tokens of which two are prefix."""
 
     num_prefix_tokens = 2
 
@@ -193,12 +193,12 @@ class TimmLike(nn.Module):
         if form == "last":
             self.output_fmt = "NHWC"
         self.proj, self.norm, self.fc = nn.Conv2d(3, 6, 4, 4), nn.LayerNorm(6), nn.Linear(6, 4)
-        self.special = nn.Parameter(torch.randn(1, 2, 6))
+        self.prefix = nn.Parameter(torch.randn(1, 2, 6))
 
     def forward_features(self, x):
         maps = self.proj(x)
         if self.form == "tokens":
-            return torch.cat([self.special.expand(len(x), -1, -1), maps.flatten(2).transpose(1, 2)], 1)
+            return torch.cat([self.prefix.expand(len(x), -1, -1), maps.flatten(2).transpose(1, 2)], 1)
         return maps.movedim(1, -1) if self.form == "last" else maps
 
     def forward_head(self, x, pre_logits=False):
@@ -214,11 +214,11 @@ def test_modules_in_timms_manner(form):
     module = TimmLike(form)
     teacher = open_teacher(module, preprocessing=HALF, classes=list("abcd"))
     assert isinstance(teacher.network, Timm)
-    pictures = torch.randn(2, 3, 8, 12)
-    torch.testing.assert_close(teacher(pictures), module(pictures).detach())
-    assert teacher.features(pictures).shape == (2, 6)
-    maps = module.proj(pictures).movedim(1, -1)
+    images = torch.randn(2, 3, 8, 12)
+    torch.testing.assert_close(teacher(images), module(images).detach())
+    assert teacher.features(images).shape == (2, 6)
+    maps = module.proj(images).movedim(1, -1)
     expected = module.fc(module.norm(maps)).movedim(-1, 1).detach()
-    torch.testing.assert_close(teacher.dense(pictures), expected)
-    together, apart = together_and_apart(teacher, pictures, ("logits", "tokens", "features"))
+    torch.testing.assert_close(teacher.dense(images), expected)
+    together, apart = together_and_apart(teacher, images, ("logits", "tokens", "features"))
     assert all(torch.equal(together[name], apart[name]) for name in apart)

@@ -31,13 +31,13 @@ def test_published_maps_become_a_store(workers, tmp_path):
     source = make_source(tmp_path / "p", 5)
     made = write_maps(tmp_path / "maps", source)
     result = import_published(tmp_path / "maps", source, tmp_path / "s", 1000, workers, shard=4)
-    assert (result.pictures, result.shards) == (15, 4)
+    assert (result.images, result.shards) == (15, 4)
     store = Store.open(tmp_path / "s")
     rows = store.rows(source)
     values, classes = store.tokens(rows)
     assert torch.equal(values, torch.stack([each for each, _ in made]))
     assert torch.equal(classes, torch.stack([each for _, each in made]))
-    assert (store.covers, store.grid, store.classes, store.what, store.class_names) == ("centre", (6, 6), 1000, ["tokens"], None)
+    assert (store.covers, store.grid, store.classes, store.what, store.class_names) == ("center", (6, 6), 1000, ["tokens"], None)
     assert store.dense_targets(rows[:2]).shape == (2, 1000, 6, 6)
     with pytest.raises(UserError, match="zero or drop"):
         store.dense_targets(rows[:2], outside="spread")
@@ -107,7 +107,7 @@ def test_what_does_not_belong_together(tmp_path):
     write_maps(tmp_path / "maps", source)
     out = tmp_path / "s"
     (tmp_path / "maps" / "green" / "001.pt").unlink()
-    with pytest.raises(UserError, match=r"no label map for 1 of 6 pictures; the first, .*green/001\.png"):
+    with pytest.raises(UserError, match=r"no label map for 1 of 6 images; the first, .*green/001\.png"):
         import_published(tmp_path / "maps", source, out, 1000, 0)
     torch.save(torch.zeros(2, 5, 7, 7), tmp_path / "maps" / "green" / "001.pt")
     with pytest.raises(UserError, match="maps of one size"):

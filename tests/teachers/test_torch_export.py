@@ -29,8 +29,8 @@ def test_a_program_for_any_size(program):
     teacher = open_teacher(path, preprocessing=HALF, classes=list("abcd"), device="cpu")
     assert teacher.size is None
     for shape in ((5, 3, 8, 8), (1, 3, 30, 20)):
-        pictures = torch.randn(*shape)
-        torch.testing.assert_close(teacher(pictures), module(pictures).detach())
+        images = torch.randn(*shape)
+        torch.testing.assert_close(teacher(images), module(images).detach())
     teacher.train()
     assert not any(parameter.requires_grad for parameter in teacher.parameters())
 
@@ -40,8 +40,8 @@ def test_a_program_for_one_size_and_number(tmp_path):
     torch.export.save(torch.export.export(module, (torch.randn(2, 3, 8, 8),)), path)
     teacher = open_teacher(path, preprocessing=HALF)
     assert (teacher.size, teacher.classes) == ((8, 8), 4)
-    pictures = torch.randn(5, 3, 8, 8)
-    torch.testing.assert_close(teacher(pictures), module(pictures).detach())
+    images = torch.randn(5, 3, 8, 8)
+    torch.testing.assert_close(teacher(images), module(images).detach())
     assert teacher(torch.randn(1, 3, 20, 20)).shape == (1, 4)
     with pytest.raises(vitrail.UserError, match="8 x 8 alone"):
         open_teacher(path, preprocessing=HALF, size=16)

@@ -10,10 +10,10 @@ import sys
 
 from vitrail.cli.main import main
 from vitrail.errors import UserError
-from vitrail.training.trainer import Training
+from vitrail.training.trainer import Trainer
 
 kind, _, number = sys.argv.pop(1).partition(":")
-whole_step = Training._step
+whole_step = Trainer._step
 
 
 def step(self, next_batch):
@@ -25,5 +25,5 @@ def step(self, next_batch):
     whole_step(self, next_batch)
 
 
-Training._step = step
+Trainer._step = step
 main()

@@ -1,6 +1,6 @@
 """Miniatures of every recipe and the first losses they gave: `python -m tests.training.golden_losses` writes them again.
 
-A miniature is a recipe with a tiny network of the same structure, 16 pictures a step and 32 digits, so that an epoch has two
+A miniature is a recipe with a tiny network of the same structure, 16 images a step and 32 digits, so that an epoch has two
 steps and twenty steps see the warm-up and what comes after it. Recipes whose miniatures are alike share one list of losses.
 
 Where a recipe wants a teacher, an untrained network with strong opinions is asked; where it wants labels of patches, it gets the
@@ -35,10 +35,10 @@ from vitrail.teachers.annotation import Wanted, annotate
 from vitrail.teachers.lookup import open_teacher
 from vitrail.training.distributed import Devices
 from vitrail.training.throughput import Speed
-from vitrail.training.trainer import Options, Training
+from vitrail.training.trainer import Options, Trainer
 
 FILE = Path(__file__).with_suffix(".json")
-STEPS, BATCH, PICTURES = 20, 16, 32
+STEPS, BATCH, IMAGES = 20, 16, 32
 WARMUP = 10  # steps, of a warm-up that a recipe gives in steps: thousands of them would never be passed here
 # What no loss of the training depends on when it starts from scratch.
 NO_MATTER = (
@@ -46,9 +46,9 @@ NO_MATTER = (
     "about",
     "average",
     "testing",
-    "start.after",
-    "start.weights",
-    "start.zero_head",
+    "init.pretrained_recipe",
+    "init.weights",
+    "init.zero_head",
     "architecture.dense_weight",
 )
 SURE = 1.0  # deviation of the teacher's classifier, which would start at zero
@@ -60,7 +60,7 @@ def shrink(a: Architecture) -> Architecture:
         "width": 32,
         "depth": min(a.depth, 2),
         "heads": min(a.heads, 2),
-        "readout_heads": min(a.readout_heads, 2),
+        "pooling_heads": min(a.pooling_heads, 2),
         "pre_logits": min(a.pre_logits, 32),
         "patch_size": 4,
         "image_size": (16, 16),
@@ -73,7 +73,7 @@ def shrink(a: Architecture) -> Architecture:
         changes |= {"patch_size": 16, "image_size": (32, 32), "stem_strides": a.stem_strides}
     if a.stem == "local_transformer":
         changes["patch_size"] = 8
-    if a.stem == "resnet":  # the stages after the first halve the picture, so that fewer of them leave more of it
+    if a.stem == "resnet":  # the stages after the first halve the image, so that fewer of them leave more of it
         changes |= {"stem_width": 32, "stem_layers": (1, 1), "patch_size": 8, "image_size": (32, 32)}
     if a.stem == "resnet_features":
         changes |= {"stem_width": 32, "stem_layers": (1, 1), "patch_size": 8, "image_size": (32, 32), "width": 256}
@@ -87,23 +87,23 @@ def miniature(recipe: Recipe) -> Recipe:
     changes: dict[str, Any] = {
         "name": f"a little {recipe.name}",
         "model": "vit_base_patch16",  # of which every field is replaced: the same network is the same whatever it was called
-        "batch": BATCH,
+        "batch_size": BATCH,
         "precision": "fp32",
-        "augmentation.size": size,
-        "start.weights": "",
-        "start.after": "",
+        "augmentation.image_size": size,
+        "init.weights": "",
+        "init.pretrained_recipe": "",
     }
     # The rate stays what it is at the recipe's own batch.
-    changes["optimiser.rate_batch"] = round(recipe.optimiser.rate_batch * BATCH / recipe.batch)
-    warmup, unit = parse_span(recipe.schedule.warmup)
-    if unit == "step":
+    changes["optimizer.lr_batch_size"] = round(recipe.optimizer.lr_batch_size * BATCH / recipe.batch_size)
+    warmup, micro_batch = parse_span(recipe.schedule.warmup)
+    if micro_batch == "step":
         changes["schedule.warmup"] = f"{WARMUP} steps"
-        length, unit = parse_span(recipe.schedule.length)
-        if unit == "step":
+        length, micro_batch = parse_span(recipe.schedule.length)
+        if micro_batch == "step":
             changes["schedule.length"] = f"{round(length * WARMUP / warmup)} steps"
     changes |= {f"architecture.{field}": value for field, value in small.items()}
     little = recipe.set(changes)
-    assert abs(little.rate / recipe.rate - 1) < 1e-9, recipe.name
+    assert abs(little.lr / recipe.lr - 1) < 1e-9, recipe.name
     return little
 
 
@@ -129,7 +129,7 @@ def miniatures() -> tuple[dict[str, str], dict[str, Recipe]]:
 
 @cache
 def digits() -> Feed:
-    return Feed(Subset(open_splits("digits").train, np.arange(PICTURES)), workers=0, say=lambda sentence: None)
+    return Feed(Subset(open_splits("digits").train, np.arange(IMAGES)), workers=0, say=lambda sentence: None)
 
 
 @cache
@@ -149,7 +149,7 @@ def teacher() -> str:
     """A file with a network that is as sure of its answers as a trained one."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        model = create("house_mini", len(digits().source.classes), 16, width=32, depth=1)
+        model = create("vitrail_mini", len(digits().source.classes), 16, width=32, depth=1)
         model.head.weight.normal_(0.0, SURE)
     path = Path(beside().name, "teacher.safetensors")
     vitrail.save(model, path)
@@ -169,8 +169,8 @@ def guided(little: Recipe) -> Recipe:
     changes = {}
     if little.distillation.kind != "none":
         changes["distillation.teacher"] = teacher()
-    if little.tokens.weight > 0 or little.tokens.target != "truth":
-        changes["tokens.labels"] = labels()
+    if little.token_labels.weight > 0 or little.token_labels.target != "labels":
+        changes["token_labels.store"] = labels()
     return little.set(changes)
 
 
@@ -193,7 +193,7 @@ class Losses:
 def first_losses(little: Recipe) -> list[float]:
     little, feed, devices, losses = guided(little), digits(), Devices(torch.device("cpu")), Losses()
     model = build(little, feed.source)
-    training = Training(little, model, devices, feed, feed, Path("nowhere"), Options(log_steps=1))
+    training = Trainer(little, model, devices, feed, feed, Path("nowhere"), Options(log_steps=1))
     training.total = training.test_every = STEPS + 1
     display = Display(STEPS, training.order.steps, BATCH, console=Console(quiet=True))
     with contextlib.suppress(Enough):

@@ -24,37 +24,39 @@ SEEDS = 6
 WIDTH = 4.0  # deviations on either side of the mean
 
 
-class Training(NamedTuple):
+class Trainer(NamedTuple):
     source: str
     recipe: str
     changes: dict[str, Any]
 
 
 TRAININGS = {
-    "digits": Training(
+    "digits": Trainer(
         "digits",
         "laptop",
         {
             "precision": "fp32",  # on every machine
             "schedule.length": "14 epochs",
-            "testing.every": "14 epochs",
+            "validation.every": "14 epochs",
             "mixing.mixup": 0.2,
             "mixing.cutmix": 0.5,
-            "average.decay": 0.95,
-            "average.report": True,
-            "average.ramp": True,
-            "augmentation.erasing": 0.1,
+            "ema.decay": 0.95,
+            "ema.evaluate": True,
+            "ema.warmup": True,
+            "augmentation.random_erasing": 0.1,
             "architecture.drop_path": 0.05,
         },
     ),
-    "pets": Training(
-        "pets", "finetune", SHARED | ADAPTED | {"schedule.length": "1 epochs", "testing.every": "1 epochs", "mixing.mixup": 0.1}
+    "pets": Trainer(
+        "pets",
+        "finetune",
+        SHARED | ADAPTED | {"schedule.length": "1 epochs", "validation.every": "1 epochs", "mixing.mixup": 0.1},
     ),
 }
 
 
 class Reached(NamedTuple):
-    """Of the last weights: top-1 on the test pictures, loss on the validation pictures."""
+    """Of the last weights: top-1 on the test images, loss on the validation images."""
 
     top1: float
     loss: float

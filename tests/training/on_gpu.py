@@ -3,7 +3,7 @@ matter of the next.
 
     python -m tests.training.on_gpu plain FOLDER
 
-FOLDER/NAME.pt gets the weights and the statistics of each training, and which pictures it has seen.
+FOLDER/NAME.pt gets the weights and the statistics of each training, and which images it has seen.
 """
 
 import sys
@@ -25,9 +25,9 @@ BUSY = CHANGES | {
     "architecture.stem": "tower",
     "architecture.stem_kernels": [3, 3, 4],
     "architecture.stem_strides": [1, 1, TINY.architecture.get("patch_size", 4)],
-    "average.decay": 0.9,
+    "ema.decay": 0.9,
 }
-STILL = {"optimiser.rate": 0.0}
+STILL = {"optimizer.lr": 0.0}
 
 
 def keep(folder, name, training):
@@ -39,9 +39,9 @@ def keep(folder, name, training):
     torch.save({"weights": weights, "statistics": statistics, "seen": training.seen}, folder / f"{name}.pt")
 
 
-def here(units):
+def here(micro_batches):
     """This device alone; without one a processor, which compiles nothing, to try these functions out."""
-    return Devices(choose_device(None), units=units)
+    return Devices(choose_device(None), micro_batches=micro_batches)
 
 
 def compiled(**more):
@@ -69,7 +69,7 @@ def processes(folder, sharding):
         assert found == [{"step": 3}]
         options = compiled(sharding=sharding, save_steps=5)
         whole = trained(folder / "whole", here(2), CHANGES, options)
-        assert whole.best["pictures"] == 142
+        assert whole.best["images"] == 142
         keep(folder, "whole", whole)
         trained(folder / "part", here(2), CHANGES, options, until=5)
         resumed = trained(folder / "part", here(2), CHANGES, options)
@@ -101,7 +101,7 @@ def by_graphs(place, **more):
 
 
 def uncaptured(folder):
-    trainer.Training._may_capture = lambda training: False
+    trainer.Trainer._may_capture = lambda training: False
     keep(folder, "uncaptured", trained(folder / "uncaptured", here(1), BUSY, compiled()))
     keep(folder, "start", trained(folder / "start", here(1), BUSY | STILL, until=1))
 

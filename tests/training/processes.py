@@ -20,54 +20,58 @@ from vitrail.runs.prepare import build
 from vitrail.training.distributed import Devices
 from vitrail.training.metrics import Metrics
 from vitrail.training.throughput import Speed
-from vitrail.training.trainer import Options, Training
+from vitrail.training.trainer import Options, Trainer
 from vitrail.training.training_state import load_state
 
 ROOT = Path(__file__).parents[2]
-TINY = Recipe(name="tiny", model="deit_tiny_patch16", batch=16, precision="fp32").set(
+TINY = Recipe(name="tiny", model="deit_tiny_patch16", batch_size=16, precision="fp32").set(
     {
         "architecture.width": 32,
         "architecture.depth": 2,
         "architecture.heads": 2,
         "architecture.patch_size": 4,
         "architecture.drop_path": 0.3,
-        "augmentation.size": [8, 8],
+        "augmentation.image_size": [8, 8],
         "augmentation.scale": [0.5, 1.0],
         "data.repeats": 2,
         "mixing.mixup": 0.8,
         "mixing.cutmix": 1.0,
-        "objective.smoothing": 0.1,
+        "loss.label_smoothing": 0.1,
         # Larger than the gradients that are nothing but rounding (those of key biases), which Adam would blow up to full steps.
-        "optimiser.eps": 1e-5,
-        "optimiser.rate": 3e-3,
-        "optimiser.clip": 0.5,
-        "average.decay": 0.9,
-        "average.report": True,
+        "optimizer.eps": 1e-5,
+        "optimizer.lr": 3e-3,
+        "optimizer.clip_grad_norm": 0.5,
+        "ema.decay": 0.9,
+        "ema.evaluate": True,
         "schedule.length": "20 steps",
         "schedule.warmup": "5 steps",
-        "testing.every": "10 steps",
-        "testing.crop_ratio": 1.0,
+        "validation.every": "10 steps",
+        "validation.crop_ratio": 1.0,
     }
 )
 # In the blocks, where they are computed twice with `recompute`, and in the stem.
-BATCH_NORMS = {"model": "house_mini", "architecture.width": 16, "architecture.norm": "batch"}
-DENSE = {"model": "lvvit_t", "augmentation.size": [16, 16], "architecture.patch_size": 16}  # its dense head gets no gradient
+BATCH_NORMS = {"model": "vitrail_mini", "architecture.width": 16, "architecture.norm": "batch"}
+DENSE = {
+    "model": "lvvit_t",
+    "augmentation.image_size": [16, 16],
+    "architecture.patch_size": 16,
+}  # its dense head gets no gradient
 
 
-class Recorded(Training):
-    """Notes which pictures every unit has seen; `poison` is a step at which the last unit's pictures are no numbers."""
+class Recorded(Trainer):
+    """Notes which images every unit has seen; `poison` is a step at which the last unit's images are no numbers."""
 
     poison = -1
 
-    def prepare(self, batch, step, unit):
-        self.__dict__.setdefault("seen", {})[step, unit] = (batch.index.tolist(), batch.repeat.tolist())
-        images, targets = super().prepare(batch, step, unit)
-        bad = step == self.poison and unit == self.devices.units - 1
+    def prepare(self, batch, step, micro_batch):
+        self.__dict__.setdefault("seen", {})[step, micro_batch] = (batch.index.tolist(), batch.repeat.tolist())
+        images, targets = super().prepare(batch, step, micro_batch)
+        bad = step == self.poison and micro_batch == self.devices.micro_batches - 1
         return (images * torch.nan if bad else images), targets
 
 
 def prepared(folder, devices, changes=None, options=None, validation=None):
-    """A training on the digits that is ready to run, tested on some of the validation pictures."""
+    """A training on the digits that is ready to run, tested on some of the validation images."""
     recipe = TINY.set(changes or {})
     splits = open_splits("digits")
     feeds = [Feed(part, devices.device, 0) for part in (splits.train, Subset(splits.validation, np.arange(142)[:validation]))]
@@ -90,8 +94,8 @@ def run(training, metrics=None):
     training.run(display, metrics, Speed(training.model, training.devices.device, 1))
 
 
-def alone(units):
-    return Devices(torch.device("cpu"), units=units)
+def alone(micro_batches):
+    return Devices(torch.device("cpu"), micro_batches=micro_batches)
 
 
 def free_port():

@@ -23,16 +23,22 @@ from vitrail.runs.step_timing import Pace
 from vitrail.training import throughput, trainer, training_state
 from vitrail.training.checkpointing import Checkpoints
 from vitrail.training.metrics import FILE, Metrics
-from vitrail.training.trainer import Options, Training
+from vitrail.training.trainer import Options, Trainer
 
-SHORT = {"augmentation.size": [8, 8], "architecture.patch_size": 4, "architecture.width": 16, "architecture.depth": 2}
-SHORT |= {"precision": "fp32", "architecture.heads": 2, "batch": 16, "schedule.length": "22 steps", "testing.every": "8 steps"}
+SHORT = {"augmentation.image_size": [8, 8], "architecture.patch_size": 4, "architecture.width": 16, "architecture.depth": 2}
+SHORT |= {
+    "precision": "fp32",
+    "architecture.heads": 2,
+    "batch_size": 16,
+    "schedule.length": "22 steps",
+    "validation.every": "8 steps",
+}
 # Batch norm, dropout and drop-path, both mixings, a running mean that is reported.
 ADAMW = SHORT | {"architecture.drop_path": 0.2, "architecture.dropout": 0.1, "mixing.mixup": 0.8, "mixing.cutmix": 1.0}
-ADAMW |= {"average.decay": 0.8, "average.report": True, "augmentation.erasing": 0.25, "optimiser.rate": 5e-3}
+ADAMW |= {"ema.decay": 0.8, "ema.evaluate": True, "augmentation.random_erasing": 0.25, "optimizer.lr": 5e-3}
 # Four units a step, binary targets, repeated augmentation, half precision.
-LAMB = SHORT | {"model": "deit_tiny_patch16", "optimiser.kind": "lamb", "objective.loss": "binary", "objective.smoothing": 0}
-LAMB |= {"precision": "bf16", "data.repeats": 3, "mixing.mixup": 0.8, "architecture.drop_path": 0.1, "optimiser.rate": 0.02}
+LAMB = SHORT | {"model": "deit_tiny_patch16", "optimizer.kind": "lamb", "loss.kind": "binary", "loss.label_smoothing": 0}
+LAMB |= {"precision": "bf16", "data.repeats": 3, "mixing.mixup": 0.8, "architecture.drop_path": 0.1, "optimizer.lr": 0.02}
 OPTIONS = Options(save_steps=4, log_steps=3)
 # What takes longer than such a training and has tests of its own.
 EASY = [(owner, "cost", cache(cost)) for owner in (run_directory, memory, throughput)]
@@ -40,8 +46,8 @@ EASY += [(train, "rehearse", lambda *_: Pace(0.01))]
 EASY += [(finish, "write_report", lambda folder: None), (finish, "look_again", lambda *_: {})]
 
 
-def begin(folder, changes, options=OPTIONS, micro_batch=None, source="digits"):
-    return train.train(source, "laptop", None, folder, changes, options, "cpu", micro_batch, 0)
+def begin(folder, changes, options=OPTIONS, micro_batch_size=None, source="digits"):
+    return train.train(source, "laptop", None, folder, changes, options, "cpu", micro_batch_size, 0)
 
 
 def recipe(changes):
@@ -106,9 +112,9 @@ class Death:
 
     def watch(self):
         """From now on, in this process: steps, validations, every write, flush, rename and removal of a file, resuming."""
-        self._around(Training, "_step", lambda *_: "step")
-        self._around(Training, "_validate", lambda *_: "validation")
-        self._around(Training, "evaluate", lambda *_: "evaluation")
+        self._around(Trainer, "_step", lambda *_: "step")
+        self._around(Trainer, "_validate", lambda *_: "validation")
+        self._around(Trainer, "evaluate", lambda *_: "evaluation")
         self._around(Checkpoints, "tidy", lambda *_: "tidying")
         self._around(Metrics, "sync", lambda *_: "flush of metrics.jsonl")
         self._around(Metrics, "_rewind", lambda *_: "rewinding")
@@ -117,7 +123,7 @@ class Death:
         self._around(os, "unlink", lambda path, **_: f"removal of {kind(path)}")
         self._around(training_state, "put_back", lambda *_: "loading")
         self._around(finish, "write_report", lambda *_: "report")
-        self._around(trainer, "save_artefact", lambda *_: "artefact")
+        self._around(trainer, "save_artifact", lambda *_: "artifact")
         self._torn_files()
         self._torn_lines()
 
@@ -185,7 +191,7 @@ def differences(folder, other):
         return [*found, "the checkpoints' names"]
     for one, two in zip(ours, theirs, strict=True):
         found += [f"{one.name}: {what}" for what in state_differences(one, two)]
-    found += [name for name in ("recipe", "best", "data", "units") if our_run[name] != their_run[name]]
+    found += [name for name in ("recipe", "best", "data", "micro_batches") if our_run[name] != their_run[name]]
     return found
 
 

@@ -17,11 +17,11 @@ from vitrail.errors import UserError
 from vitrail.runs import train
 from vitrail.training.checkpointing import Checkpoints, write_checkpoint
 from vitrail.training.metrics import Metrics, read_metrics
-from vitrail.training.trainer import Training
+from vitrail.training.trainer import Trainer
 
 GROUPS = {
     "model": {"weight": torch.randn(3, 4).t(), "count": torch.tensor(7), "none": torch.zeros(0, 2)},
-    "optimiser": {"weight/exp_avg": torch.randn(5).bfloat16(), "flags": torch.tensor([True, False])},
+    "optimizer": {"weight/exp_avg": torch.randn(5).bfloat16(), "flags": torch.tensor([True, False])},
     "loop": {"window": torch.tensor([0.1, -1.0], dtype=torch.float64)},
 }
 FACTS = {"best": {"top1": 0.1 + 0.2, "loss": "nan"}, "skipped": 0, "recipe": {"name": "é"}}
@@ -96,14 +96,14 @@ def runs(tmp_path_factory):
     def killed():
         death = Death(log=folder / "log")
         death.watch()
-        original = Training._step
+        original = Trainer._step
 
         def step(training, *arguments):
             if training.step == 10:
                 os.kill(os.getpid(), signal.SIGKILL)
             original(training, *arguments)
 
-        Training._step = step
+        Trainer._step = step
         begin(folder / "killed", ADAMW)
 
     assert in_child(killed, folder / "killed.txt") == -signal.SIGKILL
@@ -218,7 +218,7 @@ def test_a_run_is_not_begun_over_another(killed):
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"optimiser.rate": 1e-3}, r"with optimiser\.rate=0\.001 instead of 0\.005"),
+        ({"optimizer.lr": 1e-3}, r"with optimizer\.rate=0\.001 instead of 0\.005"),
         ({"architecture.width": 32}, r"with architecture\.width=32 instead of 16"),
         ({"seed": 1}, "with seed=1 instead of 0"),
     ],
@@ -233,18 +233,18 @@ def test_a_checkpoint_of_another_training_is_refused(change, sentence, killed):
 
 
 @pytest.fixture
-def pictures(tmp_path):
-    return make_folder(tmp_path / "pictures", ("ant", "bee"), 20, (8, 8))
+def images(tmp_path):
+    return make_folder(tmp_path / "images", ("ant", "bee"), 20, (8, 8))
 
 
-def test_other_pictures_than_before_are_refused(pictures, tmp_path):
+def test_other_images_than_before_are_refused(images, tmp_path):
     folder = tmp_path / "run"
-    begin(folder, SHORT | {"schedule.length": "4 steps"}, source=str(pictures))
-    (pictures / "ant" / "000.png").rename(pictures / "bee" / "x.png")
-    with pytest.raises(UserError, match=f"The pictures at {pictures} are not those that {folder} was started with"):
+    begin(folder, SHORT | {"schedule.length": "4 steps"}, source=str(images))
+    (images / "ant" / "000.png").rename(images / "bee" / "x.png")
+    with pytest.raises(UserError, match=f"The images at {images} are not those that {folder} was started with"):
         go_on(folder)
-    shutil.rmtree(pictures)
-    with pytest.raises(UserError, match=f"There is nothing at {pictures}"):
+    shutil.rmtree(images)
+    with pytest.raises(UserError, match=f"There is nothing at {images}"):
         go_on(folder)
 
 
@@ -275,14 +275,14 @@ def test_a_full_disk_loses_nothing(leave, what, disk, runs, tmp_path):
     folder, output = disk / "run", tmp_path / "output"
 
     def train():
-        original = Training._step
+        original = Trainer._step
 
         def step(training, *arguments):
             if training.step == 7:
                 fill(disk, leave)
             original(training, *arguments)
 
-        Training._step = step
+        Trainer._step = step
         begin(folder, ADAMW)
 
     assert in_child(train, output) == 2

@@ -38,11 +38,11 @@ from vitrail.runs.train import resume, train
 from vitrail.tasks.classification import Supervised
 from vitrail.tasks.targets import Targets
 from vitrail.training.distributed import Devices, connected, cut, has_idle_heads
-from vitrail.training.trainer import NotFinite, Options
-from vitrail.training.training_state import gather, load_state, save_artefact
+from vitrail.training.trainer import NonFiniteLoss, Options
+from vitrail.training.training_state import gather, load_state, save_artifact
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch was built without gloo")
-LAMB = {"optimiser.kind": "lamb"}
+LAMB = {"optimizer.kind": "lamb"}
 SKIP = Options(on_nan="skip")
 # name: recipe, options, units, what else
 ALIKE = {
@@ -56,13 +56,13 @@ SHARDED = {
     "adamw": ({}, Options(sharding="full", on_nan="skip", save_steps=5), 2, {"poison": 12}),
     "lamb": (LAMB, Options(sharding="full", on_nan="skip", recompute=True), 4, {"poison": 12}),
 }
-FACTS = {"source": "digits", "recipe": TINY.to_dict(), "options": {}, "units": 1, "bad": "skip"}
+FACTS = {"source": "digits", "recipe": TINY.to_dict(), "options": {}, "micro_batches": 1, "unreadable": "skip"}
 FACTS["data"] = {"fingerprint": fingerprint(open_splits("digits"))}
-UNEVEN = (1, 33)  # validation pictures: nothing for the second process; one batch fewer for it
+UNEVEN = (1, 33)  # validation images: nothing for the second process; one batch fewer for it
 
 
 def result_of(training):
-    """What must be equal: weights, running mean, metrics, skipped steps; and which pictures each unit has seen."""
+    """What must be equal: weights, running mean, metrics, skipped steps; and which images each unit has seen."""
     weights = {f"model {name}": tensor.clone() for name, tensor in gather(training.model, training.options.sharding).items()}
     with training.average.applied(training.model):
         mean = gather(training.model, training.options.sharding)
@@ -76,18 +76,18 @@ def work(rank, port, folder):
     os.environ.update(environment(rank, port=port))
     with connected("cpu") as two:
         found = {}
-        for name, (changes, options, units, more) in ALIKE.items():
+        for name, (changes, options, micro_batches, more) in ALIKE.items():
             options = dataclasses.replace(options, recompute=name == "batch norms")
-            devices = dataclasses.replace(two, units=units)
+            devices = dataclasses.replace(two, micro_batches=micro_batches)
             found[name] = result_of(trained(folder / name, devices, changes, options, **more))
-        for name, (changes, options, units, more) in SHARDED.items():
-            devices = dataclasses.replace(two, units=units)
+        for name, (changes, options, micro_batches, more) in SHARDED.items():
+            devices = dataclasses.replace(two, micro_batches=micro_batches)
             training = trained(folder / f"sharded {name}", devices, changes, options, **more)
             found[f"sharded {name}"] = result_of(training)
             weights = gather(training.model, "full")
             if two.first:
-                save_artefact(folder / f"{name}.safetensors", training.model, training.recipe, {}, weights)
-        found |= go_on(folder, dataclasses.replace(two, units=2))
+                save_artifact(folder / f"{name}.safetensors", training.model, training.recipe, {}, weights)
+        found |= go_on(folder, dataclasses.replace(two, micro_batches=2))
         for count in UNEVEN:
             for sharding in ("none", "full"):
                 training = prepared(folder / "never", two, options=Options(sharding=sharding), validation=count)
@@ -95,15 +95,15 @@ def work(rank, port, folder):
         for sharding in ("none", "full"):
             training = prepared(folder / f"bad {sharding}", two, options=Options(sharding=sharding, log_steps=4))
             training.poison = 6
-            with pytest.raises(NotFinite) as stopped:
+            with pytest.raises(NonFiniteLoss) as stopped:
                 run(training)
-            found[f"bundle {sharding}"] = record(training, stopped.value.step, FACTS | {"units": 2})
+            found[f"bundle {sharding}"] = record(training, stopped.value.step, FACTS | {"micro_batches": 2})
         found["disagreement"] = disagree(two)
         with pytest.raises(UserError, match="The batch of 15 does not divide by 2 processes"):
-            train(recipe=TINY, changes={"batch": 15}, out=folder / "refused", device="cpu")
+            train(recipe=TINY, changes={"batch_size": 15}, out=folder / "refused", device="cpu")
         if two.first:
             (folder / "three").mkdir()
-            (folder / "three" / "run.json").write_text(json.dumps(FACTS | {"units": 3}))
+            (folder / "three" / "run.json").write_text(json.dumps(FACTS | {"micro_batches": 3}))
         two.wait()
         with pytest.raises(UserError, match="3 parts, which 2 processes cannot share evenly"):
             resume(folder / "three", device="cpu")
@@ -163,11 +163,11 @@ def one(tmp_path_factory):
     """The same by one process, each computed once."""
     known, folder = {}, tmp_path_factory.mktemp("one")
 
-    def compute(changes, options, units, more):
-        key = (json.dumps(changes), units, *more.items())
+    def compute(changes, options, micro_batches, more):
+        key = (json.dumps(changes), micro_batches, *more.items())
         if key not in known:
             plain = dataclasses.replace(options, sharding="none")
-            known[key] = result_of(trained(folder / f"one-{len(known)}", alone(units), changes, plain, **more))
+            known[key] = result_of(trained(folder / f"one-{len(known)}", alone(micro_batches), changes, plain, **more))
         return known[key]
 
     return compute
@@ -180,7 +180,7 @@ def check_equal(ours, theirs, tolerance=0.0):
 
 
 def check_metrics(ours, theirs):
-    exact = ("step", "epoch", "top1", "top5", "pictures")
+    exact = ("step", "epoch", "top1", "top5", "images")
     assert [ours[name] for name in exact] == [theirs[name] for name in exact]
     assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-6)
 
@@ -224,28 +224,28 @@ def test_a_sharded_training_goes_on(found, folder, one):
 
 @pytest.mark.parametrize("begun", ["sharded", "replicated"])
 def test_one_process_goes_on_where_two_have_begun(found, folder, one, begun):
-    changes, options, units, more = SHARDED["adamw"]
+    changes, options, micro_batches, more = SHARDED["adamw"]
     place = folder / ("sharded adamw" if begun == "sharded" else "whole first")
     newest = place / "checkpoints" / "step-000000020.sharded"
     if newest.exists():
         newest.rename(place / "newest")
-    training = trained(place, alone(units), changes, Options(on_nan="skip"), **more)
+    training = trained(place, alone(micro_batches), changes, Options(on_nan="skip"), **more)
     assert min(training.seen)[0] == 15
-    check_equal(result_of(training)["weights"], one(changes, options, units, more)["weights"], 1e-6)
+    check_equal(result_of(training)["weights"], one(changes, options, micro_batches, more)["weights"], 1e-6)
 
 
 @pytest.mark.parametrize("count", UNEVEN)
-def test_every_validation_picture_counts_once(found, folder, count):
+def test_every_validation_image_counts_once(found, folder, count):
     expected = prepared(folder / "never", alone(1), validation=count).evaluate()
     for theirs in found:
         for sharding in ("none", "full"):
             ours = theirs[f"accuracy {count} {sharding}"]
-            assert (ours.top1, ours.top5, ours.pictures) == (expected.top1, expected.top5, count)
+            assert (ours.top1, ours.top5, ours.images) == (expected.top1, expected.top5, count)
             assert ours.loss == pytest.approx(expected.loss, abs=1e-6)
 
 
 def test_a_step_that_is_not_finite_stops_all_before_it(found, folder):
-    """Its pictures were the second process's alone; the first writes down the state, whole."""
+    """Its images were the second process's alone; the first writes down the state, whole."""
     expected = result_of(trained(folder / "six", alone(2), until=6))["weights"]
     for sharding in ("none", "full"):
         bundle = found[0][f"bundle {sharding}"]

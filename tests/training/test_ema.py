@@ -9,7 +9,7 @@ from torch import nn
 from tests.small import shrink
 from vitrail.errors import UserError
 from vitrail.models.registry import build, lookup
-from vitrail.training.ema import Average, tensors_of
+from vitrail.training.ema import ModelEma, tensors_of
 
 
 def small():
@@ -40,7 +40,7 @@ def test_the_model_has_all_kinds_of_tensors():
 @pytest.mark.parametrize("decay", [0.0, 0.9, 0.99996])
 def test_rule(decay):
     model = small()
-    average = Average(model, decay)
+    average = ModelEma(model, decay)
     expected = {name: tensor.double() for name, tensor in snapshot(model).items()}
     for _ in range(20):
         wander(model)
@@ -58,7 +58,7 @@ def test_weights_of_every_precision():
     """Weights that stay where they are have a mean that stays there too, to the last bit."""
     model = nn.ModuleList([nn.Linear(3, 2), nn.Linear(2, 2).double(), nn.Linear(4, 1).bfloat16()])
     before = snapshot(model)
-    average = Average(model, 0.99)
+    average = ModelEma(model, 0.99)
     for _ in range(5):
         average.update(torch.tensor(0.0))
     assert same(average.state_dict(), before)
@@ -68,7 +68,7 @@ def test_weights_of_every_precision():
 def test_skipped_steps_leave_no_trace(bad):
     model = small()
     twin = copy.deepcopy(model)
-    average, reference = Average(model, 0.9), Average(twin, 0.9)
+    average, reference = ModelEma(model, 0.9), ModelEma(twin, 0.9)
     for _ in range(4):
         wander(model)
         for name, tensor in tensors_of(twin).items():
@@ -86,7 +86,7 @@ def test_skipped_steps_leave_no_trace(bad):
 
 def test_applied_and_back():
     model = small().eval()
-    average = Average(model, 0.5)
+    average = ModelEma(model, 0.5)
     image = torch.randn(2, 3, *model.architecture.image_size)
     for _ in range(3):
         wander(model)
@@ -108,7 +108,7 @@ def test_applied_and_back():
 
 def test_weights_come_back_after_an_exception():
     model = small()
-    average = Average(model, 0.5)
+    average = ModelEma(model, 0.5)
     wander(model)
     before = snapshot(model)
 
@@ -124,14 +124,14 @@ def test_weights_come_back_after_an_exception():
 
 def test_going_on_is_bit_equal(tmp_path):
     model = small()
-    average = Average(model, 0.99)
+    average = ModelEma(model, 0.99)
     for _ in range(3):
         wander(model)
         average.update()
     torch.save({"model": model.state_dict(), "average": average.state_dict()}, tmp_path / "state")
     saved = torch.load(tmp_path / "state", weights_only=True)
     resumed = small()
-    again = Average(resumed, 0.99)
+    again = ModelEma(resumed, 0.99)
     resumed.load_state_dict(saved["model"])
     again.load_state_dict(saved["average"])
     for step in range(3):
@@ -144,7 +144,7 @@ def test_going_on_is_bit_equal(tmp_path):
 
 def test_loading_copies():
     model = small()
-    average = Average(model, 0.5)
+    average = ModelEma(model, 0.5)
     state = {name: tensor.clone() for name, tensor in average.state_dict().items()}
     average.load_state_dict(state)
     kept = {name: tensor.clone() for name, tensor in state.items()}
@@ -154,7 +154,7 @@ def test_loading_copies():
 
 
 def test_another_model_is_refused():
-    average = Average(small(), 0.5)
+    average = ModelEma(small(), 0.5)
     with pytest.raises(UserError, match="another model"), average.applied(nn.Linear(2, 2)):
         pass
     state = average.state_dict()
@@ -164,14 +164,14 @@ def test_another_model_is_refused():
     with pytest.raises(UserError, match=r"head\.bias differs"):
         average.load_state_dict(state | {"head.bias": torch.zeros(3)})
     with pytest.raises(UserError, match="decay"):
-        Average(small(), 1.0)
+        ModelEma(small(), 1.0)
 
 
 @pytest.mark.gpu
 def test_gpu_agrees_and_is_never_waited_for():
     model = small()
     twin = copy.deepcopy(model).cuda()
-    average, on_device = Average(model, 0.9), Average(twin, 0.9)
+    average, on_device = ModelEma(model, 0.9), ModelEma(twin, 0.9)
     for step in range(6):
         wander(model)
         for name, tensor in tensors_of(twin).items():
@@ -192,7 +192,7 @@ def test_gpu_agrees_and_is_never_waited_for():
 def test_the_decay_grows_from_low():
     """After n steps it is (1 + n) / (10 + n) at most; with decay 0.5 from the eighth on as without."""
     model = small()
-    average, name = Average(model, 0.5), next(iter(dict(model.named_parameters())))
+    average, name = ModelEma(model, 0.5), next(iter(dict(model.named_parameters())))
     expected = dict(model.named_parameters())[name].detach().double().clone()
     for step in range(12):
         with torch.no_grad():

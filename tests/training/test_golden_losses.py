@@ -25,15 +25,15 @@ def test_every_recipe_has_its_losses():
 
 # Each of these changes what a training does in its first twenty steps, and must not pass for the same.
 CHANGES = {
-    "optimiser.kind": "lamb",
-    "optimiser.rate": 0.00055,
-    "optimiser.decay": 0.5,
+    "optimizer.kind": "lamb",
+    "optimizer.lr": 0.00055,
+    "optimizer.weight_decay": 0.5,
     "schedule.warmup": "4 epochs",
-    "schedule.lag": 0,
-    "objective.smoothing": 0.11,
-    "mixing.switch": 0.0,
+    "schedule.lag_epochs": 0,
+    "loss.label_smoothing": 0.11,
+    "mixing.switch_prob": 0.0,
     "data.repeats": 1,
-    "augmentation.erasing": 0.5,
+    "augmentation.random_erasing": 0.5,
     "architecture.drop_path": 0.4,
 }
 
@@ -55,10 +55,10 @@ def test_a_changed_leaf_changes_them(leaf, little):
 
 # The same for what a recipe learns from beside the labels.
 GUIDES = {
-    "deit_small_distilled": {"distillation.weight": 0.4, "distillation.kind": "soft", "distillation.smoothing": 0.1},
+    "deit_small_distilled": {"distillation.weight": 0.4, "distillation.kind": "soft", "distillation.label_smoothing": 0.1},
     "deit_small_soft": {"distillation.temperature": 2.0, "distillation.per_class": False},
-    "lvvit_s_tokens": {"tokens.weight": 0.5, "tokens.target": "truth", "tokens.mix": 0.0},
-    "lvvit_s_relabel": {"tokens.target": "blend", "mixing.cutmix": 0.0},
+    "lvvit_s_tokens": {"token_labels.weight": 0.5, "token_labels.target": "labels", "token_labels.mixtoken": 0.0},
+    "lvvit_s_relabel": {"token_labels.target": "blend", "mixing.cutmix": 0.0},
 }
 
 
@@ -71,5 +71,5 @@ def test_a_changed_leaf_of_teaching_changes_them(name, leaf):
 
 def test_mixing_labels_is_putting_answers_back():
     """A sum over the same pairs of answer and label, in another order."""
-    recipe = miniature(lookup("lvvit_s_tokens")).set({"tokens.mix_what": "labels"})
+    recipe = miniature(lookup("lvvit_s_tokens")).set({"token_labels.mixtoken_on": "labels"})
     assert first_losses(recipe) == pytest.approx(GOLDEN["losses"][NAMES["lvvit_s_tokens"]], rel=SAME)

@@ -1,4 +1,4 @@
-"""A broken recipe, augmentation, optimiser, running mean or loader cannot land: two miniatures must get as far as they did.
+"""A broken recipe, augmentation, optimizer, running mean or loader cannot land: two miniatures must get as far as they did.
 
 Bands are mean ± 4 standard deviations of six seeds, in `guard.json`. `python -m tests.training.guard` printed, and writes again,
 
@@ -6,8 +6,8 @@ Bands are mean ± 4 standard deviations of six seeds, in `guard.json`. `python -
     pets: top-1 0.5878 ± 0.0181, loss 1.5474 ± 0.0537 (6 seeds)
 
 Broken by hand, with seed 0, these were caught: ten times the rate and a tenth of it; a running mean that is never updated or that
-lags; mixed pictures whose targets are not mixed; targets of the neighbour; every tenth target wrong; crops ten times too small;
-training pictures upside down; bundled weights that are not loaded; a scope of the classifier alone. Training without warm-up,
+lags; mixed images whose targets are not mixed; targets of the neighbour; every tenth target wrong; crops ten times too small;
+training images upside down; bundled weights that are not loaded; a scope of the classifier alone. Training without warm-up,
 clipping or weight decay, or at a rate that never falls, gets as far in so few steps and is not caught here; `test_golden_losses`
 watches warm-up and weight decay.
 """

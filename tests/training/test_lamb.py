@@ -78,11 +78,11 @@ def error(parameters, expected):
     ],
 )
 def test_rule(dtype, limit, clip, trust, trust_limit, decay):
-    parameters, optimiser = make(dtype, decay, clip=clip, trust=trust, trust_limit=trust_limit)
+    parameters, optimizer = make(dtype, decay, clip=clip, trust=trust, trust_limit=trust_limit)
     steps = gradients(30)
     for grads in steps:
         feed(parameters, grads)
-        optimiser.step()
+        optimizer.step()
     expected = defined(start_values(), steps, 3e-3, decay, clip, trust, trust_limit)
     assert error(parameters, expected) <= limit
     if trust_limit:
@@ -91,17 +91,17 @@ def test_rule(dtype, limit, clip, trust, trust_limit, decay):
 
 def test_defaults_are_those_of_apex():
     parameters = [torch.nn.Parameter(torch.ones(3, 3))]
-    optimiser = Lamb(parameters)
-    assert (optimiser.clip, optimiser.trust, optimiser.trust_limit) == (1.0, "decayed", 0.0)
-    assert optimiser.defaults["betas"] == (0.9, 0.999)
-    assert optimiser.defaults["eps"] == 1e-6
+    optimizer = Lamb(parameters)
+    assert (optimizer.clip, optimizer.trust, optimizer.trust_limit) == (1.0, "decayed", 0.0)
+    assert optimizer.defaults["betas"] == (0.9, 0.999)
+    assert optimizer.defaults["eps"] == 1e-6
 
 
-def everything(parameters, optimiser):
+def everything(parameters, optimizer):
     """Weights and state as one list."""
     found = [parameter.detach().clone() for parameter in parameters]
     for parameter in parameters:
-        found += [value.clone() for _, value in sorted(optimiser.state[parameter].items())]
+        found += [value.clone() for _, value in sorted(optimizer.state[parameter].items())]
     return found
 
 
@@ -110,81 +110,81 @@ def everything(parameters, optimiser):
 def test_skipped_steps_leave_no_trace(trust, bad):
     steps = gradients(6)
     plain, reference = make(trust=trust)
-    skipping, optimiser = make(trust=trust)
+    skipping, optimizer = make(trust=trust)
     for grads in steps:
         feed(plain, grads)
         reference.step()
         for found in (1.0, 0.0):
             feed(skipping, [np.full(shape, bad) for shape in SHAPES] if found else grads)
-            optimiser.found_inf = torch.tensor(found)
-            optimiser.step()
-    for ours, theirs in zip(everything(skipping, optimiser), everything(plain, reference), strict=True):
+            optimizer.found_inf = torch.tensor(found)
+            optimizer.step()
+    for ours, theirs in zip(everything(skipping, optimizer), everything(plain, reference), strict=True):
         assert torch.equal(ours, theirs)
 
 
 def test_scaled_gradients():
-    """A loss multiplied by 2^10 whose gradients the optimiser divides: the norm that is clipped is the true one."""
+    """A loss multiplied by 2^10 whose gradients the optimizer divides: the norm that is clipped is the true one."""
     plain, reference = make()
-    scaled, optimiser = make()
+    scaled, optimizer = make()
     for grads in gradients(8):
         feed(plain, grads)
         reference.step()
         feed(scaled, [1024 * grad for grad in grads])
-        optimiser.grad_scale = torch.tensor(1024.0)
-        optimiser.step()
-    for ours, theirs in zip(everything(scaled, optimiser), everything(plain, reference), strict=True):
+        optimizer.grad_scale = torch.tensor(1024.0)
+        optimizer.step()
+    for ours, theirs in zip(everything(scaled, optimizer), everything(plain, reference), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
 
 
 def test_gradscaler_hands_its_flag_over():
-    parameters, optimiser = make()
+    parameters, optimizer = make()
     scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
     outputs = scaler.scale(sum(parameter.sum() for parameter in parameters))
     outputs.backward()
     parameters[0].grad[0, 0] = float("inf")
     before = [parameter.detach().clone() for parameter in parameters]
-    scaler.step(optimiser)
+    scaler.step(optimizer)
     scaler.update()
     assert all(torch.equal(parameter, value) for parameter, value in zip(parameters, before, strict=True))
     assert scaler.get_scale() == 8.0
-    assert all(optimiser.state[parameter]["step"] == 0 for parameter in parameters)
+    assert all(optimizer.state[parameter]["step"] == 0 for parameter in parameters)
 
 
 def test_resume_is_bit_equal(tmp_path):
     steps = gradients(10)
-    parameters, optimiser = make()
+    parameters, optimizer = make()
     for grads in steps[:5]:
         feed(parameters, grads)
-        optimiser.step()
-    torch.save({"weights": [p.detach() for p in parameters], "optimiser": optimiser.state_dict()}, tmp_path / "state")
+        optimizer.step()
+    torch.save({"weights": [p.detach() for p in parameters], "optimizer": optimizer.state_dict()}, tmp_path / "state")
     saved = torch.load(tmp_path / "state", weights_only=True)
     resumed, other = make()
     for parameter, value in zip(resumed, saved["weights"], strict=True):
         parameter.data.copy_(value)
-    other.load_state_dict(saved["optimiser"])
+    other.load_state_dict(saved["optimizer"])
     for grads in steps[5:]:
-        for some, rule in ((parameters, optimiser), (resumed, other)):
+        for some, rule in ((parameters, optimizer), (resumed, other)):
             feed(some, grads)
             rule.step()
-    for ours, theirs in zip(everything(resumed, other), everything(parameters, optimiser), strict=True):
+    for ours, theirs in zip(everything(resumed, other), everything(parameters, optimizer), strict=True):
         assert torch.equal(ours, theirs)
 
 
 def test_parameters_without_a_gradient_stay():
-    parameters, optimiser = make()
+    parameters, optimizer = make()
     feed(parameters, gradients(1)[0])
     parameters[0].grad = None
     before = parameters[0].detach().clone()
-    optimiser.step()
+    optimizer.step()
     assert torch.equal(parameters[0], before)
-    assert not optimiser.state[parameters[0]]
-    optimiser.zero_grad()
-    optimiser.step()
+    assert not optimizer.state[parameters[0]]
+    optimizer.zero_grad()
+    optimizer.step()
 
 
 @pytest.mark.gpu
 def test_gpu_agrees_and_is_never_waited_for():
-    parameters, optimiser = make(device="cuda")
+    parameters, optimizer = make(device="cuda")
     host, reference = make()
     steps = gradients(25)
     found = torch.zeros((), device="cuda")
@@ -195,9 +195,9 @@ def test_gpu_agrees_and_is_never_waited_for():
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            optimiser.found_inf = found
-            optimiser.step()
+            optimizer.found_inf = found
+            optimizer.step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    for ours, theirs in zip(everything(parameters, optimiser), everything(host, reference), strict=True):
+    for ours, theirs in zip(everything(parameters, optimizer), everything(host, reference), strict=True):
         torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-5, atol=1e-7)

@@ -1,4 +1,4 @@
-"""Groups of parameters, and every optimiser against its rule in double precision and against torch's plain loop."""
+"""Groups of parameters, and every optimizer against its rule in double precision and against torch's plain loop."""
 
 import copy
 import math
@@ -12,21 +12,21 @@ import vitrail
 from tests.small import shrink
 from vitrail.errors import UserError
 from vitrail.models.registry import build, list_models, lookup
-from vitrail.recipes.schema import Optimiser
+from vitrail.recipes.schema import OptimizerConfig
 from vitrail.training.lamb import Lamb
-from vitrail.training.optimizers import clip_gradients, decayed, make_optimiser, parameter_groups, set_rate
+from vitrail.training.optimizers import clip_gradients, decayed, make_optimizer, parameter_groups, set_rate
 
 SHAPES = [(7, 5), (3, 4, 2, 2), (8,), ()]
 RULES = {
-    "adamw": Optimiser("adamw", decay=0.05),
-    "adam": Optimiser("adam", decay=0.05, decay_coupled=True),
-    "sgd": Optimiser("sgd", decay=0.05, decay_coupled=True),
-    "sgd, decoupled": Optimiser("sgd", decay=0.05),
-    "sgd, heavy ball": Optimiser("sgd", decay=1e-4, decay_coupled=True, nesterov=False),
-    "sgd, bare": Optimiser("sgd", decay=0.0, momentum=0.0),
-    "adagrad": Optimiser("adagrad", decay=0.05, decay_coupled=True),
-    "adagrad, decoupled": Optimiser("adagrad", decay=0.05),
-    "lamb": Optimiser("lamb", decay=0.05, clip=1.0),
+    "adamw": OptimizerConfig("adamw", weight_decay=0.05),
+    "adam": OptimizerConfig("adam", weight_decay=0.05, weight_decay_coupled=True),
+    "sgd": OptimizerConfig("sgd", weight_decay=0.05, weight_decay_coupled=True),
+    "sgd, decoupled": OptimizerConfig("sgd", weight_decay=0.05),
+    "sgd, heavy ball": OptimizerConfig("sgd", weight_decay=1e-4, weight_decay_coupled=True, nesterov=False),
+    "sgd, bare": OptimizerConfig("sgd", weight_decay=0.0, momentum=0.0),
+    "adagrad": OptimizerConfig("adagrad", weight_decay=0.05, weight_decay_coupled=True),
+    "adagrad, decoupled": OptimizerConfig("adagrad", weight_decay=0.05),
+    "lamb": OptimizerConfig("lamb", weight_decay=0.05, clip_grad_norm=1.0),
 }
 RATE = 1e-2
 
@@ -47,7 +47,7 @@ def make(how, dtype=torch.float32):
         {"params": parameters[:2], "weight_decay": how.decay, "rate_factor": 0.5},
         {"params": parameters[2:], "weight_decay": 0.0, "rate_factor": 1.0},
     ]
-    return parameters, make_optimiser(groups, how, RATE)
+    return parameters, make_optimizer(groups, how, RATE)
 
 
 def feed(parameters, grads):
@@ -90,13 +90,13 @@ def error(parameters, expected):
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
 @pytest.mark.parametrize("name", [name for name in RULES if name != "lamb"])
 def test_rules(name, dtype, limit):
-    parameters, optimiser = make(RULES[name], dtype)
+    parameters, optimizer = make(RULES[name], dtype)
     before = [parameter.detach().double().numpy().copy() for parameter in parameters]
     steps = gradients(25)
     for grads, rate in zip(steps, rates(25), strict=True):
-        set_rate(optimiser, rate)
+        set_rate(optimizer, rate)
         feed(parameters, grads)
-        optimiser.step()
+        optimizer.step()
     assert error(parameters, defined(RULES[name], before, steps)) <= limit
 
 
@@ -110,25 +110,25 @@ TORCH = {
 
 @pytest.mark.parametrize("name", TORCH)
 def test_plain_loops_of_torch(name):
-    parameters, optimiser = make(RULES[name])
+    parameters, optimizer = make(RULES[name])
     twins = [nn.Parameter(parameter.detach().clone()) for parameter in parameters]
     groups = [{"params": twins[:2], "weight_decay": RULES[name].decay}, {"params": twins[2:], "weight_decay": 0.0}]
     theirs = TORCH[name](groups)
     for grads, rate in zip(gradients(25), rates(25), strict=True):
-        set_rate(optimiser, rate)
+        set_rate(optimizer, rate)
         for group, factor in zip(theirs.param_groups, (0.5, 1.0), strict=True):
             group["lr"] = rate * factor
         feed(parameters, grads)
         feed(twins, grads)
-        optimiser.step()
+        optimizer.step()
         theirs.step()
     assert error(parameters, [twin.detach().double().numpy() for twin in twins]) <= 1e-6
 
 
-def everything(parameters, optimiser):
+def everything(parameters, optimizer):
     found = [parameter.detach().clone() for parameter in parameters]
     for parameter in parameters:
-        found += [value.clone() for _, value in sorted(optimiser.state[parameter].items())]
+        found += [value.clone() for _, value in sorted(optimizer.state[parameter].items())]
     return found
 
 
@@ -137,72 +137,78 @@ def everything(parameters, optimiser):
 def test_skipped_steps_leave_no_trace(name, bad):
     """Skipped first, skipped in between: weights and state are bit by bit those of a run without these steps."""
     plain, reference = make(RULES[name])
-    skipping, optimiser = make(RULES[name])
+    skipping, optimizer = make(RULES[name])
     for grads in gradients(6):
         feed(plain, grads)
         reference.found_inf = torch.tensor(0.0)
         reference.step()
         for found in (1.0, 0.0):
             feed(skipping, [np.full(shape, bad) for shape in SHAPES] if found else grads)
-            optimiser.found_inf = torch.tensor(found)
-            optimiser.step()
-    for ours, theirs in zip(everything(skipping, optimiser), everything(plain, reference), strict=True):
+            optimizer.found_inf = torch.tensor(found)
+            optimizer.step()
+    for ours, theirs in zip(everything(skipping, optimizer), everything(plain, reference), strict=True):
         assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_resume_is_bit_equal(name):
-    parameters, optimiser = make(RULES[name])
+    parameters, optimizer = make(RULES[name])
     steps = gradients(8)
     for grads in steps[:4]:
         feed(parameters, grads)
-        optimiser.step()
+        optimizer.step()
     resumed, other = make(RULES[name])
     for parameter, value in zip(resumed, parameters, strict=True):
         parameter.data.copy_(value.data)
-    other.load_state_dict(copy.deepcopy(optimiser.state_dict()))
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for grads in steps[4:]:
-        for some, rule in ((parameters, optimiser), (resumed, other)):
+        for some, rule in ((parameters, optimizer), (resumed, other)):
             feed(some, grads)
             rule.step()
-    for ours, theirs in zip(everything(resumed, other), everything(parameters, optimiser), strict=True):
+    for ours, theirs in zip(everything(resumed, other), everything(parameters, optimizer), strict=True):
         assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_gradscaler(name):
-    parameters, optimiser = make(RULES[name])
+    parameters, optimizer = make(RULES[name])
     before = [parameter.detach().clone() for parameter in parameters]
     scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
     for spoiled in (True, False):
         scaler.scale(sum(parameter.square().sum() for parameter in parameters)).backward()
         if spoiled:
             parameters[0].grad[0, 0] = float("inf")
-        scaler.step(optimiser)
+        scaler.step(optimizer)
         scaler.update()
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         assert all(torch.equal(parameter, value) == spoiled for parameter, value in zip(parameters, before, strict=True))
 
 
 def test_a_kind_and_its_decay_must_agree():
-    for how in (Optimiser("adam"), Optimiser("adamw", decay_coupled=True), Optimiser("lamb", decay_coupled=True)):
+    for how in (
+        OptimizerConfig("adam"),
+        OptimizerConfig("adamw", weight_decay_coupled=True),
+        OptimizerConfig("lamb", weight_decay_coupled=True),
+    ):
         with pytest.raises(UserError, match="decay_coupled"):
             make(how)
-    make(Optimiser("adam", decay=0.0))
+    make(OptimizerConfig("adam", weight_decay=0.0))
 
 
 def test_lamb_gets_its_options():
-    _, optimiser = make(Optimiser("lamb", clip=0.5, trust="all", trust_limit=2.0, eps=1e-7, betas=(0.8, 0.9)))
-    assert isinstance(optimiser, Lamb)
-    assert (optimiser.clip, optimiser.trust, optimiser.trust_limit) == (0.5, "all", 2.0)
-    assert (optimiser.param_groups[0]["eps"], optimiser.param_groups[0]["betas"]) == (1e-7, (0.8, 0.9))
+    _, optimizer = make(
+        OptimizerConfig("lamb", clip_grad_norm=0.5, trust_ratio_on="all", max_trust_ratio=2.0, eps=1e-7, betas=(0.8, 0.9))
+    )
+    assert isinstance(optimizer, Lamb)
+    assert (optimizer.clip, optimizer.trust, optimizer.trust_limit) == (0.5, "all", 2.0)
+    assert (optimizer.param_groups[0]["eps"], optimizer.param_groups[0]["betas"]) == (1e-7, (0.8, 0.9))
 
 
 def test_rates_follow_the_factors():
-    _, optimiser = make(RULES["adamw"])
-    assert [group["lr"] for group in optimiser.param_groups] == [RATE / 2, RATE]
-    set_rate(optimiser, 4.0)
-    assert [group["lr"] for group in optimiser.param_groups] == [2.0, 4.0]
+    _, optimizer = make(RULES["adamw"])
+    assert [group["lr"] for group in optimizer.param_groups] == [RATE / 2, RATE]
+    set_rate(optimizer, 4.0)
+    assert [group["lr"] for group in optimizer.param_groups] == [2.0, 4.0]
 
 
 def test_clipping():
@@ -223,12 +229,12 @@ def test_clipping():
 def test_groups_of_every_model(name):
     model = vitrail.create(name, device="meta", depth=min(lookup(name)[1].depth, 3))
     names = {parameter: key for key, parameter in model.named_parameters()}
-    groups = parameter_groups(model, Optimiser(decay=0.05, layer_decay=0.65))
+    groups = parameter_groups(model, OptimizerConfig(weight_decay=0.05, layer_decay=0.65))
     members = [names[parameter] for group in groups for parameter in group["params"]]
     assert sorted(members) == sorted(key for key, parameter in model.named_parameters() if parameter.requires_grad)
     pulled = {names[parameter] for group in groups if group["weight_decay"] for parameter in group["params"]}
     for parameter, key in names.items():
-        table = key.startswith("positions.") or key in ("special", "readout.queries", "stem.position")
+        table = key.startswith("pos_embed.") or key in ("prefix", "pooling.queries", "stem.position")
         spared = parameter.ndim < 2 or key.endswith("bias") or table
         assert (key in pulled) != spared or not parameter.requires_grad
     # In all models the two rules name the same tensors: what has two axes and is no table is a kernel.
@@ -239,26 +245,26 @@ def test_groups_of_every_model(name):
             if key.startswith("blocks."):
                 layer = int(key.split(".")[1]) + 1
             else:
-                layer = 0 if key.split(".")[0] in ("stem", "special", "positions") else last
+                layer = 0 if key.split(".")[0] in ("stem", "prefix", "pos_embed") else last
             assert group["rate_factor"] == 0.65 ** (last - layer)
 
 
 def test_two_groups_without_layer_decay():
     model = vitrail.create("deit_tiny_distilled_patch16", device="meta", depth=2)
-    groups = parameter_groups(model, Optimiser(decay=0.05))
+    groups = parameter_groups(model, OptimizerConfig(weight_decay=0.05))
     assert sorted(group["weight_decay"] for group in groups) == [0.0, 0.05]
     assert all(group["rate_factor"] == 1.0 for group in groups)
-    (everything,) = parameter_groups(model, Optimiser(decay=0.05, decay_on="all"))
+    (everything,) = parameter_groups(model, OptimizerConfig(weight_decay=0.05, weight_decay_on="all"))
     assert len(everything["params"]) == len(list(model.parameters()))
-    (together,) = parameter_groups(model, Optimiser(decay=0.0))
+    (together,) = parameter_groups(model, OptimizerConfig(weight_decay=0.0))
     assert together["weight_decay"] == 0.0
 
 
 @pytest.mark.parametrize(("place", "layers"), [("layers", [1, 2]), ("shared", [3])])
 def test_relative_tables_belong_to_their_blocks(place, layers):
-    model = build(shrink(lookup("vit_base_patch16")[1]).replace(positions="relative_bias", position_place=place))
-    groups = parameter_groups(model, Optimiser(decay=0.05, layer_decay=0.5))
-    tables = list(model.positions.parameters())
+    model = build(shrink(lookup("vit_base_patch16")[1]).replace(pos_embed="relative_bias", pos_embed_place=place))
+    groups = parameter_groups(model, OptimizerConfig(weight_decay=0.05, layer_decay=0.5))
+    tables = list(model.pos_embed.parameters())
     for table, layer in zip(tables, layers, strict=True):
         (group,) = [group for group in groups if any(parameter is table for parameter in group["params"])]
         assert group["rate_factor"] == 0.5 ** (3 - layer)
@@ -268,25 +274,25 @@ def test_relative_tables_belong_to_their_blocks(place, layers):
 def test_frozen_parameters_are_left_out():
     model = build(shrink(lookup("deit_tiny_patch16")[1]))
     model.stem.requires_grad_(False)
-    optimiser = make_optimiser(model, Optimiser(), 0.1)
-    members = {parameter for group in optimiser.param_groups for parameter in group["params"]}
+    optimizer = make_optimizer(model, OptimizerConfig(), 0.1)
+    members = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     assert members == {parameter for parameter in model.parameters() if parameter.requires_grad}
     model.requires_grad_(False)
     with pytest.raises(UserError, match="nothing to train"):
-        make_optimiser(model, Optimiser(), 0.1)
+        make_optimizer(model, OptimizerConfig(), 0.1)
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd", "lamb"])
 def test_a_model_learns_a_batch(kind):
     torch.manual_seed(0)
     model = build(shrink(lookup("deit_tiny_patch16")[1]))
-    optimiser = make_optimiser(model, Optimiser(kind, clip=1.0), {"adamw": 3e-3, "sgd": 0.03, "lamb": 0.02}[kind])
+    optimizer = make_optimizer(model, OptimizerConfig(kind, clip_grad_norm=1.0), {"adamw": 3e-3, "sgd": 0.03, "lamb": 0.02}[kind])
     images, labels = torch.randn(8, 3, 8, 12), torch.arange(8) % 5
     for _ in range(40):
         loss = nn.functional.cross_entropy(model(images), labels)
         loss.backward()
-        optimiser.step()
-        optimiser.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
     assert loss.item() < 0.2
 
 
@@ -299,20 +305,20 @@ def test_gpu_agrees_and_is_never_waited_for(name):
         {"params": parameters[:2], "weight_decay": RULES[name].decay, "rate_factor": 0.5},
         {"params": parameters[2:], "weight_decay": 0.0, "rate_factor": 1.0},
     ]
-    optimiser = make_optimiser(groups, RULES[name], RATE)
+    optimizer = make_optimizer(groups, RULES[name], RATE)
     for step, grads in enumerate(gradients(20)):
         found = torch.tensor(float(step % 3 == 0))
         feed(host, [grad * math.nan for grad in grads] if found else grads)
         for parameter, twin in zip(parameters, host, strict=True):
             parameter.grad = twin.grad.cuda()
         on_device = found.cuda()
-        reference.found_inf, optimiser.found_inf = found, on_device
+        reference.found_inf, optimizer.found_inf = found, on_device
         reference.step()
         torch.cuda.set_sync_debug_mode("error")
         try:
             clip_gradients(parameters, 100.0)
-            optimiser.step()
+            optimizer.step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    for ours, theirs in zip(everything(parameters, optimiser), everything(host, reference), strict=True):
+    for ours, theirs in zip(everything(parameters, optimizer), everything(host, reference), strict=True):
         torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-5, atol=1e-6)

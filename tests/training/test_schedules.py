@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from vitrail.errors import UserError
-from vitrail.recipes.schema import Schedule
+from vitrail.recipes.schema import ScheduleConfig
 from vitrail.training.schedules import rate_at, span_steps, total_steps
 
 
@@ -22,7 +22,9 @@ def released(epoch, base, start, floor, warmup, total):
 
 @pytest.mark.parametrize(("base", "floor", "warmup"), [(1e-3, 1e-5, 5), (1e-5, 1e-5, 5), (5e-6, 1e-5, 5), (4e-3, 1e-6, 0)])
 def test_released_engine(base, floor, warmup):
-    schedule = Schedule("300 epochs", f"{warmup} epochs", 1e-6, "cosine", floor, shifted=False, by_epoch=True, lag=1)
+    schedule = ScheduleConfig(
+        "300 epochs", f"{warmup} epochs", 1e-6, "cosine", floor, warmup_prefix=False, by_epoch=True, lag_epochs=1
+    )
     steps = 7
     for step in range(300 * steps):
         expected = released(step // steps, base, 1e-6, floor, warmup, 300)
@@ -36,7 +38,7 @@ def test_released_engine(base, floor, warmup):
 def test_google(shape, warmup):
     """vit_jax and big_vision: a curve that starts after the warm-up, times min(1, step / warm-up)."""
     total, base, end = 2000, 0.03, 1e-5 if shape == "linear" else 0.0
-    schedule = Schedule("2000 steps", f"{warmup} steps", 0.0, shape, end)
+    schedule = ScheduleConfig("2000 steps", f"{warmup} steps", 0.0, shape, end)
     for step in range(total):
         progress = min(max((step - warmup) / (total - warmup), 0.0), 1.0)
         rate = end + (base - end) * (1 - progress) if shape == "linear" else base * 0.5 * (1 + math.cos(math.pi * progress))
@@ -46,23 +48,25 @@ def test_google(shape, warmup):
 
 def test_cooldown_follows_the_length():
     """TokenLabeling: 300 epochs become 310, the last ten at the floor; by epoch but not late."""
-    schedule = Schedule("300 epochs", "5 epochs", 1e-6, "cosine", 1e-5, shifted=False, by_epoch=True, cooldown="10 epochs")
+    schedule = ScheduleConfig(
+        "300 epochs", "5 epochs", 1e-6, "cosine", 1e-5, warmup_prefix=False, by_epoch=True, cooldown="10 epochs"
+    )
     assert total_steps(schedule, 4) == 1240
     assert {rate_at(schedule, 1e-3, step, 4) for step in range(1200, 1240)} == {1e-5}
     assert rate_at(schedule, 1e-3, 1199, 4) > 1e-5
     assert math.isclose(rate_at(schedule, 1e-3, 700, 4), released(176, 1e-3, 1e-6, 1e-5, 5, 300))
-    assert rate_at(Schedule("10 steps", "0 steps", shape="constant", floor=0.5, cooldown="20%"), 2.0, 11, 3) == 0.5
+    assert rate_at(ScheduleConfig("10 steps", "0 steps", kind="constant", min_lr=0.5, cooldown="20%"), 2.0, 11, 3) == 0.5
 
 
 def test_stairs():
     """Ten times less at epochs 30, 60 and 90, whatever the warm-up; counted from its end if shifted."""
-    schedule = Schedule("100 epochs", "5 epochs", 0.0, "stairs", shifted=False, by_epoch=True)
+    schedule = ScheduleConfig("100 epochs", "5 epochs", 0.0, "step", warmup_prefix=False, by_epoch=True)
     rates = [rate_at(schedule, 0.1, epoch * 3, 3) for epoch in range(100)]
     assert rates[5:] == pytest.approx([0.1 * 0.1 ** (epoch // 30) for epoch in range(5, 100)])
-    halved = Schedule("60 epochs", "5 epochs", 1e-6, "stairs", stair_every="10 epochs", stair_factor=0.5)
+    halved = ScheduleConfig("60 epochs", "5 epochs", 1e-6, "step", step_size="10 epochs", gamma=0.5)
     assert rate_at(halved, 8e-6, 14 * 3 + 2, 3) == 8e-6
     assert rate_at(halved, 8e-6, 15 * 3, 3) == 4e-6
-    assert rate_at(Schedule("90 steps", "0 steps", shape="stairs", stair_every="30 steps", floor=0.5), 1.0, 89, 1) == 0.5
+    assert rate_at(ScheduleConfig("90 steps", "0 steps", kind="step", step_size="30 steps", min_lr=0.5), 1.0, 89, 1) == 0.5
 
 
 def test_spans():
@@ -71,7 +75,7 @@ def test_spans():
     assert span_steps("1 epoch", 10) == 10
     assert span_steps("100 steps", 10) == 100
     assert span_steps("5%", 10, 1000) == 50
-    assert total_steps(Schedule("20 epochs", cooldown="5%"), 10) == 210
+    assert total_steps(ScheduleConfig("20 epochs", cooldown="5%"), 10) == 210
     with pytest.raises(UserError, match="share of a length"):
         span_steps("5%", 10)
     with pytest.raises(UserError, match="not a span"):
@@ -81,17 +85,17 @@ def test_spans():
 @some.composite
 def schedules(draw):
     length = draw(some.integers(1, 400))
-    return Schedule(
+    return ScheduleConfig(
         length=f"{length} steps",
         warmup=f"{draw(some.integers(0, 450))} steps",
-        warmup_from=draw(some.floats(0, 0.1)),
-        shape=draw(some.sampled_from(["cosine", "linear", "constant", "stairs"])),
-        floor=draw(some.floats(0, 0.1)),
-        shifted=draw(some.booleans()),
+        warmup_lr=draw(some.floats(0, 0.1)),
+        kind=draw(some.sampled_from(["cosine", "linear", "constant", "step"])),
+        min_lr=draw(some.floats(0, 0.1)),
+        warmup_prefix=draw(some.booleans()),
         by_epoch=draw(some.booleans()),
-        lag=draw(some.integers(0, 2)),
+        lag_epochs=draw(some.integers(0, 2)),
         cooldown=f"{draw(some.integers(0, 20))} steps",
-        stair_every=f"{draw(some.integers(1, 100))} steps",
+        step_size=f"{draw(some.integers(1, 100))} steps",
     )
 
 

@@ -16,7 +16,7 @@ from vitrail.runs.prepare import build
 from vitrail.training.distributed import Devices
 from vitrail.training.scope import apply_scope
 from vitrail.training.throughput import Speed
-from vitrail.training.trainer import Training
+from vitrail.training.trainer import Trainer
 
 SCOPES = ("full", "attention", "ffn", "head", "norm", "last:1")
 
@@ -77,16 +77,16 @@ def test_what_lies_in_a_scope():
     attention = inside("attention")
     assert {name.split(".")[2] for name in attention if name.startswith("blocks")} == {"mix"}
     assert not any("norm" in name or "ffn" in name for name in attention)
-    assert any(name.startswith("positions") for name in attention)  # which a new size changes
+    assert any(name.startswith("pos_embed") for name in attention)  # which a new size changes
     assert {name.split(".")[2] for name in inside("ffn") if name.startswith("blocks")} == {"ffn"}
     assert {name.split(".")[1] for name in inside("last:2") if name.startswith("blocks")} == {"1", "2"}
-    assert not any(name.startswith(("stem", "positions", "special")) for name in inside("last:2"))
+    assert not any(name.startswith(("stem", "pos_embed", "prefix")) for name in inside("last:2"))
     assert inside("last:0") == head | {"norm.weight", "norm.bias"}
     assert inside("last:3") >= {name for name in inside("full") if name.startswith("blocks")}
     branches = inside("attention", "vit_tiny_patch16_6x2_ls")
     assert {name.split(".")[4] for name in branches if name.startswith("blocks")} == {"0", "1"}
     cait = inside("attention", "cait_xxs24")
-    assert any(name.startswith("readout") and ".attention." in name for name in cait)
+    assert any(name.startswith("pooling") and ".attention." in name for name in cait)
     assert not any("scale" in name for name in cait)
 
 
@@ -102,9 +102,9 @@ def test_more_blocks_than_there_are(count):
 def test_a_training_of_more_blocks_than_there_are_is_refused_before_it_begins(typed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for command in ("train", "plan"):
-        result = typed(command, "digits", "--from", "house_tiny", "--scope", "last:12", "--device", "cpu")
+        result = typed(command, "digits", "--from", "vitrail_tiny", "--scope", "last:12", "--device", "cpu")
         assert result.returncode == 2
-        assert result.stderr.endswith("start.scope=last:12 is more than this network has, 11 blocks: give last:11, or full.\n")
+        assert result.stderr.endswith("init.scope=last:12 is more than this network has, 11 blocks: give last:11, or full.\n")
     assert not list(tmp_path.iterdir())
 
 
@@ -127,34 +127,34 @@ def test_every_network_has_something_in_every_scope(name, scope):
 
 def test_what_is_frozen_costs_nothing_and_stays(tmp_path):
     changes = {"model": "deit_tiny_patch16", "architecture.width": 16, "architecture.depth": 2, "architecture.heads": 2}
-    changes |= {"architecture.patch_size": 4, "augmentation.size": 8, "batch": 8, "schedule.length": "2 steps"}
-    changes |= {"start.scope": "attention", "average.decay": 0.5, "optimiser.layer_decay": 0.9}
+    changes |= {"architecture.patch_size": 4, "augmentation.image_size": 8, "batch_size": 8, "schedule.length": "2 steps"}
+    changes |= {"init.scope": "attention", "ema.decay": 0.5, "optimizer.layer_decay": 0.9}
     recipe = lookup("laptop").set(changes)
     feed = Feed(Subset(open_splits("digits").train, np.arange(16)), workers=0, say=lambda sentence: None)
     model = build(recipe, feed.source)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    training = Training(recipe, model, Devices(torch.device("cpu")), feed, feed, tmp_path)
+    training = Trainer(recipe, model, Devices(torch.device("cpu")), feed, feed, tmp_path)
     gradients = set()
-    take = training.optimiser.step
+    take = training.optimizer.step
 
     def step():
         gradients.update(name for name, parameter in model.named_parameters() if parameter.grad is not None)
         take()
 
-    training.optimiser.step = step
+    training.optimizer.step = step
     training.run(Display(2, 2, 8, console=Console(quiet=True)), None, Speed(model, torch.device("cpu"), 1))
     inside = trained(model)
     changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
     names = {parameter: name for name, parameter in model.named_parameters()}
     assert gradients == inside
-    assert {names[parameter] for parameter in training.optimiser.state} == inside
+    assert {names[parameter] for parameter in training.optimizer.state} == inside
     assert changed == inside
     assert 0.2 < share(model) < 0.5
     assert set(training.average.state_dict()) == inside
 
 
-WIDTH, PICTURES, TOKENS = 32, 2, 17  # 32 pixels in patches of 8, and a class token
-IMAGE = torch.randn(PICTURES, 3, 32, 32)
+WIDTH, IMAGES, TOKENS = 32, 2, 17  # 32 pixels in patches of 8, and a class token
+IMAGE = torch.randn(IMAGES, 3, 32, 32)
 
 
 def kept(scope, depth=3, **parts):
@@ -181,9 +181,9 @@ def kept(scope, depth=3, **parts):
 def test_a_frozen_trunk_keeps_no_activation():
     """The classifier needs what it reads, and the loss what it squares."""
     shapes, _ = kept("head")
-    assert sorted(shapes) == [(PICTURES, 5), (PICTURES, WIDTH)]
-    with_batch_norm, _ = kept("head", stem="hmlp", norm="batch", readout="mean", mixer="linear")
-    assert sorted(with_batch_norm) == [(PICTURES, 5), (PICTURES, WIDTH)]
+    assert sorted(shapes) == [(IMAGES, 5), (IMAGES, WIDTH)]
+    with_batch_norm, _ = kept("head", stem="hmlp", norm="batch", pooling="mean", mixer="linear")
+    assert sorted(with_batch_norm) == [(IMAGES, 5), (IMAGES, WIDTH)]
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])
@@ -198,13 +198,13 @@ def test_inputs_of_frozen_weights_are_not_kept(scale):
     """Exactly what the gradients of frozen matrices would need is missing, and not a number more or less.
 
     Of an MLP the inputs of both layers, which have 1 and 4 widths; of the attention the input alone, for the output layer's is
-    kept by the attention itself; of the stem the picture. LayerScale needs what it scales.
+    kept by the attention itself; of the stem the image. LayerScale needs what it scales.
     """
-    token = 4 * 3 * PICTURES * TOKENS * WIDTH  # bytes of one width of every token in three blocks
-    picture = 4 * IMAGE.numel()
+    token = 4 * 3 * IMAGES * TOKENS * WIDTH  # bytes of one width of every token in three blocks
+    image = 4 * IMAGE.numel()
     scaled = 2 * token if scale == "layerscale" else 0
     full = kept("full", residual=scale)[1]
-    assert full - kept("attention", residual=scale)[1] == 5 * token + picture + scaled
-    assert full - kept("ffn", residual=scale)[1] == token + picture + scaled
+    assert full - kept("attention", residual=scale)[1] == 5 * token + image + scaled
+    assert full - kept("ffn", residual=scale)[1] == token + image + scaled
     hidden = [shape for shape in kept("attention", residual=scale)[0] if shape[-1] == 4 * WIDTH]
     assert len(hidden) == 3  # of every block what GELU was given

@@ -10,21 +10,21 @@ from torch import nn
 
 from tests.small import shrink
 from vitrail.models.registry import build, lookup
-from vitrail.recipes.schema import Optimiser
-from vitrail.training.ema import Average
-from vitrail.training.optimizers import clip_gradients, make_optimiser
+from vitrail.recipes.schema import OptimizerConfig
+from vitrail.training.ema import ModelEma
+from vitrail.training.optimizers import clip_gradients, make_optimizer
 
 RULES = [
-    Optimiser("adamw"),
-    Optimiser("adam", decay_coupled=True),
-    Optimiser("sgd"),
-    Optimiser("adagrad"),
-    Optimiser("lamb", clip=1.0),
-    Optimiser("lamb", clip=0.1, trust="all"),
+    OptimizerConfig("adamw"),
+    OptimizerConfig("adam", weight_decay_coupled=True),
+    OptimizerConfig("sgd"),
+    OptimizerConfig("adagrad"),
+    OptimizerConfig("lamb", clip_grad_norm=1.0),
+    OptimizerConfig("lamb", clip_grad_norm=0.1, trust_ratio_on="all"),
 ]
 
 
-def check_optimisers(mesh):
+def check_optimizers(mesh):
     """Tensors cut in uneven parts, one of which is empty on the second process."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -36,10 +36,10 @@ def check_optimisers(mesh):
         torch.manual_seed(1)
         plain = [nn.Parameter(torch.randn(shape)) for shape in ((6, 4), (5,), (1, 7), (3, 4))]
         shared = [nn.Parameter(cut(value.detach().clone(), axis)) for value, axis in zip(plain, axes, strict=True)]
-        optimisers = []
+        optimizers = []
         for some in (plain, shared):
             groups = [{"params": some[:3], "weight_decay": how.decay}, {"params": some[3:], "weight_decay": 0.0}]
-            optimisers.append(make_optimiser(groups, how, 0.01))
+            optimizers.append(make_optimizer(groups, how, 0.01))
         for step in range(4):
             found = torch.tensor(float(step in (0, 2)))
             for value, part, axis in zip(plain, shared, axes, strict=True):
@@ -49,9 +49,9 @@ def check_optimisers(mesh):
             norms = [clip_gradients(some, limit) for some in (plain, shared)]
             assert type(norms[1]) is torch.Tensor
             torch.testing.assert_close(norms[1], norms[0], equal_nan=True)
-            for optimiser in optimisers:
-                optimiser.found_inf = found
-                optimiser.step()
+            for optimizer in optimizers:
+                optimizer.found_inf = found
+                optimizer.step()
         for value, part in zip(plain, shared, strict=True):
             torch.testing.assert_close(part.full_tensor(), value.detach(), rtol=1e-6, atol=1e-7)
 
@@ -67,15 +67,18 @@ def check_training(mesh):
     for block in shared.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(shared, mesh=mesh)
-    pairs = [(model, make_optimiser(model, Optimiser("lamb", clip=1.0), 0.01), Average(model, 0.5)) for model in (plain, shared)]
+    pairs = [
+        (model, make_optimizer(model, OptimizerConfig("lamb", clip_grad_norm=1.0), 0.01), ModelEma(model, 0.5))
+        for model in (plain, shared)
+    ]
     images, labels = torch.randn(4, 3, 8, 12, dtype=torch.float64), torch.tensor([0, 1, 2, 3])
     for _ in range(3):
         answers = []
-        for model, optimiser, average in pairs:
+        for model, optimizer, average in pairs:
             model.train()
             nn.functional.cross_entropy(model(images), labels).backward()
-            optimiser.step()
-            optimiser.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
             average.update(skip=torch.tensor(0.0))
             model.eval()
             with average.applied(model), torch.no_grad():
@@ -90,7 +93,7 @@ def work(rank, path):
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
     try:
-        check_optimisers(mesh)
+        check_optimizers(mesh)
         check_training(mesh)
         dist.barrier()  # gloo's threads do not like it when the other process leaves first
     finally:

@@ -16,9 +16,9 @@ from vitrail.errors import UserError
 from vitrail.models.config import Architecture
 from vitrail.models.flops import Cost, cost
 from vitrail.models.registry import build, lookup, name_of
-from vitrail.models.vision_transformer import Model
+from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.recipes.lookup import recipes
-from vitrail.recipes.schema import Objective, Recipe
+from vitrail.recipes.schema import LossConfig, Recipe
 from vitrail.runs.prepare import located
 from vitrail.tasks.classification import Supervised
 from vitrail.tasks.losses import classification_loss
@@ -64,15 +64,15 @@ class Contender:
 
     def task(self, network: nn.Module) -> nn.Module:
         """Images and targets to the loss."""
-        if isinstance(network, Model):
+        if isinstance(network, VisionTransformer):
             return Supervised(network, self.recipe)
-        return Judged(network, self.recipe.objective)
+        return Judged(network, self.recipe.loss)
 
 
 class Judged(nn.Module):
     """A network of any origin and the loss of its answers."""
 
-    def __init__(self, network: nn.Module, objective: Objective) -> None:
+    def __init__(self, network: nn.Module, objective: LossConfig) -> None:
         super().__init__()
         self.network, self.objective = network, objective
 
@@ -103,9 +103,9 @@ def own_recipe(name: str, architecture: Architecture) -> Recipe:
         recipe
         for recipe in recipes().values()
         if recipe.model == name
-        and not recipe.start.after
+        and not recipe.init.pretrained_recipe
         and recipe.about.paper
-        and (recipe.tokens.weight > 0) == dense
+        and (recipe.token_labels.weight > 0) == dense
         and (recipe.distillation.kind != "none") == taught
     ]
     if found:

@@ -11,7 +11,7 @@ import torch
 from vitrail.bench.candidates import Contender, price
 from vitrail.bench.peak import Ceiling
 from vitrail.bench.settings import Setting
-from vitrail.bench.timing import Run, Summary, enough_repeats, in_turns, summarise, timed
+from vitrail.bench.timing import Run, Summary, enough_repeats, in_turns, summarize, timed
 from vitrail.bench.workloads import UNCAPTURED, CannotRun, make_run
 from vitrail.data.loader import free_memory
 from vitrail.errors import UserError
@@ -39,7 +39,7 @@ class Cell:
     size: tuple[int, int]
     depth: int
     parameters: int
-    macs: int  # of one picture, forward
+    macs: int  # of one image, forward
     trouble: str = ""  # why there are no numbers
     turns: int = 0  # contenders that took turns, itself among them
     repeats: int = 0  # runs in a round
@@ -55,15 +55,15 @@ class Cell:
 
     @property
     def median(self) -> float:
-        return summarise(self.seconds).median if self.seconds else math.nan
+        return summarize(self.seconds).median if self.seconds else math.nan
 
     @property
     def spread(self) -> float:
-        return summarise(self.seconds).spread if self.seconds else math.nan
+        return summarize(self.seconds).spread if self.seconds else math.nan
 
     @property
     def rate(self) -> float:
-        """Pictures per second."""
+        """Images per second."""
         return self.batch / self.median
 
     @property
@@ -115,7 +115,7 @@ def beside(cell: Cell, cells: Sequence[Cell]) -> Cell | None:
 
 def times_as_fast(cell: Cell, other: Cell) -> Summary:
     """How many times as fast as the other, round by round: what slowed a round down slowed both."""
-    return summarise([theirs / ours for ours, theirs in zip(cell.seconds, other.seconds, strict=False)])
+    return summarize([theirs / ours for ours, theirs in zip(cell.seconds, other.seconds, strict=False)])
 
 
 class Entry(NamedTuple):
@@ -265,6 +265,6 @@ def clear(device: torch.device) -> None:
 
 
 def needed(entry: Entry) -> float:
-    """Bytes, roughly: weights, with gradients and moments in training, and what is kept of each picture."""
+    """Bytes, roughly: weights, with gradients and moments in training, and what is kept of each image."""
     copies, kept = (4, 1.0) if entry.setting.task == "train" else (1, 2.0 / max(entry.contender.at(entry.setting).depth, 2))
     return 4.0 * copies * entry.price.parameters + kept * entry.price.activation_bytes * entry.setting.batch

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from vitrail.bench.timing import Summary, enough_repeats, in_turns, summarise, timed
+from vitrail.bench.timing import Summary, enough_repeats, in_turns, summarize, timed
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SIDE = {"cuda": 8192, "cpu": 1024}  # of the matrices
@@ -48,4 +48,4 @@ def steady(run, device: torch.device, rounds: int) -> Summary:
         timed(run, device, max(round(WARM / max(once, 1e-6)), 1))
     times: list[float] = []
     in_turns([run], [enough_repeats(once)], [times], rounds, device)
-    return summarise(times)
+    return summarize(times)

@@ -1,4 +1,4 @@
-"""A benchmark as a picture: bars side by side, or a line per model over what a curve runs through."""
+"""A benchmark as an image: bars side by side, or a line per model over what a curve runs through."""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 WIDTH = 9.0  # inches
 LINE = 0.34  # of a bar
 STYLES = {"vitrail": "-", "timm": "--"}
-TITLES = {"resolution": "side of the picture, pixels", "batch": "batch", "depth": "blocks"}
+TITLES = {"resolution": "side of the image, pixels", "batch": "batch", "depth": "blocks"}
 
 
 def draw(cells: Sequence[Cell], curve: Curve | None, machine: str, look: Look = LIGHT) -> bytes:
@@ -37,7 +37,7 @@ def draw(cells: Sequence[Cell], curve: Curve | None, machine: str, look: Look = 
 
 
 def draw_bars(figure: "Figure", cells: Sequence[Cell], look: Look) -> None:
-    """A panel for each setting, a bar for each contender: pictures per second."""
+    """A panel for each setting, a bar for each contender: images per second."""
     panels: dict[str, list[Cell]] = {}
     for cell in cells:
         panels.setdefault(f"{cell.task}, {cell.precision}, {cell.mode}, batch {cell.batch}", []).append(cell)
@@ -60,9 +60,9 @@ def draw_bars(figure: "Figure", cells: Sequence[Cell], look: Look) -> None:
         axes.grid(axis="y", visible=False)
         axes.set_title("images per second", loc="right", color=look.faint, fontsize=9)
         places = range(len(panel))
-        colours = [look.orange if cell.project == "timm" else look.blue for cell in panel]
+        colors = [look.orange if cell.project == "timm" else look.blue for cell in panel]
         errors = [cell.rate * cell.spread for cell in panel]
-        axes.barh(places, [cell.rate for cell in panel], 0.62, color=colours, xerr=errors, ecolor=look.ink)
+        axes.barh(places, [cell.rate for cell in panel], 0.62, color=colors, xerr=errors, ecolor=look.ink)
         for place, cell in zip(places, panel, strict=True):
             axes.annotate(
                 f" {cell.rate:,.4g} ",
@@ -90,7 +90,7 @@ def bar_name(cell: Cell, cells: Sequence[Cell]) -> str:
 
 
 def draw_curve(figure: "Figure", cells: Sequence[Cell], curve: Curve, look: Look) -> None:
-    """Pictures per second and milliseconds per picture, and the peak of the memory where it is known."""
+    """Images per second and milliseconds per image, and the peak of the memory where it is known."""
     values = [("Images per second", lambda cell: cell.rate), ("Milliseconds per image", lambda cell: 1e3 / cell.rate)]
     if any(cell.memory for cell in cells):
         values.append(("Peak memory, GB", lambda cell: (cell.memory or math.nan) / 1e9))
@@ -99,16 +99,16 @@ def draw_curve(figure: "Figure", cells: Sequence[Cell], curve: Curve, look: Look
     lines: dict[str, list[Cell]] = {}
     for cell in cells:
         lines.setdefault(line_name(cell, cells, curve), []).append(cell)
-    colours: dict[str, str] = {}
+    colors: dict[str, str] = {}
     for cell in cells:
-        colours.setdefault(cell.model, hues(look)[len(colours) % len(hues(look))])
+        colors.setdefault(cell.model, hues(look)[len(colors) % len(hues(look))])
     for axes, (title, value) in zip(figure.subplots(1, len(values), squeeze=False).flat, values, strict=True):
         dress(axes, title, look)
         axes.set_xlabel(TITLES[curve], color=look.faint)
         for name, line in lines.items():
             line = sorted(line, key=lambda cell: where(cell, curve))
             places, heights = [where(cell, curve) for cell in line], [value(cell) for cell in line]
-            style = {"color": colours[line[0].model], "linestyle": STYLES.get(line[0].project, ":")}
+            style = {"color": colors[line[0].model], "linestyle": STYLES.get(line[0].project, ":")}
             axes.plot(places, heights, marker="o", markersize=4, linewidth=1.6, label=name, **style)
         finish(axes, cells, curve, look)
 

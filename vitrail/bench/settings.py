@@ -1,4 +1,4 @@
-"""What is measured: every combination of task, precision, mode, picture size, depth and batch; and the points of a curve."""
+"""What is measured: every combination of task, precision, mode, image size, depth and batch; and the points of a curve."""
 
 from collections.abc import Sequence
 from itertools import product

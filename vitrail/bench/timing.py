@@ -25,7 +25,7 @@ class Summary(NamedTuple):
     spread: float  # half the interquartile range, as a share of the median
 
 
-def summarise(seconds: Sequence[float]) -> Summary:
+def summarize(seconds: Sequence[float]) -> Summary:
     """Median and half the interquartile range; a single round has no spread."""
     median = statistics.median(seconds)
     if len(seconds) < 2:

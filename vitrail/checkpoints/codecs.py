@@ -83,19 +83,19 @@ def square_grid(rows: int) -> tuple[int, int] | None:
     return (side, side) if side * side == rows and side > 0 else None
 
 
-def grid_of(rows: int, specials: Iterable[int], patch: int, known: Known) -> tuple[tuple[int, int], int]:
-    """(picture size, special rows) of a position table with so many rows; a square grid unless the size is given."""
+def grid_of(rows: int, prefixes: Iterable[int], patch: int, known: Known) -> tuple[tuple[int, int], int]:
+    """(image size, prefix rows) of a position table with so many rows; a square grid unless the size is given."""
     image_size = known.get("image_size")
-    for special in specials:
+    for prefix in prefixes:
         if image_size is not None:
-            if (image_size[0] // patch) * (image_size[1] // patch) == rows - special:
-                return image_size, special
-        elif grid := square_grid(rows - special):
-            return (grid[0] * patch, grid[1] * patch), special
+            if (image_size[0] // patch) * (image_size[1] // patch) == rows - prefix:
+                return image_size, prefix
+        elif grid := square_grid(rows - prefix):
+            return (grid[0] * patch, grid[1] * patch), prefix
     if image_size is None:
-        raise UserError(f"The file's {rows} positions fit no square picture; load it with image_size=(height, width).")
+        raise UserError(f"The file's {rows} positions fit no square image; load it with image_size=(height, width).")
     size = f"{image_size[0]}x{image_size[1]}"
-    raise UserError(f"The file's {rows} positions do not fit a picture of {size} in patches of {patch} pixels.")
+    raise UserError(f"The file's {rows} positions do not fit an image of {size} in patches of {patch} pixels.")
 
 
 def heads_of(width: int, known: Known) -> int:

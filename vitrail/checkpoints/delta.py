@@ -1,7 +1,7 @@
 """Deltas: what a training has changed in a model's weights, as a file of its own beside the weights it started from.
 
 A delta holds every tensor that differs from the base, in full (a new classifier and resampled positions have other shapes), all
-that an artefact says about the trained model, and the fingerprint of the base: a hash of its tensors, not of its file, so that
+that an artifact says about the trained model, and the fingerprint of the base: a hash of its tensors, not of its file, so that
 the same weights in another format are the same base.
 """
 
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.atomic_files import write_aside
-from vitrail.checkpoints.load import (
+from vitrail.checkpoints.model_io import (
     DELTA,
     Header,
-    artefact_header,
+    artifact_header,
     build_flags,
     check_whole,
     load,
@@ -31,7 +31,7 @@ from vitrail.checkpoints.readers import read_safetensors
 from vitrail.errors import UserError
 from vitrail.models.config import TRAINING_ONLY
 from vitrail.models.registry import build
-from vitrail.models.vision_transformer import Model
+from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.version import __version__
 
 LAYOUT = 1  # version of the delta's metadata
@@ -42,7 +42,7 @@ class Delta:
     """The tensors that differ, by name, and what they differ from."""
 
     tensors: dict[str, Tensor]
-    header: str  # the trained model's, as in its artefact
+    header: str  # the trained model's, as in its artifact
     base: str  # fingerprint of the weights it was made for
     base_name: str
     base_bytes: int
@@ -81,7 +81,7 @@ def is_same(one: Tensor | None, two: Tensor) -> bool:
     return one is not None and one.shape == two.shape and one.dtype == two.dtype and torch.equal(raw(one), raw(two))
 
 
-def make_delta(base: Model, tuned: Model) -> Delta:
+def make_delta(base: VisionTransformer, tuned: VisionTransformer) -> Delta:
     """What has to be known beside `base` to have `tuned`."""
     base, tuned = unwrapped(base), check_whole(unwrapped(tuned))
     before, after = base.state_dict(), tuned.state_dict()
@@ -95,7 +95,7 @@ def make_delta(base: Model, tuned: Model) -> Delta:
         )
     tensors = {name: tensor.detach().cpu().clone() for name, tensor in changed.items()}
     size = sum(tensor.numel() * tensor.element_size() for tensor in before.values())
-    return Delta(tensors, artefact_header(tuned)["vitrail"], fingerprint(before), base.name, size)
+    return Delta(tensors, artifact_header(tuned)["vitrail"], fingerprint(before), base.name, size)
 
 
 def save_delta(delta: Delta, path: str | Path) -> Path:
@@ -129,7 +129,7 @@ def read_delta(path: str | Path) -> Delta:
         fields = {key: facts[key] for key in ("header", "base", "base_name", "base_bytes")}
         if not all(isinstance(fields[key], str) for key in ("header", "base", "base_name")):
             raise TypeError("text expected")
-        # Copied, as the tensors of an artefact are: in a file they lie at odd addresses, which not every kernel treats alike.
+        # Copied, as the tensors of an artifact are: in a file they lie at odd addresses, which not every kernel treats alike.
         delta = Delta({name: tensor.clone() for name, tensor in tensors.items()}, **fields, origin=str(path))
         whole = delta.seal == facts["seal"]
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -139,7 +139,7 @@ def read_delta(path: str | Path) -> Delta:
     return delta
 
 
-def attach(base: Model, delta: Delta | str | Path, **overrides: Any) -> Model:
+def attach(base: VisionTransformer, delta: Delta | str | Path, **overrides: Any) -> VisionTransformer:
     """The trained model, in evaluation mode on the base's device. It shares every unchanged parameter with `base`, so that many
     deltas on one trunk cost their own tensors alone; what is shared is frozen, because training it would change all of them.
 
@@ -173,7 +173,7 @@ def attach(base: Model, delta: Delta | str | Path, **overrides: Any) -> Model:
     return header.put_on(model).eval()
 
 
-def load_changed(base: str | Path, delta: str | Path, ema: bool, overrides: dict[str, Any]) -> Model:
+def load_changed(base: str | Path, delta: str | Path, ema: bool, overrides: dict[str, Any]) -> VisionTransformer:
     """The model of two files; what `vitrail.load` does with "base+delta"."""
     found = read_delta(delta)
     training = {field: value for field, value in overrides.items() if field in TRAINING_ONLY}
@@ -184,10 +184,10 @@ def load_changed(base: str | Path, delta: str | Path, ema: bool, overrides: dict
     return model
 
 
-def unwrapped(model: nn.Module) -> Model:
+def unwrapped(model: nn.Module) -> VisionTransformer:
     """A compiled model hides the one it was made from."""
     inner = getattr(model, "_orig_mod", model)
-    assert isinstance(inner, Model)
+    assert isinstance(inner, VisionTransformer)
     return inner
 
 

@@ -2,10 +2,10 @@
 
 import torch
 
-from vitrail.models.vision_transformer import Model
+from vitrail.models.vision_transformer import VisionTransformer
 
 
-def logit_difference(first: Model, second: Model) -> tuple[float, float]:
+def logit_difference(first: VisionTransformer, second: VisionTransformer) -> tuple[float, float]:
     """(largest absolute difference, largest absolute logit) on two fixed inputs at the first model's size."""
     size = first.architecture.image_size
     image = torch.randn(2, first.architecture.channels, *size, generator=torch.Generator().manual_seed(0))

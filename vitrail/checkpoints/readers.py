@@ -185,7 +185,7 @@ def unwrap(content: Any, path: Path, ema: bool) -> dict[str, Tensor]:
         raise UserError(f"{path} holds no tensors{' but averaged ones; load it with ema=True (--ema)' if averaged else ''}.")
     for name, tensor in tensors.items():
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_complex():
-            raise UserError(f"{path}: the tensor {name!r} is sparse, quantised, complex or empty of data; ask for plain numbers.")
+            raise UserError(f"{path}: the tensor {name!r} is sparse, quantized, complex or empty of data; ask for plain numbers.")
         if tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
             raise UserError(f"{path}: the tensor {name!r} claims more numbers than the file holds.")
     return strip_prefixes(tensors)

@@ -1,4 +1,4 @@
-"""The state of a training as weights: a checkpoint of its own folder, one file or sharded, read as the artefact of that moment.
+"""The state of a training as weights: a checkpoint of its own folder, one file or sharded, read as the artifact of that moment.
 
 What the tensors are (architecture, classes, preprocessing) is said by the run.json of the run that the checkpoint lies in.
 """
@@ -15,7 +15,8 @@ import safetensors
 import torch
 from torch import Tensor
 
-from vitrail.checkpoints.load import ARTEFACT
+from vitrail.aliases import upgrade_checkpoint_key, upgrade_run
+from vitrail.checkpoints.model_io import LAYOUT as ARTIFACT_LAYOUT
 from vitrail.checkpoints.readers import Checkpoint
 from vitrail.errors import UserError
 from vitrail.models.preprocessing import Preprocessing
@@ -65,9 +66,9 @@ def read_state(path: str | Path, ema: bool = False) -> Checkpoint:
     try:
         step, groups, facts = read_parts(path) if path.is_dir() else read_checkpoint(path)
         recipe = facts["recipe"]
-        if ema and "average" not in groups:
+        if ema and "ema" not in groups:
             raise UserError(f"{path} holds no averaged (EMA) weights.")
-        reported = groups.get("average", {}) if ema or recipe["average"]["report"] else {}
+        reported = groups.get("ema", {}) if ema or recipe["ema"]["evaluate"] else {}
         metadata = {"vitrail": json.dumps(header_of(path, recipe, step))}
     except DAMAGE as error:
         raise UserError(f"{path} is not a whole state of a training: {problem(error)}.") from None
@@ -75,15 +76,15 @@ def read_state(path: str | Path, ema: bool = False) -> Checkpoint:
 
 
 def header_of(path: Path, recipe: dict[str, Any], step: int) -> dict[str, Any]:
-    """What the training writes into its artefacts."""
+    """What the training writes into its artifacts."""
     place = path.absolute().parents[1] / "run.json"
     if not place.is_file():
         raise UserError(f"{path} does not say what its weights are: leave it in checkpoints/ of its run, whose run.json does.")
-    run = json.loads(place.read_text(encoding="utf-8"))
-    testing, how = recipe["testing"], recipe["augmentation"]
-    seen = (how["size"], testing["crop_ratio"], testing["resize"], testing["filter"], how["mean"], how["std"])
+    run = upgrade_run(json.loads(place.read_text(encoding="utf-8")))
+    view, how = recipe["validation"], recipe["augmentation"]
+    seen = (how["image_size"], view["crop_ratio"], view["resize"], view["interpolation"], how["mean"], how["std"])
     return {
-        "layout": ARTEFACT,
+        "layout": ARTIFACT_LAYOUT,
         "version": run["version"],
         "name": run["model"]["name"],
         "architecture": run["architecture"],
@@ -103,7 +104,7 @@ def read_checkpoint(path: Path) -> State:
         raise ValueError("another version of Vitrail wrote it")
     if checksum(tensors, words_of(header["step"], header["facts"])) != header["checksum"]:
         raise ValueError("its checksum is wrong")
-    return header["step"], grouped(tensors), header["facts"]
+    return header["step"], grouped(tensors), upgrade_run(header["facts"])
 
 
 def read_parts(path: Path) -> State:
@@ -114,7 +115,7 @@ def read_parts(path: Path) -> State:
     closing = json.loads((path / CLOSING).read_text())
     check_parts(path, closing, (each for each in path.iterdir() if each.name != CLOSING))
     entries: Any = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    wanted = {key: entry for key, entry in entries.items() if key.startswith(("model:", "average:"))}
+    wanted = {key: entry for key, entry in entries.items() if upgrade_checkpoint_key(key).startswith(("model:", "ema:"))}
     tensors = {key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in wanted.items()}
     try:
         with warnings.catch_warnings():
@@ -122,7 +123,7 @@ def read_parts(path: Path) -> State:
             dcp.load(tensors, checkpoint_id=path, no_dist=True)
     except CheckpointException as error:
         raise ValueError(str(error).split("\n")[0]) from None
-    return closing["step"], grouped(tensors), closing["facts"]
+    return closing["step"], grouped(tensors), upgrade_run(closing["facts"])
 
 
 def check_parts(path: Path, closing: dict[str, Any], files: Iterable[Path]) -> None:
@@ -156,7 +157,7 @@ def sum_of(path: Path) -> list[int]:
 def grouped(tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     groups: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
-        group, rest = name.split(":", 1)
+        group, rest = upgrade_checkpoint_key(name).split(":", 1)
         groups.setdefault(group, {})[rest] = tensor
     return groups
 

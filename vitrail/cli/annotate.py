@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 store = typer.Typer(no_args_is_help=True, help="Look into a store of a teacher's answers.")
 ADVICE = "name the teacher's with --classes, or put the WordNet ids of the data's into wordnet_ids.json beside it"
-NAMED = 10  # of the pictures that could not be read; the manifest has all
+NAMED = 10  # of the images that could not be read; the manifest has all
 
 
 def annotate(
@@ -36,7 +36,7 @@ def annotate(
     out: Annotated[Path, typer.Option(metavar="STORE", help="The folder to write.")],
     what: Annotated[str, typer.Option(help="logits, tokens (a map of labels), features; several with commas.")] = "logits",
     top_k: Annotated[int, typer.Option("--top-k", min=0, help="How many classes are kept of each answer; 0: all.")] = 0,
-    views: Annotated[int, typer.Option(min=1, max=2, help="2: of each picture's mirror image, too.")] = 1,
+    views: Annotated[int, typer.Option(min=1, max=2, help="2: of each image's mirror image, too.")] = 1,
     size: Annotated[str | None, typer.Option(help="The size the teacher sees: 384, or 192x256; its own if not given.")] = None,
     all_classes: Annotated[
         bool, typer.Option("--all-classes", help="Keep answers about all of the teacher's classes, not the data's alone.")
@@ -54,12 +54,12 @@ def annotate(
         Path | None, typer.Option("--from-published", metavar="FOLDER", help="Label maps of TokenLabeling instead of a teacher.")
     ] = None,
     batch: Annotated[
-        int | None, typer.Option(min=1, help="Pictures computed at a time; 256 on a GPU and 64 elsewhere if not given.")
+        int | None, typer.Option(min=1, help="Images computed at a time; 256 on a GPU and 64 elsewhere if not given.")
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1; a GPU if there is one.")] = None,
-    workers: Annotated[int | None, typer.Option(min=0, help="Processes that decode pictures; as useful if not given.")] = None,
+    workers: Annotated[int | None, typer.Option(min=0, help="Processes that decode images; as useful if not given.")] = None,
 ) -> None:
-    """Ask a teacher about every picture once and keep what it says. Stopped and run again, it goes on where it was.
+    """Ask a teacher about every image once and keep what it says. Stopped and run again, it goes on where it was.
 
     Example: [bold]vitrail annotate regnety_160.pth photos/ --out answers --what logits,tokens --top-k 5[/bold]
     """
@@ -105,7 +105,7 @@ def info(
     check: Annotated[bool, typer.Option("--check", help="Read every shard and compare it with its digest.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Say whose answers a store holds, about how many pictures, and how much room they take.
+    """Say whose answers a store holds, about how many images, and how much room they take.
 
     Example: [bold]vitrail store info answers --check[/bold]
     """
@@ -128,7 +128,7 @@ def info(
 
 def summary(manifest: dict[str, Any]) -> dict[str, Any]:
     teacher, shards = manifest["teacher"], manifest["shards"]
-    done, size = (sum(shard[name] for shard in shards) for name in ("pictures", "bytes"))
+    done, size = (sum(shard[name] for shard in shards) for name in ("images", "bytes"))
     return {
         "teacher": teacher["name"],
         "weights": teacher["weights"],
@@ -142,12 +142,12 @@ def summary(manifest: dict[str, Any]) -> dict[str, Any]:
         "size": manifest["size"],
         "covers": manifest["covers"],
         "arrays": {name: [each["dtype"], *each["shape"]] for name, each in manifest["arrays"].items()},
-        "pictures": manifest["pictures"],
+        "images": manifest["images"],
         "annotated": done,
         "unreadable": sum(len(shard["skipped"]) for shard in shards),
         "shards": len(shards),
         "bytes": size,
-        "bytes_per_picture": round(size / done, 1) if done else None,
+        "bytes_per_image": round(size / done, 1) if done else None,
         "complete": manifest["complete"],
         "vitrail": manifest["vitrail"],
     }
@@ -163,7 +163,7 @@ def shown(name: str, value: Any) -> str:
     if name == "top_k":
         return f"{value} classes" if value else "all classes"
     if name == "covers":
-        return {"whole": "maps lie over the whole picture", "centre": "maps lie over the centre square"}.get(value, value)
+        return {"whole": "maps lie over the whole image", "centre": "maps lie over the centre square"}.get(value, value)
     if isinstance(value, bool):
         return "yes" if value else "no: run the same vitrail annotate again"
     if isinstance(value, list):
@@ -224,14 +224,14 @@ def tell(name: str, result: "Written") -> None:
     from vitrail.data.inspection_report import bytes_text, counted
 
     kept = f" ({result.kept:,} of them from an earlier run)" if result.kept else ""
-    twice = result.given - result.pictures - result.lost
+    twice = result.given - result.images - result.lost
     again = f" ({counted(twice, 'further one')} equal to these)" if twice else ""
     print(
-        f"{name} -> {result.path}: {counted(result.pictures, 'picture')}{again} in {counted(result.shards, 'shard')}{kept}, "
-        f"{bytes_text(result.bytes)}, {result.bytes / result.pictures:,.0f} bytes each"
+        f"{name} -> {result.path}: {counted(result.images, 'image')}{again} in {counted(result.shards, 'shard')}{kept}, "
+        f"{bytes_text(result.bytes)}, {result.bytes / result.images:,.0f} bytes each"
     )
     if result.skipped:
-        complain(f"Left out, because unreadable: {counted(len(result.skipped), 'picture')}.")
+        complain(f"Left out, because unreadable: {counted(len(result.skipped), 'image')}.")
         for problem in result.skipped[:NAMED]:
             complain(f"  {problem.where}: {problem.reason}")
         if len(result.skipped) > NAMED:
@@ -245,8 +245,8 @@ def what_is_kept(out: Path) -> str:
         manifest = read_manifest(out)
     except UserError:
         return "Stopped before the first shard was written: nothing was kept."
-    done = sum(shard["pictures"] for shard in manifest["shards"])
-    return f"Stopped; {done:,} of {manifest['pictures']:,} pictures are kept in {out}, and the same command goes on from there."
+    done = sum(shard["images"] for shard in manifest["shards"])
+    return f"Stopped; {done:,} of {manifest['images']:,} images are kept in {out}, and the same command goes on from there."
 
 
 def complain(sentence: str) -> None:

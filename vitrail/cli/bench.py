@@ -35,14 +35,14 @@ def bench(
     models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Names of models, checkpoints, or folders of runs.")],
     against: Annotated[str | None, typer.Option(help="timm: its model beside each of ours, where it has the same.")] = None,
     task: Annotated[str, typer.Option(help="inference, train, or both with a comma between.")] = "inference",
-    batch: Annotated[str | None, typer.Option(help="Pictures at a time, such as 1,256; 256 on a GPU, 8 on a CPU.")] = None,
-    size: Annotated[str | None, typer.Option(help="Picture sizes: 224,384 or 192x256 (height x width); the model's own.")] = None,
+    batch: Annotated[str | None, typer.Option(help="Images at a time, such as 1,256; 256 on a GPU, 8 on a CPU.")] = None,
+    size: Annotated[str | None, typer.Option(help="Image sizes: 224,384 or 192x256 (height x width); the model's own.")] = None,
     depth: Annotated[str | None, typer.Option(help="Numbers of blocks: 6,12; the model's own.")] = None,
     mode: Annotated[
         str,
         typer.Option(
             help="eager, compiled (block by block), whole (as one graph), graph (a CUDA graph), own (as each project trains and "
-            "ships: ours as `vitrail train` and `vitrail.optimise` do it, timm compiled)."
+            "ships: ours as `vitrail train` and `vitrail.optimize` do it, timm compiled)."
         ),
     ] = "eager",
     precision: Annotated[str | None, typer.Option(help="bf16, fp32 or both; bf16 on a GPU, fp32 on a CPU.")] = None,
@@ -50,7 +50,7 @@ def bench(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds in which all take turns.")] = 7,
     device: DeviceOption = None,
     json_file: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Keep all numbers; - prints them.")] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw a PNG picture.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw a PNG image.")] = None,
 ) -> None:
     """Measure speed and memory: images per second, share of what the device can do, side by side and in turns.
 
@@ -168,7 +168,7 @@ def check_outputs(json_file: str | None, plot: Path | None) -> None:
     from vitrail.atomic_files import check_writable
 
     if plot is not None and plot.suffix != ".png":
-        raise UserError(f"The plot is a PNG picture: call it bench.png, not {plot.name!r}.")
+        raise UserError(f"The plot is a PNG image: call it bench.png, not {plot.name!r}.")
     for path in (plot, Path(json_file) if json_file not in (None, STANDARD) else None):
         if path is not None and path.is_dir():
             raise UserError(f"{path} is a folder; give a file name.")
@@ -181,8 +181,8 @@ def write_plot(path: Path, cells: "Sequence[Cell]", curve: "Curve | None", machi
     from vitrail.atomic_files import write_aside
     from vitrail.bench.plots import draw
 
-    picture = draw(cells, curve, machine)
-    write_aside(path, lambda side: side.write_bytes(picture))
+    image = draw(cells, curve, machine)
+    write_aside(path, lambda side: side.write_bytes(image))
 
 
 def show(out: Console, cells: "Sequence[Cell]", ceiling: "Ceiling | None", machine: str) -> None:

@@ -35,8 +35,8 @@ def compare(
     by: Annotated[
         str, typer.Option(help="recipe: runs that differ only by seed are a group; folder: each RUN given is.")
     ] = "recipe",
-    pictures: Annotated[
-        bool, typer.Option("--pictures", help="Also ask every model about every validation picture, and compare these answers.")
+    images: Annotated[
+        bool, typer.Option("--images", help="Also ask every model about every validation image, and compare these answers.")
     ] = False,
     plot: Annotated[Path | None, typer.Option(help="Where to draw seeds, means and intervals: a PNG file.")] = None,
     as_json: JsonOption = False,
@@ -60,12 +60,12 @@ def compare(
         print(sentence, file=sys.stderr)
     rows = comparison.compare(groups)
     if len({result.data for group in groups for result in group.results}) > 1:
-        print("These trainings did not have the same pictures: their numbers are not about the same thing.", file=sys.stderr)
+        print("These trainings did not have the same images: their numbers are not about the same thing.", file=sys.stderr)
     content = comparison.as_dict(rows, metric, at)
-    if pictures:
+    if images:
         from vitrail.runs.predictions import compare_answers
 
-        content["pictures"] = compare_answers(groups)
+        content["images"] = compare_answers(groups)
     if plot is not None:
         from vitrail.atomic_files import write_aside
         from vitrail.runs.seed_plot import draw_points
@@ -76,13 +76,13 @@ def compare(
         print(json.dumps(content, indent=1))
         return
     show(rows, metric, at)
-    if pictures:
-        show_pictures(content["pictures"], groups[0].name)
+    if images:
+        show_images(content["images"], groups[0].name)
 
 
 def ablate(
     recipe: Annotated[str, typer.Argument(help="A recipe's name, or a recipe.yaml of an earlier run.")],
-    source: Annotated[str, typer.Argument(help="Pictures, as for `vitrail train`.")] = "digits",
+    source: Annotated[str, typer.Argument(help="Images, as for `vitrail train`.")] = "digits",
     vary: Annotated[
         list[str] | None, typer.Option(metavar="KEY=A,B", help="Values of a leaf of the recipe to try; again for more leaves.")
     ] = None,
@@ -101,10 +101,10 @@ def ablate(
     changes: SetOption = None,
     weights: FromOption = None,
     epochs: EpochsOption = None,
-    micro_batch: MicroOption = None,
+    micro_batch_size: MicroOption = None,
     workers: WorkersOption = None,
     pick: Annotated[
-        bool, typer.Option("--pick", help="Say which cell is best on the validation pictures, and its command.")
+        bool, typer.Option("--pick", help="Say which cell is best on the validation images, and its command.")
     ] = False,
     metric: MetricOption = "top1",
     at: AtOption = "best",
@@ -112,7 +112,7 @@ def ablate(
 ) -> None:
     """Train a recipe without its parts, or with other values, several seeds each, and compare; the same command goes on.
 
-    Example: [bold]vitrail ablate laptop photos/ --drop smoothing,clip --vary optimiser.rate=1e-3,4e-3 --seeds 3 --jobs 2[/bold]
+    Example: [bold]vitrail ablate laptop photos/ --drop smoothing,clip --vary optimizer.lr=1e-3,4e-3 --seeds 3 --jobs 2[/bold]
     """
     from vitrail.runs import ablation
     from vitrail.runs.ablation_runs import run_ablation
@@ -123,7 +123,7 @@ def ablate(
     choice("--at", at, ("best", "last"))
     choice("--metric", metric, tuple(MEASURES))
     if pick and metric == "test":
-        raise UserError("--pick with --metric test would spoil the test pictures: choose by the validation pictures.")
+        raise UserError("--pick with --metric test would spoil the test images: choose by the validation images.")
     names = [name.strip() for name in (devices or "").split(",") if name.strip()]
     kinds = [choose_device(name).type for name in names]
     base_changes = leaves_of(changes, weights, epochs, None, recipe)
@@ -137,7 +137,7 @@ def ablate(
     for sentence in said:
         print(sentence, file=sys.stderr)
     opened = ablation.open_ablation(folder, source, cells, range(seed, seed + seeds))
-    finished, failed = run_ablation(opened, names, jobs or max(len(names), 1), micro_batch, workers)
+    finished, failed = run_ablation(opened, names, jobs or max(len(names), 1), micro_batch_size, workers)
     if not finished:
         print("Stopped; the same command goes on.", file=sys.stderr)
         sys.exit(130)
@@ -184,10 +184,10 @@ def show(rows: Any, metric: str, at: str) -> None:
         say(f"{row.group.name}: {comparison.in_words(row)}")
 
 
-def show_pictures(found: list[dict[str, Any]], first: str) -> None:
-    say(f"\nThe same pictures, one by one: {first} and")
+def show_images(found: list[dict[str, Any]], first: str) -> None:
+    say(f"\nThe same images, one by one: {first} and")
     for each in found:
-        words = f"{each['name']}: {100 * each['mean']:+.2f} points, 95 % interval over {each['pictures']:,} pictures "
+        words = f"{each['name']}: {100 * each['mean']:+.2f} points, 95 % interval over {each['images']:,} images "
         words += f"{100 * each['low']:+.2f} to {100 * each['high']:+.2f}"
         say(words + (f", McNemar p {each['mcnemar']:.3f}" if each["mcnemar"] is not None else ""))
 

@@ -23,8 +23,8 @@ SourceArgument = Annotated[
         help="A folder of class folders, Parquet, tar, CIFAR or IDX files, a table, hf://owner/name, pets or digits.",
     ),
 ]
-WorkersOption = Annotated[int | None, typer.Option(min=0, help="Processes that decode pictures; one per core if not given.")]
-NAMED = 10  # of the pictures that were left out; the manifest has all
+WorkersOption = Annotated[int | None, typer.Option(min=0, help="Processes that decode images; one per core if not given.")]
+NAMED = 10  # of the images that were left out; the manifest has all
 
 
 @data.command()
@@ -35,7 +35,7 @@ def inspect(
         list[str] | None, typer.Option(help="Draw beside it what a network sees with this recipe: sheet-NAME.png.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with every broken file and every duplicate.")] = False,
-    seed: Annotated[int, typer.Option(min=0, help="Which pictures the sheet shows.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Which images the sheet shows.")] = 0,
     workers: WorkersOption = None,
 ) -> None:
     """Say what a data set holds: classes, sizes, formats, broken files, duplicates, leaks from split to split.
@@ -50,10 +50,10 @@ def inspect(
     from vitrail.data.progress import progress
 
     if out is not None and out.suffix != ".png":
-        raise UserError(f"A contact sheet is a PNG picture: call it sheet.png, not {out.name!r}.")
+        raise UserError(f"A contact sheet is a PNG image: call it sheet.png, not {out.name!r}.")
     check_writable(out)
     if recipe and out is None:
-        raise UserError("--recipe draws a picture beside the contact sheet: say where with --out sheet.png.")
+        raise UserError("--recipe draws an image beside the contact sheet: say where with --out sheet.png.")
     parts = open_parts(source)
     if out is not None:
         train = parts.get("train") or next(iter(parts.values()))
@@ -88,12 +88,12 @@ def pack(
     out: Annotated[
         Path, typer.Argument(metavar="OUT", help="The folder to write: OUT/data/train-00000-of-00007.parquet and so on.")
     ],
-    shard_size: Annotated[str, typer.Option(help="The most that the pictures of a shard weigh: 500MB, 1GB, 64MiB.")] = "500MB",
-    resize: Annotated[int | None, typer.Option(help="Scale larger pictures down to this shorter side.")] = None,
-    format: Annotated[str, typer.Option(help="What scaled pictures are written as: jpeg or png.")] = "jpeg",
+    shard_size: Annotated[str, typer.Option(help="The most that the images of a shard weigh: 500MB, 1GB, 64MiB.")] = "500MB",
+    resize: Annotated[int | None, typer.Option(help="Scale larger images down to this shorter side.")] = None,
+    format: Annotated[str, typer.Option(help="What scaled images are written as: jpeg or png.")] = "jpeg",
     quality: Annotated[int, typer.Option(help="Of the JPEGs, 1 to 100.")] = 92,
     split: Annotated[list[str] | None, typer.Option(help="Only this split; again for another.")] = None,
-    bad: Annotated[str, typer.Option(help="skip or fatal: what an unreadable picture is.")] = "skip",
+    bad: Annotated[str, typer.Option(help="skip or fatal: what an unreadable image is.")] = "skip",
     workers: WorkersOption = None,
 ) -> None:
     """Write a data set as Parquet shards in the Hugging Face convention. Stopped and run again, it goes on where it was.
@@ -120,9 +120,9 @@ def pack(
         sys.exit(130)
     kept = f" ({result.kept:,} of them from an earlier run)" if result.kept else ""
     shards = f"{counted(len(result.shards), 'shard')}{kept}, {bytes_text(result.bytes)}"
-    print(f"{source} -> {out}: {counted(result.rows, 'picture')} in {shards}")
+    print(f"{source} -> {out}: {counted(result.rows, 'image')} in {shards}")
     if result.skipped:
-        complain(f"Left out, because unreadable: {counted(len(result.skipped), 'picture')}.")
+        complain(f"Left out, because unreadable: {counted(len(result.skipped), 'image')}.")
         for problem in result.skipped[:NAMED]:
             complain(f"  {problem.where}: {problem.reason}")
         if len(result.skipped) > NAMED:

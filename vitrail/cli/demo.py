@@ -20,20 +20,20 @@ from vitrail.formatting import percent
 if TYPE_CHECKING:
     from vitrail.cli.demo_page import Attempt
 
-WEIGHTS, PICTURES = "house_tiny", "pets"
+WEIGHTS, IMAGES = "vitrail_tiny", "pets"
 SHORTEST, LONGEST = 0.1, 10_000.0  # epochs; the shortest is a step
 NEXT = f"train photos/ --from {WEIGHTS} --scope attention"
-# What the two trainings share; float32 is fast on every CPU, and few pictures need small batches to take enough steps.
+# What the two trainings share; float32 is fast on every CPU, and few images need small batches to take enough steps.
 SHARED: dict[str, Any] = {
-    "batch": 32,
+    "batch_size": 32,
     "precision": "fp32",
     "augmentation.policy": "none",
     "mixing.mixup": 0.0,
     "architecture.drop_path": 0.0,
 }
-ADAPTED: dict[str, Any] = {"start.weights": WEIGHTS, "start.scope": "attention", "optimiser.rate": 5e-3}
+ADAPTED: dict[str, Any] = {"init.weights": WEIGHTS, "init.scope": "attention", "optimizer.lr": 5e-3}
 # Weights that know nothing must all learn at the full rate; the size is the one that the others bring along.
-SCRATCH: dict[str, Any] = {"optimiser.rate": 1e-3, "optimiser.layer_decay": 1.0, "augmentation.size": [64, 64]}
+SCRATCH: dict[str, Any] = {"optimizer.lr": 1e-3, "optimizer.layer_decay": 1.0, "augmentation.image_size": [64, 64]}
 
 
 def demo(
@@ -57,11 +57,11 @@ def demo(
     from vitrail.runs.train import resume, to_terminal, train
     from vitrail.training.trainer import Options
 
-    for name in (WEIGHTS, PICTURES):
+    for name in (WEIGHTS, IMAGES):
         if os.path.exists(name):
             raise UserError(f"A file or folder called {name} lies here and would be taken instead: run the demo elsewhere.")
-    folder = out.expanduser() if out is not None else next_folder(PICTURES, "demo")
-    if os.path.abspath(folder) in (os.path.abspath(WEIGHTS), os.path.abspath(PICTURES)):
+    folder = out.expanduser() if out is not None else next_folder(IMAGES, "demo")
+    if os.path.abspath(folder) in (os.path.abspath(WEIGHTS), os.path.abspath(IMAGES)):
         raise UserError(f"--out {folder} would be taken for what the demo learns from: give a folder by another name.")
     settings, mark = {"epochs": epochs, "seed": seed}, folder / "demo.json"
     if not mark.exists():
@@ -78,11 +78,11 @@ def demo(
         ):
             to_terminal(f"{'' if not attempts else chr(10)}{len(attempts) + 1} of 2: {title}")
             leaves = SHARED | own | {"schedule.length": f"{epochs:.10g} epochs", "seed": seed}
-            model = None if "start.weights" in own else WEIGHTS
+            model = None if "init.weights" in own else WEIGHTS
             if (folder / name / "run.json").exists():
                 done = resume(folder / name, device=device)
             else:
-                done = train(PICTURES, "finetune", model, folder / name, leaves, Options(), device)
+                done = train(IMAGES, "finetune", model, folder / name, leaves, Options(), device)
             if not done.finished:
                 to_terminal(again)
                 sys.exit(130)
@@ -101,7 +101,7 @@ def demo(
     print()
     show(attempts)
     print(f"\nreport   {page}\nnumbers  {folder / 'results.json'}\nweights  {folder / 'adapted' / 'best.safetensors'}")
-    print(f"\nNext, with your own pictures, one folder per class:\n  {following}")
+    print(f"\nNext, with your own images, one folder per class:\n  {following}")
 
 
 def own_name() -> str:
@@ -129,6 +129,6 @@ def show(attempts: "list[Attempt]") -> None:
     Console(width=None if sys.stdout.isatty() else 120).print(table)
     first = attempts[0]
     print(
-        f"{first.pictures} test pictures of {len(first.names)} breeds (± standard error), seed {first.seed}; "
+        f"{first.images} test images of {len(first.names)} breeds (± standard error), seed {first.seed}; "
         f"guessing would give {percent(1 / len(first.names), 1)}."
     )

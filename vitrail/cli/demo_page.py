@@ -24,7 +24,7 @@ from vitrail.data.transforms.pipeline import augment
 from vitrail.evaluation.accuracy import test_view
 from vitrail.evaluation.confusion import Answers, collect_answers, confusion, worst_mistakes
 from vitrail.interpret.rollout import attention_rollout, patch_evidence
-from vitrail.models.vision_transformer import Model
+from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.runs.curves import DARK, LIGHT, Look, close, dots, dress
 from vitrail.runs.page import PAGE, duration, embedded, heat_map, plain, section, share, table
 from vitrail.runs.report import curves_of, read_run, thumbnail
@@ -34,18 +34,18 @@ from vitrail.training.scope import apply_scope
 
 BATCH = 64
 SHOWN = 12  # right and wrong answers
-LOOKED_AT = 6  # pictures whose attention is drawn
+LOOKED_AT = 6  # images whose attention is drawn
 ENLARGED = 192  # pixels of a side
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One of the two trainings, and its best weights' answers to the test pictures."""
+    """One of the two trainings, and its best weights' answers to the test images."""
 
     title: str
     folder: Path
     run: dict[str, Any]  # run.json
-    model: Model
+    model: VisionTransformer
     trained: int  # parameters that the training changes
     answers: Answers
 
@@ -54,7 +54,7 @@ class Attempt:
         return list(self.run["data"]["classes"])
 
     @property
-    def pictures(self) -> int:
+    def images(self) -> int:
         return len(self.answers.truth)
 
     @property
@@ -64,7 +64,7 @@ class Attempt:
     @property
     def error(self) -> float:
         """The standard error of `top1`."""
-        return math.sqrt(self.top1 * (1 - self.top1) / self.pictures)
+        return math.sqrt(self.top1 * (1 - self.top1) / self.images)
 
     @property
     def parameters(self) -> int:
@@ -85,7 +85,7 @@ class Attempt:
             "seed": self.seed,
             "top1": self.top1,
             "standard_error": self.error,
-            "test_pictures": self.pictures,
+            "test_images": self.images,
             "trained_parameters": self.trained,
             "parameters": self.parameters,
             "seconds": self.run["seconds"],
@@ -93,11 +93,11 @@ class Attempt:
 
 
 def look_at_test(title: str, folder: Path, device: str | None) -> Attempt:
-    """A finished run's best weights, asked about the test pictures of its data."""
+    """A finished run's best weights, asked about the test images of its data."""
     run = read_run(folder)
     place = choose_device(device)
     model = load(folder, device=place)
-    apply_scope(model, run["recipe"]["start"]["scope"])
+    apply_scope(model, run["recipe"]["init"]["scope"])
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     feed = Feed(open_source(run["source"], "test"), place, workers=0, say=lambda sentence: None)
     try:
@@ -121,7 +121,7 @@ def write_page(path: Path, attempts: Sequence[Attempt], command: str) -> Path:
         section("The surest mistakes", gallery(first, source, worst_mistakes(first.answers, SHOWN))),
         section("Where it looks", looked_at(first, source)),
         section("What is taken for what", heat_map(found["matrix"], found["names"])),
-        section("Next: your own pictures", following(command)),
+        section("Next: your own images", following(command)),
         section("How it was made", table(circumstances(first))),
     ]
     text = PAGE.format(title="Bundled weights, adapted to photographs of pets", body="\n".join(filter(None, parts)))
@@ -133,9 +133,9 @@ def headline(attempts: Sequence[Attempt]) -> str:
     first, second = attempts
     count, breeds = first.run["data"]["train"], len(first.names)
     words = (
-        f"{first.run['model']['name']}, trained before on other pictures, saw {count} photographs of {breeds} breeds of cats and "
-        f"dogs for {first.time} and recognises {share(first.top1)} of {first.pictures} new ones. "
-        f"The same network that starts from nothing takes as many steps and recognises {share(second.top1)}."
+        f"{first.run['model']['name']}, trained before on other images, saw {count} photographs of {breeds} breeds of cats and "
+        f"dogs for {first.time} and recognizes {share(first.top1)} of {first.images} new ones. "
+        f"The same network that starts from nothing takes as many steps and recognizes {share(second.top1)}."
     )
     facts = [
         ("adapted", share(first.top1)),
@@ -169,19 +169,19 @@ def compared(attempts: Sequence[Attempt]) -> str:
 
 
 def chart(attempts: Sequence[Attempt], look: Look) -> bytes:
-    """Training loss and validation accuracy over the epochs, a colour for each training."""
+    """Training loss and validation accuracy over the epochs, a color for each training."""
     figure = sheet((11, 3.8), look)
     figure.subplots_adjust(0.07, 0.15, 0.98, 0.9, wspace=0.15)
     losses, accuracies = figure.subplots(1, 2)
     dress(losses, "Training loss", look)
     dress(accuracies, "Validation accuracy", look)
-    for each, colour in zip(attempts, (look.blue, look.orange), strict=True):
+    for each, color in zip(attempts, (look.blue, look.orange), strict=True):
         curves = curves_of(each.run, read_metrics(each.folder))
         epochs, values = curves.of("train", "loss")
-        losses.plot(epochs, values, color=colour, alpha=0.22, linewidth=0.8)
-        losses.plot(epochs, curves.smooth_losses()[1], color=colour, linewidth=1.8, label=each.title)
+        losses.plot(epochs, values, color=color, alpha=0.22, linewidth=0.8)
+        losses.plot(epochs, curves.smooth_losses()[1], color=color, linewidth=1.8, label=each.title)
         epochs, values = curves.of("validation", "top1")
-        accuracies.plot(epochs, 100 * values, color=colour, linewidth=1.8, label=each.title, **dots(values))
+        accuracies.plot(epochs, 100 * values, color=color, linewidth=1.8, label=each.title, **dots(values))
     accuracies.yaxis.set_major_formatter("{x:g} %")
     accuracies.set_ylim(0, 100)
     for axes in (losses, accuracies):
@@ -192,7 +192,7 @@ def chart(attempts: Sequence[Attempt], look: Look) -> bytes:
 
 
 def some_right(answers: Answers) -> Answers:
-    """The first picture of each class that is recognised."""
+    """The first image of each class that is recognized."""
     right = np.flatnonzero(~answers.wrong)
     _, first = np.unique(answers.truth[right], return_index=True)
     return Answers(*(column[right[first[:SHOWN]]] for column in answers))
@@ -203,25 +203,25 @@ def gallery(attempt: Attempt, source: Source, answers: Answers) -> str:
     for index, truth, guess, confidence in zip(*answers, strict=True):
         words = f"<b>{escape(attempt.names[guess])}</b> {100 * confidence:.0f} %"
         words += f"<br>is {escape(attempt.names[truth])}" if guess != truth else ""
-        picture = embedded(thumbnail(decode(source.encoded(int(index))), 128))
-        shown.append(f'<figure><img alt="" src="{picture}"><figcaption>{words}</figcaption></figure>')
-    return f"<div class='pictures'>{''.join(shown)}</div>" if shown else ""
+        image = embedded(thumbnail(decode(source.encoded(int(index))), 128))
+        shown.append(f'<figure><img alt="" src="{image}"><figcaption>{words}</figcaption></figure>')
+    return f"<div class='images'>{''.join(shown)}</div>" if shown else ""
 
 
 def looked_at(attempt: Attempt, source: Source) -> str:
     """Photograph, attention and evidence beside each other, of right answers and of one mistake."""
     right, wrong = some_right(attempt.answers), worst_mistakes(attempt.answers, 1)
-    spread = np.unique(np.linspace(0, max(len(right.picture) - 1, 0), LOOKED_AT - len(wrong.picture)).astype(np.int64))
-    spread = spread[: len(right.picture)]
+    spread = np.unique(np.linspace(0, max(len(right.image) - 1, 0), LOOKED_AT - len(wrong.image)).astype(np.int64))
+    spread = spread[: len(right.image)]
     chosen = Answers(*(np.concatenate([column[spread], mistake]) for column, mistake in zip(right, wrong, strict=True)))
-    if not len(chosen.picture):
+    if not len(chosen.image):
         return ""
-    images = prepared(attempt.model, source, chosen.picture)
+    images = prepared(attempt.model, source, chosen.image)
     attention = attention_rollout(attempt.model, images).cpu().numpy()
     evidence = patch_evidence(attempt.model, images, torch.from_numpy(chosen.guess).to(images.device)).clamp(min=0).cpu().numpy()
     shown = []
     for place, (index, truth, guess, confidence) in enumerate(zip(*chosen, strict=True)):
-        # The network sees all of a square picture, only smaller: the maps fit the whole of it.
+        # The network sees all of a square image, only smaller: the maps fit the whole of it.
         strip = beside(decode(source.encoded(int(index))), (attention[place], evidence[place]))
         words = f"<b>{escape(attempt.names[guess])}</b> {100 * confidence:.0f} %"
         words += f", is {escape(attempt.names[truth])}" if guess != truth else ""
@@ -231,11 +231,11 @@ def looked_at(attempt: Attempt, source: Source) -> str:
         "rollout, arXiv 2005.00928); which patches speak for its answer."
     )
     style = "grid-template-columns:repeat(auto-fill,minmax(17rem,1fr))"
-    return f"<p>{words}</p><div class='pictures' style='{style}'>{''.join(shown)}</div>"
+    return f"<p>{words}</p><div class='images' style='{style}'>{''.join(shown)}</div>"
 
 
-def prepared(model: Model, source: Source, chosen: np.ndarray) -> torch.Tensor:
-    """The pictures as the network sees them: [B, 3, H, W]."""
+def prepared(model: VisionTransformer, source: Source, chosen: np.ndarray) -> torch.Tensor:
+    """The images as the network sees them: [B, 3, H, W]."""
     view, device = test_view(model.preprocessing), next(model.parameters()).device
     feed = Feed(Subset(source, chosen), device, workers=0, say=lambda sentence: None)
     try:
@@ -246,7 +246,7 @@ def prepared(model: Model, source: Source, chosen: np.ndarray) -> torch.Tensor:
 
 
 def beside(photograph: np.ndarray, maps: Sequence[np.ndarray]) -> str:
-    """The photograph and, for each map [rows, columns], the photograph with it glowing, in one picture as a data address."""
+    """The photograph and, for each map [rows, columns], the photograph with it glowing, in one image as a data address."""
     from matplotlib import colormaps
 
     size = (ENLARGED, ENLARGED)
@@ -254,7 +254,7 @@ def beside(photograph: np.ndarray, maps: Sequence[np.ndarray]) -> str:
     grey = base.mean(2, keepdims=True)
     strip = [base]
     for values in maps:
-        # The brightest patches are what the picture is about; a single one must not dim all others.
+        # The brightest patches are what the image is about; a single one must not dim all others.
         high, low = np.percentile(values, 98), np.percentile(values, 5)
         scaled = np.clip((values - low) / max(float(high - low), 1e-12), 0, 1).astype(np.float32)
         smooth = np.clip(np.asarray(Image.fromarray(scaled).resize(size, Image.Resampling.BICUBIC)), 0, 1)
@@ -267,9 +267,9 @@ def beside(photograph: np.ndarray, maps: Sequence[np.ndarray]) -> str:
 
 def following(command: str) -> str:
     return (
-        "<p>A folder with a folder of pictures per class is enough:</p>"
+        "<p>A folder with a folder of images per class is enough:</p>"
         f"<p><code>{escape(command)}</code></p><p>Then <code>vitrail predict runs/photos-finetune cat.jpg</code> says what is in "
-        "a picture.</p>"
+        "an image.</p>"
     )
 
 
@@ -277,8 +277,8 @@ def circumstances(first: Attempt) -> list[tuple[str, str]]:
     run = first.run
     rows = [
         ("Photographs", "Oxford-IIIT Pet Dataset, Parkhi, Vedaldi, Zisserman, Jawahar, CVPR 2012; CC BY-SA 4.0; 12 of 37 breeds"),
-        ("Both trainings", f"{run['steps']} steps of {run['recipe']['batch']} pictures, {run['recipe']['schedule']['length']}"),
-        ("Chosen by", f"the best accuracy on {run['data']['validation']} validation pictures"),
+        ("Both trainings", f"{run['steps']} steps of {run['recipe']['batch']} images, {run['recipe']['schedule']['length']}"),
+        ("Chosen by", f"the best accuracy on {run['data']['validation']} validation images"),
         ("Machine", plain(run["machine"])),
         *((str(name), plain(value)) for name, value in run["versions"].items()),
     ]

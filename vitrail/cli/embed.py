@@ -17,7 +17,7 @@ from vitrail.formatting import percent
 if TYPE_CHECKING:
     from vitrail.data.loader import Problem
     from vitrail.evaluation.probes.suite import Row, Task
-    from vitrail.models.vision_transformer import Model
+    from vitrail.models.vision_transformer import VisionTransformer
 
 WeightsArgument = Annotated[Path, typer.Argument(metavar="WEIGHTS", help="A checkpoint of any known kind, or a run's folder.")]
 ManyArgument = Annotated[
@@ -37,7 +37,7 @@ QueriesOption = Annotated[
     str | None, typer.Option(help="The split that is asked about; test, else validation, else a tenth set aside.")
 ]
 SplitOption = Annotated[str | None, typer.Option(help="train, validation or test; train if not given.")]
-PicturesOption = Annotated[int | None, typer.Option(min=2, help="At most so many pictures of each split, drawn by the seed.")]
+ImagesOption = Annotated[int | None, typer.Option(min=2, help="At most so many images of each split, drawn by the seed.")]
 VectorOption = Annotated[
     str | None, typer.Option(help="pooled, class, mean, class_mean, distillation, penultimate or logits; as usual if not given.")
 ]
@@ -45,8 +45,8 @@ BareOption = Annotated[bool, typer.Option("--before-norm", help="Take vectors be
 HalfOption = Annotated[bool, typer.Option("--bf16", help="Compute the features in bfloat16.")]
 SeedOption = Annotated[int, typer.Option(min=0, help="Of everything that is drawn.")]
 DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1; a GPU if there is one.")]
-BatchOption = Annotated[int, typer.Option(min=1, help="Pictures computed at a time.")]
-WorkersOption = Annotated[int | None, typer.Option(min=0, help="Processes that decode pictures; as useful if not given.")]
+BatchOption = Annotated[int, typer.Option(min=1, help="Images computed at a time.")]
+WorkersOption = Annotated[int | None, typer.Option(min=0, help="Processes that decode images; as useful if not given.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
@@ -54,7 +54,7 @@ def embed(
     weights: WeightsArgument,
     source: Annotated[
         list[str],
-        typer.Argument(metavar="SOURCE", help="A data set as for `vitrail train`, or picture files and folders."),
+        typer.Argument(metavar="SOURCE", help="A data set as for `vitrail train`, or image files and folders."),
     ],
     out: Annotated[Path, typer.Option(help="features.parquet, or features.npy with features.json beside it.")],
     split: SplitOption = None,
@@ -66,7 +66,7 @@ def embed(
     batch: BatchOption = 64,
     workers: WorkersOption = None,
 ) -> None:
-    """Write one feature vector per picture. Exit code 1: some pictures could not be read; 2: none could.
+    """Write one feature vector per image. Exit code 1: some images could not be read; 2: none could.
 
     Example: [bold]vitrail embed runs/photos-laptop photos/ --out features.parquet[/bold]
     """
@@ -79,15 +79,15 @@ def embed(
 
     check_ending(out)
     check_writable(out)
-    pictures, problems = open_for_embedding(source, split)
-    readout = Readout(vector or "pooled", before_norm, unit, bf16)
+    images, problems = open_for_embedding(source, split)
+    pooling = Readout(vector or "pooled", before_norm, unit, bf16)
     model = open_model(weights, device)
-    with watched("embedding", len(pictures)) as advance:
-        embedding = run(model, pictures, readout, batch, workers, advance)
+    with watched("embedding", len(images)) as advance:
+        embedding = run(model, images, pooling, batch, workers, advance)
     complain(problems := problems + embedding.problems)
-    written = write_embedding(embedding, pictures, out, readout, str(weights))
+    written = write_embedding(embedding, images, out, pooling, str(weights))
     count, width = embedding.vectors.shape
-    print(f"{counted(count, 'picture')}, {width} features each -> {' and '.join(map(str, written))}")
+    print(f"{counted(count, 'image')}, {width} features each -> {' and '.join(map(str, written))}")
     if problems:
         sys.exit(1)
 
@@ -150,7 +150,7 @@ def weights_file(path: Path) -> Path:
     return path / "best.safetensors" if (path / "run.json").is_file() else path
 
 
-def open_model(path: Path, device: str | None) -> "Model":
+def open_model(path: Path, device: str | None) -> "VisionTransformer":
     from vitrail.checkpoints import load
     from vitrail.training.distributed import choose_device
 
@@ -158,11 +158,11 @@ def open_model(path: Path, device: str | None) -> "Model":
 
 
 def complain(problems: "Sequence[Problem]", named: int = 10) -> None:
-    """Unreadable pictures, on standard error: some by name, the rest as a number."""
+    """Unreadable images, on standard error: some by name, the rest as a number."""
     for problem in problems[:named]:
         say("{}: {}".format(*problem))
     if len(problems) > named:
-        say(f"… and {len(problems) - named:,} more pictures that could not be read.")
+        say(f"… and {len(problems) - named:,} more images that could not be read.")
 
 
 def say(sentence: str) -> None:

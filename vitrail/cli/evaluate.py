@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vitrail.data.source import Source
     from vitrail.evaluation.class_matching import Among, Matching
     from vitrail.evaluation.evaluate import Evaluation, Head, Part
-    from vitrail.models.vision_transformer import Model
+    from vitrail.models.vision_transformer import VisionTransformer
 
 SOURCE = "A folder of class folders, Parquet, tar, CIFAR or IDX files, a table, hf://owner/name, pets or digits"
 SplitOption = Annotated[
@@ -28,8 +28,8 @@ MapOption = Annotated[
     Path | None, typer.Option("--map", help="JSON: which class of the data is which class or classes of the model.")
 ]
 DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1; a GPU if there is one.")]
-BatchOption = Annotated[int, typer.Option(min=1, help="Pictures computed at a time.")]
-WorkersOption = Annotated[int | None, typer.Option(min=0, help="Processes that decode pictures; one per core if not given.")]
+BatchOption = Annotated[int, typer.Option(min=1, help="Images computed at a time.")]
+WorkersOption = Annotated[int | None, typer.Option(min=0, help="Processes that decode images; one per core if not given.")]
 
 
 def evaluate(
@@ -42,11 +42,11 @@ def evaluate(
     among: AmongOption = "subset",
     chosen: MapOption = None,
     labels: Annotated[
-        Path | None, typer.Option(help="JSON with all the right classes of each picture of the first SOURCE, as ReaL has.")
+        Path | None, typer.Option(help="JSON with all the right classes of each image of the first SOURCE, as ReaL has.")
     ] = None,
     sizes: Annotated[str | None, typer.Option(help="Sizes to try: 160,192,224 or 192x256 (height x width).")] = None,
-    crop_ratios: Annotated[str | None, typer.Option(help="Shares of the resized picture to try: 0.8,0.9,1.0.")] = None,
-    out: Annotated[Path | None, typer.Option(help="A folder for report.html, its pictures and evaluation.json.")] = None,
+    crop_ratios: Annotated[str | None, typer.Option(help="Shares of the resized image to try: 0.8,0.9,1.0.")] = None,
+    out: Annotated[Path | None, typer.Option(help="A folder for report.html, its images and evaluation.json.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     device: DeviceOption = None,
     batch: BatchOption = 64,
@@ -105,14 +105,14 @@ def disagree(
     heads: Annotated[bool, typer.Option("--heads", help="Each head of a distilled model stands for itself.")] = False,
     among: AmongOption = "subset",
     chosen: MapOption = None,
-    out: Annotated[Path | None, typer.Option(help="A PNG picture of some of the pictures on which models differ.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Which pictures it shows.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="A PNG image of some of the images on which models differ.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Which images it shows.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     device: DeviceOption = None,
     batch: BatchOption = 64,
     workers: WorkersOption = None,
 ) -> None:
-    """Compare models picture by picture: how often they differ, who errs where, whether they err on the same pictures.
+    """Compare models image by image: how often they differ, who errs where, whether they err on the same images.
 
     Example: [bold]vitrail disagree runs/teacher runs/student photos/ --out differ.png[/bold]
     """
@@ -123,22 +123,22 @@ def disagree(
     from vitrail.training.distributed import choose_device
 
     if out is not None and out.suffix != ".png":
-        raise UserError(f"The sheet is a PNG picture: call it differ.png, not {out.name!r}.")
+        raise UserError(f"The sheet is a PNG image: call it differ.png, not {out.name!r}.")
     check_writable(out)
     *files, path = words
     if not files:
         raise UserError("Give the weights of at least two models, then the data.")
     answers = check_among(among)
     part = open_one(path, split, Path(files[0]))
-    names, guesses, truth, picture, classes = ask_all(
+    names, guesses, truth, image, classes = ask_all(
         files, path, part, answers, chosen, heads, choose_device(device), batch, workers
     )
     shared = np.flatnonzero(truth >= 0)
-    truth, picture, guesses = truth[shared], picture[shared], guesses[:, shared]
+    truth, image, guesses = truth[shared], image[shared], guesses[:, shared]
     found = compare(names, guesses, truth, classes)
     if out is not None:
         title = f"Where models differ on {Path(path).name or path}"
-        sheet = draw_sheet(part.source, picture, guesses, truth, names, classes, title, seed)
+        sheet = draw_sheet(part.source, image, guesses, truth, names, classes, title, seed)
         if sheet is not None:
             write_aside(out, lambda side: sheet.save(side, "PNG"))
     if as_json:
@@ -160,7 +160,7 @@ def ask_all(
     batch: int,
     workers: int | None,
 ) -> tuple[list[str], Any, Any, Any, list[str]]:
-    """Names [M], guesses [M, N], truth [N], picture numbers [N] and the names of the answers, one model in memory at a time."""
+    """Names [M], guesses [M, N], truth [N], image numbers [N] and the names of the answers, one model in memory at a time."""
     import numpy as np
 
     from vitrail.checkpoints import load
@@ -178,14 +178,14 @@ def ask_all(
                 scores = collect_scores(model, feed, matching, among, head, batch, advance)
             if first is None:
                 first = (matching, scores)
-            if matching.names != first[0].names or not np.array_equal(scores.picture, first[1].picture):
+            if matching.names != first[0].names or not np.array_equal(scores.image, first[1].image):
                 raise UserError(f"{file} does not tell apart the same classes as {files[0]}: a map must group both alike.")
             guesses.append(np.minimum(scores.guess, len(matching.names)))
             called.append(f"{name}, {head}" if len(wanted) > 1 else name)
     if len(guesses) < 2:
         raise UserError("One model cannot differ: give the weights of another, or --heads for a distilled one.")
     assert first is not None
-    return called, np.stack(guesses), first[1].truth, first[1].picture, first[0].names
+    return called, np.stack(guesses), first[1].truth, first[1].image, first[0].names
 
 
 def titles(files: Sequence[str]) -> list[str]:
@@ -203,7 +203,7 @@ def open_one(path: str, split: str | None, weights: Path) -> "Part":
 
     part = open_part(path, split, trained_on(weights, path))
     if part.source.label is None:
-        raise UserError(f"{path} has no labels: put the pictures into one folder per class, or give a table with a label.")
+        raise UserError(f"{path} has no labels: put the images into one folder per class, or give a table with a label.")
     return part
 
 
@@ -218,7 +218,7 @@ def trained_on(weights: Path, path: str) -> bool:
     return False
 
 
-def match_all(model: "Model", parts: "Sequence[Part]", paths: Sequence[str], chosen: Path | None) -> "list[Matching]":
+def match_all(model: "VisionTransformer", parts: "Sequence[Part]", paths: Sequence[str], chosen: Path | None) -> "list[Matching]":
     from vitrail.evaluation.class_matching import match, read_ids, read_map
 
     rules = read_map(chosen) if chosen is not None else None
@@ -234,7 +234,7 @@ def match_all(model: "Model", parts: "Sequence[Part]", paths: Sequence[str], cho
 
 
 def measure(
-    model: "Model",
+    model: "VisionTransformer",
     part: "Part",
     path: str,
     matching: "Matching",

@@ -1,4 +1,4 @@
-"""An evaluation as pictures and one self-contained page."""
+"""An evaluation as images and one self-contained page."""
 
 import io
 from collections.abc import Sequence
@@ -30,10 +30,10 @@ def write_pages(folder: Path, title: str, evaluations: Sequence[Evaluation], swe
     drawn = {"reliability.png": lambda look: reliability(first.calibration, look)}
     if len(sweep) > 1:
         drawn["sweep.png"] = lambda look: sweep_chart(sweep, look)
-    pictures = {name: (draw(LIGHT), draw(DARK)) for name, draw in drawn.items()}
-    for name, (light, _) in pictures.items():
+    images = {name: (draw(LIGHT), draw(DARK)) for name, draw in drawn.items()}
+    for name, (light, _) in images.items():
         write_aside(folder / name, lambda side, content=light: side.write_bytes(content))  # type: ignore[misc]
-    shown = {name: both(*versions, alt=ALT[name]) for name, versions in pictures.items()}
+    shown = {name: both(*versions, alt=ALT[name]) for name, versions in images.items()}
     parts = [
         cards(first),
         section("Sources", several(evaluations) if len(evaluations) > 1 else ""),
@@ -45,12 +45,12 @@ def write_pages(folder: Path, title: str, evaluations: Sequence[Evaluation], swe
     ]
     text = PAGE.format(title=escape(title), body="\n".join(part for part in parts if part))
     write_aside(folder / "report.html", lambda side: side.write_text(text, encoding="utf-8"))
-    return [folder / name for name in ("report.html", *pictures)]
+    return [folder / name for name in ("report.html", *images)]
 
 
 def cards(found: Evaluation) -> str:
     facts = [("top-1", f"{share(found.top1)}"), ("top-5", share(found.top5)), ("loss", figures(found.loss))]
-    facts += [("calibration error", share(found.calibration.ece)), ("pictures", f"{found.pictures:,}")]
+    facts += [("calibration error", share(found.calibration.ece)), ("images", f"{found.images:,}")]
     if found.multilabel is not None:
         facts.insert(1, ("any right label", share(found.multilabel.top1)))
     inside = "".join(f"<div><strong>{escape(value)}</strong><span>{escape(name)}</span></div>" for name, value in facts if value)
@@ -59,13 +59,13 @@ def cards(found: Evaluation) -> str:
 
 def several(evaluations: Sequence[Evaluation]) -> str:
     first = evaluations[0]
-    head = row("th", ("source", "pictures", "top-1", "difference", "top-5", "loss", "calibration error"))
+    head = row("th", ("source", "images", "top-1", "difference", "top-5", "loss", "calibration error"))
     rows = [
         row(
             "td",
             (
                 f"{each.source}, {each.split}",
-                f"{each.pictures:,}",
+                f"{each.images:,}",
                 f"{share(each.top1)} ± {100 * each.top1_error:.2f}",
                 f"{100 * (each.top1 - first.top1):+.2f}" if each is not first else "",
                 share(each.top5),
@@ -95,7 +95,7 @@ def calibration_words(found: Calibration) -> str:
     rows = [
         ("Mean confidence", share(found.confidence)),
         ("Expected calibration error, 15 bins of equal width", share(found.ece)),
-        ("The same, 15 bins of as many pictures", share(found.adaptive_ece)),
+        ("The same, 15 bins of as many images", share(found.adaptive_ece)),
     ]
     if found.temperature is None:
         rows.append(("Temperature", f"none: {found.fitted_on}"))
@@ -103,7 +103,7 @@ def calibration_words(found: Calibration) -> str:
         rows += [
             (f"Temperature, fitted on {found.fitted_on}", figures(found.temperature)),
             ("Calibration error with it, equal width", share(found.ece_after)),
-            ("Calibration error with it, as many pictures", share(found.adaptive_ece_after)),
+            ("Calibration error with it, as many images", share(found.adaptive_ece_after)),
             ("Loss with it", figures(found.loss_after or 0.0)),
         ]
     return table([(label, escape(value)) for label, value in rows])
@@ -111,7 +111,7 @@ def calibration_words(found: Calibration) -> str:
 
 def hardest(found: Evaluation) -> str:
     worst = [each for each in sorted(found.per_class, key=lambda each: each["top1"])[:LISTED] if each["top1"] < 1]
-    return table([(each["name"], f"{share(each['top1'])} of {each['pictures']:,}") for each in worst])
+    return table([(each["name"], f"{share(each['top1'])} of {each['images']:,}") for each in worst])
 
 
 def confused(found: Evaluation) -> str:
@@ -132,12 +132,12 @@ def circumstances(found: Evaluation) -> list[tuple[str, str]]:
         ("Answers among", "all classes of the model" if found.among == "all" else "the classes of the data"),
         ("Mean accuracy per class", share(found.mean_per_class)),
         ("Standard error of top-1", f"{100 * found.top1_error:.2f} points"),
-        ("Pictures that could not be read", f"{found.unread:,}"),
-        ("Pictures without a label", f"{found.unlabelled:,}"),
+        ("Images that could not be read", f"{found.unread:,}"),
+        ("Images without a label", f"{found.unlabelled:,}"),
     ]
     if found.multilabel is not None:
         rows.append(
-            ("Pictures with lists of right labels", f"{found.multilabel.pictures:,}; {found.multilabel.without:,} without any")
+            ("Images with lists of right labels", f"{found.multilabel.images:,}; {found.multilabel.without:,} without any")
         )
     return [(label, escape(value)) for label, value in rows]
 
@@ -145,13 +145,13 @@ def circumstances(found: Evaluation) -> list[tuple[str, str]]:
 def both(light: bytes, dark: bytes, alt: str) -> str:
     dim = "(prefers-color-scheme: dark)"
     return (
-        f'<picture><source media="{dim}" srcset="{address(dark)}">'
-        f'<img class="curves" alt="{escape(alt)}" src="{address(light)}"></picture>'
+        f'<image><source media="{dim}" srcset="{address(dark)}">'
+        f'<img class="curves" alt="{escape(alt)}" src="{address(light)}"></image>'
     )
 
 
 def reliability(found: Calibration, look: Look) -> bytes:
-    """Share of right answers over confidence, before and after the temperature, and how many pictures each bin has."""
+    """Share of right answers over confidence, before and after the temperature, and how many images each bin has."""
     sides = [("As it is", found.bins, found.ece)]
     if found.bins_after is not None and found.temperature is not None and found.ece_after is not None:
         sides.append((f"Temperature {found.temperature:.3g}", found.bins_after, found.ece_after))
@@ -166,7 +166,7 @@ def reliability(found: Calibration, look: Look) -> bytes:
         axes.set_title(f"calibration error {100 * error:.2f} %", loc="right", color=look.faint, fontsize=9)
         axes.plot((0, 100), (0, 100), color=look.faint, linewidth=1, linestyle=(0, (4, 3)))
         middle, width = 100 * np.array([(each.low + each.high) / 2 for each in bins]), 100 / len(bins)
-        filled = np.array([each.pictures > 0 for each in bins])
+        filled = np.array([each.images > 0 for each in bins])
         right, sure = (100 * np.array([getattr(each, name) for each in bins]) for name in ("right", "confidence"))
         axes.bar(middle[filled], right[filled], 0.9 * width, color=look.blue, alpha=0.75, label="right")
         lows, tall = np.minimum(right, sure), np.abs(right - sure)
@@ -183,8 +183,8 @@ def reliability(found: Calibration, look: Look) -> bytes:
         axes.set_ylim(0, 100)
         axes.yaxis.set_major_formatter("{x:g} %")
         axes.legend(loc="upper left", frameon=False, labelcolor=look.ink, fontsize=9)
-        counts.bar(middle, [each.pictures for each in bins], 0.9 * width, color=look.faint, alpha=0.6)
-        if max(each.pictures for each in bins) > 20:
+        counts.bar(middle, [each.images for each in bins], 0.9 * width, color=look.faint, alpha=0.6)
+        if max(each.images for each in bins) > 20:
             counts.set_yscale("log")
             counts.set_ylim(bottom=0.7)
             counts.minorticks_off()
@@ -192,7 +192,7 @@ def reliability(found: Calibration, look: Look) -> bytes:
         counts.xaxis.set_major_formatter("{x:g} %")
         counts.set_xlabel("confidence", color=look.faint)
     panels[0, 0].set_ylabel("share of right answers", color=look.faint)
-    panels[1, 0].set_ylabel("pictures", color=look.faint)
+    panels[1, 0].set_ylabel("images", color=look.faint)
     return as_png(figure)
 
 
@@ -207,12 +207,12 @@ def sweep_chart(sweep: Sequence[dict[str, Any]], look: Look) -> bytes:
     axes = figure.subplots()
     figure.subplots_adjust(0.11, 0.15, 0.97, 0.9)
     dress(axes, "Top-1", look)
-    colours = (look.blue, look.orange, look.green, look.faint)
+    colors = (look.blue, look.orange, look.green, look.faint)
     for number, line in enumerate(lines):
         shares = [100 * each["top1"] for place in places for each in sweep if each[along] == place and each[other] == line]
         label = f"{'crop ratio' if other == 'crop_ratio' else 'size'} {line}"
-        style = ("-", "--", ":")[number // len(colours) % 3]
-        axes.plot(range(len(places)), shares, style, color=colours[number % len(colours)], marker="o", label=label, clip_on=False)
+        style = ("-", "--", ":")[number // len(colors) % 3]
+        axes.plot(range(len(places)), shares, style, color=colors[number % len(colors)], marker="o", label=label, clip_on=False)
     ticks(axes, [str(place) for place in places])
     axes.set_xlabel(along.replace("_", " "), color=look.faint)
     axes.yaxis.set_major_formatter("{x:g} %")

@@ -26,7 +26,7 @@ def show(measured: "Sequence[Evaluation]", found: Sequence[dict[str, Any]]) -> N
         mended = each.calibration
         row = [
             f"{each.source}, {each.split}",
-            f"{each.pictures:,}",
+            f"{each.images:,}",
             f"{cell(each.top1)} ± {100 * each.top1_error:.2f}",
             f"{100 * (each.top1 - first.top1):+.2f}" if each is not first else "",
             cell(each.top5),
@@ -36,19 +36,19 @@ def show(measured: "Sequence[Evaluation]", found: Sequence[dict[str, Any]]) -> N
             *(f"{mended.temperature:.3f}" if mended.temperature else "", cell(mended.ece_after)),
         ]
         rows.append(row)
-    columns = ("source", "pictures", "top-1", "difference", "top-5", "any label", "loss", "ECE", "adaptive", "T", "ECE with T")
+    columns = ("source", "images", "top-1", "difference", "top-5", "any label", "loss", "ECE", "adaptive", "T", "ECE with T")
     show_table(columns, rows)
     for each in measured:
         where = f"{each.source}: " if len(measured) > 1 else ""
         asked = f"; answers among {'all classes of the model' if each.among == 'all' else f'these {each.classes}'}"
         say(f"{where}{each.classes} classes, {each.matched}{asked if each.matched != 'the same classes' else ''}.", "dim")
         if each.unread:
-            say(f"{where}{each.unread:,} pictures could not be read; `vitrail data inspect` lists them.", "dim")
+            say(f"{where}{each.unread:,} images could not be read; `vitrail data inspect` lists them.", "dim")
         if each.unlabelled:
-            say(f"{where}{each.unlabelled:,} pictures without a label or of a class that is left out do not count.", "dim")
+            say(f"{where}{each.unlabelled:,} images without a label or of a class that is left out do not count.", "dim")
         if each.multilabel is not None:
             say(
-                f"{where}any label: {each.multilabel.pictures:,} pictures; {each.multilabel.without:,} without one do not count.",
+                f"{where}any label: {each.multilabel.images:,} images; {each.multilabel.without:,} without one do not count.",
                 "dim",
             )
         fitted = each.calibration.temperature is not None
@@ -75,8 +75,8 @@ def show_classes(found: "Evaluation") -> None:
     if worst:
         say("")
         show_table(
-            ("hardest classes", "top-1", "pictures"),
-            [(each["name"], cell(each["top1"]), str(each["pictures"])) for each in worst],
+            ("hardest classes", "top-1", "images"),
+            [(each["name"], cell(each["top1"]), str(each["images"])) for each in worst],
         )
     if pairs:
         say("")
@@ -89,7 +89,7 @@ def show_disagreement(found: "Disagreement") -> None:
 
     everyone = ["truth", *found.names]
     letters = [letter(place) for place in range(len(found.names))]
-    say(f"Share of {found.pictures:,} pictures answered differently", "bold")
+    say(f"Share of {found.images:,} images answered differently", "bold")
     marks = ["", *letters]
     rows = [
         (f"{mark} {name}".strip(), *(f"{value:.3f}" for value in line))
@@ -108,7 +108,7 @@ def show_disagreement(found: "Disagreement") -> None:
         ]
         show_table(("", *letters), cells)
     say("")
-    say("Who errs where, in pictures", "bold")
+    say("Who errs where, in images", "bold")
     place_of = dict(zip(found.names, letters, strict=True))
     show_table(
         ("models", "both right", "only the first", "only the second", "wrong alike", "wrong differently"),
@@ -118,12 +118,12 @@ def show_disagreement(found: "Disagreement") -> None:
         ],
     )
     right = found.right
-    say(f"Recognised by all {right['all']:,}, by some {right['some']:,}, by none {right['none']:,}.", "dim")
+    say(f"Recognized by all {right['all']:,}, by some {right['some']:,}, by none {right['none']:,}.", "dim")
     if found.classes:
         say("")
         say("Classes on which their accuracies are furthest apart", "bold")
-        lines = [(each["name"], str(each["pictures"]), *map(percent, each["top1"].values())) for each in found.classes]
-        show_table(("class", "pictures", *letters), lines)
+        lines = [(each["name"], str(each["images"]), *map(percent, each["top1"].values())) for each in found.classes]
+        show_table(("class", "images", *letters), lines)
 
 
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -97,7 +97,7 @@ def root(
 ) -> None:
     """Train, distil, adapt, measure, look into and ship vision transformers and their kin.
 
-    Start with [bold]vitrail demo[/bold], then with a folder of pictures, one folder per class: [bold]vitrail train photos/[/bold]
+    Start with [bold]vitrail demo[/bold], then with a folder of images, one folder per class: [bold]vitrail train photos/[/bold]
     """
 
 
@@ -154,11 +154,11 @@ def cost_table() -> Table:
 
 @app.command()
 def info(
-    name: Annotated[str, typer.Argument(help="A model's name, bundled weights (house_tiny), or a checkpoint file or folder.")],
+    name: Annotated[str, typer.Argument(help="A model's name, bundled weights (vitrail_tiny), or a checkpoint file or folder.")],
     image_size: Annotated[str | None, typer.Option(help="Another size: 384, or 192x256 (height x width).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Show one model: its parts, its cost, how pictures are prepared for it, and what its weights know if they ship.
+    """Show one model: its parts, its cost, how images are prepared for it, and what its weights know if they ship.
 
     Example: [bold]vitrail info cait_s24 --image-size 384[/bold]
     """
@@ -198,7 +198,7 @@ def info(
         if value != plain[field]:
             say(f"  {field:20} {value}")
     assumed = " (assumed: the file does not say)" if "preprocessing" in model.notes else ""
-    console.print(f"\n[bold]pictures[/bold]{assumed}")
+    console.print(f"\n[bold]images[/bold]{assumed}")
     for field, value in model.preprocessing.to_dict().items():
         say(f"  {field:20} {value}")
     if weights is not None:
@@ -215,7 +215,7 @@ def bundled_facts(model: Any) -> dict[str, Any]:
         "train": data["train"],
         "classes": model.architecture.classes,
         "image_size": list(model.architecture.image_size),
-        "validation": metrics["pictures"],
+        "validation": metrics["images"],
         "top1": metrics["top1"],
         "top5": metrics["top5"],
         "card": "docs/weights.md",
@@ -224,10 +224,10 @@ def bundled_facts(model: Any) -> dict[str, Any]:
 
 def show_weights(name: str, facts: dict[str, Any]) -> None:
     height, width = facts["image_size"]
-    accuracy = f"top-1 {percent(facts['top1'], 1)} of {facts['validation']:,} validation pictures at {height} x {width} pixels"
+    accuracy = f"top-1 {percent(facts['top1'], 1)} of {facts['validation']:,} validation images at {height} x {width} pixels"
     console.print("\n[bold]weights[/bold] (trained, and part of the package)")
     for field, value in {
-        "trained on": f"{facts['data']}: {facts['train']:,} pictures, {facts['classes']} classes",
+        "trained on": f"{facts['data']}: {facts['train']:,} images, {facts['classes']} classes",
         "accuracy": accuracy,
         "card": f"{facts['card']}: how they were made, what they are for, their terms",
         "use": f"vitrail train photos/ --from {name}, or vitrail.load({name!r})",
@@ -237,7 +237,7 @@ def show_weights(name: str, facts: dict[str, Any]) -> None:
 
 def is_file(name: str) -> bool:
     """A checkpoint rather than a model's name; a folder that happens to be called like a model is not meant."""
-    from vitrail.checkpoints.load import split_path
+    from vitrail.checkpoints.model_io import split_path
     from vitrail.models.registry import lookup
 
     try:

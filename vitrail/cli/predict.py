@@ -31,21 +31,21 @@ def predict(
         list[str],
         typer.Argument(
             metavar="IMAGES",
-            help="Picture files, folders of them, patterns such as 'photos/**/*.jpg'; - for a list of paths on standard input; "
+            help="Image files, folders of them, patterns such as 'photos/**/*.jpg'; - for a list of paths on standard input; "
             "digits for some of the built-in ones.",
         ),
     ],
     top: Annotated[int, typer.Option(min=1, help="How many classes to name.")] = 5,
     format: Annotated[
-        str | None, typer.Option(help="table, json (a line per picture) or csv; by OUT's ending if not given.")
+        str | None, typer.Option(help="table, json (a line per image) or csv; by OUT's ending if not given.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write into this file instead of printing.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1; a GPU if there is one.")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Pictures computed at a time.")] = 32,
-    workers: Annotated[int | None, typer.Option(min=0, help="Processes that decode pictures; as useful if not given.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Images computed at a time.")] = 32,
+    workers: Annotated[int | None, typer.Option(min=0, help="Processes that decode images; as useful if not given.")] = None,
 ) -> None:
-    """Say what is in pictures: the likeliest classes of each. Exit code 1: some could not be read; 2: none could.
+    """Say what is in images: the likeliest classes of each. Exit code 1: some could not be read; 2: none could.
 
     Example: [bold]vitrail predict runs/photos-laptop cat.jpg holidays/[/bold]
     """
@@ -53,7 +53,7 @@ def predict(
     from vitrail.checkpoints import load
     from vitrail.data.loader import Problem
     from vitrail.data.progress import progress
-    from vitrail.evaluation.predict import open_pictures, read_list
+    from vitrail.evaluation.predict import open_images, read_list
     from vitrail.evaluation.predict import predict as answers
     from vitrail.training.distributed import choose_device
 
@@ -61,7 +61,7 @@ def predict(
     check_writable(out)
     model = load(weights_file(weights), device=choose_device(device))
     paths = [path for word in images for path in (read_list(sys.stdin.buffer.read()) if word == "-" else [word])]
-    source, problems = open_pictures(paths)
+    source, problems = open_images(paths)
     if out is not None:
         refuse_overwriting(out, *str(weights).split("+"), *(source.where(index) for index in range(len(source))))
     bad = 0
@@ -89,7 +89,7 @@ def predict(
         if waiting:
             shown = WRITERS[kind](rows, stream, known, True)
         if not shown:
-            raise UserError("No picture could be read.")
+            raise UserError("No image could be read.")
     if bad or problems:
         if bad + len(problems) > 1:
             complain_of(f"{bad + len(problems):,} could not be read, {shown:,} could.")
@@ -149,7 +149,7 @@ def write_json(predictions: "Iterable[Prediction]", stream: BinaryIO, known: boo
     for each in predictions:
         count += 1
         classes = [guess._asdict() for guess in each.guesses]
-        line = {"picture": each.where, "classes": classes} | ({"truth": each.truth} if each.truth is not None else {})
+        line = {"image": each.where, "classes": classes} | ({"truth": each.truth} if each.truth is not None else {})
         try:
             content = json.dumps(line, ensure_ascii=False).encode()
         except UnicodeEncodeError:  # a file name that is no text: JSON's own escapes hold it
@@ -172,7 +172,7 @@ def write_csv(predictions: "Iterable[Prediction]", stream: BinaryIO, known: bool
     for count, each in enumerate(predictions, 1):
         if count == 1:
             head = [f"{name}_{place}" for place in range(1, len(each.guesses) + 1) for name in ("class", "probability")]
-            put(["picture", *head, *(["truth"] if known else [])])
+            put(["image", *head, *(["truth"] if known else [])])
         cells = [cell for guess in each.guesses for cell in (guess.name, f"{guess.probability:.6g}")]
         put([each.where, *cells, *([each.truth] if known else [])])
     return count
@@ -193,7 +193,7 @@ WRITERS = {"json": write_json, "csv": write_csv, "table": write_table}
 
 def rendered(predictions: "list[Prediction]", known: bool, live: bool) -> str:
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in ("picture", "looks like", "", "or", *(["is"] if known else [])):
+    for column in ("image", "looks like", "", "or", *(["is"] if known else [])):
         table.add_column(column, justify="left" if column else "right", overflow="fold")
     for each in predictions:
         first, *others = each.guesses

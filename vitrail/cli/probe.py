@@ -11,10 +11,10 @@ from vitrail.cli.embed import (
     BatchOption,
     DeviceOption,
     HalfOption,
+    ImagesOption,
     JsonOption,
     LabelsOption,
     MemoryOption,
-    PicturesOption,
     QueriesOption,
     SeedOption,
     SourceArgument,
@@ -35,7 +35,7 @@ from vitrail.formatting import percent
 if TYPE_CHECKING:
     from vitrail.evaluation.features import Embedding, Readout
     from vitrail.evaluation.probes.protocol import Known, Settings, Sides
-    from vitrail.models.vision_transformer import Model
+    from vitrail.models.vision_transformer import VisionTransformer
 
 probe = typer.Typer(
     no_args_is_help=True, help="Measure what a model's features are worth, without training it: neighbours, linear, few shots…"
@@ -50,7 +50,7 @@ class Options(NamedTuple):
     labels: str
     memory: str | None
     queries: str | None
-    pictures: int | None
+    images: int | None
     seed: int
     vector: str | None
     before_norm: bool
@@ -70,7 +70,7 @@ def knn(
     labels: LabelsOption = "label",
     memory: MemoryOption = None,
     queries: QueriesOption = None,
-    pictures: PicturesOption = None,
+    images: ImagesOption = None,
     vector: VectorOption = None,
     before_norm: BareOption = False,
     bf16: HalfOption = False,
@@ -80,14 +80,14 @@ def knn(
     workers: WorkersOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Classify by the weighted votes of the nearest neighbours among remembered pictures.
+    """Classify by the weighted votes of the nearest neighbours among remembered images.
 
     Example: [bold]vitrail probe knn runs/photos-laptop photos/ --protocol grafit[/bold]
     """
     from vitrail.evaluation.probes.protocol import Settings
 
     settings = Settings(protocol=protocol, k=k, temperature=temperature, seed=seed)
-    options = Options(labels, memory, queries, pictures, seed, vector, before_norm, bf16, device, batch, workers)
+    options = Options(labels, memory, queries, images, seed, vector, before_norm, bf16, device, batch, workers)
     measure("knn", weights, source, settings, options, as_json)
 
 
@@ -100,7 +100,7 @@ def linear(
     labels: LabelsOption = "label",
     memory: MemoryOption = None,
     queries: QueriesOption = None,
-    pictures: PicturesOption = None,
+    images: ImagesOption = None,
     vector: VectorOption = None,
     before_norm: BareOption = False,
     bf16: HalfOption = False,
@@ -118,7 +118,7 @@ def linear(
     from vitrail.evaluation.probes.protocol import Settings
 
     settings = Settings(share=share, seed=seed, decays=tuple(decay) if decay else DECAYS)
-    options = Options(labels, memory, queries, pictures, seed, vector, before_norm, bf16, device, batch, workers)
+    options = Options(labels, memory, queries, images, seed, vector, before_norm, bf16, device, batch, workers)
     measure("linear", weights, source, settings, options, as_json)
 
 
@@ -126,13 +126,13 @@ def linear(
 def fewshot(
     weights: WeightsArgument,
     source: SourceArgument,
-    shots: Annotated[int, typer.Option(min=1, help="Labelled pictures of each class.")] = 5,
+    shots: Annotated[int, typer.Option(min=1, help="Labelled images of each class.")] = 5,
     penalty: Annotated[float, typer.Option(help="On the squared weights of the fit.")] = 1024.0,
-    seeds: Annotated[int, typer.Option(min=1, help="How many choices of the few pictures to average over.")] = 3,
+    seeds: Annotated[int, typer.Option(min=1, help="How many choices of the few images to average over.")] = 3,
     labels: LabelsOption = "label",
     memory: MemoryOption = None,
     queries: QueriesOption = None,
-    pictures: PicturesOption = None,
+    images: ImagesOption = None,
     vector: VectorOption = None,
     before_norm: BareOption = False,
     bf16: HalfOption = False,
@@ -142,14 +142,14 @@ def fewshot(
     workers: WorkersOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Fit least squares to a few labelled pictures of each class and test it (ViT's 5-shot measure).
+    """Fit least squares to a few labelled images of each class and test it (ViT's 5-shot measure).
 
     Example: [bold]vitrail probe fewshot deit3_small.safetensors flowers/ --shots 5[/bold]
     """
     from vitrail.evaluation.probes.protocol import Settings
 
     settings = Settings(shots=shots, penalty=penalty, seeds=seeds, seed=seed)
-    options = Options(labels, memory, queries, pictures, seed, vector, before_norm, bf16, device, batch, workers)
+    options = Options(labels, memory, queries, images, seed, vector, before_norm, bf16, device, batch, workers)
     measure("fewshot", weights, source, settings, options, as_json)
 
 
@@ -166,7 +166,7 @@ def retrieval(
     labels: LabelsOption = "label",
     memory: MemoryOption = None,
     queries: QueriesOption = None,
-    pictures: PicturesOption = None,
+    images: ImagesOption = None,
     vector: VectorOption = None,
     before_norm: BareOption = False,
     bf16: HalfOption = False,
@@ -176,14 +176,14 @@ def retrieval(
     workers: WorkersOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Rank the remembered pictures for every query: mean average precision, those of its label being right.
+    """Rank the remembered images for every query: mean average precision, those of its label being right.
 
     Example: [bold]vitrail probe retrieval coarse.safetensors pets/ --coarse coarse_label[/bold]
     """
     from vitrail.evaluation.probes.protocol import rank
 
     choice("--coarse-by", coarse_by, ("memory", "neighbours", "softmax"))
-    options = Options(labels, memory, queries, pictures, seed, vector, before_norm, bf16, device, batch, workers)
+    options = Options(labels, memory, queries, images, seed, vector, before_norm, bf16, device, batch, workers)
     looked = look("retrieval", weights, source, options, coarse)
     by = looked.model if coarse_by == "softmax" else coarse_by
     found = rank(looked.sides, looked.memory, looked.queries, labels, coarse, by, batch, workers)
@@ -200,12 +200,12 @@ def retrieval(
 
 
 class Looked(NamedTuple):
-    model: "Model"
+    model: "VisionTransformer"
     sides: "Sides"
     memory: "Embedding"
     queries: "Embedding"
     known: "Known"
-    readout: "Readout"
+    pooling: "Readout"
 
 
 def look(name: str, weights: Path, source: str, options: Options, further: str | None = None) -> Looked:
@@ -213,16 +213,16 @@ def look(name: str, weights: Path, source: str, options: Options, further: str |
     from vitrail.evaluation.features import Readout
     from vitrail.evaluation.probes.protocol import column, embed_sides, known, open_sides, usual_vector
 
-    sides = open_sides(source, options.memory, options.queries, options.pictures, options.seed)
+    sides = open_sides(source, options.memory, options.queries, options.images, options.seed)
     for side in (sides.memory, sides.queries):
         for name_ in (options.labels, further or options.labels):
             column(side, name_)
     model = open_model(weights, options.device)
-    readout = Readout(options.vector or usual_vector(name, model), options.before_norm, False, options.bf16)
+    pooling = Readout(options.vector or usual_vector(name, model), options.before_norm, False, options.bf16)
     with watched("embedding", len(sides.memory) + len(sides.queries)) as advance:
-        memory, queries = embed_sides(model, sides, readout, options.batch, options.workers, advance)
+        memory, queries = embed_sides(model, sides, pooling, options.batch, options.workers, advance)
     complain(memory.problems + queries.problems)
-    return Looked(model, sides, memory, queries, known(sides, memory, queries, options.labels), readout)
+    return Looked(model, sides, memory, queries, known(sides, memory, queries, options.labels), pooling)
 
 
 def measure(name: str, weights: Path, source: str, settings: "Settings", options: Options, as_json: bool) -> None:
@@ -256,17 +256,17 @@ def cell(key: str, value: Any) -> str:
 def sentence(looked: Looked) -> str:
     sides, known = looked.sides, looked.known
     return (
-        f"{len(known.memory):,} pictures of {sides.memory_name} remembered, {len(known.queries):,} of {sides.queries_name} "
-        f"asked, {len(known.names)} classes, {known.memory.shape[1]} features ({looked.readout.vector})."
+        f"{len(known.memory):,} images of {sides.memory_name} remembered, {len(known.queries):,} of {sides.queries_name} "
+        f"asked, {len(known.names)} classes, {known.memory.shape[1]} features ({looked.pooling.vector})."
     )
 
 
 def about(looked: Looked) -> dict[str, Any]:
     sides, known = looked.sides, looked.known
     return {
-        "memory": {"split": sides.memory_name, "pictures": len(known.memory)},
-        "asked": {"split": sides.queries_name, "pictures": len(known.queries)},
+        "memory": {"split": sides.memory_name, "images": len(known.memory)},
+        "asked": {"split": sides.queries_name, "images": len(known.queries)},
         "classes": len(known.names),
         "features": known.memory.shape[1],
-        "readout": looked.readout._asdict(),
+        "pooling": looked.pooling._asdict(),
     }

@@ -13,11 +13,11 @@ from vitrail.cli.embed import (
     BatchOption,
     DeviceOption,
     HalfOption,
+    ImagesOption,
     JsonOption,
     LabelsOption,
     ManyArgument,
     MemoryOption,
-    PicturesOption,
     QueriesOption,
     SeedOption,
     SourceArgument,
@@ -41,7 +41,7 @@ def spectrum(
     source: SourceArgument,
     plot: Annotated[Path | None, typer.Option(help="Draw the curves of cumulative energy: energy.png, .svg or .pdf.")] = None,
     split: SplitOption = None,
-    pictures: PicturesOption = None,
+    images: ImagesOption = None,
     vector: VectorOption = None,
     before_norm: BareOption = False,
     unit: Annotated[bool, typer.Option("--unit", help="Scale each vector to length one first.")] = False,
@@ -64,13 +64,13 @@ def spectrum(
 
     if plot is not None:
         check_figure(plot)
-    pictures_ = some(open_for_embedding([source], split)[0], pictures, seed)
-    readout = Readout(vector or "pooled", before_norm, unit, bf16)
+    images_ = some(open_for_embedding([source], split)[0], images, seed)
+    pooling = Readout(vector or "pooled", before_norm, unit, bf16)
     found = {}
     for path in weights:
         model = open_model(Path(path), device)
-        with watched(f"embedding {Path(path).name}", len(pictures_)) as advance:
-            embedding = run(model, pictures_, readout, batch, workers, advance)
+        with watched(f"embedding {Path(path).name}", len(images_)) as advance:
+            embedding = run(model, images_, pooling, batch, workers, advance)
         complain(embedding.problems)
         found[path] = decompose(embedding.vectors)
     if plot is not None:
@@ -78,7 +78,7 @@ def spectrum(
     if as_json:
         content = {
             name: {
-                "pictures": each.pictures,
+                "images": each.images,
                 "effective": each.effective,
                 "components": {str(share): each.components(share) for share in SHARES},
                 "eigenvalues": each.eigenvalues.tolist(),
@@ -89,11 +89,11 @@ def spectrum(
         tell(content)
         return
     table = Table("weights", box=None, header_style="bold", pad_edge=False)
-    for name in ("pictures", "features", "effective", *(f"for {percent(share)}" for share in SHARES)):
+    for name in ("images", "features", "effective", *(f"for {percent(share)}" for share in SHARES)):
         table.add_column(name, justify="right")
     for name, each in found.items():
         counts = (str(each.components(share)) for share in SHARES)
-        table.add_row(Text(name), f"{each.pictures:,}", str(len(each.eigenvalues)), f"{each.effective:.1f}", *counts)
+        table.add_row(Text(name), f"{each.images:,}", str(len(each.eigenvalues)), f"{each.effective:.1f}", *counts)
     console().print(table)
 
 
@@ -104,7 +104,7 @@ def random_labels(
     decay: Annotated[float, typer.Option(min=0, help="Weight decay of the linear classifier.")] = 1e-4,
     labels: LabelsOption = "label",
     split: SplitOption = None,
-    pictures: PicturesOption = None,
+    images: ImagesOption = None,
     vector: VectorOption = None,
     before_norm: BareOption = False,
     bf16: HalfOption = False,
@@ -123,28 +123,28 @@ def random_labels(
     from vitrail.evaluation.probes.protocol import column, open_for_embedding, some, values_of
     from vitrail.evaluation.probes.separability import separability, summary
 
-    pictures_ = some(open_for_embedding([source], split)[0], pictures, seed)
-    column(pictures_, labels)
+    images_ = some(open_for_embedding([source], split)[0], images, seed)
+    column(images_, labels)
     model = open_model(weights, device)
-    with watched("embedding", len(pictures_)) as advance:
-        embedding = run(model, pictures_, Readout(vector or "pooled", before_norm, False, bf16), batch, workers, advance)
+    with watched("embedding", len(images_)) as advance:
+        embedding = run(model, images_, Readout(vector or "pooled", before_norm, False, bf16), batch, workers, advance)
     complain(embedding.problems)
     embedding = embedding.pick(values_of(embedding, labels) >= 0)
     if not len(embedding.vectors):
-        raise UserError(f"No picture of {source} that can be read has a {labels}.")
+        raise UserError(f"No image of {source} that can be read has a {labels}.")
     with watched("cutting classes", splits) as advance:
         found = separability(embedding.vectors, values_of(embedding, labels), splits, decay, advance)
     if as_json:
         tell(found._asdict())
         return
     table = Table("", box=None, header_style="bold", pad_edge=False)
-    for name in ("top-1 on the pictures learned from", f"± over {splits} splits"):
+    for name in ("top-1 on the images learned from", f"± over {splits} splits"):
         table.add_column(name, justify="right")
     for name, values in (("halves", found.plain), ("halves within the predicted class", found.conditioned)):
         mean, spread = summary(values)
         table.add_row(name, percent(mean, 2), percent(spread, 2) if splits > 1 else "")
     console().print(table)
-    print(f"{found.pictures:,} pictures of {found.classes} classes, {2 * found.classes} halves.")
+    print(f"{found.images:,} images of {found.classes} classes, {2 * found.classes} halves.")
 
 
 def levels(
@@ -157,7 +157,7 @@ def levels(
     protocol: Annotated[str, typer.Option(help="Of knn: dino, grafit or snca.")] = "grafit",
     memory: MemoryOption = None,
     queries: QueriesOption = None,
-    pictures: PicturesOption = None,
+    images: ImagesOption = None,
     vector: VectorOption = None,
     before_norm: BareOption = False,
     bf16: HalfOption = False,
@@ -176,12 +176,12 @@ def levels(
     from vitrail.evaluation.probes.levels import measure as fill
     from vitrail.evaluation.probes.protocol import Settings, embed_sides, open_sides
 
-    sides = open_sides(source, memory, queries, pictures, seed)
+    sides = open_sides(source, memory, queries, images, seed)
     known = levels_of(sides.memory)
     for coarse, fine in pairwise(known):
         if odd := strays(fine.labels, coarse.labels):
             say(f"{fine.name} is not a refinement of {coarse.name}: {len(odd)} of its classes lie in several, first {odd[0]}.")
-    readout = Readout(vector or "pooled", before_norm, False, bf16)
+    pooling = Readout(vector or "pooled", before_norm, False, bf16)
     trained = []
     names = [level.name for level in known] + [NOTHING]
     for text in weights:
@@ -192,7 +192,7 @@ def levels(
             raise UserError(f"{sides.memory.name} has no level {level!r}: choose from {', '.join(names)}.")
         model = open_model(Path(path), device)
         with watched(f"embedding {Path(path).name}", len(sides.memory) + len(sides.queries)) as advance:
-            features = embed_sides(model, sides, readout, batch, workers, advance)
+            features = embed_sides(model, sides, pooling, batch, workers, advance)
         complain(features[0].problems + features[1].problems)
         trained.append(Trained(path, level or level_of(model, known) or "unknown", *features))
     wanted = scores or ["knn", "map"]

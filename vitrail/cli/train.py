@@ -36,26 +36,26 @@ FromOption = Annotated[
     str | None,
     typer.Option(
         "--from",
-        help="Start from these weights: a checkpoint of any known kind, or house_tiny, which comes with the package.",
+        help="Start from these weights: a checkpoint of any known kind, or vitrail_tiny, which comes with the package.",
     ),
 ]
 ScopeOption = Annotated[
-    str | None, typer.Option(help="What is trained: full, attention, ffn, head, norm or last:N; short for --set start.scope=….")
+    str | None, typer.Option(help="What is trained: full, attention, ffn, head, norm or last:N; short for --set init.scope=….")
 ]
 TeacherOption = Annotated[
     str | None,
     typer.Option(help="Learn from this network, or a store of its answers; short for --set distillation.teacher=…."),
 ]
 LabelsOption = Annotated[
-    str | None, typer.Option(help="Learn labels of patches from this store; short for --set tokens.labels=….")
+    str | None, typer.Option(help="Learn labels of patches from this store; short for --set token_labels.store=….")
 ]
 EpochsOption = Annotated[
     float | None, typer.Option(help="How many epochs in all; a recipe's cool-down is a part of them and keeps its share.")
 ]
 SeedOption = Annotated[int | None, typer.Option(help="Short for --set seed=N.")]
 DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1; a GPU if there is one.")]
-MicroOption = Annotated[int | None, typer.Option(min=1, help="Pictures computed at a time; as many as fit if not given.")]
-WorkersOption = Annotated[int | None, typer.Option(min=0, help="Processes that decode pictures; one per core if not given.")]
+MicroOption = Annotated[int | None, typer.Option(min=1, help="Images computed at a time; as many as fit if not given.")]
+WorkersOption = Annotated[int | None, typer.Option(min=0, help="Processes that decode images; one per core if not given.")]
 CompileOption = Annotated[bool | None, typer.Option("--compile/--no-compile", help="torch.compile; on where there is a GPU.")]
 OutOption = Annotated[Path | None, typer.Option(help="The run's folder; runs/<data>-<recipe> if not given.")]
 SeedsOption = Annotated[
@@ -64,7 +64,7 @@ SeedsOption = Annotated[
 ShardOption = Annotated[bool, typer.Option("--shard", help="Shard weights over the processes of torchrun (FSDP).")]
 RecomputeOption = Annotated[bool, typer.Option("--recompute", help="Less memory for more time (gradient checkpointing).")]
 NanOption = Annotated[str, typer.Option(help="stop, or skip: leave out steps whose loss is not a number and count them.")]
-BadOption = Annotated[str, typer.Option(help="skip or fatal: what an unreadable picture is.")]
+BadOption = Annotated[str, typer.Option(help="skip or fatal: what an unreadable image is.")]
 StepsOption = Annotated[int, typer.Option(min=0, help="Save the state every so many steps too, not only by the clock.")]
 LogOption = Annotated[int, typer.Option(min=0, help="Log every so many steps; 0: about twenty times an epoch.")]
 SAVE_EVERY = "Save the state every so many minutes; 2 if not given."
@@ -87,7 +87,7 @@ def train(
     seed: SeedOption = None,
     seeds: SeedsOption = None,
     device: DeviceOption = None,
-    micro_batch: MicroOption = None,
+    micro_batch_size: MicroOption = None,
     workers: WorkersOption = None,
     compile: CompileOption = None,
     shard: ShardOption = False,
@@ -99,7 +99,7 @@ def train(
     keep: KeepOption = None,
     log_steps: LogOption = 0,
 ) -> None:
-    """Train a model on pictures.
+    """Train a model on images.
 
     Example: [bold]vitrail train photos/ --recipe laptop --epochs 20[/bold]
 
@@ -112,11 +112,11 @@ def train(
     if seeds is not None:
         from vitrail.runs.seeds import choose_home, plan_seeds
 
-        more = {"options": options, "micro_batch": micro_batch, "workers": workers, "bad": bad}
+        more = {"options": options, "micro_batch_size": micro_batch_size, "workers": workers, "bad": bad}
         wanted = plan_seeds(source, open_recipe(recipe), model, leaves, seeds, device, **more)
         train_all(choose_home(out, wanted), wanted)
         return
-    done = train.train(source, open_recipe(recipe), model, out, leaves, options, device, micro_batch, workers, bad)
+    done = train.train(source, open_recipe(recipe), model, out, leaves, options, device, micro_batch_size, workers, bad)
     if not done.finished:
         sys.exit(130)
 
@@ -205,7 +205,7 @@ def plan(
     seed: SeedOption = None,
     seeds: SeedsOption = None,
     device: DeviceOption = None,
-    micro_batch: MicroOption = None,
+    micro_batch_size: MicroOption = None,
     workers: WorkersOption = None,
     compile: CompileOption = None,
     shard: ShardOption = False,
@@ -228,7 +228,7 @@ def plan(
     options = options_of(device, compile, shard, recompute, on_nan, bad, save_steps, save_every, keep, log_steps)
     leaves = leaves_of(changes, weights, epochs, seed, recipe) | guided(scope, teacher, labels)
     given = open_recipe(recipe)
-    for sentence in foresee(source, given, model, leaves, device, micro_batch, options, workers, out, seeds or 1):
+    for sentence in foresee(source, given, model, leaves, device, micro_batch_size, options, workers, out, seeds or 1):
         print(sentence)
 
 
@@ -247,8 +247,10 @@ def replay(
     if as_json:
         print(json.dumps({"recorded": before, "replayed": now}, indent=1))
         return
-    print(f"step {now['step']}, {len(now['units'])} unit(s), losses {', '.join(str(unit['loss']) for unit in now['units'])}")
-    print(f"norms of the gradient {', '.join(str(unit['gradient_norm']) for unit in now['units'])}")
+    print(
+        f"step {now['step']}, {len(now['micro_batches'])} unit(s), losses {', '.join(str(micro_batch['loss']) for micro_batch in now['micro_batches'])}"
+    )
+    print(f"norms of the gradient {', '.join(str(micro_batch['gradient_norm']) for micro_batch in now['micro_batches'])}")
     print(f"first output that is not finite: {now['first_bad_module'] or 'none'}")
     print(f"first gradient that is not finite: {now['first_bad_gradient'] or 'none'}")
     print(
@@ -258,7 +260,7 @@ def replay(
         )
     )
     table = Table("block", "largest output", "deviation", box=None, header_style="bold", pad_edge=False)
-    for block in now["units"][0]["blocks"]:
+    for block in now["micro_batches"][0]["blocks"]:
         table.add_row(block["block"], show(block["largest"]), show(block["deviation"]))
     Console(width=None if sys.stdout.isatty() else 120).print(table)
     if now["bad_weights"]:
@@ -318,12 +320,12 @@ def list_all(
         if previous != recipe.about.paper:
             table.add_row(Text(recipe.about.paper, "bold"))
         previous = recipe.about.paper
-        result = ": ".join(part for part in (recipe.about.row.split(";")[0], recipe.about.expects) if part)
-        origin = f"\n    from {recipe.start.after}" if recipe.start.after else ""
+        result = ": ".join(part for part in (recipe.about.row.split(";")[0], recipe.about.expected) if part)
+        origin = f"\n    from {recipe.init.pretrained_recipe}" if recipe.init.pretrained_recipe else ""
         guided = "".join(f"\n    with {who}" for who in guides(recipe))
-        table.add_row(f"  {name}{origin}{guided}", str(recipe.batch), recipe.schedule.length, Text(result))
+        table.add_row(f"  {name}{origin}{guided}", str(recipe.batch_size), recipe.schedule.length, Text(result))
     Console(width=None if sys.stdout.isatty() else 120).print(table)
-    if any(recipe.start.after for recipe in found.values()):
+    if any(recipe.init.pretrained_recipe for recipe in found.values()):
         print("\nA recipe that starts from weights (from NAME) takes them with --from: those that recipe NAME gives, or others.")
     for who, sentence in {who: sentence for recipe in found.values() for who, sentence in guides(recipe).items()}.items():
         print(f"\nA recipe with {who} needs {sentence}.")
@@ -337,7 +339,7 @@ def show_one(
 ) -> None:
     """Print the full resolved tree of a recipe, every leaf of which --set reaches.
 
-    Example: [bold]vitrail recipes show deit_small --set optimiser.rate=3e-4[/bold]
+    Example: [bold]vitrail recipes show deit_small --set optimizer.lr=3e-4[/bold]
     """
     from vitrail.recipes import lookup
 
@@ -355,7 +357,7 @@ def guides(recipe: Any) -> dict[str, str]:
     found = {}
     if recipe.distillation.kind != "none":
         found["a teacher"] = "--teacher: a network of any known kind, or a store of answers made by vitrail annotate"
-    if recipe.tokens.weight > 0 or recipe.tokens.target != "truth":
+    if recipe.token_labels.weight > 0 or recipe.token_labels.target != "labels":
         found["labels of patches"] = "--labels: a store of maps made by vitrail annotate --what tokens"
     return found
 
@@ -382,7 +384,7 @@ def open_recipe(name: str | None) -> Any:
 
 def guided(scope: str | None, teacher: str | None, labels: str | None) -> dict[str, str]:
     """Options that are short for one leaf each."""
-    given = {"start.scope": scope, "distillation.teacher": teacher, "tokens.labels": labels}
+    given = {"init.scope": scope, "distillation.teacher": teacher, "token_labels.store": labels}
     return {leaf: value for leaf, value in given.items() if value is not None}
 
 
@@ -394,10 +396,10 @@ def leaves_of(
     for change in changes or []:
         key, sign, value = change.partition("=")
         if not sign:
-            raise UserError(f"--set takes KEY=VALUE, not {change!r}: for example --set optimiser.rate=3e-4.")
+            raise UserError(f"--set takes KEY=VALUE, not {change!r}: for example --set optimizer.lr=3e-4.")
         found[key.strip()] = value.strip()
     if weights is not None:
-        found["start.weights"] = weights
+        found["init.weights"] = weights
     if epochs is not None:
         if not 0 < epochs < math.inf:
             raise UserError(f"--epochs {epochs:g} is no length of a training: give a positive number such as 30.")

@@ -1,1 +1,1 @@
-"""Sources of pictures and the deterministic order in which they are seen."""
+"""Sources of images and the deterministic order in which they are seen."""

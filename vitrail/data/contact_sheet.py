@@ -1,4 +1,4 @@
-"""Pictures of data: a contact sheet of the classes, and what a network sees of a picture in training."""
+"""Images of data: a contact sheet of the classes, and what a network sees of an image in training."""
 
 import unicodedata
 from bisect import bisect_right
@@ -17,13 +17,13 @@ from torch import Tensor
 from vitrail.data.decode import decode
 from vitrail.data.rng import sample_key
 from vitrail.data.source import Source
-from vitrail.data.transforms.mixup import Mix, draw_mix, mix_pictures
+from vitrail.data.transforms.mixup import Mix, draw_mix, mix_images
 from vitrail.data.transforms.pipeline import Augmentation, augment
 from vitrail.errors import UserError
 from vitrail.formatting import percent
 
 PAPER, INK, QUIET, MOUNT, EDGE = "#ffffff", "#1d1d1f", "#86868b", "#f2f2f4", "#e2e2e6"
-MARGIN, GAP, ALLEY = 40, 4, 28  # round the sheet, between pictures, between classes
+MARGIN, GAP, ALLEY = 40, 4, 28  # round the sheet, between images, between classes
 TITLE, TEXT, SMALL = 30, 16, 14  # sizes of letters
 LINE = 28  # of a caption
 TILE = 128  # a whole multiple of the small sizes that data sets like
@@ -41,7 +41,7 @@ class Arrangement(NamedTuple):
 
 
 def arrange(classes: int) -> Arrangement:
-    """Few classes get many pictures each, many classes few: the sheet stays about as large as a screen."""
+    """Few classes get many images each, many classes few: the sheet stays about as large as a screen."""
     for most, arrangement in (
         (1, Arrangement(1, 8, 12)),
         (3, Arrangement(1, 3, 12)),
@@ -56,7 +56,7 @@ def arrange(classes: int) -> Arrangement:
 
 
 def contact_sheet(source: Source, title: str, seed: int = 0) -> Image.Image:
-    """Some pictures of every class, or of the `MOST_CLASSES` that the seed picks."""
+    """Some images of every class, or of the `MOST_CLASSES` that the seed picks."""
     rng = np.random.default_rng(seed)
     values = source.label.values if source.label else np.zeros(len(source), dtype=np.int64)
     classes = np.unique(values[values >= 0])
@@ -74,7 +74,7 @@ def contact_sheet(source: Source, title: str, seed: int = 0) -> Image.Image:
     sheet = Image.new("RGB", (width, bottom - ALLEY + MARGIN), PAPER)
     draw = ImageDraw.Draw(sheet)
 
-    facts = [f"{len(source):,} pictures"]
+    facts = [f"{len(source):,} images"]
     if source.label:
         facts.append(f"{len(shown):,} of {len(classes):,} classes" if len(shown) < len(classes) else f"{len(classes):,} classes")
     write_header(draw, width, title, ", ".join([*facts, f"chosen with seed {seed}"]))
@@ -99,24 +99,24 @@ def augmented_views(
     mixup: float = 0.0,
     cutmix: float = 0.0,
     switch: float = 0.5,
-    pictures: int = 6,
+    count: int = 6,
     views: int = 6,
 ) -> Image.Image:
-    """Rows of pictures: each as it is stored, then as the network sees it in the first epochs, mixed as the alphas say.
+    """Rows of images: each as it is stored, then as the network sees it in the first epochs, mixed as the alphas say.
 
-    A column is a batch of its own: with mixing, a picture takes its share from the one in the mirrored row.
+    A column is a batch of its own: with mixing, an image takes its share from the one in the mirrored row.
     """
-    chosen = spread(source, pictures, seed)
+    chosen = spread(source, count, seed)
     names = [class_name(source, number) for number, _ in chosen]
-    factor = max(-(-LEAST_SIDE // min(how.size)), 1)
-    height, width = (side * factor for side in how.size)
+    factor = max(-(-LEAST_SIDE // min(how.image_size)), 1)
+    height, width = (side * factor for side in how.image_size)
     caption = LINE if any(names) or mixup > 0 or cutmix > 0 else 0
     step_x, step_y = width + GAP * 2, height + caption + GAP * 2
     header = header_height() + LINE
     total = (2 * MARGIN + (views + 1) * step_x - GAP * 2 + ALLEY, 2 * MARGIN + header + len(chosen) * step_y - GAP * 2)
     sheet = Image.new("RGB", total, PAPER)
     draw = ImageDraw.Draw(sheet)
-    write_header(draw, total[0], title, f"the network's pictures are {how.size[0]} x {how.size[1]}, seed {seed}")
+    write_header(draw, total[0], title, f"the network sees {how.image_size[0]} x {how.image_size[1]}, seed {seed}")
 
     above = MARGIN + header - LINE
     write(draw, (MARGIN, above), "as stored", SMALL, QUIET, width)
@@ -126,10 +126,10 @@ def augmented_views(
         write(draw, (corner[0], corner[1] + height), names[row], SMALL, INK, width + ALLEY - GAP)
     for epoch in range(views):
         images = torch.cat([view(pixels, number, how, seed, epoch) for number, pixels in chosen])
-        mix = draw_mix(seed, epoch, 0, 0, how.size, mixup, cutmix, switch)
+        mix = draw_mix(seed, epoch, 0, 0, how.image_size, mixup, cutmix, switch)
         left = MARGIN + ALLEY + (epoch + 1) * step_x
         write(draw, (left, above), f"epoch {epoch}" + kind_of(mix), SMALL, QUIET, width)
-        for row, pixels in enumerate(stored(mix_pictures(images, mix), how)):
+        for row, pixels in enumerate(stored(mix_images(images, mix), how)):
             top = MARGIN + header + row * step_y
             place(sheet, (left, top), Image.fromarray(pixels).resize((width, height), Image.Resampling.NEAREST))
             write(draw, (left, top + height), admixture(names[-1 - row], mix), SMALL, INK, width)
@@ -137,14 +137,14 @@ def augmented_views(
 
 
 def view(pixels: np.ndarray, number: int, how: Augmentation, seed: int, epoch: int) -> Tensor:
-    """[1, 3, height, width], normalised; one picture at a time, so that large ones of all sizes need no common canvas."""
-    picture = torch.from_numpy(pixels).permute(2, 0, 1)[None]
+    """[1, 3, height, width], normalized; one image at a time, so that large ones of all sizes need no common canvas."""
+    image = torch.from_numpy(pixels).permute(2, 0, 1)[None]
     key = sample_key(seed, epoch, torch.tensor([number]), torch.zeros(1, dtype=torch.int64))
-    return augment(picture, torch.tensor([pixels.shape[:2]]), key, how).images
+    return augment(image, torch.tensor([pixels.shape[:2]]), key, how).images
 
 
 def stored(images: Tensor, how: Augmentation) -> np.ndarray:
-    """Normalised [B, 3, height, width] back to uint8 [B, height, width, 3]."""
+    """Normalized [B, 3, height, width] back to uint8 [B, height, width, 3]."""
     mean, std = (torch.tensor(values)[:, None, None] for values in (how.mean, how.std))
     return ((images * std + mean) * 255).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).numpy()
 
@@ -161,11 +161,11 @@ def admixture(other: str, mix: Mix) -> str:
 
 
 def spread(source: Source, count: int, seed: int) -> list[tuple[int, np.ndarray]]:
-    """Readable pictures (number, pixels), from as many classes as there are."""
+    """Readable images (number, pixels), from as many classes as there are."""
     rng = np.random.default_rng(seed)
     order = rng.permutation(len(source))
     if source.label:
-        # The first picture of every class comes before the second of any.
+        # The first image of every class comes before the second of any.
         values = source.label.values[order]
         by_class = np.argsort(values, kind="stable")
         starts = np.flatnonzero(np.diff(values[by_class], prepend=-2))
@@ -174,12 +174,12 @@ def spread(source: Source, count: int, seed: int) -> list[tuple[int, np.ndarray]
         order = order[np.argsort(turn, kind="stable")]
     found = list(islice(readable(source, order, whole=True), count))
     if not found:
-        raise UserError(f"None of the pictures of {source.name} that were tried can be read.")
+        raise UserError(f"None of the images of {source.name} that were tried can be read.")
     return found
 
 
 def readable(source: Source, order: np.ndarray, whole: bool = False) -> Iterator[tuple[int, np.ndarray]]:
-    """(number, pixels) of the pictures that can be read, in that order; `whole`: large JPEGs at their full size too."""
+    """(number, pixels) of the images that can be read, in that order; `whole`: large JPEGs at their full size too."""
     for index in order.tolist():
         try:
             yield index, decode(source.encoded(index), None if whole else 2 * TILE)
@@ -193,23 +193,23 @@ def class_name(source: Source, index: int) -> str:
 
 
 def mount(sheet: Image.Image, corner: tuple[int, int], pixels: np.ndarray, box: tuple[int, int]) -> None:
-    """The whole picture in the middle of its box; tiny ones are enlarged by a whole factor so that pixels stay pixels."""
-    picture = Image.fromarray(pixels)
-    scale = min(box[0] / picture.width, box[1] / picture.height)
+    """The whole image in the middle of its box; tiny ones are enlarged by a whole factor so that pixels stay pixels."""
+    image = Image.fromarray(pixels)
+    scale = min(box[0] / image.width, box[1] / image.height)
     tiny = scale >= 3
     scale = int(scale) if tiny else scale
-    size = (max(round(picture.width * scale), 1), max(round(picture.height * scale), 1))
-    picture = picture.resize(size, Image.Resampling.NEAREST if tiny else Image.Resampling.LANCZOS)
+    size = (max(round(image.width * scale), 1), max(round(image.height * scale), 1))
+    image = image.resize(size, Image.Resampling.NEAREST if tiny else Image.Resampling.LANCZOS)
     ground = Image.new("RGB", box, MOUNT)
-    ground.paste(picture, ((box[0] - size[0]) // 2, (box[1] - size[1]) // 2))
+    ground.paste(image, ((box[0] - size[0]) // 2, (box[1] - size[1]) // 2))
     place(sheet, corner, ground)
 
 
-def place(sheet: Image.Image, corner: tuple[int, int], picture: Image.Image) -> None:
-    """With a hairline round it, so that white pictures do not run into the paper."""
+def place(sheet: Image.Image, corner: tuple[int, int], image: Image.Image) -> None:
+    """With a hairline round it, so that white images do not run into the paper."""
     left, top = corner
-    ImageDraw.Draw(sheet).rectangle((left - 1, top - 1, left + picture.width, top + picture.height), outline=EDGE)
-    sheet.paste(picture, corner)
+    ImageDraw.Draw(sheet).rectangle((left - 1, top - 1, left + image.width, top + image.height), outline=EDGE)
+    sheet.paste(image, corner)
 
 
 def header_height() -> int:
@@ -222,14 +222,14 @@ def write_header(draw: ImageDraw.ImageDraw, width: int, title: str, subtitle: st
 
 
 def write(
-    draw: ImageDraw.ImageDraw, start: tuple[float, float], text: str, size: int, colour: str, room: float, right: bool = False
+    draw: ImageDraw.ImageDraw, start: tuple[float, float], text: str, size: int, color: str, room: float, right: bool = False
 ) -> None:
     """One line, its baseline the same for every text of a size; what is too long for the room ends in dots."""
     font, text = letters(text, size)
     if font.getlength(text) > room:
         fitting = bisect_right(range(len(text)), room, key=lambda length: font.getlength(text[:length] + "..."))
         text = text[: max(fitting - 1, 0)].rstrip() + "..."
-    draw.text((start[0], start[1] + size + 3), text, fill=colour, font=font, anchor="rs" if right else "ls")
+    draw.text((start[0], start[1] + size + 3), text, fill=color, font=font, anchor="rs" if right else "ls")
 
 
 @cache

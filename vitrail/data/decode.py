@@ -1,4 +1,4 @@
-"""Encoded pictures into pixels: every common format and mode becomes uint8 RGB, and what cannot be read says why.
+"""Encoded images into pixels: every common format and mode becomes uint8 RGB, and what cannot be read says why.
 
 Pillow reads the header of everything (format, size, mode, orientation) and decodes everything; where `simplejpeg` is installed it
 takes over the pixels of ordinary JPEGs, which it gives bit for bit as Pillow does, sooner. docs/decoding.md has the numbers.
@@ -21,7 +21,7 @@ except ImportError:
 PIXEL_LIMIT = 2**27
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
-JPEGS = ("JPEG", "MPO")  # MPO: what some cameras write, a JPEG with further pictures behind it
+JPEGS = ("JPEG", "MPO")  # MPO: what some cameras write, a JPEG with further images behind it
 ORIENTATION, BITS_PER_SAMPLE, PHOTOMETRIC, SAMPLE_FORMAT = 274, 258, 262, 339  # numbers of TIFF and EXIF tags
 SIGNED = 2  # a SAMPLE_FORMAT
 WHITE_IS_ZERO = 0  # a PHOTOMETRIC
@@ -45,26 +45,26 @@ def decode(encoded: bytes | np.ndarray, at_least: int | None = None) -> np.ndarr
     """
     if isinstance(encoded, np.ndarray):
         return stored_pixels(encoded)
-    return read(encoded, lambda image: picture(image, encoded, at_least))
+    return read(encoded, lambda image: to_pixels(image, encoded, at_least))
 
 
 def decode_mask(encoded: bytes) -> np.ndarray:
     """uint8 [height, width] class ids: palette indices or grey values as they stand in the file, never interpolated.
 
-    The orientation is the mask file's own; nothing is taken over from its picture. A colour picture is a mask only if its three
+    The orientation is the mask file's own; nothing is taken over from its image. A color image is a mask only if its three
     channels agree. Ids above 255 raise ValueError.
     """
     return read(encoded, class_ids)
 
 
 def fit_mask(mask: np.ndarray, pixels: np.ndarray) -> np.ndarray:
-    """The mask at the size its picture was decoded at, by nearest neighbour."""
+    """The mask at the size its image was decoded at, by nearest neighbour."""
     height, width = pixels.shape[:2]
     if mask.shape == (height, width):
         return mask
-    # Scaled decoding rounds each side up by less than one pixel of the smaller picture.
+    # Scaled decoding rounds each side up by less than one pixel of the smaller image.
     if abs(mask.shape[0] * width - mask.shape[1] * height) > max(mask.shape):
-        raise ValueError(f"the mask is {mask.shape[0]} x {mask.shape[1]}, its picture has the proportions of {height} x {width}")
+        raise ValueError(f"the mask is {mask.shape[0]} x {mask.shape[1]}, its image has the proportions of {height} x {width}")
     rows, columns = ((np.arange(new) * 2 + 1) * old // (2 * new) for new, old in zip((height, width), mask.shape, strict=True))
     return mask[rows[:, None], columns]
 
@@ -93,7 +93,7 @@ def read(encoded: bytes, convert: Callable[[Image.Image], np.ndarray]) -> np.nda
     """`convert` applied to the opened file; whatever goes wrong inside becomes a ValueError with a reason."""
     if not encoded:
         raise ValueError("the file is empty")
-    kind = "picture"
+    kind = "image"
     try:
         with warnings.catch_warnings():
             # Pillow warns at a limit of its own, and about metadata that does not concern the pixels.
@@ -104,7 +104,7 @@ def read(encoded: bytes, convert: Callable[[Image.Image], np.ndarray]) -> np.nda
                     raise Image.DecompressionBombError
                 return np.ascontiguousarray(convert(image))
     except UnidentifiedImageError:
-        raise ValueError("not a JPEG, PNG, WebP, BMP, GIF or TIFF picture, or its header is damaged") from None
+        raise ValueError("not a JPEG, PNG, WebP, BMP, GIF or TIFF image, or its header is damaged") from None
     except Image.DecompressionBombError:
         raise ValueError(f"more than {PIXEL_LIMIT:,} pixels; refused as a decompression bomb") from None
     except MemoryError:
@@ -113,7 +113,7 @@ def read(encoded: bytes, convert: Callable[[Image.Image], np.ndarray]) -> np.nda
         raise ValueError(f"damaged or truncated {kind}: {error}") from error
 
 
-def picture(image: Image.Image, encoded: bytes, at_least: int | None) -> np.ndarray:
+def to_pixels(image: Image.Image, encoded: bytes, at_least: int | None) -> np.ndarray:
     return upright(jpeg(image, encoded, shrink(image, at_least)) if image.format in JPEGS else rgb(image), image)
 
 
@@ -132,7 +132,7 @@ def jpeg(image: Image.Image, encoded: bytes, factor: int) -> np.ndarray:
         try:
             return simplejpeg.decode_jpeg(encoded, "RGB", min_height=-(-height // factor), min_width=-(-width // factor))
         except ValueError:
-            pass  # it stops at the least oddity; Pillow has the last word, so that both give the same pictures
+            pass  # it stops at the least oddity; Pillow has the last word, so that both give the same images
     if factor > 1:
         image.draft(image.mode, (width // factor, height // factor))
     return rgb(image)
@@ -144,10 +144,10 @@ def rgb(image: Image.Image) -> np.ndarray:
     if image.mode.startswith(("I", "F")):
         return np.repeat(eight_bits(image)[:, :, None], 3, axis=2)
     if image.has_transparency_data:
-        colours = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), colours)
+        colors = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), colors)
     if image.mode != "RGB":
-        # CMYK comes without its colour profile: the plain formula. Pillow has undone Adobe's inversion and YCCK already.
+        # CMYK comes without its color profile: the plain formula. Pillow has undone Adobe's inversion and YCCK already.
         image = image.convert("RGB")
     return np.array(image)
 
@@ -155,7 +155,7 @@ def rgb(image: Image.Image) -> np.ndarray:
 def eight_bits(image: Image.Image) -> np.ndarray:
     """Grey of 12, 16 or 32 bits or floating point -> uint8 [height, width], scaled by what the type can hold.
 
-    Integers keep their highest 8 bits, as Pillow does with 16-bit colour. 32-bit files rarely use their range: their scale is the
+    Integers keep their highest 8 bits, as Pillow does with 16-bit color. 32-bit files rarely use their range: their scale is the
     smallest of 8, 16 and 32 bits that holds the file's largest value.
     Floating point is 0 ... 1, or 0 ... 255 where it goes beyond 1.
     """
@@ -191,7 +191,7 @@ def upright(pixels: np.ndarray, image: Image.Image) -> np.ndarray:
 
 
 def orientation(image: Image.Image) -> int:
-    """1 ... 8 as in EXIF; 1 where the file says nothing or nonsense, for broken metadata is no reason to lose a picture."""
+    """1 ... 8 as in EXIF; 1 where the file says nothing or nonsense, for broken metadata is no reason to lose an image."""
     if image.format == "TIFF":
         return 1  # Pillow turns these by itself while loading, and gives the upright size before
     try:
@@ -208,7 +208,7 @@ def class_ids(image: Image.Image) -> np.ndarray:
             raise ValueError(f"a mask holds class ids as palette or grey, this one is {image.mode}")
         channels = np.asarray(image)[:, :, : 1 if image.mode in ("LA", "PA") else 3]
         if (channels != channels[:, :, :1]).any():
-            raise ValueError("a mask holds class ids as palette or grey, this one is in colour")
+            raise ValueError("a mask holds class ids as palette or grey, this one is in color")
         values = channels[:, :, 0]
     else:
         values = np.asarray(image)
@@ -217,7 +217,7 @@ def class_ids(image: Image.Image) -> np.ndarray:
     return upright(values.astype(np.uint8) // np.uint8(spread), image)
 
 
-# Pillow widens grey of 2 and 4 bits to the range of 8: right for a picture, wrong for ids.
+# Pillow widens grey of 2 and 4 bits to the range of 8: right for an image, wrong for ids.
 GREY_SPREAD = {"L;2": 85, "L;4": 17}
 
 

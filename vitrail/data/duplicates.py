@@ -1,4 +1,4 @@
-"""Pictures that occur twice: pixel for pixel, or nearly so (re-encoded, resized, a little brighter, the next frame of a film).
+"""Images that occur twice: pixel for pixel, or nearly so (re-encoded, resized, a little brighter, the next frame of a film).
 
 Equal pixels have equal digests. Near twins have hashes that differ in few of 63 bits and thumbnails that correlate; the hashes
 are compared through an index, never all with all.
@@ -11,12 +11,12 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-SIDE, LOW, THUMBNAIL = 32, 8, 8  # of the small picture that is transformed, the frequencies kept, the thumbnail compared
+SIDE, LOW, THUMBNAIL = 32, 8, 8  # of the small image that is transformed, the frequencies kept, the thumbnail compared
 BANDS, BAND_BITS = 4, 16
 # Eight differing bits can lie two in every band; with at most seven some band has at most one, which is how the index finds it.
 NEAR_BITS = 2 * BANDS - 1
 NEAR_CORRELATION = 0.98
-PLAIN = 8  # levels between darkest and brightest: below, a picture is one colour and resembles every other such
+PLAIN = 8  # levels between darkest and brightest: below, an image is one color and resembles every other such
 PAIRS_AT_ONCE = 1 << 17
 
 FREQUENCY, PLACE = np.arange(LOW)[:, None], np.arange(SIDE)[None]
@@ -44,13 +44,13 @@ def fingerprint(pixels: np.ndarray) -> Fingerprint:
 
 
 def exact_groups(digests: np.ndarray) -> np.ndarray:
-    """For every picture the first picture with the same digest: int64 [N]."""
+    """For every image the first image with the same digest: int64 [N]."""
     _, first, group = np.unique(digests, return_index=True, return_inverse=True)
     return first[group.reshape(-1)]
 
 
 def near_groups(exact: np.ndarray, hashes: np.ndarray, thumbnails: np.ndarray) -> np.ndarray:
-    """For every picture the first picture of its group: int64 [N]; near twins of near twins are in one group.
+    """For every image the first image of its group: int64 [N]; near twins of near twins are in one group.
 
     `exact` is what `exact_groups` gave; hashes are uint64 [N], thumbnails uint8 [N, 8, 8, 3].
     """
@@ -102,7 +102,7 @@ def _correlation(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 
 def _join(group: np.ndarray, one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """The groups after these pairs have been put together; the lowest picture stands for its group."""
+    """The groups after these pairs have been put together; the lowest image stands for its group."""
     while len(one):
         low, high = np.minimum(group[one], group[other]), np.maximum(group[one], group[other])
         np.minimum.at(group, high, low)

@@ -26,7 +26,7 @@ from vitrail.data.workers import Workers, usual_workers
 
 
 class Feed:
-    """One source on its way to one device: `stream` for training, `sweep` to see every picture once."""
+    """One source on its way to one device: `stream` for training, `sweep` to see every image once."""
 
     def __init__(
         self,
@@ -47,21 +47,21 @@ class Feed:
             self.store = fill_store(source, self.device if plan.place == "device" else "cpu", self.workers, at_least)
         self._sweepers: Workers | None = None
 
-    def stream(self, order: Order, mine: Sequence[int], units: int) -> Stream:
-        """The parts `mine` of the `units` parts of every step."""
+    def stream(self, order: Order, mine: Sequence[int], micro_batches: int) -> Stream:
+        """The parts `mine` of the `micro_batches` parts of every step."""
         if self.store is not None:
-            return StoredLoader(self.store, order, mine, units, self.bad, self.say)
-        return Loader(self.source, order, mine, units, self.workers, self.at_least, self.bad, warn=self.say)
+            return StoredLoader(self.store, order, mine, micro_batches, self.bad, self.say)
+        return Loader(self.source, order, mine, micro_batches, self.workers, self.at_least, self.bad, warn=self.say)
 
     def sweep(self, batch: int, part: int = 0, parts: int = 1) -> Iterator[Batch]:
-        """Every `parts`-th picture once, from `part` on, in batches on the device; unreadable ones are left out."""
-        pictures = np.arange(part, len(self.source), parts)
-        chunks = [pictures[start : start + batch] for start in range(0, len(pictures), batch)]
+        """Every `parts`-th image once, from `part` on, in batches on the device; unreadable ones are left out."""
+        images = np.arange(part, len(self.source), parts)
+        chunks = [images[start : start + batch] for start in range(0, len(images), batch)]
         if self.store is not None:
             canvases: Iterator[Canvas] = map(self._stored, chunks)
         else:
             if self._sweepers is None:
-                self._sweepers = Workers(Reader(self.source, self.at_least, False).pictures, self.workers)
+                self._sweepers = Workers(Reader(self.source, self.at_least, False).images, self.workers)
             canvases = self._sweepers.run(chunks)
         for canvas in canvases:
             good = canvas.sizes[:, 0] > 0

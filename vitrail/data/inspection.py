@@ -9,14 +9,14 @@ import numpy as np
 
 from vitrail.atomic_files import reason
 from vitrail.data.datasets.folder import Parts
-from vitrail.data.decode import decode_mask, fit_mask, picture, read, stored_pixels
+from vitrail.data.decode import decode_mask, fit_mask, read, stored_pixels, to_pixels
 from vitrail.data.duplicates import THUMBNAIL, exact_groups, fingerprint, near_groups
 from vitrail.data.loader import Problem
 from vitrail.data.source import Source
 from vitrail.data.workers import Workers, usual_workers
 
-USUAL_SIDE = 224  # what most networks look at; smaller pictures have to be enlarged
-CHUNK = 32  # pictures per task: few enough for a steady progress bar, many enough for the pipe
+USUAL_SIDE = 224  # what most networks look at; smaller images have to be enlarged
+CHUNK = 32  # images per task: few enough for a steady progress bar, many enough for the pipe
 FACTS = np.dtype(
     [
         ("height", np.int32),  # 0: unreadable
@@ -32,17 +32,17 @@ FACTS = np.dtype(
 
 @dataclass
 class Scan:
-    """What was seen of some pictures of one split."""
+    """What was seen of some images of one split."""
 
     facts: np.ndarray  # FACTS [N]
-    kinds: Counter[str] = field(default_factory=Counter)  # "JPEG RGB" -> pictures
+    kinds: Counter[str] = field(default_factory=Counter)  # "JPEG RGB" -> images
     mask_ids: set[int] = field(default_factory=set)
     problems: list[Problem] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Scanner:
-    """Decodes pictures and notes what they are; all that a worker process needs to know about the data."""
+    """Decodes images and notes what they are; all that a worker process needs to know about the data."""
 
     parts: Parts
 
@@ -69,7 +69,7 @@ class Scanner:
             def decoded(image: Any) -> np.ndarray:
                 nonlocal kind
                 kind = f"{image.format} {image.mode}"
-                return picture(image, encoded, None)
+                return to_pixels(image, encoded, None)
 
             fact["bytes"] = len(encoded)
             pixels = read(encoded, decoded)
@@ -89,10 +89,10 @@ class Scanner:
 
 @dataclass(frozen=True)
 class SplitReport:
-    pictures: int
+    images: int
     bytes: int
     kinds: dict[str, int]
-    classes: dict[str, int] | None  # pictures of every class that has a name; None: no labels
+    classes: dict[str, int] | None  # images of every class that has a name; None: no labels
     further_labels: dict[str, int]  # columns, and how many classes each has
     masks: int
     mask_ids: list[int]
@@ -102,7 +102,7 @@ class SplitReport:
 
     @property
     def readable(self) -> int:
-        return self.pictures - len(self.broken)
+        return self.images - len(self.broken)
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Group:
-    """Pictures that are the same (`exact`: pixel for pixel) or nearly."""
+    """Images that are the same (`exact`: pixel for pixel) or nearly."""
 
     exact: bool
     members: list[Member]
@@ -131,7 +131,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Twins:
-    """How many pictures, and how many of them pixel for pixel."""
+    """How many images, and how many of them pixel for pixel."""
 
     exact: int
     near: int
@@ -145,9 +145,9 @@ class Twins:
 class Report:
     source: str
     splits: dict[str, SplitReport]
-    repeats: dict[str, Twins]  # pictures of a split that an earlier one of the same split has shown
-    leaks: dict[tuple[str, str], Twins]  # pictures of the second split that the first holds too
-    groups: list[Group]  # all pictures that occur more than once
+    repeats: dict[str, Twins]  # images of a split that an earlier one of the same split has shown
+    leaks: dict[tuple[str, str], Twins]  # images of the second split that the first holds too
+    groups: list[Group]  # all images that occur more than once
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; nothing is left out."""
@@ -161,7 +161,7 @@ class Report:
                 "exact": group.exact,
                 "across_splits": len(group.splits) > 1,
                 "labels_differ": group.contradicts,
-                "pictures": [asdict(member) for member in group.members],
+                "images": [asdict(member) for member in group.members],
             }
             for group in self.groups
         ]
@@ -170,7 +170,7 @@ class Report:
 
 
 def inspect(name: str, parts: Parts, workers: int | None = None, advance: Callable[[int], Any] = lambda count: None) -> Report:
-    """Decodes every picture of every split once; `advance` is told how many more are done."""
+    """Decodes every image of every split once; `advance` is told how many more are done."""
     parts = {split: parts[split] for split in ("train", "validation", "test") if split in parts}
     pool = Workers(Scanner(parts), usual_workers() if workers is None else workers)
     scans: dict[str, list[Scan]] = {split: [] for split in parts}
@@ -206,7 +206,7 @@ def _describe(source: Source, scan: Scan) -> SplitReport:
     label = source.label
     counts = np.bincount(label.values[label.values >= 0], minlength=len(label.names)).tolist() if label else []
     return SplitReport(
-        pictures=len(source),
+        images=len(source),
         bytes=int(scan.facts["bytes"].sum()),
         kinds=dict(scan.kinds.most_common()),
         classes=dict(zip(label.names, counts, strict=True)) if label else None,
@@ -222,7 +222,7 @@ def _describe(source: Source, scan: Scan) -> SplitReport:
 
 
 def _compare(parts: Parts, scans: dict[str, Scan]) -> tuple[dict[str, Twins], dict[tuple[str, str], Twins], list[Group]]:
-    """Repeats, leaks and groups over the readable pictures of all splits."""
+    """Repeats, leaks and groups over the readable images of all splits."""
     rows = {split: np.flatnonzero(scan.facts["height"] > 0) for split, scan in scans.items()}
     facts = np.concatenate([scans[split].facts[chosen] for split, chosen in rows.items()])
     owner = np.repeat(np.arange(len(rows)), [len(chosen) for chosen in rows.values()])

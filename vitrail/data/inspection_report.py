@@ -12,9 +12,9 @@ from rich.text import Text
 from vitrail.data.inspection import USUAL_SIDE, Group, Report, SplitReport
 
 WIDTH = 80
-FEW = 10  # pictures of a class: fewer can hardly be learnt, or measured
-ALIKE = 0.05  # of the pictures with a near twin: more than data sets have by accident
-UNEVEN = 10  # times as many pictures in the largest class as in the smallest
+FEW = 10  # images of a class: fewer can hardly be learnt, or measured
+ALIKE = 0.05  # of the images with a near twin: more than data sets have by accident
+UNEVEN = 10  # times as many images in the largest class as in the smallest
 NAMED = 10  # of a long list, how many are printed; --json has all
 SHOWN_GROUPS = 5
 
@@ -22,8 +22,8 @@ SHOWN_GROUPS = 5
 def print_report(report: Report, console: Console) -> None:
     """Tables that fit 80 columns, then the findings."""
     width = min(console.width, WIDTH)
-    pictures, size = (sum(getattr(each, name) for each in report.splits.values()) for name in ("pictures", "bytes"))
-    console.print(Text.assemble((report.source, "bold"), f": {pictures:,} pictures, {bytes_text(size)}"), width=width)
+    images, size = (sum(getattr(each, name) for each in report.splits.values()) for name in ("images", "bytes"))
+    console.print(Text.assemble((report.source, "bold"), f": {images:,} images, {bytes_text(size)}"), width=width)
     console.print()
     for table in (_overview(report), _resolution(report), _duplicates(report)):
         if table is not None:
@@ -66,7 +66,7 @@ def _overview(report: Report) -> Table:
         if any(cells):
             table.add_row(name, *map(escape, cells))
 
-    row("pictures", [f"{each.pictures:,}" for each in splits])
+    row("images", [f"{each.images:,}" for each in splits])
     row("unreadable", [f"{len(each.broken):,}" for each in splits])
     row("size", [bytes_text(each.bytes) for each in splits])
     row("format", [_shares(each.kinds, each.readable) for each in splits])
@@ -95,7 +95,7 @@ def _resolution(report: Report) -> Table | None:
 def _duplicates(report: Report) -> Table | None:
     if not report.groups:
         return None
-    table = _table("duplicates (pictures)", "exact", "near")
+    table = _table("duplicates (images)", "exact", "near")
     for split, twins in report.repeats.items():
         table.add_row(f"again in {split}", f"{twins.exact:,}", f"{twins.near:,}")
     for (first, second), twins in report.leaks.items():
@@ -112,7 +112,7 @@ def _examples(report: Report, console: Console, width: int) -> None:
     groups = sorted(report.groups, key=lambda group: (len(group.splits) < 2, not group.contradicts, not group.exact))
     if not groups:
         return
-    console.print("[bold]the same picture[/bold] (= exactly, ~ nearly)", width=width)
+    console.print("[bold]the same image[/bold] (= exactly, ~ nearly)", width=width)
     for group in groups[:SHOWN_GROUPS]:
         for number, member in enumerate(group.members[:3]):
             sign = "  " if number else ("= " if group.exact else "~ ")
@@ -134,17 +134,17 @@ def findings(report: Report) -> Iterator[str]:
         readable = report.splits[second].readable
         if twins.exact:
             yield (
-                f"LEAK: {counted(twins.exact, 'picture')} of {second} ({percent(twins.exact, readable)}) also in {first}, "
+                f"LEAK: {counted(twins.exact, 'image')} of {second} ({percent(twins.exact, readable)}) also in {first}, "
                 f"pixel for pixel: scores on {second} will be too good; remove them from {first}."
             )
         if twins.near and not alike:
             yield (
-                f"Possible LEAK: {counted(twins.near, 'picture')} of {second} ({percent(twins.near, readable)}) with a near twin "
+                f"Possible LEAK: {counted(twins.near, 'image')} of {second} ({percent(twins.near, readable)}) with a near twin "
                 f"in {first}: look at them, scores on {second} may be too good."
             )
     if alike:
         yield (
-            f"{near:,} of {total:,} pictures look nearly like another one: they are too alike (shapes on an even ground, film "
+            f"{near:,} of {total:,} images look nearly like another one: they are too alike (shapes on an even ground, film "
             f"frames) for near duplicates to say much; exact ones do."
         )
     groups = [group for group in report.groups if group.contradicts]
@@ -152,11 +152,11 @@ def findings(report: Report) -> Iterator[str]:
         yield f"{counted(len(groups), 'group')} of duplicates {_carry(groups)} different labels: at most one of them is right."
     for split, each in report.splits.items():
         if each.broken:
-            yield f"{len(each.broken):,} of {each.pictures:,} {split} pictures cannot be read: mend or remove them."
+            yield f"{len(each.broken):,} of {each.images:,} {split} images cannot be read: mend or remove them."
     for split, twins in report.repeats.items():
         if twins.total:
             yield (
-                f"{counted(twins.total, 'picture')} of {split} {'repeats' if twins.total == 1 else 'repeat'} another of {split} "
+                f"{counted(twins.total, 'image')} of {split} {'repeats' if twins.total == 1 else 'repeat'} another of {split} "
                 f"({twins.exact:,} exactly, {twins.near:,} nearly)."
             )
     yield from _class_findings(report)
@@ -164,7 +164,7 @@ def findings(report: Report) -> Iterator[str]:
     readable = sum(each.readable for each in report.splits.values())
     if small * 2 > readable:
         yield (
-            f"{percent(small, readable)} of the pictures have a shorter side below {USUAL_SIDE} pixels and are enlarged for the "
+            f"{percent(small, readable)} of the images have a shorter side below {USUAL_SIDE} pixels and are enlarged for the "
             f"usual networks: train at a smaller size."
         )
 
@@ -184,18 +184,18 @@ def _class_findings(report: Report) -> Iterator[str]:
     for split, each in labelled.items():
         few = [name for name, count in present(each).items() if count < FEW]
         if few and split == "train":
-            yield f"{counted(len(few), 'class')} of {split} with fewer than {FEW} pictures: {_list(few)}."
+            yield f"{counted(len(few), 'class')} of {split} with fewer than {FEW} images: {_list(few)}."
         if imbalance(each) > UNEVEN:
-            yield f"The largest class of {split} has {imbalance(each):,.0f} times as many pictures as the smallest."
+            yield f"The largest class of {split} has {imbalance(each):,.0f} times as many images as the smallest."
         empty = [name for name, count in (each.classes or {}).items() if not count]
         if empty and len(labelled) == 1:
-            yield f"{counted(len(empty), 'class')} without a picture: {_list(empty)}."
+            yield f"{counted(len(empty), 'class')} without an image: {_list(empty)}."
     if len(labelled) > 1:
         everywhere = {name for each in labelled.values() for name in each.classes or {}}
         for split, each in labelled.items():
             missing = sorted(everywhere - set(present(each)))
             if missing:
-                yield f"{counted(len(missing), 'class')} without a picture in {split}: {_list(missing)}."
+                yield f"{counted(len(missing), 'class')} without an image in {split}: {_list(missing)}."
         for split in labelled:
             others = {name for other, each in labelled.items() if other != split for name in present(each)}
             alone = sorted(set(present(labelled[split])) - others)
@@ -204,13 +204,13 @@ def _class_findings(report: Report) -> Iterator[str]:
 
 
 def common_size(split: SplitReport) -> tuple[int, int] | None:
-    """(width, height) that all the pictures have, None if they differ."""
+    """(width, height) that all the images have, None if they differ."""
     ends = [(values[0], values[-1]) for name, values in split.resolution.items() if name in ("width", "height")]
     return (round(ends[0][0]), round(ends[1][0])) if ends and all(low == high for low, high in ends) else None
 
 
 def present(split: SplitReport) -> dict[str, int]:
-    """The classes that have pictures, smallest first."""
+    """The classes that have images, smallest first."""
     counts = {name: count for name, count in (split.classes or {}).items() if count}
     return dict(sorted(counts.items(), key=lambda item: item[1]))
 

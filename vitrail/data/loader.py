@@ -1,4 +1,4 @@
-"""From a source and an order to batches of uint8 pictures, the same stream with any number of workers or none.
+"""From a source and an order to batches of uint8 images, the same stream with any number of workers or none.
 
 Worker processes (`workers.py`) take whole batches in turn; a step is reached without running through those before it.
 Data sets that fit are decoded once and stay resident (`choose_store`, `Store`); `StoredLoader` then gives the same stream.
@@ -25,19 +25,19 @@ from vitrail.data.source import Source
 from vitrail.data.workers import Workers, usual_workers
 from vitrail.errors import UserError
 
-IGNORE = 255  # what a mask holds where there is no picture or no mask: the usual id of "no class"
+IGNORE = 255  # what a mask holds where there is no image or no mask: the usual id of "no class"
 
 
 @dataclass(frozen=True)
 class Batch:
-    """B pictures on a common canvas, each in the upper left corner, zero elsewhere; masks likewise, `IGNORE` elsewhere.
+    """B images on a common canvas, each in the upper left corner, zero elsewhere; masks likewise, `IGNORE` elsewhere.
 
     `pixels` has the shape [B, 3, H, W] and lies in memory channels last, as decoders write it.
     """
 
     pixels: Tensor  # uint8 [B, 3, H, W]
     sizes: Tensor  # int64 [B, 2]: height, width
-    index: Tensor  # int64 [B]: which pictures of the source
+    index: Tensor  # int64 [B]: which images of the source
     repeat: Tensor  # int64 [B]: which copy of each
     position: Tensor  # int64 [B]: places in the epoch's stream
     labels: Tensor | None  # int64 [B]
@@ -65,11 +65,11 @@ class Problem(NamedTuple):
 
 
 def unreadable(problem: Problem) -> UserError:
-    return UserError(f"{problem.where} cannot be read: {problem.reason}; mend or remove it, or let bad pictures be skipped.")
+    return UserError(f"{problem.where} cannot be read: {problem.reason}; mend or remove it, or let bad images be skipped.")
 
 
 class Canvas(NamedTuple):
-    """What a worker hands over: pictures [B, H, W, 3] (a bad one has the size 0, 0), the samples they are, what was bad."""
+    """What a worker hands over: images [B, H, W, 3] (a bad one has the size 0, 0), the samples they are, what was bad."""
 
     pixels: Tensor
     sizes: np.ndarray
@@ -86,7 +86,7 @@ class Reader:
     at_least: int | None
     masks: bool
 
-    def picture(self, index: int) -> tuple[np.ndarray, np.ndarray | None] | Problem:
+    def image(self, index: int) -> tuple[np.ndarray, np.ndarray | None] | Problem:
         """Pixels [H, W, 3] and, if asked for, the mask [H, W]; or why not."""
         try:
             pixels = decode(self.source.encoded(index), self.at_least)
@@ -95,14 +95,14 @@ class Reader:
         except (OSError, ValueError) as error:
             return Problem(self.source.where(index), reason(error))
 
-    def pictures(self, indices: np.ndarray) -> Canvas:
-        found = [self.picture(int(index)) for index in indices]
+    def images(self, indices: np.ndarray) -> Canvas:
+        found = [self.image(int(index)) for index in indices]
         still = np.zeros_like(indices)
-        problems = [picture for picture in found if isinstance(picture, Problem)]
+        problems = [image for image in found if isinstance(image, Problem)]
         return self._canvas(found, Samples(indices, still, still), problems)
 
     def _canvas(self, found: list, samples: Samples, problems: list[Problem]) -> Canvas:
-        good = [(row, picture) for row, picture in enumerate(found) if not isinstance(picture, Problem)]
+        good = [(row, image) for row, image in enumerate(found) if not isinstance(image, Problem)]
         sizes = np.zeros((len(found), 2), dtype=np.int64)
         for row, (pixels, _) in good:
             sizes[row] = pixels.shape[:2]
@@ -122,34 +122,34 @@ class StepReader(Reader):
     """Reads the unit's part of a step of the order."""
 
     order: Order
-    units: int
+    micro_batches: int
     fatal: bool
 
     def __call__(self, task: tuple[int, int, int]) -> Canvas:
-        epoch, step, unit = task
+        epoch, step, micro_batch = task
         seen: dict[int, Any] = {}
 
         def readable(index: int) -> bool:
             if index not in seen:
-                seen[index] = self.picture(index)
+                seen[index] = self.image(index)
                 if self.fatal and isinstance(seen[index], Problem):
                     raise unreadable(seen[index])
             return not isinstance(seen[index], Problem)
 
-        samples = readable_samples(self.order, epoch, step, unit, self.units, readable, self.source.name)
-        problems = [picture for picture in seen.values() if isinstance(picture, Problem)]
+        samples = readable_samples(self.order, epoch, step, micro_batch, self.micro_batches, readable, self.source.name)
+        problems = [image for image in seen.values() if isinstance(image, Problem)]
         return self._canvas([seen[int(index)] for index in samples.index], samples, problems)
 
 
 def readable_samples(
-    order: Order, epoch: int, step: int, unit: int, units: int, readable: Callable[[int], bool], name: str
+    order: Order, epoch: int, step: int, micro_batch: int, micro_batches: int, readable: Callable[[int], bool], name: str
 ) -> Samples:
     """The unit's samples; an unreadable one gives its place to the next readable one of the whole step, round its end.
 
     The place keeps its position; index and repeat are the replacement's. The step is that of all units together, so that
     the stream still does not depend on how it is cut.
     """
-    samples = order.unit(epoch, step, unit, units)
+    samples = order.micro_batch(epoch, step, micro_batch, micro_batches)
     index, repeat = samples.index.copy(), samples.repeat.copy()
     for row in range(len(index)):
         if not readable(int(index[row])):
@@ -158,7 +158,7 @@ def readable_samples(
             others = order.at(epoch, after)
             found = next((place for place, other in enumerate(others.index) if readable(int(other))), None)
             if found is None:
-                raise UserError(f"None of the {order.batch} pictures of a step of {name} can be read.")
+                raise UserError(f"None of the {order.batch} images of a step of {name} can be read.")
             index[row], repeat[row] = others.index[found], others.repeat[found]
     return Samples(index, repeat, samples.position)
 
@@ -177,7 +177,7 @@ def to_stderr(sentence: str) -> None:
 
 
 def make_batch(source: Source, canvas: Canvas) -> Batch:
-    """Pictures with the labels that belong to them."""
+    """Images with the labels that belong to them."""
     index = canvas.samples.index
     label, extra = source.label, source.extra
     return Batch(
@@ -193,16 +193,20 @@ def make_batch(source: Source, canvas: Canvas) -> Batch:
 
 
 class Stream(ABC):
-    """What both loaders share: labels, and the account of unreadable pictures.
+    """What both loaders share: labels, and the account of unreadable images.
 
-    Of the `units` parts of every step a process computes one, or several one after the other (gradient accumulation).
+    Of the `micro_batches` parts of every step a process computes one, or several one after the other (gradient accumulation).
     """
 
-    def __init__(self, source: Source, order: Order, unit: int | Sequence[int], units: int, warn: Callable[[str], None]) -> None:
-        self.source, self.order, self.units, self.warn = source, order, units, warn
-        self.mine = (unit,) if isinstance(unit, int) else tuple(unit)
-        order.unit(0, 0, self.mine[0], units)  # complains here, not in a worker, about a batch that cannot be divided
-        self.problems: list[Problem] = []  # each unreadable picture once
+    def __init__(
+        self, source: Source, order: Order, micro_batch: int | Sequence[int], micro_batches: int, warn: Callable[[str], None]
+    ) -> None:
+        self.source, self.order, self.micro_batches, self.warn = source, order, micro_batches, warn
+        self.mine = (micro_batch,) if isinstance(micro_batch, int) else tuple(micro_batch)
+        order.micro_batch(
+            0, 0, self.mine[0], micro_batches
+        )  # complains here, not in a worker, about a batch that cannot be divided
+        self.problems: list[Problem] = []  # each unreadable image once
         self._told = 0
 
     @abstractmethod
@@ -224,7 +228,7 @@ class Stream(ABC):
         new, self._told = self.problems[self._told :], len(self.problems)
         if new:
             first = "{} ({})".format(*new[0])
-            what = "1 picture" if len(new) == 1 else f"{len(new)} pictures"
+            what = "1 image" if len(new) == 1 else f"{len(new)} images"
             self.warn(
                 f"{self.source.name}: {what} could not be read and others stood in; the first: {first}. "
                 f"`vitrail data inspect` lists them all."
@@ -234,7 +238,7 @@ class Stream(ABC):
 class Loader(Stream):
     """Batches decoded by worker processes (0: in this one), in page-locked memory where there is a GPU.
 
-    `bad="skip"` lets another picture of the same step stand in for an unreadable one (`readable_samples` says which), notes it in
+    `bad="skip"` lets another image of the same step stand in for an unreadable one (`readable_samples` says which), notes it in
     `problems` and tells through `warn` at the end of the epoch how many were new; "fatal" raises UserError at the first.
     """
 
@@ -242,22 +246,22 @@ class Loader(Stream):
         self,
         source: Source,
         order: Order,
-        unit: int | Sequence[int] = 0,
-        units: int = 1,
+        micro_batch: int | Sequence[int] = 0,
+        micro_batches: int = 1,
         workers: int | None = None,
         at_least: int | None = None,
         bad: Literal["skip", "fatal"] = "skip",
         masks: bool = False,
         warn: Callable[[str], None] = to_stderr,
     ) -> None:
-        super().__init__(source, order, unit, units, warn)
-        work = StepReader(source, at_least, masks, order, units, bad == "fatal")
+        super().__init__(source, order, micro_batch, micro_batches, warn)
+        work = StepReader(source, at_least, masks, order, micro_batches, bad == "fatal")
         self._workers = Workers(work, usual_workers() if workers is None else workers)
         self._pin = torch.cuda.is_available()
 
     def run(self, start: int, stop: int) -> Iterator[Batch]:
         """The steps `start` ... `stop`, counted from the first epoch's first, each in its units."""
-        tasks = ((*divmod(step, self.order.steps), unit) for step in range(start, stop) for unit in self.mine)
+        tasks = ((*divmod(step, self.order.steps), micro_batch) for step in range(start, stop) for micro_batch in self.mine)
         try:
             for number, canvas in enumerate(self._workers.run(tasks)):
                 self._record(canvas.problems)
@@ -274,7 +278,7 @@ class Loader(Stream):
 
 
 class Plan(NamedTuple):
-    """Where the pictures of a data set stay, and the line that says so."""
+    """Where the images of a data set stay, and the line that says so."""
 
     place: Literal["device", "memory", "files"]
     sentence: str
@@ -289,9 +293,9 @@ def choose_store(
     masks: bool = False,
     sampled: int = 256,
 ) -> Plan:
-    """On the device if the decoded pictures take at most that share of what is free there, else in memory, else in files.
+    """On the device if the decoded images take at most that share of what is free there, else in memory, else in files.
 
-    The size is judged by the headers of `sampled` pictures spread over the set.
+    The size is judged by the headers of `sampled` images spread over the set.
     """
     sizes = []
     for index in np.unique(np.linspace(0, len(source) - 1, sampled).astype(np.int64)):
@@ -303,7 +307,7 @@ def choose_store(
     free = {"device": 0, "memory": free_memory()}
     if torch.device(device).type == "cuda":
         free["device"] = torch.cuda.mem_get_info(torch.device(device))[0]
-    size = f"{len(source):,} pictures, {need / 1e9:.2f} GB decoded"
+    size = f"{len(source):,} images, {need / 1e9:.2f} GB decoded"
     if need <= device_share * free["device"]:
         return Plan("device", f"{source.name}: {size}, kept on the device ({free['device'] / 1e9:.1f} GB free there).")
     if need <= memory_share * free["memory"]:
@@ -331,7 +335,7 @@ class Store:
 
     source: Source
     pixels: Tensor  # uint8 [N, H, W, 3]
-    sizes: np.ndarray  # [N, 2]; 0, 0 for unreadable pictures
+    sizes: np.ndarray  # [N, 2]; 0, 0 for unreadable images
     masks: Tensor | None  # uint8 [N, H, W]
     problems: list[Problem]
 
@@ -343,8 +347,8 @@ def fill_store(
     at_least: int | None = None,
     masks: bool = False,
 ) -> Store:
-    """Decodes all pictures once; `choose_store` tells whether they fit."""
-    pool = Workers(Reader(source, at_least, masks).pictures, usual_workers() if workers is None else workers)
+    """Decodes all images once; `choose_store` tells whether they fit."""
+    pool = Workers(Reader(source, at_least, masks).images, usual_workers() if workers is None else workers)
     pixels = torch.zeros((len(source), 0, 0, 3), dtype=torch.uint8, device=device)
     kept = torch.zeros((len(source), 0, 0), dtype=torch.uint8, device=device)
     sizes, problems = np.zeros((len(source), 2), dtype=np.int64), []
@@ -371,12 +375,12 @@ class StoredLoader(Stream):
         self,
         store: Store,
         order: Order,
-        unit: int | Sequence[int] = 0,
-        units: int = 1,
+        micro_batch: int | Sequence[int] = 0,
+        micro_batches: int = 1,
         bad: Literal["skip", "fatal"] = "skip",
         warn: Callable[[str], None] = to_stderr,
     ) -> None:
-        super().__init__(store.source, order, unit, units, warn)
+        super().__init__(store.source, order, micro_batch, micro_batches, warn)
         if bad == "fatal" and store.problems:
             raise unreadable(store.problems[0])
         self.store = store
@@ -388,10 +392,10 @@ class StoredLoader(Stream):
         readable = store.sizes[:, 0] > 0
         whole = bool(readable.all())
         self._report()
-        for step, unit in ((step, unit) for step in range(start, stop) for unit in self.mine):
-            part = (*divmod(step, self.order.steps), unit, self.units)
+        for step, micro_batch in ((step, micro_batch) for step in range(start, stop) for micro_batch in self.mine):
+            part = (*divmod(step, self.order.steps), micro_batch, self.micro_batches)
             if whole:
-                samples = self.order.unit(*part)
+                samples = self.order.micro_batch(*part)
             else:
                 samples = readable_samples(self.order, *part, lambda index: bool(readable[index]), self.source.name)
             sizes = store.sizes[samples.index]

@@ -29,8 +29,8 @@ from vitrail.errors import UserError
 from vitrail.interrupts import work_begins
 
 LAYOUT = 1  # of the manifest
-CHUNK = 8  # pictures per task: a worker holds them all, and they may be large
-SAMPLED = 64  # pictures of a split whose bytes are part of the source's fingerprint
+CHUNK = 8  # images per task: a worker holds them all, and they may be large
+SAMPLED = 64  # images of a split whose bytes are part of the source's fingerprint
 UNFINISHED, FINISHED, LOCK = ".packing", "data", "lock"
 MANIFEST = "_pack.json"  # readers of a folder of Parquet files pass over names that begin like this
 ORDER = ("train", "validation", "test")
@@ -38,7 +38,7 @@ ORDER = ("train", "validation", "test")
 
 @dataclass(frozen=True)
 class Shard:
-    """A finished file: which pictures of the split it covers, and what was left out of it."""
+    """A finished file: which images of the split it covers, and what was left out of it."""
 
     split: str
     start: int
@@ -85,8 +85,8 @@ def pack(
 ) -> Result:
     """Writes all splits of `parts` below `out`; `name` is what the user called the data.
 
-    A shard takes pictures, in their order, until the next would bring it above `shard_size` bytes. Unreadable pictures are left
-    out and noted, or `fatal`. `advance` is told how many more pictures are done.
+    A shard takes images, in their order, until the next would bring it above `shard_size` bytes. Unreadable images are left
+    out and noted, or `fatal`. `advance` is told how many more images are done.
     """
     try:
         import pyarrow  # noqa: F401 - only to say early, and in words, that it is missing
@@ -94,7 +94,7 @@ def pack(
         raise UserError("To write Parquet files, install pyarrow: pip install pyarrow.") from None
     parts = {split: parts[split] for split in ORDER if split in parts}
     check_place(name, out)
-    # Format and quality matter only to pictures that are made smaller.
+    # Format and quality matter only to images that are made smaller.
     options = {"splits": list(parts), "shard_size": shard_size, "resize": None} | (asdict(how) if how.resize else {})
     wanted = {"layout": LAYOUT, "source": fingerprint(parts), "options": options}
     if (out / FINISHED / MANIFEST).exists():
@@ -176,7 +176,7 @@ class _Pack:
                 self.advance(shard.stop - shard.start)
                 self._refuse(shard.skipped)
             else:
-                self.warn(f"The shard with picture {shard.start} of {shard.split} is damaged or gone and is packed again.")
+                self.warn(f"The shard with image {shard.start} of {shard.split} is damaged or gone and is packed again.")
 
     def _missing(self, split: str, count: int) -> Iterator[tuple[int, int]]:
         """The stretches of a split that no shard covers."""
@@ -208,7 +208,7 @@ class _Pack:
                     ahead = next(items, None)
                 if not writer.rows:
                     where, why = skipped[0]
-                    raise UserError(f"None of the pictures {start} to {stop - 1} of {split} can be read; {where}: {why}.")
+                    raise UserError(f"None of the images {start} to {stop - 1} of {split} can be read; {where}: {why}.")
             until = ahead[0] if ahead is not None else stop
             size, digest = path.stat().st_size, _digest(path)
             self.shards.append(Shard(split, start, until, writer.rows, size, digest, tuple(skipped)))
@@ -228,7 +228,7 @@ class _Pack:
 
 @dataclass(frozen=True)
 class Packer:
-    """Reads, checks and re-encodes pictures; all that a worker process needs to know about the data."""
+    """Reads, checks and re-encodes images; all that a worker process needs to know about the data."""
 
     parts: Parts
     how: Recoding
@@ -293,7 +293,7 @@ def check_place(name: str, out: Path) -> None:
 
 
 def fingerprint(parts: Parts) -> str:
-    """What the source is: its splits, labels, the names of its pictures, and the bytes of some pictures of each split."""
+    """What the source is: its splits, labels, the names of its images, and the bytes of some images of each split."""
     digest = hashlib.sha256()
     for split, source in parts.items():
         columns = {"": source.label, **source.extra}

@@ -12,7 +12,7 @@ from vitrail.data.reencoding import Row
 from vitrail.data.source import Labels, Source
 from vitrail.errors import UserError
 
-ROW_GROUP = 32 * 2**20  # bytes of pictures that are held before they are written
+ROW_GROUP = 32 * 2**20  # bytes of images that are held before they are written
 
 
 def schema_of(parts: Parts) -> Any:
@@ -22,9 +22,9 @@ def schema_of(parts: Parts) -> Any:
     columns = {name: list(labels_in(parts, name)) for name in label_names(parts)}
     taken = next((name for name in ("image", "mask") if name in columns), None)
     if taken is not None:
-        raise UserError(f"A column of labels is called {taken}, as the pictures or masks are: rename it first.")
-    picture = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
-    fields: list[tuple[str, Any]] = [("image", picture), *((name, pyarrow.int64()) for name in columns)]
+        raise UserError(f"A column of labels is called {taken}, as the images or masks are: rename it first.")
+    image = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
+    fields: list[tuple[str, Any]] = [("image", image), *((name, pyarrow.int64()) for name in columns)]
     features: dict[str, dict[str, Any]] = {"image": {"_type": "Image"}}
     for name, found in columns.items():
         if any(labels.names != found[0].names for labels in found):
@@ -33,7 +33,7 @@ def schema_of(parts: Parts) -> Any:
             )
         features[name] = {"names": found[0].names, "_type": "ClassLabel"} if found else {"dtype": "int64", "_type": "Value"}
     if any(source.has_masks for source in parts.values()):
-        fields.append(("mask", picture))
+        fields.append(("mask", image))
         features["mask"] = {"_type": "Image"}
     return pyarrow.schema(fields, metadata={"huggingface": json.dumps({"info": {"features": features}})})
 
@@ -68,7 +68,7 @@ class ShardWriter:
         from pyarrow import parquet
 
         self._file = self.path.open("wb")
-        # Pictures are compressed already, and plain values can be read where they lie in the file.
+        # Images are compressed already, and plain values can be read where they lie in the file.
         self._writer = parquet.ParquetWriter(
             self._file, self.schema, compression="none", use_dictionary=False, write_statistics=False
         )
@@ -88,7 +88,7 @@ class ShardWriter:
     def add(self, row: Row, source: Source, index: int) -> None:
         for name, values in self._columns.items():
             if name == "image":
-                values.append({"bytes": row.picture, "path": row.path})
+                values.append({"bytes": row.image, "path": row.path})
             elif name == "mask":
                 values.append(None if row.mask is None else {"bytes": row.mask, "path": None})
             else:

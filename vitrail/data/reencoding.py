@@ -1,4 +1,4 @@
-"""From a stored picture to the one that is packed: as it is, or smaller, checked in either case."""
+"""From a stored image to the one that is packed: as it is, or smaller, checked in either case."""
 
 import io
 import os
@@ -17,22 +17,22 @@ FORMATS = ("jpeg", "png")
 
 
 class Row(NamedTuple):
-    """What a shard keeps of a picture besides its labels."""
+    """What a shard keeps of an image besides its labels."""
 
-    picture: bytes
+    image: bytes
     path: str | None
     mask: bytes | None
 
     @property
     def size(self) -> int:
-        return len(self.picture) + len(self.mask or b"")
+        return len(self.image) + len(self.mask or b"")
 
 
 @dataclass(frozen=True)
 class Recoding:
-    """Pictures whose shorter side is above `resize` are scaled down to it and written in `format`; others keep their bytes.
+    """Images whose shorter side is above `resize` are scaled down to it and written in `format`; others keep their bytes.
 
-    Pictures that are stored as pixels become PNG. `quality` is that of JPEG.
+    Images that are stored as pixels become PNG. `quality` is that of JPEG.
     """
 
     resize: int | None = None
@@ -48,7 +48,7 @@ class Recoding:
             raise UserError(f"A shorter side of {self.resize} pixels is no size: give 1 or more.")
 
     def row(self, source: Source, index: int) -> Row:
-        """The picture, decoded once to be sure of it; what cannot be read raises OSError or ValueError."""
+        """The image, decoded once to be sure of it; what cannot be read raises OSError or ValueError."""
         encoded, mask = source.encoded(index), source.mask(index)
         pixels = decode(encoded, self.resize and 2 * self.resize)
         try:
@@ -69,7 +69,7 @@ class Recoding:
 
 
 def written(pixels: np.ndarray, format: str, quality: int = 0) -> bytes:
-    """Encoded; grey where all channels agree, which is read as the same picture and takes a third of the bytes."""
+    """Encoded; grey where all channels agree, which is read as the same image and takes a third of the bytes."""
     if pixels.ndim == 3 and (pixels == pixels[:, :, :1]).all():
         pixels = pixels[:, :, 0].copy()
     buffer = io.BytesIO()

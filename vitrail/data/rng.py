@@ -1,6 +1,6 @@
 """Random numbers that are a pure function of their key: the same on any device, in any batch, before and after a resume.
 
-A picture's key folds (seed, epoch, picture, repeat); an operation's name and a counter give its numbers. Only integer arithmetic
+An image's key folds (seed, epoch, image, repeat); an operation's name and a counter give its numbers. Only integer arithmetic
 on 32 bits is used (held in int64), so a CPU and a GPU agree to the last bit.
 """
 
@@ -25,7 +25,7 @@ def scramble(x: Any) -> Any:
 
 
 def sample_key(seed: int, epoch: int, index: Tensor, repeat: Tensor) -> Tensor:
-    """One key per picture [B]: everything that its augmentation depends on."""
+    """One key per image [B]: everything that its augmentation depends on."""
     key: Any = 0
     for number in (seed & MASK, (seed >> 32) & MASK, epoch & MASK):
         key = scramble(key * 3 + number + GOLDEN)
@@ -64,12 +64,12 @@ def uniform(key: Tensor, operation: str, count: int = 1) -> Tensor:
 
 
 def between(key: Tensor, operation: str, low: float, high: float) -> Tensor:
-    """One number per picture in [low, high), float32 [B]."""
+    """One number per image in [low, high), float32 [B]."""
     return low + (high - low) * uniform(key, operation)[:, 0]
 
 
 def integers(key: Tensor, operation: str, high: int | Tensor, count: int = 1) -> Tensor:
-    """Whole numbers in [0, high), int64 [B, count]; `high` may differ per picture [B]."""
+    """Whole numbers in [0, high), int64 [B, count]; `high` may differ per image [B]."""
     limit = high[:, None] if isinstance(high, Tensor) else high
     return (bits(key, operation, count) * limit) >> 32
 

@@ -1,10 +1,10 @@
-"""The order in which pictures are seen: a pure function of (seed, epoch, position).
+"""The order in which images are seen: a pure function of (seed, epoch, position).
 
-Nothing is stored and nothing is shuffled in memory: a permutation of N pictures is evaluated at the positions one asks for, so
+Nothing is stored and nothing is shuffled in memory: a permutation of N images is evaluated at the positions one asks for, so
 that a run may start at any step of any epoch at once, and every process of a run computes its own part of the same stream.
 
 An epoch is a stream of positions 0, 1, 2, ... A step takes the next `batch` of them. When a step is cut into units
-(micro-batches: devices x accumulation steps), unit u takes every `units`-th position from u on. The stream does not depend on
+(micro-batches: devices x accumulation steps), unit u takes every `micro_batches`-th position from u on. The stream does not depend on
 the cut.
 """
 
@@ -19,9 +19,9 @@ from vitrail.errors import UserError
 
 @dataclass(frozen=True)
 class Samples:
-    """Which pictures, and which copy of each: the key of its augmentation."""
+    """Which images, and which copy of each: the key of its augmentation."""
 
-    index: np.ndarray  # [n] pictures
+    index: np.ndarray  # [n] images
     repeat: np.ndarray  # [n] 0 ... repeats - 1
     position: np.ndarray  # [n] places in the epoch's stream
 
@@ -29,20 +29,20 @@ class Samples:
 class Accounting(NamedTuple):
     """What one epoch really is."""
 
-    samples: int  # augmented pictures
+    samples: int  # augmented images
     steps: int  # of the global batch
-    distinct: int  # different pictures among them
-    passes: float  # samples / pictures: how often a picture is seen per epoch on average
+    distinct: int  # different images among them
+    passes: float  # samples / images: how often an image is seen per epoch on average
 
 
 @dataclass(frozen=True)
 class Order:
-    """The stream of one training: `count` pictures, a global `batch`.
+    """The stream of one training: `count` images, a global `batch`.
 
-    `repeats` copies of a picture follow each other (repeated augmentation), so that neighbouring units see them in the same step;
-    the epoch keeps its length, so it covers `1 / repeats` of the pictures. `round_to` cuts an epoch to a multiple of that number
+    `repeats` copies of an image follow each other (repeated augmentation), so that neighbouring units see them in the same step;
+    the epoch keeps its length, so it covers `1 / repeats` of the images. `round_to` cuts an epoch to a multiple of that number
     of samples before it is cut into steps (256 in the DeiT code). `labels` turns on class balance: classes take turns, each in a
-    fresh random order every round, and each class runs through its own pictures.
+    fresh random order every round, and each class runs through its own images.
     """
 
     count: int
@@ -55,13 +55,13 @@ class Order:
 
     def __post_init__(self) -> None:
         if min(self.count, self.batch, self.repeats, self.round_to) < 1:
-            raise UserError("An order needs at least one picture, and a batch, repeats and round_to of at least 1.")
+            raise UserError("An order needs at least one image, and a batch, repeats and round_to of at least 1.")
         if self.labels is not None and len(self.labels) != self.count:
-            raise UserError(f"There are {len(self.labels)} labels for {self.count} pictures.")
+            raise UserError(f"There are {len(self.labels)} labels for {self.count} images.")
 
     @property
     def steps(self) -> int:
-        """Steps per epoch: whole batches only; a set smaller than one batch makes one step and repeats pictures."""
+        """Steps per epoch: whole batches only; a set smaller than one batch makes one step and repeats images."""
         samples = self.count // self.round_to * self.round_to or self.count
         return max(samples // self.batch, 1)
 
@@ -77,11 +77,13 @@ class Order:
         index = self._balanced(epoch, place) if self.labels is not None else self._plain(epoch, place)
         return Samples(index, repeat, positions)
 
-    def unit(self, epoch: int, step: int, unit: int = 0, units: int = 1) -> Samples:
-        """The part of a step that unit `unit` of `units` computes."""
-        if self.batch % units:
-            raise UserError(f"The global batch of {self.batch} does not divide into {units} parts; change batch or devices.")
-        return self.at(epoch, step * self.batch + np.arange(unit, self.batch, units))
+    def micro_batch(self, epoch: int, step: int, micro_batch: int = 0, micro_batches: int = 1) -> Samples:
+        """The part of a step that unit `micro_batch` of `micro_batches` computes."""
+        if self.batch % micro_batches:
+            raise UserError(
+                f"The global batch of {self.batch} does not divide into {micro_batches} parts; change batch or devices."
+            )
+        return self.at(epoch, step * self.batch + np.arange(micro_batch, self.batch, micro_batches))
 
     def _plain(self, epoch: int, place: np.ndarray) -> np.ndarray:
         if not self.shuffle:
@@ -101,7 +103,7 @@ class Order:
 
     @cached_property
     def _members(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Pictures sorted by class, where each present class starts, how many it has."""
+        """Images sorted by class, where each present class starts, how many it has."""
         assert self.labels is not None
         members = np.argsort(self.labels, kind="stable")
         _, starts, sizes = np.unique(self.labels[members], return_index=True, return_counts=True)

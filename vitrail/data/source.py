@@ -1,4 +1,4 @@
-"""What every source of pictures looks like from outside: numbered encoded pictures, labels, names.
+"""What every source of images looks like from outside: numbered encoded images, labels, names.
 
 A source is one split of a data set. It is cheap to open, cheap to send to a worker process (files are opened where they are
 read) and never decodes by itself.
@@ -23,7 +23,7 @@ class Labels:
 
 
 class Source(ABC):
-    """Pictures 0 ... N-1 with labels; subclasses say where the bytes are."""
+    """Images 0 ... N-1 with labels; subclasses say where the bytes are."""
 
     name: str  # what the user gave, for messages
     label: Labels | None  # the main label; None for data without labels
@@ -35,15 +35,15 @@ class Source(ABC):
 
     @abstractmethod
     def encoded(self, index: int) -> Encoded:
-        """The picture, still encoded; an unreadable file raises OSError or ValueError."""
+        """The image, still encoded; an unreadable file raises OSError or ValueError."""
 
     def mask(self, index: int) -> bytes | None:
-        """The encoded mask that belongs to the picture, None if there is none."""
+        """The encoded mask that belongs to the image, None if there is none."""
         return None
 
     @abstractmethod
     def where(self, index: int) -> str:
-        """Where the picture lies, for messages: a path, a row of a file."""
+        """Where the image lies, for messages: a path, a row of a file."""
 
     @property
     def classes(self) -> list[str]:
@@ -52,7 +52,7 @@ class Source(ABC):
 
 @dataclass(eq=False)
 class Subset(Source):
-    """Some pictures of another source, in the order given."""
+    """Some images of another source, in the order given."""
 
     source: Source
     indices: np.ndarray
@@ -90,7 +90,7 @@ class Splits(NamedTuple):
 def split_by_seed(source: Source, share: float, seed: int) -> tuple[Source, Source]:
     """(the rest, `share` of every class), the same for the same seed.
 
-    Every class of two pictures or more gives at least one; classes of one picture stay in the first part.
+    Every class of two images or more gives at least one; classes of one image stay in the first part.
     """
     rng = np.random.default_rng(seed)
     values = source.label.values if source.label else np.zeros(len(source), dtype=np.int64)
@@ -104,7 +104,7 @@ def split_by_seed(source: Source, share: float, seed: int) -> tuple[Source, Sour
 
 
 def names_of(values: Sequence[str]) -> Labels:
-    """Labels from class names as they stand beside the pictures, classes in sorted order."""
+    """Labels from class names as they stand beside the images, classes in sorted order."""
     names = sorted(set(values))
     place = {name: index for index, name in enumerate(names)}
     return Labels(np.array([place[value] for value in values], dtype=np.int64), names)

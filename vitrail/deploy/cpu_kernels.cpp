@@ -1,7 +1,7 @@
 // Attention, and norms that answer in eight bits, for processors with AVX-512. Plain C functions: no header of torch is needed, so
 // that a compiler is done in a second.
 //
-// A task is one head of one picture (or a share of its queries). Keys and values are packed once per task; then ROWS queries at a
+// A task is one head of one image (or a share of its queries). Keys and values are packed once per task; then ROWS queries at a
 // time take all scores, their softmax and the weighted sum of values without leaving the cache.
 
 #include <immintrin.h>
@@ -98,7 +98,7 @@ inline int products(const uint32_t* const* left, const uint32_t* right, int64_t 
 struct Shape {
     int64_t batch, heads, queries, keys, size;      // size: numbers of a head, a multiple of 16
     int64_t query_row, key_row;                     // numbers from one token to the next; heads lie side by side
-    int64_t query_picture, key_picture;             // numbers from one picture to the next
+    int64_t query_image, key_image;             // numbers from one image to the next
     float scale;                                    // of scores
     float inverse, zero;                            // answers in eight bits: round(answer * inverse + zero)
     int32_t bytes;                                  // whether they are wanted
@@ -196,12 +196,12 @@ int attend(const Shape& s, const void* query, const void* key, const void* value
             if (room == nullptr) continue;
             const int64_t pair = index / shares, first = index % shares * part;
             const int64_t last = first + part < s.queries ? first + part : s.queries;
-            const int64_t picture = pair / s.heads, head = pair % s.heads * s.size;
-            const int64_t place = picture * s.queries * s.heads * s.size + head;
+            const int64_t image = pair / s.heads, head = pair % s.heads * s.size;
+            const int64_t place = image * s.queries * s.heads * s.size + head;
             if (first >= last) continue;
-            task<Kind>(s, static_cast<const number*>(query) + picture * s.query_picture + head,
-                       static_cast<const number*>(key) + picture * s.key_picture + head,
-                       static_cast<const number*>(value) + picture * s.key_picture + head, static_cast<number*>(out) + place,
+            task<Kind>(s, static_cast<const number*>(query) + image * s.query_image + head,
+                       static_cast<const number*>(key) + image * s.key_image + head,
+                       static_cast<const number*>(value) + image * s.key_image + head, static_cast<number*>(out) + place,
                        static_cast<uint8_t*>(out) + place, first, last, room);
         }
         std::free(room);

@@ -29,7 +29,7 @@ class Shape(ctypes.Structure):
 
     _fields_ = (
         *((name, c_int64) for name in ("batch", "heads", "queries", "keys", "size")),
-        *((name, c_int64) for name in ("query_row", "key_row", "query_picture", "key_picture")),
+        *((name, c_int64) for name in ("query_row", "key_row", "query_image", "key_image")),
         *((name, c_float) for name in ("scale", "inverse", "zero")),
         ("bytes", c_int32),
     )
@@ -45,9 +45,9 @@ class Native:
             self.attends[torch.bfloat16] = library.vitrail_attend_half
         for function in self.attends.values():
             function.argtypes = [c_void_p] * 5 + [c_int]
-        self.normalise = library.vitrail_norm_bytes
-        self.normalise.argtypes = [c_void_p] * 2 + [c_int64] * 3 + [c_float] * 3 + [c_int]
-        self.normalise.restype = None
+        self.normalize = library.vitrail_norm_bytes
+        self.normalize.argtypes = [c_void_p] * 2 + [c_int64] * 3 + [c_float] * 3 + [c_int]
+        self.normalize.restype = None
 
     def __deepcopy__(self, memo: dict) -> "Native":
         return self
@@ -80,7 +80,7 @@ class Native:
         out, width = torch.empty_like(x, dtype=torch.uint8), x.shape[-1]
         rows = x.numel() // width
         pointers = (x.data_ptr(), out.data_ptr())
-        self.normalise(*pointers, rows, width, width, epsilon, inverse, zero, torch.get_num_threads())
+        self.normalize(*pointers, rows, width, width, epsilon, inverse, zero, torch.get_num_threads())
         return out
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from vitrail.deploy.fold import Notes
 from vitrail.deploy.folded_layers import WideAttention, WideFeedForward
-from vitrail.models.vision_transformer import Model
+from vitrail.models.vision_transformer import VisionTransformer
 
 CODE = torch.float8_e4m3fn
 TOP = torch.finfo(CODE).max
@@ -56,7 +56,7 @@ class Float8Linear(nn.Module):
         return found.view(*x.shape[:-1], self.out_features)
 
 
-def to_float8(trunk: Model, notes: Notes) -> None:
+def to_float8(trunk: VisionTransformer, notes: Notes) -> None:
     """The large products of a folded network's blocks."""
     count = left = 0
     for block in trunk.blocks:

@@ -35,13 +35,13 @@ from vitrail.deploy.folded_layers import (
     frozen,
 )
 from vitrail.layers.attention import Attention, AxialAttention, ConvMixer, FeedForward, PatchConv, PatchLinear, TalkingHeads
-from vitrail.layers.bit_resnet import ResNetStem, StandardisedConv, pad_same
+from vitrail.layers.bit_resnet import ResNetStem, StandardizedConv, pad_same
 from vitrail.layers.block import Branch, Residual
 from vitrail.layers.layout import Layout
 from vitrail.layers.patch_embed import BasicBlock, BasicStem, LinearStem, LocalTransformerStem, TowerStem
-from vitrail.layers.pooling import ClassAttentionBlock, ClassMlpBlock, PerClassHead, QueryReadout
+from vitrail.layers.pooling import ClassAttentionBlock, ClassMlpBlock, PerClassHead, QueryPooling
 from vitrail.layers.pos_embed import ABSOLUTE, RelativeBias, RelativePositions
-from vitrail.models.vision_transformer import Model
+from vitrail.models.vision_transformer import VisionTransformer
 
 # The first and the last product of a body.
 ENDS: dict[type, tuple[str, str]] = dict.fromkeys((Attention, AxialAttention, TalkingHeads), ("qkv", "proj"))
@@ -63,7 +63,7 @@ class Notes:
         self.left[sentence] = None
 
 
-def fold(model: Model) -> tuple[Folded, Notes]:
+def fold(model: VisionTransformer) -> tuple[Folded, Notes]:
     """Take a model apart (it is changed: give a copy) and make of it one that only answers."""
     notes = Notes()
     with torch.no_grad():
@@ -72,16 +72,16 @@ def fold(model: Model) -> tuple[Folded, Notes]:
         model.dropout = nn.Identity()  # type: ignore[assignment]
         fold_stem(model.stem, notes)
         fix_positions(model, notes)
-        scaled = not any(isinstance(table, RelativePositions) for table in model.positions)
+        scaled = not any(isinstance(table, RelativePositions) for table in model.pos_embed)
         for index in range(len(model.blocks)):
             block = model.block(index)
             for name, residual in block.residuals().items():
                 setattr(block, name, fold_residual(residual, model.architecture.width, scaled, notes))
         keep_only_what_is_read(model, notes)
-        readout = fold_readout(model.readout, notes) if isinstance(model.readout, QueryReadout) else None
-        model.readout = None
+        pooling = fold_readout(model.pooling, notes) if isinstance(model.pooling, QueryPooling) else None
+        model.pooling = None
         fold_heads(model, notes)
-    return Folded(model, readout), notes
+    return Folded(model, pooling), notes
 
 
 def fold_residual(residual: Residual, width: int, scaled: bool, notes: Notes) -> FoldedResidual:
@@ -164,27 +164,27 @@ def fold_branch(branch: Branch, behind: PerChannel, notes: Notes) -> Branch:
     return branch
 
 
-def keep_only_what_is_read(model: Model, notes: Notes) -> None:
-    """Behind the last attention only the special tokens are read, so only theirs is computed."""
+def keep_only_what_is_read(model: VisionTransformer, notes: Notes) -> None:
+    """Behind the last attention only the prefix tokens are read, so only theirs is computed."""
     a = model.architecture
-    if a.readout != "class" or model.head_dense is not None or not len(model.blocks):
+    if a.pooling != "class" or model.head_dense is not None or not len(model.blocks):
         return
     mix = model.block(-1).mix
     if not isinstance(mix, FoldedResidual) or not isinstance(mix.bodies[0], WideAttention):
         return
-    if any(not isinstance(table, FixedPositions) for table in model.positions):
+    if any(not isinstance(table, FixedPositions) for table in model.pos_embed):
         notes.leave("the last block computes all tokens: its relative positions are those of all pairs")
         return
     mix.only = mix.bodies[0].only = a.trunk_tokens
     notes.done["last blocks that compute only the tokens that are read"] += 1
 
 
-def fold_readout(readout: QueryReadout, notes: Notes) -> nn.Module:
-    """The readout's blocks read patches that do not change: what they have in common is computed once."""
-    like = readout.queries
+def fold_readout(pooling: QueryPooling, notes: Notes) -> nn.Module:
+    """The pooling's blocks read patches that do not change: what they have in common is computed once."""
+    like = pooling.queries
     width = like.shape[-1]
     ffns, norms, entrances = [], [], []
-    for block in readout.blocks:
+    for block in pooling.blocks:
         assert isinstance(block, ClassAttentionBlock | ClassMlpBlock)
         (norm1, before1), (norm2, before2) = (split_norm(norm, width, like.device) for norm in (block.norm1, block.norm2))
         behind1, behind2 = (split_scale(scale, width, like.device) for scale in (block.scale1, block.scale2))
@@ -194,7 +194,7 @@ def fold_readout(readout: QueryReadout, notes: Notes) -> nn.Module:
         entrances.append((block, norm1, before1, behind1))
         notes.done[NORMS] += 2 * (not isinstance(block.norm1, nn.Identity))
         notes.done[SCALES] += 2 * (not isinstance(block.scale1, nn.Identity))
-    notes.done["readouts that norm and read the patches once for all blocks"] += 1
+    notes.done["pooling layers that norm and read the patches once for all blocks"] += 1
     core = entrances[0][1]
     if isinstance(entrances[0][0], ClassMlpBlock):
         gathers = [map_of(block.gather) for block, *_ in entrances if isinstance(block, ClassMlpBlock)]
@@ -206,7 +206,7 @@ def fold_readout(readout: QueryReadout, notes: Notes) -> nn.Module:
             ]
         )
         rows = torch.cat([gather.weight for gather in gathers]).to(like)
-        return MlpReadout(readout.queries, core, entrances[0][0].grid, rows, scale.to(like), shift.to(like), norms, ffns)
+        return MlpReadout(pooling.queries, core, entrances[0][0].grid, rows, scale.to(like), shift.to(like), norms, ffns)
     blocks, pairs = [], []
     for (block, _, before, behind), norm, ffn in zip(entrances, norms, ffns, strict=True):
         assert isinstance(block, ClassAttentionBlock)
@@ -218,10 +218,10 @@ def fold_readout(readout: QueryReadout, notes: Notes) -> nn.Module:
         pairs += [map_of(attention.k).after(before), map_of(attention.v).after(before)]
         proj = map_of(attention.proj).then(behind).layer(like)
         blocks.append(FoldedClassAttention(query.layer(like), proj, attention.heads, attention.keys == "all", norm, ffn))
-    return AttentionReadout(readout.queries, core, joined_outputs(pairs).layer(like), blocks)
+    return AttentionReadout(pooling.queries, core, joined_outputs(pairs).layer(like), blocks)
 
 
-def fold_heads(model: Model, notes: Notes) -> None:
+def fold_heads(model: VisionTransformer, notes: Notes) -> None:
     """What the final norm learned goes into the layers that read it."""
     a = model.architecture
     readers = [model.pre_logits[0]] if isinstance(model.pre_logits, nn.Sequential) else [model.head, model.head_distillation]
@@ -245,16 +245,16 @@ def fold_heads(model: Model, notes: Notes) -> None:
     notes.done[NORMS] += 1
 
 
-def fix_positions(model: Model, notes: Notes) -> None:
+def fix_positions(model: VisionTransformer, notes: Notes) -> None:
     """Tables of positions computed for the model's own size."""
     a = model.architecture
     layout = Layout(*model.grid, a.trunk_tokens)
     like = next(model.parameters())
-    for index, table in enumerate(model.positions):
-        if a.positions in ABSOLUTE:
-            model.positions[index] = FixedPositions(table, layout, like.device)
+    for index, table in enumerate(model.pos_embed):
+        if a.pos_embed in ABSOLUTE:
+            model.pos_embed[index] = FixedPositions(table, layout, like.device)
         elif isinstance(table, RelativeBias):
-            model.positions[index] = FixedBias(table, layout, like)
+            model.pos_embed[index] = FixedBias(table, layout, like)
         else:
             notes.leave("relative positions: their scores depend on the queries")
             continue
@@ -262,9 +262,9 @@ def fix_positions(model: Model, notes: Notes) -> None:
 
 
 class FixedConv(nn.Conv2d):
-    """A standardised convolution whose filters no longer change; padded as before."""
+    """A standardized convolution whose filters no longer change; padded as before."""
 
-    def __init__(self, conv: StandardisedConv):
+    def __init__(self, conv: StandardizedConv):
         super().__init__(conv.in_channels, conv.out_channels, conv.kernel_size[0], conv.stride[0], bias=False, device="meta")
         weight = conv.weight.double()
         mean = weight.mean((1, 2, 3), keepdim=True)
@@ -276,7 +276,7 @@ class FixedConv(nn.Conv2d):
 
 
 def fold_stem(stem: nn.Module, notes: Notes) -> None:
-    """Batch norms go into the convolutions before them; standardised filters are computed once; inner blocks are folded."""
+    """Batch norms go into the convolutions before them; standardized filters are computed once; inner blocks are folded."""
     if isinstance(stem, LocalTransformerStem):
         for index, residual in enumerate(stem.blocks):
             assert isinstance(residual, Residual)
@@ -285,10 +285,10 @@ def fold_stem(stem: nn.Module, notes: Notes) -> None:
     if isinstance(stem, ResNetStem):
         for module in list(stem.modules()):
             for name, child in list(module.named_children()):
-                if isinstance(child, StandardisedConv):
+                if isinstance(child, StandardizedConv):
                     setattr(module, name, FixedConv(child))
-                    notes.done["standardised filters computed once"] += 1
-        notes.leave("the ResNet stem's group norms: their statistics are the picture's")
+                    notes.done["standardized filters computed once"] += 1
+        notes.leave("the ResNet stem's group norms: their statistics are the image's")
         return
     for conv, home, name in norms_behind(stem):
         norm = getattr(home, name)

@@ -15,7 +15,7 @@ from vitrail.layers.kernels import linear_gelu_for
 from vitrail.layers.layout import Layout
 from vitrail.layers.pos_embed import Grid
 from vitrail.layers.sdpa import attend
-from vitrail.models.vision_transformer import Features, Model
+from vitrail.models.vision_transformer import Features, VisionTransformer
 
 
 class WideAttention(nn.Module):
@@ -113,11 +113,11 @@ class FixedPositions(nn.Module):
 
     def __init__(self, positions: nn.Module, layout: Layout, device: torch.device):
         super().__init__()
-        self.positions, self.grid = positions, layout.grid
+        self.pos_embed, self.grid = positions, layout.grid
         self.table = frozen(positions(layout, device))
 
     def forward(self, layout: Layout, device: torch.device | None = None) -> Tensor:
-        return self.table if layout.grid == self.grid else self.positions(layout, device).to(self.table.dtype)
+        return self.table if layout.grid == self.grid else self.pos_embed(layout, device).to(self.table.dtype)
 
 
 class FixedBias(nn.Module):
@@ -125,15 +125,15 @@ class FixedBias(nn.Module):
 
     def __init__(self, positions: nn.Module, layout: Layout, like: Tensor):
         super().__init__()
-        self.positions, self.layout = positions, layout
+        self.pos_embed, self.layout = positions, layout
         self.bias = frozen(positions(like, layout).contiguous())
 
     def forward(self, query: Tensor, layout: Layout) -> Tensor:
-        return self.bias.to(query.dtype) if layout == self.layout else self.positions(query, layout)
+        return self.bias.to(query.dtype) if layout == self.layout else self.pos_embed(query, layout)
 
 
 class FoldedClassAttention(nn.Module):
-    """One block of the readout; keys and values of the patches come from one product for all blocks."""
+    """One block of the pooling; keys and values of the patches come from one product for all blocks."""
 
     def __init__(self, q: nn.Linear, proj: nn.Linear, heads: int, reads_itself: bool, norm2: nn.Module, ffn: WideFeedForward):
         super().__init__()
@@ -203,24 +203,24 @@ class MlpReadout(nn.Module):
 class Folded(nn.Module):
     """A rewritten network: [B, K, height, width] to logits [B, C], and no other answer.
 
-    `trunk` is a model whose parts were replaced; `readout` is the rewritten one (None: class token or mean).
+    `trunk` is a model whose parts were replaced; `pooling` is the rewritten one (None: class token or mean).
     """
 
-    def __init__(self, trunk: Model, readout: nn.Module | None):
+    def __init__(self, trunk: VisionTransformer, pooling: nn.Module | None):
         super().__init__()
-        self.trunk, self.readout = trunk, readout
+        self.trunk, self.pooling = trunk, pooling
 
     def forward(self, image: Tensor) -> Tensor:
         return self.trunk.classify(self.read(*self.trunk.encode(*self.trunk.embed(image)))).logits
 
     def read(self, x: Tensor, layout: Layout) -> Features:
-        """As the model reads to classify, with a readout of its own."""
+        """As the model reads to classify, with a pooling of its own."""
         trunk, dense = self.trunk, self.trunk.head_dense is not None
-        if self.readout is None:
+        if self.pooling is None:
             return trunk.read(x, layout, patches=dense)
-        query = trunk.norm(self.readout(x, layout))
+        query = trunk.norm(self.pooling(x, layout))
         tokens = trunk.norm(x) if dense else x[:, :0]
-        return Features(tokens, layout.grid, query, query if trunk.architecture.readout == "per_class" else query[:, 0])
+        return Features(tokens, layout.grid, query, query if trunk.architecture.pooling == "per_class" else query[:, 0])
 
 
 def frozen(values: Tensor) -> nn.Parameter:

@@ -1,4 +1,4 @@
-"""A network's answer as CUDA graphs, one per shape of pictures: launching small kernels takes longer than running them."""
+"""A network's answer as CUDA graphs, one per shape of images: launching small kernels takes longer than running them."""
 
 import threading
 from collections.abc import Callable
@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 ROUNDS = 3  # before the capture: compilers compile and libraries choose their kernels
-LARGEST = 32  # pictures; above, most kernels are long enough to hide their launching
+LARGEST = 32  # images; above, most kernels are long enough to hide their launching
 SHAPES = 8  # graphs kept: each has memory of its own
 
 
 class Graph:
-    """One captured call: pictures are copied in, the graph runs, the answer is copied out."""
+    """One captured call: images are copied in, the graph runs, the answer is copied out."""
 
     def __init__(self, compute: Callable[[Tensor], Tensor], image: Tensor):
         # A tensor made in inference mode could not be written to outside of it, and the next caller may be outside.
@@ -45,7 +45,7 @@ class Graph:
 class Graphs:
     """`compute(image)` by graphs: captured at the first call of a shape; what cannot be captured is computed as usual.
 
-    Batches of up to LARGEST pictures, or those of the one size that `batch` says.
+    Batches of up to LARGEST images, or those of the one size that `batch` says.
     """
 
     def __init__(self, compute: Callable[[Tensor], Tensor], batch: int | None = None):

@@ -41,11 +41,11 @@ def can_code() -> bool:
     return can_pack(torch.float32) and "onednn" in torch.backends.quantized.supported_engines
 
 
-def pack(folded: Folded, notes: Notes, pictures: Tensor | None = None) -> None:
-    """Rewrite a folded network in its own precision, or in eight bits learned from pictures [B, K, height, width]."""
+def pack(folded: Folded, notes: Notes, images: Tensor | None = None) -> None:
+    """Rewrite a folded network in its own precision, or in eight bits learned from images [B, K, height, width]."""
     packer = Packer(folded, notes)
-    if pictures is not None:
-        packer.learn(pictures)
+    if images is not None:
+        packer.learn(images)
     packer.rewrite()
 
 
@@ -63,13 +63,13 @@ class Packer:
         if self.native is None:
             notes.leave(f"attention by a kernel of our own: {why_not()}")
 
-    def learn(self, pictures: Tensor) -> None:
+    def learn(self, images: Tensor) -> None:
         """Eight bits for the products of the blocks; patches come in and logits go out in more."""
         parts = list(self.folded.trunk.blocks.modules())
         watched: dict[nn.Linear, nn.Module] = {part: part for part in parts if type(part) is nn.Linear and large(part)}
         # Where only some tokens ask, the layer itself is never called; its attention is given the same.
         watched |= {part.qkv: part for part in parts if isinstance(part, WideAttention) and part.only and part.qkv in watched}
-        self.steps = dict(zip(watched, learn_steps(self.folded, list(watched.values()), pictures), strict=True))
+        self.steps = dict(zip(watched, learn_steps(self.folded, list(watched.values()), images), strict=True))
 
     def rewrite(self) -> None:
         self._rewrite_stem()
@@ -79,7 +79,7 @@ class Packer:
                     setattr(module, name, self._residual(child))
         for module in list(self.folded.modules()):
             for name, child in list(module.named_children()):
-                # The readout takes weights out of its layer.
+                # The pooling takes weights out of its layer.
                 if type(child) is nn.Linear and large(child) and not isinstance(module, AttentionReadout):
                     setattr(module, name, self._product(child))
 
@@ -127,7 +127,7 @@ class Packer:
     def _attention(self, body: WideAttention) -> PackedAttention:
         inner = body.proj.in_features
         size, dtype = inner // (body.branches * body.heads), self.dtype
-        if self.native is not None and self.folded.trunk.architecture.positions not in RELATIVE:
+        if self.native is not None and self.folded.trunk.architecture.pos_embed not in RELATIVE:
             if body.qkv in self.steps and self.native.attends_to(torch.bfloat16, size):
                 dtype = torch.bfloat16  # half the time of float32, and finer than the eight bits that come and go
             self.notes.done[ATTENTIONS] += self.native.attends_to(dtype, size)

@@ -1,4 +1,4 @@
-"""`vitrail.optimise`: the same answers, sooner. The network is folded, compiled and captured or packed, and compared."""
+"""`vitrail.optimize`: the same answers, sooner. The network is folded, compiled and captured or packed, and compared."""
 
 import copy
 import math
@@ -15,26 +15,26 @@ from vitrail.deploy.folded_layers import Folded, WideFeedForward
 from vitrail.deploy.inference_graphs import LARGEST, Graphs
 from vitrail.deploy.onednn import can_pack, pack
 from vitrail.deploy.options import DTYPES, RESIZED, check_arguments, check_precision, check_told, choose_dtype
-from vitrail.deploy.parity import check_pictures, difference, first_difference, full_products
+from vitrail.deploy.parity import check_images, difference, first_difference, full_products
 from vitrail.errors import UserError
 from vitrail.layers.kernels import exporting
 from vitrail.models.inputs import check_given
-from vitrail.models.vision_transformer import Model
+from vitrail.models.vision_transformer import VisionTransformer
 
 # A rewritten network rounds elsewhere: it may be this much farther from the exact answer than the original is in the same
 # precision, or this many units of that precision, whichever is more.
 FARTHER, UNITS = 4.0, 16.0
 EIGHT = ("int8", "fp8")
-ADVICE = {"int8": "give more pictures like yours as the example, or use bf16", "fp8": "use bf16"}
-UNTOLD = "ranges of eight bits learned from real pictures: no example was given, they are those of made-up ones"
+ADVICE = {"int8": "give more images like yours as the example, or use bf16", "fp8": "use bf16"}
+UNTOLD = "ranges of eight bits learned from real images: no example was given, they are those of made-up ones"
 COARSE = 0.25  # eight bits: a difference that no network with a clear answer should show
-KEEP = "save the model it was made from with vitrail.save, and optimise that where it runs."
+KEEP = "save the model it was made from with vitrail.save, and optimize that where it runs."
 TF32 = 2.0**-10  # the unit of what GPUs may compute float32 products in, convolutions by default
 
 
 @dataclass(frozen=True)
 class Report:
-    """What was done to a model, what was left and why, and how far its answers moved on fixed pictures.
+    """What was done to a model, what was left and why, and how far its answers moved on fixed images.
 
     Differences are the largest of any logit, as a share of the largest logit. `folding` is that of the rewritten network in
     float32; `running` that of the network as it runs, in its precision; `rounding` that of the original in the same precision.
@@ -48,20 +48,20 @@ class Report:
     running: float
     rounding: float
     parameters: tuple[int, int]  # before and after
-    alike: tuple[int, int]  # pictures with the same first answer, of how many that `running` has compared
+    alike: tuple[int, int]  # images with the same first answer, of how many that `running` has compared
 
     def to_dict(self) -> dict[str, Any]:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
 
     def __str__(self) -> str:
-        lines = [f"optimised for {self.aim} in {self.precision}"]
+        lines = [f"optimized for {self.aim} in {self.precision}"]
         lines += [f"  done  {sentence}" for sentence in self.done]
         lines += [f"  left  {sentence}" for sentence in self.left]
         moved = f"  largest difference to the original: {self.running:.1e} of the largest logit, {self.folding:.1e} from folding"
         if self.rounding:
             moved += f"; the original in {self.precision} is {self.rounding:.1e} from itself in full precision"
         if self.precision in EIGHT:
-            moved += f"; the same first answer for {self.alike[0]} of {self.alike[1]} pictures"
+            moved += f"; the same first answer for {self.alike[0]} of {self.alike[1]} images"
         return "\n".join([*lines, moved])
 
 
@@ -69,10 +69,10 @@ class NoPart(UserError, AttributeError):
     """Also what Python expects of a name that is not there, so that `hasattr` answers."""
 
 
-class Optimised(nn.Module):
+class Optimized(nn.Module):
     """A network that only answers: images [B, K, height, width] to logits [B, C], as the model it was made from.
 
-    It does not learn and is not saved: keep the original and optimise it after loading. `report` says what was done.
+    It does not learn and is not saved: keep the original and optimize it after loading. `report` says what was done.
     """
 
     report: Report
@@ -93,7 +93,7 @@ class Optimised(nn.Module):
         self.architecture, self.preprocessing, self.class_names = trunk.architecture, trunk.preprocessing, trunk.class_names
         self.name, self.compiled = trunk.name, compiled
         self.place = next(folded.parameters()).device
-        self.known: tuple | None = None  # shape, type and place of pictures that were found right: the next are mostly alike
+        self.known: tuple | None = None  # shape, type and place of images that were found right: the next are mostly alike
         self.graphs = Graphs(self._compute, batch) if graphs else None
         super().train(False)
         if compiled:
@@ -115,7 +115,7 @@ class Optimised(nn.Module):
             trunk = self.folded.trunk
             check_given(image, trunk.architecture, trunk.stem, trunk.grid, resized=RESIZED)
             if image.device != self.place:
-                raise UserError(f"the pictures are on {image.device} and the model is on {self.place}; move the pictures there.")
+                raise UserError(f"the images are on {image.device} and the model is on {self.place}; move the images there.")
             self.known = kind
 
     @torch.compiler.disable
@@ -131,9 +131,9 @@ class Optimised(nn.Module):
             logits = logits + image.flatten(1).sum(1).mul(0.0)[:, None]
         return logits.float() if self.dtype == torch.bfloat16 else logits
 
-    def train(self, mode: bool = True) -> "Optimised":
+    def train(self, mode: bool = True) -> "Optimized":
         if mode:
-            raise UserError("an optimised model only answers; train the model it was made from and optimise that again.")
+            raise UserError("an optimized model only answers; train the model it was made from and optimize that again.")
         return self
 
     def __getattr__(self, name: str) -> Any:
@@ -142,9 +142,9 @@ class Optimised(nn.Module):
         except AttributeError:
             if "folded" not in self._modules or not hasattr(self.folded.trunk, name):
                 raise
-        raise NoPart(f"an optimised model only answers and has no {name}; use that of the model it was made from.")
+        raise NoPart(f"an optimized model only answers and has no {name}; use that of the model it was made from.")
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Optimised":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Optimized":
         """Another one, which compiles and captures for itself."""
         twin = memo[id(self)] = type(self).__new__(type(self))
         twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in vars(self).items() if name != "graphs"})
@@ -154,17 +154,17 @@ class Optimised(nn.Module):
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise UserError(f"an optimised model is not pickled; {KEEP}")
+        raise UserError(f"an optimized model is not pickled; {KEEP}")
 
     def state_dict(self, *words: Any, **named: Any) -> Any:
         if self.packed:
-            raise UserError(f"an optimised model is not saved; {KEEP}")
+            raise UserError(f"an optimized model is not saved; {KEEP}")
         return super().state_dict(*words, **named)
 
     def load_state_dict(self, *words: Any, **named: Any) -> Any:
-        raise UserError("an optimised model takes no other weights; load them into the model it was made from and optimise that.")
+        raise UserError("an optimized model takes no other weights; load them into the model it was made from and optimize that.")
 
-    def _apply(self, fn: Any, recurse: bool = True) -> "Optimised":
+    def _apply(self, fn: Any, recurse: bool = True) -> "Optimized":
         if self.packed:
             try:
                 found = fn(torch.empty(1, dtype=self.dtype))
@@ -172,7 +172,7 @@ class Optimised(nn.Module):
                 found = None
             if found is None or found.dtype != self.dtype or found.device.type != "cpu":
                 raise UserError(
-                    "a model packed for a processor keeps its precision and place; move or cast the original and optimise that."
+                    "a model packed for a processor keeps its precision and place; move or cast the original and optimize that."
                 )
             return self
         if self.graphs is not None:
@@ -183,7 +183,7 @@ class Optimised(nn.Module):
         return self
 
 
-def compile_parts(trunk: Model) -> None:
+def compile_parts(trunk: VisionTransformer) -> None:
     """Part by part, as in training: blocks are alike, so one graph serves all of them."""
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, 16)  # two kinds of blocks, and several shapes
@@ -193,8 +193,8 @@ def compile_parts(trunk: Model) -> None:
         trunk.stem.compile()
 
 
-def optimise(
-    model: Model,
+def optimize(
+    model: VisionTransformer,
     for_: str = "latency",
     batch: int | None = None,
     example: Tensor | None = None,
@@ -203,18 +203,18 @@ def optimise(
     compile: bool | None = None,
     graph: bool | None = None,
     precision: str | None = None,
-) -> Optimised:
+) -> Optimized:
     """A copy of the model for inference; the model itself is left as it is.
 
-    `for_` "latency" or "throughput": few pictures at once (on a GPU by CUDA graphs, one per shape) or many. `batch` or `example`
+    `for_` "latency" or "throughput": few images at once (on a GPU by CUDA graphs, one per shape) or many. `batch` or `example`
     [B, K, height, width]: what it will be given, prepared now instead of at the first call; an example is compared, too.
     `tolerance`: the largest allowed difference by folding, as a share of the largest logit. `precision`: "fp32", "bf16" or, on a
     processor, "int8", whose ranges are learned from the example, or on a Hopper GPU "fp8"; or `dtype`: float32 or bfloat16, the
     model's own by default. `compile`, `graph`: torch.compile and CUDA graphs, by default on a GPU (graphs for latency, and for
     throughput where the batch is known); without compile a processor's weights are packed.
     """
-    if isinstance(model, Optimised):
-        raise UserError("this model is optimised already; to do it otherwise, give the model it was made from.")
+    if isinstance(model, Optimized):
+        raise UserError("this model is optimized already; to do it otherwise, give the model it was made from.")
     check_arguments(model, for_, batch, example, tolerance)
     own = next(model.parameters())
     cuda = own.device.type == "cuda"
@@ -231,7 +231,7 @@ def optimise(
     original = copy.deepcopy(model).eval().requires_grad_(False).to(exact)
     folded, notes = fold(copy.deepcopy(original))
     parameters = count(original), count(folded)
-    images = [check_pictures(model, model.architecture.image_size).to(own.device, exact)]
+    images = [check_images(model, model.architecture.image_size).to(own.device, exact)]
     if example is not None:
         images.append(example.to(own.device, exact))
     with torch.no_grad(), full_products(own.device):
@@ -247,16 +247,16 @@ def optimise(
     rounding = 0.0 if dtype == exact and not cuda else measure_rounding(original, images, expected, dtype)
     del original
 
-    optimised = Optimised(folded, dtype, compiled, graphs, packed, coded, many)
+    optimized = Optimized(folded, dtype, compiled, graphs, packed, coded, many)
     if packed:
         pack(folded, notes, images[-1].to(dtype) if coded else None)
     if floating:
         to_float8(folded.trunk, notes)
-    if coded:  # pictures unlike those that the ranges were learned from are not what it is for
+    if coded:  # images unlike those that the ranges were learned from are not what it is for
         images, expected = images[-1:], expected[-1:]
     portion = batch or (1 if for_ == "latency" and example is None else 0)
     try:
-        found = run_optimised(optimised, images, portion)
+        found = run_optimized(optimized, images, portion)
     except torch._dynamo.exc.TorchDynamoException as error:
         said = str(error).strip().partition("\n")[0]
         raise UserError(f"torch.compile does not work on this machine ({said}); give compile=False.") from error
@@ -268,46 +268,46 @@ def optimise(
     if not running <= limit:
         advice = ADVICE.get(kind, "try compile=False and graph=False")
         raise UserError(
-            f"the optimised model's answers in {kind} are {running:.1e} of the largest from the original's, though "
+            f"the optimized model's answers in {kind} are {running:.1e} of the largest from the original's, though "
             f"folding changes them by {folding:.1e} only; use the original model, or {advice}."
         )
     if coded and untold:
         notes.leave(untold)
-    done, left = describe(notes, optimised, cuda)
+    done, left = describe(notes, optimized, cuda)
     alike = sum(int((one.argmax(-1) == answer.argmax(-1)).sum()) for one, answer in pairs), sum(len(one) for one, _ in pairs)
-    optimised.report = Report(for_, kind, done, left, folding, running, rounding, parameters, alike)
-    return optimised
+    optimized.report = Report(for_, kind, done, left, folding, running, rounding, parameters, alike)
+    return optimized
 
 
-def ask_original(original: Model, image: Tensor) -> Tensor:
+def ask_original(original: VisionTransformer, image: Tensor) -> Tensor:
     answer = original(image)
     if not answer.isfinite().all():
         raise UserError("the model's own answers are not finite numbers, so there is nothing to keep; look at its weights.")
     return answer
 
 
-def measure_rounding(original: Model, images: list[Tensor], expected: list[Tensor], dtype: torch.dtype) -> float:
+def measure_rounding(original: VisionTransformer, images: list[Tensor], expected: list[Tensor], dtype: torch.dtype) -> float:
     """How far the original is from its exact answers in the precision that was asked for."""
     half = dtype == torch.bfloat16
     with torch.no_grad(), torch.autocast(images[0].device.type, torch.bfloat16, enabled=half):
         return worst(difference(original(image), answer) for image, answer in zip(images, expected, strict=True))
 
 
-def run_optimised(optimised: Optimised, images: list[Tensor], portion: int) -> list[Tensor]:
-    """The optimised network as it will run: an example as it is, our pictures `portion` at a time.
+def run_optimized(optimized: Optimized, images: list[Tensor], portion: int) -> list[Tensor]:
+    """The optimized network as it will run: an example as it is, our images `portion` at a time.
 
     With portion 0 nobody has said how many there will be, and nothing is compiled for our number of them.
     """
     found = []
     for index, image in enumerate(images):
         if index:
-            found.append(optimised(image))
+            found.append(optimized(image))
         elif not portion:
-            with torch.no_grad(), torch.compiler.set_stance("force_eager") if optimised.compiled else nullcontext():
-                found.append(optimised._compute(image))
+            with torch.no_grad(), torch.compiler.set_stance("force_eager") if optimized.compiled else nullcontext():
+                found.append(optimized._compute(image))
         else:
             enough = image.repeat(-(-portion // len(image)), 1, 1, 1)[: max(portion, len(image))]
-            answers = [optimised(part) for part in enough.split(portion) if len(part) == portion]
+            answers = [optimized(part) for part in enough.split(portion) if len(part) == portion]
             found.append(torch.cat(answers)[: len(image)])
     return found
 
@@ -322,19 +322,19 @@ def count(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def describe(notes: Notes, optimised: Optimised, cuda: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def describe(notes: Notes, optimized: Optimized, cuda: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
     done = [f"{sentence}: {number}" for sentence, number in notes.done.items() if number]
     left = list(notes.left)
-    if optimised.compiled:
+    if optimized.compiled:
         done.append("blocks compiled by torch.compile")
-    if optimised.graphs is not None:
-        many = optimised.graphs.batch
-        which = f"of up to {LARGEST} pictures" if many is None else f"of {many} pictures"
-        done.append(f"CUDA graphs for each shape {which}, {optimised.graphs.captured} captured so far")
-        if None in optimised.graphs.known.values():
+    if optimized.graphs is not None:
+        many = optimized.graphs.batch
+        which = f"of up to {LARGEST} images" if many is None else f"of {many} images"
+        done.append(f"CUDA graphs for each shape {which}, {optimized.graphs.captured} captured so far")
+        if None in optimized.graphs.known.values():
             left.append("a CUDA graph could not be captured; that shape is computed as usual")
-    inside = sum(isinstance(part, WideFeedForward) and part.exact and type(part.fc1) is nn.Linear for part in optimised.modules())
-    if cuda and optimised.dtype == torch.bfloat16 and inside:
+    inside = sum(isinstance(part, WideFeedForward) and part.exact and type(part.fc1) is nn.Linear for part in optimized.modules())
+    if cuda and optimized.dtype == torch.bfloat16 and inside:
         done.append(f"GELUs inside the product before them, by the formula with a tanh: {inside}")
     if not cuda:
         left.append("CUDA graphs: the model is on the CPU")

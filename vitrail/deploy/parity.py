@@ -1,4 +1,4 @@
-"""Is a rewritten network the same function? Pictures to ask both about, and where they first part."""
+"""Is a rewritten network the same function? Images to ask both about, and where they first part."""
 
 import warnings
 from collections.abc import Iterator
@@ -9,19 +9,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vitrail.deploy.folded_layers import Folded
-from vitrail.models.vision_transformer import Model
+from vitrail.models.vision_transformer import VisionTransformer
 
-PICTURES = 4
+IMAGES = 4
 
 
-def check_pictures(model: Model, size: tuple[int, int]) -> Tensor:
-    """Fixed pictures [4, K, height, width]: two of noise, two with the smooth large shapes of photographs."""
+def check_images(model: VisionTransformer, size: tuple[int, int]) -> Tensor:
+    """Fixed images [4, K, height, width]: two of noise, two with the smooth large shapes of photographs."""
     generator = torch.Generator().manual_seed(0)
-    shape = (PICTURES // 2, model.architecture.channels)
+    shape = (IMAGES // 2, model.architecture.channels)
     noise = torch.randn(*shape, *size, generator=generator)
     smooth = torch.zeros_like(noise)
     side, weight = 2, 1.0
-    while side <= max(size):  # half as strong at twice the frequency, as natural pictures are
+    while side <= max(size):  # half as strong at twice the frequency, as natural images are
         octave = torch.randn(*shape, side, side, generator=generator)
         smooth += weight * F.interpolate(octave, size, mode="bilinear", align_corners=False)
         side, weight = 2 * side, weight / 2
@@ -52,7 +52,7 @@ def full_products(device: torch.device) -> Iterator[None]:
             matmul.allow_tf32, cudnn.allow_tf32 = before
 
 
-def first_difference(original: Model, folded: Folded, image: Tensor, tolerance: float) -> str:
+def first_difference(original: VisionTransformer, folded: Folded, image: Tensor, tolerance: float) -> str:
     """The first part whose answer to one and the same input differs by more than the tolerance."""
     x, layout = original.embed(image)
     if not difference(folded.trunk.stem(image), x) <= tolerance:
@@ -67,4 +67,4 @@ def first_difference(original: Model, folded: Folded, image: Tensor, tolerance: 
         x = original.block(index)(x, layout, original._relative(index))
         if not difference(found, x[:, : found.shape[1]]) <= tolerance:  # the last block may answer for the tokens that are read
             return f"block {index}"
-    return "the readout and the heads, or the sum of small differences"
+    return "the pooling and the heads, or the sum of small differences"

@@ -1,4 +1,4 @@
-"""Eight bits: which range of numbers a product is given, learned from pictures, and weights rounded channel by channel."""
+"""Eight bits: which range of numbers a product is given, learned from images, and weights rounded channel by channel."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 CODES = 256
 BINS = 4096  # of the histogram that a range is chosen from
 SHARES = [share / 40 for share in range(40, 7, -1)]  # of the range that was seen: what is outside is cut off
-AT_ONCE = 16  # pictures
+AT_ONCE = 16  # images
 
 
 class Steps(NamedTuple):
@@ -30,7 +30,7 @@ class Steps(NamedTuple):
 
 
 class Seen:
-    """What a layer was given: extremes in the first pass over the pictures, a histogram between them in the second."""
+    """What a layer was given: extremes in the first pass over the images, a histogram between them in the second."""
 
     def __init__(self) -> None:
         self.low, self.high = 0.0, 0.0
@@ -64,7 +64,7 @@ class Seen:
 
 
 def learn_steps(network: nn.Module, watched: list[nn.Module], images: Tensor) -> list[Steps]:
-    """Steps for what these parts of a network are given, from pictures [B, K, height, width] like those it will be given."""
+    """Steps for what these parts of a network are given, from images [B, K, height, width] like those it will be given."""
     seen = {part: Seen() for part in watched}
     for look in (Seen.look, Seen.count):
         with watching(seen, look), torch.no_grad():

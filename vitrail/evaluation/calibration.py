@@ -1,8 +1,8 @@
 """Whether a model is right as often as it says: calibration errors, reliability bins, the temperature that mends it.
 
 Guo et al., "On Calibration of Modern Neural Networks" (arXiv 1706.04599): the expected calibration error over 15 bins of equal
-width, and one temperature, fitted on pictures that are not tested with, by which logits are divided. The adaptive error has as
-many pictures in every bin (Nguyen and O'Connor, arXiv 1508.05154).
+width, and one temperature, fitted on images that are not tested with, by which logits are divided. The adaptive error has as
+many images in every bin (Nguyen and O'Connor, arXiv 1508.05154).
 """
 
 from collections.abc import Iterator
@@ -19,17 +19,17 @@ ROUNDS = 200
 
 
 class Bin(NamedTuple):
-    """Pictures of about the same confidence: mean confidence and share of right answers, 0 where there are none."""
+    """Images of about the same confidence: mean confidence and share of right answers, 0 where there are none."""
 
     low: float
     high: float
-    pictures: int
+    images: int
     confidence: float
     right: float
 
 
 class Certainty(NamedTuple):
-    """Of every picture: the confidence in the answer [N], whether it is right [N]; and the mean loss."""
+    """Of every image: the confidence in the answer [N], whether it is right [N]; and the mean loss."""
 
     confidence: np.ndarray
     right: np.ndarray
@@ -57,7 +57,7 @@ def equal_bins(confidence: np.ndarray, right: np.ndarray, bins: int = BINS) -> l
 
 
 def adaptive_bins(confidence: np.ndarray, right: np.ndarray, bins: int = BINS) -> list[Bin]:
-    """Bins of as many pictures each, least confident first; fewer bins than pictures."""
+    """Bins of as many images each, least confident first; fewer bins than images."""
     order = np.argsort(confidence, kind="stable")
     return [
         _bin(confidence[part[0]], confidence[part[-1]], confidence[part], right[part])
@@ -67,13 +67,13 @@ def adaptive_bins(confidence: np.ndarray, right: np.ndarray, bins: int = BINS) -
 
 
 def calibration_error(bins: list[Bin]) -> float:
-    """The mean distance of confidence and share of right answers, by the number of pictures."""
-    total = sum(each.pictures for each in bins)
-    return sum(each.pictures * abs(each.confidence - each.right) for each in bins) / total if total else 0.0
+    """The mean distance of confidence and share of right answers, by the number of images."""
+    total = sum(each.images for each in bins)
+    return sum(each.images * abs(each.confidence - each.right) for each in bins) / total if total else 0.0
 
 
 def fit_temperature(logits: Tensor, truth: Tensor) -> float | None:
-    """The temperature of the least mean loss; None where there is none, as when every picture is recognised.
+    """The temperature of the least mean loss; None where there is none, as when every image is recognized.
 
     The loss is convex in 1 / temperature: Newton's steps, kept inside a bracket that halves when a step would leave it.
     """

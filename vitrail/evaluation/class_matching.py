@@ -31,7 +31,7 @@ class Matching(NamedTuple):
 
     names: list[str]  # [T]
     groups: list[list[int]]  # [T]: the model's classes that are the answer
-    answer: np.ndarray  # [classes of the data]: the right answer, -1 where pictures of the class are left out
+    answer: np.ndarray  # [classes of the data]: the right answer, -1 where images of the class are left out
     classes: int  # of the model
     how: str  # in words
 
@@ -87,7 +87,7 @@ def match(
     if not classes:
         raise UserError("This model has no classifier: it cannot be asked for classes.")
     if not wanted:
-        raise UserError(f"{data} has no classes: put the pictures into one folder per class, or give a table with a label.")
+        raise UserError(f"{data} has no classes: put the images into one folder per class, or give a table with a label.")
     own = list(names) if names is not None else [number for number, _ in imagenet()] if classes == len(imagenet()) else None
     if chosen is not None:
         return _as_chosen(own, names, classes, wanted, data, chosen, ids or {})

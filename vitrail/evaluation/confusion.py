@@ -1,4 +1,4 @@
-"""What a model takes for what: its answer to every picture of a source, and what follows from the wrong ones."""
+"""What a model takes for what: its answer to every image of a source, and what follows from the wrong ones."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -15,9 +15,9 @@ PAIRS = 24
 
 
 class Answers(NamedTuple):
-    """One entry per picture that could be read and has a label."""
+    """One entry per image that could be read and has a label."""
 
-    picture: np.ndarray  # its number in the source
+    image: np.ndarray  # its number in the source
     truth: np.ndarray
     guess: np.ndarray
     confidence: np.ndarray  # of the guess, in [0, 1]
@@ -29,13 +29,13 @@ class Answers(NamedTuple):
 
 @torch.inference_mode()
 def collect_answers(model: nn.Module, feed: Feed, view: Augmentation, batch: int) -> Answers:
-    """The model's first guess for every picture; nothing waits for the device before the end."""
+    """The model's first guess for every image; nothing waits for the device before the end."""
     found = []
-    for pictures in feed.sweep(batch):
-        assert pictures.labels is not None
-        images = augment(pictures.pixels, pictures.sizes, torch.zeros_like(pictures.index), view).images
+    for raw in feed.sweep(batch):
+        assert raw.labels is not None
+        images = augment(raw.pixels, raw.sizes, torch.zeros_like(raw.index), view).images
         confidence, guess = model(images).float().nan_to_num().softmax(1).max(1)
-        found.append((pictures.index, pictures.labels, guess, confidence))
+        found.append((raw.index, raw.labels, guess, confidence))
     if not found:
         return Answers(*(np.zeros(0, dtype=kind) for kind in (np.int64, np.int64, np.int64, np.float32)))
     columns = [torch.cat(column).cpu().numpy() for column in zip(*found, strict=True)]
@@ -61,11 +61,11 @@ def confusion(answers: Answers, names: Sequence[str]) -> dict[str, Any]:
 
 
 def class_accuracies(answers: Answers, names: Sequence[str]) -> list[dict[str, Any]]:
-    """Of every class that has pictures: its name, the share of them that is recognised, how many they are."""
+    """Of every class that has images: its name, the share of them that is recognized, how many they are."""
     totals = np.bincount(answers.truth, minlength=len(names))
     right = np.bincount(answers.truth[~answers.wrong], minlength=len(names))
     return [
-        {"name": name, "top1": int(right[place]) / int(totals[place]), "pictures": int(totals[place])}
+        {"name": name, "top1": int(right[place]) / int(totals[place]), "images": int(totals[place])}
         for place, name in enumerate(names)
         if totals[place]
     ]

@@ -1,8 +1,8 @@
-"""Where models differ: shares of pictures that they answer differently, as DeiT (arXiv 2012.12877) compares a student's heads
-with its teacher, agreement beyond chance, and whether they err on the same pictures.
+"""Where models differ: shares of images that they answer differently, as DeiT (arXiv 2012.12877) compares a student's heads
+with its teacher, agreement beyond chance, and whether they err on the same images.
 
 Cohen's kappa is that of the answers. Error consistency (Geirhos et al., arXiv 2006.16736) is Cohen's kappa of right and wrong: 0
-if two models err independently of each other, 1 if on the same pictures.
+if two models err independently of each other, 1 if on the same images.
 """
 
 from collections.abc import Sequence
@@ -41,21 +41,21 @@ GAPS = 12  # classes on which models differ most
 
 @dataclass(frozen=True)
 class Disagreement:
-    """M models on the same N pictures; NaN where a share has no meaning, as agreement beyond chance of two that never vary."""
+    """M models on the same N images; NaN where a share has no meaning, as agreement beyond chance of two that never vary."""
 
     names: list[str]  # [M]
-    pictures: int
+    images: int
     differ: np.ndarray  # [M + 1, M + 1] share answered differently; the first row and column are the truth
     kappa: np.ndarray  # [M, M]
     error_consistency: np.ndarray  # [M, M]
     pairs: list[dict[str, Any]]  # who errs where
     classes: list[dict[str, Any]]  # where their accuracies are furthest apart
-    right: dict[str, int]  # pictures that all, some or none of them recognise
+    right: dict[str, int]  # images that all, some or none of them recognize
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "names": [TRUTH, *self.names],
-            "pictures": self.pictures,
+            "images": self.images,
             "differ": self.differ.tolist(),
             "kappa": _finite(self.kappa),
             "error_consistency": _finite(self.error_consistency),
@@ -68,7 +68,7 @@ class Disagreement:
 def compare(names: Sequence[str], guesses: np.ndarray, truth: np.ndarray, classes: Sequence[str]) -> Disagreement:
     """guesses [M, N] of answers, truth [N]; classes without a place in `classes` may be guessed too."""
     if not len(truth):
-        raise UserError("There is no picture that every model could be asked about.")
+        raise UserError("There is no image that every model could be asked about.")
     everyone = np.concatenate([truth[None], guesses])
     hits = guesses == truth
     count = len(names)
@@ -120,7 +120,7 @@ def _furthest(names: Sequence[str], hits: np.ndarray, truth: np.ndarray, classes
     return [
         {
             "name": classes[place],
-            "pictures": int(totals[place]),
+            "images": int(totals[place]),
             "top1": {name: float(share) for name, share in zip(names, shares[:, place], strict=True)},
         }
         for place in order
@@ -132,7 +132,7 @@ def _finite(values: np.ndarray) -> list[list[float | None]]:
 
 
 def differing(guesses: np.ndarray, truth: np.ndarray, seed: int = 0) -> np.ndarray:
-    """Places of the pictures on which models differ, the most kinds of answers first, as many classes as possible first."""
+    """Places of the images on which models differ, the most kinds of answers first, as many classes as possible first."""
     kinds = (np.diff(np.sort(guesses, 0), axis=0) != 0).sum(0)
     found = np.random.default_rng(seed).permutation(np.flatnonzero(kinds))
     turn = np.zeros(len(found), dtype=np.int64)
@@ -144,7 +144,7 @@ def differing(guesses: np.ndarray, truth: np.ndarray, seed: int = 0) -> np.ndarr
 
 def draw_sheet(
     source: Source,
-    picture: np.ndarray,
+    image: np.ndarray,
     guesses: np.ndarray,
     truth: np.ndarray,
     names: Sequence[str],
@@ -152,9 +152,9 @@ def draw_sheet(
     title: str,
     seed: int = 0,
 ) -> Image.Image | None:
-    """Some of the pictures that models answer differently, each with what it is and every answer; None where there are none.
+    """Some of the images that models answer differently, each with what it is and every answer; None where there are none.
 
-    picture [N] numbers in the source, guesses [M, N], truth [N].
+    image [N] numbers in the source, guesses [M, N], truth [N].
     """
     order = differing(guesses, truth, seed)
     tiles: list[tuple[int, np.ndarray]] = []
@@ -162,7 +162,7 @@ def draw_sheet(
         if len(tiles) == COLUMNS * ROWS:
             break
         try:
-            tiles.append((place, decode(source.encoded(int(picture[place])), 2 * TILE)))
+            tiles.append((place, decode(source.encoded(int(image[place])), 2 * TILE)))
         except (OSError, ValueError):
             continue  # it could be read a moment ago; the sheet does without
     if not tiles:
@@ -174,7 +174,7 @@ def draw_sheet(
     width = max(2 * MARGIN + columns * (side + ALLEY) - ALLEY, 6 * TILE)
     sheet = Image.new("RGB", (width, above + -(-len(tiles) // columns) * tall - ALLEY + MARGIN), PAPER)
     draw = ImageDraw.Draw(sheet)
-    share = f"{len(order):,} of {len(truth):,} pictures are answered differently, {len(tiles)} of them here, seed {seed}"
+    share = f"{len(order):,} of {len(truth):,} images are answered differently, {len(tiles)} of them here, seed {seed}"
     write_header(draw, width, title, share)
     for model, name in enumerate(names):
         top = MARGIN + header_height() + model * (SMALL + GAP)
@@ -187,10 +187,10 @@ def draw_sheet(
         write(draw, (left + INDENT, top + side), classes[truth[place]], SMALL, INK, side - INDENT)
         for model, guess in enumerate(guesses[:, place].tolist()):
             words = classes[guess] if guess < len(classes) else OTHER
-            colour = RIGHT if guess == truth[place] else WRONG
+            color = RIGHT if guess == truth[place] else WRONG
             line = top + side + LINE - GAP + model * (SMALL + GAP)
             write(draw, (left, line), letter(model), SMALL, QUIET, INDENT)
-            write(draw, (left + INDENT, line), words, SMALL, colour, side - INDENT)
+            write(draw, (left + INDENT, line), words, SMALL, color, side - INDENT)
     return sheet
 
 

@@ -1,4 +1,4 @@
-"""Embedded pictures as files that other programs read: a Parquet table, or a NumPy array with a JSON file beside it."""
+"""Embedded images as files that other programs read: a Parquet table, or a NumPy array with a JSON file beside it."""
 
 import json
 from pathlib import Path
@@ -20,30 +20,30 @@ def check_ending(path: Path) -> None:
         raise UserError(f"Features are written as .parquet or .npy, not as {path.name!r}: give --out features.parquet.")
 
 
-def write_embedding(embedding: Embedding, source: Source, path: Path, readout: Readout, weights: str) -> list[Path]:
-    """The files written. Parquet: columns picture, number, label and further labels (null: unknown), features [D] float32."""
+def write_embedding(embedding: Embedding, source: Source, path: Path, pooling: Readout, weights: str) -> list[Path]:
+    """The files written. Parquet: columns image, number, label and further labels (null: unknown), features [D] float32."""
     check_ending(path)
-    numbers = embedding.picture.cpu().numpy()
-    pictures = [source.where(int(number)) for number in numbers]
+    numbers = embedding.image.cpu().numpy()
+    images = [source.where(int(number)) for number in numbers]
     labels = {name: values.values[numbers].astype(np.int64) for name, values in columns(source).items()}
     about = {
         "weights": weights,
         "source": source.name,
-        **readout._asdict(),
+        **pooling._asdict(),
         "classes": {name: values.names for name, values in columns(source).items()},
     }
     vectors = embedding.vectors.cpu().numpy()
     if path.suffix.lower() == ".npy":
         beside = path.with_suffix(".json")
         content = about | {
-            "pictures": [plain(text) for text in pictures],
+            "images": [plain(text) for text in images],
             "numbers": numbers.tolist(),
             "labels": {name: [None if value < 0 else value for value in values.tolist()] for name, values in labels.items()},
         }
         write_aside(path, lambda side: save_array(side, vectors))
         write_aside(beside, lambda side: side.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8"))
         return [path, beside]
-    write_aside(path, lambda side: save_table(side, pictures, numbers, labels, vectors, about))
+    write_aside(path, lambda side: save_table(side, images, numbers, labels, vectors, about))
     return [path]
 
 
@@ -63,7 +63,7 @@ def save_array(path: Path, vectors: np.ndarray) -> None:
 
 def save_table(
     path: Path,
-    pictures: list[str],
+    images: list[str],
     numbers: np.ndarray,
     labels: dict[str, np.ndarray],
     vectors: np.ndarray,
@@ -72,7 +72,7 @@ def save_table(
     import pyarrow
     from pyarrow import parquet
 
-    data = {"picture": pyarrow.array([plain(text) for text in pictures], pyarrow.string()), "number": pyarrow.array(numbers)}
+    data = {"image": pyarrow.array([plain(text) for text in images], pyarrow.string()), "number": pyarrow.array(numbers)}
     for name, values in labels.items():
         data[name] = pyarrow.array(values, mask=values < 0)
     data["features"] = pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(vectors.reshape(-1)), vectors.shape[1])

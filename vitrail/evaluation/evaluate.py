@@ -23,16 +23,16 @@ from vitrail.evaluation.confusion import Answers, class_accuracies, confusion
 from vitrail.evaluation.multilabel import Agreement, agreement
 from vitrail.evaluation.predict import detail
 from vitrail.models.config import show_size
-from vitrail.models.vision_transformer import Model
+from vitrail.models.vision_transformer import VisionTransformer
 
 Head = Literal["both", "class", "distillation"]
 HEADS: tuple[Head, ...] = ("both", "class", "distillation")
 FIVE = 5
-WITHOUT = "the loss has no least value, as when every picture to fit it on is recognised or the answers say nothing"
+WITHOUT = "the loss has no least value, as when every image to fit it on is recognized or the answers say nothing"
 
 
 class Part(NamedTuple):
-    """The pictures to measure on: of which split, and others of the same data to fit the temperature on, if there are."""
+    """The images to measure on: of which split, and others of the same data to fit the temperature on, if there are."""
 
     source: Source
     split: str
@@ -41,28 +41,28 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Scores:
-    """A model's scores for the readable pictures of a source: the first T columns are answers, further ones other classes."""
+    """A model's scores for the readable images of a source: the first T columns are answers, further ones other classes."""
 
-    picture: np.ndarray  # [N] number in the source
+    image: np.ndarray  # [N] number in the source
     truth: np.ndarray  # [N] right answer, -1 where unknown
     values: Tensor  # float32 [N, T or more], on the CPU
-    asked: int  # pictures of the source
+    asked: int  # images of the source
 
     @property
     def guess(self) -> np.ndarray:
         return self.values.argmax(1).numpy()
 
     def known(self) -> "Scores":
-        """Those of pictures whose answer is known."""
+        """Those of images whose answer is known."""
         rows = np.flatnonzero(self.truth >= 0)
-        return Scores(self.picture[rows], self.truth[rows], self.values[torch.from_numpy(rows)], self.asked)
+        return Scores(self.image[rows], self.truth[rows], self.values[torch.from_numpy(rows)], self.asked)
 
 
 @dataclass(frozen=True)
 class Calibration:
     """Calibration errors before and after the temperature; the bins are those of equal width."""
 
-    confidence: float  # mean over the pictures
+    confidence: float  # mean over the images
     ece: float
     adaptive_ece: float
     bins: list[Bin]
@@ -80,14 +80,14 @@ class Evaluation:
 
     source: str
     split: str
-    pictures: int
+    images: int
     unread: int
     unlabelled: int
     classes: int
     matched: str
     among: Among
     top1: float
-    top1_error: float  # standard error of the share, from the number of pictures
+    top1_error: float  # standard error of the share, from the number of images
     top5: float | None  # None where there are no more than five answers
     mean_per_class: float
     loss: float
@@ -108,7 +108,7 @@ class Evaluation:
 def open_part(path: str, split: str | None = None, trained_here: bool = False) -> Part:
     """The split asked for; else test, validation, or everything where there are no splits.
 
-    `trained_here`: the model saw this data, so where there are no splits those pictures count that its training set aside. Where
+    `trained_here`: the model saw this data, so where there are no splits those images count that its training set aside. Where
     the data has no validation split, `validation` means them too.
     """
     parts = open_parts(path)
@@ -129,7 +129,7 @@ def open_part(path: str, split: str | None = None, trained_here: bool = False) -
     return Part(parts[wanted], wanted, fitting)
 
 
-def check_head(model: Model, head: Head) -> None:
+def check_head(model: VisionTransformer, head: Head) -> None:
     if head not in HEADS:
         raise UserError(f"--head {head} is not known: choose from {', '.join(HEADS)}.")
     if head == "distillation" and model.head_distillation is None:
@@ -137,10 +137,10 @@ def check_head(model: Model, head: Head) -> None:
 
 
 @contextmanager
-def feed_of(model: Model, source: Source, workers: int | None = None) -> Iterator[Feed]:
-    """The source's pictures, decoded as large as this model needs them, on its device."""
+def feed_of(model: VisionTransformer, source: Source, workers: int | None = None) -> Iterator[Feed]:
+    """The source's images, decoded as large as this model needs them, on its device."""
     if not len(source):
-        raise UserError(f"{source.name} holds no pictures: add some.")
+        raise UserError(f"{source.name} holds no images: add some.")
     feed = Feed(source, next(model.parameters()).device, workers, detail(model), "skip", lambda sentence: None)
     try:
         yield feed
@@ -150,7 +150,7 @@ def feed_of(model: Model, source: Source, workers: int | None = None) -> Iterato
 
 @torch.inference_mode()
 def collect_scores(
-    model: Model,
+    model: VisionTransformer,
     feed: Feed,
     matching: Matching,
     among: Among = "subset",
@@ -158,33 +158,33 @@ def collect_scores(
     batch: int = 64,
     advance: Callable[[int], None] = lambda count: None,
 ) -> Scores:
-    """One sweep over all pictures; scores leave the device batch by batch, for all together may not fit there."""
+    """One sweep over all images; scores leave the device batch by batch, for all together may not fit there."""
     check_head(model, head)
     model.eval()
     view = test_view(model.preprocessing)
     found: list[tuple[Tensor, Tensor, Tensor]] = []
     try:
-        for pictures in feed.sweep(batch):
-            images = augment(pictures.pixels, pictures.sizes, torch.zeros_like(pictures.index), view).images
+        for raw in feed.sweep(batch):
+            images = augment(raw.pixels, raw.sizes, torch.zeros_like(raw.index), view).images
             scores = matching.scores(logits_of(model, images, head).float(), among)
-            labels = pictures.labels if pictures.labels is not None else torch.full_like(pictures.index, -1)
-            found.append((pictures.index.cpu(), labels.cpu(), scores.cpu()))
+            labels = raw.labels if raw.labels is not None else torch.full_like(raw.index, -1)
+            found.append((raw.index.cpu(), labels.cpu(), scores.cpu()))
             advance(len(labels))
     except torch.OutOfMemoryError:
-        raise UserError(f"The device's memory is too small for {batch} pictures at a time: give a smaller --batch.") from None
+        raise UserError(f"The device's memory is too small for {batch} images at a time: give a smaller --batch.") from None
     if not found:
-        raise UserError(f"Not one of the pictures of {feed.source.name} could be read.")
+        raise UserError(f"Not one of the images of {feed.source.name} could be read.")
     index, label, values = (torch.cat(column) for column in zip(*found, strict=True))
     broken = int((~values.isfinite().all(1)).sum())
     if broken:
-        raise UserError(f"The model's answers to {broken:,} of {len(values):,} pictures are no numbers: its weights are damaged.")
+        raise UserError(f"The model's answers to {broken:,} of {len(values):,} images are no numbers: its weights are damaged.")
     given = label.numpy()
     if given.max() >= len(matching.answer):
         raise UserError(f"{feed.source.name} has the label {given.max()}, for {len(matching.answer)} classes.")
     return Scores(index.numpy(), np.where(given >= 0, matching.answer[given], -1), values, len(feed.source))
 
 
-def logits_of(model: Model, images: Tensor, head: Head) -> Tensor:
+def logits_of(model: VisionTransformer, images: Tensor, head: Head) -> Tensor:
     outputs = model.outputs(images)
     if head == "distillation":
         assert outputs.distillation is not None
@@ -201,10 +201,10 @@ def judge(
     fitting: Scores | None = None,
     labels: Sequence[frozenset[int]] | None = None,
 ) -> Evaluation:
-    """All measures of one set of scores; `fitting` are the same model's on pictures to fit the temperature on."""
+    """All measures of one set of scores; `fitting` are the same model's on images to fit the temperature on."""
     known = scores.known()
     if not len(known.truth):
-        raise UserError(f"None of the readable pictures of {source} has a label to compare with.")
+        raise UserError(f"None of the readable images of {source} has a label to compare with.")
     truth = torch.from_numpy(known.truth)
     several = known.values.shape[1]
     best = known.values.topk(min(FIVE, several), 1).indices == truth[:, None]
@@ -213,13 +213,13 @@ def judge(
     if (guess >= len(names)).any():
         names, guess = [*names, OTHER], guess.clip(max=len(names))
     plain = certainty(known.values, truth)
-    answers = Answers(known.picture, known.truth, guess, plain.confidence)
+    answers = Answers(known.image, known.truth, guess, plain.confidence)
     per_class = class_accuracies(answers, names)
     top1 = float(best[:, 0].double().mean())
     return Evaluation(
         source=source,
         split=split,
-        pictures=len(truth),
+        images=len(truth),
         unread=scores.asked - len(scores.truth),
         unlabelled=len(scores.truth) - len(truth),
         classes=len(matching.names),
@@ -233,14 +233,14 @@ def judge(
         per_class=per_class,
         confusion=confusion(answers, names),
         calibration=calibrate(known, fitting),
-        multilabel=agreement(scores.picture, scores.guess, labels, matching.answer) if labels is not None else None,
+        multilabel=agreement(scores.image, scores.guess, labels, matching.answer) if labels is not None else None,
     )
 
 
 def calibrate(known: Scores, fitting: Scores | None = None) -> Calibration:
-    """Errors as they are, and with a temperature from other pictures.
+    """Errors as they are, and with a temperature from other images.
 
-    Without others, or where they are all recognised and no temperature is the best, each half of the pictures is measured with
+    Without others, or where they are all recognized and no temperature is the best, each half of the images is measured with
     the temperature of the other half; the one told is that of all.
     """
     truth = torch.from_numpy(known.truth)
@@ -265,12 +265,12 @@ def calibrate(known: Scores, fitting: Scores | None = None) -> Calibration:
 
 
 def _temperature(known: Scores, truth: Tensor, fitting: Scores | None) -> tuple[float | None, str, Tensor]:
-    """The temperature, what it was fitted on, and the one for every picture [N]."""
+    """The temperature, what it was fitted on, and the one for every image [N]."""
     if fitting is not None:
         others = fitting.known()
         heat = fit_temperature(others.values, torch.from_numpy(others.truth)) if len(others.truth) else None
         if heat is not None:
-            return heat, f"{len(others.truth):,} validation pictures", torch.full((len(truth),), heat, dtype=torch.float64)
+            return heat, f"{len(others.truth):,} validation images", torch.full((len(truth),), heat, dtype=torch.float64)
     applied = torch.ones(len(truth), dtype=torch.float64)
     half = torch.from_numpy(np.random.default_rng(0).permutation(len(truth)) % 2 == 0)
     for part in (half, ~half):
@@ -278,11 +278,11 @@ def _temperature(known: Scores, truth: Tensor, fitting: Scores | None) -> tuple[
         if heat is None:
             return None, WITHOUT, applied
         applied[part] = heat
-    words = "the two halves of the pictures by turns" + (", for the validation pictures give none" if fitting is not None else "")
+    words = "the two halves of the images by turns" + (", for the validation images give none" if fitting is not None else "")
     return fit_temperature(known.values, truth), words, applied
 
 
-def prepared(model: Model, size: tuple[int, int] | None, crop_ratio: float | None) -> Model:
+def prepared(model: VisionTransformer, size: tuple[int, int] | None, crop_ratio: float | None) -> VisionTransformer:
     """A model for another size and crop; the given one stays as it is, so that tables are resampled once only."""
     if size is not None and size != model.preprocessing.image_size:
         model = copy.deepcopy(model).resize(*size)
@@ -292,13 +292,13 @@ def prepared(model: Model, size: tuple[int, int] | None, crop_ratio: float | Non
         if not 0.0 < crop_ratio <= 1.0:
             raise UserError(f"A crop ratio is above 0 and at most 1, not {crop_ratio:g}.")
         if model.preprocessing.resize == "square":
-            raise UserError("This model's pictures are squeezed into a square and not cropped: leave --crop-ratios away.")
+            raise UserError("This model's images are squeezed into a square and not cropped: leave --crop-ratios away.")
         model.preprocessing = model.preprocessing._replace(crop_ratio=crop_ratio)
     return model
 
 
 def sweep(
-    model: Model,
+    model: VisionTransformer,
     source: Source,
     matching: Matching,
     sizes: Sequence[tuple[int, int]],
@@ -317,7 +317,7 @@ def sweep(
                 here = prepared(at_size, None, ratio) if crop_ratios else at_size
                 known = collect_scores(here, feed, matching, among, head, batch, advance).known()
                 if not len(known.truth):
-                    raise UserError(f"None of the readable pictures of {source.name} has a label to compare with.")
+                    raise UserError(f"None of the readable images of {source.name} has a label to compare with.")
                 truth = torch.from_numpy(known.truth)
                 best = known.values.topk(min(FIVE, known.values.shape[1]), 1).indices == truth[:, None]
                 yield {
@@ -326,5 +326,5 @@ def sweep(
                     "top1": float(best[:, 0].double().mean()),
                     "top5": float(best.any(1).double().mean()) if known.values.shape[1] > FIVE else None,
                     "loss": certainty(known.values, truth).loss,
-                    "pictures": len(truth),
+                    "images": len(truth),
                 }

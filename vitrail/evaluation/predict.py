@@ -1,4 +1,4 @@
-"""What a model sees in pictures: from paths to class names with probabilities, as fast as the pictures can be read."""
+"""What a model sees in images: from paths to class names with probabilities, as fast as the images can be read."""
 
 import glob
 import json
@@ -20,10 +20,10 @@ from vitrail.data.transforms.pipeline import augment
 from vitrail.data.workers import Workers, usual_workers
 from vitrail.errors import UserError
 from vitrail.evaluation.accuracy import test_view
-from vitrail.models.vision_transformer import Model
+from vitrail.models.vision_transformer import VisionTransformer
 
 BUILT_IN = 16  # digits
-FEW = 64  # pictures that are read sooner than a process that helps is started
+FEW = 64  # images that are read sooner than a process that helps is started
 
 
 class Guess(NamedTuple):
@@ -33,21 +33,21 @@ class Guess(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """One picture: where it lies, what it may be, likeliest first, and what it is, where that is known."""
+    """One image: where it lies, what it may be, likeliest first, and what it is, where that is known."""
 
     where: str
     guesses: list[Guess]
     truth: str | None
 
 
-def open_pictures(paths: Iterable[str | Path]) -> tuple[Source, list[Problem]]:
-    """The pictures at paths, below folders and of patterns, in the order given, and what is not there.
+def open_images(paths: Iterable[str | Path]) -> tuple[Source, list[Problem]]:
+    """The images at paths, below folders and of patterns, in the order given, and what is not there.
 
     `digits` are some built-in ones. A pattern (`photos/**/*.jpg`) is one that no file is called by.
     """
     wanted = list(map(str, paths))
     if "" in wanted:
-        raise UserError("The path to a picture is empty: give files, folders or patterns such as 'photos/**/*.jpg'.")
+        raise UserError("The path to an image is empty: give files, folders or patterns such as 'photos/**/*.jpg'.")
     if wanted == ["digits"] and not os.path.exists("digits"):
         return Subset(open_source("digits", "test"), np.arange(BUILT_IN)), []
     found: list[str] = []
@@ -59,20 +59,20 @@ def open_pictures(paths: Iterable[str | Path]) -> tuple[Source, list[Problem]]:
                 take(place, found, problems)
             elif "**" in path and places != [path]:  # the pattern finds by itself what lies in the folder
                 if not below(place, []):
-                    problems.append(Problem(place, "a folder by the name of a picture"))
+                    problems.append(Problem(place, "a folder by the name of an image"))
             else:
                 before = len(problems)
                 inside = below(place, problems)
                 found += inside
                 if not inside and len(problems) == before:
-                    problems.append(Problem(place, "the folder holds no pictures"))
+                    problems.append(Problem(place, "the folder holds no images"))
     return FolderSource("", Paths(found), None), problems
 
 
 def expand(path: str) -> list[str]:
     """What a pattern stands for, in byte order; a path that exists, or that matches nothing, stands for itself.
 
-    `**` goes into every folder, so of what it finds only what is called like a picture is meant.
+    `**` goes into every folder, so of what it finds only what is called like an image is meant.
     """
     if os.path.lexists(path) or not glob.has_magic(path):
         return [path]
@@ -83,7 +83,7 @@ def expand(path: str) -> list[str]:
 
 
 def take(path: str, found: list[str], problems: list[Problem]) -> None:
-    """To the pictures if it is a file; reading a pipe that nobody writes to would wait for ever."""
+    """To the images if it is a file; reading a pipe that nobody writes to would wait for ever."""
     if os.path.isfile(path) or (os.path.exists(path) and path.startswith(("/dev/fd/", "/dev/stdin"))):
         found.append(path)
     elif os.path.exists(path):
@@ -99,7 +99,7 @@ def read_list(content: bytes) -> list[str]:
 
 
 def below(folder: str, problems: list[Problem], above: frozenset[str] = frozenset()) -> list[str]:
-    """The pictures of a folder at any depth; a link back to a folder above is not followed. What cannot be one is noted."""
+    """The images of a folder at any depth; a link back to a folder above is not followed. What cannot be one is noted."""
     here = os.path.realpath(folder)
     if here in above:
         return []
@@ -110,43 +110,45 @@ def below(folder: str, problems: list[Problem], above: frozenset[str] = frozense
         return []
     found: list[str] = []
     for entry in entries:
-        like_a_picture = entry.name.rpartition(".")[2].lower() in EXTENSIONS
+        like_a_image = entry.name.rpartition(".")[2].lower() in EXTENSIONS
         if os.path.isdir(entry.path):
             before = len(problems)
             inside = below(entry.path, problems, above | {here})
             found += inside
-            if like_a_picture and not inside and len(problems) == before:
-                problems.append(Problem(entry.path, "a folder by the name of a picture"))
-        elif like_a_picture:
+            if like_a_image and not inside and len(problems) == before:
+                problems.append(Problem(entry.path, "a folder by the name of an image"))
+        elif like_a_image:
             take(entry.path, found, problems)
     return found
 
 
 def predict(
-    model: Model, source: Source, top: int = 5, batch: int = 32, workers: int | None = None
+    model: VisionTransformer, source: Source, top: int = 5, batch: int = 32, workers: int | None = None
 ) -> Iterator[Prediction | Problem]:
-    """One answer per picture of a source, in order: its likeliest classes, or why it cannot be read.
+    """One answer per image of a source, in order: its likeliest classes, or why it cannot be read.
 
-    The model prepares pictures as it was tested with, on the device it lies on.
+    The model prepares images as it was tested with, on the device it lies on.
     """
     if not model.architecture.classes:
-        raise UserError("This model has no classifier: it cannot say what a picture is.")
+        raise UserError("This model has no classifier: it cannot say what an image is.")
     names = model.class_names or [f"class {index}" for index in range(model.architecture.classes)]
     if workers is None:
         workers = usual_workers() if len(source) > FEW else 0
     chunks = np.split(np.arange(len(source)), range(batch, len(source), batch))
-    pool = Workers(Reader(source, detail(model), False).pictures, min(workers, len(chunks)))
+    pool = Workers(Reader(source, detail(model), False).images, min(workers, len(chunks)))
     model.eval()
     try:
         for canvas in pool.run(chunks if len(source) else []):
             yield from answers(model, source, canvas, names, top)
     except torch.OutOfMemoryError:
-        raise UserError(f"The device's memory is too small for {batch} pictures at a time: give a smaller --batch.") from None
+        raise UserError(f"The device's memory is too small for {batch} images at a time: give a smaller --batch.") from None
     finally:
         pool.close()
 
 
-def answers(model: Model, source: Source, canvas: Canvas, names: Sequence[str], top: int) -> Iterator[Prediction | Problem]:
+def answers(
+    model: VisionTransformer, source: Source, canvas: Canvas, names: Sequence[str], top: int
+) -> Iterator[Prediction | Problem]:
     good = np.flatnonzero(canvas.sizes[:, 0] > 0)
     found = iter(zip(*likeliest(model, source, canvas, good, min(top, len(names))), strict=True) if len(good) else ())
     problems = iter(canvas.problems)
@@ -166,13 +168,13 @@ def in_words(problem: Problem) -> Problem:
 
 
 @torch.inference_mode()
-def likeliest(model: Model, source: Source, canvas: Canvas, good: np.ndarray, top: int) -> tuple[list, list]:
-    """Probabilities and classes of the readable pictures, a list of `top` each."""
+def likeliest(model: VisionTransformer, source: Source, canvas: Canvas, good: np.ndarray, top: int) -> tuple[list, list]:
+    """Probabilities and classes of the readable images, a list of `top` each."""
     samples = Samples(canvas.samples.index[good], canvas.samples.repeat[good], canvas.samples.position[good])
     readable = Canvas(canvas.pixels[torch.from_numpy(good)], canvas.sizes[good], None, samples, [])
-    pictures = make_batch(source, readable).to(next(model.parameters()).device)
+    raw = make_batch(source, readable).to(next(model.parameters()).device)
     view = test_view(model.preprocessing)
-    images = augment(pictures.pixels, pictures.sizes, torch.zeros_like(pictures.index), view).images
+    images = augment(raw.pixels, raw.sizes, torch.zeros_like(raw.index), view).images
     logits = model(images).float()
     if not logits.isfinite().all():
         raise UserError("The model's answers are no numbers: its weights are damaged.")
@@ -180,10 +182,10 @@ def likeliest(model: Model, source: Source, canvas: Canvas, good: np.ndarray, to
     return chances.tolist(), classes.tolist()
 
 
-def detail(model: Model) -> int | None:
+def detail(model: VisionTransformer) -> int | None:
     """How large JPEGs are decoded at least: as in the training, if the weights know."""
     try:
-        share = float(json.loads(model.notes["recipe"])["data"]["detail"])
+        share = float(json.loads(model.notes["recipe"])["data"]["decode_scale"])
     except (KeyError, TypeError, ValueError):
         share = 2.0
     return round(max(model.preprocessing.image_size) * share) or None

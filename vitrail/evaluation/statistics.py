@@ -39,7 +39,7 @@ class Difference(NamedTuple):
     p_signs: float | None  # the same without assuming anything about the distribution: by flipping the signs of pairs
 
 
-def summarise(values: Sequence[float], confidence: float = CONFIDENCE) -> Spread:
+def summarize(values: Sequence[float], confidence: float = CONFIDENCE) -> Spread:
     """Mean, standard deviation, standard error and Student's interval."""
     numbers = finite(values)
     n, mean = len(numbers), float(numbers.mean())
@@ -57,7 +57,7 @@ def paired(first: Sequence[float], second: Sequence[float], confidence: float = 
         raise ValueError(f"{len(first)} and {len(second)} values are not pairs")
     gaps = finite(second) - finite(first)
     scale = max(float(np.abs(finite([*first, *second])).max()), math.ulp(0.0))
-    spread = summarise(gaps.tolist(), confidence)
+    spread = summarize(gaps.tolist(), confidence)
     if spread.error is None:
         return Difference("none", 1, spread.mean, None, None, None, None)
     p = test(spread.mean, spread.error, spread.n - 1, scale)
@@ -66,7 +66,7 @@ def paired(first: Sequence[float], second: Sequence[float], confidence: float = 
 
 def welch(first: Sequence[float], second: Sequence[float], confidence: float = CONFIDENCE) -> Difference:
     """Welch's t-test: two sets that have nothing to do with each other and may vary differently."""
-    a, b = summarise(first, confidence), summarise(second, confidence)
+    a, b = summarize(first, confidence), summarize(second, confidence)
     mean = b.mean - a.mean
     if a.error is None or b.error is None:
         return Difference("none", a.n + b.n, mean, None, None, None, None)
@@ -107,7 +107,7 @@ def bootstrap(values: Sequence[float] | np.ndarray, confidence: float = CONFIDEN
     """The interval of the mean by drawing the values again with repetition; the same answer for the same values."""
     numbers = finite(values)
     draws = np.random.default_rng(seed)
-    # A few draws at a time: a thousand of fifty thousand pictures would not fit in memory.
+    # A few draws at a time: a thousand of fifty thousand images would not fit in memory.
     count = max(1, min(DRAWS, 4_000_000 // len(numbers)))
     means = np.empty(DRAWS)
     for start in range(0, DRAWS, count):
@@ -118,9 +118,9 @@ def bootstrap(values: Sequence[float] | np.ndarray, confidence: float = CONFIDEN
 
 
 def mcnemar(first: np.ndarray, second: np.ndarray) -> float:
-    """The exact two-sided p-value for two models that were right [N] and right [N] on the same pictures."""
+    """The exact two-sided p-value for two models that were right [N] and right [N] on the same images."""
     if first.shape != second.shape:
-        raise ValueError(f"{first.shape} and {second.shape} are not about the same pictures")
+        raise ValueError(f"{first.shape} and {second.shape} are not about the same images")
     one, two = int((first & ~second).sum()), int((second & ~first).sum())
     total, fewer = one + two, min(one, two)
     if not total:
@@ -166,7 +166,7 @@ def student_quantile(confidence: float, freedom: float) -> float:
 
 
 def beta_share(a: float, b: float, x: float) -> float:
-    """The regularised incomplete beta function I_x(a, b), by its continued fraction (DLMF 8.17.22) and Lentz's method."""
+    """The regularized incomplete beta function I_x(a, b), by its continued fraction (DLMF 8.17.22) and Lentz's method."""
     if not 0 < x < 1:
         return float(x >= 1)
     if x > (a + 1) / (a + b + 2):

@@ -167,7 +167,7 @@ def check_grid(layout: Layout, grid: Grid) -> None:
 
 
 class AcrossPatches(nn.Linear):
-    """A linear map over the patches of [B, N, D], each channel by itself: one small product for each picture, no transposes."""
+    """A linear map over the patches of [B, N, D], each channel by itself: one small product for each image, no transposes."""
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.product(x)
@@ -218,7 +218,7 @@ class PatchMlp(nn.Module):
         return self.fc2(self.activation(self.fc1(x)))
 
     def resize(self, grid: Grid) -> None:
-        # The hidden units have no place in the picture: read them as four grids, one after the other.
+        # The hidden units have no place in the image: read them as four grids, one after the other.
         hidden, new_hidden = (4 * self.grid[0], self.grid[1]), (4 * grid[0], grid[1])
         self.fc1 = resize_patch_map(self.fc1, self.grid, grid, hidden, new_hidden)
         self.fc2 = resize_patch_map(self.fc2, hidden, new_hidden, self.grid, grid)

@@ -1,4 +1,4 @@
-"""BiT-style ResNet: weight-standardised convolutions and GroupNorm, as the stem of the hybrids and as a network of its own."""
+"""BiT-style ResNet: weight-standardized convolutions and GroupNorm, as the stem of the hybrids and as a network of its own."""
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -20,7 +20,7 @@ def pad_same(x: Tensor, kernel: int, stride: int, value: float = 0.0) -> Tensor:
     return F.pad(x, pads, value=value)
 
 
-class StandardisedConv(nn.Conv2d):
+class StandardizedConv(nn.Conv2d):
     """A bias-free convolution whose filters are brought to mean 0 and deviation 1 at every use."""
 
     def __init__(self, inputs: int, outputs: int, kernel: int, stride: int = 1):
@@ -40,13 +40,13 @@ class Bottleneck(nn.Module):
     def __init__(self, inputs: int, inner: int, stride: int, eps: float):
         super().__init__()
         outputs = 4 * inner
-        self.conv1, self.norm1 = StandardisedConv(inputs, inner, 1), nn.GroupNorm(32, inner, eps=eps)
-        self.conv2, self.norm2 = StandardisedConv(inner, inner, 3, stride), nn.GroupNorm(32, inner, eps=eps)
-        self.conv3, self.norm3 = StandardisedConv(inner, outputs, 1), nn.GroupNorm(32, outputs, eps=eps)
+        self.conv1, self.norm1 = StandardizedConv(inputs, inner, 1), nn.GroupNorm(32, inner, eps=eps)
+        self.conv2, self.norm2 = StandardizedConv(inner, inner, 3, stride), nn.GroupNorm(32, inner, eps=eps)
+        self.conv3, self.norm3 = StandardizedConv(inner, outputs, 1), nn.GroupNorm(32, outputs, eps=eps)
         nn.init.zeros_(self.norm3.weight)
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or inputs != outputs:
-            self.shortcut = nn.Sequential(StandardisedConv(inputs, outputs, 1, stride), nn.GroupNorm(32, outputs, eps=eps))
+            self.shortcut = nn.Sequential(StandardizedConv(inputs, outputs, 1, stride), nn.GroupNorm(32, outputs, eps=eps))
 
     def forward(self, x: Tensor) -> Tensor:
         branch = self.norm1(self.conv1(x)).relu()
@@ -60,7 +60,7 @@ class ResNetStem(nn.Module):
     def __init__(self, channels: int, width: int, layers: tuple[int, ...], root: int, patch: int, eps: float = 1e-6):
         super().__init__()
         self.patch, self.layers = patch, layers
-        self.root, self.root_norm = StandardisedConv(channels, root, 7, 2), nn.GroupNorm(32, root, eps=eps)
+        self.root, self.root_norm = StandardizedConv(channels, root, 7, 2), nn.GroupNorm(32, root, eps=eps)
         self.stages = nn.ModuleList()
         inputs = root
         for stage, count in enumerate(layers):

@@ -34,7 +34,7 @@ def join_branches(model: nn.Module, join: bool = True) -> nn.Module:
 def together(branches: Sequence[Branch], x: Tensor) -> Tensor | None:
     """The sum of what the branches add to x [B, T, D]; None where they have to run one after the other.
 
-    The coins of stochastic depth are drawn as they would draw them: the same pictures drop the same branches.
+    The coins of stochastic depth are drawn as they would draw them: the same images drop the same branches.
     """
     if not (all(fits(branch, branches[0]) for branch in branches) and keeps_small_numbers(x)) or exporting():
         return None

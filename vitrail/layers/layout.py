@@ -1,4 +1,4 @@
-"""Where the tokens of a sequence lie in the picture."""
+"""Where the tokens of a sequence lie in the image."""
 
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -11,11 +11,11 @@ class OnGrid(Protocol):
 
 
 class Layout(NamedTuple):
-    """`special` tokens first, then `height` x `width` patches in raster order."""
+    """`prefix` tokens first, then `height` x `width` patches in raster order."""
 
     height: int
     width: int
-    special: int = 0
+    prefix: int = 0
 
     @property
     def grid(self) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Normalisations of tokens [B, T, D] and of feature maps [B, K, height, width]."""
+"""Normalizations of tokens [B, T, D] and of feature maps [B, K, height, width]."""
 
 import torch
 from torch import Tensor, nn

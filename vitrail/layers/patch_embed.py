@@ -1,6 +1,6 @@
-"""Stems: from a picture [B, K, height, width] to patch tokens [B, N, D].
+"""Stems: from an image [B, K, height, width] to patch tokens [B, N, D].
 
-A stem answers `grid(height, width)`, the patch grid of a picture of that size, and is called with the picture.
+A stem answers `grid(height, width)`, the patch grid of an image of that size, and is called with the image.
 """
 
 import math
@@ -78,7 +78,7 @@ class ConvStem(nn.Module):
 
 
 class TowerStem(nn.Module):
-    """LV-ViT's stem: normalised convolutions at half resolution, then one convolution that cuts the tokens."""
+    """LV-ViT's stem: normalized convolutions at half resolution, then one convolution that cuts the tokens."""
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ from vitrail.layers.layout import Layout
 from vitrail.layers.pos_embed import Grid, resample
 from vitrail.layers.sdpa import attend
 
-READOUTS = ("class", "mean", "class_attention", "per_class", "class_mlp")
+POOLINGS = ("class", "mean", "class_attention", "per_class", "class_mlp")
 
 
 class ClassAttention(nn.Module):
@@ -83,7 +83,7 @@ class ClassMlpBlock(nn.Module):
         self.grid = grid
 
 
-class QueryReadout(nn.Module):
+class QueryPooling(nn.Module):
     """Learned queries [S, D] refined by blocks that read the patches; for `per_class` there is one query per class."""
 
     def __init__(self, queries: int, width: int, blocks: list[nn.Module]):

@@ -12,7 +12,7 @@ Grid = tuple[int, int]
 
 ABSOLUTE = ("learned", "learned2d", "sincos")
 RELATIVE = ("relative", "relative_bias")
-POSITIONS = ("none", *ABSOLUTE, *RELATIVE)
+POS_EMBEDS = ("none", *ABSOLUTE, *RELATIVE)
 RESAMPLE = ("bicubic", "bicubic_antialias", "bilinear", "aligned")
 
 
@@ -23,45 +23,45 @@ def resample(grid_values: Tensor, old: Grid, new: Grid, method: str = "bicubic")
     """
     if not torch.compiler.is_exporting() and old == new:
         return grid_values
-    picture = grid_values.float().reshape(1, *old, -1).permute(0, 3, 1, 2)
+    image = grid_values.float().reshape(1, *old, -1).permute(0, 3, 1, 2)
     mode, _, antialias = method.partition("_")
     if mode == "aligned":
-        picture = F.interpolate(picture, size=new, mode="bilinear", align_corners=True)
+        image = F.interpolate(image, size=new, mode="bilinear", align_corners=True)
     else:
-        picture = F.interpolate(picture, size=new, mode=mode, align_corners=False, antialias=bool(antialias))
-    return picture.flatten(2)[0].T.to(grid_values.dtype)
+        image = F.interpolate(image, size=new, mode=mode, align_corners=False, antialias=bool(antialias))
+    return image.flatten(2)[0].T.to(grid_values.dtype)
 
 
 class LearnedPositions(nn.Module):
-    """One vector per patch, preceded by one per special token when `special` > 0."""
+    """One vector per patch, preceded by one per prefix token when `prefix` > 0."""
 
-    def __init__(self, grid: Grid, width: int, special: int, method: str):
+    def __init__(self, grid: Grid, width: int, prefix: int, method: str):
         super().__init__()
-        self.grid, self.special, self.method = grid, special, method
-        self.table = nn.Parameter(torch.empty(special + grid[0] * grid[1], width))
+        self.grid, self.prefix, self.method = grid, prefix, method
+        self.table = nn.Parameter(torch.empty(prefix + grid[0] * grid[1], width))
         nn.init.trunc_normal_(self.table, std=0.02)
 
     def forward(self, layout: Layout, device: torch.device | None = None) -> Tensor:
         if not torch.compiler.is_exporting() and layout.grid == self.grid:
             return self.table
-        patches = resample(self.table[self.special :], self.grid, layout.grid, self.method)
-        return torch.cat([self.table[: self.special], patches]) if self.special else patches
+        patches = resample(self.table[self.prefix :], self.grid, layout.grid, self.method)
+        return torch.cat([self.table[: self.prefix], patches]) if self.prefix else patches
 
     def resize(self, grid: Grid) -> None:
         with torch.no_grad():
-            self.table = nn.Parameter(self(Layout(*grid, self.special)).clone(), self.table.requires_grad)
+            self.table = nn.Parameter(self(Layout(*grid, self.prefix)).clone(), self.table.requires_grad)
         self.grid = grid
 
 
 class LearnedPositions2d(nn.Module):
     """A row table and a column table of half the width each; a patch gets [row, column]."""
 
-    def __init__(self, grid: Grid, width: int, special: int, method: str):
+    def __init__(self, grid: Grid, width: int, prefix: int, method: str):
         super().__init__()
-        self.grid, self.special, self.method = grid, special, method
+        self.grid, self.prefix, self.method = grid, prefix, method
         self.rows = nn.Parameter(torch.empty(grid[0], width // 2))
         self.columns = nn.Parameter(torch.empty(grid[1], width - width // 2))
-        self.table = nn.Parameter(torch.empty(special, width)) if special else None
+        self.table = nn.Parameter(torch.empty(prefix, width)) if prefix else None
         for parameter in self.parameters():
             nn.init.trunc_normal_(parameter, std=0.02)
 
@@ -85,13 +85,13 @@ class LearnedPositions2d(nn.Module):
 
 
 class SincosPositions(nn.Module):
-    """Fixed 2-D sines and cosines (temperature 10,000); special tokens get zeros. No parameters, any grid."""
+    """Fixed 2-D sines and cosines (temperature 10,000); prefix tokens get zeros. No parameters, any grid."""
 
-    def __init__(self, grid: Grid, width: int, special: int, method: str):
+    def __init__(self, grid: Grid, width: int, prefix: int, method: str):
         super().__init__()
         if width % 4:
             raise ValueError(f"sincos positions need a width divisible by 4, not {width}")
-        self.width, self.special = width, special
+        self.width, self.prefix = width, prefix
 
     def forward(self, layout: Layout, device: torch.device | None = None) -> Tensor:
         quarter = self.width // 4
@@ -101,7 +101,7 @@ class SincosPositions(nn.Module):
         down = torch.cat([y.sin(), y.cos()], -1)[:, None].expand(-1, layout.width, -1)
         across = torch.cat([x.sin(), x.cos()], -1)[None].expand(layout.height, -1, -1)
         patches = torch.cat([across, down], -1).flatten(0, 1)
-        return torch.cat([patches.new_zeros(self.special, self.width), patches]) if self.special else patches
+        return torch.cat([patches.new_zeros(self.prefix, self.width), patches]) if self.prefix else patches
 
     def resize(self, grid: Grid) -> None:
         pass
@@ -110,8 +110,8 @@ class SincosPositions(nn.Module):
 class RelativePositions(nn.Module):
     """ViT's 1-D relative attention: the offset of raster indices picks an embedding, and query . embedding is added to the score.
 
-    The 2N-1 offsets are followed by three rows for pairs with a special token: special->patch, patch->special,
-    special->special. Shared by the heads of a layer, scaled like the content scores.
+    The 2N-1 offsets are followed by three rows for pairs with a prefix token: prefix->patch, patch->prefix,
+    prefix->prefix. Shared by the heads of a layer, scaled like the content scores.
     """
 
     def __init__(self, grid: Grid, head_width: int, heads: int):
@@ -130,7 +130,7 @@ class RelativePositions(nn.Module):
         table = self._table(layout.grid)
         index = torch.arange(layout.patches, device=query.device)
         pairs = index[:, None] - index[None, :] + layout.patches - 1
-        pairs = with_special(pairs, layout.special, table.shape[0])
+        pairs = with_prefix(pairs, layout.prefix, table.shape[0])
         scores = torch.einsum("bhqd,rd->bhqr", query, table.to(query.dtype)) / math.sqrt(query.shape[-1])
         return scores.gather(-1, pairs.expand(*query.shape[:2], -1, -1))
 
@@ -141,7 +141,7 @@ class RelativePositions(nn.Module):
 
 
 class RelativeBias(nn.Module):
-    """BEiT's 2-D bias: one number per head and offset (dy, dx), and three for pairs with a special token; zeros at the start."""
+    """BEiT's 2-D bias: one number per head and offset (dy, dx), and three for pairs with a prefix token; zeros at the start."""
 
     def __init__(self, grid: Grid, head_width: int, heads: int):
         super().__init__()
@@ -161,7 +161,7 @@ class RelativeBias(nn.Module):
         dy = (y[:, None] - y[None, :] + layout.height - 1)[:, None, :, None]
         dx = (x[:, None] - x[None, :] + layout.width - 1)[None, :, None, :]
         pairs = (dy * (2 * layout.width - 1) + dx).reshape(layout.patches, layout.patches)
-        pairs = with_special(pairs, layout.special, table.shape[0])
+        pairs = with_prefix(pairs, layout.prefix, table.shape[0])
         return table[pairs].permute(2, 0, 1)[None].to(query.dtype)
 
     def resize(self, grid: Grid) -> None:
@@ -170,20 +170,20 @@ class RelativeBias(nn.Module):
         self.grid = grid
 
 
-def with_special(pairs: Tensor, special: int, rows: int) -> Tensor:
-    """Patch-pair indices [N, N] widened to [T, T] with the last three table rows for the special tokens."""
-    if not special:
+def with_prefix(pairs: Tensor, prefix: int, rows: int) -> Tensor:
+    """Patch-pair indices [N, N] widened to [T, T] with the last three table rows for the prefix tokens."""
+    if not prefix:
         return pairs
-    pairs = F.pad(pairs, (special, 0, special, 0))
-    pairs[:special, special:] = rows - 3
-    pairs[special:, :special] = rows - 2
-    pairs[:special, :special] = rows - 1
+    pairs = F.pad(pairs, (prefix, 0, prefix, 0))
+    pairs[:prefix, prefix:] = rows - 3
+    pairs[prefix:, :prefix] = rows - 2
+    pairs[:prefix, :prefix] = rows - 1
     return pairs
 
 
-def absolute_positions(kind: str, grid: Grid, width: int, special: int, method: str) -> nn.Module:
+def absolute_positions(kind: str, grid: Grid, width: int, prefix: int, method: str) -> nn.Module:
     makers = {"learned": LearnedPositions, "learned2d": LearnedPositions2d, "sincos": SincosPositions}
-    return makers[kind](grid, width, special, method)
+    return makers[kind](grid, width, prefix, method)
 
 
 def relative_positions(kind: str, grid: Grid, head_width: int, heads: int) -> nn.Module:

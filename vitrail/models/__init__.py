@@ -2,6 +2,6 @@
 
 from vitrail.models.config import Architecture
 from vitrail.models.registry import build, create, list_models
-from vitrail.models.vision_transformer import Features, Model, Outputs, Trace
+from vitrail.models.vision_transformer import Features, Outputs, Trace, VisionTransformer
 
-__all__ = ["Architecture", "Features", "Model", "Outputs", "Trace", "build", "create", "list_models"]
+__all__ = ["Architecture", "Features", "Outputs", "Trace", "VisionTransformer", "build", "create", "list_models"]

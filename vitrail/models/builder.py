@@ -8,7 +8,7 @@ from vitrail.layers import attention, patch_embed
 from vitrail.layers.bit_resnet import ResNetStem
 from vitrail.layers.block import Block, Branch, Residual, ShiftedLinear, drop_path_rates, residual_scale
 from vitrail.layers.norm import token_norm
-from vitrail.layers.pooling import ClassAttention, ClassAttentionBlock, ClassMlpBlock, QueryReadout
+from vitrail.layers.pooling import ClassAttention, ClassAttentionBlock, ClassMlpBlock, QueryPooling
 from vitrail.layers.pos_embed import Grid
 from vitrail.models.config import Architecture
 
@@ -52,7 +52,7 @@ def make_block(a: Architecture, index: int, grid: Grid) -> Block:
 
     def residual(body) -> Residual:
         def branch() -> Branch:
-            scale = residual_scale(a.residual, a.width, a.residual_start, a.residual_start_mode, a.residual_frozen)
+            scale = residual_scale(a.residual, a.width, a.layerscale_init, a.layerscale_init_mode, a.layerscale_frozen)
             return Branch(norm("pre"), body(), scale, drop, a.drop_path_kind == "skip")
 
         return Residual(a.branches, branch, norm("post"))
@@ -87,25 +87,25 @@ def make_mixer(a: Architecture, index: int, grid: Grid, linear: type[nn.Linear])
     return attention.ConvMixer(a.width, a.mixer)
 
 
-def make_readout(a: Architecture, grid: Grid) -> QueryReadout | None:
+def make_pooling(a: Architecture, grid: Grid) -> QueryPooling | None:
     """Blocks with queries of their own; the class token and the mean need no module."""
-    if a.readout in ("class", "mean"):
+    if a.pooling in ("class", "mean"):
         return None
 
     def norm() -> nn.Module:
-        return token_norm(a.readout_norm, a.width, a.norm_eps, a.norm_groups)
+        return token_norm(a.pooling_norm, a.width, a.norm_eps, a.norm_groups)
 
     def scale() -> nn.Module:
-        kind = a.residual if a.readout_scale else "plain"
-        return residual_scale(kind, a.width, a.residual_start, a.residual_start_mode, a.residual_frozen)
+        kind = a.residual if a.pooling_scale else "plain"
+        return residual_scale(kind, a.width, a.layerscale_init, a.layerscale_init_mode, a.layerscale_frozen)
 
     blocks: list[nn.Module] = []
-    for _ in range(a.readout_depth):
-        ffn = attention.FeedForward(a.width, a.readout_hidden, a.activation)
-        if a.readout == "class_mlp":
+    for _ in range(a.pooling_depth):
+        ffn = attention.FeedForward(a.width, a.pooling_hidden, a.activation)
+        if a.pooling == "class_mlp":
             blocks.append(ClassMlpBlock(grid, ffn, norm, scale))
         else:
-            class_attention = ClassAttention(a.width, a.readout_heads, a.qkv_bias, a.readout_keys)
+            class_attention = ClassAttention(a.width, a.pooling_heads, a.qkv_bias, a.pooling_keys)
             blocks.append(ClassAttentionBlock(class_attention, ffn, norm, scale))
-    queries = a.classes if a.readout == "per_class" else 2 if a.distillation else 1
-    return QueryReadout(queries, a.width, blocks)
+    queries = a.classes if a.pooling == "per_class" else 2 if a.distillation else 1
+    return QueryPooling(queries, a.width, blocks)

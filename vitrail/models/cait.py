@@ -9,7 +9,7 @@ from vitrail.models.preprocessing import Preprocessing
 
 PREPROCESSING = Preprocessing(crop_ratio=1.0)
 
-CAIT = Architecture(mixer="talking_heads", residual="layerscale", readout="class_attention", readout_depth=2)
+CAIT = Architecture(mixer="talking_heads", residual="layerscale", pooling="class_attention", pooling_depth=2)
 #            width depth
 SIZES = {
     "xxs24": (192, 24),
@@ -27,13 +27,13 @@ SIZES = {
 RELEASED_SIZE = {"s36": 384, "m36": 384, "m48": 448, "xs24": 384, "s24": 384, "xxs24": 384, "xxs36": 384}
 
 
-def layerscale_start(depth: int) -> float:
+def layerscale_init_at_depth(depth: int) -> float:
     """The paper's rule: 0.1 up to 18 blocks, 1e-5 up to 24, 1e-6 beyond."""
     return 0.1 if depth <= 18 else 1e-5 if depth <= 24 else 1e-6
 
 
 def cait(width: int, depth: int) -> Architecture:
-    return CAIT.replace(width=width, depth=depth, heads=width // 48, residual_start=layerscale_start(depth))
+    return CAIT.replace(width=width, depth=depth, heads=width // 48, layerscale_init=layerscale_init_at_depth(depth))
 
 
 MODELS = {f"cait_{name}": cait(width, depth) for name, (width, depth) in SIZES.items()}

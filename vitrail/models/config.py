@@ -1,4 +1,4 @@
-"""One point of the grid: stem x mixer x layout x residual scale x positions x tokens x readout, as plain data."""
+"""One point of the grid: stem x mixer x layout x residual scale x positions x tokens x pooling, as plain data."""
 
 import dataclasses
 import difflib
@@ -6,13 +6,14 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from vitrail.aliases import upgrade_architecture
 from vitrail.errors import UserError
 from vitrail.layers.attention import ATTENTION, MIXERS, SPATIAL
 from vitrail.layers.block import SCALES
 from vitrail.layers.norm import ACTIVATIONS, MAP_NORMS, TOKEN_NORMS
 from vitrail.layers.patch_embed import STEMS, basic_strides, hmlp_strides
-from vitrail.layers.pooling import READOUTS
-from vitrail.layers.pos_embed import ABSOLUTE, POSITIONS, RELATIVE, RESAMPLE
+from vitrail.layers.pooling import POOLINGS
+from vitrail.layers.pos_embed import ABSOLUTE, POS_EMBEDS, RELATIVE, RESAMPLE
 
 FUSIONS = ("logit_mean", "softmax_sum", "class", "distillation")
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -24,28 +25,28 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "norm": TOKEN_NORMS,
     "norm_place": ("pre", "post"),
     "residual": SCALES,
-    "residual_start_mode": ("constant", "zero", "uniform"),
+    "layerscale_init_mode": ("constant", "zero", "uniform"),
     "drop_path_schedule": ("uniform", "linear"),
     "drop_path_kind": ("each", "skip"),
-    "positions": POSITIONS,
-    "position_place": ("stem", "layers", "shared"),
-    "position_resample": RESAMPLE,
-    "readout": READOUTS,
-    "readout_keys": ("all", "patches"),
+    "pos_embed": POS_EMBEDS,
+    "pos_embed_place": ("stem", "layers", "shared"),
+    "pos_embed_resample": RESAMPLE,
+    "pooling": POOLINGS,
+    "pooling_keys": ("all", "patches"),
     "fusion": FUSIONS,
-    "start": ("deit", "vit"),
+    "weight_init": ("deit", "vit"),
 }
 # Fields that change how a model is trained or started, never what it computes in evaluation.
 TRAINING_ONLY = {
-    "residual_start",
-    "residual_start_mode",
-    "residual_frozen",
+    "layerscale_init",
+    "layerscale_init_mode",
+    "layerscale_frozen",
     "drop_path",
     "drop_path_schedule",
     "drop_path_kind",
     "dropout",
     "attention_dropout",
-    "start",
+    "weight_init",
 }
 
 
@@ -59,7 +60,7 @@ USUAL = {  # norm and activation of a stem
 
 @dataclass(frozen=True)
 class Architecture:
-    """Everything that `Model` needs to be built. The defaults are a ViT-B/16."""
+    """Everything that `VisionTransformer` needs to be built. The defaults are a ViT-B/16."""
 
     # size
     width: int = 768
@@ -89,36 +90,36 @@ class Architecture:
     norm_groups: int = 1
     norm_place: str = "pre"
     residual: str = "plain"
-    residual_start: float = 1e-4  # the start of a learned scale, the factor of a constant one
-    residual_start_mode: str = "constant"
-    residual_frozen: bool = False
+    layerscale_init: float = 1e-4  # the start of a learned scale, the factor of a constant one
+    layerscale_init_mode: str = "constant"
+    layerscale_frozen: bool = False
     drop_path: float = 0.0
     drop_path_schedule: str = "uniform"
     drop_path_kind: str = "each"  # a coin for each image, or "skip": a random part of the batch is left out and not computed
     dropout: float = 0.0
     attention_dropout: float = 0.0
     # positions and tokens
-    positions: str = "learned"
-    position_place: str = "stem"
-    position_special: bool = True  # special tokens have positions too
-    position_resample: str = "bicubic"
+    pos_embed: str = "learned"
+    pos_embed_place: str = "stem"
+    pos_embed_prefix: bool = True  # prefix tokens have positions too
+    pos_embed_resample: str = "bicubic"
     class_token_at: int = 0  # the block before which the class token joins
-    distillation: bool = False  # a second special token, with a head of its own
+    distillation: bool = False  # a second prefix token, with a head of its own
     distillation_head: bool = True  # False: the token runs along and nobody reads it
-    # readout
-    readout: str = "class"
-    readout_depth: int = 2
-    readout_heads: int = 0  # 0: as in the trunk
-    readout_mlp_ratio: float = 4.0
-    readout_keys: str = "all"
-    readout_scale: bool = True  # residual scales in the readout's blocks
+    # pooling
+    pooling: str = "class"
+    pooling_depth: int = 2
+    pooling_heads: int = 0  # 0: as in the trunk
+    pooling_mlp_ratio: float = 4.0
+    pooling_keys: str = "all"
+    pooling_scale: bool = True  # residual scales in the pooling's blocks
     final_norm: bool = True
     pool_norm: bool = False  # the final norm after pooling instead of before
     pre_logits: int = 0  # width of a tanh layer before the classifier
     dense_head: bool = False  # a second classifier on every patch, added with its maximum in evaluation
     dense_weight: float = 0.5
     fusion: str = "logit_mean"
-    start: str = "deit"
+    weight_init: str = "deit"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "image_size", as_size(self.image_size))
@@ -136,8 +137,8 @@ class Architecture:
         if self.stem == "tower" and not self.stem_kernels:
             object.__setattr__(self, "stem_kernels", (7, 3, 3, 8))
             object.__setattr__(self, "stem_strides", (2, 1, 1, self.patch_size // 2))
-        if not self.readout_heads:
-            object.__setattr__(self, "readout_heads", self.heads)
+        if not self.pooling_heads:
+            object.__setattr__(self, "pooling_heads", self.heads)
         for problem, sentence in self._problems():
             if problem:
                 raise UserError(sentence)
@@ -151,7 +152,7 @@ class Architecture:
                 f"{self.depth} blocks of {self.branches} branches are more than 2000; is that meant?",
             ),
             (self.mlp_ratio > 0 and self.hidden < 1, f"mlp_ratio={self.mlp_ratio} leaves no unit in the MLP."),
-            (self.reads_with_queries and self.readout_hidden < 1, f"readout_mlp_ratio={self.readout_mlp_ratio} leaves no unit."),
+            (self.reads_with_queries and self.pooling_hidden < 1, f"pooling_mlp_ratio={self.pooling_mlp_ratio} leaves no unit."),
             (
                 min(self.image_size) < self.patch_size,
                 f"image size {show_size(self.image_size)} is smaller than one patch of {self.patch_size}.",
@@ -161,38 +162,38 @@ class Architecture:
                 f"{self.heads} heads do not divide the width {self.width}; choose a divisor.",
             ),
             (
-                self.readout in ("class_attention", "per_class")
-                and (self.readout_heads < 1 or self.width % self.readout_heads != 0),
-                f"{self.readout_heads} readout heads do not divide the width {self.width}; choose a divisor.",
+                self.pooling in ("class_attention", "per_class")
+                and (self.pooling_heads < 1 or self.width % self.pooling_heads != 0),
+                f"{self.pooling_heads} pooling heads do not divide the width {self.width}; choose a divisor.",
             ),
             (
-                self.mixer in SPATIAL and self.readout == "class",
-                f"the {self.mixer} mixer works on patches alone; use readout=mean, class_attention, per_class or class_mlp.",
+                self.mixer in SPATIAL and self.pooling == "class",
+                f"the {self.mixer} mixer works on patches alone; use pooling=mean, class_attention, per_class or class_mlp.",
             ),
             (
-                self.positions in RELATIVE and self.mixer not in ATTENTION,
-                f"{self.positions} positions are added to attention scores; use mixer=attention or talking_heads.",
+                self.pos_embed in RELATIVE and self.mixer not in ATTENTION,
+                f"{self.pos_embed} positions are added to attention scores; use mixer=attention or talking_heads.",
             ),
             (
-                self.positions in RELATIVE and self.position_place == "stem",
-                f"{self.positions} positions live in the blocks; use position_place=layers or shared.",
+                self.pos_embed in RELATIVE and self.pos_embed_place == "stem",
+                f"{self.pos_embed} positions live in the blocks; use pos_embed_place=layers or shared.",
             ),
-            (self.positions == "sincos" and self.width % 4 != 0, "sincos positions need a width divisible by 4."),
+            (self.pos_embed == "sincos" and self.width % 4 != 0, "sincos positions need a width divisible by 4."),
             (
-                self.positions == "sincos" and self.position_place == "layers",
-                "sincos positions are the same in every layer; use position_place=stem or shared.",
+                self.pos_embed == "sincos" and self.pos_embed_place == "layers",
+                "sincos positions are the same in every layer; use pos_embed_place=stem or shared.",
             ),
             (
-                self.distillation and self.readout not in ("class", "class_attention"),
-                "a distillation token needs readout=class or class_attention.",
+                self.distillation and self.pooling not in ("class", "class_attention"),
+                "a distillation token needs pooling=class or class_attention.",
             ),
-            (self.dense_head and self.readout == "per_class", "per-class queries have no dense head."),
+            (self.dense_head and self.pooling == "per_class", "per-class queries have no dense head."),
             (
-                self.readout == "per_class" and (self.pre_logits > 0 or self.classes < 1),
+                self.pooling == "per_class" and (self.pre_logits > 0 or self.classes < 1),
                 "per-class queries need classes and no pre-logits.",
             ),
-            (self.reads_with_queries and self.readout_depth < 1, f"readout={self.readout} needs readout_depth of at least 1."),
-            (self.pool_norm and self.readout != "mean", "pool_norm goes with readout=mean."),
+            (self.reads_with_queries and self.pooling_depth < 1, f"pooling={self.pooling} needs pooling_depth of at least 1."),
+            (self.pool_norm and self.pooling != "mean", "pool_norm goes with pooling=mean."),
             (
                 not 0 <= self.class_token_at < max(self.depth, 1),
                 f"class_token_at must name one of the {self.depth} blocks, 0 to {max(self.depth - 1, 0)}.",
@@ -217,7 +218,7 @@ class Architecture:
             ),
             (
                 self.stem in ("conv", "basic") and self.patch_size & (self.patch_size - 1) != 0,
-                f"the {self.stem} stem halves the picture, so the patch size must be a power of two, not {self.patch_size}.",
+                f"the {self.stem} stem halves the image, so the patch size must be a power of two, not {self.patch_size}.",
             ),
             (self.stem == "basic" and not self.stem_layers, "the basic stem needs stem_layers, such as (2, 2)."),
             (
@@ -244,8 +245,8 @@ class Architecture:
         return round(self.width * self.mlp_ratio)
 
     @property
-    def readout_hidden(self) -> int:
-        return round(self.width * self.readout_mlp_ratio)
+    def pooling_hidden(self) -> int:
+        return round(self.width * self.pooling_mlp_ratio)
 
     @property
     def backbone_stride(self) -> int:
@@ -258,22 +259,22 @@ class Architecture:
 
     @property
     def reads_with_queries(self) -> bool:
-        return self.readout in ("class_attention", "per_class", "class_mlp")
+        return self.pooling in ("class_attention", "per_class", "class_mlp")
 
     @property
-    def readout_norm(self) -> str:
+    def pooling_norm(self) -> str:
         """The norm behind the trunk. Queries start alike for every image, so they have no batch statistics."""
         return "layer" if self.norm == "batch" and self.reads_with_queries else self.norm
 
     @property
     def trunk_tokens(self) -> int:
         """Special tokens that run through (some of) the trunk's blocks."""
-        return (2 if self.distillation else 1) if self.readout == "class" else 0
+        return (2 if self.distillation else 1) if self.pooling == "class" else 0
 
     @property
-    def position_rows(self) -> int:
+    def pos_embed_rows(self) -> int:
         """Special rows of the absolute position tables."""
-        inside = self.positions in ABSOLUTE and self.position_special and self.class_token_at == 0
+        inside = self.pos_embed in ABSOLUTE and self.pos_embed_prefix and self.class_token_at == 0
         return self.trunk_tokens if inside else 0
 
     def replace(self, **changes: Any) -> "Architecture":
@@ -285,8 +286,8 @@ class Architecture:
             changes = {"stem_strides": (), "stem_kernels": ()} | changes
         if changes.get("stem", self.stem) != self.stem:
             changes = {"stem_norm": "", "stem_activation": ""} | changes
-        if "heads" in changes and self.readout_heads == self.heads:
-            changes.setdefault("readout_heads", changes["heads"])
+        if "heads" in changes and self.pooling_heads == self.heads:
+            changes.setdefault("pooling_heads", changes["heads"])
         return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
@@ -294,6 +295,7 @@ class Architecture:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Architecture":
+        values = upgrade_architecture(values)
         check_fields(values)
         return cls(**values)
 
@@ -307,7 +309,7 @@ class Architecture:
         conv_stem = self.stem in ("conv", "tower", "basic", "hmlp", "linear")
         unused = {
             "heads": not self.uses_heads,
-            "qkv_bias": not self.uses_heads and self.readout not in ("class_attention", "per_class"),
+            "qkv_bias": not self.uses_heads and self.pooling not in ("class_attention", "per_class"),
             "branches": self.depth == 0,
             "stem_norm": not conv_stem,
             "stem_activation": not conv_stem,
@@ -316,31 +318,31 @@ class Architecture:
             "stem_strides": self.stem not in ("tower", "hmlp", "basic"),
             "stem_layers": self.stem not in ("basic", "resnet", "resnet_features"),
             "stem_eps": self.stem not in ("resnet", "resnet_features"),
-            "norm_eps": self.norm not in ("layer", "group") and self.readout_norm != "layer",
+            "norm_eps": self.norm not in ("layer", "group") and self.pooling_norm != "layer",
             "norm_groups": self.norm != "group",
-            "position_place": self.positions == "none",
-            "position_special": self.positions not in ABSOLUTE or self.trunk_tokens == 0 or self.class_token_at > 0,
-            "position_resample": self.positions not in ("learned", "learned2d"),
+            "pos_embed_place": self.pos_embed == "none",
+            "pos_embed_prefix": self.pos_embed not in ABSOLUTE or self.trunk_tokens == 0 or self.class_token_at > 0,
+            "pos_embed_resample": self.pos_embed not in ("learned", "learned2d"),
             "class_token_at": self.trunk_tokens == 0,
-            "readout_depth": not reads,
-            "readout_heads": self.readout not in ("class_attention", "per_class"),
-            "readout_mlp_ratio": not reads,
-            "readout_keys": self.readout not in ("class_attention", "per_class"),
-            "readout_scale": not reads or self.residual == "plain",
+            "pooling_depth": not reads,
+            "pooling_heads": self.pooling not in ("class_attention", "per_class"),
+            "pooling_mlp_ratio": not reads,
+            "pooling_keys": self.pooling not in ("class_attention", "per_class"),
+            "pooling_scale": not reads or self.residual == "plain",
             "pool_norm": not self.final_norm,
             "dense_head": not self.classes,
             "dense_weight": not (self.dense_head and self.classes),
             "fusion": not (self.distillation and self.distillation_head and self.classes),
             "distillation_head": not (self.distillation and self.classes),
         }
-        if name == "residual_start" and self.residual == "constant":
-            return self.residual_start  # a factor, not a start
+        if name == "layerscale_init" and self.residual == "constant":
+            return self.layerscale_init  # a factor, not a start
         if name in TRAINING_ONLY:
             return None
         if name == "residual":  # names of one and the same parameter
             return {"rezero": "scalar", "skipinit": "scalar", "tfixup": "scalar"}.get(self.residual, self.residual)
-        if name in ("mlp_ratio", "readout_mlp_ratio") and not unused.get(name, False):  # what counts is the number of units
-            return self.hidden if name == "mlp_ratio" else self.readout_hidden
+        if name in ("mlp_ratio", "pooling_mlp_ratio") and not unused.get(name, False):  # what counts is the number of units
+            return self.hidden if name == "mlp_ratio" else self.pooling_hidden
         return None if unused.get(name, False) else getattr(self, name)
 
 
@@ -355,7 +357,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "stem_width": (1, 1 << 20),
     "norm_groups": (1, 1 << 20),
     "mlp_ratio": (0.0, 1e6),
-    "readout_mlp_ratio": (0.0, 1e6),
+    "pooling_mlp_ratio": (0.0, 1e6),
     "norm_eps": (0.0, 1.0),
     "stem_eps": (0.0, 1.0),
     "drop_path": (0.0, 0.999),
@@ -387,7 +389,7 @@ def check_types(a: Architecture) -> None:
 
 
 def resnet_stride(stages: int) -> int:
-    """Root and max-pool halve the picture, and so does every stage after the first."""
+    """Root and max-pool halve the image, and so does every stage after the first."""
     return 2 ** (1 + max(stages, 1))
 
 

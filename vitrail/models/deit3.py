@@ -8,7 +8,7 @@ from vitrail.models.preprocessing import Preprocessing
 
 PREPROCESSING = Preprocessing(crop_ratio=1.0)
 
-DEIT3 = Architecture(residual="layerscale", residual_start=1e-4, position_special=False)
+DEIT3 = Architecture(residual="layerscale", layerscale_init=1e-4, pos_embed_prefix=False)
 #                             width depth heads branches patch
 SIZES = {
     "tiny_patch16": (192, 12, 3, 1, 16),

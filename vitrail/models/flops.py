@@ -19,7 +19,7 @@ from vitrail.models.registry import build, page_of
 
 class Cost(NamedTuple):
     image_size: tuple[int, int]
-    tokens: int  # tokens in the trunk, special ones included
+    tokens: int  # tokens in the trunk, prefix ones included
     parameters: int
     macs: int  # multiply-adds of matrix products and convolutions, one image
     flops: int  # macs + 5 per LayerNorm element + 1 per element of a squeeze: the count behind later papers' tables

@@ -10,22 +10,22 @@ from vitrail.layers.patch_embed import LinearStem
 from vitrail.layers.pooling import ClassAttention
 
 if TYPE_CHECKING:
-    from vitrail.models.vision_transformer import Model
+    from vitrail.models.vision_transformer import VisionTransformer
 
 
-def start_weights(model: "Model") -> None:
+def start_weights(model: "VisionTransformer") -> None:
     a = model.architecture
     for module in model.modules():
         if isinstance(module, nn.Linear):
-            if a.start == "vit" and module is not model.head:
+            if a.weight_init == "vit" and module is not model.head:
                 nn.init.xavier_uniform_(module.weight)
             else:
                 nn.init.trunc_normal_(module.weight, std=0.02)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
-    if model.special is not None:
-        nn.init.zeros_(model.special) if a.start == "vit" else nn.init.trunc_normal_(model.special, std=0.02)
-    if a.start == "vit":
+    if model.prefix is not None:
+        nn.init.zeros_(model.prefix) if a.weight_init == "vit" else nn.init.trunc_normal_(model.prefix, std=0.02)
+    if a.weight_init == "vit":
         start_like_vit(model)
     if a.residual == "fixup":
         start_fixup(model)
@@ -33,7 +33,7 @@ def start_weights(model: "Model") -> None:
         start_tfixup(model)
 
 
-def start_like_vit(model: "Model") -> None:
+def start_like_vit(model: "VisionTransformer") -> None:
     """LeCun-normal patches, MLP biases of 1e-6, classifier at zero. Query, key and value are started one by one."""
     for module in model.modules():
         if isinstance(module, FeedForward):
@@ -49,7 +49,7 @@ def start_like_vit(model: "Model") -> None:
         nn.init.zeros_(model.head.weight)
 
 
-def branch_layers(model: "Model") -> list[tuple[nn.Linear, nn.Linear]]:
+def branch_layers(model: "VisionTransformer") -> list[tuple[nn.Linear, nn.Linear]]:
     """(first, last) linear layer of every attention and MLP branch."""
     pairs = []
     for module in model.blocks.modules():
@@ -60,7 +60,7 @@ def branch_layers(model: "Model") -> list[tuple[nn.Linear, nn.Linear]]:
     return pairs
 
 
-def start_fixup(model: "Model") -> None:
+def start_fixup(model: "VisionTransformer") -> None:
     """Fixup with two layers per branch: the first shrunk by branches^(-1/2), the last at zero."""
     pairs = branch_layers(model)
     for first, last in pairs:
@@ -68,7 +68,7 @@ def start_fixup(model: "Model") -> None:
         nn.init.zeros_(last.weight)
 
 
-def start_tfixup(model: "Model") -> None:
+def start_tfixup(model: "VisionTransformer") -> None:
     """T-Fixup, encoder only: Xavier weights; values, output projections and MLPs shrunk by 0.67 depth^(-1/4)."""
     factor = 0.67 * max(model.architecture.depth, 1) ** -0.25
     for module in model.modules():

@@ -28,7 +28,9 @@ SIZES = {
 }
 
 MODELS = {
-    f"lvvit_{name}": LVVIT.replace(width=width, depth=depth, heads=heads, residual_start=factor, stem_width=stem, image_size=size)
+    f"lvvit_{name}": LVVIT.replace(
+        width=width, depth=depth, heads=heads, layerscale_init=factor, stem_width=stem, image_size=size
+    )
     for name, (width, depth, heads, factor, stem, size) in SIZES.items()
 }
 

@@ -15,12 +15,12 @@ PATCHCONVNET = Architecture(
     mixer="patchconv",
     mlp_ratio=0,
     residual="layerscale",
-    positions="none",
-    readout="class_attention",
-    readout_depth=1,
+    pos_embed="none",
+    pooling="class_attention",
+    pooling_depth=1,
     heads=1,
-    readout_heads=1,
-    readout_mlp_ratio=3.0,
+    pooling_heads=1,
+    pooling_mlp_ratio=3.0,
 )
 WIDTHS = {"s": 384, "b": 768, "l": 1024}
 #            blocks of each width
@@ -29,16 +29,16 @@ DEPTHS = {"s": (20, 36, 60, 120), "b": (36, 60, 120), "l": (60, 120)}
 
 def patchconvnet(letter: str, depth: int) -> Architecture:
     start = 1e-4 if (letter, depth) == ("s", 60) else 1e-6
-    return PATCHCONVNET.replace(width=WIDTHS[letter], depth=depth, residual_start=start)
+    return PATCHCONVNET.replace(width=WIDTHS[letter], depth=depth, layerscale_init=start)
 
 
 MODELS = {f"patchconvnet_{letter}{depth}": patchconvnet(letter, depth) for letter, depths in DEPTHS.items() for depth in depths}
-MODELS |= {f"{name}_multi": model.replace(readout="per_class", readout_keys="patches") for name, model in list(MODELS.items())}
+MODELS |= {f"{name}_multi": model.replace(pooling="per_class", pooling_keys="patches") for name, model in list(MODELS.items())}
 MODELS |= {
-    "patchconvnet_s60_mean": MODELS["patchconvnet_s60"].replace(readout="mean"),
+    "patchconvnet_s60_mean": MODELS["patchconvnet_s60"].replace(pooling="mean"),
     "patchconvnet_s60_linear": MODELS["patchconvnet_s60"].replace(stem="linear"),
     "patchconvnet_s60_batchnorm": MODELS["patchconvnet_s60"].replace(norm="batch"),
-    "patchconvnet_s60_multihead": MODELS["patchconvnet_s60"].replace(readout_heads=8),
+    "patchconvnet_s60_multihead": MODELS["patchconvnet_s60"].replace(pooling_heads=8),
 }
 
 ALIASES = {name.removeprefix("patchconvnet_").capitalize(): name for name in MODELS}

@@ -1,4 +1,4 @@
-"""How pictures become the model's input; recorded with the weights so that the two never come apart."""
+"""How images become the model's input; recorded with the weights so that the two never come apart."""
 
 from typing import Any, NamedTuple
 
@@ -7,7 +7,7 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 class Preprocessing(NamedTuple):
     image_size: tuple[int, int] = (224, 224)
-    crop_ratio: float = 0.875  # the crop's share of the resized picture
+    crop_ratio: float = 0.875  # the crop's share of the resized image
     resize: str = "shorter"  # the shorter side to size / crop_ratio, then a centre crop; or "square": straight to the size
     interpolation: str = "bicubic"
     mean: tuple[float, ...] = IMAGENET_MEAN

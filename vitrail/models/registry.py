@@ -10,17 +10,18 @@ from typing import Any
 
 import torch
 
+from vitrail.aliases import upgrade_name
 from vitrail.errors import UserError
 from vitrail.models import cait, defaults, deit, deit3, lvvit, patchconvnet, resmlp, three_things, vit
 from vitrail.models.config import Architecture
 from vitrail.models.preprocessing import Preprocessing
-from vitrail.models.vision_transformer import Model
+from vitrail.models.vision_transformer import VisionTransformer
 
 PAGES: tuple[ModuleType, ...] = (vit, deit, cait, resmlp, patchconvnet, deit3, three_things, lvvit, defaults)
 SIZE = re.compile(r"_(\d{3,4})$")
 DATA = re.compile(r"\.[\w.]+$|_in2[12]k$|_in2[12]ft1k$")  # timm's tags for what the weights were trained on
 FILES = (".pth", ".pt", ".tar", ".bin", ".ckpt", ".npz", ".safetensors")
-NUMERICS = ("activation", "norm_eps", "position_resample", "stem_eps")
+NUMERICS = ("activation", "norm_eps", "pos_embed_resample", "stem_eps")
 
 
 @cache
@@ -44,7 +45,7 @@ def lookup(name: str) -> tuple[str, Architecture]:
         if Path(name).exists():
             raise UserError(f"{name} is a file of weights and not the name of a model: load it, or start a training with --from.")
         raise UserError(f"There is no file {name}.")
-    text, size = DATA.sub("", name), None
+    text, size = DATA.sub("", upgrade_name(name)), None
     for _ in range(3):
         plain = text.lower()
         if text not in aliases:
@@ -72,7 +73,7 @@ def create(
     image_size: int | tuple[int, int] | None = None,
     device: torch.device | str | None = None,
     **overrides: Any,
-) -> Model:
+) -> VisionTransformer:
     """A model by name, freshly started.
 
     >>> model = vitrail.create("deit3_small_patch16", classes=10, image_size=(192, 256), drop_path=0.1)
@@ -92,10 +93,10 @@ def create(
     return model
 
 
-def build(architecture: Architecture, name: str = "", device: torch.device | str | None = None) -> Model:
+def build(architecture: Architecture, name: str = "", device: torch.device | str | None = None) -> VisionTransformer:
     """A model from an architecture of one's own."""
     with torch.device(device or "cpu"):
-        model = Model(architecture)
+        model = VisionTransformer(architecture)
     model.name = name or name_of(architecture)
     model.preprocessing = preprocessing_of(model.name)._replace(image_size=architecture.image_size)
     return model
@@ -117,7 +118,7 @@ def name_of(architecture: Architecture) -> str:
     for name, page in page_of().items():
         known = page.MODELS[name]
         if any(getattr(known, part) != getattr(architecture, part) for part in ("width", "depth", "patch_size")):
-            continue  # before anything is replaced: a patch may be larger than the pictures here
+            continue  # before anything is replaced: a patch may be larger than the images here
         known = known.replace(classes=architecture.classes or known.classes, image_size=architecture.image_size)
         differences = set(known.differences(architecture)) - {"classes", "pre_logits"}
         if not differences:

@@ -6,13 +6,13 @@ the released models have a scale and no shift; `residual="affine"` gives the shi
 
 from typing import Any
 
-from vitrail.models.cait import layerscale_start
+from vitrail.models.cait import layerscale_init_at_depth
 from vitrail.models.config import Architecture
 from vitrail.models.preprocessing import Preprocessing
 
 PREPROCESSING = Preprocessing(crop_ratio=0.9)
 
-RESMLP = Architecture(mixer="linear", norm="affine", residual="layerscale", positions="none", readout="mean", heads=1)
+RESMLP = Architecture(mixer="linear", norm="affine", residual="layerscale", pos_embed="none", pooling="mean", heads=1)
 #            width depth patch
 SIZES = {
     "s12": (384, 12, 16),
@@ -31,13 +31,13 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "conv3x3_full": {"mixer": "conv"},
     "conv3x3_depthwise": {"mixer": "depthwise"},
     "layernorm": {"norm": "layer"},
-    "class_mlp": {"readout": "class_mlp", "readout_depth": 2},
+    "class_mlp": {"pooling": "class_mlp", "pooling_depth": 2},
 }
 
 
 def resmlp(width: int, depth: int, patch: int) -> Architecture:
-    start = 1e-6 if width == 768 else layerscale_start(depth)  # the released B24 starts lower than the rule
-    return RESMLP.replace(width=width, depth=depth, patch_size=patch, residual_start=start)
+    start = 1e-6 if width == 768 else layerscale_init_at_depth(depth)  # the released B24 starts lower than the rule
+    return RESMLP.replace(width=width, depth=depth, patch_size=patch, layerscale_init=start)
 
 
 MODELS = {f"resmlp_{name}": resmlp(*size) for name, size in SIZES.items()}

@@ -15,7 +15,7 @@ from vitrail.models.vit import SIZES
 PREPROCESSING = Preprocessing(crop_ratio=0.95)
 
 # As the released code has it: positions on the patches only.
-PLAIN = Architecture(position_special=False)
+PLAIN = Architecture(pos_embed_prefix=False)
 STEMS = {
     "hmlp": {"stem": "hmlp"},
     "hmlp_ln": {"stem": "hmlp", "stem_norm": "layer"},
@@ -64,7 +64,7 @@ def name_for(a: Architecture) -> str:
             found = parse(name)
         except UserError:  # this stem cannot cut such patches
             continue
-        if found and not set(found.differences(a)) - {"classes", "image_size", "position_resample"}:
+        if found and not set(found.differences(a)) - {"classes", "image_size", "pos_embed_resample"}:
             return name
     return ""
 

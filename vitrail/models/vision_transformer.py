@@ -1,4 +1,4 @@
-"""The one trunk: every architecture of the catalogue is an instance of `Model`."""
+"""The one trunk: every architecture of the catalogue is an instance of `VisionTransformer`."""
 
 import re
 from typing import NamedTuple
@@ -14,9 +14,9 @@ from vitrail.layers.layout import Layout, OnGrid
 from vitrail.layers.norm import BY_TOKEN, token_norm
 from vitrail.layers.passing import watched
 from vitrail.layers.patch_embed import LinearStem
-from vitrail.layers.pooling import ClassAttentionBlock, PerClassHead, QueryReadout
+from vitrail.layers.pooling import ClassAttentionBlock, PerClassHead, QueryPooling
 from vitrail.layers.pos_embed import ABSOLUTE, RELATIVE, absolute_positions, relative_positions
-from vitrail.models.builder import make_block, make_readout, make_stem
+from vitrail.models.builder import make_block, make_pooling, make_stem
 from vitrail.models.config import Architecture, as_size, show_size
 from vitrail.models.init import start_weights
 from vitrail.models.inputs import check_given
@@ -28,7 +28,7 @@ class Features(NamedTuple):
 
     tokens: Tensor  # [B, N, D] patches in raster order
     grid: tuple[int, int]  # N = height * width
-    special: Tensor  # [B, S, D] class and distillation vectors; S may be 0
+    prefix: Tensor  # [B, S, D] class and distillation vectors; S may be 0
     pooled: Tensor  # [B, D] what the classifier reads ([B, C, D] for per-class queries)
 
 
@@ -42,18 +42,18 @@ class Outputs(NamedTuple):
 
 
 class LayerTrace(NamedTuple):
-    attention: Tensor | None  # [B, branches * H, T, T], or [B, H, S, keys] in the readout; rows sum to one
+    attention: Tensor | None  # [B, branches * H, T, T], or [B, H, S, keys] in the pooling; rows sum to one
     ratios: dict[str, Tensor]  # residual -> [B]: norm of what it adds over norm of what it is added to
 
 
 class Trace(NamedTuple):
-    layers: dict[int, LayerTrace]  # block index -> trace; the readout's blocks follow the trunk's
+    layers: dict[int, LayerTrace]  # block index -> trace; the pooling's blocks follow the trunk's
     grid: tuple[int, int]
-    special: int
+    prefix: int
 
 
-class Model(nn.Module):
-    """stem -> positions and tokens -> blocks -> readout -> heads, as `architecture` says."""
+class VisionTransformer(nn.Module):
+    """stem -> positions and tokens -> blocks -> pooling -> heads, as `architecture` says."""
 
     def __init__(self, architecture: Architecture):
         super().__init__()
@@ -68,18 +68,18 @@ class Model(nn.Module):
         grid = self.grid = self.stem.grid(*a.image_size)
         if min(grid) < 1:
             raise UserError(f"image size {show_size(a.image_size)} gives no patch of {a.patch_size} pixels; use a larger one.")
-        tables = {"none": 0, "stem": 1, "shared": 1, "layers": a.depth}["none" if a.positions == "none" else a.position_place]
-        self.positions = nn.ModuleList()
+        tables = {"none": 0, "stem": 1, "shared": 1, "layers": a.depth}["none" if a.pos_embed == "none" else a.pos_embed_place]
+        self.pos_embed = nn.ModuleList()
         for _ in range(tables):
-            if a.positions in ABSOLUTE:
-                self.positions.append(absolute_positions(a.positions, grid, a.width, a.position_rows, a.position_resample))
+            if a.pos_embed in ABSOLUTE:
+                self.pos_embed.append(absolute_positions(a.pos_embed, grid, a.width, a.pos_embed_rows, a.pos_embed_resample))
             else:
-                self.positions.append(relative_positions(a.positions, grid, a.width // a.heads, a.heads))
-        self.special = nn.Parameter(torch.empty(a.trunk_tokens, a.width)) if a.trunk_tokens else None
+                self.pos_embed.append(relative_positions(a.pos_embed, grid, a.width // a.heads, a.heads))
+        self.prefix = nn.Parameter(torch.empty(a.trunk_tokens, a.width)) if a.trunk_tokens else None
         self.dropout = nn.Dropout(a.dropout)
         self.blocks = nn.ModuleList(make_block(a, index, grid) for index in range(a.depth))
-        self.readout = make_readout(a, grid)
-        norm = a.readout_norm if a.final_norm and (a.norm_place == "pre" or a.reads_with_queries) else "none"
+        self.pooling = make_pooling(a, grid)
+        norm = a.pooling_norm if a.final_norm and (a.norm_place == "pre" or a.reads_with_queries) else "none"
         self.norm = token_norm(norm, a.width, a.norm_eps, a.norm_groups)
         self.pre_logits = nn.Sequential(nn.Linear(a.width, a.pre_logits), nn.Tanh()) if a.pre_logits else nn.Identity()
         inputs = a.pre_logits or a.width
@@ -88,17 +88,17 @@ class Model(nn.Module):
         self.head_distillation = nn.Linear(inputs, a.classes) if second else None
         self.head_dense = nn.Linear(a.width, a.classes) if a.dense_head and a.classes else None
         if a.classes:
-            self.head = PerClassHead(a.width, a.classes) if a.readout == "per_class" else nn.Linear(inputs, a.classes)
+            self.head = PerClassHead(a.width, a.classes) if a.pooling == "per_class" else nn.Linear(inputs, a.classes)
         start_weights(self)
 
     def forward(self, image: Tensor) -> Tensor:
-        """[B, K, height, width], normalised as `preprocessing` says, to logits [B, C]."""
+        """[B, K, height, width], normalized as `preprocessing` says, to logits [B, C]."""
         return self.outputs(image).logits
 
     def outputs(self, image: Tensor, mixed: Tensor | None = None) -> Outputs:
         """All heads at once: what objectives with a distillation token or token labels need.
 
-        Patches where `mixed` [N] is true are exchanged between the pictures of a pair before they are encoded (MixToken).
+        Patches where `mixed` [N] is true are exchanged between the images of a pair before they are encoded (MixToken).
         """
         patches, layout = self.embed(image)
         if mixed is not None:
@@ -119,7 +119,7 @@ class Model(nn.Module):
         return self.stem(image), Layout(*self.stem.grid(height, width))
 
     def encode(self, patches: Tensor, layout: Layout) -> tuple[Tensor, Layout]:
-        """Positions, special tokens and all blocks: [B, N, D] to [B, T, D]."""
+        """Positions, prefix tokens and all blocks: [B, N, D] to [B, T, D]."""
         x, layout = self._start(patches, layout)
         recompute = self.recompute and torch.is_grad_enabled()
         for index, block in enumerate(self.blocks):
@@ -136,50 +136,50 @@ class Model(nn.Module):
     def _start(self, patches: Tensor, layout: Layout) -> tuple[Tensor, Layout]:
         a = self.architecture
         x = patches
-        if a.position_rows:  # the special tokens have positions: join first, add after
+        if a.pos_embed_rows:  # the prefix tokens have positions: join first, add after
             x, layout = self._join(x, layout)
-        if a.positions in ABSOLUTE and a.position_place == "stem":
-            x = x + self.positions[0](layout, x.device)
-        if a.positions not in ABSOLUTE or a.position_place == "stem":
+        if a.pos_embed in ABSOLUTE and a.pos_embed_place == "stem":
+            x = x + self.pos_embed[0](layout, x.device)
+        if a.pos_embed not in ABSOLUTE or a.pos_embed_place == "stem":
             x = self.dropout(x)
         return x, layout
 
     def _before(self, index: int, x: Tensor, layout: Layout) -> tuple[Tensor, Layout]:
         """What happens between blocks: the class token joins, a layer's own positions are added."""
         a = self.architecture
-        if self.special is not None and layout.special == 0 and index == a.class_token_at:
+        if self.prefix is not None and layout.prefix == 0 and index == a.class_token_at:
             x, layout = self._join(x, layout)
-        if a.positions in ABSOLUTE and a.position_place != "stem" and index < len(self.blocks):
-            table = self.positions[index if a.position_place == "layers" else 0](layout, x.device)
-            missing = layout.special - a.position_rows
+        if a.pos_embed in ABSOLUTE and a.pos_embed_place != "stem" and index < len(self.blocks):
+            table = self.pos_embed[index if a.pos_embed_place == "layers" else 0](layout, x.device)
+            missing = layout.prefix - a.pos_embed_rows
             x = self.dropout(x + (nn.functional.pad(table, (0, 0, missing, 0)) if missing else table))
         return x, layout
 
     def _join(self, x: Tensor, layout: Layout) -> tuple[Tensor, Layout]:
-        assert self.special is not None
-        special = self.special.to(x.dtype).expand(x.shape[0], -1, -1)
-        return torch.cat([special, x], 1), layout._replace(special=self.special.shape[0])
+        assert self.prefix is not None
+        prefix = self.prefix.to(x.dtype).expand(x.shape[0], -1, -1)
+        return torch.cat([prefix, x], 1), layout._replace(prefix=self.prefix.shape[0])
 
     def _relative(self, index: int) -> nn.Module | None:
-        if self.architecture.positions not in RELATIVE:
+        if self.architecture.pos_embed not in RELATIVE:
             return None
-        return self.positions[index if self.architecture.position_place == "layers" else 0]
+        return self.pos_embed[index if self.architecture.pos_embed_place == "layers" else 0]
 
     def read(self, x: Tensor, layout: Layout, patches: bool = True) -> Features:
-        """Final norm and readout: [B, T, D] to features; without `patches`, those that only a person would read are left out."""
+        """Final norm and pooling: [B, T, D] to features; without `patches`, those that only a person would read are left out."""
         a = self.architecture
         brief = not patches and isinstance(self.norm, BY_TOKEN) and not watched(self.norm)
-        if isinstance(self.readout, QueryReadout):
-            query = self.norm(self.readout(x, layout))
-            pooled = query if a.readout == "per_class" else query[:, 0]
+        if isinstance(self.pooling, QueryPooling):
+            query = self.norm(self.pooling(x, layout))
+            pooled = query if a.pooling == "per_class" else query[:, 0]
             return Features(x[:, :0] if brief else self.norm(x), layout.grid, query, pooled)
         if a.pool_norm:
-            tokens = x[:, layout.special :]
+            tokens = x[:, layout.prefix :]
             pooled = self.norm(tokens.mean(1, keepdim=True))[:, 0]
-            return Features(tokens, layout.grid, x[:, : layout.special], pooled)
-        x = self.norm(x[:, : layout.special] if brief and a.readout == "class" else x)
-        special, tokens = x[:, : layout.special], x[:, layout.special :]
-        return Features(tokens, layout.grid, special, tokens.mean(1) if a.readout == "mean" else special[:, 0])
+            return Features(tokens, layout.grid, x[:, : layout.prefix], pooled)
+        x = self.norm(x[:, : layout.prefix] if brief and a.pooling == "class" else x)
+        prefix, tokens = x[:, : layout.prefix], x[:, layout.prefix :]
+        return Features(tokens, layout.grid, prefix, tokens.mean(1) if a.pooling == "mean" else prefix[:, 0])
 
     def classify(self, features: Features) -> Outputs:
         a = self.architecture
@@ -187,7 +187,7 @@ class Model(nn.Module):
         distillation = dense = None
         logits = main
         if self.head_distillation is not None:
-            distillation = self.head_distillation(self.pre_logits(features.special[:, 1]))
+            distillation = self.head_distillation(self.pre_logits(features.prefix[:, 1]))
             logits = fuse(main, distillation, a.fusion)
         if self.head_dense is not None:
             dense = self.head_dense(features.tokens)
@@ -198,7 +198,7 @@ class Model(nn.Module):
     def trace(self, image: Tensor, layers: list[int] | None = None) -> Trace:
         """Attention maps and branch norms of the chosen blocks (all by default), computed beside the fast path.
 
-        The readout's class-attention blocks follow the trunk's: block `depth` is the first of them. The model is looked at as it
+        The pooling's class-attention blocks follow the trunk's: block `depth` is the first of them. The model is looked at as it
         evaluates: nothing is dropped and no statistic is touched.
         """
         if self.training:
@@ -207,7 +207,7 @@ class Model(nn.Module):
                 return self.trace(image, layers)
             finally:
                 self.train()
-        total = len(self.blocks) + (len(self.readout.blocks) if isinstance(self.readout, QueryReadout) else 0)
+        total = len(self.blocks) + (len(self.pooling.blocks) if isinstance(self.pooling, QueryPooling) else 0)
         for layer in layers or []:
             if not isinstance(layer, int) or not -total <= layer < total:
                 raise UserError(f"layer {layer} does not exist; this model has {total} layers, 0 being the first.")
@@ -221,16 +221,16 @@ class Model(nn.Module):
                 found[index] = trace_block(self.block(index), x, layout, relative)
             x = self.block(index)(x, layout, relative)
         x, layout = self._before(len(self.blocks), x, layout)
-        if isinstance(self.readout, QueryReadout):
-            query = self.readout.start(x)
-            for index, block in enumerate(self.readout.blocks, len(self.blocks)):
+        if isinstance(self.pooling, QueryPooling):
+            query = self.pooling.start(x)
+            for index, block in enumerate(self.pooling.blocks, len(self.blocks)):
                 if index in wanted:
                     found[index] = LayerTrace(block.maps(query, x) if isinstance(block, ClassAttentionBlock) else None, {})
                 query = block(query, x)
-        return Trace(found, layout.grid, layout.special)
+        return Trace(found, layout.grid, layout.prefix)
 
-    def resize(self, height: int, width: int, patch_size: int | None = None) -> "Model":
-        """Make the model one for pictures of another size (and patch size): every table tied to the grid is resampled."""
+    def resize(self, height: int, width: int, patch_size: int | None = None) -> "VisionTransformer":
+        """Make the model one for images of another size (and patch size): every table tied to the grid is resampled."""
         size = as_size((height, width))
         changes: dict = {"image_size": size}
         if patch_size is not None and patch_size != self.architecture.patch_size:
@@ -259,7 +259,7 @@ def renamed(name: str, patch: int) -> str:
 
 
 def mix_tokens(tokens: Tensor, mixed: Tensor) -> Tensor:
-    """tokens [B, N, D]: those of `mixed` [N] come from the picture at the mirrored place of the batch; twice undoes it."""
+    """tokens [B, N, D]: those of `mixed` [N] come from the image at the mirrored place of the batch; twice undoes it."""
     return torch.where(mixed[None, :, None], tokens.flip(0), tokens)
 
 

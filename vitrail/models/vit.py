@@ -10,7 +10,7 @@ from vitrail.models.preprocessing import GOOGLE
 
 PREPROCESSING = GOOGLE
 
-VIT = Architecture(activation="gelu_tanh", position_resample="aligned", start="vit")
+VIT = Architecture(activation="gelu_tanh", pos_embed_resample="aligned", weight_init="vit")
 #            width depth heads
 SIZES = {
     "tiny": (192, 12, 3),
@@ -47,7 +47,7 @@ def sized(base: Architecture, size: str) -> Architecture:
 
 
 def resnet(depth: int, factor: int) -> Architecture:
-    """A BiT-style ResNet: the hybrid's stem with no block behind it and a mean for a readout."""
+    """A BiT-style ResNet: the hybrid's stem with no block behind it and a mean for a pooling."""
     return VIT.replace(
         stem="resnet_features",
         stem_layers=LAYERS[depth],
@@ -56,8 +56,8 @@ def resnet(depth: int, factor: int) -> Architecture:
         heads=1,
         patch_size=32,
         depth=0,
-        positions="none",
-        readout="mean",
+        pos_embed="none",
+        pooling="mean",
         final_norm=False,
     )
 
@@ -71,7 +71,7 @@ MODELS |= {
 MODELS["vit_shape_patch32"] = VIT.replace(width=1024, depth=8, heads=16, mlp_ratio=2.0, patch_size=32)
 # Appendix D.6: each block becomes a row block and a column block, so the depth doubles.
 MODELS |= {
-    f"axial_vit_base_patch{patch}": VIT.replace(mixer="axial", depth=24, readout="mean", patch_size=patch) for patch in (16, 32)
+    f"axial_vit_base_patch{patch}": VIT.replace(mixer="axial", depth=24, pooling="mean", patch_size=patch) for patch in (16, 32)
 }
 MODELS |= {f"bit_r{name}": resnet(*size) for name, size in RESNETS.items()}
 

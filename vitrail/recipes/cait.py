@@ -9,7 +9,7 @@ from typing import Any
 
 from vitrail.recipes.deit import DEIT, TEACHER, taught
 from vitrail.recipes.derivation import change, dropping, named, top1
-from vitrail.recipes.schema import About, Distillation, Recipe
+from vitrail.recipes.schema import About, DistillationConfig, Recipe
 
 PAPER = "CaiT, arXiv 2103.17239"
 
@@ -17,7 +17,7 @@ CAIT = change(
     DEIT,
     "cait_s36",
     schedule={"length": "400 epochs"},
-    testing={"crop_ratio": 1.0},
+    validation={"crop_ratio": 1.0},
     about=About(PAPER),
 )
 #   drop-path; top-1 at 224, at 384; both with a teacher (Tables 3 and 4)
@@ -43,25 +43,25 @@ def larger(base: Recipe, size: int, score: float | None) -> Recipe:
         base,
         f"{base.name}_to_{size}",
         architecture=dropping(drop_path),
-        batch=256,
-        start={"after": base.name},
-        augmentation={"size": (size, size)},
-        optimiser={"rate": 5e-6, "rate_batch": 0},
-        schedule={"length": "60 epochs", "shape": "stairs", "stair_every": "10 epochs", "stair_factor": 0.5, "floor": 0.0},
-        about={"row": ("Table 3, at 384" if size == 384 else "Table 5, at 448") + teacher, "expects": top1(score)},
+        batch_size=256,
+        init={"pretrained_recipe": base.name},
+        augmentation={"image_size": (size, size)},
+        optimizer={"lr": 5e-6, "lr_batch_size": 0},
+        schedule={"length": "60 epochs", "kind": "step", "step_size": "10 epochs", "gamma": 0.5, "min_lr": 0.0},
+        about={"row": ("Table 3, at 384" if size == 384 else "Table 5, at 448") + teacher, "expected": top1(score)},
     )
 
 
 RECIPES: dict[str, Recipe] = {}
 for _size, (_drop, _score, _larger, _taught, _taught_larger) in SIZES.items():
     # The released code starts LayerScale of XXS-36 at 1e-5, the paper's table at 1e-6.
-    _start = {"residual_start": 1e-5} if _size == "xxs36" else {}
+    _start = {"layerscale_init": 1e-5} if _size == "xxs36" else {}
     _recipe = change(
         CAIT,
         f"cait_{_size}",
         model=f"cait_{_size}",
         architecture=dropping(_drop) | _start,
-        about={"row": f"Tables 3 and 4, {_size}", "expects": top1(_score)},
+        about={"row": f"Tables 3 and 4, {_size}", "expected": top1(_score)},
     )
     _distilled = taught(_recipe, f"{_recipe.name}_distilled", f"Tables 3 and 4, {_size}", _taught)
     RECIPES |= named(_recipe, _distilled)
@@ -91,30 +91,30 @@ def transfers(base: Recipe, row: str, scores: tuple[float, ...], **changes: Any)
         recipe = change(
             base,
             f"{base.name}_to_{data}",
-            start={"after": base.name},
-            optimiser={"rate": round(base.optimiser.rate / divisor, 9)},
+            init={"pretrained_recipe": base.name},
+            optimizer={"lr": round(base.optimizer.lr / divisor, 9)},
             schedule={"length": f"{epochs} epochs"},
-            about={"row": row, "expects": top1(score, data), "hardware": ""},
+            about={"row": row, "expected": top1(score, data), "hardware": ""},
         )
         found[recipe.name] = change(recipe, recipe.name, **changes)
     return found
 
 
 for _size, _scores in {"s36": (99.2, 92.2, 98.8, 93.5, 77.1, 80.6), "m36": (99.3, 93.3, 99.0, 93.5, 76.9, 81.7)}.items():
-    RECIPES |= transfers(RECIPES[f"cait_{_size}"], "Table 7", _scores, testing={"crop_ratio": 0.875})
-ALONE: dict[str, Any] = {"testing": {"crop_ratio": 0.875}, "distillation": Distillation()}
+    RECIPES |= transfers(RECIPES[f"cait_{_size}"], "Table 7", _scores, validation={"crop_ratio": 0.875})
+ALONE: dict[str, Any] = {"validation": {"crop_ratio": 0.875}, "distillation": DistillationConfig()}
 for _size, _scores in {"s36": (99.2, 92.2, 99.0, 94.1, 77.0, 81.4), "m36": (99.4, 93.1, 99.1, 94.2, 78.0, 81.8)}.items():
     RECIPES |= transfers(RECIPES[f"cait_{_size}_distilled"], "Table 7, from distilled weights", _scores, **ALONE)
 
 # Table 1, the plain DeiT-S at several depths with the drop-path rate that suits each: changes of `deit_small`, and top-1.
-CENTRE = {"testing.crop_ratio": 0.875}
+CENTRE = {"validation.crop_ratio": 0.875}
 UNIFORM = {"architecture.drop_path_schedule": "uniform"}
 ABLATIONS: dict[str, tuple[str, dict[str, Any], float]] = {
     "12 blocks": ("deit_small", {"architecture.depth": 12, "architecture.drop_path": 0.05} | UNIFORM, 79.9),
     "18 blocks": ("deit_small", {"architecture.depth": 18, "architecture.drop_path": 0.1} | UNIFORM, 80.7),
     "24 blocks": ("deit_small", {"architecture.depth": 24, "architecture.drop_path": 0.2} | UNIFORM, 81.0),
     "36 blocks": ("deit_small", {"architecture.depth": 36, "architecture.drop_path": 0.25} | UNIFORM, 81.9),
-    "S-36, 500 epochs": ("cait_s36", {"schedule.length": "500 epochs", "testing.crop_ratio": 0.875}, 83.42),
+    "S-36, 500 epochs": ("cait_s36", {"schedule.length": "500 epochs", "validation.crop_ratio": 0.875}, 83.42),
     # Table 10, what a test at the usual crop gives
     "S-36 distilled, crop 0.875": ("cait_s36_distilled", CENTRE, 83.7),
     "M-36 distilled, crop 0.875": ("cait_m36_distilled", CENTRE, 84.8),

@@ -1,7 +1,7 @@
 """DeiT: "Training data-efficient image transformers & distillation through attention" (arXiv 2012.12877).
 
 Table 3.9: the training from which CaiT, ResMLP, PatchConvNet, DeiT III and Three things start. Names are
-`deit_{size}[_{teaching}][_1000ep]`, and `…_to_{what}` for what starts from such weights: another picture size or another data
+`deit_{size}[_{teaching}][_1000ep]`, and `…_to_{what}` for what starts from such weights: another image size or another data
 set. `…_distilled` learns from a teacher (`distillation.teacher`) by a token of its own, `…_hard` and `…_soft` by their one head.
 """
 
@@ -9,7 +9,18 @@ from typing import Any
 
 from vitrail.data.transforms.pipeline import Augmentation
 from vitrail.recipes.derivation import DATA, change, named, top1
-from vitrail.recipes.schema import About, Average, Data, Distillation, Mixing, Objective, Optimiser, Recipe, Schedule, Testing
+from vitrail.recipes.schema import (
+    About,
+    DataConfig,
+    DistillationConfig,
+    EmaConfig,
+    LossConfig,
+    MixingConfig,
+    OptimizerConfig,
+    Recipe,
+    ScheduleConfig,
+    ValidationConfig,
+)
 
 PAPER = "DeiT, arXiv 2012.12877"
 
@@ -17,25 +28,27 @@ DEIT = Recipe(
     name="deit_base",
     model="deit_base_patch16",
     architecture={"drop_path": 0.1},  # grows linearly with depth
-    batch=1024,
-    data=Data(repeats=3, round_to=256),
-    augmentation=Augmentation(policy="rand", magnitude=9.0, deviation=0.5, layers=2, erasing=0.25),
-    mixing=Mixing(mixup=0.8, cutmix=1.0),
+    batch_size=1024,
+    data=DataConfig(repeats=3, round_to=256),
+    augmentation=Augmentation(policy="rand", magnitude=9.0, magnitude_std=0.5, num_ops=2, random_erasing=0.25),
+    mixing=MixingConfig(mixup=0.8, cutmix=1.0),
     # The paper shares the smoothing among the other classes, the released code among all.
-    objective=Objective(smoothing=0.1, smooth_over="all"),
-    optimiser=Optimiser(kind="adamw", rate=5e-4, rate_batch=512, decay=0.05),
+    loss=LossConfig(label_smoothing=0.1, smoothing_over="all"),
+    optimizer=OptimizerConfig(kind="adamw", lr=5e-4, lr_batch_size=512, weight_decay=0.05),
     # The released engine: one rate per epoch, a cosine that runs under the warm-up, everything one epoch late.
-    schedule=Schedule(length="300 epochs", warmup="5 epochs", warmup_from=1e-6, floor=1e-5, shifted=False, by_epoch=True, lag=1),
-    average=Average(decay=0.99996, report=False),  # tracked by the released code, never reported
-    testing=Testing(crop_ratio=0.875),
+    schedule=ScheduleConfig(
+        length="300 epochs", warmup="5 epochs", warmup_lr=1e-6, min_lr=1e-5, warmup_prefix=False, by_epoch=True, lag_epochs=1
+    ),
+    ema=EmaConfig(decay=0.99996, evaluate=False),  # tracked by the released code, never reported
+    validation=ValidationConfig(crop_ratio=0.875),
     about=About(PAPER, "Table 3.9, DeiT-B", top1(81.8), "53 h on 8 V100, 37 h on 16"),
 )
 # Apex's FusedLAMB, which the later papers use: the gradient is clipped at 1, the rate is not scaled with the batch.
-LAMB = {"kind": "lamb", "rate_batch": 0, "clip": 1.0, "trust": "decayed", "trust_limit": 0.0}
+LAMB = {"kind": "lamb", "lr_batch_size": 0, "clip_grad_norm": 1.0, "trust_ratio_on": "decayed", "max_trust_ratio": 0.0}
 
-HARD = Distillation(kind="hard", weight=0.5)
+HARD = DistillationConfig(kind="hard", weight=0.5)
 # The released code divides by the number of classes, too, which the paper's formula does not.
-SOFT = Distillation(kind="soft", weight=0.1, temperature=3.0, per_class=True)
+SOFT = DistillationConfig(kind="soft", weight=0.1, temperature=3.0, per_class=True)
 TEACHER = "teacher RegNetY-16GF"
 
 #      top-1; Table 3.3: soft, hard; Table 3.5: with the token, and for 1000 epochs; hardware without a teacher
@@ -46,9 +59,9 @@ SIZES = {
 }
 
 
-def taught(base: Recipe, name: str, row: str, score: float | None, how: Distillation = HARD, **changes: Any) -> Recipe:
-    """The same with a teacher, who sees the mixed pictures too; its first choice is not smoothed."""
-    about = {"row": f"{row}, {TEACHER}", "expects": top1(score), "hardware": ""}
+def taught(base: Recipe, name: str, row: str, score: float | None, how: DistillationConfig = HARD, **changes: Any) -> Recipe:
+    """The same with a teacher, who sees the mixed images too; its first choice is not smoothed."""
+    about = {"row": f"{row}, {TEACHER}", "expected": top1(score), "hardware": ""}
     return change(base, name, **{"distillation": how, "about": about} | changes)
 
 
@@ -58,13 +71,13 @@ for _size, (_score, _soft, _hard, _token, _long, _hardware) in SIZES.items():
         DEIT,
         f"deit_{_size}",
         model=f"deit_{_size}_patch16",
-        about={"row": f"Tables 3.5 and 3.9, DeiT {_size}", "expects": top1(_score), "hardware": _hardware},
+        about={"row": f"Tables 3.5 and 3.9, DeiT {_size}", "expected": top1(_score), "hardware": _hardware},
     )
     _row = "Table 3.9 for 1000 epochs, without a teacher; Figure 3.2 has no gain beyond 400"
     _longer = change(_recipe, f"{_recipe.name}_1000ep", schedule={"length": "1000 epochs"})
     RECIPES |= named(
         _recipe,
-        change(_longer, _longer.name, about={"row": _row, "expects": top1(None), "hardware": ""}),
+        change(_longer, _longer.name, about={"row": _row, "expected": top1(None), "hardware": ""}),
         taught(_recipe, f"{_recipe.name}_soft", "Table 3.3, usual distillation", _soft, SOFT),
         taught(_recipe, f"{_recipe.name}_hard", "Table 3.3, hard distillation", _hard),
     )
@@ -82,14 +95,14 @@ def resized(name: str, size: int, row: str, score: float, hardware: str = "") ->
     return change(
         base,
         f"{name}_to_{size}",
-        batch=512,
-        start={"mode": "eval", "after": name},
-        augmentation={"size": (size, size)},
-        optimiser={"rate": 5e-6, "decay": 1e-8},
-        schedule={"length": "30 epochs", "floor": 5e-6},
+        batch_size=512,
+        init={"mode": "eval", "pretrained_recipe": name},
+        augmentation={"image_size": (size, size)},
+        optimizer={"lr": 5e-6, "weight_decay": 1e-8},
+        schedule={"length": "30 epochs", "min_lr": 5e-6},
         about={
             "row": row + (f", {TEACHER} at {size}" if base.distillation.kind != "none" else ""),
-            "expects": top1(score),
+            "expected": top1(score),
             "hardware": hardware,
         },
     )
@@ -110,14 +123,14 @@ RECIPES["deit_base_cifar10"] = change(
     DEIT,
     "deit_base_cifar10",
     schedule={"length": "1000 epochs"},
-    about={"row": "Section 3.4.4, CIFAR-10 from scratch at 224", "expects": top1(97.5, "cifar10"), "hardware": ""},
+    about={"row": "Section 3.4.4, CIFAR-10 from scratch at 224", "expected": top1(97.5, "cifar10"), "hardware": ""},
 )
 RECIPES["deit_base_distilled_cifar10"] = change(
     RECIPES["deit_base_cifar10"],
     "deit_base_distilled_cifar10",
     model="deit_base_distilled_patch16",
     distillation=HARD,
-    about={"row": f"Section 3.4.4, {TEACHER} of CIFAR-10 alone", "expects": top1(98.5, "cifar10")},
+    about={"row": f"Section 3.4.4, {TEACHER} of CIFAR-10 alone", "expected": top1(98.5, "cifar10")},
 )
 
 # The released settings of the transfers, which the paper does not print; rates are those of the whole batch.
@@ -125,20 +138,27 @@ SGD = change(
     DEIT,
     "deit_base_to_cifar10",
     architecture={"drop_path": 0.0},
-    batch=768,
-    start={"after": "deit_base"},
-    augmentation={"erasing": 0.0},
-    optimiser={"kind": "sgd", "rate": 0.01, "rate_batch": 0, "momentum": 0.9, "decay": 1e-4, "decay_coupled": True},
+    batch_size=768,
+    init={"pretrained_recipe": "deit_base"},
+    augmentation={"random_erasing": 0.0},
+    optimizer={
+        "kind": "sgd",
+        "lr": 0.01,
+        "lr_batch_size": 0,
+        "momentum": 0.9,
+        "weight_decay": 1e-4,
+        "weight_decay_coupled": True,
+    },
     schedule={"length": "1000 epochs"},
     about={"hardware": ""},
 )
 INATURALIST = change(
     DEIT,
     "deit_base_to_inat18",
-    batch=768,
-    start={"after": "deit_base"},
-    augmentation={"erasing": 0.1},
-    optimiser={"rate": 7.5e-5, "rate_batch": 0},
+    batch_size=768,
+    init={"pretrained_recipe": "deit_base"},
+    augmentation={"random_erasing": 0.1},
+    optimizer={"lr": 7.5e-5, "lr_batch_size": 0},
     schedule={"length": "360 epochs"},
     about={"hardware": ""},
 )
@@ -159,16 +179,22 @@ for _data, (_settings, _plain, _distilled) in TRANSFERS.items():
             _settings,
             f"{_before}_to_{_data}",
             model=RECIPES[_before].model,
-            start={"after": _before},
+            init={"pretrained_recipe": _before},
             distillation=RECIPES[_before].distillation,
-            about={"row": _row + _teacher, "expects": top1(_score, _data)},
+            about={"row": _row + _teacher, "expected": top1(_score, _data)},
         )
-        _changes: dict[str, Any] = {"augmentation": {"size": (384, 384)}, "start": {"after": f"{_before}_to_384"}}
-        _changes["about"] = {"row": f"{_row} at 384{_teacher}", "expects": top1(_larger, _data)}
+        _changes: dict[str, Any] = {
+            "augmentation": {"image_size": (384, 384)},
+            "init": {"pretrained_recipe": f"{_before}_to_384"},
+        }
+        _changes["about"] = {"row": f"{_row} at 384{_teacher}", "expected": top1(_larger, _data)}
         RECIPES |= named(_recipe, change(_recipe, f"{_recipe.name}_384", **_changes))
 
-SGD_STEPS = {"optimiser.kind": "sgd", "optimiser.decay_coupled": True}  # at a rate that the paper does not give
-JITTER = {"augmentation.policy": "none", "augmentation.jitter": (0.4, 0.4, 0.4, 0.0)}  # what the code does instead of RandAugment
+SGD_STEPS = {"optimizer.kind": "sgd", "optimizer.weight_decay_coupled": True}  # at a rate that the paper does not give
+JITTER = {
+    "augmentation.policy": "none",
+    "augmentation.color_jitter": (0.4, 0.4, 0.4, 0.0),
+}  # what the code does instead of RandAugment
 # Table 3.8: a row's recipe, its changes, top-1 at 224 and after fine-tuning at 384.
 ABLATIONS: dict[str, tuple[str, dict[str, Any], float, float]] = {
     "none": ("deit_base", {}, 81.8, 83.1),
@@ -179,9 +205,9 @@ ABLATIONS: dict[str, tuple[str, dict[str, Any], float, float]] = {
     "no mixup": ("deit_base", {"mixing.mixup": 0.0}, 78.7, 79.8),
     "no CutMix": ("deit_base", {"mixing.cutmix": 0.0}, 80.0, 80.6),
     "no mixup, no CutMix": ("deit_base", {"mixing.mixup": 0.0, "mixing.cutmix": 0.0}, 75.8, 76.7),
-    "no erasing": ("deit_base", {"augmentation.erasing": 0.0}, 4.3, 0.1),
+    "no erasing": ("deit_base", {"augmentation.random_erasing": 0.0}, 4.3, 0.1),
     "no stochastic depth": ("deit_base", {"architecture.drop_path": 0.0}, 3.4, 0.1),
     "no repeated augmentation": ("deit_base", {"data.repeats": 1}, 76.5, 77.4),
     "dropout": ("deit_base", {"architecture.dropout": 0.1}, 81.3, 83.1),  # ViT's rate; the paper does not give one
-    "EMA": ("deit_base", {"average.report": True}, 81.9, 83.1),
+    "EMA": ("deit_base", {"ema.evaluate": True}, 81.9, 83.1),
 }

@@ -22,12 +22,12 @@ DEIT3 = change(
     DEIT,
     "deit3_base",
     model="deit3_base_patch16",
-    batch=2048,
-    augmentation={"policy": "three", "jitter": (0.3, 0.3, 0.3, 0.0), "erasing": 0.0},
-    objective={"loss": "binary", "smoothing": 0.0},
-    optimiser=LAMB | {"rate": 3e-3, "decay": 0.05},
+    batch_size=2048,
+    augmentation={"policy": "three", "color_jitter": (0.3, 0.3, 0.3, 0.0), "random_erasing": 0.0},
+    loss={"kind": "binary", "label_smoothing": 0.0},
+    optimizer=LAMB | {"lr": 3e-3, "weight_decay": 0.05},
     schedule={"length": "800 epochs"},
-    testing={"crop_ratio": 1.0},
+    validation={"crop_ratio": 1.0},
     about=About(PAPER),
 )
 # Drop-path rates by length (Tables 6.14 and its rule: 0.05 more for 200 epochs more; the released ones at 800).
@@ -65,12 +65,12 @@ def scratch(model: str, size: int, epochs: int, score: float | None) -> Recipe:
         f"deit3_{model}" + (f"_{size}" if size != 224 else "") + (f"_{epochs}ep" if epochs != 800 else ""),
         model=MODELS[model],
         architecture=dropping(DROP_PATH[model.split("_")[0]][epochs]),
-        augmentation={"size": (size, size)},
-        optimiser={"rate": 4e-3 if model == "small" else 3e-3, "decay": 0.05 if epochs > 400 else 0.02},
+        augmentation={"image_size": (size, size)},
+        optimizer={"lr": 4e-3 if model == "small" else 3e-3, "weight_decay": 0.05 if epochs > 400 else 0.02},
         schedule={"length": f"{epochs} epochs"},
         about={
             "row": "Table 6.15" if size == 224 else "Table 6.6",
-            "expects": top1(score) + (" after 20 epochs at 224" if size != 224 else ""),
+            "expected": top1(score) + (" after 20 epochs at 224" if size != 224 else ""),
         },
     )
 
@@ -82,14 +82,14 @@ def tuned(after: Recipe, name: str, size: int, drop_path: float, score: float | 
         name,
         **ONCE,
         architecture=dropping(drop_path),
-        batch=512,
-        start={"after": after.name},
-        augmentation={"size": (size, size), "policy": "rand", "magnitude": 9.0, "jitter": (0.0, 0.0, 0.0, 0.0)},
+        batch_size=512,
+        init={"pretrained_recipe": after.name},
+        augmentation={"image_size": (size, size), "policy": "rand", "magnitude": 9.0, "color_jitter": (0.0, 0.0, 0.0, 0.0)},
         mixing={"mixup": 0.8, "cutmix": 1.0},
-        objective={"loss": "cross_entropy", "smoothing": 0.1},
-        optimiser={"kind": "adamw", "rate": 1e-5, "decay": 0.1, "clip": 0.0},
-        schedule={"length": "20 epochs", "floor": 1e-5},
-        about={"row": row, "expects": top1(score)},
+        loss={"kind": "cross_entropy", "label_smoothing": 0.1},
+        optimizer={"kind": "adamw", "lr": 1e-5, "weight_decay": 0.1, "clip_grad_norm": 0.0},
+        schedule={"length": "20 epochs", "min_lr": 1e-5},
+        about={"row": row, "expected": top1(score)},
     )
 
 
@@ -116,9 +116,9 @@ for _model, _scores in {
 }.items():
     RECIPES |= transfers(RECIPES[f"deit3_{_model}_400ep"], "Table 6.11, CaiT's rule", _scores)
     _name = f"deit3_{_model}_400ep_to_flowers"
-    RECIPES[_name] = change(RECIPES[_name], _name, start={"scope": "attention"})
+    RECIPES[_name] = change(RECIPES[_name], _name, init={"scope": "attention"})
 RECIPES |= named(
     change(
-        RECIPES["deit3_base_400ep"], "deit3_cait_b12_400ep", model="cait_b12", about={"row": "Table 6.13", "expects": top1(83.3)}
+        RECIPES["deit3_base_400ep"], "deit3_cait_b12_400ep", model="cait_b12", about={"row": "Table 6.13", "expected": top1(83.3)}
     )
 )

@@ -41,7 +41,7 @@ def named(*recipes: Recipe) -> dict[str, Recipe]:
 
 
 def top1(value: float | None, data: str = "imagenet") -> str:
-    """The usual words of `about.expects`."""
+    """The usual words of `about.expected`."""
     return "not published" if value is None else f"{value} % top-1 on {DATA[data]}"
 
 

@@ -1,9 +1,9 @@
 """How long a training is, its cool-down included."""
 
-from vitrail.recipes.schema import Schedule, parse_span
+from vitrail.recipes.schema import ScheduleConfig, parse_span
 
 
-def whole_length(schedule: Schedule, epochs: float) -> dict[str, str]:
+def whole_length(schedule: ScheduleConfig, epochs: float) -> dict[str, str]:
     """Changes of leaves by which all of a training takes so many epochs; its cool-down keeps its share of the whole.
 
     A cool-down in another unit than the length has no such share before the data is known, and comes on top.
@@ -22,7 +22,7 @@ def span(epochs: float) -> str:
     return f"{epochs:.10g} epochs"  # exact to the step in trainings of any length
 
 
-def told(schedule: Schedule) -> list[str]:
+def told(schedule: ScheduleConfig) -> list[str]:
     """A sentence on the cool-down, if there is one: it is a part of the time that is said, and of what one waits for."""
     length, unit = parse_span(schedule.length)
     cooldown, its_unit = parse_span(schedule.cooldown)

@@ -13,44 +13,47 @@ NOT_NEGATIVE = (0.0, math.inf)
 # Of tuples every part. What is not here may be any number.
 LIMITS: dict[str, tuple[float, float]] = {
     "seed": (0, 2**63 - 1),
-    "batch": (1, math.inf),
+    "batch_size": (1, math.inf),
     "data.repeats": (1, math.inf),
     "data.round_to": (1, math.inf),
-    "data.held_out": (0.0, BELOW_ONE),
-    "data.detail": NOT_NEGATIVE,
+    "data.validation_fraction": (0.0, BELOW_ONE),
+    "data.decode_scale": NOT_NEGATIVE,
     "augmentation.scale": (ABOVE, 1.0),
     "augmentation.ratio": POSITIVE,
     "augmentation.padding": NOT_NEGATIVE,
     "augmentation.magnitude": NOT_NEGATIVE,
-    "augmentation.deviation": NOT_NEGATIVE,
-    "augmentation.layers": (1, math.inf),
-    "augmentation.jitter": NOT_NEGATIVE,
+    "augmentation.magnitude_std": NOT_NEGATIVE,
+    "augmentation.num_ops": (1, math.inf),
+    "augmentation.color_jitter": NOT_NEGATIVE,
     "augmentation.std": POSITIVE,
-    **{f"augmentation.{name}": SHARE for name in ("flip", "jitter_chance", "grey", "blur", "solarise", "erasing")},
+    **{
+        f"augmentation.{name}": SHARE
+        for name in ("hflip", "color_jitter_prob", "grayscale", "blur", "solarize", "random_erasing")
+    },
     "mixing.mixup": NOT_NEGATIVE,
     "mixing.cutmix": NOT_NEGATIVE,
-    "mixing.switch": SHARE,
-    "objective.smoothing": (0.0, BELOW_ONE),
+    "mixing.switch_prob": SHARE,
+    "loss.label_smoothing": (0.0, BELOW_ONE),
     "distillation.weight": SHARE,
     "distillation.temperature": POSITIVE,
-    "distillation.smoothing": (0.0, BELOW_ONE),
-    "tokens.weight": NOT_NEGATIVE,
-    "tokens.mix": NOT_NEGATIVE,
-    "optimiser.rate": NOT_NEGATIVE,
-    "optimiser.rate_batch": NOT_NEGATIVE,
-    "optimiser.betas": (0.0, BELOW_ONE),
-    "optimiser.eps": POSITIVE,
-    "optimiser.momentum": (0.0, BELOW_ONE),
-    "optimiser.decay": NOT_NEGATIVE,
-    "optimiser.clip": NOT_NEGATIVE,
-    "optimiser.trust_limit": NOT_NEGATIVE,
-    "optimiser.layer_decay": (ABOVE, 1.0),
-    "schedule.warmup_from": NOT_NEGATIVE,
-    "schedule.floor": NOT_NEGATIVE,
-    "schedule.lag": NOT_NEGATIVE,
-    "schedule.stair_factor": SHARE,
-    "average.decay": (0.0, BELOW_ONE),
-    "testing.crop_ratio": (ABOVE, 1.0),
+    "distillation.label_smoothing": (0.0, BELOW_ONE),
+    "token_labels.weight": NOT_NEGATIVE,
+    "token_labels.mixtoken": NOT_NEGATIVE,
+    "optimizer.lr": NOT_NEGATIVE,
+    "optimizer.lr_batch_size": NOT_NEGATIVE,
+    "optimizer.betas": (0.0, BELOW_ONE),
+    "optimizer.eps": POSITIVE,
+    "optimizer.momentum": (0.0, BELOW_ONE),
+    "optimizer.weight_decay": NOT_NEGATIVE,
+    "optimizer.clip_grad_norm": NOT_NEGATIVE,
+    "optimizer.max_trust_ratio": NOT_NEGATIVE,
+    "optimizer.layer_decay": (ABOVE, 1.0),
+    "schedule.warmup_lr": NOT_NEGATIVE,
+    "schedule.min_lr": NOT_NEGATIVE,
+    "schedule.lag_epochs": NOT_NEGATIVE,
+    "schedule.gamma": SHARE,
+    "ema.decay": (0.0, BELOW_ONE),
+    "validation.crop_ratio": (ABOVE, 1.0),
 }
 ORDERED = ("augmentation.scale", "augmentation.ratio")  # from, to
 FROM_DATA = ("classes", "channels", "image_size")  # parts of an architecture that are not a recipe's to choose
@@ -68,7 +71,7 @@ def check_limits(leaves: dict[str, Any]) -> None:
         raise UserError("augmentation.mean and augmentation.std are a number for each of red, green and blue.")
     for part in FROM_DATA:
         if f"architecture.{part}" in leaves:
-            hint = "; augmentation.size is the network's size" if part == "image_size" else ""
+            hint = "; augmentation.image_size is the network's size" if part == "image_size" else ""
             raise UserError(f"architecture.{part} follows from the data and cannot be set{hint}.")
 
 

@@ -1,15 +1,15 @@
 """LV-ViT: "All tokens matter: token labeling for training better vision transformers" (arXiv 2104.10858).
 
-The columns of Table 2: `lvvit_{model}` is the standard training, `lvvit_s_relabel…` takes the picture's label from an annotator's
-map (`tokens.labels`), `…_tokens` labels of the patches too, with MixToken in CutMix's place; `…_to_{size}` is fine-tuning with
-them. The cool-down of ten epochs is really run, and the running mean of the weights is what is reported.
+The columns of Table 2: `lvvit_{model}` is the standard training, `lvvit_s_relabel…` takes the image's label from an annotator's
+map (`token_labels.store`), `…_tokens` labels of the patches too, with MixToken in CutMix's place; `…_to_{size}` is fine-tuning
+with them. The cool-down of ten epochs is really run, and the running mean of the weights is what is reported.
 """
 
 from typing import Any
 
 from vitrail.recipes.deit import DEIT
 from vitrail.recipes.derivation import change, named, top1
-from vitrail.recipes.schema import About, Data, Recipe, TokenLabels
+from vitrail.recipes.schema import About, DataConfig, Recipe, TokenLabelConfig
 
 PAPER = "LV-ViT, arXiv 2104.10858"
 
@@ -18,11 +18,11 @@ LVVIT = change(
     "lvvit_s",
     model="lvvit_s",
     seed=42,
-    data=Data(),
-    augmentation={"crop_last": True, "filter": "random"},  # the released order: flip, RandAugment, then the crop
-    optimiser={"rate": 1e-3, "rate_batch": 1024},
-    schedule={"lag": 0, "cooldown": "10 epochs"},
-    average={"decay": 0.99992, "report": True},
+    data=DataConfig(),
+    augmentation={"crop_last": True, "interpolation": "random"},  # the released order: flip, RandAugment, then the crop
+    optimizer={"lr": 1e-3, "lr_batch_size": 1024},
+    schedule={"lag_epochs": 0, "cooldown": "10 epochs"},
+    ema={"decay": 0.99992, "evaluate": True},
     about=About(PAPER, "Table 2, standard", "", "less than 3 days on 8 V100"),
 )
 #     drop-path, test crop, top-1 with the data set's labels and with token labels
@@ -36,8 +36,8 @@ SIZES: dict[str, tuple[float, float, float | None, float | None]] = {
 
 ANNOTATOR = "annotator NFNet-F6"
 # The paper weighs the loss of the patches with 0.5, the released code with 1. A class that a map does not keep has a logit of 0.
-TOKENS = TokenLabels(weight=1.0, target="relabel", outside="zero", mix=1.0)
-RELABEL = TokenLabels(target="relabel", outside="zero")
+TOKENS = TokenLabelConfig(weight=1.0, target="relabel", outside="zero", mixtoken=1.0)
+RELABEL = TokenLabelConfig(target="relabel", outside="zero")
 # Nobody teaches the patches' head then, and in evaluation it would add what it started with.
 CLASS_ALONE: dict[str, Any] = {"dense_weight": 0.0}
 
@@ -48,8 +48,8 @@ for _size, (_drop, _crop, _plain, _tokens) in SIZES.items():
         f"lvvit_{_size}",
         model=f"lvvit_{_size}",
         architecture={"drop_path": _drop},
-        testing={"crop_ratio": _crop},
-        about={"expects": top1(_plain), "hardware": LVVIT.about.hardware if _size == "s" else ""},
+        validation={"crop_ratio": _crop},
+        about={"expected": top1(_plain), "hardware": LVVIT.about.hardware if _size == "s" else ""},
     )
     RECIPES |= named(
         change(_recipe, _recipe.name, architecture=CLASS_ALONE),
@@ -57,17 +57,17 @@ for _size, (_drop, _crop, _plain, _tokens) in SIZES.items():
             _recipe,
             f"{_recipe.name}_tokens",
             mixing={"mixup": 0.0, "cutmix": 0.0},
-            tokens=TOKENS,
-            optimiser={"rate_batch": 640},
-            about={"row": f"Tables 2 and 8, token labelling, {ANNOTATOR}", "expects": top1(_tokens)},
+            token_labels=TOKENS,
+            optimizer={"lr_batch_size": 640},
+            about={"row": f"Tables 2 and 8, token labelling, {ANNOTATOR}", "expected": top1(_tokens)},
         ),
     )
 _relabel = change(
     RECIPES["lvvit_s"],
     "lvvit_s_relabel",
     mixing={"mixup": 0.0},
-    tokens=RELABEL,
-    about={"row": f"Tables 2 and 6, re-labelling with CutMix, {ANNOTATOR}", "expects": top1(82.8)},
+    token_labels=RELABEL,
+    about={"row": f"Tables 2 and 6, re-labelling with CutMix, {ANNOTATOR}", "expected": top1(82.8)},
 )
 RECIPES |= named(
     _relabel,
@@ -75,22 +75,22 @@ RECIPES |= named(
         _relabel,
         "lvvit_s_relabel_mixtoken",
         mixing={"cutmix": 0.0},
-        tokens={"mix": 1.0},
-        about={"row": f"Table 6, re-labelling with MixToken, {ANNOTATOR}", "expects": top1(83.0)},
+        token_labels={"mixtoken": 1.0},
+        about={"row": f"Table 6, re-labelling with MixToken, {ANNOTATOR}", "expected": top1(83.0)},
     ),
 )
 # The released command for L: a rate of 1e-3, three operations, 224 pixels; the paper trains it at 288, and once at 448.
 _large = RECIPES["lvvit_l_tokens"]
-_large = change(_large, "lvvit_l_tokens", augmentation={"layers": 3}, optimiser={"rate_batch": 1024})
+_large = change(_large, "lvvit_l_tokens", augmentation={"num_ops": 3}, optimizer={"lr_batch_size": 1024})
 RECIPES |= named(_large)
 for _pixels, _row, _score in ((288, "Tables 8 and 10", 85.3), (448, "Table 10", 86.2)):
-    _about = {"row": f"{_row}, L trained at {_pixels}, {ANNOTATOR}", "expects": top1(_score)}
-    RECIPES |= named(change(_large, f"lvvit_l_tokens_{_pixels}", augmentation={"size": (_pixels, _pixels)}, about=_about))
+    _about = {"row": f"{_row}, L trained at {_pixels}, {ANNOTATOR}", "expected": top1(_score)}
+    RECIPES |= named(change(_large, f"lvvit_l_tokens_{_pixels}", augmentation={"image_size": (_pixels, _pixels)}, about=_about))
 RECIPES["lvvit_deit_small"] = change(
     LVVIT,
     "lvvit_deit_small",
     model="deit_small_patch16",
-    about={"row": "Table 3, DeiT-Small", "expects": top1(79.9), "hardware": ""},
+    about={"row": "Table 3, DeiT-Small", "expected": top1(79.9), "hardware": ""},
 )
 
 # Fine-tuning with token labels. The released command gives no length (DeiT's is here) and a rate that equals the floor.
@@ -103,12 +103,12 @@ for _size, _after, _pixels, _score in (
         change(
             RECIPES[_after],
             f"lvvit_{_size}_to_{_pixels}",
-            batch=512,
-            start={"after": _after},
-            augmentation={"size": (_pixels, _pixels)},
-            optimiser={"rate": 5e-6, "rate_batch": 0, "decay": 1e-8},
-            schedule={"length": "30 epochs", "floor": 5e-6},
-            about={"row": f"Table 10, {ANNOTATOR}", "expects": top1(_score), "hardware": ""},
+            batch_size=512,
+            init={"pretrained_recipe": _after},
+            augmentation={"image_size": (_pixels, _pixels)},
+            optimizer={"lr": 5e-6, "lr_batch_size": 0, "weight_decay": 1e-8},
+            schedule={"length": "30 epochs", "min_lr": 5e-6},
+            about={"row": f"Table 10, {ANNOTATOR}", "expected": top1(_score), "hardware": ""},
         )
     )
 
@@ -122,9 +122,9 @@ ABLATIONS: dict[str, tuple[str, dict[str, Any], float]] = {
     "scaled residuals": ("lvvit_s", {}, 82.4),
     # Table 7
     "tokens": ("lvvit_s_tokens", {}, 83.3),
-    "tokens, no MixToken": ("lvvit_s_tokens", {"tokens.mix": 0.0}, 81.3),
+    "tokens, no MixToken": ("lvvit_s_tokens", {"token_labels.mixtoken": 0.0}, 81.3),
     "tokens, mixup": ("lvvit_s_tokens", {"mixing.mixup": 0.8}, 83.1),
-    "tokens, no erasing": ("lvvit_s_tokens", {"augmentation.erasing": 0.0}, 83.0),
+    "tokens, no erasing": ("lvvit_s_tokens", {"augmentation.random_erasing": 0.0}, 83.0),
     "tokens, no RandAugment": ("lvvit_s_tokens", {"augmentation.policy": "none"}, 82.8),
-    "tokens, weight 0.5": ("lvvit_s_tokens", {"tokens.weight": 0.5}, 83.3),  # as the paper's text has it
+    "tokens, weight 0.5": ("lvvit_s_tokens", {"token_labels.weight": 0.5}, 83.3),  # as the paper's text has it
 }

@@ -17,14 +17,14 @@ PAPER = "PatchConvNet, arXiv 2112.13692"
 PATCHCONVNET = change(
     DEIT,
     "patchconvnet_s60",
-    batch=2048,
-    augmentation={"erasing": 0.0},
-    optimiser=LAMB | {"rate": 3e-3},
+    batch_size=2048,
+    augmentation={"random_erasing": 0.0},
+    optimizer=LAMB | {"lr": 3e-3},
     schedule={"length": "400 epochs"},
-    testing={"crop_ratio": 1.0},  # not stated anywhere
+    validation={"crop_ratio": 1.0},  # not stated anywhere
     about=About(PAPER),
 )
-ONCE: dict[str, Any] = {"data": {"repeats": 1, "round_to": 1}}  # pictures are repeated on ImageNet-1k from scratch alone
+ONCE: dict[str, Any] = {"data": {"repeats": 1, "round_to": 1}}  # images are repeated on ImageNet-1k from scratch alone
 
 #      drop-path  LayerNorm, BatchNorm (Table 5.8)
 SIZES = {
@@ -52,7 +52,7 @@ LARGE: dict[str, tuple[float, dict[int, float]]] = {
 def scratch(size: str, drop_path: float) -> Recipe:
     model = f"patchconvnet_{size}"
     decay = 0.01 if size.startswith("s") else 0.05
-    return change(PATCHCONVNET, model, model=model, architecture=dropping(drop_path), optimiser={"decay": decay})
+    return change(PATCHCONVNET, model, model=model, architecture=dropping(drop_path), optimizer={"weight_decay": decay})
 
 
 def larger(base: Recipe, name: str, size: int, score: float | None, row: str) -> Recipe:
@@ -62,12 +62,12 @@ def larger(base: Recipe, name: str, size: int, score: float | None, row: str) ->
         name,
         **ONCE,
         architecture=dropping(lower(base)),
-        batch=1024,
-        start={"after": base.name},
-        augmentation={"size": (size, size)},
-        optimiser={"rate": 1e-5, "decay": 0.01},
+        batch_size=1024,
+        init={"pretrained_recipe": base.name},
+        augmentation={"image_size": (size, size)},
+        optimizer={"lr": 1e-5, "weight_decay": 0.01},
         schedule={"length": "10 epochs"},
-        about={"row": row, "expects": top1(score)},
+        about={"row": row, "expected": top1(score)},
     )
 
 
@@ -77,15 +77,15 @@ def lower(base: Recipe) -> float:
 
 RECIPES: dict[str, Recipe] = {}
 for _size, (_drop, _layer, _batch) in SIZES.items():
-    _recipe = change(scratch(_size, _drop), f"patchconvnet_{_size}", about={"row": "Table 5.8", "expects": top1(_layer)})
+    _recipe = change(scratch(_size, _drop), f"patchconvnet_{_size}", about={"row": "Table 5.8", "expected": top1(_layer)})
     RECIPES |= named(
         _recipe,
-        change(_recipe, f"{_recipe.name}_batchnorm", architecture=BATCH_NORM, about={"expects": top1(_batch)}),
+        change(_recipe, f"{_recipe.name}_batchnorm", architecture=BATCH_NORM, about={"expected": top1(_batch)}),
         larger(_recipe, f"{_recipe.name}_to_384", 384, None, "Section 5.2.3"),
     )
 for _name, _score in VARIANTS.items():
     _model = f"patchconvnet_s60_{_name}"
-    _about = {"row": "Table 5.7", "expects": top1(_score)}
+    _about = {"row": "Table 5.7", "expected": top1(_score)}
     RECIPES |= named(change(RECIPES["patchconvnet_s60"], _model, model=_model, about=_about))
 
 for _size, (_drop, _scores) in LARGE.items():
@@ -94,9 +94,9 @@ for _size, (_drop, _scores) in LARGE.items():
         scratch(_size, _drop),
         f"patchconvnet_{_size}_21k",
         **ONCE,
-        optimiser={"decay": 0.01},
+        optimizer={"weight_decay": 0.01},
         schedule={"length": "90 epochs"},
-        about={"row": "Table 5.2", "expects": f"{top1(_scores[384])} after fine-tuning at 384"},
+        about={"row": "Table 5.2", "expected": f"{top1(_scores[384])} after fine-tuning at 384"},
     )
     RECIPES |= named(_recipe)
     for _pixels in (224, 288, 384):
@@ -105,12 +105,12 @@ for _size, (_drop, _scores) in LARGE.items():
                 _recipe,
                 f"{_recipe.name}_to_1k" + (f"_{_pixels}" if _pixels != 224 else ""),
                 architecture=dropping(lower(_recipe)),
-                batch=1024,
-                start={"after": _recipe.name},
-                augmentation={"size": (_pixels, _pixels)},
-                optimiser={"rate": 5e-4},
+                batch_size=1024,
+                init={"pretrained_recipe": _recipe.name},
+                augmentation={"image_size": (_pixels, _pixels)},
+                optimizer={"lr": 5e-4},
                 schedule={"length": "100 epochs"},
-                about={"row": f"Table 5.2, {_pixels}", "expects": top1(_scores[_pixels])},
+                about={"row": f"Table 5.2, {_pixels}", "expected": top1(_scores[_pixels])},
             )
         )
 RECIPES |= named(larger(RECIPES["patchconvnet_s60_21k_to_1k_384"], "patchconvnet_s60_21k_to_1k_512", 512, 85.0, "Table 5.2, 512"))
@@ -122,5 +122,5 @@ for _size, _scores_224, _scores_320 in (
 ):
     _base = RECIPES[f"patchconvnet_{_size}"]
     RECIPES |= transfers(_base, "Table 5.5, CaiT's rule", _scores_224, **ONCE)
-    for _recipe in transfers(_base, "Table 5.5 at 320", _scores_320, **ONCE, augmentation={"size": (320, 320)}).values():
+    for _recipe in transfers(_base, "Table 5.5 at 320", _scores_320, **ONCE, augmentation={"image_size": (320, 320)}).values():
         RECIPES |= named(change(_recipe, f"{_recipe.name}_320"))

@@ -9,18 +9,18 @@ CaiT.
 from vitrail.recipes.cait import transfers
 from vitrail.recipes.deit import DEIT, LAMB, taught
 from vitrail.recipes.derivation import change, named, top1
-from vitrail.recipes.schema import About, Recipe, Schedule
+from vitrail.recipes.schema import About, Recipe, ScheduleConfig
 
 PAPER = "ResMLP, arXiv 2105.03404"
 
 RESMLP = change(
     DEIT,
     "resmlp_s12",
-    batch=2048,
+    batch_size=2048,
     precision="fp32",
-    optimiser=LAMB | {"rate": 5e-3, "decay": 0.2},
+    optimizer=LAMB | {"lr": 5e-3, "weight_decay": 0.2},
     schedule={"length": "400 epochs"},
-    testing={"crop_ratio": 0.9},
+    validation={"crop_ratio": 0.9},
     about=About(PAPER, "Table 4.3", "", "about two days on 8 V100"),
 )
 #              drop-path  top-1
@@ -46,7 +46,7 @@ VARIANTS = {
 
 
 def sized(model: str, drop_path: float, score: float | None) -> Recipe:
-    return change(RESMLP, model, model=model, architecture={"drop_path": drop_path}, about={"expects": top1(score)})
+    return change(RESMLP, model, model=model, architecture={"drop_path": drop_path}, about={"expected": top1(score)})
 
 
 RECIPES = {f"resmlp_{size}": sized(f"resmlp_{size}", drop, score) for size, (drop, score) in SIZES.items()}
@@ -66,26 +66,24 @@ RECIPES["resmlp_s12_90ep"] = change(
     RECIPES["resmlp_s12"],
     "resmlp_s12_90ep",
     architecture={"drop_path": 0.0},
-    batch=256,
+    batch_size=256,
     data={"repeats": 1, "round_to": 1},
-    augmentation={"policy": "none", "erasing": 0.0},
+    augmentation={"policy": "none", "random_erasing": 0.0},
     mixing={"mixup": 0.0, "cutmix": 0.0},
-    objective={"smoothing": 0.0},
-    optimiser={
+    loss={"label_smoothing": 0.0},
+    optimizer={
         "kind": "sgd",
-        "rate": 0.1,
-        "rate_batch": 256,
+        "lr": 0.1,
+        "lr_batch_size": 256,
         "momentum": 0.9,
         "nesterov": False,
-        "decay": 1e-4,
-        "decay_coupled": True,
-        "clip": 0.0,
+        "weight_decay": 1e-4,
+        "weight_decay_coupled": True,
+        "clip_grad_norm": 0.0,
     },
-    schedule=Schedule(
-        length="90 epochs", warmup="0 epochs", shape="stairs", stair_every="30 epochs", stair_factor=0.1, by_epoch=True
-    ),
-    average={"decay": 0.0},
-    about={"row": "Table 4.3, old-fashioned", "expects": top1(69.2), "hardware": ""},
+    schedule=ScheduleConfig(length="90 epochs", warmup="0 epochs", kind="step", step_size="30 epochs", gamma=0.1, by_epoch=True),
+    ema={"decay": 0.0},
+    about={"row": "Table 4.3, old-fashioned", "expected": top1(69.2), "hardware": ""},
 )
 
 # Of the path over ImageNet-21k only the 60 epochs are published; the second stage is DeiT III's.
@@ -95,17 +93,17 @@ RECIPES["resmlp_b24_patch8_21k"] = change(
     schedule={"length": "60 epochs"},
     about={
         "row": "Table 4.3, pre-trained on ImageNet-21k",
-        "expects": "84.4 % top-1 on ImageNet after fine-tuning",
+        "expected": "84.4 % top-1 on ImageNet after fine-tuning",
         "hardware": "",
     },
 )
 RECIPES["resmlp_b24_patch8_21k_to_1k"] = change(
     RECIPES["resmlp_b24_patch8_21k"],
     "resmlp_b24_patch8_21k_to_1k",
-    start={"after": "resmlp_b24_patch8_21k"},
-    optimiser={"rate": 3e-4, "decay": 0.02},
+    init={"pretrained_recipe": "resmlp_b24_patch8_21k"},
+    optimizer={"lr": 3e-4, "weight_decay": 0.02},
     schedule={"length": "50 epochs"},
-    about={"expects": top1(84.4)},
+    about={"expected": top1(84.4)},
 )
 
 #          CIFAR-10 CIFAR-100 Flowers Cars iNat-18 iNat-19 (Table 4.4)
@@ -117,9 +115,9 @@ for _size, _scores in {"s12": (98.1, 87.0, 97.4, 84.6, 60.2, 71.0), "s24": (98.7
             change(
                 RECIPES[_name],
                 _name,
-                batch=768,
-                augmentation={"erasing": 0.0},
-                optimiser={"kind": "adamw", "rate": 5e-6, "decay": 0.05, "clip": 0.0},
+                batch_size=768,
+                augmentation={"random_erasing": 0.0},
+                optimizer={"kind": "adamw", "lr": 5e-6, "weight_decay": 0.05, "clip_grad_norm": 0.0},
                 about={"row": "Table 4.4, the released settings"},
             )
         )

@@ -1,4 +1,4 @@
-"""What a training is, as a tree of plain values: written into the run folder and the artefact, read back, changed by leaf."""
+"""What a training is, as a tree of plain values: written into the run folder and the artifact, read back, changed by leaf."""
 
 import dataclasses
 import difflib
@@ -11,13 +11,14 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 
+from vitrail.aliases import IN_EPOCHS, upgrade_key, upgrade_recipe
 from vitrail.data.transforms.pipeline import Augmentation
 from vitrail.errors import UserError
 from vitrail.models.config import check_fields
 from vitrail.recipes.limits import check_limits
 
 SPAN = re.compile(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*(epochs?|steps?|%)\s*")
-SPANS = ("schedule.length", "schedule.warmup", "schedule.cooldown", "schedule.stair_every", "testing.every")
+SPANS = ("schedule.length", "schedule.warmup", "schedule.cooldown", "schedule.step_size", "validation.every")
 SCOPES = ("full", "attention", "ffn", "head", "norm")
 
 
@@ -27,128 +28,134 @@ class About:
 
     paper: str = ""
     row: str = ""  # the table and row, or the command of the released code
-    expects: str = ""  # the published (or measured) result
+    expected: str = ""  # the published (or measured) result
     hardware: str = ""
-    tried: tuple[float, ...] = ()  # the rates among which the paper chose
-    held_out: float = 0.0  # the share of the training pictures by which it chose: data.held_out of such a sweep
+    lr_grid: tuple[float, ...] = ()  # the rates among which the paper chose
+    validation_fraction: float = (
+        0.0  # the share of the training images by which it chose: data.validation_fraction of such a sweep
+    )
 
 
 @dataclass(frozen=True)
-class Data:
-    """The order of the pictures."""
+class DataConfig:
+    """The order of the images."""
 
-    repeats: int = 1  # augmented copies of a picture in a row (repeated augmentation)
+    repeats: int = 1  # augmented copies of an image in a row (repeated augmentation)
     round_to: int = 1  # an epoch's samples are cut to a multiple of this
-    balanced: bool = False  # classes take turns
-    held_out: float = 0.0  # share of every training class to validate on, instead of the data's own validation pictures; 0: none
-    detail: float = 1.5  # pictures are decoded to at least this many times the network's size; 0: in full
+    class_balanced: bool = False  # classes take turns
+    validation_fraction: float = (
+        0.0  # share of every training class to validate on, instead of the data's own validation images; 0: none
+    )
+    decode_scale: float = 1.5  # images are decoded to at least this many times the network's size; 0: in full
 
 
 @dataclass(frozen=True)
-class Mixing:
+class MixingConfig:
     """Mixup and CutMix: the parameters of their Beta distributions, 0 for none; with both on, CutMix has probability `switch`."""
 
     mixup: float = 0.0
     cutmix: float = 0.0
-    switch: float = 0.5
+    switch_prob: float = 0.5
 
 
 @dataclass(frozen=True)
-class Objective:
-    """What is minimised."""
+class LossConfig:
+    """What is minimized."""
 
-    loss: Literal["cross_entropy", "binary"] = "cross_entropy"
-    smoothing: float = 0.0
-    smooth_over: Literal["all", "others"] = "all"  # who shares the smoothing: all classes, or all but the true one
+    kind: Literal["cross_entropy", "binary"] = "cross_entropy"
+    label_smoothing: float = 0.0
+    smoothing_over: Literal["all", "others"] = "all"  # who shares the smoothing: all classes, or all but the true one
     binary_targets: Literal["present", "soft"] = "present"  # mixed targets above zero count as one, or stay what they are
     binary_sum: bool = False  # sum over classes instead of the mean
 
 
 @dataclass(frozen=True)
-class Distillation:
-    """What a teacher says about a picture, as a second thing to learn; kind "none": no teacher.
+class DistillationConfig:
+    """What a teacher says about an image, as a second thing to learn; kind "none": no teacher.
 
     The labels weigh 1 - `weight`. With a distillation token its head learns from the teacher and the other from the labels.
     """
 
     kind: Literal["none", "soft", "hard"] = "none"  # its probabilities, or its first choice
-    teacher: str = ""  # a network of any known kind, asked about every augmented picture, or a store of what one has said
+    teacher: str = ""  # a network of any known kind, asked about every augmented image, or a store of what one has said
     weight: float = 0.5
     temperature: float = 1.0  # of soft probabilities
-    smoothing: float = 0.0  # of the first choice
+    label_smoothing: float = 0.0  # of the first choice
     per_class: bool = False  # the released code's soft loss: divided by the number of classes, too
 
 
 @dataclass(frozen=True)
-class TokenLabels:
-    """Labels from a teacher's map of the picture: of its patches (token labelling), of what is seen of it (re-labelling)."""
+class TokenLabelConfig:
+    """Labels from a teacher's map of the image: of its patches (token labelling), of what is seen of it (re-labelling)."""
 
-    labels: str = ""  # the store with the maps
-    weight: float = 0.0  # of the patches' loss, that of the picture having 1; 0: patches have no labels
-    target: Literal["truth", "relabel", "blend"] = "truth"  # the picture's own label: the data's, the mean of the map, or both
+    store: str = ""  # the store with the maps
+    weight: float = 0.0  # of the patches' loss, that of the image having 1; 0: patches have no labels
+    target: Literal["labels", "relabel", "blend"] = "labels"  # the image's own label: the data's, the mean of the map, or both
     outside: Literal["spread", "zero"] = "spread"  # classes that a cell does not keep: equal parts of the rest, or a logit of 0
-    mix: float = 0.0  # MixToken: the parameter of the Beta distribution that the box is drawn from; 0: none
-    mix_what: Literal["answers", "labels"] = "answers"  # what is mixed to agree: answers are put back, or labels follow
+    mixtoken: float = 0.0  # MixToken: the parameter of the Beta distribution that the box is drawn from; 0: none
+    mixtoken_on: Literal["predictions", "labels"] = (
+        "predictions"  # what is mixed to agree: answers are put back, or labels follow
+    )
 
 
 @dataclass(frozen=True)
-class Optimiser:
+class OptimizerConfig:
     """How gradients become steps."""
 
     kind: Literal["adamw", "adam", "sgd", "lamb", "adagrad"] = "adamw"
-    rate: float = 1e-3
-    rate_batch: int = 0  # the rate is meant for this batch and scaled linearly to the real one; 0: absolute
+    lr: float = 1e-3
+    lr_batch_size: int = 0  # the rate is meant for this batch and scaled linearly to the real one; 0: absolute
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     momentum: float = 0.9
     nesterov: bool = True
-    decay: float = 0.05
-    decay_coupled: bool = False  # added to the gradient (L2) instead of taken off the weights
-    decay_on: Literal["matrices", "kernels", "all"] = "matrices"
-    clip: float = 0.0  # largest global gradient norm; 0: none
-    trust: Literal["decayed", "all"] = "decayed"  # where LAMB scales by the norm of the weights
-    trust_limit: float = 0.0  # largest ratio; 0: none
+    weight_decay: float = 0.05
+    weight_decay_coupled: bool = False  # added to the gradient (L2) instead of taken off the weights
+    weight_decay_on: Literal["matrices", "kernels", "all"] = "matrices"
+    clip_grad_norm: float = 0.0  # largest global gradient norm; 0: none
+    trust_ratio_on: Literal["decayed", "all"] = "decayed"  # where LAMB scales by the norm of the weights
+    max_trust_ratio: float = 0.0  # largest ratio; 0: none
     layer_decay: float = 1.0  # the rate's factor from one block to the one before it
 
 
 @dataclass(frozen=True)
-class Schedule:
+class ScheduleConfig:
     """How long, and the learning rate on the way. Spans are "300 epochs", "20000 steps" or "5%" of the length."""
 
     length: str = "300 epochs"
     warmup: str = "5 epochs"
-    warmup_from: float = 1e-6
-    shape: Literal["cosine", "linear", "constant", "stairs"] = "cosine"
-    floor: float = 0.0
-    shifted: bool = True  # the curve starts at the end of the warm-up; False: at step 0, under the warm-up
+    warmup_lr: float = 1e-6
+    kind: Literal["cosine", "linear", "constant", "step"] = "cosine"
+    min_lr: float = 0.0
+    warmup_prefix: bool = True  # the curve starts at the end of the warm-up; False: at step 0, under the warm-up
     by_epoch: bool = False  # constant inside an epoch
-    lag: int = 0  # epochs by which the rate runs late
+    lag_epochs: int = 0  # epochs by which the rate runs late
     cooldown: str = "0 epochs"  # added after the length, at the floor
-    stair_every: str = "30 epochs"
-    stair_factor: float = 0.1
+    step_size: str = "30 epochs"
+    gamma: float = 0.1
 
 
 @dataclass(frozen=True)
-class Average:
+class EmaConfig:
     """A running mean of the weights; decay 0: none."""
 
     decay: float = 0.0
-    report: bool = False  # measured, chosen and shipped instead of the plain weights
-    ramp: bool = False  # decay after n steps at most (1 + n) / (10 + n): the weights of the start are soon forgotten
+    evaluate: bool = False  # measured, chosen and shipped instead of the plain weights
+    warmup: bool = False  # decay after n steps at most (1 + n) / (10 + n): the weights of the start are soon forgotten
 
 
 @dataclass(frozen=True)
-class Testing:
+class ValidationConfig:
     """The validation view, and how often."""
 
     every: str = "1 epochs"
     crop_ratio: float = 0.875
-    filter: str = "bicubic"
+    interpolation: str = "bicubic"
     resize: Literal["shorter", "square"] = "shorter"
 
 
 @dataclass(frozen=True)
-class Start:
+class InitConfig:
     """Where the weights come from."""
 
     weights: str = ""  # a checkpoint of any known kind; "": fresh
@@ -156,7 +163,7 @@ class Start:
     zero_head: bool = False  # a new classifier starts at zero
     head_bias: float = 0.0  # where the bias of a new classifier starts; -10 for sigmoids over thousands of classes
     scope: str = "full"  # what is trained: full, attention, ffn, head, norm or last:n, each with the classifier
-    after: str = ""  # the recipe that such weights come from: with one, `weights` must be given
+    pretrained_recipe: str = ""  # the recipe that such weights come from: with one, `weights` must be given
 
 
 @dataclass(frozen=True)
@@ -166,41 +173,41 @@ class Recipe:
     name: str = "custom"
     model: str = "deit_small_patch16"
     architecture: dict[str, Any] = field(default_factory=dict)  # fields of the model's Architecture that differ
-    batch: int = 1024  # of all devices and accumulation steps together
+    batch_size: int = 1024  # of all devices and accumulation steps together
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
     seed: int = 0
-    start: Start = Start()
-    data: Data = Data()
-    augmentation: Augmentation = field(default_factory=Augmentation)  # size (0, 0): chosen by the pictures
-    mixing: Mixing = Mixing()
-    objective: Objective = Objective()
-    distillation: Distillation = Distillation()
-    tokens: TokenLabels = TokenLabels()
-    optimiser: Optimiser = Optimiser()
-    schedule: Schedule = Schedule()
-    average: Average = Average()
-    testing: Testing = Testing()
+    init: InitConfig = InitConfig()
+    data: DataConfig = DataConfig()
+    augmentation: Augmentation = field(default_factory=Augmentation)  # size (0, 0): chosen by the images
+    mixing: MixingConfig = MixingConfig()
+    loss: LossConfig = LossConfig()
+    distillation: DistillationConfig = DistillationConfig()
+    token_labels: TokenLabelConfig = TokenLabelConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    ema: EmaConfig = EmaConfig()
+    validation: ValidationConfig = ValidationConfig()
     about: About = About()
 
     def __post_init__(self) -> None:
         check_fields(self.architecture)
         for owner, name in ((self.schedule, "length"), (self.schedule, "warmup"), (self.schedule, "cooldown")):
             parse_span(getattr(owner, name))
-        parse_scope(self.start.scope)
-        parse_span(self.schedule.stair_every)
-        parse_span(self.testing.every)
+        parse_scope(self.init.scope)
+        parse_span(self.schedule.step_size)
+        parse_span(self.validation.every)
         if parse_span(self.schedule.length)[1] == "%":
             raise UserError("schedule.length is a share of itself: give it in epochs or steps.")
         check_limits(self.leaves())
-        if self.objective.loss == "binary" and self.objective.binary_targets == "present" and self.objective.smoothing > 0:
+        if self.loss.kind == "binary" and self.loss.binary_targets == "present" and self.loss.label_smoothing > 0:
             raise UserError(
-                "Binary targets count every class above zero as present, so they cannot be smoothed: set objective.smoothing=0."
+                "Binary targets count every class above zero as present, so they cannot be smoothed: set loss.label_smoothing=0."
             )
 
     @property
-    def rate(self) -> float:
+    def lr(self) -> float:
         """The learning rate at this recipe's batch."""
-        return self.optimiser.rate * (self.batch / self.optimiser.rate_batch if self.optimiser.rate_batch else 1)
+        return self.optimizer.lr * (self.batch_size / self.optimizer.lr_batch_size if self.optimizer.lr_batch_size else 1)
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -208,12 +215,15 @@ class Recipe:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Recipe":
         """The inverse of `to_dict`, also after a trip through JSON; unknown keys are errors."""
-        return _build(cls, values, "")
+        return _build(cls, upgrade_recipe(values) if isinstance(values, dict) else values, "")
 
     def set(self, changes: dict[str, Any]) -> "Recipe":
-        """A copy with leaves changed: {"optimiser.rate": 1e-3, "architecture.drop_path": 0.1}; text is parsed."""
+        """A copy with leaves changed: {"optimizer.lr": 1e-3, "architecture.drop_path": 0.1}; text is parsed."""
         tree = self.to_dict()
-        for key, value in changes.items():
+        for typed, value in changes.items():
+            key = upgrade_key(typed)
+            if typed in IN_EPOCHS and re.fullmatch(r"\d+(\.\d+)?", str(value)):
+                value = f"{value} epochs"
             *path, leaf = key.split(".")
             node = tree
             for part in path:
@@ -271,7 +281,7 @@ def parse_scope(text: str) -> tuple[str, int]:
     if kind == "last" and count.isascii() and count.isdigit():
         return kind, int(count)
     if text not in SCOPES:
-        raise UserError(f"start.scope={text!r} is not known; choose from {', '.join(SCOPES)} or last:n.")
+        raise UserError(f"init.scope={text!r} is not known; choose from {', '.join(SCOPES)} or last:n.")
     return text, 0
 
 

@@ -59,7 +59,7 @@ def scratch(name: str, score: float) -> Recipe:
         f"three_{name}",
         model="_".join(["vit", size, "patch16", blocks, *rest]),
         architecture={"drop_path": DEEP.get(blocks, DROP_PATH[size])},
-        optimiser={"rate": RATES[size]},
+        optimizer={"lr": RATES[size]},
         schedule={"length": "400 epochs" if "ls" in rest else "300 epochs"},
         about=About(PAPER, "Tables 1, 2, 3 and 7", top1(score)),
     )
@@ -69,7 +69,7 @@ RECIPES = named(*(scratch(name, score) for name, score in RESULTS.items()))
 for _short, _score in OTHER_LENGTH.items():
     _name, _, _length = f"three_{_short}".rpartition("_")
     _epochs = f"{_length.removesuffix('ep')} epochs"
-    RECIPES |= named(change(RECIPES[_name], f"three_{_short}", schedule={"length": _epochs}, about={"expects": top1(_score)}))
+    RECIPES |= named(change(RECIPES[_name], f"three_{_short}", schedule={"length": _epochs}, about={"expected": top1(_score)}))
 
 MODELS = {"small": "small_12x1", "base": "base_12x1", "large": "large_24x1"}
 SCOPES = {"": "full", "_attention": "attention", "_mlp": "ffn"}
@@ -85,9 +85,9 @@ for _size, _columns in LARGER.items():
     for _part, _score, _other in zip(SCOPES, *_columns, strict=True):
         _name = f"three_{_size}_to_384{_part}"
         _recipe = tuned(_base, _name, 384, _base.architecture["drop_path"], _score, "Table 5, AdamW")
-        _recipe = change(_recipe, _name, start={"scope": SCOPES[_part]})
-        _about = {"row": "Table 5, SGD", "expects": top1(_other)}
-        _steps = change(_recipe, f"{_name}_sgd", optimiser=SGD.optimiser, about=_about)
+        _recipe = change(_recipe, _name, init={"scope": SCOPES[_part]})
+        _about = {"row": "Table 5, SGD", "expected": top1(_other)}
+        _steps = change(_recipe, f"{_name}_sgd", optimizer=SGD.optimizer, about=_about)
         RECIPES |= named(_recipe, _steps)
 
 # Table 6, which gives no settings: DeiT's released ones stand in, SGD and, for iNaturalist, AdamW.
@@ -115,8 +115,8 @@ for _row, _scores in TRANSFERS.items():
                 f"three_{_size}_to_{_data}{_suffix}",
                 model=_base.model,
                 architecture=_base.architecture | {"drop_path": _drop},
-                start={"after": _base.name, "scope": SCOPES[_suffix]},
-                testing=_base.testing,
+                init={"pretrained_recipe": _base.name, "scope": SCOPES[_suffix]},
+                validation=_base.validation,
                 about=About(PAPER, f"Table 6, {DATA[_data]}", top1(_score, _data)),
             )
         )

@@ -8,19 +8,21 @@ on kernels alone, a linear decay that ends at 1e-5, sigmoids with a bias of -10 
 from vitrail.data.transforms.pipeline import Augmentation
 from vitrail.models.vit import MODELS
 from vitrail.recipes.derivation import change, named, top1
-from vitrail.recipes.schema import About, Objective, Optimiser, Recipe, Schedule, Start, Testing
+from vitrail.recipes.schema import About, InitConfig, LossConfig, OptimizerConfig, Recipe, ScheduleConfig, ValidationConfig
 
 PRETRAINING = Recipe(
     name="vit_base_patch16_21k",
     model="vit_base_patch16",
     architecture={"dropout": 0.1, "pre_logits": 768},
-    batch=4096,
-    start=Start(head_bias=-10.0),
-    augmentation=Augmentation(scale=(0.05, 1.0), ratio=(0.75, 1.33), filter="bilinear", mean=(0.5,) * 3, std=(0.5,) * 3),
-    objective=Objective(loss="binary", binary_sum=True),
-    optimiser=Optimiser(kind="adamw", rate=1e-3, betas=(0.9, 0.999), decay=0.03, decay_on="kernels", clip=1.0),
-    schedule=Schedule(length="90 epochs", warmup="10000 steps", warmup_from=0.0, shape="linear", floor=1e-5),
-    testing=Testing(crop_ratio=1.0, resize="square", filter="bilinear"),
+    batch_size=4096,
+    init=InitConfig(head_bias=-10.0),
+    augmentation=Augmentation(scale=(0.05, 1.0), ratio=(0.75, 1.33), interpolation="bilinear", mean=(0.5,) * 3, std=(0.5,) * 3),
+    loss=LossConfig(kind="binary", binary_sum=True),
+    optimizer=OptimizerConfig(
+        kind="adamw", lr=1e-3, betas=(0.9, 0.999), weight_decay=0.03, weight_decay_on="kernels", clip_grad_norm=1.0
+    ),
+    schedule=ScheduleConfig(length="90 epochs", warmup="10000 steps", warmup_lr=0.0, kind="linear", min_lr=1e-5),
+    validation=ValidationConfig(crop_ratio=1.0, resize="square", interpolation="bilinear"),
     about=About("ViT, arXiv 2010.11929"),
 )
 
@@ -68,7 +70,7 @@ def pretraining(model: str, data: str, epochs: int, expects: str) -> Recipe:
         model=model,
         architecture={"pre_logits": MODELS[model].width if MODELS[model].depth else 0},
         schedule={"length": f"{epochs} epochs"},
-        about={"row": f"Table 3, {data}", "expects": expects},
+        about={"row": f"Table 3, {data}", "expected": expects},
     )
 
 
@@ -78,31 +80,31 @@ for _name, (_epochs, _rate, _score, _cost) in JFT.items():
         pretraining(_name, "jft", _epochs, f"{top1(_score)} after fine-tuning at 384"),
         f"{_name}_jft",
         architecture={"dropout": 0.0},
-        optimiser={"rate": _rate, "decay": 0.1},
+        optimizer={"lr": _rate, "weight_decay": 0.1},
         about={"hardware": f"{_cost} exaFLOPs"},
     )
     RECIPES |= named(_recipe)
 for _name, _score in {"vit_large_patch16": 86.30, "vit_large_r50_s16": 86.60}.items():
-    _about = {"expects": f"{top1(_score)} after fine-tuning at 384", "hardware": ""}
+    _about = {"expected": f"{top1(_score)} after fine-tuning at 384", "hardware": ""}
     RECIPES |= named(change(RECIPES[f"{_name}_jft"], f"{_name}_jft_7ep", schedule={"length": "7 epochs"}, about=_about))
 for _size, _precision in LARGE.items():
     _expects = f"{_precision} % on the 21k classes, {top1(RESULTS[f'vit_{_size}']['imagenet'])} after fine-tuning at 384"
     RECIPES |= named(pretraining(f"vit_{_size}", "21k", 90, _expects))
 for _name in ("vit_large_patch16_21k", "vit_large_patch32_21k"):
-    RECIPES |= named(change(RECIPES[_name], f"{_name}_30ep", schedule={"length": "30 epochs"}, about={"expects": top1(None)}))
+    RECIPES |= named(change(RECIPES[_name], f"{_name}_30ep", schedule={"length": "30 epochs"}, about={"expected": top1(None)}))
 for _name, (_score, _later) in SMALL.items():
     _recipe = change(
         pretraining(_name, "1k", 300, f"{top1(_score)} at 224, {_later} % after fine-tuning at 384"),
         f"{_name}_1k",
-        start={"head_bias": 0.0},
-        objective={"loss": "cross_entropy", "binary_sum": False},
-        optimiser={"rate": 3e-3, "decay": 0.3},
-        schedule={"shape": "cosine", "floor": 0.0},
+        init={"head_bias": 0.0},
+        loss={"kind": "cross_entropy", "binary_sum": False},
+        optimizer={"lr": 3e-3, "weight_decay": 0.3},
+        schedule={"kind": "cosine", "min_lr": 0.0},
     )
     RECIPES |= named(_recipe)
 
 RATES = (0.001, 0.003, 0.01, 0.03)
-#      steps, warm-up, rate; the rates tried, and on which share of the training pictures
+#      steps, warm-up, rate; the rates tried, and on which share of the training images
 TARGETS: dict[str, tuple[int, int, float, tuple[float, ...], float]] = {
     "imagenet": (20000, 500, 0.03, (0.003, 0.01, 0.03, 0.06), 0.01),
     "cifar100": (10000, 500, 0.03, RATES, 0.02),
@@ -115,12 +117,12 @@ TUNING = change(
     PRETRAINING,
     "vit_base_patch16_to_imagenet",
     architecture={"pre_logits": 0},
-    batch=512,
-    start={"zero_head": True, "head_bias": 0.0},
-    augmentation={"size": (384, 384)},
-    objective={"loss": "cross_entropy", "binary_sum": False},
-    optimiser={"kind": "sgd", "momentum": 0.9, "nesterov": False, "decay": 0.0},
-    schedule={"shape": "cosine", "floor": 0.0},
+    batch_size=512,
+    init={"zero_head": True, "head_bias": 0.0},
+    augmentation={"image_size": (384, 384)},
+    loss={"kind": "cross_entropy", "binary_sum": False},
+    optimizer={"kind": "sgd", "momentum": 0.9, "nesterov": False, "weight_decay": 0.0},
+    schedule={"kind": "cosine", "min_lr": 0.0},
 )
 for _model, _scores in RESULTS.items():
     for _data, (_steps, _warmup, _rate, _tried, _held) in TARGETS.items():
@@ -130,10 +132,10 @@ for _model, _scores in RESULTS.items():
             f"{_model}_to_{_data}",
             model=_model,
             architecture={"dropout": 0.1 if _model in ("vit_large_patch16", "vit_huge_patch14") else 0.0},
-            start={"after": f"{_model}_21k"},
-            optimiser={"rate": _rate},
+            init={"pretrained_recipe": f"{_model}_21k"},
+            optimizer={"lr": _rate},
             schedule={"length": f"{_steps} steps", "warmup": f"{_warmup} steps"},
-            about={"row": f"Table 4, {_data}", "expects": _expects, "tried": _tried, "held_out": _held},
+            about={"row": f"Table 4, {_data}", "expected": _expects, "lr_grid": _tried, "validation_fraction": _held},
         )
         RECIPES |= named(_recipe)
 # Table 2 tunes at a larger size and reports a running mean of the weights.
@@ -141,9 +143,9 @@ for _model, _pixels, _score in (("vit_large_patch16", 512, 87.76), ("vit_huge_pa
     _recipe = change(
         RECIPES[f"{_model}_to_imagenet"],
         f"{_model}_to_imagenet_{_pixels}",
-        start={"after": f"{_model}_jft"},
-        augmentation={"size": (_pixels, _pixels)},
-        average={"decay": 0.9999, "report": True},
-        about={"row": "Table 2, from JFT-300M", "expects": top1(_score)},
+        init={"pretrained_recipe": f"{_model}_jft"},
+        augmentation={"image_size": (_pixels, _pixels)},
+        ema={"decay": 0.9999, "evaluate": True},
+        about={"row": "Table 2, from JFT-300M", "expected": top1(_score)},
     )
     RECIPES |= named(_recipe)

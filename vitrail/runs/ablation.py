@@ -69,11 +69,11 @@ class Ablation:
 
 
 def parse_axis(text: str) -> Axis:
-    """ "optimiser.rate=1e-3,3e-3" to its leaf and values; commas inside brackets and quotes do not part."""
+    """ "optimizer.lr=1e-3,3e-3" to its leaf and values; commas inside brackets and quotes do not part."""
     key, sign, values = text.partition("=")
     parts = [part.strip() for part in re.findall(r"(?:\[[^\]]*\]|'[^']*'|\"[^\"]*\"|[^,])+", values)]
     if not sign or not key.strip() or not any(parts):
-        raise UserError(f"--vary takes KEY=VALUE,VALUE, not {text!r}: for example --vary optimiser.rate=1e-3,3e-3.")
+        raise UserError(f"--vary takes KEY=VALUE,VALUE, not {text!r}: for example --vary optimizer.lr=1e-3,3e-3.")
     return key.strip(), [parse_value(part) for part in parts if part]
 
 
@@ -117,8 +117,8 @@ def make_cells(base: Recipe, axes: Sequence[Axis], drops: Sequence[str], grid: b
 
 def check_network(recipe: Recipe) -> None:
     """Complain about a network that cannot be before hours are spent on the cells before it."""
-    known, size = lookup(recipe.model)[1], recipe.augmentation.size
-    if not recipe.start.weights:
+    known, size = lookup(recipe.model)[1], recipe.augmentation.image_size
+    if not recipe.init.weights:
         known.replace(**recipe.architecture | ({"image_size": size} if all(size) else {}))
 
 
@@ -214,17 +214,17 @@ def tabulate(ablation: Ablation, metric: str, at: At) -> tuple[list[Row], list[s
     rows = compare(groups)
     if rows[0].group.name != ablation.base.name:
         said.append(f"No run of {ablation.base.name} is finished: differences are to {rows[0].group.name}.")
-    text, picture = as_markdown(rows, metric, at), draw_points(rows, metric, at)
+    text, image = as_markdown(rows, metric, at), draw_points(rows, metric, at)
     write_aside(ablation.folder / "table.md", lambda side: side.write_text(text, encoding="utf-8"))
     write_json(ablation.folder / "table.json", as_dict(rows, metric, at))
-    write_aside(ablation.folder / "table.png", lambda side: side.write_bytes(picture))
+    write_aside(ablation.folder / "table.png", lambda side: side.write_bytes(image))
     return rows, [*said, *more]
 
 
 def pick(rows: Sequence[Row], metric: str) -> Row:
     """The best mean among the cells with most seeds; of equals the first, which is nearest to the base."""
     if metric == "test":
-        raise UserError("--pick with --metric test would spoil the test pictures: choose by the validation pictures.")
+        raise UserError("--pick with --metric test would spoil the test images: choose by the validation images.")
     most = max(row.spread.n for row in rows)
     sign = 1 if MEASURES[metric].higher_is_better else -1
     return max((row for row in rows if row.spread.n == most), key=lambda row: sign * row.spread.mean)

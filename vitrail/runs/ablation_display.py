@@ -98,9 +98,9 @@ def progress(folder: Path, recipe: Recipe) -> float | None:
             file.seek(max((folder / FILE).stat().st_size - TAIL, 0))
             lines = file.read().split(b"\n")
         line = json.loads(lines[-2])
-        length, unit = parse_span(recipe.schedule.length)
+        length, micro_batch = parse_span(recipe.schedule.length)
         more, its_unit = parse_span(recipe.schedule.cooldown)
-        length += more if its_unit == unit else 0
-        return min(float(line[unit]) / length, 1.0)
+        length += more if its_unit == micro_batch else 0
+        return min(float(line[micro_batch]) / length, 1.0)
     except (OSError, IndexError, ValueError, KeyError, TypeError, ZeroDivisionError):
         return None

@@ -1,6 +1,6 @@
 """Several trainings side by side: those that differ only by their seed are one group, and groups are compared with the first.
 
-Where two groups have seeds in common the trainings of a seed are a pair: they start from the same weights and see the pictures in
+Where two groups have seeds in common the trainings of a seed are a pair: they start from the same weights and see the images in
 the same order, so that their difference says more than the two numbers do.
 """
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vitrail.errors import UserError
-from vitrail.evaluation.statistics import Difference, Spread, holm, paired, summarise, welch
+from vitrail.evaluation.statistics import Difference, Spread, holm, paired, summarize, welch
 
 NO_MATTER = re.compile(r"seed|name|about\..*")  # leaves of a recipe that do not make it another training, or only by chance
 SEED_FOLDER = re.compile(r"seed-\d+")
@@ -47,7 +47,7 @@ class Result:
 
     folder: Path
     leaves: Mapping[str, Any]  # of its recipe
-    data: str  # the fingerprint of its pictures
+    data: str  # the fingerprint of its images
     value: float
     origin: str = ""  # what the user has called it by
 
@@ -132,9 +132,9 @@ def compare(groups: Sequence[Group]) -> list[Row]:
     first, *others = groups
     differences = [difference(first, group) for group in others]
     raised = holm([each.p for each in differences])
-    rows = [Row(first, summarise(first.values), {})]
+    rows = [Row(first, summarize(first.values), {})]
     for group, each, p in zip(others, differences, raised, strict=True):
-        rows.append(Row(group, summarise(group.values), changes(first, group), each, p))
+        rows.append(Row(group, summarize(group.values), changes(first, group), each, p))
     return rows
 
 

@@ -1,4 +1,4 @@
-"""The curves of a run as a picture: losses, accuracies, learning rate and speed over the epochs."""
+"""The curves of a run as an image: losses, accuracies, learning rate and speed over the epochs."""
 
 import io
 import math
@@ -21,7 +21,7 @@ Points = tuple[np.ndarray, np.ndarray]  # epochs and values
 
 @dataclass(frozen=True)
 class Look:
-    """The colours of a picture; the hues can be told apart by colour-blind readers."""
+    """The colors of an image; the hues can be told apart by color-blind readers."""
 
     paper: str
     ink: str
@@ -64,7 +64,7 @@ class Curves:
         return epochs, np.array([smoothed.add(epoch / self.total, loss) for epoch, loss in zip(epochs, losses, strict=True)])
 
     def draw(self, look: Look = LIGHT, columns: int = 2) -> bytes:
-        """The picture as PNG; one column is for telephones."""
+        """The image as PNG; one column is for telephones."""
         # The object interface rather than pyplot: no global state, no display needed, whatever the user has set up.
         from matplotlib import rc_context
         from matplotlib.figure import Figure
@@ -108,11 +108,11 @@ class Curves:
 
     def _accuracies(self, axes: "Axes", look: Look) -> None:
         self._shade(axes, look, "top1")
-        for name, label, colour in (("top5", "top-5", look.blue), ("top1", "top-1", look.green)):
+        for name, label, color in (("top5", "top-5", look.blue), ("top1", "top-1", look.green)):
             epochs, shares = self.of("validation", name)
             if len(epochs):
                 axes.plot(
-                    epochs, 100 * shares, color=colour, linewidth=1.8, label=f"{label}  {100 * shares[-1]:.2f} %", **dots(shares)
+                    epochs, 100 * shares, color=color, linewidth=1.8, label=f"{label}  {100 * shares[-1]:.2f} %", **dots(shares)
                 )
         if best := self.marked():
             epoch, share = best
@@ -137,7 +137,7 @@ class Curves:
         return float(epochs[place]), float(shares[place])
 
     def _rate(self, axes: "Axes", look: Look) -> None:
-        epochs, rates = self.of("train", "rate")
+        epochs, rates = self.of("train", "lr")
         if len(epochs):
             axes.plot(epochs, rates, color=look.blue, linewidth=1.8)
             axes.set_ylim(bottom=0)
@@ -171,7 +171,7 @@ def dots(values: np.ndarray) -> dict[str, Any]:
 
 
 def png_of(figure: "Figure") -> bytes:
-    """The figure in 128 colours, which lines and letters need no more of."""
+    """The figure in 128 colors, which lines and letters need no more of."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     canvas = FigureCanvasAgg(figure)

@@ -19,7 +19,7 @@ from vitrail.formatting import percent
 from vitrail.runs.reference_curves import Band, Verdict
 from vitrail.training.metrics import Smoothed, figures
 
-REFRESH = 0.2  # seconds between two pictures of the bar
+REFRESH = 0.2  # seconds between two images of the bar
 SHARE = 0.003  # of the time that drawing may take, however slow the terminal is
 STYLES = {"within": "green", "above": "cyan", "below": "bold red"}
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -131,7 +131,7 @@ class Display:
         self._draw()
 
     def finish(self) -> None:
-        """The last picture of the bar, and a line that sums up."""
+        """The last image of the bar, and a line that sums up."""
         self.status = ""
         self._stop()
         seconds, steps = monotonic() - self._begun, self.current - self.start_step
@@ -141,7 +141,7 @@ class Display:
         self._print(Text(words))
 
     def render(self) -> RenderableType:
-        """The live picture: the bar, what is learnt, how fast, and what the band says."""
+        """The live image: the bar, what is learnt, how fast, and what the band says."""
         width = self.console.width
         head = Table.grid(expand=True, padding=(0, 2, 0, 0))
         head.add_column(ratio=1)
@@ -174,8 +174,8 @@ class Display:
         parts, values = [], self.values
         if self._loss is not None:
             parts.append(pair("loss", figures(self._loss), "bold" if math.isfinite(self._loss) else "bold red"))
-        if values.get("rate") is not None:
-            parts.append(pair("rate", f"{values['rate']:.2e}"))
+        if values.get("lr") is not None:
+            parts.append(pair("lr", f"{values['lr']:.2e}"))
         if values.get("gradient_norm") is not None:
             parts.append(pair("gradient", f"{values['gradient_norm']:.3g}"))
         if values.get("skipped"):

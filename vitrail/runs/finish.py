@@ -11,19 +11,19 @@ from vitrail.data.decode import decode
 from vitrail.data.feed import Feed
 from vitrail.data.source import Source, Splits
 from vitrail.errors import UserError
-from vitrail.evaluation.accuracy import count_hits, summarise, test_view
+from vitrail.evaluation.accuracy import count_hits, summarize, test_view
 from vitrail.evaluation.confusion import class_accuracies, collect_answers, confusion, worst_mistakes
 from vitrail.formatting import percent
-from vitrail.models.vision_transformer import Model
+from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.runs.report import thumbnail, write_report
 from vitrail.runs.run_directory import read_run, write_json
 from vitrail.training.metrics import as_json
-from vitrail.training.trainer import Training
+from vitrail.training.trainer import Trainer
 
-LOOKED_AT = 50_000  # validation pictures beyond which looking for mistakes takes too long
+LOOKED_AT = 50_000  # validation images beyond which looking for mistakes takes too long
 
 
-def close_run(training: Training, folder: Path, splits: Splits, workers: int | None, say: Callable[[str], None]) -> None:
+def close_run(training: Trainer, folder: Path, splits: Splits, workers: int | None, say: Callable[[str], None]) -> None:
     """Complete run.json and write the report; for the first process alone, when all weights are on the disk."""
     best, facts = training.best, read_run(folder)
     facts |= {"best": best, "seconds": training.seconds, "steps": training.total}
@@ -33,26 +33,26 @@ def close_run(training: Training, folder: Path, splits: Splits, workers: int | N
     write_report(folder)
     if training.skipped:
         say(f"{training.skipped} of {training.total} steps were left out: their loss or gradient was not a number.")
-    unread = len(splits.validation) - best["pictures"]
+    unread = len(splits.validation) - best["images"]
     if unread:
-        say(f"{unread:,} of {len(splits.validation):,} validation pictures could not be read and were left out.")
+        say(f"{unread:,} of {len(splits.validation):,} validation images could not be read and were left out.")
     if "test" in facts:
-        say(f"test accuracy {percent(facts['test']['top1'], 2)} ({facts['test']['pictures']:,} pictures)")
+        say(f"test accuracy {percent(facts['test']['top1'], 2)} ({facts['test']['images']:,} images)")
     weights = folder / "best.safetensors"
     missing = "" if weights.is_file() else ", which is not there any more"
     say(f"best validation accuracy {percent(best['top1'], 2)} (epoch {best['epoch']:g}); weights {weights}{missing}")
 
 
 def look_again(
-    training: Training, weights: Path, splits: Splits, workers: int | None, say: Callable[[str], None]
+    training: Trainer, weights: Path, splits: Splits, workers: int | None, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Mistakes on the validation pictures and accuracy on the test pictures, of the best weights."""
+    """Mistakes on the validation images and accuracy on the test images, of the best weights."""
     found: dict[str, Any] = {}
     device, feed = training.devices.device, training.validation
     look, test = len(splits.validation) <= LOOKED_AT, splits.test
     reason = why_not(test, splits.train) if test is not None else ""
     if reason:
-        say(f"The test pictures are not looked at: {reason}.")
+        say(f"The test images are not looked at: {reason}.")
     if not look and (test is None or reason):
         return found
     try:
@@ -68,21 +68,21 @@ def look_again(
     return found
 
 
-def accuracy(training: Training, model: Model, feed: Feed) -> dict[str, Any]:
+def accuracy(training: Trainer, model: VisionTransformer, feed: Feed) -> dict[str, Any]:
     try:
         with training.autocast():
             hits = count_hits(model, feed, test_view(model.preprocessing), batch_of(training))
     finally:
         feed.close()
-    return {name: as_json(value) for name, value in summarise(hits, model.architecture.classes)._asdict().items()}
+    return {name: as_json(value) for name, value in summarize(hits, model.architecture.classes)._asdict().items()}
 
 
-def batch_of(training: Training) -> int:
-    return max(training.recipe.batch // training.devices.units, 1)
+def batch_of(training: Trainer) -> int:
+    return max(training.recipe.batch_size // training.devices.micro_batches, 1)
 
 
-def mistakes(training: Training, model: Model, feed: Feed, source: Source) -> dict[str, Any]:
-    """What run.json has about single pictures and classes; `vitrail.runs.report` shows it."""
+def mistakes(training: Trainer, model: VisionTransformer, feed: Feed, source: Source) -> dict[str, Any]:
+    """What run.json has about single images and classes; `vitrail.runs.report` shows it."""
     names = source.classes
     with training.autocast():
         answers = collect_answers(model, feed, test_view(model.preprocessing), batch_of(training))
@@ -91,7 +91,7 @@ def mistakes(training: Training, model: Model, feed: Feed, source: Source) -> di
         pixels = decode(source.encoded(int(index)), feed.at_least)
         shown.append(
             {
-                "picture": thumbnail(pixels),
+                "image": thumbnail(pixels),
                 "where": source.where(int(index)),
                 "truth": names[truth],
                 "guess": names[guess],

@@ -1,4 +1,4 @@
-"""Will it fit? Reckoned, and on a GPU measured with a few pictures, before anything is written. How long: `rehearsing.py`."""
+"""Will it fit? Reckoned, and on a GPU measured with a few images, before anything is written. How long: `rehearsing.py`."""
 
 import os
 import shutil
@@ -15,47 +15,47 @@ from vitrail.data.loader import free_memory
 from vitrail.errors import UserError
 from vitrail.formatting import size
 from vitrail.models.flops import Cost, cost
-from vitrail.models.vision_transformer import Model
+from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.recipes.schema import Recipe
 from vitrail.tasks.classification import Supervised
 from vitrail.tasks.targets import Targets
 from vitrail.teachers.teacher import Teacher
 
 SHARE = 0.9  # of the free memory that a training may plan with
-COPIES = {"adamw": 4, "adam": 4, "lamb": 4, "sgd": 3, "adagrad": 3}  # weights, gradients, what the optimiser keeps
+COPIES = {"adamw": 4, "adam": 4, "lamb": 4, "sgd": 3, "adagrad": 3}  # weights, gradients, what the optimizer keeps
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A prediction: memory = fixed + each x pictures in a unit."""
+    """A prediction: memory = fixed + each x images in a unit."""
 
     fixed: float
     each: float
     free: float
-    largest: int  # pictures that a unit may have
+    largest: int  # images that a unit may have
     teacher: float = 0.0  # bytes of `fixed` that are a teacher's weights
 
-    def memory(self, pictures: int) -> float:
-        return self.fixed + self.each * pictures
+    def memory(self, images: int) -> float:
+        return self.fixed + self.each * images
 
-    def check(self, pictures: int) -> None:
+    def check(self, images: int) -> None:
         if not self.largest:
             raise UserError(
-                f"A single picture needs about {size(self.memory(1))} and {size(self.free)} are free: "
-                "take a smaller model or smaller pictures, or give --recompute."
+                f"A single image needs about {size(self.memory(1))} and {size(self.free)} are free: "
+                "take a smaller model or smaller images, or give --recompute."
             )
-        if pictures > self.largest:
+        if images > self.largest:
             raise UserError(
-                f"{pictures} pictures at a time need about {size(self.memory(pictures))} and {size(self.free)} are free: at most "
+                f"{images} images at a time need about {size(self.memory(images))} and {size(self.free)} are free: at most "
                 f"{self.largest} fit; give --micro-batch, --recompute or a smaller model."
             )
 
 
-def taste(model: Model, recipe: Recipe, device: torch.device, pictures: int, teacher: Teacher | None = None) -> float:
-    """Bytes beyond the weights that computing some empty pictures takes on a GPU. A teacher is asked about them first."""
+def taste(model: VisionTransformer, recipe: Recipe, device: torch.device, count: int, teacher: Teacher | None = None) -> float:
+    """Bytes beyond the weights that computing some empty images takes on a GPU. A teacher is asked about them first."""
     task, how = Supervised(model, recipe).train(), recipe.augmentation
-    images = torch.zeros(pictures, 3, *how.size, device=device)
-    targets = random_targets(model, recipe, device, pictures)
+    images = torch.zeros(count, 3, *how.image_size, device=device)
+    targets = random_targets(model, recipe, device, count)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(recipe.precision)
     state = {name: value.clone() for name, value in model.named_buffers()}
     memory = 0.0
@@ -81,10 +81,10 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def check_room(folder: Path, model: Model, recipe: Recipe, keep: int) -> None:
-    """Complain if the checkpoints and artefacts of a training have no room on the disk of its folder."""
+def check_room(folder: Path, model: VisionTransformer, recipe: Recipe, keep: int) -> None:
+    """Complain if the checkpoints and artifacts of a training have no room on the disk of its folder."""
     count = sum(parameter.numel() for parameter in model.parameters())
-    state = 4 * count * (COPIES[recipe.optimiser.kind] - 1 + bool(recipe.average.decay))  # gradients are not saved
+    state = 4 * count * (COPIES[recipe.optimizer.kind] - 1 + bool(recipe.ema.decay))  # gradients are not saved
     need = (keep + 1) * state + 3 * 4 * count  # a file is written beside those that it replaces
     place = next(each for each in (folder, *folder.parents) if each.exists())
     free = shutil.disk_usage(place).free
@@ -95,27 +95,27 @@ def check_room(folder: Path, model: Model, recipe: Recipe, keep: int) -> None:
         )
 
 
-def random_targets(model: Model, recipe: Recipe, device: torch.device, pictures: int) -> Targets:
+def random_targets(model: VisionTransformer, recipe: Recipe, device: torch.device, images: int) -> Targets:
     """Of the shapes that the recipe's own will have."""
     classes, patches = model.architecture.classes, model.grid[0] * model.grid[1]
-    even = torch.full((pictures, classes), 1.0 / classes, device=device)
+    even = torch.full((images, classes), 1.0 / classes, device=device)
     teacher = even if recipe.distillation.kind != "none" else None
-    tokens = even[:, None].expand(-1, patches, -1).contiguous() if recipe.tokens.weight else None
-    mixed = torch.zeros(patches, dtype=torch.bool, device=device) if recipe.tokens.mix else None
+    tokens = even[:, None].expand(-1, patches, -1).contiguous() if recipe.token_labels.weight else None
+    mixed = torch.zeros(patches, dtype=torch.bool, device=device) if recipe.token_labels.mixtoken else None
     return Targets(even, teacher, tokens, mixed)
 
 
 def make_plan(
-    model: Model, recipe: Recipe, device: torch.device, at_most: int, shares: int = 1, teacher: Teacher | None = None
+    model: VisionTransformer, recipe: Recipe, device: torch.device, at_most: int, shares: int = 1, teacher: Teacher | None = None
 ) -> Plan:
     """The model's weights and statistics are left as they were.
 
-    `shares` is the number of processes that share weights, gradients and what the optimiser keeps. A `teacher`, which is asked
+    `shares` is the number of processes that share weights, gradients and what the optimizer keeps. A `teacher`, which is asked
     at every step, lies on the device already; every process has all of it.
     """
     price = cost(model.architecture)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    fixed = 4.0 * (price.parameters * (1 + bool(recipe.average.decay)) + trained * (COPIES[recipe.optimiser.kind] - 1)) / shares
+    fixed = 4.0 * (price.parameters * (1 + bool(recipe.ema.decay)) + trained * (COPIES[recipe.optimizer.kind] - 1)) / shares
     taught = weight_bytes(teacher)
     fixed += taught
     held = 4.0 * price.parameters + taught  # these weights are on the device already
@@ -125,16 +125,16 @@ def make_plan(
     free = fixed + each * at_most  # where the system does not say
     if device.type == "cpu" and free_memory():
         free = SHARE * free_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", "1")) + held
-        Plan(fixed, each, free, largest_unit(fixed, each, free)).check(1)  # before the system would end the process for it
+        Plan(fixed, each, free, largest_micro_batch(fixed, each, free)).check(1)  # before the system would end the process for it
     if device.type == "cuda":
         few, many = max(min(at_most // 2, 4), 1), max(min(at_most, 32), 2)
         with enough_memory():
             model.to(device)
-            first, second = (taste(model, recipe, device, pictures, teacher) for pictures in (few, many))
+            first, second = (taste(model, recipe, device, images, teacher) for images in (few, many))
         each = max((second - first) / (many - few), 1.0)
         unused = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         free = SHARE * unused + held
-    return Plan(fixed, each, free, largest_unit(fixed, each, free), taught)
+    return Plan(fixed, each, free, largest_micro_batch(fixed, each, free), taught)
 
 
 def weight_bytes(teacher: Teacher | None) -> float:
@@ -142,7 +142,7 @@ def weight_bytes(teacher: Teacher | None) -> float:
 
 
 def answering_bytes(teacher: Teacher, recipe: Recipe) -> float:
-    """What a teacher holds at a time for one picture: of its layers, the largest input and output, and as much for shortcuts."""
+    """What a teacher holds at a time for one image: of its layers, the largest input and output, and as much for shortcuts."""
     most = 0
 
     def look(layer: nn.Module, given: tuple, answer: object) -> None:
@@ -152,7 +152,7 @@ def answering_bytes(teacher: Teacher, recipe: Recipe) -> float:
     hooks = [layer.register_forward_hook(look) for layer in teacher.modules() if not list(layer.children())]
     try:
         how = recipe.augmentation
-        teacher(torch.zeros(1, len(how.mean), *how.size), how.mean, how.std)
+        teacher(torch.zeros(1, len(how.mean), *how.image_size), how.mean, how.std)
     finally:
         for hook in hooks:
             hook.remove()
@@ -168,16 +168,16 @@ def enough_memory() -> Iterator[None]:
         if type(error) is RuntimeError and "allocate memory" not in str(error):
             raise
         raise UserError(
-            "Not even a few pictures of this model fit on the device: take a smaller model or smaller pictures."
+            "Not even a few images of this model fit on the device: take a smaller model or smaller images."
         ) from None
 
 
-def largest_unit(fixed: float, each: float, free: float) -> int:
+def largest_micro_batch(fixed: float, each: float, free: float) -> int:
     return int(max((free - fixed) // max(each, 1.0), 0))
 
 
-def kept_bytes(model: Model, price: Cost) -> float:
-    """What one picture keeps for the backward pass; with recomputing, the input of every block and all of one block."""
+def kept_bytes(model: VisionTransformer, price: Cost) -> float:
+    """What one image keeps for the backward pass; with recomputing, the input of every block and all of one block."""
     depth = len(model.blocks)
     if not model.recompute or depth < 2:
         return float(price.activation_bytes)

@@ -1,4 +1,4 @@
-"""The flight recorder: when a loss or a gradient is not a number, what was the state, which pictures, where did it begin?
+"""The flight recorder: when a loss or a gradient is not a number, what was the state, which images, where did it begin?
 
 A bundle is a folder with the state before the step (`state.safetensors`) and what was found (`bundle.json`). `replay` computes
 the step again from them, module by module.
@@ -18,19 +18,19 @@ from vitrail.checkpoints.training_checkpoints import DAMAGE, problem, read_check
 from vitrail.data.datasets.lookup import open_splits
 from vitrail.data.feed import Feed
 from vitrail.errors import UserError
-from vitrail.models.vision_transformer import Model
+from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.recipes import Recipe
 from vitrail.tasks.classification import Supervised
 from vitrail.training.checkpointing import write_checkpoint
 from vitrail.training.distributed import Devices, choose_device
 from vitrail.training.gradient_norm import total_norm
-from vitrail.training.trainer import Options, Training, seed_generators, unit_seed
+from vitrail.training.trainer import Options, Trainer, micro_batch_seed, seed_generators
 from vitrail.training.training_state import facts_of, groups_of, put_back, whole
 
 STATE, FINDINGS = "state.safetensors", "bundle.json"
 
 
-def record(training: Training, step: int, run: dict[str, Any]) -> Path:
+def record(training: Trainer, step: int, run: dict[str, Any]) -> Path:
     """Write the bundle of a step that was not finite; the training's weights are those before it."""
     training.step = step
     training.window[3:] = torch.tensor([0.0, -1.0])  # as it was before the step: nothing wrong so far
@@ -60,37 +60,43 @@ def replay(bundle: str | Path, device: str | None = None) -> tuple[dict[str, Any
         step, groups, facts = read_checkpoint(folder / STATE)
         run, found = content["run"], content["found"]
         recipe, source, data = Recipe.from_dict(run["recipe"]), run["source"], run["data"]["fingerprint"]
-        units, bad = run["units"], run["bad"]
+        micro_batches, bad = run["micro_batches"], run["unreadable"]
     except DAMAGE as error:
         raise UserError(f"{bundle} is not a whole bundle of a step that was not finite: {problem(error)}.") from None
     try:
-        splits = open_splits(source, held_out=recipe.data.held_out)
+        splits = open_splits(source, held_out=recipe.data.validation_fraction)
     except UserError as error:
-        raise UserError(f"The pictures that {bundle} was recorded with cannot be opened: {error}") from None
+        raise UserError(f"The images that {bundle} was recorded with cannot be opened: {error}") from None
     if fingerprint(splits) != data:
-        raise UserError(f"The pictures at {source} are not those that {bundle} was recorded with.")
-    devices = Devices(choose_device(device), units=units)
-    at_least = round(max(recipe.augmentation.size) * recipe.data.detail) or None
+        raise UserError(f"The images at {source} are not those that {bundle} was recorded with.")
+    devices = Devices(choose_device(device), micro_batches=micro_batches)
+    at_least = round(max(recipe.augmentation.image_size) * recipe.data.decode_scale) or None
     feed = Feed(splits.train, devices.device, 0, at_least, bad)
-    training = Training(recipe, rebuild(run, recipe, splits.train), devices, feed, feed, folder, Options())
+    training = Trainer(recipe, rebuild(run, recipe, splits.train), devices, feed, feed, folder, Options())
     put_back(training, step, groups, facts)
     return found, examine(training)
 
 
-def examine(training: Training) -> dict[str, Any]:
+def examine(training: Trainer) -> dict[str, Any]:
     """Compute the step at hand unit by unit without taking it, and look at every module's output and every gradient."""
     recipe, model, step = training.recipe, training.model, training.step
-    units = training.devices.units
+    micro_batches = training.devices.micro_batches
     task = Supervised(model, recipe)
-    model.train(recipe.start.mode == "train")
-    found: dict[str, Any] = {"step": step, "seed": recipe.seed, "first_bad_module": None, "first_bad_gradient": None, "units": []}
+    model.train(recipe.init.mode == "train")
+    found: dict[str, Any] = {
+        "step": step,
+        "seed": recipe.seed,
+        "first_bad_module": None,
+        "first_bad_gradient": None,
+        "micro_batches": [],
+    }
     found["bad_weights"] = [name for name, value in model.state_dict().items() if not finite(value)]
     found["largest_weights"] = largest(model)
-    batches = training.train.stream(training.order, range(units), units).run(step, step + 1)
+    batches = training.train.stream(training.order, range(micro_batches), micro_batches).run(step, step + 1)
     buffers = {name: value.clone() for name, value in model.named_buffers()}
-    for unit, batch in enumerate(batches):
-        images, targets = training.prepare(batch, step, unit)
-        seed_generators(unit_seed(recipe.seed, step, unit), training.devices.device)
+    for micro_batch, batch in enumerate(batches):
+        images, targets = training.prepare(batch, step, micro_batch)
+        seed_generators(micro_batch_seed(recipe.seed, step, micro_batch), training.devices.device)
         # Compiled blocks would not call the hooks.
         with torch.compiler.set_stance("force_eager"), Backward(model) as backward:
             with Watch(model) as watch, training.autocast():
@@ -101,14 +107,14 @@ def examine(training: Training) -> dict[str, Any]:
         gradients = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
         found["first_bad_module"] = found["first_bad_module"] or watch.first_bad
         found["first_bad_gradient"] = found["first_bad_gradient"] or backward.first_bad
-        found["units"].append(
+        found["micro_batches"].append(
             {
                 "loss": number(loss),
                 "gradient_norm": number(total_norm(list(gradients.values()))),
                 "input_finite": finite(images),
-                "pictures": batch.index.tolist(),
+                "images": batch.index.tolist(),
                 "repeats": batch.repeat.tolist(),
-                "seed": unit_seed(recipe.seed, step, unit),
+                "seed": micro_batch_seed(recipe.seed, step, micro_batch),
                 "blocks": watch.blocks,
                 "bad_gradients": [name for name, gradient in gradients.items() if not finite(gradient)],
             }
@@ -122,7 +128,7 @@ def examine(training: Training) -> dict[str, Any]:
 class Watch:
     """Statistics of every block's output, and the first module that made numbers which are not finite out of finite ones."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: VisionTransformer) -> None:
         self.model = model
         self.first_bad: str | None = None
         self.blocks: list[dict[str, Any]] = []
@@ -160,7 +166,7 @@ class Watch:
 class Backward:
     """The first parameter whose gradient is not finite, in the order in which the backward pass meets them."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: VisionTransformer) -> None:
         self.model = model
         self.first_bad: str | None = None
         self.hooks = ExitStack()

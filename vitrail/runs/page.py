@@ -38,7 +38,7 @@ details details, details > table { margin-left: 1rem; width: calc(100% - 1rem); 
 .heat tr:first-child th { text-align: center; padding: .2rem; }
 .heat td { min-width: 1.8rem; padding: .25rem; text-align: center; border: 1px solid var(--paper); --hue: var(--orange);
   background: color-mix(in srgb, var(--hue) var(--share), var(--soft)); } .heat .right { --hue: var(--green); }
-.pictures { display: grid; grid-template-columns: repeat(auto-fill, minmax(7rem, 1fr)); gap: 1rem; }
+.images { display: grid; grid-template-columns: repeat(auto-fill, minmax(7rem, 1fr)); gap: 1rem; }
 figure { margin: 0; font-size: .82rem; line-height: 1.3; }
 figure img { display: block; width: 100%; aspect-ratio: 1; object-fit: contain; border-radius: .4rem;
   background: var(--soft); margin-bottom: .3rem; } figure img[src^="data:image/png"] { image-rendering: pixelated; }
@@ -108,7 +108,7 @@ def heat_map(matrix: Sequence[Sequence[int]], names: Sequence[str]) -> str:
 
 
 def embedded(text: Any) -> str:
-    """A base64 picture as a data address; anything else becomes no picture."""
+    """A base64 image as a data address; anything else becomes no image."""
     try:
         content = base64.b64decode(str(text), validate=True)
     except (binascii.Error, ValueError):
@@ -129,9 +129,9 @@ def share(value: float | None) -> str:
 def number(value: Any) -> str:
     """5717416 as 5.72 M, anything that is not a large number as it is."""
     if isinstance(value, int | float) and not isinstance(value, bool):
-        for size, unit in ((1e9, " G"), (1e6, " M")):
+        for size, micro_batch in ((1e9, " G"), (1e6, " M")):
             if abs(value) >= size:
-                return figures(value / size, 3) + unit
+                return figures(value / size, 3) + micro_batch
     return plain(value)
 
 

@@ -1,6 +1,6 @@
-"""Groups of finished runs, asked about the same validation pictures one by one.
+"""Groups of finished runs, asked about the same validation images one by one.
 
-Seeds say how a result depends on chance in the training; pictures say how it depends on which pictures it was measured with.
+Seeds say how a result depends on chance in the training; images say how it depends on which images it was measured with.
 """
 
 import contextlib
@@ -29,13 +29,13 @@ BATCH = 64
 
 
 def compare_answers(groups: Sequence[Group], device: str | None = None) -> list[dict[str, Any]]:
-    """For every group after the first: the mean difference over pictures and its interval, and McNemar's p of two single runs."""
+    """For every group after the first: the mean difference over images and its interval, and McNemar's p of two single runs."""
     if len({result.data for group in groups for result in group.results}) > 1:
-        raise UserError("--pictures needs trainings that had the same pictures.")
+        raise UserError("--images needs trainings that had the same images.")
     source = str(read_run(groups[0].results[0].folder)["source"])
     splits = open_splits(source)
     if fingerprint(splits) != groups[0].results[0].data:
-        raise UserError(f"The pictures at {source} are not those that these trainings had.")
+        raise UserError(f"The images at {source} are not those that these trainings had.")
     chosen = choose_device(device)
     feeds: dict[int | None, Feed] = {}
     shares: list[np.ndarray] = []
@@ -60,20 +60,20 @@ def compare_answers(groups: Sequence[Group], device: str | None = None) -> list[
         low, high = bootstrap(gaps)
         p = mcnemar(single[0], alone) if single[0] is not None and alone is not None else None
         found.append(
-            {"name": group.name, "pictures": len(gaps), "mean": float(gaps.mean()), "low": low, "high": high, "mcnemar": p}
+            {"name": group.name, "images": len(gaps), "mean": float(gaps.mean()), "low": low, "high": high, "mcnemar": p}
         )
     return found
 
 
 def right(folder: Path, feeds: dict[int | None, Feed], make: Callable[[int | None], Feed]) -> np.ndarray:
-    """Which of the validation pictures [N] the best weights of a run recognise, in the precision that it was measured with."""
+    """Which of the validation images [N] the best weights of a run recognize, in the precision that it was measured with."""
     recipe = Recipe.from_dict(read_run(folder)["recipe"])
-    at_least = round(max(recipe.augmentation.size) * recipe.data.detail) or None
+    at_least = round(max(recipe.augmentation.image_size) * recipe.data.decode_scale) or None
     feed = feeds.setdefault(at_least, feeds.get(at_least) or make(at_least))
     model = load(folder / "best.safetensors", device=feed.device).eval()
     dtype = DTYPES.get(recipe.precision)
     with torch.autocast(feed.device.type, dtype) if dtype else contextlib.nullcontext():
         answers = collect_answers(model, feed, test_view(model.preprocessing), BATCH)
     found = np.zeros(len(feed.source), dtype=bool)
-    found[answers.picture] = ~answers.wrong
+    found[answers.image] = ~answers.wrong
     return found

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from vitrail.checkpoints import load
 from vitrail.checkpoints.bundled import find_bundled
-from vitrail.checkpoints.load import split_path
+from vitrail.checkpoints.model_io import split_path
 from vitrail.checkpoints.readers import BEST
 from vitrail.checkpoints.training_checkpoints import is_state
 from vitrail.data.datasets.lookup import check_trainable, open_splits
@@ -27,7 +27,7 @@ from vitrail.models.preprocessing import Preprocessing
 from vitrail.models.registry import build as build_model
 from vitrail.models.registry import create, list_models
 from vitrail.models.registry import lookup as find_model
-from vitrail.models.vision_transformer import Model
+from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.recipes import Recipe, lookup
 from vitrail.recipes.data_defaults import fit, usual_side
 from vitrail.recipes.duration import told
@@ -50,20 +50,21 @@ def resolve(recipe: str | Recipe | None, model: str | None, changes: dict[str, A
     """The recipe that was asked for, with the changes in it; without a name the one that suits the device."""
     if recipe is None:
         recipe = "small" if device == "cuda" else "laptop"
-        if changes and changes.get("start.weights"):
+        if changes and changes.get("init.weights"):
             recipe = "finetune"
     resolved = lookup(recipe) if isinstance(recipe, str) else recipe
     resolved = resolved.set((changes or {}) | ({"model": model} if model else {}))
-    if resolved.rate == 0:
-        raise UserError("optimiser.rate=0 never changes a weight: give a rate above 0.")
-    weights = located(os.path.expanduser(resolved.start.weights))
-    resolved = dataclasses.replace(resolved, start=dataclasses.replace(resolved.start, weights=weights))
-    if resolved.start.scope != "full" and not weights:
-        raise UserError(f"start.scope={resolved.start.scope} would leave most of a network at random: give --from WEIGHTS.")
+    if resolved.lr == 0:
+        raise UserError("optimizer.lr=0 never changes a weight: give a rate above 0.")
+    weights = located(os.path.expanduser(resolved.init.weights))
+    resolved = dataclasses.replace(resolved, init=dataclasses.replace(resolved.init, weights=weights))
+    if resolved.init.scope != "full" and not weights:
+        raise UserError(f"init.scope={resolved.init.scope} would leave most of a network at random: give --from WEIGHTS.")
     resolved = with_teacher(resolved, frozenset(changes or {}))
-    if resolved.start.after and not weights:
+    if resolved.init.pretrained_recipe and not weights:
         raise UserError(
-            f"{resolved.name} starts from trained weights, such as those of {resolved.start.after}: give --from WEIGHTS."
+            f"{resolved.name} starts from trained weights, such as those of {resolved.init.pretrained_recipe}: "
+            "give --from WEIGHTS."
         )
     return resolved
 
@@ -73,29 +74,29 @@ def with_teacher(recipe: Recipe, said: frozenset[str] = frozenset()) -> Recipe:
 
     A teacher or labels that no other leaf speaks of are used in the usual way; leaves that the user has `said` stay.
     """
-    distillation, tokens, changes = recipe.distillation, recipe.tokens, dict(recipe.architecture)
+    distillation, tokens, changes = recipe.distillation, recipe.token_labels, dict(recipe.architecture)
     if distillation.kind != "none" and not distillation.teacher:
         raise UserError(f"{recipe.name} learns from a teacher: give --teacher, a network or a store made by vitrail annotate.")
     if distillation.kind == "none" and distillation.teacher and "distillation.kind" not in said:
         distillation = dataclasses.replace(distillation, kind="hard")
     if distillation.kind != "none" and distillation.weight == 0:
         raise UserError("distillation.weight=0 asks a teacher for nothing: leave the teacher out, or give it a weight up to 1.")
-    if not tokens.labels and (tokens.weight > 0 or tokens.target != "truth"):
+    if not tokens.store and (tokens.weight > 0 or tokens.target != "labels"):
         raise UserError(f"{recipe.name} learns labels of patches: give --labels, a store made by vitrail annotate.")
-    if tokens.labels and tokens.weight == 0 and tokens.target == "truth":
-        weight = 0.0 if "tokens.weight" in said else 0.5
-        tokens = dataclasses.replace(tokens, weight=weight, target="truth" if "tokens.target" in said else "relabel")
+    if tokens.store and tokens.weight == 0 and tokens.target == "labels":
+        weight = 0.0 if "token_labels.weight" in said else 0.5
+        tokens = dataclasses.replace(tokens, weight=weight, target="labels" if "token_labels.target" in said else "relabel")
     if tokens.weight > 0:
         changes["dense_head"] = True
-    teacher, labels = (place(os.path.expanduser(path)) for path in (distillation.teacher, tokens.labels))
-    # Said here and not after the pictures have been decoded.
+    teacher, labels = (place(os.path.expanduser(path)) for path in (distillation.teacher, tokens.store))
+    # Said here and not after the images have been decoded.
     if teacher and not teacher.startswith("timm:") and not os.path.exists(find_bundled(teacher) or teacher):
         raise UserError(
             f"There is no teacher at {teacher}: give a network's file, timm:NAME or a store made by vitrail annotate."
         )
     if teacher.endswith((".pt2", ".onnx")) and "preprocessing" not in read_beside(teacher):
         raise UserError(
-            f"{teacher} does not say how its pictures are prepared: say it in {file_beside(teacher)}, or ask it once with "
+            f"{teacher} does not say how its images are prepared: say it in {file_beside(teacher)}, or ask it once with "
             "vitrail annotate --preprocessing and give --teacher that store."
         )
     if labels:
@@ -104,20 +105,20 @@ def with_teacher(recipe: Recipe, said: frozenset[str] = frozenset()) -> Recipe:
         recipe,
         architecture=changes,
         distillation=dataclasses.replace(distillation, teacher=teacher),
-        tokens=dataclasses.replace(tokens, labels=labels),
+        token_labels=dataclasses.replace(tokens, store=labels),
     )
 
 
 def taught(recipe: Recipe) -> list[str]:
     """Sentences on who teaches."""
-    distillation, tokens, said = recipe.distillation, recipe.tokens, []
+    distillation, tokens, said = recipe.distillation, recipe.token_labels, []
     if distillation.kind != "none":
         said.append(f"{distillation.weight:g} of the loss is {distillation.kind} distillation from {distillation.teacher}")
     elif distillation.teacher:
         said.append(f"{distillation.teacher} is not asked: distillation.kind is none")
-    if tokens.labels:
-        mixed = ", MixToken" if tokens.mix else ""
-        said.append(f"labels of patches from {tokens.labels} with weight {tokens.weight:g}, of pictures: {tokens.target}{mixed}")
+    if tokens.store:
+        mixed = ", MixToken" if tokens.mixtoken else ""
+        said.append(f"labels of patches from {tokens.store} with weight {tokens.weight:g}, of images: {tokens.target}{mixed}")
     return said
 
 
@@ -137,14 +138,14 @@ def located(weights: str) -> str:
     return place(weights)
 
 
-def look_at(source: str, recipe: Recipe, model: str | None = None) -> tuple[Splits, Recipe, Model | None, list[str]]:
+def look_at(source: str, recipe: Recipe, model: str | None = None) -> tuple[Splits, Recipe, VisionTransformer | None, list[str]]:
     """Open the data and the weights to start from, refuse what cannot be learned from, fit the recipe to them.
 
     `model` is what the user asked for beside the recipe, if anything. The last of the results are sentences on what was found.
     """
-    splits = open_splits(source, held_out=recipe.data.held_out)
+    splits = open_splits(source, held_out=recipe.data.validation_fraction)
     check_splits(source, splits)
-    trained = open_weights(recipe, model) if recipe.start.weights else None
+    trained = open_weights(recipe, model) if recipe.init.weights else None
     if trained and model is not None:
         recipe = with_token(recipe, trained, find_model(model)[1])
     if trained and trained.name in list_models():
@@ -156,18 +157,18 @@ def look_at(source: str, recipe: Recipe, model: str | None = None) -> tuple[Spli
         raise UserError(
             f"schedule.length={recipe.schedule.length!r} is less than one step, of which an epoch has {steps:,}: give more."
         )
-    counts = f"{len(splits.train):,} training and {len(splits.validation):,} validation pictures"
+    counts = f"{len(splits.train):,} training and {len(splits.validation):,} validation images"
     said = [f"{splits.train.name}: {counts}, {len(splits.train.classes)} classes", *said]
     if recipe.data.repeats > 1 or recipe.data.round_to > 1:
         epoch = order_of(recipe, splits.train).accounting()
-        said.append(f"an epoch is {epoch.steps:,} steps, {epoch.samples:,} samples of {epoch.distinct:,} pictures")
+        said.append(f"an epoch is {epoch.steps:,} steps, {epoch.samples:,} samples of {epoch.distinct:,} images")
     said += told(recipe.schedule)
     if trained:
         head = "a new" if is_new_classifier(trained, recipe, splits.train.classes) else "its own"
         size = show_size(trained.architecture.image_size)
-        said.append(f"starting from {recipe.start.weights}: {trained.name or 'a model'} at {size} pixels, with {head} classifier")
+        said.append(f"starting from {recipe.init.weights}: {trained.name or 'a model'} at {size} pixels, with {head} classifier")
         if gains_token(trained, recipe):
-            stays = "" if recipe.start.scope == "full" else f"; start.scope={recipe.start.scope} leaves the token as it starts"
+            stays = "" if recipe.init.scope == "full" else f"; init.scope={recipe.init.scope} leaves the token as it starts"
             said.append(
                 "these weights have no distillation token: the token, its position and its classifier are new and start as in a "
                 f"training from scratch, everything else is loaded{stays}"
@@ -182,14 +183,14 @@ def check_splits(source: str, splits: Splits) -> None:
         raise UserError(f"{source}: training and validation do not have the same classes.")
     for part in (splits.train, splits.validation):
         check_labels(part)
-        usual_side(part)  # complains if no picture can be read
+        usual_side(part)  # complains if no image can be read
 
 
 def check_labels(part: Source) -> None:
     assert part.label is not None
     unknown = int((part.label.values < 0).sum())
     if unknown:
-        raise UserError(f"{part.name}: {unknown} of {len(part)} pictures have no label: remove them or give them one.")
+        raise UserError(f"{part.name}: {unknown} of {len(part)} images have no label: remove them or give them one.")
     highest = int(part.label.values.max())
     if highest >= len(part.classes):
         raise UserError(f"{part.name} has the label {highest} but {len(part.classes)} classes: mend the labels.")
@@ -201,24 +202,24 @@ def steps_of(recipe: Recipe, source: Source) -> int:
 
 
 def order_of(recipe: Recipe, source: Source) -> Order:
-    return Order(len(source), recipe.batch, repeats=recipe.data.repeats, round_to=recipe.data.round_to)
+    return Order(len(source), recipe.batch_size, repeats=recipe.data.repeats, round_to=recipe.data.round_to)
 
 
-def build(recipe: Recipe, source: Source, trained: Model | None = None) -> Model:
+def build(recipe: Recipe, source: Source, trained: VisionTransformer | None = None) -> VisionTransformer:
     """The model at its start, the same on every machine; `trained` is what `open_weights` gave, if that was done already."""
     torch.manual_seed(recipe.seed)
     classes = source.classes
     with enough_memory():
-        if recipe.start.weights:
+        if recipe.init.weights:
             model, fresh = adapted(trained or open_weights(recipe), recipe, classes)
         else:
-            model, fresh = create(recipe.model, len(classes), recipe.augmentation.size, **recipe.architecture), True
-    if fresh and recipe.start.head_bias and isinstance(getattr(model.head, "bias", None), torch.nn.Parameter):
-        torch.nn.init.constant_(model.head.bias, recipe.start.head_bias)  # type: ignore[arg-type]
+            model, fresh = create(recipe.model, len(classes), recipe.augmentation.image_size, **recipe.architecture), True
+    if fresh and recipe.init.head_bias and isinstance(getattr(model.head, "bias", None), torch.nn.Parameter):
+        torch.nn.init.constant_(model.head.bias, recipe.init.head_bias)  # type: ignore[arg-type]
     return dressed(model, recipe, source)
 
 
-def rebuild(facts: dict[str, Any], recipe: Recipe, source: Source) -> Model:
+def rebuild(facts: dict[str, Any], recipe: Recipe, source: Source) -> VisionTransformer:
     """The model of a run that has a state to go on from: the weights that it started from need not be there any more."""
     if "architecture" not in facts:
         return build(recipe, source)
@@ -226,24 +227,26 @@ def rebuild(facts: dict[str, Any], recipe: Recipe, source: Source) -> Model:
     return dressed(build_model(architecture, str(facts.get("model", {}).get("name", ""))), recipe, source)
 
 
-def dressed(model: Model, recipe: Recipe, source: Source) -> Model:
+def dressed(model: VisionTransformer, recipe: Recipe, source: Source) -> VisionTransformer:
     """The model with what it needs to be trained and used: scope, preprocessing, class names."""
-    apply_scope(model, recipe.start.scope)
-    testing, how = recipe.testing, recipe.augmentation
-    model.preprocessing = Preprocessing(how.size, testing.crop_ratio, testing.resize, testing.filter, how.mean, how.std)
+    apply_scope(model, recipe.init.scope)
+    testing, how = recipe.validation, recipe.augmentation
+    model.preprocessing = Preprocessing(
+        how.image_size, testing.crop_ratio, testing.resize, testing.interpolation, how.mean, how.std
+    )
     test_view(model.preprocessing)  # complains here about a view that cannot be, not at the first validation
     model.class_names = list(source.classes)
     return model
 
 
-def open_weights(recipe: Recipe, model: str | None = None) -> Model:
+def open_weights(recipe: Recipe, model: str | None = None) -> VisionTransformer:
     """The trained model that the recipe starts from; refused if it is not what the recipe's changes, or `model`, ask for."""
-    weights = recipe.start.weights
+    weights = recipe.init.weights
     training = {field: value for field, value in recipe.architecture.items() if field in TRAINING_ONLY}
     others = {field: value for field, value in recipe.architecture.items() if field not in TRAINING_ONLY | RENEWED}
     # A file of another kind may be silent about a part and needs to be told; of a distillation token it never is.
     silent = {field: value for field, value in others.items() if field != "distillation"}
-    trained = load(weights, **(training if is_artefact(weights) else training | silent))
+    trained = load(weights, **(training if is_artifact(weights) else training | silent))
     found = trained.architecture
     wanted = found.replace(**others)
     if model is not None:
@@ -259,12 +262,12 @@ def open_weights(recipe: Recipe, model: str | None = None) -> Model:
     return trained
 
 
-def gains_token(trained: Model, recipe: Recipe) -> bool:
+def gains_token(trained: VisionTransformer, recipe: Recipe) -> bool:
     """Whether the recipe wants a distillation token that the weights do not have."""
     return bool(recipe.architecture.get("distillation")) and not trained.architecture.distillation
 
 
-def with_token(recipe: Recipe, trained: Model, asked: Architecture) -> Recipe:
+def with_token(recipe: Recipe, trained: VisionTransformer, asked: Architecture) -> Recipe:
     """The recipe with the distillation token of the model that was asked for beside it, where the weights have none: a run that
     is resumed knows the recipe alone.
     """
@@ -274,11 +277,11 @@ def with_token(recipe: Recipe, trained: Model, asked: Architecture) -> Recipe:
     return dataclasses.replace(recipe, architecture=parts)
 
 
-def is_artefact(path: str) -> bool:
+def is_artifact(path: str) -> bool:
     """Whether the file says itself what it is; of base and delta, whether the base does."""
     base, delta = split_path(path)
     if delta is not None:
-        return is_artefact(str(base))
+        return is_artifact(str(base))
     if is_state(path):
         return True
     try:
@@ -288,10 +291,10 @@ def is_artefact(path: str) -> bool:
         return False
 
 
-def adapted(trained: Model, recipe: Recipe, classes: list[str]) -> tuple[Model, bool]:
+def adapted(trained: VisionTransformer, recipe: Recipe, classes: list[str]) -> tuple[VisionTransformer, bool]:
     """A trained model at the recipe's size and for these classes, and whether its classifier is a new one."""
     changes = {field: value for field, value in recipe.architecture.items() if field in RENEWED | TRAINING_ONLY}
-    trained.resize(*recipe.augmentation.size, patch_size=changes.pop("patch_size", None))
+    trained.resize(*recipe.augmentation.image_size, patch_size=changes.pop("patch_size", None))
     after = trained.architecture.replace(**changes | {"classes": len(classes), "image_size": trained.architecture.image_size})
     fresh, token = is_new_classifier(trained, recipe, classes), gains_token(trained, recipe)
     if token:
@@ -308,27 +311,27 @@ def adapted(trained: Model, recipe: Recipe, classes: list[str]) -> tuple[Model, 
     }
     if token:  # its rows follow those of the class token
         for name, tensor in trained.state_dict().items():
-            if name.startswith(("special", "readout.queries", "positions.")) and len(state[name]) == len(tensor) + 1:
+            if name.startswith(("prefix", "pooling.queries", "pos_embed.")) and len(state[name]) == len(tensor) + 1:
                 kept[name] = torch.cat([tensor[:1], state[name][1:2], tensor[1:]])
     model.load_state_dict(state | kept)
     for name, parameter in model.named_parameters():
-        # Labels of whole pictures do not train a dense head, which in evaluation would add what it started with.
-        if name not in kept and name.startswith("head" if recipe.start.zero_head else "head_dense"):
+        # Labels of whole images do not train a dense head, which in evaluation would add what it started with.
+        if name not in kept and name.startswith("head" if recipe.init.zero_head else "head_dense"):
             torch.nn.init.zeros_(parameter)
     return model, fresh
 
 
-def is_new_classifier(trained: Model, recipe: Recipe, classes: list[str]) -> bool:
+def is_new_classifier(trained: VisionTransformer, recipe: Recipe, classes: list[str]) -> bool:
     """Whether the classifier of the weights is of no use: it is not wanted, knows other classes, or reads something else."""
     known, a = trained.class_names, trained.architecture
     others = known != classes if known is not None else a.classes != len(classes)
-    return recipe.start.zero_head or others or recipe.architecture.get("pre_logits", a.pre_logits) != a.pre_logits
+    return recipe.init.zero_head or others or recipe.architecture.get("pre_logits", a.pre_logits) != a.pre_logits
 
 
-def check_numbers(micro_batch: int | None, workers: int | None, options: Options | None = None) -> None:
+def check_numbers(micro_batch_size: int | None, workers: int | None, options: Options | None = None) -> None:
     """Complain about what no training can do before anything is computed."""
     for low, value, sentence in (
-        (1, micro_batch, "micro_batch is the number of pictures at a time: at least 1."),
+        (1, micro_batch_size, "micro_batch is the number of images at a time: at least 1."),
         (0, workers, "workers is the number of processes that decode: 0 or more."),
         (0, options.save_steps if options else None, "save_steps is a number of steps: 0 or more."),
         (0, options.log_steps if options else None, "log_steps is a number of steps: 0 or more."),
@@ -339,7 +342,7 @@ def check_numbers(micro_batch: int | None, workers: int | None, options: Options
             raise UserError(sentence)
 
 
-def unseen(model: Model) -> list[str]:
+def unseen(model: VisionTransformer) -> list[str]:
     """A sentence on pixels that no patch covers, if there are any: legal, as in papers, and rarely meant."""
     size, patch = model.architecture.image_size, model.architecture.patch_size
     lost = [side - cells * patch for side, cells in zip(size, model.grid, strict=True)]
@@ -348,16 +351,16 @@ def unseen(model: Model) -> list[str]:
     return [f"{show_size(size)} pixels are not a multiple of the patch size {patch}: the last {max(lost)} are not seen"]
 
 
-def divide(devices: Devices, recipe: Recipe, plan: Plan, micro_batch: int | None) -> Devices:
+def divide(devices: Devices, recipe: Recipe, plan: Plan, micro_batch_size: int | None) -> Devices:
     """The units of the global batch, as large as memory allows or as the user says."""
     # Processes see different amounts of free memory and must cut alike: the least counts.
     plan = dataclasses.replace(plan, largest=int(-devices.largest([-plan.largest])[0]))
-    wanted = micro_batch or plan.largest
+    wanted = micro_batch_size or plan.largest
     if wanted < 1:
         plan.check(1)
-    units = cut(recipe.batch, devices.world, wanted)
-    plan.check(recipe.batch // units)
-    return dataclasses.replace(devices, units=units)
+    micro_batches = cut(recipe.batch_size, devices.world, wanted)
+    plan.check(recipe.batch_size // micro_batches)
+    return dataclasses.replace(devices, micro_batches=micro_batches)
 
 
 def forecast(plan: Plan, pace: Pace, recipe: Recipe, devices: Devices, source: Source, options: Options, times: int = 1) -> str:
@@ -367,7 +370,7 @@ def forecast(plan: Plan, pace: Pace, recipe: Recipe, devices: Devices, source: S
     validating = validations(recipe, epoch, steps) * pace.looking
     seconds = pace.step * steps + validating
     span = datetime.timedelta(seconds=round(seconds * times))
-    memory, rate = plan.memory(recipe.batch // devices.units), per_second(recipe.batch / pace.step)
+    memory, rate = plan.memory(recipe.batch_size // devices.micro_batches), per_second(recipe.batch_size / pace.step)
     return (
         f"{steps:,} steps{f' for each of {times} seeds' if times > 1 else ''}, about {span} at {rate} images/s"
         f"{' before compiling' if options.compile else ''}"
@@ -379,4 +382,4 @@ def forecast(plan: Plan, pace: Pace, recipe: Recipe, devices: Devices, source: S
 
 def validations(recipe: Recipe, epoch: int, steps: int) -> int:
     """How many a training has: one every so often, and one at its end."""
-    return math.ceil(steps / max(span_steps(recipe.testing.every, epoch, steps), 1))
+    return math.ceil(steps / max(span_steps(recipe.validation.every, epoch, steps), 1))

@@ -1,12 +1,12 @@
-"""A finished (or unfinished) run as a picture and one self-contained page.
+"""A finished (or unfinished) run as an image and one self-contained page.
 
-The page needs nothing but itself: pictures are embedded, there is no script, and every name that comes from data is escaped.
+The page needs nothing but itself: images are embedded, there is no script, and every name that comes from data is escaped.
 Some parts of `run.json` are optional and may be large, so they are shown only if they are there:
 
-* `test`: {"top1", "top5", "pictures"} of the best weights;
-* `per_class`: [{"name", "top1", "pictures"}] of the validation pictures;
+* `test`: {"top1", "top5", "images"} of the best weights;
+* `per_class`: [{"name", "top1", "images"}] of the validation images;
 * `confusion`: {"names": […], "matrix": [[…]]} with a row per true class, or {"pairs": `confused_pairs(…)`};
-* `mistakes`: [{"picture": `thumbnail(…)`, "truth": …, "guess": …, "confidence": …}].
+* `mistakes`: [{"image": `thumbnail(…)`, "truth": …, "guess": …, "confidence": …}].
 """
 
 import base64
@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from vitrail.aliases import upgrade_run
 from vitrail.atomic_files import write_aside
 from vitrail.errors import UserError
 from vitrail.runs.curves import DARK, LIGHT, Curves
@@ -40,7 +41,7 @@ def write_report(folder: str | Path) -> Path:
     curves = curves_of(run, lines)
     light = curves.draw(LIGHT)
     write_aside(folder / "report.png", lambda side: side.write_bytes(light))
-    text = page(run, curves, picture(light, curves))
+    text = page(run, curves, image(light, curves))
     write_aside(folder / "report.html", lambda side: side.write_text(text, encoding="utf-8"))
     return folder / "report.html"
 
@@ -65,7 +66,7 @@ def read_json(folder: Path) -> dict[str, Any]:
         raise UserError(f"{path} cannot be read: {error}.") from None
     if not isinstance(run, dict):
         raise UserError(f"{path} cannot be read: it does not describe a run.")
-    return run
+    return upgrade_run(run)
 
 
 def curves_of(run: Mapping[str, Any], lines: Sequence[dict[str, Any]]) -> Curves:
@@ -176,7 +177,7 @@ def results(run: Mapping[str, Any], curves: Curves) -> list[tuple[str, str]]:
     test = run.get("test") or {}
     for label, name in (("Test top-1", "top1"), ("Test top-5", "top5")):
         if isinstance(test.get(name), float):
-            rows.append((f"{label}, {test.get('pictures', 0):,} pictures", share(test[name])))
+            rows.append((f"{label}, {test.get('images', 0):,} images", share(test[name])))
     for label, kind, name, show in (
         ("Last validation top-1", "validation", "top1", share),
         ("Last validation top-5", "validation", "top5", share),
@@ -209,12 +210,12 @@ def circumstances(run: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def hardest(run: Mapping[str, Any]) -> str:
-    """The classes that are recognised least, if there are so many that the matrix does not show it."""
+    """The classes that are recognized least, if there are so many that the matrix does not show it."""
     classes = run.get("per_class") or []
     if len(classes) <= MATRIX_LIMIT:
         return ""
     worst = sorted(classes, key=lambda each: float(each["top1"]))[:PAIRS]
-    return table([(str(each["name"]), f"{share(each['top1'])} of {escape(plain(each['pictures']))}") for each in worst])
+    return table([(str(each["name"]), f"{share(each['top1'])} of {escape(plain(each['images']))}") for each in worst])
 
 
 def confused_pairs(matrix: Any, names: Sequence[str], count: int = PAIRS) -> list[dict[str, Any]]:
@@ -251,7 +252,7 @@ def confusions(run: Mapping[str, Any]) -> str:
 
 
 def thumbnail(pixels: np.ndarray, side: int = 96) -> str:
-    """A picture (uint8 [height, width, 3]) as text for `run.json`, its longer side at most `side`."""
+    """An image (uint8 [height, width, 3]) as text for `run.json`, its longer side at most `side`."""
     image = Image.fromarray(np.asarray(pixels, dtype=np.uint8))
     image.thumbnail((side, side))
     file = io.BytesIO()
@@ -266,14 +267,14 @@ def mistakes(run: Mapping[str, Any]) -> str:
         words += f" {100 * float(mistake['confidence']):.0f} %" if mistake.get("confidence") is not None else ""
         words += f"<br>is {escape(str(mistake.get('truth')))}"
         words += f"<br><small>{escape(str(mistake['where']))}</small>" if mistake.get("where") else ""
-        shown.append(f'<figure><img alt="" src="{embedded(mistake.get("picture"))}"><figcaption>{words}</figcaption></figure>')
-    return f"<div class='pictures'>{''.join(shown)}</div>" if shown else ""
+        shown.append(f'<figure><img alt="" src="{embedded(mistake.get("image"))}"><figcaption>{words}</figcaption></figure>')
+    return f"<div class='images'>{''.join(shown)}</div>" if shown else ""
 
 
-def picture(light: bytes, curves: Curves) -> str:
+def image(light: bytes, curves: Curves) -> str:
     """The curves four times: for dark and light, narrow and wide screens; the browser takes one."""
     narrow, dim = "(max-width: 40rem)", "(prefers-color-scheme: dark)"
     sources = ((f"{narrow} and {dim}", curves.draw(DARK, 1)), (dim, curves.draw(DARK)), (narrow, curves.draw(LIGHT, 1)))
     options = "".join(f'<source media="{media}" srcset="{address(content)}">' for media, content in sources)
     words = "Curves of loss, accuracy, learning rate and speed"
-    return f'<picture>{options}<img class="curves" alt="{words}" src="{address(light)}"></picture>'
+    return f'<image>{options}<img class="curves" alt="{words}" src="{address(light)}"></image>'

@@ -24,7 +24,7 @@ def read_results(paths: Sequence[str | Path], metric: str = "top1", at: At = "be
     if metric not in MEASURES:
         raise UserError(f"--metric {metric} is not known; choose from {', '.join(MEASURES)}.")
     if metric == "test" and at == "last":
-        raise UserError("The test pictures are only looked at with the best weights: leave --at last out.")
+        raise UserError("The test images are only looked at with the best weights: leave --at last out.")
     found: list[Result] = []
     said: list[str] = []
     for origin, folder in find_runs(paths):

@@ -25,7 +25,7 @@ from vitrail.data.datasets.lookup import is_built_in
 from vitrail.data.source import Splits
 from vitrail.errors import UserError
 from vitrail.models.flops import cost
-from vitrail.models.vision_transformer import Model
+from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.recipes import Recipe
 from vitrail.runs.report import read_json
 from vitrail.tasks.supervision import identities
@@ -45,7 +45,7 @@ def check_same_teachers(recipe: Recipe, known: dict[str, str] | None, folder: Pa
 
 
 def describe(
-    source: str, splits: Splits, recipe: Recipe, model: Model, devices: Devices, options: Options, bad: str
+    source: str, splits: Splits, recipe: Recipe, model: VisionTransformer, devices: Devices, options: Options, bad: str
 ) -> dict[str, Any]:
     """What run.json holds from the start."""
     price = cost(model.architecture)
@@ -55,8 +55,8 @@ def describe(
         "source": os.path.abspath(os.path.expanduser(source)) if is_local else source,
         "recipe": recipe.to_dict(),
         "options": dataclasses.asdict(options),
-        "units": devices.units,
-        "bad": bad,
+        "micro_batches": devices.micro_batches,
+        "unreadable": bad,
         "model": {"name": model.name, "parameters": price.parameters, "macs": price.macs},
         "architecture": model.architecture.to_dict(),
         "data": {
@@ -87,7 +87,7 @@ def describe(
 
 
 def fingerprint(splits: Splits) -> str:
-    """A hash of labels, class names, counts and the bytes of some pictures: whether these are still the same data."""
+    """A hash of labels, class names, counts and the bytes of some images: whether these are still the same data."""
     digest = hashlib.sha256()
     for part in (splits.train, splits.validation):
         digest.update(json.dumps([len(part), part.classes]).encode())
@@ -197,7 +197,7 @@ def check_same_data(devices: Devices, facts: dict[str, Any]) -> None:
     known = devices.agreed(facts["data"]["fingerprint"])
     with devices.together():
         if facts["data"]["fingerprint"] != known:
-            raise UserError(f"Not all machines have the same pictures at {facts['source']}.")
+            raise UserError(f"Not all machines have the same images at {facts['source']}.")
 
 
 def next_folder(source: str, recipe: str) -> Path:
@@ -215,7 +215,7 @@ def next_folder(source: str, recipe: str) -> Path:
 def read_run(folder: Path) -> dict[str, Any]:
     """What is needed to go on with a run."""
     facts = read_json(folder)
-    missing = [name for name in ("source", "recipe", "options", "units", "bad", "data") if name not in facts]
+    missing = [name for name in ("source", "recipe", "options", "micro_batches", "unreadable", "data") if name not in facts]
     if missing:
         raise UserError(f"{folder / 'run.json'} cannot be read: it has no {missing[0]!r}.")
     return facts

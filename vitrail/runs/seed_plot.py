@@ -1,4 +1,4 @@
-"""Groups of trainings as a picture: a dot for every seed, the mean, and the interval around it."""
+"""Groups of trainings as an image: a dot for every seed, the mean, and the interval around it."""
 
 import textwrap
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ NAME = 44  # letters of a name in one line
 
 
 def draw_points(rows: Sequence[Row], metric: str, at: str, look: Look = LIGHT) -> bytes:
-    """The picture as PNG, the first group at the top with its mean as a dotted line through all."""
+    """The image as PNG, the first group at the top with its mean as a dotted line through all."""
     # The object interface rather than pyplot: no global state, no display needed, whatever the user has set up.
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -32,14 +32,14 @@ def draw_points(rows: Sequence[Row], metric: str, at: str, look: Look = LIGHT) -
         axes.grid(axis="y", visible=False)
         axes.axvline(scale * rows[0].spread.mean, color=look.faint, linewidth=1, linestyle=":")
         for place, row in enumerate(rows):
-            colour = look.blue if place else look.green
+            color = look.blue if place else look.green
             values, spread = scale * np.array(row.group.values), row.spread
             if spread.low is not None and spread.high is not None:
-                axes.plot([scale * spread.low, scale * spread.high], [place, place], color=colour, linewidth=5, alpha=0.25)
+                axes.plot([scale * spread.low, scale * spread.high], [place, place], color=color, linewidth=5, alpha=0.25)
             # Seeds that reached the same would hide each other on one line.
             offsets = np.linspace(-0.16, 0.16, len(values)) if len(values) > 1 else np.zeros(1)
-            axes.plot(values, place + offsets, "o", color=colour, markersize=4.5, alpha=0.75, markeredgewidth=0)
-            axes.plot([scale * spread.mean] * 2, [place - 0.26, place + 0.26], color=colour, linewidth=2)
+            axes.plot(values, place + offsets, "o", color=color, markersize=4.5, alpha=0.75, markeredgewidth=0)
+            axes.plot([scale * spread.mean] * 2, [place - 0.26, place + 0.26], color=color, linewidth=2)
         axes.set_yticks(range(len(rows)), names, color=look.ink, parse_math=False)
         axes.set_ylim(len(rows) - 0.5, -0.5)
         axes.ticklabel_format(axis="x", useOffset=False)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vitrail.errors import UserError
-from vitrail.evaluation.statistics import summarise
+from vitrail.evaluation.statistics import summarize
 from vitrail.recipes import Recipe
 from vitrail.runs import train
 from vitrail.runs.comparison import MEASURES
@@ -34,7 +34,7 @@ class Seeds:
     model: str | None = None
     options: Options = field(default_factory=Options)
     device: str | None = None
-    micro_batch: int | None = None
+    micro_batch_size: int | None = None
     workers: int | None = None
     bad: str = "skip"
 
@@ -130,7 +130,16 @@ def train_one(place: Path, seeds: Seeds, number: int) -> train.Run:
         return train.resume(place, device=seeds.device, workers=seeds.workers, **options)
     recipe = dataclasses.replace(seeds.recipe, seed=number)
     return train.train(
-        seeds.source, recipe, seeds.model, place, {}, seeds.options, seeds.device, seeds.micro_batch, seeds.workers, seeds.bad
+        seeds.source,
+        recipe,
+        seeds.model,
+        place,
+        {},
+        seeds.options,
+        seeds.device,
+        seeds.micro_batch_size,
+        seeds.workers,
+        seeds.bad,
     )
 
 
@@ -183,14 +192,14 @@ def summaries(folder: Path, at: At = "best") -> list[str]:
         if not results or metric == "top5":
             continue
         if len({result.data for result in results}) > 1:
-            raise UserError(f"The seeds of {folder} were not trained on the same pictures: they cannot be summed up.")
-        spread = summarise([result.value for result in results])
-        unit = " %" if measure.percent else ""
+            raise UserError(f"The seeds of {folder} were not trained on the same images: they cannot be summed up.")
+        spread = summarize([result.value for result in results])
+        micro_batch = " %" if measure.percent else ""
         line = f"{measure.title} {measure.show(spread.mean)}"
         if spread.sd is not None:
-            line += f" ± {measure.show(spread.sd)}{unit} (mean ± sd, n = {spread.n}; 95 % interval of the mean "
+            line += f" ± {measure.show(spread.sd)}{micro_batch} (mean ± sd, n = {spread.n}; 95 % interval of the mean "
             line += f"{measure.show(spread.low)} to {measure.show(spread.high)})"
         else:
-            line += f"{unit} (n = 1)"
+            line += f"{micro_batch} (n = 1)"
         found.append(line)
     return found

@@ -4,7 +4,7 @@ run.json          source, recipe, versions, command, fingerprint of the data, re
 recipe.yaml       the resolved recipe, to read and to use again
 metrics.jsonl     every logged number; tensorboard/ holds the same
 checkpoints/      the last states, to go on from
-best.safetensors  the artefact with the best validation accuracy; last.safetensors the final one
+best.safetensors  the artifact with the best validation accuracy; last.safetensors the final one
 report.html       curves, result, recipe; report.png the curves alone
 """
 
@@ -28,7 +28,7 @@ from vitrail.data.source import Splits
 from vitrail.errors import UserError
 from vitrail.interrupts import State, work_begins
 from vitrail.models.flops import cost
-from vitrail.models.vision_transformer import Model
+from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.recipes import Recipe
 from vitrail.runs.display import Display
 from vitrail.runs.finish import close_run
@@ -54,8 +54,8 @@ from vitrail.training.distributed import Devices, check_shardable, choose_device
 from vitrail.training.metrics import Metrics
 from vitrail.training.precision import suited
 from vitrail.training.throughput import Speed
-from vitrail.training.trainer import NotFinite, Options, Stopped, Training
-from vitrail.training.training_state import gather, load_state, save_artefact
+from vitrail.training.trainer import NonFiniteLoss, Options, Stopped, Trainer
+from vitrail.training.training_state import gather, load_state, save_artifact
 
 Say = Callable[[str], None]
 
@@ -69,7 +69,7 @@ class Run:
     best: dict[str, Any]
 
     @property
-    def artefact(self) -> Path:
+    def artifact(self) -> Path:
         """The weights to use: those with the best validation accuracy."""
         return self.folder / "best.safetensors"
 
@@ -82,21 +82,21 @@ def train(
     changes: dict[str, Any] | None = None,
     options: Options | None = None,
     device: str | None = None,
-    micro_batch: int | None = None,
+    micro_batch_size: int | None = None,
     workers: int | None = None,
     bad: str = "skip",
 ) -> Run:
-    """Train on a source of pictures.
+    """Train on a source of images.
 
     >>> run = vitrail.train("photos/", recipe="laptop", out="runs/photos")
-    >>> model = vitrail.load(run.artefact)
+    >>> model = vitrail.load(run.artifact)
     """
     source = os.fspath(source)
     with stoppable() as place, connected(device) as devices:
         say = to_terminal if devices.first else nobody
         options = options or Options(compile=devices.device.type == "cuda")
         with devices.together():
-            check_numbers(micro_batch, workers, options)
+            check_numbers(micro_batch_size, workers, options)
             resolved = resolve(recipe, model, changes, devices.device.type)
             splits, resolved, trained, said = look_at(source, resolved, model)
             resolved, sentences = suited(resolved, devices.device, changes or ())
@@ -117,10 +117,10 @@ def train(
             start = build(resolved, splits.train, trained)
             check_room(folder, start, resolved, options.keep)
             guide, plan = measured(start, resolved, splits, devices, options, asked)
-        devices = divide(devices, resolved, plan, micro_batch)
+        devices = divide(devices, resolved, plan, micro_batch_size)
         price = cost(start.architecture)
-        said = [f"{start.name}: {price.parameters:,} parameters, {price.macs / 1e9:.2f} G multiply-adds a picture; run {folder}"]
-        for sentence in (*said, *unseen(start), devices.describe(resolved.batch)):
+        said = [f"{start.name}: {price.parameters:,} parameters, {price.macs / 1e9:.2f} G multiply-adds an image; run {folder}"]
+        for sentence in (*said, *unseen(start), devices.describe(resolved.batch_size)):
             say(sentence)
         pace = rehearse(start, resolved, devices, splits, options, guide, workers)
         say(forecast(plan, pace, resolved, devices, splits.train, options))
@@ -143,7 +143,7 @@ def foresee(
     model: str | None = None,
     changes: dict[str, Any] | None = None,
     device: str | None = None,
-    micro_batch: int | None = None,
+    micro_batch_size: int | None = None,
     options: Options | None = None,
     workers: int | None = None,
     out: str | Path | None = None,
@@ -156,7 +156,7 @@ def foresee(
     with connected(device) as devices:
         options = options or Options(compile=devices.device.type == "cuda")
         with devices.together():
-            check_numbers(micro_batch, workers, options)
+            check_numbers(micro_batch_size, workers, options)
             resolved = resolve(recipe, model, changes, devices.device.type)
             splits, resolved, trained, said = look_at(source, resolved, model)
             resolved, sentences = suited(resolved, devices.device, changes or ())
@@ -165,20 +165,20 @@ def foresee(
             check_stores(resolved, splits.train)
             start = build(resolved, splits.train, trained)
             price = cost(start.architecture)
-            said.append(f"{start.name}: {price.parameters:,} parameters, {price.macs / 1e9:.2f} G multiply-adds a picture")
+            said.append(f"{start.name}: {price.parameters:,} parameters, {price.macs / 1e9:.2f} G multiply-adds an image")
             guide, plan = measured(start, resolved, splits, devices, options, asked)
             said += guide.said
             if out is not None:
                 check_room(Path(out).expanduser(), start, resolved, options.keep)
-        devices = divide(devices, resolved, plan, micro_batch)
+        devices = divide(devices, resolved, plan, micro_batch_size)
         pace = rehearse(start, resolved, devices, splits, options, guide, workers)
-        said += [*unseen(start), devices.describe(resolved.batch)]
+        said += [*unseen(start), devices.describe(resolved.batch_size)]
         said.append(forecast(plan, pace, resolved, devices, splits.train, options, seeds))
         return said if devices.first else []
 
 
 def measured(
-    model: Model, recipe: Recipe, splits: Splits, devices: Devices, options: Options, asked: Asked | None
+    model: VisionTransformer, recipe: Recipe, splits: Splits, devices: Devices, options: Options, asked: Asked | None
 ) -> tuple[Guide, Plan]:
     """Who teaches, and the memory that a training will take; the model is made what the options want it to be."""
     model.recompute = options.recompute
@@ -186,7 +186,7 @@ def measured(
         check_shardable(model)
     shares = devices.world if options.sharding != "none" else 1
     guide = Guide(recipe, model, splits.train, devices.device, asked)
-    return guide, make_plan(model, recipe, devices.device, recipe.batch // devices.world, shares, guide.teacher)
+    return guide, make_plan(model, recipe, devices.device, recipe.batch_size // devices.world, shares, guide.teacher)
 
 
 def resume(
@@ -221,19 +221,19 @@ def _resume(
             recipe, saved, data = Recipe.from_dict(facts["recipe"]), Options(**facts["options"]), facts["data"]["fingerprint"]
         except (KeyError, TypeError) as error:
             raise UserError(f"{folder / 'run.json'} does not describe a training that can be resumed: {error}.") from None
-        splits = open_splits(facts["source"], held_out=recipe.data.held_out)
+        splits = open_splits(facts["source"], held_out=recipe.data.validation_fraction)
         if fingerprint(splits) != data:
-            raise UserError(f"The pictures at {facts['source']} are not those that {folder} was started with.")
-        if facts["units"] % devices.world:
+            raise UserError(f"The images at {facts['source']} are not those that {folder} was started with.")
+        if facts["micro_batches"] % devices.world:
             raise UserError(
-                f"{folder} cuts its batch into {facts['units']} parts, which {devices.world} processes cannot share evenly."
+                f"{folder} cuts its batch into {facts['micro_batches']} parts, which {devices.world} processes cannot share evenly."
             )
         check_same_teachers(recipe, facts.get("teachers"), folder)
         asked = open_asked(recipe, splits.train, devices.device)
         begun = Checkpoints(folder / "checkpoints").all()
         model = rebuild(facts, recipe, splits.train) if begun else build(recipe, splits.train)
         guide = Guide(recipe, model, splits.train, devices.device, asked)
-    devices = dataclasses.replace(devices, units=facts["units"])
+    devices = dataclasses.replace(devices, micro_batches=facts["micro_batches"])
     options = options or dataclasses.replace(
         saved,
         compile=saved.compile and devices.device.type == "cuda",
@@ -285,15 +285,15 @@ def what_is_kept(folder: Path | None) -> str:
 
 
 def hint(recipe: Recipe) -> str:
-    if recipe.distillation.kind != "none" or recipe.tokens.labels:
-        return "The teacher may have answered with what is no number; else a lower optimiser.rate or a longer warm-up often helps"
-    return "A lower optimiser.rate or a longer warm-up often helps"
+    if recipe.distillation.kind != "none" or recipe.token_labels.store:
+        return "The teacher may have answered with what is no number; else a lower optimizer.lr or a longer warm-up often helps"
+    return "A lower optimizer.lr or a longer warm-up often helps"
 
 
 def go(
     folder: Path,
     recipe: Recipe,
-    model: Model,
+    model: VisionTransformer,
     splits: Splits,
     devices: Devices,
     options: Options,
@@ -304,14 +304,16 @@ def go(
     resumed: bool = False,
 ) -> Run:
     """The training itself, from its newest checkpoint if there is one, to the report."""
-    at_least = round(max(recipe.augmentation.size) * recipe.data.detail) or None
+    at_least = round(max(recipe.augmentation.image_size) * recipe.data.decode_scale) or None
     for sentence in guide.said:
         say(sentence)
     with devices.together():
-        feeds = [Feed(part, devices.device, workers, at_least, facts["bad"], say) for part in (splits.train, splits.validation)]
+        feeds = [
+            Feed(part, devices.device, workers, at_least, facts["unreadable"], say) for part in (splits.train, splits.validation)
+        ]
     for feed in feeds:
         say(feed.sentence)
-    training = Training(recipe, model, devices, feeds[0], feeds[1], folder, options, guide)
+    training = Trainer(recipe, model, devices, feeds[0], feeds[1], folder, options, guide)
     loaded = load_state(training, say)
     ended = training.step == training.total
     if loaded:
@@ -325,7 +327,7 @@ def go(
     metrics = Metrics(folder, training.step) if devices.first and not ended else None
     console = None if devices.first else Console(quiet=True)
     band = find_band(recipe.to_dict(), facts["data"])
-    display = Display(training.total, training.order.steps, recipe.batch, training.step, console, band=band)
+    display = Display(training.total, training.order.steps, recipe.batch_size, training.step, console, band=band)
     try:
         with display, metrics or contextlib.nullcontext():
             if options.compile:
@@ -339,7 +341,7 @@ def go(
         else:
             say(f"Stopped at step {training.step} of {training.total}; `vitrail resume {folder}` goes on.")
         return Run(folder, False, training.best)
-    except NotFinite as error:
+    except NonFiniteLoss as error:
         from vitrail.runs.nan_recorder import record
 
         bundle = record(training, error.step, facts)
@@ -354,7 +356,7 @@ def go(
     with training.reported():
         weights = gather(model, options.sharding)
         if devices.first:
-            save_artefact(folder / "last.safetensors", model, recipe, {"step": training.step}, weights)
+            save_artifact(folder / "last.safetensors", model, recipe, {"step": training.step}, weights)
     try:
         if devices.first:
             close_run(training, folder, splits, workers, say)

@@ -1,1 +1,1 @@
-"""What is minimised."""
+"""What is minimized."""

@@ -15,7 +15,7 @@ from vitrail.data.transforms.pipeline import Augmented
 from vitrail.errors import UserError
 from vitrail.evaluation.class_matching import imagenet
 from vitrail.models.config import show_size
-from vitrail.models.vision_transformer import Model, mix_tokens
+from vitrail.models.vision_transformer import VisionTransformer, mix_tokens
 from vitrail.recipes.schema import Recipe
 from vitrail.tasks.distillation import teacher_targets
 from vitrail.tasks.targets import Targets, blend, label_targets
@@ -33,7 +33,7 @@ RENAME = "give the data's classes the teacher's names, or their WordNet ids in w
 def identities(recipe: Recipe) -> dict[str, str]:
     """By path, a digest of each file that a training learns from; of a store that of its list of shards, which has theirs."""
     found = {}
-    paths = (recipe.distillation.teacher if recipe.distillation.kind != "none" else "", recipe.tokens.labels)
+    paths = (recipe.distillation.teacher if recipe.distillation.kind != "none" else "", recipe.token_labels.store)
     for path in filter(os.path.exists, filter(None, paths)):
         files = [os.path.join(path, name) for name in (MANIFEST, "best.safetensors", "model.safetensors", "pytorch_model.bin")]
         file = next(filter(os.path.isfile, [path, *files]), None)
@@ -59,7 +59,7 @@ class Asked:
 
 
 def open_asked(recipe: Recipe, source: Source, device: torch.device) -> Asked | None:
-    """The network that a recipe asks at every step, if it asks one; refused if it cannot answer about the student's pictures."""
+    """The network that a recipe asks at every step, if it asks one; refused if it cannot answer about the student's images."""
     path = recipe.distillation.teacher
     if recipe.distillation.kind == "none" or is_store(path):
         return None
@@ -70,14 +70,14 @@ def open_asked(recipe: Recipe, source: Source, device: torch.device) -> Asked | 
 
 
 def try_out(teacher: Teacher, recipe: Recipe, device: torch.device) -> None:
-    """Ask about an empty picture of the student's size."""
+    """Ask about an empty image of the student's size."""
     how, path = recipe.augmentation, recipe.distillation.teacher
     try:
-        answer = teacher(torch.zeros(1, len(how.mean), *how.size, device=device), how.mean, how.std)
+        answer = teacher(torch.zeros(1, len(how.mean), *how.image_size, device=device), how.mean, how.std)
     except Exception as error:  # a stranger's network may raise anything
-        (height, width), why = how.size, first_line(error).rstrip(".")
+        (height, width), why = how.image_size, first_line(error).rstrip(".")
         raise UserError(
-            f"The teacher {path} fails on the student's pictures of {height} x {width} ({why}): take another, or ask it once, at "
+            f"The teacher {path} fails on the student's images of {height} x {width} ({why}): take another, or ask it once, at "
             "its own size, with vitrail annotate."
         ) from None
     if not bool(answer.isfinite().all()):
@@ -85,17 +85,19 @@ def try_out(teacher: Teacher, recipe: Recipe, device: torch.device) -> None:
 
 
 def check_stores(recipe: Recipe, source: Source) -> None:
-    """Complain about stores that cannot teach, by what they say of themselves: no shard and no picture is read."""
+    """Complain about stores that cannot teach, by what they say of themselves: no shard and no image is read."""
     if recipe.distillation.kind != "none" and is_store(recipe.distillation.teacher):
         open_store(recipe.distillation.teacher, source, "logits", check=False)
-    if recipe.tokens.labels:
-        open_store(recipe.tokens.labels, source, "tokens", recipe.tokens.outside, check=False)
+    if recipe.token_labels.store:
+        open_store(recipe.token_labels.store, source, "tokens", recipe.token_labels.outside, check=False)
 
 
 class Guide:
     """Opens the recipe's teacher and stores once; `targets` is asked for every unit and waits for nothing."""
 
-    def __init__(self, recipe: Recipe, model: Model, source: Source, device: torch.device, asked: Asked | None = None) -> None:
+    def __init__(
+        self, recipe: Recipe, model: VisionTransformer, source: Source, device: torch.device, asked: Asked | None = None
+    ) -> None:
         """`asked` is what `open_asked` gave, if that was done already."""
         self.recipe, self.device = recipe, device
         self.classes, self.grid, self.patch = model.architecture.classes, model.grid, model.architecture.patch_size
@@ -107,35 +109,37 @@ class Guide:
         elif recipe.distillation.kind != "none":
             self.answers = Answers(recipe.distillation.teacher, source, device, "logits")
             self.said = in_order(self.answers.store.class_names, self.answers.store.classes, source)
-        if recipe.tokens.labels:
-            self.maps = Answers(recipe.tokens.labels, source, device, "tokens", recipe.tokens.outside)
+        if recipe.token_labels.store:
+            self.maps = Answers(recipe.token_labels.store, source, device, "tokens", recipe.token_labels.outside)
 
-    def targets(self, batch: Batch, seen: Augmented, images: Tensor, mix: Mix, epoch: int, step: int, unit: int) -> Targets:
+    def targets(
+        self, batch: Batch, seen: Augmented, images: Tensor, mix: Mix, epoch: int, step: int, micro_batch: int
+    ) -> Targets:
         """`seen` is what the augmentation gave, `images` what mixing made of it: what the network and its teacher see."""
         recipe = self.recipe
         assert batch.labels is not None
-        classes, tokens, mixed = label_targets(batch.labels, self.classes, recipe.objective), None, None
+        classes, tokens, mixed = label_targets(batch.labels, self.classes, recipe.loss), None, None
         if self.maps is not None:
             values, whose = self.maps.tokens(batch.index)
             logits = project(values, whose, seen, self.grid, self.patch, self.classes, self.maps.covers == "centre")
             classes = self._own(classes, batch.labels, self._smooth(logits.mean(1).softmax(-1)))
-            if recipe.tokens.weight:
+            if recipe.token_labels.weight:
                 tokens = self._smooth(logits.softmax(-1))
         if tokens is not None and mix.share < 1.0:
             part = covered(mix, self.grid, self.patch, self.device)
             tokens = torch.lerp(tokens, tokens.flip(0), part[None, :, None])
         classes, teacher = blend(classes, mix.share), self._taught(batch, images, mix)
-        if recipe.tokens.mix:
-            drawn = draw_token_mix(recipe.seed, epoch, step, unit, self.grid, recipe.tokens.mix)
+        if recipe.token_labels.mixtoken:
+            drawn = draw_token_mix(recipe.seed, epoch, step, micro_batch, self.grid, recipe.token_labels.mixtoken)
             mixed = token_mask(drawn, self.grid, self.device)
             classes = blend(classes, drawn.share)
             teacher = None if teacher is None else blend(teacher, drawn.share)
-            if tokens is not None and recipe.tokens.mix_what == "labels":
+            if tokens is not None and recipe.token_labels.mixtoken_on == "labels":
                 tokens = mix_tokens(tokens, mixed)
         return Targets(classes, teacher, tokens, mixed)
 
     def _taught(self, batch: Batch, images: Tensor, mix: Mix) -> Tensor | None:
-        """The teacher's distribution [B, C]: of the mixed pictures themselves, or mixed from what a store knows of each."""
+        """The teacher's distribution [B, C]: of the mixed images themselves, or mixed from what a store knows of each."""
         how, seen = self.recipe.distillation, self.recipe.augmentation
         if self.teacher is not None:
             return teacher_targets(self.teacher(images, seen.mean, seen.std)[:, self.index], how)
@@ -144,9 +148,9 @@ class Guide:
         return None
 
     def _own(self, truth: Tensor, labels: Tensor, found: Tensor) -> Tensor:
-        """The label of the whole picture; "blend" trusts the map half, and more where it contradicts the data."""
-        match self.recipe.tokens.target:
-            case "truth":
+        """The label of the whole image; "blend" trusts the map half, and more where it contradicts the data."""
+        match self.recipe.token_labels.target:
+            case "labels":
                 return truth
             case "relabel":
                 return found
@@ -154,7 +158,7 @@ class Guide:
         return torch.lerp(truth, found, torch.where(agrees, 0.5, 0.9))
 
     def _smooth(self, targets: Tensor) -> Tensor:
-        smoothing = self.recipe.objective.smoothing if self.classes > 1 else 0.0
+        smoothing = self.recipe.loss.label_smoothing if self.classes > 1 else 0.0
         return targets * (1.0 - smoothing) + smoothing / self.classes if smoothing else targets
 
 
@@ -176,11 +180,11 @@ def in_order(names: list[str] | None, count: int, source: Source) -> list[str]:
 
 
 def at_another_size(teacher: Teacher, recipe: Recipe) -> list[str]:
-    """A sentence if the student's pictures are smaller or larger than the teacher was made for, and it sees them so."""
-    own, student, path = teacher.preprocessing.image_size, recipe.augmentation.size, recipe.distillation.teacher
+    """A sentence if the student's images are smaller or larger than the teacher was made for, and it sees them so."""
+    own, student, path = teacher.preprocessing.image_size, recipe.augmentation.image_size, recipe.distillation.teacher
     if teacher.size is not None or own == student:
         return []
-    made = f"the teacher was made for pictures of {show_size(own)} pixels and sees the student's of {show_size(student)}"
+    made = f"the teacher was made for images of {show_size(own)} pixels and sees the student's of {show_size(student)}"
     larger = all(side >= usual for side, usual in zip(student, own, strict=True))
     advice = "ask it once, at its own size, with vitrail annotate, and give that store"
     if larger and os.path.exists(path):
@@ -198,12 +202,12 @@ def open_store(path: str, source: Source, what: str, outside: str = "spread", ch
     if what not in store.what:
         raise UserError(f"{path} keeps {' and '.join(store.what)}: annotate again with --what {what}.")
     if outside == "spread" and not store.knows_rest(what):
-        raise UserError(f"{path} does not know what lies outside the classes it keeps: set tokens.outside=zero.")
+        raise UserError(f"{path} does not know what lies outside the classes it keeps: set token_labels.outside=zero.")
     return store, matched(store, source, path)
 
 
 class Answers:
-    """What a store says about the pictures of a source, by their numbers."""
+    """What a store says about the images of a source, by their numbers."""
 
     def __init__(self, path: str, source: Source, device: torch.device, what: str, outside: str = "spread") -> None:
         store, index = open_store(path, source, what, outside)
@@ -214,13 +218,13 @@ class Answers:
         self.rows, self.store = store.rows(source).to(device), store.to(device)
         self.covers = store.covers
 
-    def logits(self, pictures: Tensor) -> Tensor:
+    def logits(self, images: Tensor) -> Tensor:
         """[B, C]"""
-        return self.store.class_scores(self.rows[pictures], self.index)
+        return self.store.class_scores(self.rows[images], self.index)
 
-    def tokens(self, pictures: Tensor) -> tuple[Tensor, Tensor]:
+    def tokens(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """The K best logits of every cell and their classes, [B, K, h, w] each; a logit of 0 is that of every other class."""
-        rows = self.rows[pictures]
+        rows = self.rows[images]
         values, classes = self.store.tokens(rows)
         if self.outside == "spread":
             values = values - self.store.outside("tokens", rows)[:, None]

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vitrail.recipes.schema import Objective
+from vitrail.recipes.schema import LossConfig
 
 
 class Targets(NamedTuple):
@@ -14,19 +14,19 @@ class Targets(NamedTuple):
     classes: Tensor  # [B, C]
     teacher: Tensor | None = None  # [B, C]
     tokens: Tensor | None = None  # [B, N, C], one for each patch
-    mixed: Tensor | None = None  # bool [N]: the patches that MixToken takes from the picture at the mirrored place
+    mixed: Tensor | None = None  # bool [N]: the patches that MixToken takes from the image at the mirrored place
 
     def clone(self) -> "Targets":
         return Targets(self.classes.clone(), *(None if each is None else each.clone() for each in self[1:]))
 
 
-def label_targets(labels: Tensor, classes: int, objective: Objective) -> Tensor:
+def label_targets(labels: Tensor, classes: int, objective: LossConfig) -> Tensor:
     """Labels [B] to smoothed distributions [B, C].
 
     The share that smoothing takes from the true class goes to all classes, the true one among them (the released code), or to
     the others alone (DeiT's text).
     """
-    off, on = smoothed(classes, objective.smoothing, objective.smooth_over == "others")
+    off, on = smoothed(classes, objective.label_smoothing, objective.smoothing_over == "others")
     targets = torch.full((len(labels), classes), off, device=labels.device)
     return targets.scatter_(1, labels.long()[:, None], on)
 
@@ -40,5 +40,5 @@ def smoothed(classes: int, smoothing: float, over_others: bool = False) -> tuple
 
 
 def blend(targets: Tensor, share: float) -> Tensor:
-    """Mixing takes its part from the batch in reverse order, as `mix_pictures` does; `share` remains of one's own."""
+    """Mixing takes its part from the batch in reverse order, as `mix_images` does; `share` remains of one's own."""
     return targets if share == 1.0 else torch.lerp(targets.flip(0), targets, share)

@@ -1,4 +1,4 @@
-"""Learning a label for every patch: maps that follow the picture, MixToken, the dense loss (LV-ViT, arXiv 2104.10858)."""
+"""Learning a label for every patch: maps that follow the image, MixToken, the dense loss (LV-ViT, arXiv 2104.10858)."""
 
 import torch
 from torch import Tensor
@@ -15,9 +15,9 @@ def project(values: Tensor, classes: Tensor, seen: Augmented, grid: Grid, patch:
     """A teacher's maps to logits of the patches [B, N, C], wherever the augmentation has put them.
 
     values and classes [B, K, h, w] are the K best logits of every cell and whose they are (`count` and above: nobody's); a map
-    covers the whole source picture, or its `centre` square. Every patch gets the mean of `POINTS` x `POINTS` places in it, each
-    brought back to the source by the inverse of all that was done to the picture, and looked up between the four cells around it;
-    cells at the rim go on beyond it. A logit that is not kept is 0, and so is every logit where the picture was filled.
+    covers the whole source image, or its `centre` square. Every patch gets the mean of `POINTS` x `POINTS` places in it, each
+    brought back to the source by the inverse of all that was done to the image, and looked up between the four cells around it;
+    cells at the rim go on beyond it. A logit that is not kept is 0, and so is every logit where the image was filled.
     """
     batch, kept, height, width = values.shape
     rows, columns = ((torch.arange(side * POINTS, device=values.device) + 0.5) * (patch / POINTS) for side in grid)
@@ -29,7 +29,7 @@ def project(values: Tensor, classes: Tensor, seen: Augmented, grid: Grid, patch:
     for number, (matrix, sizes) in enumerate(steps):
         places = transform(matrix, places)
         if number == crop:
-            places = folded(places, sizes)  # a crop mirrors what lies beyond the picture; warps fill it
+            places = folded(places, sizes)  # a crop mirrors what lies beyond the image; warps fill it
         else:
             known = known & within(places, sizes)
     whole = seen.sizes[:, None, None].to(places)
@@ -54,7 +54,7 @@ def project(values: Tensor, classes: Tensor, seen: Augmented, grid: Grid, patch:
 
 
 def folded(places: Tensor, sizes: Tensor) -> Tensor:
-    """Places (x, y, 1) [B, h, w, 3] beyond the edges of pictures of `sizes` [B, 2], mirrored at these edges."""
+    """Places (x, y, 1) [B, h, w, 3] beyond the edges of images of `sizes` [B, 2], mirrored at these edges."""
     limit = sizes.flip(1)[:, None, None].to(places)
     inside = limit - (limit - places[..., :2].abs()).abs()
     return torch.cat([inside, places[..., 2:]], -1)
@@ -72,9 +72,9 @@ def covered(mix: Mix, grid: Grid, patch: int, device: torch.device) -> Tensor:
     return (sides[0][:, None] * sides[1]).flatten()
 
 
-def draw_token_mix(seed: int, epoch: int, step: int, unit: int, grid: Grid, beta: float) -> Mix:
+def draw_token_mix(seed: int, epoch: int, step: int, micro_batch: int, grid: Grid, beta: float) -> Mix:
     """MixToken's box on the grid of patches, drawn as CutMix draws one on pixels."""
-    return draw_mix(seed ^ SALT, epoch, step, unit, grid, 0.0, beta)
+    return draw_mix(seed ^ SALT, epoch, step, micro_batch, grid, 0.0, beta)
 
 
 def token_mask(mix: Mix, grid: Grid, device: torch.device) -> Tensor:

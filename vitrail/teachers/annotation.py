@@ -1,4 +1,4 @@
-"""From a teacher and pictures to a store of its answers."""
+"""From a teacher and images to a store of its answers."""
 
 import hashlib
 import json
@@ -42,7 +42,7 @@ from vitrail.teachers.prefetch import ahead
 from vitrail.teachers.teacher import Teacher
 
 VIEWS = ("plain", "mirrored")
-CHUNK = 64  # pictures that one process decodes at a time, so that several share a large batch
+CHUNK = 64  # images that one process decodes at a time, so that several share a large batch
 DETAIL = 2  # JPEGs are decoded at this many times the teacher's size at least, as for a model that is tested
 
 
@@ -52,15 +52,15 @@ class Wanted:
 
     what: tuple[str, ...] = ("logits",)
     top_k: int = 0  # 0: all classes
-    views: int = 1  # 1: the picture; 2: and its mirror image
-    batch: int = 64  # pictures computed at a time
+    views: int = 1  # 1: the image; 2: and its mirror image
+    batch: int = 64  # images computed at a time
 
     def __post_init__(self) -> None:
         unknown = next((name for name in self.what if name not in WHAT), None)
         if unknown is not None or not self.what:
             raise UserError(f"A teacher is asked for {', '.join(WHAT)}, one or several of them, not {unknown or 'nothing'!r}.")
         if self.views not in (1, 2):
-            raise UserError(f"There are 1 or 2 views, the picture and its mirror image, not {self.views}.")
+            raise UserError(f"There are 1 or 2 views, the image and its mirror image, not {self.views}.")
         if self.top_k < 0 or self.batch < 1:
             raise UserError("top_k is 0 for all classes or a number above it, and batch a number above 0.")
 
@@ -77,15 +77,15 @@ def annotate(
     shard: int = SHARD,
     chosen: Chosen | None = None,
 ) -> Written:
-    """Asks the teacher about every picture of a source once and keeps what it says below `out`.
+    """Asks the teacher about every image of a source once and keeps what it says below `out`.
 
-    Equal pictures are asked about once. Logits and features are of the picture as the teacher is tested with it; maps are of
-    the whole picture, squashed to the teacher's size, so that every crop of it finds its part. Interrupted and called again, it
+    Equal images are asked about once. Logits and features are of the image as the teacher is tested with it; maps are of
+    the whole image, squashed to the teacher's size, so that every crop of it finds its part. Interrupted and called again, it
     goes on and gives the same to the byte: batches are cut within a shard. `file` is where a program comes from, whose weights
     cannot be looked at. Of `chosen` classes alone answers are kept, in their order and by their names: all others are left out
     before the largest are taken.
     """
-    annotator = Annotator(teacher, wanted, workers, chosen)  # complains about the teacher before any picture is read
+    annotator = Annotator(teacher, wanted, workers, chosen)  # complains about the teacher before any image is read
     shelf = shelve(source, out, workers, watch)
     head = annotator.head() | {"teacher": identity(teacher, file, chosen)}
     with repeatable():
@@ -93,12 +93,12 @@ def annotate(
 
 
 def usual_batch(device: torch.device) -> int:
-    """Pictures at a time that keep a device busy."""
+    """Images at a time that keep a device busy."""
     return 256 if device.type == "cuda" else 64
 
 
 class Chunk(NamedTuple):
-    """Pictures as one process has decoded them, without those that it could not read."""
+    """Images as one process has decoded them, without those that it could not read."""
 
     pixels: Tensor  # uint8 [n, H, W, 3], page-locked where there is a GPU
     sizes: Tensor  # int64 [n, 2]
@@ -126,7 +126,7 @@ class Annotator:
         own = teacher.preprocessing
         self.size: Size = teacher.size or own.image_size
         self.tested = test_view(own._replace(image_size=self.size))
-        self.whole = Augmentation(self.size, "squash", filter=own.interpolation, mean=own.mean, std=own.std)
+        self.whole = Augmentation(self.size, "squash", interpolation=own.interpolation, mean=own.mean, std=own.std)
         self.aside = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         try:
             found = self.answers({"tested": self.blank()}, same=True)
@@ -135,7 +135,7 @@ class Annotator:
         except Exception as error:  # a stranger's network may raise anything
             height, width = self.size
             raise UserError(
-                f"{teacher.name} fails on a picture of {height} x {width} ({first_line(error)}): give another --size."
+                f"{teacher.name} fails on an image of {height} x {width} ({first_line(error)}): give another --size."
             ) from None
         self.arrays = {
             name: {"dtype": dtype_of(tensor, name, self.classes), "shape": [len(self.views), *tensor.shape[1:]]}
@@ -143,7 +143,7 @@ class Annotator:
         }
 
     def head(self) -> dict[str, Any]:
-        """What the manifest says beside teacher and pictures."""
+        """What the manifest says beside teacher and images."""
         return {
             "what": [name for name in WHAT if name in self.wanted.what],
             "values": "logits before the softmax, float16",
@@ -169,7 +169,7 @@ class Annotator:
         return {view: names for view, names in parts.items() if names}
 
     def answers(self, views: dict[str, Tensor], same: bool) -> dict[str, Tensor]:
-        """Of views [B, 3, height, width] to what is kept of each picture, [B, ...]; class numbers are int64."""
+        """Of views [B, 3, height, width] to what is kept of each image, [B, ...]; class numbers are int64."""
         said: dict[str, Tensor] = {}
         for view, names in self.questions(same).items():
             said |= self.teacher.answers(views[view], names)
@@ -184,7 +184,7 @@ class Annotator:
         on a GPU this one does nothing but launch.
         """
         count = self.workers if self.workers is not None else usual_workers() if len(shelf.keys) > FEW else 0
-        pool = Workers(Reader(shelf.source, DETAIL * max(self.size), False).pictures, count)
+        pool = Workers(Reader(shelf.source, DETAIL * max(self.size), False).images, count)
         step = self.wanted.batch
         batches = [(at, min(at + step, stop)) for start, stop in spans for at in range(start, stop, step)]
         cuts = [np.arange(at, min(at + CHUNK, stop)) for start, stop in batches for at in range(start, stop, CHUNK)]
@@ -194,7 +194,7 @@ class Annotator:
                     yield self.part(shelf, start, stop, chunks, advance)
         except torch.OutOfMemoryError:
             raise UserError(
-                f"The device's memory is too small for {self.wanted.batch} pictures at a time: give a smaller --batch."
+                f"The device's memory is too small for {self.wanted.batch} images at a time: give a smaller --batch."
             ) from None
         finally:
             pool.close()
@@ -228,12 +228,12 @@ class Annotator:
                 self.ask(found, room)
         if len(skipped) == stop - start:
             where, why = skipped[0][1]
-            raise UserError(f"None of {stop - start:,} pictures one after the other can be read; {where}: {why}.")
+            raise UserError(f"None of {stop - start:,} images one after the other can be read; {where}: {why}.")
         computed = torch.cuda.current_stream(self.device).record_event() if self.aside is not None else None
         return partial(self.finished, shelf, start, room, skipped, computed)
 
     def ask(self, found: list[Chunk], room: dict[str, Tensor]) -> None:
-        """Answers for a batch of readable pictures, into their rows."""
+        """Answers for a batch of readable images, into their rows."""
         same = all(self.is_same(chunk.sizes) for chunk in found)
         views: dict[str, list[Tensor]] = {view: [] for view in self.questions(same)}
         for chunk in found:
@@ -250,7 +250,7 @@ class Annotator:
                 room[name][rows, number] = tensor.to(room[name].dtype)
 
     def is_same(self, sizes: Tensor) -> bool:
-        """Whether what the teacher is tested with is the whole picture, for pictures of `sizes` [n, 2] that lie on the host."""
+        """Whether what the teacher is tested with is the whole image, for images of `sizes` [n, 2] that lie on the host."""
         if self.tested.crop == self.whole.crop:
             return True
         still = torch.zeros_like(sizes[:, 0])

@@ -1,4 +1,4 @@
-"""Programs in files, which may be tied to one size and to one number of pictures, and give logits alone."""
+"""Programs in files, which may be tied to one size and to one number of images, and give logits alone."""
 
 from abc import abstractmethod
 
@@ -14,7 +14,7 @@ class Fixed(Network):
 
     @abstractmethod
     def call(self, images: Tensor) -> Tensor:
-        """As many pictures as the program takes, to their logits."""
+        """As many images as the program takes, to their logits."""
 
     def logits(self, images: Tensor) -> Tensor:
         if self.only_batch is None:
@@ -28,7 +28,7 @@ class Fixed(Network):
 
 
 def fixed_parts(shape: list[int | None]) -> tuple[int | None, Size | None]:
-    """The number of pictures and the size that an input [B, 3, height, width] is tied to; None where it may vary."""
+    """The number of images and the size that an input [B, 3, height, width] is tied to; None where it may vary."""
     if len(shape) != 4 or shape[1] not in (3, None):
         raise ValueError(f"its input is {shape}, not [B, 3, height, width]")
     batch, _, height, width = shape

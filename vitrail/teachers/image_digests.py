@@ -1,4 +1,4 @@
-"""Pictures by what they are: a digest of their encoded bytes, so that a file that is moved, renamed or packed is still known."""
+"""Images by what they are: a digest of their encoded bytes, so that a file that is moved, renamed or packed is still known."""
 
 import hashlib
 from collections.abc import Callable
@@ -11,8 +11,8 @@ from vitrail.data.source import Encoded, Source
 from vitrail.data.workers import Workers, usual_workers
 
 WIDTH = 16  # bytes of a key
-CHUNK = 64  # pictures per task
-FEW = 2048  # pictures that are read sooner than a process that helps is started
+CHUNK = 64  # images per task
+FEW = 2048  # images that are read sooner than a process that helps is started
 
 
 def key_of(encoded: Encoded) -> bytes:
@@ -31,7 +31,7 @@ class Addressing:
     source: Source
 
     def __call__(self, span: tuple[int, int]) -> tuple[bytes, list[int]]:
-        """The keys of the pictures `start` ... `stop`, one after the other, and which of them have no bytes to read."""
+        """The keys of the images `start` ... `stop`, one after the other, and which of them have no bytes to read."""
         keys, lost = [], []
         for index in range(*span):
             try:
@@ -45,7 +45,7 @@ class Addressing:
 def keys_of(
     source: Source, workers: int | None = None, advance: Callable[[int], Any] = lambda count: None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Keys uint8 [N, 16] of a source's pictures, and which could be read, bool [N]; the others' keys are zero."""
+    """Keys uint8 [N, 16] of a source's images, and which could be read, bool [N]; the others' keys are zero."""
     count = len(source)
     if workers is None:
         workers = usual_workers() if count > FEW else 0

@@ -1,20 +1,20 @@
-"""What a teacher said about pictures, kept: written once by `vitrail annotate`, read at every step of a training.
+"""What a teacher said about images, kept: written once by `vitrail annotate`, read at every step of a training.
 
 A store is a folder. `manifest.json` says whose answers these are (the teacher's name, the digest of its weights, its classes and
-preprocessing), what is kept and which shards there are; a shard is a safetensors file of `shard` pictures, the last of fewer.
-For n pictures, each seen in v views, a shard holds
+preprocessing), what is kept and which shards there are; a shard is a safetensors file of `shard` images, the last of fewer.
+For n images, each seen in v views, a shard holds
 
-    key             uint8    [n, 16]            digest of the encoded picture: pictures are found by their content
+    key             uint8    [n, 16]            digest of the encoded image: images are found by their content
     logits.values   float16  [n, v, k]          the k largest logits, largest first; all of them, in their order, if k is 0
     logits.classes  uint16   [n, v, k]          their class numbers, uint32 above 65,536 classes; not there if k is 0
     logits.rest     float16  [n, v]             log-sum-exp of the logits not kept; not there if k is 0
-    tokens.values   float16  [n, v, k, h, w]    the same for each cell of the teacher's grid over the whole picture
+    tokens.values   float16  [n, v, k, h, w]    the same for each cell of the teacher's grid over the whole image
     tokens.classes  uint16   [n, v, k, h, w]
     tokens.rest     float16  [n, v, h, w]
     features        float16  [n, v, D]          what the teacher's classifier reads
 
-Values are raw scores, before any softmax: maps are cropped and resized first. View 0 is the picture, view 1 its mirror image, as
-the teacher saw it: the first column of its map is the right edge of the picture.
+Values are raw scores, before any softmax: maps are cropped and resized first. View 0 is the image, view 1 its mirror image, as
+the teacher saw it: the first column of its map is the right edge of the image.
 """
 
 import hashlib
@@ -31,6 +31,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from vitrail.aliases import upgrade_metrics
 from vitrail.data.loader import free_memory
 from vitrail.data.source import Source
 from vitrail.errors import UserError
@@ -52,7 +53,7 @@ class Store:
     path: Path
     manifest: dict[str, Any]
     keys: np.ndarray  # uint8 [N, 16]
-    skipped: np.ndarray  # int64: rows of pictures that could not be read
+    skipped: np.ndarray  # int64: rows of images that could not be read
     shards: dict[str, list[Tensor]]  # by name; each [n, v, ...], mapped
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     resident: dict[str, Tensor] | None = None  # by name; each [N * v, ...] on the device
@@ -63,20 +64,20 @@ class Store:
         path = Path(path).expanduser()
         manifest = read_manifest(path)
         if not manifest["complete"]:
-            done = sum(shard["pictures"] for shard in manifest["shards"])
+            done = sum(shard["images"] for shard in manifest["shards"])
             raise UserError(
-                f"{path} is not finished ({done:,} of {manifest['pictures']:,} pictures); run the same vitrail annotate again."
+                f"{path} is not finished ({done:,} of {manifest['images']:,} images); run the same vitrail annotate again."
             )
         check_shards(path, manifest, check)
         shards: dict[str, list[Tensor]] = {name: [] for name in manifest["arrays"]}
         keys, skipped, start = [], [], 0
         for shard in manifest["shards"]:
-            arrays = open_shard(path / shard["name"], manifest["arrays"], shard["pictures"])
+            arrays = open_shard(path / shard["name"], manifest["arrays"], shard["images"])
             keys.append(arrays.pop("key").numpy())
             for name, tensor in arrays.items():
                 shards[name].append(tensor)
             skipped += [start + each["row"] for each in shard["skipped"]]
-            start += shard["pictures"]
+            start += shard["images"]
         return cls(path, manifest, np.concatenate(keys), np.array(skipped, dtype=np.int64), shards)
 
     def __len__(self) -> int:
@@ -101,7 +102,7 @@ class Store:
 
     @property
     def covers(self) -> str | None:
-        """What the maps lie over: "whole" for the whole picture, "centre" for its centre square; None without maps."""
+        """What the maps lie over: "whole" for the whole image, "centre" for its centre square; None without maps."""
         return self.manifest["covers"]
 
     @property
@@ -116,16 +117,16 @@ class Store:
         return sum(tensor.nbytes for tensors in self.shards.values() for tensor in tensors)
 
     def rows(self, source: Source, workers: int | None = None, advance: Callable[[int], Any] = lambda count: None) -> Tensor:
-        """int64 [len(source)]: the row of each picture, found by its content; -1 where the picture itself cannot be read.
+        """int64 [len(source)]: the row of each image, found by its content; -1 where the image itself cannot be read.
 
-        Reads every picture of the source once; `advance` is told how many more are done.
+        Reads every image of the source once; `advance` is told how many more are done.
         """
         keys, readable = keys_of(source, workers, advance)
         rows = find(keys, self.keys)
         missing = np.flatnonzero((rows < 0) & readable)
         if len(missing):
             raise UserError(
-                f"{self.path} knows nothing of {len(missing):,} of the {len(source):,} pictures of {source.name}, the first of "
+                f"{self.path} knows nothing of {len(missing):,} of the {len(source):,} images of {source.name}, the first of "
                 f"them {source.where(int(missing[0]))}; annotate this data, whose files must be the same to the byte."
             )
         rows[~readable | np.isin(rows, self.skipped)] = -1
@@ -233,7 +234,7 @@ class Store:
         if isinstance(view, int) and not 0 <= view < self.views:
             raise UserError(f"{self.path} has the views {', '.join(self.manifest['views'])}, no number {view}; see --views.")
         if rows.device.type == "cpu" and len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < len(self):
-            raise UserError(f"{self.path} has the rows 0 to {len(self) - 1}, and another was asked for: an unreadable picture?")
+            raise UserError(f"{self.path} has the rows 0 to {len(self) - 1}, and another was asked for: an unreadable image?")
         if self.resident is not None:
             if isinstance(view, Tensor):
                 view = view.to(self.device, non_blocking=True)
@@ -260,11 +261,12 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if not (path / MANIFEST).is_file():
         raise UserError(f"There is no store at {path}: give the folder that vitrail annotate has written.")
     try:
-        found = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        found = upgrade_metrics(json.loads((path / MANIFEST).read_text(encoding="utf-8")))
+        found["shards"] = [upgrade_metrics(shard) for shard in found["shards"]]
         known = found["format"] == FORMAT
-        for name in ("complete", "teacher", "what", "views", "covers", "arrays", "pictures", "shard", "shards"):
+        for name in ("complete", "teacher", "what", "views", "covers", "arrays", "images", "shard", "shards"):
             found[name]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UserError(f"{path / MANIFEST} is damaged: remove {path} and annotate again.") from None
     if not known or found["layout"] != LAYOUT:
         raise UserError(f"{path} was written by another version of Vitrail: annotate again, into another folder.")

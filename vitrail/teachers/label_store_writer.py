@@ -31,7 +31,7 @@ from vitrail.teachers.image_digests import WIDTH, first_of_each, keys_of
 from vitrail.teachers.label_store import FORMAT, LAYOUT, MANIFEST, digest_of, read_manifest
 from vitrail.version import __version__
 
-SHARD = 1024  # pictures
+SHARD = 1024  # images
 AHEAD = 2  # shards that wait for the disk while the next is made
 LOCK = ".lock"
 SHARDS = "shard-*.safetensors"
@@ -48,7 +48,7 @@ def unwatched(title: str, total: int) -> Iterator[Advance]:
 
 
 class Part(NamedTuple):
-    """What is known about the pictures of a shard: arrays [n, ...], and which rows could not be read, and why."""
+    """What is known about the images of a shard: arrays [n, ...], and which rows could not be read, and why."""
 
     arrays: Arrays
     skipped: list[tuple[int, Problem]]
@@ -61,35 +61,35 @@ Make = Callable[[list[Span], Advance], Generator[Finish, None, None]]
 @dataclass(frozen=True)
 class Written:
     path: Path
-    pictures: int  # different ones
+    images: int  # different ones
     given: int  # as many as the source has
     bytes: int
     shards: int
     kept: int  # shards that an earlier run had finished
-    skipped: list[Problem]  # pictures that could not be read
+    skipped: list[Problem]  # images that could not be read
     lost: int  # of these, such as had no bytes at all
 
 
 @dataclass(frozen=True)
 class Shelf:
-    """Different pictures of a source, each once, in the order of their first appearance."""
+    """Different images of a source, each once, in the order of their first appearance."""
 
-    source: Source  # of the different pictures
+    source: Source  # of the different images
     keys: np.ndarray  # uint8 [N, 16]
     given: int
     lost: list[Problem]  # files without bytes to read: they have no key, and nobody can ask for them
 
 
 def shelve(source: Source, out: Path, workers: int | None, watch: Watch) -> Shelf:
-    """The different pictures of a source that is to be kept at `out`."""
+    """The different images of a source that is to be kept at `out`."""
     check_place(out, source.name)
     if not len(source):
-        raise UserError(f"{source.name} holds no pictures: add some.")
-    with watch("looking pictures up", len(source)) as advance:
+        raise UserError(f"{source.name} holds no images: add some.")
+    with watch("looking images up", len(source)) as advance:
         keys, readable = keys_of(source, workers, advance)
     places = np.flatnonzero(readable)
     if not len(places):
-        raise UserError(f"None of the {len(source):,} pictures of {source.name} can be read; the first is {source.where(0)}.")
+        raise UserError(f"None of the {len(source):,} images of {source.name} can be read; the first is {source.where(0)}.")
     places = places[first_of_each(keys[places])]
     lost = [Problem(source.where(int(index)), "there is nothing to read") for index in np.flatnonzero(~readable)]
     return Shelf(Subset(source, places), keys[places], len(source), lost)
@@ -104,12 +104,12 @@ def write_store(
     warn: Callable[[str], Any] = lambda sentence: None,
     shard: int = SHARD,
 ) -> Written:
-    """The store of a shelf's pictures. `head` says what the manifest must say of the teacher and of what is kept, `arrays` among
-    it; `make` gives the parts of the spans that are missing and tells how many pictures it has done.
+    """The store of a shelf's images. `head` says what the manifest must say of the teacher and of what is kept, `arrays` among
+    it; `make` gives the parts of the spans that are missing and tells how many images it has done.
     """
     wanted = {"format": FORMAT, "layout": LAYOUT, "vitrail": __version__, "complete": False} | head
     wanted |= {
-        "pictures": len(shelf.keys),
+        "images": len(shelf.keys),
         "shard": shard,
         "data": hashlib.sha256(shelf.keys.tobytes()).hexdigest(),
         "shards": [],
@@ -163,7 +163,7 @@ def _write(
             file = out / each["name"]
             if file.is_file() and file.stat().st_size == each["bytes"] and digest_of(file) == each["sha256"]:
                 done[each["name"]] = each
-                advance(each["pictures"])
+                advance(each["images"])
             else:
                 warn(f"{file} is damaged or gone and is made anew.")
     total = len(shelf.keys)
@@ -208,7 +208,7 @@ def write_shard(path: Path, keys: np.ndarray, part: Part, arrays: dict[str, Any]
         side.write_bytes(content)
     return {
         "name": path.name,
-        "pictures": len(keys),
+        "images": len(keys),
         "bytes": len(content),
         "sha256": hashlib.sha256(content).hexdigest(),
         "skipped": [{"row": row, "where": problem.where, "reason": problem.reason} for row, problem in part.skipped],
@@ -229,7 +229,7 @@ def resumed(out: Path, wanted: dict[str, Any]) -> dict[str, Any]:
         before = found.get(name)
         if name in FREE_TO_DIFFER or before == json.loads(json.dumps(value)):
             continue
-        if name in ("data", "pictures"):
+        if name in ("data", "images"):
             raise UserError(f"{out} was begun from other data, or the data has changed since: give another folder, or remove it.")
         if name == "teacher":
             raise UserError(
@@ -267,16 +267,16 @@ def note(out: Path, manifest: dict[str, Any]) -> None:
 
 
 def row_bytes(arrays: dict[str, Any]) -> int:
-    """Bytes that one picture takes, its key included."""
+    """Bytes that one image takes, its key included."""
     return WIDTH + sum(int(np.prod(each["shape"])) * np.dtype(each["dtype"]).itemsize for each in arrays.values())
 
 
-def check_room(out: Path, arrays: dict[str, Any], pictures: int) -> None:
+def check_room(out: Path, arrays: dict[str, Any], images: int) -> None:
     """Hours of a teacher's work are not begun where they cannot be kept."""
-    need, free = pictures * row_bytes(arrays), free_space(out)
+    need, free = images * row_bytes(arrays), free_space(out)
     if need > free:
         raise UserError(
-            f"{out} needs {bytes_text(need)} for {pictures:,} pictures, and {bytes_text(free)} are free: make room, or keep less "
+            f"{out} needs {bytes_text(need)} for {images:,} images, and {bytes_text(free)} are free: make room, or keep less "
             f"(--top-k 5)."
         )
 

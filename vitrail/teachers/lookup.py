@@ -11,13 +11,13 @@ from torch import nn
 
 from vitrail.checkpoints.bundled import find_bundled
 from vitrail.checkpoints.formats.timm import read_preprocessing
-from vitrail.checkpoints.load import load, recognise
+from vitrail.checkpoints.model_io import load, recognize
 from vitrail.checkpoints.readers import read
 from vitrail.errors import UserError
 from vitrail.models.config import as_size
 from vitrail.models.convnets.state_dict import SMALL, check_units, open_convnet
 from vitrail.models.preprocessing import Preprocessing
-from vitrail.models.vision_transformer import Model
+from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.teachers.fixed_shape import Fixed, first_line
 from vitrail.teachers.network import Network, Plain, Size, Timm, Transformer
 from vitrail.teachers.onnx import Onnx
@@ -45,12 +45,12 @@ def open_teacher(
     * the state dict of a ResNet, a RegNet or an EfficientNet-Lite, told by its names; a Hugging Face folder of the first two;
     * an exported program (`.pt2`) or an ONNX file (`.onnx`), which do not say their `preprocessing`;
     * `timm:NAME` or `timm:NAME@weights.safetensors`, where timm is installed;
-    * a module from pictures to logits, with its `preprocessing`; it is frozen and used itself, not copied.
+    * a module from images to logits, with its `preprocessing`; it is frozen and used itself, not copied.
 
     `classes` names (or counts) the classes of a teacher that does not. `preprocessing` replaces what is known about how its
-    pictures are prepared; as a dictionary it may say `order` ("bgr") and `range` (255), in which `mean` and `std` are meant.
+    images are prepared; as a dictionary it may say `order` ("bgr") and `range` (255), in which `mean` and `std` are meant.
     What it does not say stays as it is. `kind` says what a file does not tell: "resnet_keras" for weights of Keras's first
-    ResNets. Every picture is brought to `size` before the teacher sees it. A JSON file beside a file, or in a folder, may say all
+    ResNets. Every image is brought to `size` before the teacher sees it. A JSON file beside a file, or in a folder, may say all
     this too (`beside`); arguments go first.
 
     >>> teacher = open_teacher("regnety_160-a5fe301d.pth", device="cuda")
@@ -69,7 +69,7 @@ def open_teacher(
         device = torch.device(device) if device is not None else None
     except RuntimeError as error:
         raise UserError(f"{device!r} is no device ({first_line(error)}).") from None
-    if isinstance(what, Model):
+    if isinstance(what, VisionTransformer):
         teacher = from_model(what)
     elif isinstance(what, nn.Module):
         teacher = from_module(what, preprocessing)
@@ -89,14 +89,14 @@ def open_teacher(
 
 
 def from_path(path: Path, kind: str | None, device: torch.device | None, is_prepared: bool) -> Teacher:
-    """The teacher in a file or folder; `is_prepared` if somebody says how its pictures are prepared."""
+    """The teacher in a file or folder; `is_prepared` if somebody says how its images are prepared."""
     if not path.exists():
         raise UserError(f"There is no file {path}.")
     if kind is None and path.suffix in (".onnx", ".pt2"):
         kind = "onnx" if path.suffix == ".onnx" else "exported"
     if kind in ("onnx", "exported"):
         if not is_prepared:
-            raise UserError(f"{path} does not say how its pictures are prepared; give its preprocessing (image_size, mean, std).")
+            raise UserError(f"{path} does not say how its images are prepared; give its preprocessing (image_size, mean, std).")
         network: Fixed = Onnx(path, device) if kind == "onnx" else Exported(path, device)
         return Teacher(network, Preprocessing(image_size=network.only_size or (224, 224)), 0, name=path.name)
     checkpoint = read(path)
@@ -106,12 +106,12 @@ def from_path(path: Path, kind: str | None, device: torch.device | None, is_prep
     if found is not None:
         if kind is None and not is_prepared:
             check_units(found, path)
-        small = found.preprocessing.image_size == (SMALL, SMALL)  # of pictures so small nothing is learnt about larger ones
+        small = found.preprocessing.image_size == (SMALL, SMALL)  # of images so small nothing is learnt about larger ones
         return Teacher(
             found.network, found.preprocessing, found.classes, found.names, found.order, path.name, SMALL if small else None
         )
     try:
-        recognise(checkpoint)
+        recognize(checkpoint)
     except UserError:
         raise UserError(
             f"{path} is neither a vision transformer that Vitrail knows nor a ResNet, RegNet or EfficientNet-Lite (its first "
@@ -120,7 +120,7 @@ def from_path(path: Path, kind: str | None, device: torch.device | None, is_prep
     return from_model(load(path), str(path))
 
 
-def from_model(model: Model, path: str = "This model") -> Teacher:
+def from_model(model: VisionTransformer, path: str = "This model") -> Teacher:
     if not model.architecture.classes:
         raise UserError(f"{path} has no classifier: it cannot teach classes; take one that was trained to classify.")
     return Teacher(
@@ -135,7 +135,7 @@ def from_model(model: Model, path: str = "This model") -> Teacher:
 
 def from_module(module: nn.Module, preprocessing: Prepared | None) -> Teacher:
     if preprocessing is None:
-        raise UserError("Say how a module's pictures are prepared: preprocessing=Preprocessing(image_size=…, mean=…, std=…).")
+        raise UserError("Say how a module's images are prepared: preprocessing=Preprocessing(image_size=…, mean=…, std=…).")
     return Teacher(around(module), Preprocessing(), 0, name=type(module).__name__)
 
 
@@ -175,9 +175,9 @@ def from_timm(name: str, classes: Sequence[str] | int | None) -> Teacher:
 
 
 def prepared(given: Prepared, known: Preprocessing, own: str = "rgb") -> tuple[Preprocessing, str]:
-    """What a caller says about the pictures, told as of red first and values 0 to 1; and the order of colours.
+    """What a caller says about the images, told as of red first and values 0 to 1; and the order of colors.
 
-    What he does not say stays as it is known, the network's `own` order of colours too.
+    What he does not say stays as it is known, the network's `own` order of colors too.
     """
     if isinstance(given, Preprocessing):
         return given, own
@@ -213,7 +213,7 @@ def prepared(given: Prepared, known: Preprocessing, own: str = "rgb") -> tuple[P
 def check_size(network: Network, size: Size) -> Size:
     if network.only_size is not None and size != network.only_size:
         height, width = network.only_size
-        raise UserError(f"This teacher takes pictures of {height} x {width} alone; leave its size out.")
+        raise UserError(f"This teacher takes images of {height} x {width} alone; leave its size out.")
     return size
 
 
@@ -239,10 +239,10 @@ def count_classes(teacher: Teacher) -> int:
         raise
     except Exception as error:  # a stranger's module may raise anything
         raise UserError(
-            f"{teacher.name} fails on pictures of {tuple(image.shape)} ({first_line(error)}); is its preprocessing right?"
+            f"{teacher.name} fails on images of {tuple(image.shape)} ({first_line(error)}); is its preprocessing right?"
         ) from None
     if answer.dim() != 2 or len(answer) != len(image):
-        raise UserError(f"{teacher.name} gives {tuple(answer.shape)} for two pictures, not two rows of logits; wrap it.")
+        raise UserError(f"{teacher.name} gives {tuple(answer.shape)} for two images, not two rows of logits; wrap it.")
     return answer.shape[1]
 
 

@@ -7,13 +7,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from vitrail.errors import UserError
-from vitrail.models.vision_transformer import Features, Model, fuse
+from vitrail.models.vision_transformer import Features, VisionTransformer, fuse
 
 Size = tuple[int, int]
 
 
 class Network(nn.Module, ABC):
-    """Pictures [B, 3, height, width], prepared as the network was trained to see them, to what it knows about them."""
+    """Images [B, 3, height, width], prepared as the network was trained to see them, to what it knows about them."""
 
     only_size: Size | None = None  # the one size that it takes
     mixed = True  # may compute in bfloat16 where that is fast
@@ -29,7 +29,7 @@ class Network(nn.Module, ABC):
 
     def dense(self, images: Tensor) -> Tensor:
         """[B, C, h, w]: the classifier at every position."""
-        raise UserError("This teacher gives one answer per picture; take a convnet or a Vitrail model for one per position.")
+        raise UserError("This teacher gives one answer per image; take a convnet or a Vitrail model for one per position.")
 
     def features(self, images: Tensor) -> Tensor:
         """[B, D]: what the classifier reads."""
@@ -71,15 +71,15 @@ class ConvNet(Network):
 class Transformer(Network):
     """A Vitrail model. Its dense answer is the dense head's, where it has one, or the class head's on every patch."""
 
-    def __init__(self, model: Model):
+    def __init__(self, model: VisionTransformer):
         super().__init__()
         a = model.architecture
         self.model = model
-        if a.mixer in ("linear", "mlp") or a.readout == "class_mlp":
+        if a.mixer in ("linear", "mlp") or a.pooling == "class_mlp":
             self.only_size = a.image_size  # their maps from patch to patch belong to one grid
 
     def answers(self, images: Tensor, what: Sequence[str]) -> dict[str, Tensor]:
-        if self.model.architecture.readout == "per_class":
+        if self.model.architecture.pooling == "per_class":
             if "tokens" in what:
                 raise UserError(
                     "A model with one query per class has no head for patches; take another teacher for dense labels."
@@ -116,7 +116,7 @@ class Transformer(Network):
 
 
 class Plain(Network):
-    """Any module from pictures to logits."""
+    """Any module from images to logits."""
 
     def __init__(self, module: nn.Module):
         super().__init__()
@@ -150,7 +150,7 @@ class Timm(Plain):
         return self._at_places(self.module.forward_features(images), images)
 
     def _at_places(self, found: Tensor, images: Tensor) -> Tensor:
-        # Every position is shown to the head as a picture of its own, so that norms and layers before the classifier apply.
+        # Every position is shown to the head as an image of its own, so that norms and layers before the classifier apply.
         if found.dim() == 4 and getattr(self.module, "output_fmt", "NCHW") == "NHWC":
             height, width = found.shape[1:3]
             places = found.flatten(0, 2)[:, None, None, :]
@@ -158,9 +158,9 @@ class Timm(Plain):
             height, width = found.shape[2:]
             places = found.movedim(1, -1).flatten(0, 2)[:, :, None, None]
         elif hasattr(getattr(self.module, "patch_embed", None), "dynamic_feat_size"):
-            special = getattr(self.module, "num_prefix_tokens", 0)
+            prefix = getattr(self.module, "num_prefix_tokens", 0)
             height, width = self.module.patch_embed.dynamic_feat_size(images.shape[-2:])
-            places = found[:, special:].flatten(0, 1)[:, None].expand(-1, special + 1, -1)
+            places = found[:, prefix:].flatten(0, 1)[:, None].expand(-1, prefix + 1, -1)
         else:
             return super().dense(images)
         return self.module.forward_head(places).unflatten(0, (len(images), height, width)).movedim(-1, 1)

@@ -1,4 +1,4 @@
-"""A frozen network that is asked for its opinion of the student's pictures: logits, maps of logits, features."""
+"""A frozen network that is asked for its opinion of the student's images: logits, maps of logits, features."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -13,14 +13,14 @@ from vitrail.models.config import as_size
 from vitrail.models.preprocessing import Preprocessing
 from vitrail.teachers.network import Network, Size
 
-Colours = Sequence[float]
+Colors = Sequence[float]
 
 
 class Teacher(nn.Module):
     """Always in evaluation mode, never trained, without gradients.
 
-    Pictures are RGB, [B, 3, height, width], normalised by `mean` and `std`: the student's, or the teacher's own by default.
-    The teacher makes of them what its network was trained with: its own mean and deviation, order of colours and, where `size`
+    Images are RGB, [B, 3, height, width], normalized by `mean` and `std`: the student's, or the teacher's own by default.
+    The teacher makes of them what its network was trained with: its own mean and deviation, order of colors and, where `size`
     says so, size. On CUDA it computes in bfloat16 with channels last; what it returns is float32.
     """
 
@@ -39,34 +39,34 @@ class Teacher(nn.Module):
         self.preprocessing = preprocessing  # of red first, values 0 to 1, whatever the network itself wants
         self.classes = classes
         self.class_names = list(class_names) if class_names is not None else None
-        self.order = order  # of colours, as the network wants them: rgb or bgr
+        self.order = order  # of colors, as the network wants them: rgb or bgr
         self.name = name
-        # Every picture is brought to it; None: as they come, if the network takes any size.
+        # Every image is brought to it; None: as they come, if the network takes any size.
         self.size: Size | None = as_size(size) if size is not None else network.only_size
         self._changes: dict[tuple, tuple[Tensor, Tensor]] = {}
 
-    def forward(self, images: Tensor, mean: Colours | None = None, std: Colours | None = None) -> Tensor:
+    def forward(self, images: Tensor, mean: Colors | None = None, std: Colors | None = None) -> Tensor:
         """Logits [B, C]."""
         return self._ask(self.network.logits, images, mean, std)
 
-    def dense(self, images: Tensor, mean: Colours | None = None, std: Colours | None = None) -> Tensor:
+    def dense(self, images: Tensor, mean: Colors | None = None, std: Colors | None = None) -> Tensor:
         """Logits at every position, [B, C, h, w]: the classifier applied before the pooling, or to every patch."""
         return self._ask(self.network.dense, images, mean, std)
 
-    def features(self, images: Tensor, mean: Colours | None = None, std: Colours | None = None) -> Tensor:
+    def features(self, images: Tensor, mean: Colors | None = None, std: Colors | None = None) -> Tensor:
         """What the classifier reads, [B, D]."""
         return self._ask(self.network.features, images, mean, std)
 
     def answers(self, images: Tensor, what: Sequence[str]) -> dict[str, Tensor]:
-        """Several of logits, tokens and features of pictures in the teacher's own colours, in one pass where that is possible."""
+        """Several of logits, tokens and features of images in the teacher's own colors, in one pass where that is possible."""
         return self._ask(partial(self.network.answers, what=what), images, None, None)
 
     @torch.no_grad()  # not inference_mode: its tensors could not be targets of a loss that is differentiated
-    def see(self, images: Tensor, mean: Colours | None = None, std: Colours | None = None) -> Tensor:
-        """The student's view as the network wants it: resized where it must be, renormalised, colours in its order."""
+    def see(self, images: Tensor, mean: Colors | None = None, std: Colors | None = None) -> Tensor:
+        """The student's view as the network wants it: resized where it must be, renormalized, colors in its order."""
         own = self.preprocessing
         if images.dim() != 4 or images.shape[1] != len(own.mean):
-            raise UserError(f"The teacher sees [B, {len(own.mean)}, height, width] pictures, not {list(images.shape)}.")
+            raise UserError(f"The teacher sees [B, {len(own.mean)}, height, width] images, not {list(images.shape)}.")
         if self.size is not None and tuple(images.shape[-2:]) != self.size:
             mode = own.interpolation if own.interpolation in ("bilinear", "bicubic") else "bicubic"
             images = F.interpolate(images.float(), self.size, mode=mode, antialias=True)
@@ -76,8 +76,8 @@ class Teacher(nn.Module):
             images = torch.addcmul(shift, images, factor)
         return images.flip(1) if self.order == "bgr" else images
 
-    def _change(self, mean: Colours, std: Colours, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Factor and shift [1, 3, 1, 1] between two normalisations; kept, so that no step waits for their way to the device."""
+    def _change(self, mean: Colors, std: Colors, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Factor and shift [1, 3, 1, 1] between two normalizations; kept, so that no step waits for their way to the device."""
         key = (mean, std, device)
         if key not in self._changes:
             own_mean, own_std, theirs, spread = (
@@ -92,7 +92,7 @@ class Teacher(nn.Module):
         return self._changes[key]
 
     @torch.no_grad()
-    def _ask(self, question, images: Tensor, mean: Colours | None, std: Colours | None) -> Any:
+    def _ask(self, question, images: Tensor, mean: Colors | None, std: Colors | None) -> Any:
         images = self.see(images, mean, std)
         cuda = images.device.type == "cuda"
         if cuda:

@@ -1,8 +1,8 @@
 """Label maps as TokenLabeling (LV-ViT, arXiv 2104.10858) publishes them, into a store.
 
-There is one pickled tensor per picture, `class/name.pt`, the name up to its first dot: [2, k, h, w] in half precision, the k
+There is one pickled tensor per image, `class/name.pt`, the name up to its first dot: [2, k, h, w] in half precision, the k
 largest logits of every cell and their class numbers. Half precision holds whole numbers up to 2,048 alone, so that maps of more
-classes have lost which they are. They were made from the centre square of each picture.
+classes have lost which they are. They were made from the centre square of each image.
 """
 
 import os
@@ -49,7 +49,7 @@ def import_published(
     warn: Callable[[str], Any] = lambda sentence: None,
     shard: int = SHARD,
 ) -> Written:
-    """A store of the maps in `folder` that belong to the picture files of a source; `classes` are the source's if not given."""
+    """A store of the maps in `folder` that belong to the image files of a source; `classes` are the source's if not given."""
     folder = Path(folder).expanduser()
     if not folder.is_dir():
         raise UserError(f"There is no folder {folder}: give the one that holds a folder of .pt files per class.")
@@ -118,9 +118,9 @@ class Maps:
 
 
 def files_of(folder: Path, source: Source) -> list[Path]:
-    """The label file of every picture."""
+    """The label file of every image."""
     if not os.path.isfile(source.where(0)):
-        raise UserError(f"Published label maps are found by the names of picture files, and {source.name} is not made of such.")
+        raise UserError(f"Published label maps are found by the names of image files, and {source.name} is not made of such.")
     paths = [PurePath(source.where(index)) for index in range(len(source))]
     # As the released code does: everything behind the first dot is taken for the ending.
     files = [folder / ("/".join(path.parts[-2:]).split(".")[0] + ".pt") for path in paths]
@@ -131,7 +131,7 @@ def files_of(folder: Path, source: Source) -> list[Path]:
     missing = [number for number, file in enumerate(files) if not file.is_file()]
     if missing:
         raise UserError(
-            f"{folder} has no label map for {len(missing):,} of {len(files):,} pictures; the first, {paths[missing[0]]}, would "
+            f"{folder} has no label map for {len(missing):,} of {len(files):,} images; the first, {paths[missing[0]]}, would "
             f"have {files[missing[0]]}."
         )
     return files

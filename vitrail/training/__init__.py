@@ -1,1 +1,1 @@
-"""The loop and what it needs: optimisers, schedules, checkpoints, devices, the display."""
+"""The loop and what it needs: optimizers, schedules, checkpoints, devices, the display."""

@@ -10,7 +10,7 @@ from vitrail.training.distributed import Devices
 
 
 class Statistics:
-    """A step moves the running statistics once, by the mean over its units; each unit is normalised by its own batch.
+    """A step moves the running statistics once, by the mean over its units; each unit is normalized by its own batch.
 
     BatchNorm alone would move them unit by unit, each process its own ones, twice where a block is computed again for the
     backward pass, and to NaN by a step that is then not taken.
@@ -41,7 +41,7 @@ class Statistics:
             torch._foreach_zero_(self.total)
 
     @contextmanager
-    def of_unit(self) -> Iterator[None]:
+    def of_micro_batch(self) -> Iterator[None]:
         """Around the forward pass of one unit."""
         if self.idle:
             yield
@@ -55,7 +55,7 @@ class Statistics:
         """At the end of the step; where `skip` [] is 1 the statistics stay what they were before it."""
         if self.idle:
             return
-        total = self.devices.sum(torch.cat([tensor.flatten() for tensor in self.total])) / self.devices.units
+        total = self.devices.sum(torch.cat([tensor.flatten() for tensor in self.total])) / self.devices.micro_batches
         parts = total.split([tensor.numel() for tensor in self.moving])
         for tensor, old, new in zip(self.moving, self.before, parts, strict=False):
             tensor.copy_(torch.where(skip > 0, old, new.view_as(old)))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from vitrail.atomic_files import flush, reason, write_aside
-from vitrail.checkpoints.load import write_safetensors
+from vitrail.checkpoints.model_io import write_safetensors
 from vitrail.checkpoints.training_checkpoints import DAMAGE, HEADER, LAYOUT, State, checksum, problem, words_of
 from vitrail.errors import UserError
 
@@ -28,25 +28,25 @@ UNFINISHED = re.compile(r"\.(step-\d{9}|best|last|run|recipe|metrics|report|stat
 LOCK = ".lock"
 
 
-def optimiser_tensors(model: nn.Module, optimiser: Optimizer) -> dict[str, Tensor]:
-    """The optimiser's state under the names of the parameters it belongs to."""
+def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """The optimizer's state under the names of the parameters it belongs to."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     found = {}
-    for parameter, state in optimiser.state.items():
+    for parameter, state in optimizer.state.items():
         for key, value in state.items():
             found[f"{names[parameter]}/{key}"] = value if isinstance(value, Tensor) else torch.tensor(value)
     return found
 
 
-def restore_optimiser(model: nn.Module, optimiser: Optimizer, tensors: dict[str, Tensor]) -> None:
-    """The inverse; goes through the optimiser's own loading, which knows where each tensor belongs."""
+def restore_optimizer(model: nn.Module, optimizer: Optimizer, tensors: dict[str, Tensor]) -> None:
+    """The inverse; goes through the optimizer's own loading, which knows where each tensor belongs."""
     state: dict[int, dict[str, Tensor]] = {}
-    order = {parameter: place for place, parameter in enumerate(p for group in optimiser.param_groups for p in group["params"])}
+    order = {parameter: place for place, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"])}
     by_name = dict(model.named_parameters())
     for path, tensor in tensors.items():
         name, key = path.rsplit("/", 1)
         state.setdefault(order[by_name[name]], {})[key] = tensor
-    optimiser.load_state_dict({"state": state, "param_groups": optimiser.state_dict()["param_groups"]})
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 class Checkpoints:

@@ -14,7 +14,7 @@ ROUNDS = 3  # before the capture: compilers compile and libraries choose their k
 class Captured:
     """`compute(images, targets)` gives a loss and leaves gradients in the parameters; so does this, by a graph of its first call.
 
-    Pictures of another shape than the first, and networks that cannot be captured (because they wait for the device), are
+    Images of another shape than the first, and networks that cannot be captured (because they wait for the device), are
     computed as usual. The graph draws from torch's generator as the usual way does: seed it before each call. `kept` are tensors
     that computing changes, and trying must not.
     """

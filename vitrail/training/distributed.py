@@ -1,6 +1,6 @@
 """Which processes and devices compute a training, and how the global batch is cut for them.
 
-The recipe fixes the global batch. It is cut into `units` equal parts; a process takes every `world`-th unit, one after the other.
+The recipe fixes the global batch. It is cut into `micro_batches` equal parts; a process takes every `world`-th unit, one after the other.
 What a unit computes does not depend on who computes it, so 1 process x 8 units and 8 processes x 1 are the same training.
 """
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from vitrail.errors import UserError
-from vitrail.models.vision_transformer import Model
+from vitrail.models.vision_transformer import VisionTransformer
 
 Sharding = Literal["none", "full"]
 
@@ -28,7 +28,7 @@ class Devices:
     device: torch.device
     rank: int = 0
     world: int = 1
-    units: int = 1
+    micro_batches: int = 1
 
     @property
     def first(self) -> bool:
@@ -37,16 +37,16 @@ class Devices:
     @property
     def mine(self) -> tuple[int, ...]:
         """The units that this process computes, one after the other."""
-        return tuple(range(self.rank, self.units, self.world))
+        return tuple(range(self.rank, self.micro_batches, self.world))
 
     @property
     def accumulation(self) -> int:
-        return self.units // self.world
+        return self.micro_batches // self.world
 
     def describe(self, batch: int) -> str:
         kind = "GPU" if self.device.type == "cuda" else self.device.type.upper()
         name = f"{kind} ({torch.cuda.get_device_name(self.device)})" if self.device.type == "cuda" else kind
-        return f"batch {batch} = {self.world} x {name} x {self.accumulation} accumulation x {batch // self.units}"
+        return f"batch {batch} = {self.world} x {name} x {self.accumulation} accumulation x {batch // self.micro_batches}"
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum over all processes, in place and on the device."""
@@ -202,23 +202,23 @@ def choose_device(name: str | None, local: int = 0) -> torch.device:
 
 
 def cut(batch: int, world: int, largest: int) -> int:
-    """How many equal units the batch is cut into so that none has more than `largest` pictures and each process gets as many."""
+    """How many equal units the batch is cut into so that none has more than `largest` images and each process gets as many."""
     if batch % world:
         raise UserError(f"The batch of {batch} does not divide by {world} processes: set batch to a multiple of {world}.")
-    for units in range(world, batch + 1, world):
-        if batch % units == 0 and batch // units <= largest:
-            return units
+    for micro_batches in range(world, batch + 1, world):
+        if batch % micro_batches == 0 and batch // micro_batches <= largest:
+            return micro_batches
     raise UserError(f"The batch of {batch} cannot be cut for {world} processes into parts of at most {largest}.")
 
 
-def wrap(module: nn.Module, model: Model, devices: Devices, sharding: Sharding) -> nn.Module:
+def wrap(module: nn.Module, model: VisionTransformer, devices: Devices, sharding: Sharding) -> nn.Module:
     """The module that the loop calls: as it is, replicated (DDP), or with every block's weights sharded (FSDP2)."""
     if sharding == "full":
         return shard(module, model, devices)
     return replicate(module, model, devices) if devices.world > 1 else module
 
 
-def replicate(module: nn.Module, model: Model, devices: Devices) -> nn.Module:
+def replicate(module: nn.Module, model: VisionTransformer, devices: Devices) -> nn.Module:
     # Of weights with a dimension of one, whose order in memory is a matter of taste: nothing to mend.
     warnings.filterwarnings("ignore", message="Grad strides do not match bucket view")
     replicated = nn.parallel.DistributedDataParallel(
@@ -231,7 +231,7 @@ def replicate(module: nn.Module, model: Model, devices: Devices) -> nn.Module:
     return replicated
 
 
-def shard(module: nn.Module, model: Model, devices: Devices) -> nn.Module:
+def shard(module: nn.Module, model: VisionTransformer, devices: Devices) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
@@ -245,7 +245,7 @@ def shard(module: nn.Module, model: Model, devices: Devices) -> nn.Module:
     return module
 
 
-def check_shardable(model: Model) -> None:
+def check_shardable(model: VisionTransformer) -> None:
     if not is_launched():
         raise UserError("Sharding needs processes to share among: start with torchrun.")
     single = next((name for name, parameter in model.named_parameters() if parameter.ndim == 0), None)
@@ -253,7 +253,7 @@ def check_shardable(model: Model) -> None:
         raise UserError(f"{single} is a single number, which cannot be shared among processes: train without --shard.")
 
 
-def has_idle_heads(model: Model) -> bool:
+def has_idle_heads(model: VisionTransformer) -> bool:
     """Whether labels alone leave a head without a gradient: the dense one."""
     return model.head_dense is not None
 
@@ -264,6 +264,6 @@ def without_reduction(module: nn.Module, last: bool) -> Any:
         return module.no_sync()
     for part in module.children():
         # Of FSDP2's modules; their class would cost everyone who chooses a device a second of imports.
-        if synchronise := getattr(part, "set_requires_gradient_sync", None):
-            synchronise(last)
+        if synchronize := getattr(part, "set_requires_gradient_sync", None):
+            synchronize(last)
     return nullcontext()

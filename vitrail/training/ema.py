@@ -11,7 +11,7 @@ from vitrail.errors import UserError
 from vitrail.training.gradient_norm import local
 
 
-class Average:
+class ModelEma:
     """mean <- mean + (1 - decay) * (weights - mean) after every step, over parameters and floating buffers; others are copied.
 
     Frozen parameters are their own mean, and none is kept of them. The mean starts at the weights of the moment. Sharded weights

@@ -22,7 +22,7 @@ class Lamb(Optimizer):
     `trust="all"` scales every tensor (Apex's NvLamb); with `clip=0` and a decay on everything that is LAMB as first published.
     timm's `trust_clip` is `trust_limit=1`.
 
-    `found_inf` and `grad_scale`, set as attributes, mean what they mean to torch's fused optimisers: where `found_inf` is 1 the
+    `found_inf` and `grad_scale`, set as attributes, mean what they mean to torch's fused optimizers: where `found_inf` is 1 the
     step changes neither weights nor state, without anybody asking the device. Gradients are clipped in place. The parameters of
     a group share dtype and device; sharded ones (DTensor) are updated where they lie, only norms travel.
     """

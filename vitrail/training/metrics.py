@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
+from vitrail.aliases import upgrade_metrics
 from vitrail.atomic_files import Unwritten, reason, write_aside
 from vitrail.errors import UserError
 
@@ -184,7 +185,7 @@ def from_json(value: Any) -> Any:
 
 
 def merit(result: Mapping[str, Any]) -> tuple[float, float]:
-    """Of equal accuracies, which few pictures often have, less loss is better; weights that give no number are worth least."""
+    """Of equal accuracies, which few images often have, less loss is better; weights that give no number are worth least."""
     loss = float(result["loss"])  # text where it has been through JSON and is no number
     return (-1.0, -math.inf) if math.isnan(loss) else (result["top1"], -loss)
 
@@ -209,7 +210,7 @@ def whole_lines(path: Path, content: bytes) -> list[tuple[bytes, dict[str, Any]]
 def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
     """Every line of a run as a dictionary; empty for a run that has not written any."""
     path = Path(folder) / FILE
-    return [from_json(entry) for _, entry in whole_lines(path, content_of(path))]
+    return [upgrade_metrics(from_json(entry)) for _, entry in whole_lines(path, content_of(path))]
 
 
 def content_of(path: Path) -> bytes:

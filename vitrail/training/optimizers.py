@@ -1,19 +1,19 @@
-"""From a recipe's optimiser to torch's: which tensor decays, at which rate it moves, and how a step is taken or left out.
+"""From a recipe's optimizer to torch's: which tensor decays, at which rate it moves, and how a step is taken or left out.
 
-Every optimiser made here honours `optimiser.found_inf`, a tensor [] on the device that the loop sets before `step()`: where it
+Every optimizer made here honours `optimizer.found_inf`, a tensor [] on the device that the loop sets before `step()`: where it
 is 1 the step changes neither weights nor state, and nobody waits for the device to find out. `grad_scale` likewise divides the
 gradients (torch's GradScaler sets both).
 
 Which tensors decay (`decay_on`):
 
 * "matrices", the released DeiT rule: all but vectors, scalars, biases, tables of positions, class and distillation tokens and
-  the queries of a readout. The released skip list forgets the distillation token, which is thereby decayed; it names none of
+  the queries of a pooling. The released skip list forgets the distillation token, which is thereby decayed; it names none of
   BEiT's relative tables either. Here every token and table is spared: class and distillation token are rows of one tensor,
   and the first published weights were trained when the list had no effect at all, so no published number hangs on it.
 * "kernels", Google's rule: the weights of linear layers and convolutions and nothing else.
 * "all".
 
-Clipping: LAMB clips by itself, as Apex's does, and `make_optimiser` hands it `clip`; for every other kind the loop calls
+Clipping: LAMB clips by itself, as Apex's does, and `make_optimizer` hands it `clip`; for every other kind the loop calls
 `clip_gradients` before the step.
 """
 
@@ -28,16 +28,16 @@ from torch.optim import Optimizer
 from vitrail.errors import UserError
 from vitrail.layers.pooling import PerClassHead
 from vitrail.layers.pos_embed import RELATIVE
-from vitrail.models.vision_transformer import Model
-from vitrail.recipes.schema import Optimiser
+from vitrail.models.vision_transformer import VisionTransformer
+from vitrail.recipes.schema import OptimizerConfig
 from vitrail.training.gradient_norm import clip_divisor, count_up, local, total_norm
 from vitrail.training.lamb import Lamb
 
-TOKENS_AND_POSITIONS = re.compile(r"positions\..*|stem\.position|special|readout\.queries")
+TOKENS_AND_POSITIONS = re.compile(r"pos_embed\..*|stem\.position|prefix|pooling\.queries")
 KERNELS = (nn.Linear, nn.modules.conv._ConvNd, PerClassHead)
 
 
-def decayed(model: Model, on: Literal["matrices", "kernels", "all"]) -> set[str]:
+def decayed(model: VisionTransformer, on: Literal["matrices", "kernels", "all"]) -> set[str]:
     """Names of the parameters that the weight decay pulls at."""
     if on == "all":
         return {name for name, _ in model.named_parameters()}
@@ -50,7 +50,7 @@ def decayed(model: Model, on: Literal["matrices", "kernels", "all"]) -> set[str]
     }
 
 
-def layer_of(name: str, model: Model) -> int:
+def layer_of(name: str, model: VisionTransformer) -> int:
     """0 for stem, tokens and positions, b + 1 for block b, depth + 1 for what follows the blocks.
 
     A table of positions that one block alone uses belongs to it. A relative table that all blocks share counts as the last
@@ -58,23 +58,23 @@ def layer_of(name: str, model: Model) -> int:
     """
     a = model.architecture
     room, *rest = name.split(".")
-    if room == "blocks" or (room == "positions" and a.position_place == "layers"):
+    if room == "blocks" or (room == "pos_embed" and a.pos_embed_place == "layers"):
         return int(rest[0]) + 1
-    if room in ("stem", "special") or (room == "positions" and a.positions not in RELATIVE):
+    if room in ("stem", "prefix") or (room == "pos_embed" and a.pos_embed not in RELATIVE):
         return 0
     return a.depth + 1
 
 
-def parameter_groups(model: Model, how: Optimiser) -> list[dict[str, Any]]:
+def parameter_groups(model: VisionTransformer, how: OptimizerConfig) -> list[dict[str, Any]]:
     """The trainable parameters, each in one group, with `weight_decay` and `rate_factor` of the group."""
-    decaying = decayed(model, how.decay_on)
+    decaying = decayed(model, how.weight_decay_on)
     last = model.architecture.depth + 1
     groups: dict[tuple[float, int], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         layer = layer_of(name, model) if how.layer_decay != 1 else last
-        decay = how.decay if name in decaying else 0.0
+        decay = how.weight_decay if name in decaying else 0.0
         empty = {"params": [], "weight_decay": decay, "rate_factor": how.layer_decay ** (last - layer)}
         groups.setdefault((decay, layer), empty)["params"].append(parameter)
     if not groups:
@@ -82,36 +82,36 @@ def parameter_groups(model: Model, how: Optimiser) -> list[dict[str, Any]]:
     return list(groups.values())
 
 
-def make_optimiser(model: Model | list[dict[str, Any]], how: Optimiser, rate: float) -> Optimizer:
-    """The optimiser of a model (or of groups of one's own) at a learning rate; sharded parameters are welcome."""
-    groups = parameter_groups(model, how) if isinstance(model, Model) else model
-    if how.decay and how.decay_coupled != (how.kind == "adam") and how.kind in ("adam", "adamw", "lamb"):
+def make_optimizer(model: VisionTransformer | list[dict[str, Any]], how: OptimizerConfig, rate: float) -> Optimizer:
+    """The optimizer of a model (or of groups of one's own) at a learning rate; sharded parameters are welcome."""
+    groups = parameter_groups(model, how) if isinstance(model, VisionTransformer) else model
+    if how.weight_decay and how.weight_decay_coupled != (how.kind == "adam") and how.kind in ("adam", "adamw", "lamb"):
         raise UserError(
-            "Adam adds its decay to the gradient: set optimiser.decay_coupled=true, or take optimiser.kind=adamw."
+            "Adam adds its decay to the gradient: set optimizer.weight_decay_coupled=true, or take optimizer.kind=adamw."
             if how.kind == "adam"
-            else f"The decay of {how.kind} is not part of the gradient: set optimiser.decay_coupled=false."
+            else f"The decay of {how.kind} is not part of the gradient: set optimizer.weight_decay_coupled=false."
         )
-    common: dict[str, Any] = {"lr": rate, "weight_decay": how.decay}
-    optimiser: Optimizer
+    common: dict[str, Any] = {"lr": rate, "weight_decay": how.weight_decay}
+    optimizer: Optimizer
     match how.kind:
         case "adamw":
-            optimiser = torch.optim.AdamW(groups, betas=how.betas, eps=how.eps, fused=True, **common)
+            optimizer = torch.optim.AdamW(groups, betas=how.betas, eps=how.eps, fused=True, **common)
         case "adam":
-            optimiser = torch.optim.Adam(groups, betas=how.betas, eps=how.eps, fused=True, **common)
+            optimizer = torch.optim.Adam(groups, betas=how.betas, eps=how.eps, fused=True, **common)
         case "lamb":
-            own: dict[str, Any] = {"clip": how.clip, "trust": how.trust, "trust_limit": how.trust_limit}
-            optimiser = Lamb(groups, betas=how.betas, eps=how.eps, **own, **common)
+            own: dict[str, Any] = {"clip": how.clip_grad_norm, "trust": how.trust_ratio_on, "trust_limit": how.max_trust_ratio}
+            optimizer = Lamb(groups, betas=how.betas, eps=how.eps, **own, **common)
         case "sgd":
-            optimiser = Sgd(groups, momentum=how.momentum, nesterov=how.nesterov, coupled=how.decay_coupled, **common)
+            optimizer = Sgd(groups, momentum=how.momentum, nesterov=how.nesterov, coupled=how.weight_decay_coupled, **common)
         case "adagrad":
-            optimiser = Adagrad(groups, eps=how.eps, coupled=how.decay_coupled, **common)
-    set_rate(optimiser, rate)
-    return optimiser
+            optimizer = Adagrad(groups, eps=how.eps, coupled=how.weight_decay_coupled, **common)
+    set_rate(optimizer, rate)
+    return optimizer
 
 
-def set_rate(optimiser: Optimizer, rate: float) -> None:
+def set_rate(optimizer: Optimizer, rate: float) -> None:
     """Give every group its share of the learning rate."""
-    for group in optimiser.param_groups:
+    for group in optimizer.param_groups:
         group["lr"] = rate * group.get("rate_factor", 1.0)
 
 

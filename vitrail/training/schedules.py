@@ -9,22 +9,22 @@ import math
 from collections.abc import Callable
 
 from vitrail.errors import UserError
-from vitrail.recipes.schema import Schedule, parse_span
+from vitrail.recipes.schema import ScheduleConfig, parse_span
 
 
 def span_steps(text: str, steps_per_epoch: int, length: int | None = None) -> int:
     """ "5 epochs", "100 steps" or, of `length` steps, "5%" in steps, to the nearest."""
-    number, unit = parse_span(text)
-    if unit == "step":
+    number, micro_batch = parse_span(text)
+    if micro_batch == "step":
         return round(number)
-    if unit == "epoch":
+    if micro_batch == "epoch":
         return round(number * steps_per_epoch)
     if length is None:
         raise UserError(f"{text!r} is a share of a length that is not known here: give epochs or steps.")
     return round(number * length / 100)
 
 
-def total_steps(schedule: Schedule, steps_per_epoch: int) -> int:
+def total_steps(schedule: ScheduleConfig, steps_per_epoch: int) -> int:
     """Length and cool-down together."""
     length = span_steps(schedule.length, steps_per_epoch)
     return length + span_steps(schedule.cooldown, steps_per_epoch, length)
@@ -46,7 +46,7 @@ def constant(progress: float) -> float:
 SHAPES: dict[str, Callable[[float], float]] = {"cosine": cosine, "linear": linear, "constant": constant}
 
 
-def rate_at(schedule: Schedule, base: float, step: int, steps_per_epoch: int) -> float:
+def rate_at(schedule: ScheduleConfig, base: float, step: int, steps_per_epoch: int) -> float:
     """The learning rate of a step, 0 being the first.
 
     Warm-up start and floor are absolute rates. A floor above the base rate is legal, as in the released code: the rate then
@@ -54,17 +54,17 @@ def rate_at(schedule: Schedule, base: float, step: int, steps_per_epoch: int) ->
     """
     length = span_steps(schedule.length, steps_per_epoch)
     warmup = span_steps(schedule.warmup, steps_per_epoch, length)
-    time = max(step - schedule.lag * steps_per_epoch, 0)
+    time = max(step - schedule.lag_epochs * steps_per_epoch, 0)
     if schedule.by_epoch:
         time -= time % steps_per_epoch
     if time >= length:
-        return schedule.floor
+        return schedule.min_lr
     if time < warmup:
-        return schedule.warmup_from + (base - schedule.warmup_from) * time / warmup
-    start = warmup if schedule.shifted else 0
-    if schedule.shape == "stairs":
+        return schedule.warmup_lr + (base - schedule.warmup_lr) * time / warmup
+    start = warmup if schedule.warmup_prefix else 0
+    if schedule.kind == "step":
         # Whole steps, not progress: a stair must not move by one step because of a rounding.
-        stairs = (time - start) // max(span_steps(schedule.stair_every, steps_per_epoch, length), 1)
-        return max(base * schedule.stair_factor**stairs, schedule.floor)
+        stairs = (time - start) // max(span_steps(schedule.step_size, steps_per_epoch, length), 1)
+        return max(base * schedule.gamma**stairs, schedule.min_lr)
     progress = (time - start) / (length - start)
-    return schedule.floor + (base - schedule.floor) * SHAPES[schedule.shape](progress)
+    return schedule.min_lr + (base - schedule.min_lr) * SHAPES[schedule.kind](progress)

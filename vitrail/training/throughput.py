@@ -1,4 +1,4 @@
-"""How fast a training goes: pictures per second, share of the device's peak, share of time spent waiting for data."""
+"""How fast a training goes: images per second, share of the device's peak, share of time spent waiting for data."""
 
 import sys
 import time
@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 
 from vitrail.models.flops import cost
-from vitrail.models.vision_transformer import Model
+from vitrail.models.vision_transformer import VisionTransformer
 
 # Dense multiply-add peaks of tensor cores in bfloat16, operations per second.
 PEAKS = {
@@ -49,13 +49,13 @@ def peak_memory() -> float:
 class Speed:
     """The pace since the last `measure`; pauses (validation, saving) do not count."""
 
-    def __init__(self, model: Model, device: torch.device, world: int) -> None:
+    def __init__(self, model: VisionTransformer, device: torch.device, world: int) -> None:
         self.operations = 6 * cost(model.architecture).macs  # two per multiply-add, forward once and backward twice
         self.device, self.peak = device, (device_peak(device) or 0.0) * world
-        self.pictures, self.waited, self.paused, self.since = 0, 0.0, 0.0, time.perf_counter()
+        self.images, self.waited, self.paused, self.since = 0, 0.0, 0.0, time.perf_counter()
 
-    def count(self, pictures: int) -> None:
-        self.pictures += pictures
+    def count(self, images: int) -> None:
+        self.images += images
 
     def waiting(self, fetch: Callable[[], Result]) -> Result:
         start = time.perf_counter()
@@ -73,7 +73,7 @@ class Speed:
         """The pace of the steps since the last time."""
         now = time.perf_counter()
         seconds = max(now - self.since - self.paused, 1e-9)
-        rate = self.pictures / seconds
+        rate = self.images / seconds
         pace = {"images_per_second": rate, "flops_per_second": rate * self.operations, "data_wait": self.waited / seconds}
         if self.peak:
             pace["flops_share"] = rate * self.operations / self.peak
@@ -81,5 +81,5 @@ class Speed:
             pace["memory"] = float(torch.cuda.max_memory_allocated(self.device))
         elif most := peak_memory():
             pace["memory"] = most
-        self.pictures, self.waited, self.paused, self.since = 0, 0.0, 0.0, now
+        self.images, self.waited, self.paused, self.since = 0, 0.0, 0.0, now
         return pace

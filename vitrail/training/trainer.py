@@ -1,7 +1,7 @@
 """The training loop. It reads from top to bottom: prepare a batch, compute the loss, step, look, save.
 
 Everything random is a function of (seed, step, unit), everything about order a function of the step, so the state is: weights,
-optimiser, running mean, step. What is written to disk at step n and read back goes on as if nothing had happened.
+optimizer, running mean, step. What is written to disk at step n and read back goes on as if nothing had happened.
 """
 
 import math
@@ -19,10 +19,10 @@ from vitrail.data.feed import Feed
 from vitrail.data.loader import Batch
 from vitrail.data.rng import sample_key
 from vitrail.data.sampler import Order
-from vitrail.data.transforms.mixup import draw_mix, mix_pictures
+from vitrail.data.transforms.mixup import draw_mix, mix_images
 from vitrail.data.transforms.pipeline import augment
-from vitrail.evaluation.accuracy import Accuracy, count_hits, summarise, test_view
-from vitrail.models.vision_transformer import Model
+from vitrail.evaluation.accuracy import Accuracy, count_hits, summarize, test_view
+from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.recipes.schema import Recipe
 from vitrail.runs.display import Display
 from vitrail.tasks.classification import Supervised
@@ -34,13 +34,13 @@ from vitrail.training.compile import compile_blocks, for_compiling
 from vitrail.training.cuda_graphs import Captured
 from vitrail.training.device_metrics import Answer, Note
 from vitrail.training.distributed import Devices, Sharding, without_reduction, wrap
-from vitrail.training.ema import Average
+from vitrail.training.ema import ModelEma
 from vitrail.training.metrics import Metrics, as_json, merit
-from vitrail.training.optimizers import clip_gradients, make_optimiser, set_rate
+from vitrail.training.optimizers import clip_gradients, make_optimizer, set_rate
 from vitrail.training.schedules import rate_at, span_steps, total_steps
 from vitrail.training.signals import listening
 from vitrail.training.throughput import Speed
-from vitrail.training.training_state import gather, save_artefact, save_state
+from vitrail.training.training_state import gather, save_artifact, save_state
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -63,7 +63,7 @@ class Stopped(Exception):
     """The user asked to stop; the state is saved."""
 
 
-class NotFinite(Exception):
+class NonFiniteLoss(Exception):
     """A loss or a gradient was not a number; the weights are those before that step."""
 
     def __init__(self, step: int) -> None:
@@ -71,11 +71,11 @@ class NotFinite(Exception):
 
 
 @dataclass
-class Training:
+class Trainer:
     """One training in progress."""
 
     recipe: Recipe
-    model: Model
+    model: VisionTransformer
     devices: Devices
     train: Feed
     validation: Feed
@@ -92,14 +92,14 @@ class Training:
         label = self.train.source.label
         self.order = Order(
             len(self.train.source),
-            recipe.batch,
+            recipe.batch_size,
             recipe.seed,
             repeats=recipe.data.repeats,
             round_to=recipe.data.round_to,
-            labels=label.values if recipe.data.balanced and label else None,
+            labels=label.values if recipe.data.class_balanced and label else None,
         )
         self.total = total_steps(recipe.schedule, self.order.steps)
-        self.test_every = max(span_steps(recipe.testing.every, self.order.steps, self.total), 1)
+        self.test_every = max(span_steps(recipe.validation.every, self.order.steps, self.total), 1)
         self.log_every = self.options.log_steps or min(max(self.order.steps // 20, 1), 50)
         self.model.to(device)
         self.model.recompute = self.options.recompute
@@ -109,8 +109,8 @@ class Training:
         task = Supervised(self.model, recipe)
         self.module = wrap(task, self.model, self.devices, self.options.sharding)
         self.parameters = list(self.model.parameters())
-        self.optimiser = make_optimiser(self.model, recipe.optimiser, recipe.rate)
-        self.average = Average(self.model, recipe.average.decay) if recipe.average.decay else None
+        self.optimizer = make_optimizer(self.model, recipe.optimizer, recipe.lr)
+        self.average = ModelEma(self.model, recipe.ema.decay) if recipe.ema.decay else None
         self.scaler = torch.amp.GradScaler(device.type) if recipe.precision == "fp16" else None
         self.checkpoints = Checkpoints(self.folder / "checkpoints", self.options.keep)
         self.statistics = Statistics(self.model, self.devices)
@@ -123,14 +123,14 @@ class Training:
 
     def run(self, display: Display, metrics: Metrics | None, speed: Speed) -> None:
         """From `step` to the end. Raises Stopped when asked to stop and NotFinite at a loss that is no number."""
-        stream = self.train.stream(self.order, self.devices.mine, self.devices.units)
+        stream = self.train.stream(self.order, self.devices.mine, self.devices.micro_batches)
         saved = time.monotonic()
         begun = saved - self.seconds
         at_once = f"Stopped at once; `vitrail resume {self.folder}` goes on from what was saved last."
         with listening(at_once) as asked, closing(stream.run(self.step, self.total)) as batches:  # type: ignore[type-var]
             while self.step < self.total:
                 self._step(lambda: speed.waiting(lambda: next(batches)))
-                speed.count(self.recipe.batch)
+                speed.count(self.recipe.batch_size)
                 ended = self.step == self.total
                 logging = ended or self.step % self.log_every == 0
                 if logging:
@@ -154,50 +154,50 @@ class Training:
                     raise Stopped
 
     def _step(self, next_batch: Callable[[], Batch]) -> None:
-        """One step of the optimiser over the global batch."""
+        """One step of the optimizer over the global batch."""
         recipe, step = self.recipe, self.step
-        if self.model.training != (recipe.start.mode == "train"):  # walking through all modules takes its time
+        if self.model.training != (recipe.init.mode == "train"):  # walking through all modules takes its time
             self.model.train(not self.model.training)
-        set_rate(self.optimiser, rate_at(recipe.schedule, recipe.rate, step, self.order.steps))
+        set_rate(self.optimizer, rate_at(recipe.schedule, recipe.lr, step, self.order.steps))
         self.statistics.begin()
         loss = torch.zeros((), device=self.devices.device)
-        for unit in self.devices.mine:
-            images, targets = self.prepare(next_batch(), step, unit)
-            seed_generators(unit_seed(recipe.seed, step, unit), self.devices.device)
-            with without_reduction(self.module, unit == self.devices.mine[-1]):
+        for micro_batch in self.devices.mine:
+            images, targets = self.prepare(next_batch(), step, micro_batch)
+            seed_generators(micro_batch_seed(recipe.seed, step, micro_batch), self.devices.device)
+            with without_reduction(self.module, micro_batch == self.devices.mine[-1]):
                 loss += self.compute(images, targets)
         if self.scaler:
-            self.scaler.unscale_(self.optimiser)
-        own_clip = recipe.optimiser.kind == "lamb"
-        norm = clip_gradients(self.parameters, 0.0 if own_clip else recipe.optimiser.clip)
+            self.scaler.unscale_(self.optimizer)
+        own_clip = recipe.optimizer.kind == "lamb"
+        norm = clip_gradients(self.parameters, 0.0 if own_clip else recipe.optimizer.clip_grad_norm)
         bad = self._account(self.devices.sum(loss) / self.devices.world, norm)
         self.statistics.settle(skip=bad)
-        self.optimiser.found_inf = bad  # type: ignore[attr-defined]  # a step with it set changes nothing
-        self.optimiser.step()
+        self.optimizer.found_inf = bad  # type: ignore[attr-defined]  # a step with it set changes nothing
+        self.optimizer.step()
         if self.scaler:
             self.scaler.update()
         if self.average:
-            self.average.update(bad, self.step if recipe.average.ramp else math.inf)
-        self.optimiser.zero_grad(set_to_none=True)
+            self.average.update(bad, self.step if recipe.ema.warmup else math.inf)
+        self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
 
     def learn(self, images: Tensor, targets: Targets) -> Tensor:
         """Forward and backward pass of one unit: its share of the loss; gradients are added to the parameters'."""
-        with self.statistics.of_unit(), self.autocast():
+        with self.statistics.of_micro_batch(), self.autocast():
             part = self.module(images, targets) / self.devices.accumulation
         (self.scaler.scale(part) if self.scaler else part).backward()
         return part.detach()
 
-    def prepare(self, batch: Batch, step: int, unit: int) -> tuple[Tensor, Targets]:
-        """A batch of stored pictures to what the network sees and what it should say."""
+    def prepare(self, batch: Batch, step: int, micro_batch: int) -> tuple[Tensor, Targets]:
+        """A batch of stored images to what the network sees and what it should say."""
         recipe, (epoch, within) = self.recipe, divmod(step, self.order.steps)
         batch = batch.to(self.devices.device)
         how, mixing = recipe.augmentation, recipe.mixing
         seen = augment(batch.pixels, batch.sizes, sample_key(recipe.seed, epoch, batch.index, batch.repeat), how)
-        mix = draw_mix(recipe.seed, epoch, within, unit, how.size, mixing.mixup, mixing.cutmix, mixing.switch)
-        images = mix_pictures(seen.images, mix)
+        mix = draw_mix(recipe.seed, epoch, within, micro_batch, how.image_size, mixing.mixup, mixing.cutmix, mixing.switch_prob)
+        images = mix_images(seen.images, mix)
         assert self.guide is not None
-        return images, self.guide.targets(batch, seen, images, mix, epoch, within, unit)
+        return images, self.guide.targets(batch, seen, images, mix, epoch, within, micro_batch)
 
     def _account(self, loss: Tensor, norm: Tensor) -> Tensor:
         """Add to the window; 1 where this step must not be taken. Nothing waits for the device. Loss and norm are those of all
@@ -218,7 +218,7 @@ class Training:
 
     def _note(self, speed: Speed) -> None:
         """Send the window's sums on their way to this side and begin anew; nobody waits for the device."""
-        rate = rate_at(self.recipe.schedule, self.recipe.rate, self.step - 1, self.order.steps)
+        rate = rate_at(self.recipe.schedule, self.recipe.lr, self.step - 1, self.order.steps)
         self.notes.append(Note(self.step, rate, speed.measure(), Answer(self.window)))
         self.window[:4].zero_()  # the first bad step stays, and keeps later ones from being taken
 
@@ -228,10 +228,10 @@ class Training:
             note = self.notes.pop(0)
             loss, norm, count, lost, bad = note.sums.read()
             if bad >= 0:
-                raise NotFinite(int(bad))
+                raise NonFiniteLoss(int(bad))
             self.skipped += int(lost)
             loss, norm = (total / count if count else math.nan for total in (loss, norm))  # none at all if every step was skipped
-            values = {"loss": loss, "gradient_norm": norm, "rate": note.rate}
+            values = {"loss": loss, "gradient_norm": norm, "lr": note.rate}
             if self.skipped:
                 values["skipped"] = float(self.skipped)
             values |= note.speed
@@ -243,7 +243,7 @@ class Training:
         """Raises NotFinite if there is a step at which the training has to stop."""
         bad = float(self.window[4])
         if bad >= 0:
-            raise NotFinite(int(bad))
+            raise NonFiniteLoss(int(bad))
 
     def _validate(self, display: Display, metrics: Metrics | None) -> None:
         self._check()
@@ -262,33 +262,33 @@ class Training:
         display.validated(epoch, values | {"best": better})
 
     def evaluate(self) -> Accuracy:
-        """The validation pictures with the weights that are reported."""
+        """The validation images with the weights that are reported."""
         self.model.eval()
         view = test_view(self.model.preprocessing)
-        share = max(self.recipe.batch // self.devices.units, 1)
+        share = max(self.recipe.batch_size // self.devices.micro_batches, 1)
         with self.reported(), self.autocast():
             hits = count_hits(self.model, self.validation, view, share, self.devices.rank, self.devices.world)
-            return summarise(self.devices.sum(hits), self.model.architecture.classes)
+            return summarize(self.devices.sum(hits), self.model.architecture.classes)
 
     def _may_capture(self) -> bool:
         """Whether a step is one unit of one process, whose gradients a graph can write anew each time."""
-        options, alone = self.options, self.devices.world == self.devices.units == 1
+        options, alone = self.options, self.devices.world == self.devices.micro_batches == 1
         plain = options.sharding == "none" and not options.recompute and self.scaler is None
         return options.compile and self.devices.device.type == "cuda" and alone and plain
 
     def reported(self) -> AbstractContextManager:
         """The running mean in the model's place, where the recipe reports it."""
-        return self.average.applied(self.model) if self.average and self.recipe.average.report else nullcontext()
+        return self.average.applied(self.model) if self.average and self.recipe.ema.evaluate else nullcontext()
 
     def autocast(self) -> AbstractContextManager:
         dtype = DTYPES.get(self.recipe.precision)
         return torch.autocast(self.devices.device.type, dtype) if dtype else nullcontext()
 
     def save(self) -> None:
-        """The best weights so far as an artefact, then the state of this moment, which counts on the artefact being there."""
+        """The best weights so far as an artifact, then the state of this moment, which counts on the artifact being there."""
         self._check()
         if self.best_weights is not None and self.devices.first:
-            save_artefact(self.folder / "best.safetensors", self.model, self.recipe, self.best, self.best_weights)
+            save_artifact(self.folder / "best.safetensors", self.model, self.recipe, self.best, self.best_weights)
         self.best_weights = None
         save_state(self)
 
@@ -300,8 +300,8 @@ def seed_generators(seed: int, device: torch.device) -> None:
         torch.cuda.default_generators[device.index].manual_seed(seed)
 
 
-def unit_seed(seed: int, step: int, unit: int) -> int:
+def micro_batch_seed(seed: int, step: int, micro_batch: int) -> int:
     """One 63-bit number for each unit of each step."""
-    value = (seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + unit * 0x94D049BB133111EB + 1) & (2**64 - 1)
+    value = (seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + micro_batch * 0x94D049BB133111EB + 1) & (2**64 - 1)
     value ^= value >> 31
     return (value * 0xD6E8FEB86659FD93) & (2**63 - 1)

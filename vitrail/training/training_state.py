@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
+from vitrail.aliases import upgrade_checkpoint_key, upgrade_run
 from vitrail.atomic_files import Unwritten, flush, write_aside
 from vitrail.atomic_files import reason as why
-from vitrail.checkpoints.load import save_tensors
+from vitrail.checkpoints.model_io import save_tensors
 from vitrail.checkpoints.training_checkpoints import (
     CLOSING,
     DAMAGE,
@@ -25,19 +26,19 @@ from vitrail.checkpoints.training_checkpoints import (
     sum_of,
 )
 from vitrail.errors import UserError
-from vitrail.models.vision_transformer import Model
+from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.recipes.schema import Recipe
-from vitrail.training.checkpointing import optimiser_tensors, restore_optimiser
+from vitrail.training.checkpointing import optimizer_tensors, restore_optimizer
 from vitrail.training.distributed import Devices
 from vitrail.training.gradient_norm import is_sharded
 
 if TYPE_CHECKING:
-    from vitrail.training.trainer import Training
+    from vitrail.training.trainer import Trainer
 
 Result = TypeVar("Result")
 
 
-def save_state(training: "Training") -> None:
+def save_state(training: "Trainer") -> None:
     """Write a checkpoint; every process takes part."""
     if training.options.sharding == "none":
         if training.devices.first:
@@ -47,19 +48,19 @@ def save_state(training: "Training") -> None:
         save_sharded(training, facts_of(training))
 
 
-def groups_of(training: "Training") -> dict[str, dict[str, Tensor]]:
+def groups_of(training: "Trainer") -> dict[str, dict[str, Tensor]]:
     groups = {"model": training.model.state_dict(), "loop": {"window": training.window}}
-    groups["optimiser"] = optimiser_tensors(training.model, training.optimiser)
+    groups["optimizer"] = optimizer_tensors(training.model, training.optimizer)
     if training.average:
-        groups["average"] = training.average.state_dict()
+        groups["ema"] = training.average.state_dict()
     return groups
 
 
-def facts_of(training: "Training") -> dict[str, Any]:
+def facts_of(training: "Trainer") -> dict[str, Any]:
     """What is not a tensor. Recipe and units say whose state this is."""
     facts: dict[str, Any] = {
         "recipe": plain(training.recipe),
-        "units": training.devices.units,
+        "micro_batches": training.devices.micro_batches,
         "best": training.best,
         "skipped": training.skipped,
         "seconds": training.seconds,
@@ -72,7 +73,7 @@ def plain(recipe: Recipe) -> dict[str, Any]:
     return json.loads(json.dumps(recipe.to_dict()))
 
 
-def load_state(training: "Training", say: Callable[[str], None]) -> bool:
+def load_state(training: "Trainer", say: Callable[[str], None]) -> bool:
     """Go back to the newest whole checkpoint; False if there is none."""
     devices, folder = training.devices, training.checkpoints.folder
     names = [path.name for path in training.checkpoints.all()]
@@ -94,7 +95,7 @@ def load_state(training: "Training", say: Callable[[str], None]) -> bool:
     return True
 
 
-def put_back(training: "Training", step: int, groups: dict[str, dict[str, Tensor]], facts: dict[str, Any]) -> None:
+def put_back(training: "Trainer", step: int, groups: dict[str, dict[str, Tensor]], facts: dict[str, Any]) -> None:
     """Make the training what it was."""
     check_owner(training, step, facts)
     training.step = step
@@ -102,13 +103,13 @@ def put_back(training: "Training", step: int, groups: dict[str, dict[str, Tensor
     if training.scaler:
         training.scaler.load_state_dict(facts["scaler"])
     training.model.load_state_dict(groups["model"])
-    restore_optimiser(training.model, training.optimiser, groups.get("optimiser", {}))
+    restore_optimizer(training.model, training.optimizer, groups.get("optimizer", {}))
     if training.average:
-        training.average.load_state_dict(groups["average"])
+        training.average.load_state_dict(groups["ema"])
     training.window.copy_(groups["loop"]["window"])
 
 
-def check_owner(training: "Training", step: int, facts: dict[str, Any]) -> None:
+def check_owner(training: "Trainer", step: int, facts: dict[str, Any]) -> None:
     """Refuses the state of another training: tensors may fit by chance, numbers would not."""
     where = f"The checkpoint of step {step} in {training.checkpoints.folder}"
     # A recipe of an older version has fewer leaves; reading it gives the others their usual values.
@@ -119,11 +120,13 @@ def check_owner(training: "Training", step: int, facts: dict[str, Any]) -> None:
         raise UserError(
             f"{where} belongs to another training, with {name}={theirs.get(name)} instead of {ours.get(name)}: move it away."
         )
-    if facts["units"] != training.devices.units:
-        raise UserError(f"{where} cuts the batch into {facts['units']} parts, not {training.devices.units}: move it away.")
+    if facts["micro_batches"] != training.devices.micro_batches:
+        raise UserError(
+            f"{where} cuts the batch into {facts['micro_batches']} parts, not {training.devices.micro_batches}: move it away."
+        )
 
 
-def save_sharded(training: "Training", facts: dict[str, Any]) -> None:
+def save_sharded(training: "Trainer", facts: dict[str, Any]) -> None:
     """Each process writes its own part into a folder that gets its name when all are done."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
@@ -155,7 +158,7 @@ def save_sharded(training: "Training", facts: dict[str, Any]) -> None:
             training.checkpoints.tidy(training.step)
 
 
-def read_sharded(training: "Training", path: Path) -> State:
+def read_sharded(training: "Trainer", path: Path) -> State:
     """Each process reads what it needs, also of parts that another number of processes has written."""
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
@@ -168,21 +171,21 @@ def read_sharded(training: "Training", path: Path) -> State:
             dcp.load(blank, checkpoint_id=path, no_dist=not dist.is_initialized())
     except CheckpointException as error:
         raise ValueError(reason(error)) from None
-    return closing["step"], grouped(blank), closing["facts"]
+    return closing["step"], grouped(blank), upgrade_run(closing["facts"])
 
 
-def open_sharded(training: "Training", path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def open_sharded(training: "Trainer", path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """What the closing file says, and room for every tensor, sharded like the one that it is to become."""
     from torch.distributed.checkpoint import FileSystemReader
 
     closing = json.loads((path / CLOSING).read_text())
     if closing["layout"] <= LAYOUT:
-        check_owner(training, closing["step"], closing["facts"])
+        check_owner(training, closing["step"], upgrade_run(closing["facts"]))
     check_parts(path, closing, share_of(path, training.devices))
     blank, counterpart = {}, counterparts(training)
     entries: Mapping[str, Any] = FileSystemReader(path).read_metadata().state_dict_metadata
     for key, entry in entries.items():
-        like, kind = counterpart(key), entry.properties.dtype
+        like, kind = counterpart(upgrade_checkpoint_key(key)), entry.properties.dtype
         fits = like is not None and like.shape == entry.size
         blank[key] = torch.empty_like(like, dtype=kind) if fits else torch.empty(entry.size, dtype=kind)
     return closing, blank
@@ -218,18 +221,18 @@ def flatten(groups: dict[str, dict[str, Tensor]]) -> dict[str, Tensor]:
     return {f"{group}:{name}": tensor for group, members in groups.items() for name, tensor in members.items()}
 
 
-def counterparts(training: "Training") -> Callable[[str], Any]:
-    """From the key of a saved tensor to the training's that it belongs to; what the optimiser keeps belongs to a parameter."""
+def counterparts(training: "Trainer") -> Callable[[str], Any]:
+    """From the key of a saved tensor to the training's that it belongs to; what the optimizer keeps belongs to a parameter."""
     live = flatten(groups_of(training))
 
     def find(key: str) -> Any:
         group, name = key.split(":", 1)
-        return training.model.get_parameter(name.rsplit("/", 1)[0]).detach() if group == "optimiser" else live.get(key)
+        return training.model.get_parameter(name.rsplit("/", 1)[0]).detach() if group == "optimizer" else live.get(key)
 
     return find
 
 
-def spread(training: "Training", groups: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+def spread(training: "Trainer", groups: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
     """Whole tensors, which every process has read, cut like those of a sharded training."""
     from torch.distributed.tensor import distribute_tensor
 
@@ -246,7 +249,7 @@ def spread(training: "Training", groups: dict[str, dict[str, Tensor]]) -> dict[s
     }
 
 
-def gather(model: Model, sharding: str) -> dict[str, Tensor]:
+def gather(model: VisionTransformer, sharding: str) -> dict[str, Tensor]:
     """The whole weights on this process (on the first only, where they are sharded)."""
     return model.state_dict() if sharding == "none" else whole(model.state_dict())
 
@@ -263,7 +266,9 @@ def whole(tensors: Mapping[str, Any]) -> dict[str, Tensor]:
     return found
 
 
-def save_artefact(path: Path, model: Model, recipe: Recipe, measured: dict[str, Any], weights: dict[str, Tensor]) -> None:
+def save_artifact(
+    path: Path, model: VisionTransformer, recipe: Recipe, measured: dict[str, Any], weights: dict[str, Tensor]
+) -> None:
     """One file that needs nothing else: weights, architecture, class names, preprocessing, recipe, metrics."""
     notes = {"recipe": json.dumps(recipe.to_dict()), "metrics": json.dumps(measured)}
     save_tensors(path, model, weights, notes)

@@ -10,7 +10,7 @@ from vitrail.evaluation.probes.fewshot import classify_by_few, few_shots, least_
 
 @pytest.mark.parametrize(("count", "width"), [(50, 6), (6, 50), (8, 8)])
 @pytest.mark.parametrize("penalty", [1e-3, 1.0, 1024.0])
-def test_both_systems_minimise_the_penalised_squares(count, width, penalty):
+def test_both_systems_minimize_the_penalized_squares(count, width, penalty):
     rng = np.random.default_rng(0)
     x, labels = rng.normal(size=(count, width)), rng.integers(0, 3, count)
     y = np.where(np.eye(3)[labels] > 0, 1.0, -1.0)

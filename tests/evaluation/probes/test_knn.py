@@ -54,7 +54,7 @@ def test_nearest_against_a_full_sort(monkeypatch, rows, elements):
 
 
 @pytest.mark.parametrize("elements", [1 << 25, 60])
-def test_a_picture_is_not_its_own_neighbour(monkeypatch, elements):
+def test_a_image_is_not_its_own_neighbour(monkeypatch, elements):
     monkeypatch.setattr(knn, "ELEMENTS", elements)
     memory, *_ = clouds(40, 1)
     own = torch.tensor([3, 39, 0])
@@ -72,7 +72,7 @@ def test_classification_against_a_loop(monkeypatch, k, temperature):
     found = classify_by_neighbours(memory, labels, queries, truth, 7, [k], temperature)[k]
     assert (found.top1, found.top5) == pytest.approx(by_hand(memory, labels, queries, truth, 7, k, temperature))
     assert 0.2 < found.top1 < 0.95  # neither hopeless nor trivial: the comparison says something
-    assert found.pictures == 100
+    assert found.images == 100
 
 
 def test_several_k_at_once_are_each_k_alone():
@@ -90,7 +90,7 @@ def test_votes_are_shares_and_do_not_overflow():
     assert cold.tolist() == [0, 0, 1, 0]
 
 
-def test_k_is_chosen_without_the_picture_itself():
+def test_k_is_chosen_without_the_image_itself():
     memory, labels, _, _ = clouds(120, 1, classes=3, noise=2.0)
     chosen = choose_k(memory, labels, 3, (1, 10, 30), 0.05)
     scores = {}
@@ -115,5 +115,5 @@ def test_nobody_to_ask_and_nobody_asked():
     memory, *_ = clouds(5, 1)
     cosine, index = nearest(memory, memory[:0], 3)
     assert cosine.shape == index.shape == (0, 3)
-    with pytest.raises(UserError, match="no picture to be a neighbour"):
+    with pytest.raises(UserError, match="no image to be a neighbour"):
         nearest(memory[:0], memory, 3)

@@ -6,7 +6,7 @@ import torch
 
 import vitrail
 from tests.evaluation.probes.test_knn import clouds
-from tests.images import make_picture
+from tests.images import make_image
 from vitrail.data.datasets.lookup import open_source
 from vitrail.data.source import Labels
 from vitrail.errors import UserError
@@ -20,7 +20,7 @@ PARENT = np.array([0, 0, 1, 1])
 
 
 class Labelled:
-    """A source of labels alone; its pictures have been embedded already."""
+    """A source of labels alone; its images have been embedded already."""
 
     def __init__(self, fine):
         self.name = "made up"
@@ -43,7 +43,7 @@ def made():
 def test_levels_of_a_table_coarsest_first(tmp_path):
     rows = ["path,label,coarse_label,empty_label"]
     for place, name in enumerate(("tabby", "siamese", "poodle")):
-        make_picture(tmp_path / f"{name}.png", place)
+        make_image(tmp_path / f"{name}.png", place)
         rows += [f"{name}.png,{name},{'dog' if name == 'poodle' else 'cat'},"] * 2
     (tmp_path / "all.csv").write_text("\n".join(rows))
     levels = levels_of(open_source(str(tmp_path / "all.csv")))
@@ -102,7 +102,7 @@ def test_parts_of_a_grid_with_models_of_no_and_of_another_level():
     assert grid.to_dict()["parts"] == {"knn": grid.parts("knn")}
 
 
-def test_pictures_without_a_label_do_not_count(made):
+def test_images_without_a_label_do_not_count(made):
     sides, memory, queries = made
     gaps = np.where(np.arange(50) < 10, -1, sides.queries.label.values)
     holey = sides._replace(queries=Labelled(gaps))

@@ -11,7 +11,7 @@ from vitrail.evaluation.probes.linear import accuracy, choose, fit, hold_out
 
 
 def reference(vectors, labels, classes, decay):
-    """The minimum by scipy, from standardised features: (loss, weight, bias)."""
+    """The minimum by scipy, from standardized features: (loss, weight, bias)."""
     x = vectors.double().numpy()
     x = (x - x.mean(0)) / (x.std(0) + 1e-5)
     y = np.eye(classes)[labels.numpy()]
@@ -53,7 +53,7 @@ def test_a_start_changes_the_way_and_not_the_end():
 
 
 def test_the_decay_is_the_best_on_what_was_held_out():
-    vectors, labels, queries, truth = clouds(60, 200, width=40, noise=2.5)  # few pictures, many features: decay matters
+    vectors, labels, queries, truth = clouds(60, 200, width=40, noise=2.5)  # few images, many features: decay matters
     found = choose(vectors, labels, 4, (1e-5, 1e-1, 1.0), share=0.3)
     assert found.held_out[found.decay] == max(found.held_out.values())
     assert len(set(found.held_out.values())) > 1
@@ -61,7 +61,7 @@ def test_the_decay_is_the_best_on_what_was_held_out():
     for decay, score in found.held_out.items():
         alone = fit(vectors[~held], labels[~held], 4, decay)
         assert accuracy(alone, vectors[held], labels[held]).top1 == pytest.approx(score, abs=1.01 / held.sum())
-    assert torch.allclose(found.model.weight, fit(vectors, labels, 4, found.decay).weight)  # of all pictures
+    assert torch.allclose(found.model.weight, fit(vectors, labels, 4, found.decay).weight)  # of all images
     again = choose(vectors, labels, 4, (1e-5, 1e-1, 1.0), share=0.3)
     assert torch.equal(again.model.weight, found.model.weight)
     assert accuracy(found.model, queries, truth).top1 > 0.4

@@ -1,4 +1,4 @@
-"""Which pictures are remembered and which are asked about; settings; rankings with coarse labels; files of features."""
+"""Which images are remembered and which are asked about; settings; rankings with coarse labels; files of features."""
 
 import json
 
@@ -10,7 +10,7 @@ import torch
 import vitrail
 from tests.evaluation.probes.test_knn import clouds
 from tests.evaluation.probes.test_levels import Labelled, embedded
-from tests.images import make_folder, make_picture
+from tests.images import make_folder, make_image
 from vitrail.data.source import Labels
 from vitrail.errors import UserError
 from vitrail.evaluation.embeddings import write_embedding
@@ -59,7 +59,7 @@ def test_sides_by_what_there_is(tmp_path):
 def test_an_unlabelled_test_split_is_not_asked(tmp_path):
     make_folder(tmp_path / "train", count=3)
     make_folder(tmp_path / "val", count=2)
-    make_picture(tmp_path / "test" / "a.png")
+    make_image(tmp_path / "test" / "a.png")
     assert open_sides(str(tmp_path)).queries_name == "validation"
 
 
@@ -67,16 +67,16 @@ def test_columns_by_name():
     source = Labelled(np.array([0, 1, 2]))
     assert column(source).names == ["a", "b", "c", "d"]
     assert column(source, "coarse_label").names == ["low", "high"]
-    with pytest.raises(UserError, match="no labels called colour; there are label, coarse_label"):
-        column(source, "colour")
+    with pytest.raises(UserError, match="no labels called color; there are label, coarse_label"):
+        column(source, "color")
 
 
-def test_every_probe_on_pictures_of_colours(model, tmp_path):
+def test_every_probe_on_images_of_colors(model, tmp_path):
     sides = open_sides(str(make_folder(tmp_path, count=20)))
     data = known(sides, *embed_sides(model, sides, Readout(), 16, 0))
     for name, probe in PROBES.items():
         result = probe(data, Settings(decays=(1e-2, 1e-3)))
-        assert result.score > 0.8, name  # colours are easy, even for a model that has learned nothing
+        assert result.score > 0.8, name  # colors are easy, even for a model that has learned nothing
         assert probe(data, Settings(decays=(1e-2, 1e-3))) == result
         assert result.details["queries"] == 6
     assert PROBES["knn"](data, Settings(k=500)).details["k"] == 54
@@ -92,7 +92,7 @@ def test_one_class_or_none_is_refused():
         known(sides, embedded(vectors, one), embedded(vectors, one))
     none = Labelled(np.full(6, -1))
     sides = Sides(none, none, "train", "test")
-    with pytest.raises(UserError, match=r"No picture of made up \(train\)"):
+    with pytest.raises(UserError, match=r"No image of made up \(train\)"):
         known(sides, embedded(vectors, none), embedded(vectors, none))
     other = Labelled(np.array([0, 1]))
     other.label = Labels(other.label.values, ["b", "a", "c", "d"])
@@ -185,11 +185,11 @@ def test_features_as_files(model, tmp_path):
     found = embed(model, source, Readout(unit=True), workers=0)
     (path,) = write_embedding(found, source, tmp_path / "f.parquet", Readout(unit=True), "w")
     table = pyarrow.parquet.read_table(path)
-    assert table.column_names == ["picture", "number", "label", "coarse_label", "features"]
+    assert table.column_names == ["image", "number", "label", "coarse_label", "features"]
     assert str(table.schema.field("features").type) == "fixed_size_list<element: float>[16]"
     assert np.array_equal(np.stack(table["features"].to_numpy()), found.vectors.numpy())
     assert table["coarse_label"].to_pylist() == [0, 0, 1, None, 1, 1]
-    assert table["picture"].to_pylist()[0] == str(folder / "blue" / "000.png")
+    assert table["image"].to_pylist()[0] == str(folder / "blue" / "000.png")
     about = json.loads(table.schema.metadata[b"vitrail"])
     assert about["classes"] == {"label": ["blue", "green", "red"], "coarse_label": ["x", "y"]}
     assert (about["vector"], about["unit"]) == ("pooled", True)
@@ -197,7 +197,7 @@ def test_features_as_files(model, tmp_path):
     assert np.array_equal(np.load(array), found.vectors.numpy())
     content = json.loads(beside.read_text())
     assert content["labels"] == {"label": [0, 0, 1, 1, 2, 2], "coarse_label": [0, 0, 1, None, 1, 1]}
-    assert content["pictures"] == table["picture"].to_pylist()
+    assert content["images"] == table["image"].to_pylist()
     assert sorted(file.name for file in tmp_path.iterdir()) == ["f.json", "f.npy", "f.parquet", "photos"]
     with pytest.raises(UserError, match=r"as \.parquet or \.npy"):
         write_embedding(found, source, tmp_path / "f.txt", Readout(), "w")

@@ -22,10 +22,10 @@ def test_the_class_and_nothing_finer_is_half_right():
     found = separability(torch.eye(4)[labels], labels, splits=3)
     assert found.plain == pytest.approx([0.5] * 3)
     assert found.conditioned == pytest.approx([0.5] * 3)
-    assert (found.pictures, found.classes) == (400, 4)
+    assert (found.images, found.classes) == (400, 4)
 
 
-def test_pictures_that_differ_in_as_many_ways_as_they_are_can_be_told_apart():
+def test_images_that_differ_in_as_many_ways_as_they_are_can_be_told_apart():
     labels = torch.arange(2).repeat_interleave(20)
     assert separability(torch.randn(40, 60), labels, splits=2).plain == [1.0, 1.0]
 

@@ -23,7 +23,7 @@ def test_eigenvalues_against_singular_values(monkeypatch, rows, count, width):
     expected[: len(values)] = values[:width]
     assert np.allclose(found.eigenvalues.numpy(), expected, rtol=1e-9, atol=1e-9)
     assert np.allclose(found.energy.numpy(), expected.cumsum() / expected.sum())
-    assert found.pictures == count
+    assert found.images == count
 
 
 def test_spectra_that_are_known():
@@ -45,7 +45,7 @@ def test_more_directions_make_a_flatter_curve():
 
 
 def test_what_has_no_spectrum():
-    with pytest.raises(UserError, match="at least two pictures"):
+    with pytest.raises(UserError, match="at least two images"):
         spectrum(torch.ones(1, 3))
     with pytest.raises(UserError, match="are the same"):
         spectrum(torch.ones(5, 3))

@@ -23,7 +23,7 @@ def save_model(path, seed):
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("suite")
-    make_folder(folder / "colours", count=20)
+    make_folder(folder / "colors", count=20)
     make_folder(folder / "two", ["a", "b"], count=20)
     for seed in (0, 1):
         save_model(folder / f"{seed}.safetensors", seed)
@@ -39,17 +39,17 @@ def write(folder, content, name="tasks.yaml"):
 TASKS = {
     "defaults": {"probe": "knn", "settings": {"k": 3}},
     "tasks": [
-        {"source": "colours", "group": "easy"},
+        {"source": "colors", "group": "easy"},
         {"name": "two", "source": "two", "probe": "fewshot", "group": "hard", "settings": {"shots": 2, "seeds": 2}},
-        {"name": "few pictures", "source": "colours", "examples": 10, "group": "easy"},
+        {"name": "few images", "source": "colors", "examples": 10, "group": "easy"},
     ],
 }
 
 
 def test_tasks_of_a_file(place):
     first, second, third = read_suite(write(place, TASKS))
-    assert (first.name, first.probe, first.settings) == ("colours knn", "knn", Settings(k=3))
-    assert first.source == str(place / "colours")
+    assert (first.name, first.probe, first.settings) == ("colors knn", "knn", Settings(k=3))
+    assert first.source == str(place / "colors")
     assert second.settings == Settings(k=3, shots=2, seeds=2)
     assert len(third.open().memory) == 10
     assert read_suite(write(place, json.dumps(TASKS), "tasks.json")) == [first, second, third]
@@ -69,7 +69,7 @@ def test_every_result_is_the_probe_and_is_kept(place, tmp_path, monkeypatch):
     assert loaded == weights
     assert len(list(tmp_path.glob("*.json"))) == 6
     model, sides = vitrail.load(weights[1]), tasks[1].open()
-    memory, queries = embed_sides(model, sides, tasks[1].readout(model), workers=0)
+    memory, queries = embed_sides(model, sides, tasks[1].pooling(model), workers=0)
     expected = PROBES["fewshot"](known(sides, memory, queries), tasks[1].settings)
     assert (rows[4].score, rows[4].spread) == (expected.score, expected.spread)
 
@@ -97,7 +97,7 @@ def test_an_interrupted_suite_goes_on(place, tmp_path, monkeypatch):
     damaged.write_text("{")
     ran.clear()
     assert run_suite(tasks, weights, tmp_path / "cut", vitrail.load, workers=0) == whole
-    assert ran == ["two", "few pictures"]
+    assert ran == ["two", "few images"]
 
 
 def test_what_was_changed_is_measured_again(place, tmp_path):
@@ -124,7 +124,7 @@ def test_what_was_changed_is_measured_again(place, tmp_path):
 
 def test_a_missing_source_is_told_before_anything_is_computed(place, tmp_path, monkeypatch):
     monkeypatch.setattr(room, "run_task", None)
-    tasks = read_suite(write(place, {"tasks": [{"source": "colours"}, {"source": "nowhere"}]}))
+    tasks = read_suite(write(place, {"tasks": [{"source": "colors"}, {"source": "nowhere"}]}))
     with pytest.raises(UserError, match="There is nothing at nowhere"):
         run_suite(tasks, [place / "0.safetensors"], tmp_path, vitrail.load)
     with pytest.raises(UserError, match="cannot be read"):
@@ -133,8 +133,8 @@ def test_a_missing_source_is_told_before_anything_is_computed(place, tmp_path, m
 
 def test_weights_that_come_with_the_package(place, tmp_path):
     tasks = read_suite(write(place, {"tasks": [{"source": "two", "probe": "knn"}]}))
-    (row,) = run_suite(tasks, [Path("house_tiny")], tmp_path, vitrail.load, workers=0)
-    assert row.weights == "house_tiny"
+    (row,) = run_suite(tasks, [Path("vitrail_tiny")], tmp_path, vitrail.load, workers=0)
+    assert row.weights == "vitrail_tiny"
 
 
 def test_a_place_that_cannot_be_written_is_told_before_anything_is_computed(place, tmp_path, monkeypatch):

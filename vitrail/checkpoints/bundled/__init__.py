@@ -5,16 +5,17 @@ import os
 from functools import cache
 from pathlib import Path
 
+from vitrail.aliases import upgrade_name
 from vitrail.errors import UserError
 
 # The SHA-256 of each file, which `tools/bundle_weights.py` prints.
-NAMES = {"house_tiny": "76185f3c2d7c98e7c691c6aa24f884e55ae958946bcf47526c4265bf4b1f00f4"}
+NAMES = {"vitrail_tiny": "76185f3c2d7c98e7c691c6aa24f884e55ae958946bcf47526c4265bf4b1f00f4"}
 
 
 def find_bundled(path: str | Path) -> Path | None:
     """The file behind a bundled name; None for anything else, and where something by that name lies in the current folder."""
-    name = str(path)
-    if name not in NAMES or os.path.exists(name):
+    name = upgrade_name(str(path))
+    if name not in NAMES or os.path.exists(path):
         return None
     return whole(name)
 

@@ -49,21 +49,21 @@ def to_pair(key: str, a: Architecture) -> Pair:
     match key.split("."):
         case ["stem", *path] if a.stem in STEMS:
             return pair(key, stem_name(path, a))
-        case ["special"]:
+        case ["prefix"]:
             return pair(key, ["cls_token", "dist_token"][: a.trunk_tokens], TOKENS)
-        case ["readout", "queries"] if not a.distillation:
+        case ["pooling", "queries"] if not a.distillation:
             return pair(key, "cls_token", LEADING)
-        case ["positions", "0", "table"] if a.positions == "learned" and a.position_place == "stem":
+        case ["pos_embed", "0", "table"] if a.pos_embed == "learned" and a.pos_embed_place == "stem":
             return pair(key, "pos_embed", LEADING)
         case ["blocks", index, half, "branches", branch, *path] if int(branch) < 2:
             return block_pair(key, f"blocks.{index}", half, branch, path, a)
-        case ["readout", "blocks", index, *path] if a.readout in ("class_attention", "per_class"):
+        case ["pooling", "blocks", index, *path] if a.pooling in ("class_attention", "per_class"):
             return pair(key, readout_name(f"blocks_token_only.{index}", path, a))
         case ["norm", leaf]:
             return pair(key, f"norm.{norm_leaf(leaf, a)}")
         case ["pre_logits", "0", leaf]:
             return pair(key, f"pre_logits.fc.{leaf}")
-        case ["head", leaf] if a.readout == "per_class":
+        case ["head", leaf] if a.pooling == "per_class":
             return pair(key, [f"head.{index}.{leaf}" for index in range(a.classes)], ROWS)
         case ["head" | "head_distillation" | "head_dense" as name, leaf]:
             theirs = {"head": "head", "head_distillation": "head_dist", "head_dense": "aux_head"}[name]
@@ -76,11 +76,11 @@ def part_of(key: str, a: Architecture) -> str:
     first = key.split(".")[0]
     fields = {
         "stem": "stem",
-        "positions": "positions",
-        "readout": "readout",
+        "pos_embed": "pos_embed",
+        "pooling": "pooling",
         "blocks": "mixer",
         "norm": "norm",
-        "special": "distillation",
+        "prefix": "distillation",
     }
     field = fields.get(first, "classes")
     if field == "mixer":
@@ -145,7 +145,7 @@ def readout_name(block: str, path: list[str], a: Architecture) -> str:
             return f"{block}.attn.{'.'.join(rest)}"
         case ["ffn", *rest]:
             return f"{block}.mlp.{'.'.join(rest)}"
-    raise CannotHold(f"the DeiT format has no place for residual={a.residual} in the readout")
+    raise CannotHold(f"the DeiT format has no place for residual={a.residual} in the pooling")
 
 
 def infer(shapes: Shapes, known: Known | None = None) -> Architecture:
@@ -158,12 +158,12 @@ def infer(shapes: Shapes, known: Known | None = None) -> Architecture:
     if "patch_embed.conv1.weight" in shapes:
         base = infer_lvvit(shapes, known)
     elif "blocks.0.attn.proj_l.weight" in shapes:
-        base = CAIT.replace(readout_depth=count(shapes, "blocks_token_only."), heads=shapes["blocks.0.attn.proj_l.weight"][0])
+        base = CAIT.replace(pooling_depth=count(shapes, "blocks_token_only."), heads=shapes["blocks.0.attn.proj_l.weight"][0])
     else:
         base = Architecture(drop_path_schedule="linear", **infer_stem(shapes))
     width = shapes["norm.weight"][0]
-    special = [0] if base.readout == "class_attention" else [1 + ("dist_token" in shapes), 0]
-    size, rows = grid_of(shapes["pos_embed"][1], special, base.patch_size, known)
+    prefix = [0] if base.pooling == "class_attention" else [1 + ("dist_token" in shapes), 0]
+    size, rows = grid_of(shapes["pos_embed"][1], prefix, base.patch_size, known)
     return dataclasses.replace(
         base,
         width=width,
@@ -175,7 +175,7 @@ def infer(shapes: Shapes, known: Known | None = None) -> Architecture:
         image_size=size,
         qkv_bias="blocks.0.attn.qkv.bias" in shapes,
         residual="layerscale" if "blocks.0.gamma_1" in shapes else base.residual,
-        position_special=rows > 0 or base.readout == "class_attention",
+        pos_embed_prefix=rows > 0 or base.pooling == "class_attention",
         distillation="dist_token" in shapes,
         distillation_head="head_dist.weight" in shapes or "dist_token" not in shapes,
         **infer_heads(shapes),
@@ -225,15 +225,15 @@ def infer_patchconvnet(shapes: Shapes, known: Known) -> Architecture:
     queries = shapes["cls_token"][1]
     heads = infer_heads(shapes)
     if queries > 1 or "head.0.weight" in shapes:
-        heads |= {"readout": "per_class", "readout_keys": "patches", "classes": queries}
+        heads |= {"pooling": "per_class", "pooling_keys": "patches", "classes": queries}
     stem: dict = {"patch_size": 2 ** sum(name.startswith("patch_embed.proj.") for name in shapes)}
     if "patch_embed.proj.weight" in shapes:
         stem = {"stem": "linear", "stem_activation": "none", "patch_size": shapes["patch_embed.proj.weight"][-1]}
     return PATCHCONVNET.replace(
         width=width,
         depth=count(shapes, "blocks."),
-        readout_depth=count(shapes, "blocks_token_only."),
-        readout_mlp_ratio=shapes["blocks_token_only.0.mlp.fc1.weight"][0] / width,
+        pooling_depth=count(shapes, "blocks_token_only."),
+        pooling_mlp_ratio=shapes["blocks_token_only.0.mlp.fc1.weight"][0] / width,
         channels=shapes[first_stem_weight(shapes)][1],
         image_size=known.get("image_size", (224, 224)),
         **stem,
@@ -245,9 +245,9 @@ def infer_lvvit(shapes: Shapes, known: Known) -> Architecture:
     """Heads and the residual factor are not in the file: they come from the table of sizes."""
     width, depth = shapes["norm.weight"][0], count(shapes, "blocks.")
     factors = {wide: (heads, factor) for wide, _, heads, factor, _, _ in lvvit.SIZES.values()}
-    if width not in factors and not {"heads", "residual_start"} <= set(known):
-        raise UserError(f"No LV-ViT is {width} wide, so the file does not tell all; load it with heads=… and residual_start=….")
-    heads, factor = factors.get(width) or (known["heads"], known["residual_start"])
+    if width not in factors and not {"heads", "layerscale_init"} <= set(known):
+        raise UserError(f"No LV-ViT is {width} wide, so the file does not tell all; load it with heads=… and layerscale_init=….")
+    heads, factor = factors.get(width) or (known["heads"], known["layerscale_init"])
     convs = sum(name.startswith("patch_embed.conv") for name in shapes)
     kernels = (
         *(shapes[f"patch_embed.conv{index + 1}.weight"][-1] for index in range(convs)),
@@ -257,7 +257,7 @@ def infer_lvvit(shapes: Shapes, known: Known) -> Architecture:
         width=width,
         depth=depth,
         heads=heads,
-        residual_start=factor,
+        layerscale_init=factor,
         stem_width=shapes["patch_embed.conv1.weight"][0],
         stem_kernels=kernels,
         stem_strides=(2, *[1] * (convs - 1), 8),

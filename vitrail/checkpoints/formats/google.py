@@ -39,17 +39,17 @@ PARTS = (
 )
 
 
-def recognises(keys: list[str]) -> bool:
+def recognizes(keys: list[str]) -> bool:
     return any("embedding/kernel" in key for key in keys)
 
 
-def normalise(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def normalize(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Any of the dumps to the original names: prefixes off, stacked blocks apart, one numbering."""
     prefix = next((p for p in PREFIXES if any(key.startswith(p + "embedding/") for key in tensors)), "")
     found: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
         if not key.startswith(prefix):
-            continue  # optimiser state beside the parameters
+            continue  # optimizer state beside the parameters
         name = key[len(prefix) :]
         if name.startswith("Transformer/encoderblock/"):
             for index, layer in enumerate(tensor):
@@ -59,7 +59,7 @@ def normalise(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     if "cls" not in found and POSITIONS in found:
         found["pos_embedding"] = found.pop(POSITIONS)
     if any(name.startswith("MAPHead") for name in found):
-        raise UserError("This big_vision checkpoint pools with a MAP head, which is not one of the readouts here.")
+        raise UserError("This big_vision checkpoint pools with a MAP head, which is not one of the pooling layers here.")
     return found
 
 
@@ -71,15 +71,15 @@ def block_name(name: str) -> str:
 
 
 def to_pair(key: str, a: Architecture) -> Pair:
-    if a.readout not in ("class", "mean") or a.class_token_at or a.distillation or a.dense_head or a.pool_norm:
-        raise CannotHold(f"the Google format has no place for readout={a.readout}, distillation={a.distillation}")
+    if a.pooling not in ("class", "mean") or a.class_token_at or a.distillation or a.dense_head or a.pool_norm:
+        raise CannotHold(f"the Google format has no place for pooling={a.pooling}, distillation={a.distillation}")
     match key.split("."):
         case ["stem", *path] if a.stem in ("linear", "resnet"):
             return stem_pair(key, path)
-        case ["special"]:
+        case ["prefix"]:
             return pair(key, "cls", LEADING)
-        case ["positions", "0", "table"] if a.positions == "learned" and a.position_place == "stem":
-            return pair(key, POSITIONS if a.position_rows else "pos_embedding", LEADING)
+        case ["pos_embed", "0", "table"] if a.pos_embed == "learned" and a.pos_embed_place == "stem":
+            return pair(key, POSITIONS if a.pos_embed_rows else "pos_embedding", LEADING)
         case ["blocks", index, half, "branches", "0", *path] if a.branches == 1:
             return block_pair(key, f"Transformer/encoderblock_{index}", half, path, a)
         case ["norm", leaf]:
@@ -88,7 +88,7 @@ def to_pair(key: str, a: Architecture) -> Pair:
             return dense(key, "pre_logits", leaf)
         case ["head", leaf]:
             return dense(key, "head", leaf)
-    raise CannotHold(f"the Google format has no place for {key} (branches={a.branches}, positions={a.positions}, stem={a.stem})")
+    raise CannotHold(f"the Google format has no place for {key} (branches={a.branches}, pos_embed={a.pos_embed}, stem={a.stem})")
 
 
 def dense(key: str, name: str, leaf: str) -> Pair:
@@ -156,7 +156,7 @@ def infer(shapes: Shapes, known: Known | None = None) -> Architecture:
     token = int("cls" in shapes)
     modern = "pos_embedding" in shapes  # big_vision adds positions before the class token
     rows = shapes["pos_embedding" if modern else POSITIONS][1]
-    size, special = grid_of(rows, [0] if modern else [token], stem["patch_size"], known)
+    size, prefix = grid_of(rows, [0] if modern else [token], stem["patch_size"], known)
     return dataclasses.replace(
         VIT,
         width=width,
@@ -165,8 +165,8 @@ def infer(shapes: Shapes, known: Known | None = None) -> Architecture:
         mlp_ratio=shapes[f"{first}/MlpBlock_3/Dense_0/kernel"][1] / width,
         image_size=size,
         qkv_bias=f"{first}/MultiHeadDotProductAttention_1/query/bias" in shapes,
-        position_special=special > 0 or not token,
-        readout="class" if token else "mean",
+        pos_embed_prefix=prefix > 0 or not token,
+        pooling="class" if token else "mean",
         classes=shapes["head/kernel"][1] if "head/kernel" in shapes else 0,
         pre_logits=shapes["pre_logits/kernel"][1] if "pre_logits/kernel" in shapes else 0,
         **stem,

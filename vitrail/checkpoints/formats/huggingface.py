@@ -29,7 +29,7 @@ MODERN = (
 )
 
 
-def recognises(keys: list[str]) -> bool:
+def recognizes(keys: list[str]) -> bool:
     return any(key.endswith(PATCHES) for key in keys)
 
 
@@ -45,14 +45,14 @@ def plain_names(keys: list[str]) -> dict[str, str]:
 
 
 def to_pair(key: str, a: Architecture) -> Pair:
-    if a.readout != "class" or a.class_token_at:
-        raise CannotHold(f"the Hugging Face format has no place for readout={a.readout}, class_token_at={a.class_token_at}")
+    if a.pooling != "class" or a.class_token_at:
+        raise CannotHold(f"the Hugging Face format has no place for pooling={a.pooling}, class_token_at={a.class_token_at}")
     match key.split("."):
         case ["stem", "proj", leaf] if a.stem == "linear":
             return pair(key, f"embeddings.patch_embeddings.projection.{leaf}")
-        case ["special"]:
+        case ["prefix"]:
             return pair(key, ["embeddings.cls_token", "embeddings.distillation_token"][: a.trunk_tokens], TOKENS)
-        case ["positions", "0", "table"] if a.positions == "learned" and a.position_place == "stem":
+        case ["pos_embed", "0", "table"] if a.pos_embed == "learned" and a.pos_embed_place == "stem":
             return pair(key, "embeddings.position_embeddings", LEADING)
         case ["blocks", index, half, "branches", "0", *path] if a.branches == 1:
             return block_pair(key, f"encoder.layer.{index}", half, path, a)
@@ -115,7 +115,7 @@ def write_config(a: Architecture, names: list[str] | None) -> dict[str, Any]:
     kind = "deit" if a.distillation else "vit"
     teacher = a.distillation and a.distillation_head
     title = "DeiT" if a.distillation else "ViT"
-    suffix = ("ForImageClassificationWithTeacher" if teacher else "ForImageClassification") if a.classes else "Model"
+    suffix = ("ForImageClassificationWithTeacher" if teacher else "ForImageClassification") if a.classes else "VisionTransformer"
     labels = names or [f"LABEL_{index}" for index in range(a.classes)]
     return {
         "architectures": [title + suffix],
@@ -145,7 +145,7 @@ RESAMPLING = {"nearest": 0, "lanczos": 1, "bilinear": 2, "bicubic": 3}
 def write_preprocessing(p: Preprocessing) -> dict[str, Any]:
     height, width = p.image_size
     config: dict[str, Any] = {
-        # Theirs for DeiT would squash the picture; this one keeps its aspect.
+        # Theirs for DeiT would squash the image; this one keeps its aspect.
         "image_processor_type": "CLIPImageProcessor" if p.resize == "shorter" else "ViTImageProcessor",
         "do_normalize": True,
         "do_rescale": True,

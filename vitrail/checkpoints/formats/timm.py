@@ -16,7 +16,7 @@ from vitrail.models.vit import VIT
 ROOTS = ("patch_embed.backbone.stem.conv.weight", "patch_embed.backbone.conv.weight")
 
 
-def recognises(shapes: Shapes) -> bool:
+def recognizes(shapes: Shapes) -> bool:
     """Names that only timm uses."""
     marks = (
         "blocks.0.ls1.gamma",
@@ -97,7 +97,7 @@ def resmlp_pair(key: str, a: Architecture) -> Pair:
                     return pair(key, f"{block}.mlp_channels.{name}.{leaf}")
         case ["norm", leaf]:
             return pair(key, f"norm.{deit.norm_leaf(leaf, a)}", CHANNELS if a.norm == "affine" else SAME)
-        case ["head", leaf] if a.readout == "mean":
+        case ["head", leaf] if a.pooling == "mean":
             return pair(key, f"head.{leaf}")
     raise CannotHold(f"timm has no place for {key} ({deit.part_of(key, a)})")
 
@@ -106,7 +106,7 @@ def infer(shapes: Shapes, known: Known | None = None) -> Architecture:
     known = known or {}
     if "stem.proj.weight" in shapes:
         return infer_resmlp(shapes, known)
-    if "blocks.0.attn.proj_l.weight" in shapes or not recognises(shapes):
+    if "blocks.0.attn.proj_l.weight" in shapes or not recognizes(shapes):
         return deit.infer(shapes, known)
     parallel = count(shapes, "blocks.0.attns.")
     width = shapes["patch_embed.proj.weight"][0]
@@ -128,10 +128,10 @@ def infer(shapes: Shapes, known: Known | None = None) -> Architecture:
         "image_size": size,
         "qkv_bias": any(name.endswith("qkv.bias") for name in shapes),
         "residual": "layerscale" if scaled else "plain",
-        "position_special": rows > 0 or tokens == 0,
-        "position_resample": "bicubic_antialias",
+        "pos_embed_prefix": rows > 0 or tokens == 0,
+        "pos_embed_resample": "bicubic_antialias",
         "distillation": "dist_token" in shapes,
-        "readout": "class" if tokens else "mean",
+        "pooling": "class" if tokens else "mean",
         "pool_norm": "fc_norm.weight" in shapes,
     }
     return dataclasses.replace(Architecture(), **(options | hybrid | deit.infer_heads(shapes)))
@@ -147,7 +147,7 @@ def infer_hybrid(shapes: Shapes, root: str) -> dict:
         "stem_width": shapes[root][0],
         "stem_eps": 1e-5,
         "patch_size": resnet_stride(len(layers)) * shapes["patch_embed.proj.weight"][-1],
-        "start": VIT.start,
+        "weight_init": VIT.weight_init,
     }
 
 

@@ -73,7 +73,7 @@ def open_cifar(path: str) -> Parts:
     for split, found in files.items():
         main = labels["label"][split]
         if main is None:
-            raise UserError(f"{found[0]} holds no labelled pictures: download it again.")
+            raise UserError(f"{found[0]} holds no labelled images: download it again.")
         extra = {name: further for name in labels if name != "label" and (further := labels[name][split])}
         parts[split] = PixelSource(folder, main, partial(_read_pixels, found, layout), extra)
     return parts
@@ -94,7 +94,7 @@ def _read_labels(file: str, layout: Layout, column: str) -> np.ndarray:
     if not isinstance(values, list) or not all(isinstance(value, int) for value in values):
         raise UserError(f"{file} has no list of numbers called {column}: download it again.")
     if len(values) != len(batch["data"]):
-        raise UserError(f"{file} holds {len(batch['data'])} pictures and {len(values)} labels: download it again.")
+        raise UserError(f"{file} holds {len(batch['data'])} images and {len(values)} labels: download it again.")
     return np.array(values, dtype=np.int64)
 
 
@@ -113,7 +113,7 @@ def _batch(file: str) -> dict[str, Any]:
     if isinstance(data, Block):
         batch["data"] = data = data.array()
     if not isinstance(data, np.ndarray) or data.ndim != 2 or data.shape[1] != PIXELS or data.dtype != np.uint8:
-        raise UserError(f"{file} is no CIFAR batch, it has no data of {PIXELS} bytes per picture: download it again.")
+        raise UserError(f"{file} is no CIFAR batch, it has no data of {PIXELS} bytes per image: download it again.")
     return batch
 
 

@@ -9,7 +9,7 @@ from vitrail.data.source import Encoded, Source
 
 
 class Joined(Source):
-    """Pictures of one source after those of the other, without labels."""
+    """Images of one source after those of the other, without labels."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self.sources = list(sources)

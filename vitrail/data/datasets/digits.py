@@ -36,15 +36,15 @@ class PixelSource(Source):
             raise IndexError(index)
         if self._pixels is None:
             self._pixels = self._read()
-        picture = self._pixels[index]
-        return picture if picture.ndim == 3 else np.repeat(picture[..., None], 3, axis=2)
+        image = self._pixels[index]
+        return image if image.ndim == 3 else np.repeat(image[..., None], 3, axis=2)
 
     def where(self, index: int) -> str:
-        return f"picture {index} of {self.name}"
+        return f"image {index} of {self.name}"
 
 
 def open_digits() -> Parts:
-    """1,797 grey pictures of 8 x 8 pixels: 1,437 to train and 360 to test, always the same."""
+    """1,797 grey images of 8 x 8 pixels: 1,437 to train and 360 to test, always the same."""
     with np.load(DIGITS) as file:
         values = file["labels"].astype(np.int64)
     names = [str(digit) for digit in range(10)]

@@ -1,6 +1,6 @@
-"""Folders of pictures, and how every other source lists a directory.
+"""Folders of images, and how every other source lists a directory.
 
-A folder per class, with or without `train/`, `val/`, `test/` around them; or pictures without class folders, which have no label.
+A folder per class, with or without `train/`, `val/`, `test/` around them; or images without class folders, which have no label.
 """
 
 import os
@@ -46,7 +46,7 @@ class Paths:
 
 
 class FolderSource(Source):
-    """Picture files below one folder, in byte order."""
+    """Image files below one folder, in byte order."""
 
     def __init__(self, root: str, paths: Paths, label: Labels | None, extra: dict[str, Labels] | None = None) -> None:
         self.name = root
@@ -66,11 +66,11 @@ class FolderSource(Source):
 
 
 def open_folder(path: str) -> Parts:
-    """The splits of a folder of pictures; a folder without split folders is all "train"."""
+    """The splits of a folder of images; a folder without split folders is all "train"."""
     split_folders = _split_folders(path)
     if not split_folders:
         return {"train": _open_part(path, None)}
-    # The classes of the training pictures number those of every other split.
+    # The classes of the training images number those of every other split.
     order = sorted(split_folders, key=lambda split: (split != "train", split))
     parts: Parts = {}
     for split in order:
@@ -99,11 +99,11 @@ def _split_folders(path: str) -> dict[str, str]:
 def _open_part(path: str, known: list[str] | None) -> FolderSource:
     folders = [entry.name for entry in listing(path) if _is_folder(entry)]
     _check_class_names(path, folders)
-    files = [(folder, list(_pictures(os.path.join(path, folder), folder))) for folder in folders]
+    files = [(folder, list(_images(os.path.join(path, folder), folder))) for folder in folders]
     if not any(members for _, members in files):
-        flat = [entry.name for entry in listing(path) if _is_picture(entry)]
+        flat = [entry.name for entry in listing(path) if _is_image(entry)]
         if not flat:
-            raise UserError(f"{path} holds no pictures: give a folder with one folder of {_some_extensions()} files per class.")
+            raise UserError(f"{path} holds no images: give a folder with one folder of {_some_extensions()} files per class.")
         return FolderSource(path, Paths(flat), None)
 
     names = known if known is not None else [_class_name(folder) for folder in folders]
@@ -111,7 +111,7 @@ def _open_part(path: str, known: list[str] | None) -> FolderSource:
     values: list[int] = []
     for folder, members in files:
         if not members and known is None:
-            raise UserError(f"The class folder {os.path.join(path, folder)} holds no pictures: fill it or remove it.")
+            raise UserError(f"The class folder {os.path.join(path, folder)} holds no images: fill it or remove it.")
         if members and _class_name(folder) not in number:
             raise UserError(f"The class {folder} of {path} is not among the training classes: add it there or remove it.")
         values += [number[_class_name(folder)]] * len(members) if members else []
@@ -135,18 +135,18 @@ def _check_class_names(path: str, folders: list[str]) -> None:
         seen[key] = folder
 
 
-def _pictures(folder: str, relative: str, above: frozenset[tuple[int, int]] = frozenset()) -> Iterator[str]:
-    """Relative paths of the pictures at any depth; a link back to a folder above is not followed."""
+def _images(folder: str, relative: str, above: frozenset[tuple[int, int]] = frozenset()) -> Iterator[str]:
+    """Relative paths of the images at any depth; a link back to a folder above is not followed."""
     status = os.stat(folder)
     here = (status.st_dev, status.st_ino)
     if here in above:
         return
     for entry in listing(folder):
         inside = f"{relative}/{entry.name}"
-        if _is_picture(entry):
+        if _is_image(entry):
             yield inside
         elif _is_folder(entry):
-            yield from _pictures(entry.path, inside, above | {here})
+            yield from _images(entry.path, inside, above | {here})
 
 
 def listing(path: str | Path) -> list[os.DirEntry[str]]:
@@ -170,7 +170,7 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def _is_picture(entry: os.DirEntry[str]) -> bool:
+def _is_image(entry: os.DirEntry[str]) -> bool:
     if entry.name.rpartition(".")[2].lower() not in EXTENSIONS:
         return False
     try:

@@ -25,7 +25,7 @@ def is_idx(name: str) -> bool:
 
 
 def open_idx(path: str) -> Parts:
-    """The splits in a folder of IDX files, or the one split that a file of pictures stands for."""
+    """The splits in a folder of IDX files, or the one split that a file of images stands for."""
     whole = os.path.isdir(path)
     folder = path if whole else os.path.dirname(path)
     names = [entry.name for entry in listing(path)] if whole else [os.path.basename(path)]
@@ -42,14 +42,14 @@ def open_idx(path: str) -> Parts:
         values = _read(labels, 1).astype(np.int64)
         count = len(_read(images, 3))  # all of it, so that a truncated file is known before the training starts
         if count != len(values):
-            raise UserError(f"{images} holds {count} pictures but {labels} {len(values)} labels: download both again.")
+            raise UserError(f"{images} holds {count} images but {labels} {len(values)} labels: download both again.")
         found[split] = (images, values)
     columns = class_labels({split: values for split, (_, values) in found.items()}, None, f"the labels of {path}")
     parts: Parts = {}
     for split, (images, _) in found.items():
         label = columns[split]
         if label is None or not len(label.values):
-            raise UserError(f"{images} holds no pictures: download it again.")
+            raise UserError(f"{images} holds no images: download it again.")
         parts[split] = PixelSource(images, label, partial(_read, images, 3))
     return parts
 

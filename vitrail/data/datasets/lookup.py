@@ -45,7 +45,7 @@ def open_splits(path: str | Path, seed: int = 0, share: float = 0.1, held_out: f
     """Train, validation and test; where the data has no validation split, `share` of every training class is set aside.
 
     With `held_out` that share of every training class is validated on even where there is a validation split, which then stands
-    in for a missing test split: what is chosen by the validation must not have been chosen by the pictures it is reported on.
+    in for a missing test split: what is chosen by the validation must not have been chosen by the images it is reported on.
     """
     parts = open_parts(path)
     if "train" not in parts and len(parts) > 1:
@@ -59,24 +59,22 @@ def open_splits(path: str | Path, seed: int = 0, share: float = 0.1, held_out: f
     share = held_out or share
     rest, held = split_by_seed(train, share, seed)
     if not len(held):
-        raise UserError(
-            f"{train.name} has too few pictures per class to set {percent(share)} aside: add pictures or a val folder."
-        )
+        raise UserError(f"{train.name} has too few images per class to set {percent(share)} aside: add images or a val folder.")
     return Splits(rest, held, test)
 
 
 def check_trainable(source: Source) -> None:
-    """Refuses what no classifier can learn from: no pictures, no labels, a single class."""
+    """Refuses what no classifier can learn from: no images, no labels, a single class."""
     if not len(source):
-        raise UserError(f"{source.name} holds no pictures: add some.")
+        raise UserError(f"{source.name} holds no images: add some.")
     if source.label is None:
-        raise UserError(f"{source.name} has no labels: put the pictures into one folder per class, or give a table with a label.")
+        raise UserError(f"{source.name} has no labels: put the images into one folder per class, or give a table with a label.")
     present = np.unique(source.label.values[source.label.values >= 0])
     if len(present) < 2:
         only = source.label.names[int(present[0])] if len(present) else "none"
         if len(source.label.names) > 1 and len(present):
             raise UserError(
-                f"{source.name} has too few pictures: of its {len(source.label.names)} classes only {only} is both learned and "
+                f"{source.name} has too few images: of its {len(source.label.names)} classes only {only} is both learned and "
                 "validated; give every class at least two."
             )
         raise UserError(f"{source.name} has only one class ({only}): give the folder that holds the class folders, at least two.")
@@ -102,7 +100,7 @@ def open_parts(path: str | Path) -> Parts:
     if not os.path.exists(path):
         raise UserError(f"There is nothing at {path}: check the spelling, or give {UNDERSTOOD}.")
     if lower.endswith(COMPRESSED):
-        raise UserError(f"{path} is a compressed tar, in which no picture can be reached: unpack it to .tar or to a folder.")
+        raise UserError(f"{path} is a compressed tar, in which no image can be reached: unpack it to .tar or to a folder.")
     if lower.endswith((".csv", ".tsv")):
         return open_table(path)
     if lower.endswith(".parquet"):
@@ -149,5 +147,5 @@ def _open_directory(path: str) -> Parts:
         return open_tar(path)
     packed = next((name for name in sorted(inside) if name.endswith(COMPRESSED)), None)
     if packed is not None:
-        raise UserError(f"{path} holds a compressed tar, {packed}, in which no picture can be reached: unpack it to .tar.")
+        raise UserError(f"{path} holds a compressed tar, {packed}, in which no image can be reached: unpack it to .tar.")
     return open_folder(path)

@@ -1,7 +1,7 @@
-"""Parquet files in the Hugging Face convention: a column of encoded pictures, columns of labels, names in the metadata.
+"""Parquet files in the Hugging Face convention: a column of encoded images, columns of labels, names in the metadata.
 
-Labels are read at once. Pictures are read where they lie: a row group is decoded once to learn where its values stand in the
-mapped file, and from then on a picture is a slice of that file. Compressed columns cannot be sliced; their decoded row groups
+Labels are read at once. Images are read where they lie: a row group is decoded once to learn where its values stand in the
+mapped file, and from then on an image is a slice of that file. Compressed columns cannot be sliced; their decoded row groups
 are kept for a while instead.
 """
 
@@ -21,14 +21,14 @@ from vitrail.data.datasets.tar import MappedFiles
 from vitrail.data.source import Labels, Source
 from vitrail.errors import UserError
 
-IMAGE_COLUMNS = ("image", "img", "picture", "jpg", "png", "webp")
+IMAGE_COLUMNS = ("image", "img", "image", "jpg", "png", "webp")
 BATCH_ROWS = 256
 KEPT_BYTES = 128 * 2**20  # of decoded row groups, per process; only for compressed columns
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a file's schema says: the leaf columns of pictures and masks, and the columns of labels with their names."""
+    """What a file's schema says: the leaf columns of images and masks, and the columns of labels with their names."""
 
     image: str
     mask: str | None
@@ -69,7 +69,7 @@ class ParquetSource(Source):
     def encoded(self, index: int) -> bytes:
         value = self._images.read(index)
         if value is None:
-            raise ValueError(f"{self.where(index)} has no picture")
+            raise ValueError(f"{self.where(index)} has no image")
         return value
 
     def mask(self, index: int) -> bytes | None:
@@ -137,7 +137,7 @@ class ByteColumn:
                 for batch in file.iter_batches(BATCH_ROWS, row_groups=[place.number], columns=[self.leaf], use_threads=False):
                     column = batch.column(0)
                     rows += len(column)
-                    # flatten() and not field(): a picture that is null as a whole must stay null.
+                    # flatten() and not field(): an image that is null as a whole must stay null.
                     yield column.flatten()[0] if pyarrow.types.is_struct(column.type) else column
         except (pyarrow.ArrowException, OSError) as error:
             raise OSError(f"{path} cannot be read: {_first_line(error)}") from None
@@ -212,7 +212,7 @@ def open_parquet(path: str) -> Parts:
             metadata.setdefault(split, []).append(each)
             tables.setdefault(split, []).append(table)
     if shape is None or not any(each.num_rows for group in metadata.values() for each in group):
-        raise UserError(f"{path} holds no pictures: give Parquet files with a column called image.")
+        raise UserError(f"{path} holds no images: give Parquet files with a column called image.")
 
     labels: dict[str, dict[str, Labels | None]] = {}
     for name in ([shape.main] if shape.main else []) + list(shape.further):
@@ -256,7 +256,7 @@ def _shape(path: str, schema: Any, known: Shape | None) -> Shape:
     marked = [name for name in leaves if features.get(name, {}).get("_type") == "Image" and name != "mask"]
     candidates = [name for name in IMAGE_COLUMNS if name in leaves] + marked + [name for name in leaves if name != "mask"]
     if not candidates:
-        raise UserError(f"{path} has no column of pictures (only {', '.join(schema.names)}): name a column of bytes image.")
+        raise UserError(f"{path} has no column of images (only {', '.join(schema.names)}): name a column of bytes image.")
     classes = {name: feature["names"] for name, feature in features.items() if isinstance(feature.get("names"), list)}
     named = {name: [str(each) for each in names] for name, names in classes.items() if name in schema.names}
     usable = []
@@ -268,7 +268,7 @@ def _shape(path: str, schema: Any, known: Shape | None) -> Shape:
     wrong = next((name for name in ("label", "labels", "fine_label", "class") if name in schema.names), None)
     if main is None and wrong is not None:
         kind = schema.field(wrong).type
-        raise UserError(f"The column {wrong} of {path} holds {kind} and not one class per picture: use whole numbers or text.")
+        raise UserError(f"The column {wrong} of {path} holds {kind} and not one class per image: use whole numbers or text.")
     if known is not None and not named and known.names:
         named = known.names  # shards that were added later often come without the metadata
     return Shape(leaves[candidates[0]], leaves.get("mask"), main, tuple(further), named)
@@ -287,7 +287,7 @@ def _features(path: str, schema: Any) -> dict[str, dict[str, Any]]:
 
 
 def _leaf(field: Any) -> str | None:
-    """The dotted name of the bytes in a column of pictures, None for other columns."""
+    """The dotted name of the bytes in a column of images, None for other columns."""
     from pyarrow import types
 
     if types.is_binary(field.type) or types.is_large_binary(field.type):

@@ -10,14 +10,14 @@ from vitrail.data.source import Source, Subset
 
 PETS = Path(__file__).with_name("pets.parquet")
 BREEDS = 12
-EACH = {"train": 50, "validation": 10, "test": 25}  # pictures of each breed; `tools/make_pets.py` writes them in this order
+EACH = {"train": 50, "validation": 10, "test": 25}  # images of each breed; `tools/make_pets.py` writes them in this order
 
 
 class Photographs(Subset):
     """Some of them, under the name by which they are asked for rather than by the place where the package lies."""
 
     def where(self, index: int) -> str:
-        return f"picture {int(self.indices[index])} of {self.name}"
+        return f"image {int(self.indices[index])} of {self.name}"
 
 
 def open_pets() -> Parts:

@@ -1,4 +1,4 @@
-"""A table of pictures: CSV or TSV with a header, one row per file; and how columns of labels become classes."""
+"""A table of images: CSV or TSV with a header, one row per file; and how columns of labels become classes."""
 
 import csv
 import os
@@ -13,7 +13,7 @@ from vitrail.errors import UserError
 PATH_COLUMNS = ("path", "file", "image", "filename", "file_name", "filepath", "image_path")
 MAIN_LABELS = ("label", "labels", "fine_label", "class")
 SPLIT_COLUMNS = ("split", "subset", "set", "partition")
-MOST_CLASSES = 100_000  # more, and more than pictures, is a column of numbers and not of classes
+MOST_CLASSES = 100_000  # more, and more than images, is a column of numbers and not of classes
 
 Column = Sequence[str | int | None] | np.ndarray
 
@@ -25,7 +25,7 @@ def open_table(path: str) -> Parts:
     if path_column is None:
         raise UserError(f"{path} has no column of paths: name one of its columns ({', '.join(header)}) path, file or image.")
     if not rows:
-        raise UserError(f"{path} has a header and no rows: add one row per picture.")
+        raise UserError(f"{path} has a header and no rows: add one row per image.")
     place = header.index(path_column)
     files = [row[place] for _, row in rows]
     _check_files(path, files, [line for line, _ in rows])
@@ -73,7 +73,7 @@ def _read(path: str) -> tuple[list[str], list[tuple[int, list[str]]]]:
     except PermissionError:
         raise UserError(f"{path} may not be read: change its permissions.") from None
     if not header:
-        raise UserError(f"{path} is empty: write a header such as path,label and one row per picture.")
+        raise UserError(f"{path} is empty: write a header such as path,label and one row per image.")
     twice = next((name for name in header if header.count(name) > 1), None)
     if twice is not None:
         raise UserError(f"{path} has two columns called {twice}: rename one of them.")
@@ -89,9 +89,7 @@ def _check_files(path: str, files: list[str], lines: list[int]) -> None:
         if not file:
             raise UserError(f"Line {line} of {path} has no path: fill it in or remove the line.")
         if "\0" in file or (not os.path.isabs(file) and os.path.normpath(file).split(os.sep)[0] == os.pardir):
-            raise UserError(
-                f"Line {line} of {path} leads above the table's folder ({file!r}): move the pictures beside the table."
-            )
+            raise UserError(f"Line {line} of {path} leads above the table's folder ({file!r}): move the images beside the table.")
     missing = [file for file in files if not os.path.isfile(os.path.join(root, file))]
     if missing:
         raise UserError(

@@ -1,6 +1,6 @@
 """Tar shards in the WebDataset layout: `000123.jpg` with `000123.cls`, `.json` or `.txt` beside it.
 
-Nothing is ever extracted. The shards are read through once; where every picture lies is kept in an index beside them.
+Nothing is ever extracted. The shards are read through once; where every image lies is kept in an index beside them.
 """
 
 import hashlib
@@ -52,7 +52,7 @@ class MappedFiles:
 
 @dataclass
 class Index:
-    """Where the pictures of some shards lie: arrays [N], in the order of the shards and of their members."""
+    """Where the images of some shards lie: arrays [N], in the order of the shards and of their members."""
 
     keys: np.ndarray  # text
     shard: np.ndarray
@@ -64,7 +64,7 @@ class Index:
 
 
 class TarSource(Source):
-    """Pictures of some tar shards; a part of an index."""
+    """Images of some tar shards; a part of an index."""
 
     def __init__(
         self, name: str, files: list[str], index: Index, rows: np.ndarray, label: Labels | None, extra: dict[str, Labels]
@@ -113,7 +113,7 @@ def open_tar(path: str) -> Parts:
     files = [file for members in found.values() for file in members]
     index = _index(files)
     if not len(index.keys):
-        raise UserError(f"{path} holds no pictures: give tars with members such as 000123.jpg and 000123.cls.")
+        raise UserError(f"{path} holds no images: give tars with members such as 000123.jpg and 000123.cls.")
     split_of_shard = np.array([split for split, members in found.items() for _ in members])
     rows = {split: np.flatnonzero(split_of_shard[index.shard] == split) for split in found}
     main, further = label_columns(sorted(index.columns))
@@ -261,7 +261,7 @@ def _check_member(file: str, member: tarfile.TarInfo, size: int) -> None:
 
 
 def _add(file: str, archive: tarfile.TarFile, member: tarfile.TarInfo, kind: str, sample: dict[str, Any]) -> None:
-    """Puts one member where it belongs: the picture, its mask, or a label in text, number or JSON."""
+    """Puts one member where it belongs: the image, its mask, or a label in text, number or JSON."""
     extension = kind.rpartition(".")[2]
     if kind in EXTENSIONS:
         sample |= {"offset": member.offset_data, "size": member.size}

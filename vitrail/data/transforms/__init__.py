@@ -1,1 +1,1 @@
-"""Augmentation in batches on the device: every picture has its own parameters, keyed by (seed, epoch, picture, repeat)."""
+"""Augmentation in batches on the device: every image has its own parameters, keyed by (seed, epoch, image, repeat)."""

@@ -1,4 +1,4 @@
-"""Affine warps of uint8 pictures, with Pillow's arithmetic: output pixel centres are looked up in the input, filled outside."""
+"""Affine warps of uint8 images, with Pillow's arithmetic: output pixel centres are looked up in the input, filled outside."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from torch import Tensor
 def warp(pixels: Tensor, matrix: Tensor, fill: Tensor, filter: str = "bicubic", sizes: Tensor | None = None) -> Tensor:
     """pixels uint8 [B, K, height, width]; matrix [B, 2, 3] from output (x, y, 1) to input; fill [K].
 
-    `sizes` [B, 2] are the heights and widths of pictures that lie in the upper left corners of a larger canvas.
+    `sizes` [B, 2] are the heights and widths of images that lie in the upper left corners of a larger canvas.
     """
     sizes = whole_canvas(pixels) if sizes is None else sizes
     height, width = sizes[:, 0, None, None], sizes[:, 1, None, None]
@@ -37,7 +37,7 @@ def warp(pixels: Tensor, matrix: Tensor, fill: Tensor, filter: str = "bicubic", 
 
 
 def whole_canvas(pixels: Tensor) -> Tensor:
-    """Sizes [B, 2] of pictures that fill their canvas."""
+    """Sizes [B, 2] of images that fill their canvas."""
     return torch.stack([torch.full((len(pixels),), side, device=pixels.device) for side in pixels.shape[-2:]], 1)
 
 
@@ -69,7 +69,7 @@ def rotation(degrees: Tensor, height: Tensor | int, width: Tensor | int) -> Tens
 
 
 def mirrored(matrix: Tensor, widths: Tensor) -> Tensor:
-    """What a warp [B, 2, 3] of pictures turned round left to right does to the pictures as they lie."""
+    """What a warp [B, 2, 3] of images turned round left to right does to the images as they lie."""
     (a, b, c), (d, e, f) = (row.unbind(-1) for row in matrix.unbind(1))
     return torch.stack([a, -b, widths - a * widths - c, -d, e, f + d * widths], -1).unflatten(-1, (2, 3))
 

@@ -1,6 +1,6 @@
-"""Colour operations on uint8 pictures [B, 3, height, width], with Pillow's arithmetic.
+"""Color operations on uint8 images [B, 3, height, width], with Pillow's arithmetic.
 
-Everything that maps a value to a value (brightness, solarise, equalise, ...) is a table of 256 entries per picture and channel;
+Everything that maps a value to a value (brightness, solarize, equalize, ...) is a table of 256 entries per image and channel;
 only saturation and sharpness look at more than one number.
 """
 
@@ -29,26 +29,26 @@ def saturation(pixels: Tensor, factor: Tensor) -> Tensor:
 
 
 def sharpness(pixels: Tensor, factor: Tensor, sizes: Tensor | None = None) -> Tensor:
-    """Blend with a 3x3 smoothing; the border of a picture (of its own size, `sizes` [B, 2]) is left as it is."""
+    """Blend with a 3x3 smoothing; the border of an image (of its own size, `sizes` [B, 2]) is left as it is."""
     sizes = whole_canvas(pixels) if sizes is None else sizes
     values = pixels.float()
     box = F.avg_pool2d(values, 3, stride=1, padding=1, divisor_override=1)  # sums of nine whole numbers, exact
     smooth = ((box + 4 * values) * 2 + 13).div(26, rounding_mode="floor")  # weights 1 and 5 in the middle, of 13, rounded
-    inner = in_picture(pixels, sizes - 1)
+    inner = in_image(pixels, sizes - 1)
     inner[:, 0], inner[:, :, 0] = False, False
     return blend(torch.where(inner[:, None], smooth, values), pixels, factor)
 
 
 def histogram(pixels: Tensor, sizes: Tensor) -> Tensor:
-    """How often each value occurs in red, green, blue and luma, int64 [B, 4, 256], in pictures of `sizes` [B, 2]."""
-    inside = in_picture(pixels, sizes)[:, None].expand(-1, 4, -1, -1)
+    """How often each value occurs in red, green, blue and luma, int64 [B, 4, 256], in images of `sizes` [B, 2]."""
+    inside = in_image(pixels, sizes)[:, None].expand(-1, 4, -1, -1)
     values = torch.cat([pixels, grey(pixels)], 1).long()
     counts = torch.zeros(len(pixels), 4, 256, dtype=torch.int64, device=pixels.device)
     return counts.scatter_add_(2, values.flatten(2), inside.flatten(2).long())
 
 
-def in_picture(pixels: Tensor, sizes: Tensor) -> Tensor:
-    """Which places of the canvas belong to the picture in its upper left corner, bool [B, height, width]."""
+def in_image(pixels: Tensor, sizes: Tensor) -> Tensor:
+    """Which places of the canvas belong to the image in its upper left corner, bool [B, height, width]."""
     rows, columns = (torch.arange(side, device=pixels.device) for side in pixels.shape[-2:])
     return (rows < sizes[:, :1])[:, :, None] & (columns < sizes[:, 1:])[:, None, :]
 
@@ -74,7 +74,7 @@ def brightness_table(factor: Tensor) -> Tensor:
 
 
 def contrast_table(counts: Tensor, factor: Tensor) -> Tensor:
-    """Away from (or towards) the mean luma of the picture, from its histogram [B, 4, 256]."""
+    """Away from (or towards) the mean luma of the image, from its histogram [B, 4, 256]."""
     luma = counts[:, 3]
     total = luma.sum(1).clamp(min=1)
     mean = ((2 * (luma * ramp(factor)).sum(1) + total) // (2 * total))[:, None]
@@ -87,19 +87,19 @@ def invert_table(like: Tensor) -> Tensor:
     return to_table((255 - ramp(like)).expand(len(like), -1))
 
 
-def posterise_table(bits: Tensor) -> Tensor:
+def posterize_table(bits: Tensor) -> Tensor:
     """Keep the highest `bits` [B] of every value."""
     step = 2 ** (8 - bits.long().clamp(0, 8))[:, None]
     return to_table(ramp(bits) // step * step)
 
 
-def solarise_table(threshold: Tensor) -> Tensor:
+def solarize_table(threshold: Tensor) -> Tensor:
     """Invert the values from `threshold` [B] on."""
     values = ramp(threshold)
     return to_table(torch.where(values < threshold[:, None], values, 255 - values))
 
 
-def solarise_add_table(amount: Tensor) -> Tensor:
+def solarize_add_table(amount: Tensor) -> Tensor:
     """Add `amount` [B] to the values below 128."""
     values = ramp(amount)
     return to_table(torch.where(values < 128, values + amount[:, None].long(), values))
@@ -117,8 +117,8 @@ def autocontrast_table(counts: Tensor) -> Tensor:
     return to_table(torch.where(high > low, stretched, values.double()))
 
 
-def equalise_table(counts: Tensor) -> Tensor:
-    """Pillow's equalisation of each channel, from its histogram [B, 3, 256]."""
+def equalize_table(counts: Tensor) -> Tensor:
+    """Pillow's equalization of each channel, from its histogram [B, 3, 256]."""
     values = ramp(counts).expand_as(counts)
     last = 255 - (counts > 0).flip(-1).to(torch.uint8).argmax(-1, keepdim=True)
     step = (counts.sum(-1, keepdim=True) - counts.gather(-1, last)) // 255
@@ -129,7 +129,7 @@ def equalise_table(counts: Tensor) -> Tensor:
 
 
 def hue(pixels: Tensor, turn: Tensor) -> Tensor:
-    """Turn the colour circle by `turn` [B] (in whole turns, -0.5 ... 0.5), value and saturation kept."""
+    """Turn the color circle by `turn` [B] (in whole turns, -0.5 ... 0.5), value and saturation kept."""
     red, green, blue = (pixels.float() / 255).unbind(1)
     high, low = torch.maximum(torch.maximum(red, green), blue), torch.minimum(torch.minimum(red, green), blue)
     spread = high - low

@@ -10,7 +10,7 @@ from vitrail.data.rng import integers, uniform
 
 
 class Axis(NamedTuple):
-    """One direction of a view, per picture [B]: take `length` source pixels from `start`, resize them to `resized`, take `out`
+    """One direction of a view, per image [B]: take `length` source pixels from `start`, resize them to `resized`, take `out`
     of those from `offset` on (beyond the ends: mirrored), turn round if `flip`."""
 
     start: Tensor
@@ -22,13 +22,13 @@ class Axis(NamedTuple):
 
 
 class View(NamedTuple):
-    """What the network sees of each picture."""
+    """What the network sees of each image."""
 
     rows: Axis
     columns: Axis
 
     def matrix(self) -> Tensor:
-        """[B, 3, 3]: a pixel centre (x, y, 1) of the output to its place in the source picture, in pixels."""
+        """[B, 3, 3]: a pixel centre (x, y, 1) of the output to its place in the source image, in pixels."""
         values = []
         for axis in (self.columns, self.rows):
             scale, back = axis.length / axis.resized, axis.flip.float()
@@ -37,7 +37,7 @@ class View(NamedTuple):
         return torch.stack([values[0], still, values[1], still, values[2], values[3], still, still, one], 1).unflatten(1, (3, 3))
 
     def mirrored(self, widths: Tensor, flip: Tensor) -> "View":
-        """The same view of pictures of these `widths` [B] that were turned round first where `flip` [B], seen as they lie."""
+        """The same view of images of these `widths` [B] that were turned round first where `flip` [B], seen as they lie."""
         axis = self.columns
         start = torch.where(flip, widths - axis.start - axis.length, axis.start)
         offset = torch.where(flip, axis.resized - axis.out - axis.offset, axis.offset)
@@ -57,7 +57,7 @@ def random_resized_crop(
     ratio: tuple[float, float] = (3 / 4, 4 / 3),
     name: str = "crop",
 ) -> View:
-    """A box of random area (share of the picture) and aspect (log-uniform), ten tries, else the largest allowed centre box."""
+    """A box of random area (share of the image) and aspect (log-uniform), ten tries, else the largest allowed centre box."""
     height, width = sizes[:, :1].float(), sizes[:, 1:].float()
     area = height * width * (scale[0] + (scale[1] - scale[0]) * uniform(key, f"{name}.area", 10))
     aspect = torch.exp(math.log(ratio[0]) + (math.log(ratio[1]) - math.log(ratio[0])) * uniform(key, f"{name}.aspect", 10))
@@ -81,7 +81,7 @@ def random_resized_crop(
 
 
 def simple_random_crop(sizes: Tensor, key: Tensor, out: tuple[int, int], padding: int = 4) -> View:
-    """The shorter side to the output's, then a crop at a random place of the picture mirrored by `padding` pixels."""
+    """The shorter side to the output's, then a crop at a random place of the image mirrored by `padding` pixels."""
     resized = shorter_side(sizes, out)
     offsets = [
         integers(key, f"crop.{name}", resized[:, place] + 2 * padding - out[place] + 1)[:, 0] - padding
@@ -99,13 +99,13 @@ def centre_crop(sizes: Tensor, out: tuple[int, int], crop_ratio: float = 0.875) 
 
 
 def squash(sizes: Tensor, out: tuple[int, int]) -> View:
-    """The whole picture to the output's size, aspect not kept."""
+    """The whole image to the output's size, aspect not kept."""
     zeros, still = torch.zeros_like(sizes[:, 0]), torch.zeros_like(sizes[:, 0], dtype=torch.bool)
     return View(_axis(zeros, sizes[:, 0], out[0], still), _axis(zeros, sizes[:, 1], out[1], still))
 
 
 def shorter_side(sizes: Tensor, out: tuple[int, int]) -> Tensor:
-    """[B, 2] sizes after resizing so that the picture just covers `out`, aspect kept, the other side cut to whole pixels."""
+    """[B, 2] sizes after resizing so that the image just covers `out`, aspect kept, the other side cut to whole pixels."""
     rows, columns = sizes[:, 0], sizes[:, 1]
     by_rows = rows * out[1] <= columns * out[0]  # the rows are the shorter ones, in terms of the output
     new_rows = torch.where(by_rows, out[0], out[1] * rows // columns.clamp(min=1))

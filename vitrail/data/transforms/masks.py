@@ -10,7 +10,7 @@ from vitrail.data.rng import uniform
 
 
 def random_mask(key: Tensor, grid: tuple[int, int], share: float) -> Tensor:
-    """Exactly `share` of the patches of every picture, bool [B, height, width]."""
+    """Exactly `share` of the patches of every image, bool [B, height, width]."""
     patches = grid[0] * grid[1]
     rank = uniform(key, "mask", patches).argsort(1).argsort(1)
     return (rank < round(share * patches)).unflatten(1, grid)
@@ -32,9 +32,9 @@ def block_mask(
     new patch and not more than are missing; ten tries per block. So at most `target` patches are masked.
     """
     masks = np.zeros((len(index), *grid), dtype=bool)
-    for picture, (which, copy) in enumerate(zip(index, repeat, strict=True)):
+    for image, (which, copy) in enumerate(zip(index, repeat, strict=True)):
         rng = np.random.default_rng([seed & (2**64 - 1), epoch, int(which), int(copy)])
-        mask = masks[picture]
+        mask = masks[image]
         while (missing := target - int(mask.sum())) > 0:
             if not _add_block(mask, rng, missing, least, aspect):
                 break

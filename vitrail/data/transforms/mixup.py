@@ -1,4 +1,4 @@
-"""Mixing pictures and their labels, boxes to erase: what happens to a normalised batch [B, 3, height, width]."""
+"""Mixing images and their labels, boxes to erase: what happens to a normalized batch [B, 3, height, width]."""
 
 import math
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ from vitrail.data.rng import chance, uniform
 
 @dataclass(frozen=True)
 class Mix:
-    """One draw for a batch: each picture takes its share from the picture at the mirrored place of the batch.
+    """One draw for a batch: each image takes its share from the image at the mirrored place of the batch.
 
-    `share` is what remains of the picture itself. CutMix pastes the box (top, bottom, left, right); mixup blends (`box` None).
+    `share` is what remains of the image itself. CutMix pastes the box (top, bottom, left, right); mixup blends (`box` None).
     """
 
     share: float
@@ -22,12 +22,12 @@ class Mix:
 
 
 def draw_mix(
-    seed: int, epoch: int, step: int, unit: int, size: tuple[int, int], mixup: float, cutmix: float, switch: float = 0.5
+    seed: int, epoch: int, step: int, micro_batch: int, size: tuple[int, int], mixup: float, cutmix: float, switch: float = 0.5
 ) -> Mix:
     """The draw of one micro-batch, a pure function of its place; with both on, CutMix has the probability `switch`."""
     if mixup <= 0 and cutmix <= 0:
         return Mix(1.0, None)
-    rng = np.random.default_rng([seed & (2**64 - 1), epoch, step, unit])
+    rng = np.random.default_rng([seed & (2**64 - 1), epoch, step, micro_batch])
     cut = cutmix > 0 and (mixup <= 0 or rng.random() < switch)
     share = float(rng.beta(cutmix, cutmix) if cut else rng.beta(mixup, mixup))
     if not cut:
@@ -40,7 +40,7 @@ def draw_mix(
     return Mix(1.0 - (bottom - top) * (right - left) / (height * width), (top, bottom, left, right))
 
 
-def mix_pictures(images: Tensor, mix: Mix) -> Tensor:
+def mix_images(images: Tensor, mix: Mix) -> Tensor:
     """Blend with, or paste from, the batch in reverse order."""
     if mix.share == 1.0:
         return images
@@ -59,7 +59,7 @@ def erasing_boxes(
     area: tuple[float, float] = (0.02, 1 / 3),
     aspect: float = 0.3,
 ) -> Tensor:
-    """One box per picture, int64 [B, 4] (top, bottom, left, right), empty where nothing is erased: random area, log-uniform
+    """One box per image, int64 [B, 4] (top, bottom, left, right), empty where nothing is erased: random area, log-uniform
     aspect, ten tries, then none."""
     height, width = size
     share = area[0] + (area[1] - area[0]) * uniform(key, "erase.area", 10)

@@ -1,6 +1,6 @@
-"""Policies: which colour and shape operations a picture gets, and how strongly.
+"""Policies: which color and shape operations an image gets, and how strongly.
 
-A layer of a policy is one operation per picture out of a list (`passes.Layer`); what each picture drew stays on the device.
+A layer of a policy is one operation per image out of a list (`passes.Layer`); what each image drew stays on the device.
 """
 
 from typing import NamedTuple
@@ -14,15 +14,15 @@ from vitrail.data.transforms.reference import NONE, NUMBER, OPERATIONS, Layer
 
 
 class Canvas(NamedTuple):
-    """Pictures in the upper left corners of a batch, and how they lie there."""
+    """Images in the upper left corners of a batch, and how they lie there."""
 
     pixels: Tensor  # uint8 [B, 3, height, width]
     sizes: Tensor  # int64 [B, 2]: their own heights and widths
-    flip: Tensor | None = None  # bool [B]: those whose operations mean the picture turned round left to right (`Layer.flip`)
+    flip: Tensor | None = None  # bool [B]: those whose operations mean the image turned round left to right (`Layer.flip`)
 
 
 class Changed(NamedTuple):
-    """Pictures after a policy, and the layers of it that may have moved their pixels, first to last."""
+    """Images after a policy, and the layers of it that may have moved their pixels, first to last."""
 
     pixels: Tensor  # uint8 [B, 3, height, width]
     layers: tuple[Layer, ...] = ()
@@ -45,13 +45,13 @@ INCREASING = dict.fromkeys(ENHANCEMENTS, Level(0.9, base=1.0, signed=True)) | {
     "shear_y": Level(0.3, signed=True),
     "translate_x": Level(0.45, signed=True),
     "translate_y": Level(0.45, signed=True),
-    "posterise": Level(4.0, base=4.0, direction=-1.0, whole=True),
-    "solarise": Level(256.0, base=256.0, direction=-1.0, whole=True),
-    "solarise_add": Level(110.0, whole=True),
+    "posterize": Level(4.0, base=4.0, direction=-1.0, whole=True),
+    "solarize": Level(256.0, base=256.0, direction=-1.0, whole=True),
+    "solarize_add": Level(110.0, whole=True),
 }
 # AutoAugment's own levels, where more is not always stronger.
 ORIGINAL = INCREASING | dict.fromkeys(ENHANCEMENTS, Level(1.8, base=0.1))
-ORIGINAL |= {"posterise": Level(4.0, base=4.0, whole=True), "solarise": Level(256.0, whole=True)}
+ORIGINAL |= {"posterize": Level(4.0, base=4.0, whole=True), "solarize": Level(256.0, whole=True)}
 
 
 def arguments(levels: dict[str, Level], operation: Tensor, magnitude: Tensor, sign: Tensor) -> Tensor:
@@ -116,31 +116,31 @@ def trivial_augment(canvas: Canvas, key: Tensor, filter: str = "bicubic") -> Cha
 
 # The 25 sub-policies for ImageNet: (operation, probability, level 0..9) twice.
 AUTO = (
-    (("posterise", 0.4, 8), ("rotate", 0.6, 9)),
-    (("solarise", 0.6, 5), ("autocontrast", 0.6, 5)),
-    (("equalise", 0.8, 8), ("equalise", 0.6, 3)),
-    (("posterise", 0.6, 7), ("posterise", 0.6, 6)),
-    (("equalise", 0.4, 7), ("solarise", 0.2, 4)),
-    (("equalise", 0.4, 4), ("rotate", 0.8, 8)),
-    (("solarise", 0.6, 3), ("equalise", 0.6, 7)),
-    (("posterise", 0.8, 5), ("equalise", 1.0, 2)),
-    (("rotate", 0.2, 3), ("solarise", 0.6, 8)),
-    (("equalise", 0.6, 8), ("posterise", 0.4, 6)),
+    (("posterize", 0.4, 8), ("rotate", 0.6, 9)),
+    (("solarize", 0.6, 5), ("autocontrast", 0.6, 5)),
+    (("equalize", 0.8, 8), ("equalize", 0.6, 3)),
+    (("posterize", 0.6, 7), ("posterize", 0.6, 6)),
+    (("equalize", 0.4, 7), ("solarize", 0.2, 4)),
+    (("equalize", 0.4, 4), ("rotate", 0.8, 8)),
+    (("solarize", 0.6, 3), ("equalize", 0.6, 7)),
+    (("posterize", 0.8, 5), ("equalize", 1.0, 2)),
+    (("rotate", 0.2, 3), ("solarize", 0.6, 8)),
+    (("equalize", 0.6, 8), ("posterize", 0.4, 6)),
     (("rotate", 0.8, 8), ("saturation", 0.4, 0)),
-    (("rotate", 0.4, 9), ("equalise", 0.6, 2)),
-    (("equalise", 0.0, 7), ("equalise", 0.8, 8)),
-    (("invert", 0.6, 4), ("equalise", 1.0, 8)),
+    (("rotate", 0.4, 9), ("equalize", 0.6, 2)),
+    (("equalize", 0.0, 7), ("equalize", 0.8, 8)),
+    (("invert", 0.6, 4), ("equalize", 1.0, 8)),
     (("saturation", 0.6, 4), ("contrast", 1.0, 8)),
     (("rotate", 0.8, 8), ("saturation", 1.0, 2)),
-    (("saturation", 0.8, 8), ("solarise", 0.8, 7)),
+    (("saturation", 0.8, 8), ("solarize", 0.8, 7)),
     (("sharpness", 0.4, 7), ("invert", 0.6, 8)),
-    (("shear_x", 0.6, 5), ("equalise", 1.0, 9)),
-    (("saturation", 0.4, 0), ("equalise", 0.6, 3)),
-    (("equalise", 0.4, 7), ("solarise", 0.2, 4)),
-    (("solarise", 0.6, 5), ("autocontrast", 0.6, 5)),
-    (("invert", 0.6, 4), ("equalise", 1.0, 8)),
+    (("shear_x", 0.6, 5), ("equalize", 1.0, 9)),
+    (("saturation", 0.4, 0), ("equalize", 0.6, 3)),
+    (("equalize", 0.4, 7), ("solarize", 0.2, 4)),
+    (("solarize", 0.6, 5), ("autocontrast", 0.6, 5)),
+    (("invert", 0.6, 4), ("equalize", 1.0, 8)),
     (("saturation", 0.6, 4), ("contrast", 1.0, 8)),
-    (("equalise", 0.8, 8), ("equalise", 0.6, 3)),
+    (("equalize", 0.8, 8), ("equalize", 0.6, 3)),
 )
 
 
@@ -157,25 +157,25 @@ def auto_augment(canvas: Canvas, key: Tensor, filter: str = "bicubic") -> Change
 
 
 def three_augment(canvas: Canvas, key: Tensor) -> Tensor:
-    """DeiT III's choice: grey, solarise or blur."""
+    """DeiT III's choice: grey, solarize or blur."""
     which = integers(key, "three", 3)[:, 0]
     sigma = between(key, "three.blur", 0.1, 2.0) * (which == 2)
     pixels = passes_for(canvas.pixels).blur(canvas.pixels, canvas.sizes, sigma)
     # Grey is no saturation at all.
-    number, value = look_up([(NUMBER["saturation"], 0.0), (NUMBER["solarise"], 128.0), (NONE, 0.0)], which)
+    number, value = look_up([(NUMBER["saturation"], 0.0), (NUMBER["solarize"], 128.0), (NONE, 0.0)], which)
     return apply_layer(canvas._replace(pixels=pixels), Layer(number.long(), value))
 
 
 def apply_some(canvas: Canvas, some: Tensor, operation: str, value: float) -> Tensor:
-    """One operation with one argument, on the pictures `some` [B]."""
+    """One operation with one argument, on the images `some` [B]."""
     number = torch.where(some, NUMBER[operation], NONE)
     return apply_layer(canvas, Layer(number, torch.full_like(number, value, dtype=torch.float32)))
 
 
-def colour_jitter(
+def color_jitter(
     canvas: Canvas, key: Tensor, brightness: float, contrast: float, saturation: float, *, some: Tensor | None = None
 ) -> Tensor:
-    """Brightness, contrast and saturation in a random order per picture, factors 1 +- the strength; `some` [B]: only those."""
+    """Brightness, contrast and saturation in a random order per image, factors 1 +- the strength; `some` [B]: only those."""
     names = ("brightness", "contrast", "saturation")
     strengths = (brightness, contrast, saturation)
     factors = [between(key, f"jitter.{name}", max(0.0, 1 - s), 1 + s) for name, s in zip(names, strengths, strict=True)]

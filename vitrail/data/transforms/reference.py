@@ -1,7 +1,7 @@
 """The passes over the pixels of a batch in plain torch, the reference; `kernels` has the same four for GPUs.
 
-A pass does one kind of thing to every picture, with parameters of its own; here, picture by picture or to those alike together.
-Pictures lie in the upper left corners of a common canvas; `sizes` [B, 2] are their heights and widths. What lies beyond a picture
+A pass does one kind of thing to every image, with parameters of its own; here, image by image or to those alike together.
+Images lie in the upper left corners of a common canvas; `sizes` [B, 2] are their heights and widths. What lies beyond an image
 is neither read nor worth reading afterwards.
 """
 
@@ -18,16 +18,16 @@ from vitrail.data.transforms.affine import mirrored, rotation, warp
 from vitrail.data.transforms.crops import View
 from vitrail.data.transforms.resize import axis_taps, blur_taps, resample
 
-# What a layer can do to a picture, in the order in which timm's "increasing" RandAugment lists it. Those that are neither
+# What a layer can do to an image, in the order in which timm's "increasing" RandAugment lists it. Those that are neither
 # saturation nor sharpness nor warps map a value to a value.
 OPERATIONS = (
     "autocontrast",
-    "equalise",
+    "equalize",
     "invert",
     "rotate",
-    "posterise",
-    "solarise",
-    "solarise_add",
+    "posterize",
+    "solarize",
+    "solarize_add",
     "saturation",
     "contrast",
     "brightness",
@@ -44,15 +44,15 @@ FILL = (124, 116, 104)  # the rounded ImageNet mean, where a warp finds nothing
 
 
 class Layer(NamedTuple):
-    """One operation per picture."""
+    """One operation per image."""
 
     operation: Tensor  # int64 [B], by number
     value: Tensor  # float32 [B]: its argument (a factor, a threshold, bits, degrees, a share of a side, ...)
-    flip: Tensor | None = None  # bool [B]: those whose warp means the picture turned round left to right; None: no picture
+    flip: Tensor | None = None  # bool [B]: those whose warp means the image turned round left to right; None: no image
     cubic: Tensor | None = None  # bool [B]: warps are bicubic, else bilinear; None: all bicubic
 
     def matrix(self, sizes: Tensor) -> Tensor:
-        """Output to input places [B, 2, 3] in pictures of `sizes` [B, 2], the identity where no warp was drawn."""
+        """Output to input places [B, 2, 3] in images of `sizes` [B, 2], the identity where no warp was drawn."""
         degrees, shear_x, shear_y, share_x, share_y = (self.value * (self.operation == NUMBER[name]) for name in WARPS)
         height, width = sizes.unbind(1)
         still = torch.zeros_like(degrees)
@@ -82,7 +82,7 @@ def blur(pixels: Tensor, sizes: Tensor, sigma: Tensor) -> Tensor:
 
 
 def operate(pixels: Tensor, sizes: Tensor, layer: Layer) -> Tensor:
-    """One operation per picture on uint8 [B, 3, H, W]."""
+    """One operation per image on uint8 [B, 3, H, W]."""
     done = pixels.clone()
     for number in layer.operation.unique().tolist():
         if number != NONE:
@@ -92,7 +92,7 @@ def operate(pixels: Tensor, sizes: Tensor, layer: Layer) -> Tensor:
 
 
 def apply_operation(name: str, pixels: Tensor, sizes: Tensor, layer: Layer) -> Tensor:
-    """The same operation on every picture, each with its own argument."""
+    """The same operation on every image, each with its own argument."""
     value = layer.value
     match name:
         case "saturation":
@@ -101,20 +101,20 @@ def apply_operation(name: str, pixels: Tensor, sizes: Tensor, layer: Layer) -> T
             return color.sharpness(pixels, value, sizes)
         case "autocontrast":
             table = color.autocontrast_table(color.histogram(pixels, sizes)[:, :3])
-        case "equalise":
-            table = color.equalise_table(color.histogram(pixels, sizes)[:, :3])
+        case "equalize":
+            table = color.equalize_table(color.histogram(pixels, sizes)[:, :3])
         case "contrast":
             table = color.contrast_table(color.histogram(pixels, sizes), value)
         case "brightness":
             table = color.brightness_table(value)
         case "invert":
             table = color.invert_table(value)
-        case "posterise":
-            table = color.posterise_table(value)
-        case "solarise":
-            table = color.solarise_table(value)
-        case "solarise_add":
-            table = color.solarise_add_table(value)
+        case "posterize":
+            table = color.posterize_table(value)
+        case "solarize":
+            table = color.solarize_table(value)
+        case "solarize_add":
+            table = color.solarize_add_table(value)
         case _:
             fill, matrix = torch.tensor(FILL, device=pixels.device), layer.matrix(sizes)
             cubic = warp(pixels, matrix, fill, "bicubic", sizes)
@@ -126,19 +126,19 @@ def apply_operation(name: str, pixels: Tensor, sizes: Tensor, layer: Layer) -> T
 
 
 def finish(pixels: Tensor, mean: Sequence[float], std: Sequence[float], boxes: Tensor | None, key: Tensor) -> Tensor:
-    """uint8 [B, 3, H, W] to normalised float32; noise in `boxes` [B, 4] (top, bottom, left, right)."""
+    """uint8 [B, 3, H, W] to normalized float32; noise in `boxes` [B, 4] (top, bottom, left, right)."""
     middle = torch.tensor(mean, device=pixels.device)[:, None, None] * 255
     spread = torch.tensor(std, device=pixels.device)[:, None, None] * 255
     images = (pixels.float() - middle) / spread
-    for picture, (top, bottom, left, right) in enumerate([] if boxes is None else boxes.tolist()):
+    for image, (top, bottom, left, right) in enumerate([] if boxes is None else boxes.tolist()):
         if bottom > top:
-            box = (picture, slice(None), slice(top, bottom), slice(left, right))
-            images[box] = pixel_noise(images[picture : picture + 1], key[picture : picture + 1])[(0, *box[1:])]
+            box = (image, slice(None), slice(top, bottom), slice(left, right))
+            images[box] = pixel_noise(images[image : image + 1], key[image : image + 1])[(0, *box[1:])]
     return images
 
 
 def pixel_noise(images: Tensor, key: Tensor) -> Tensor:
-    """Standard normal numbers for every value, keyed by picture and place."""
+    """Standard normal numbers for every value, keyed by image and place."""
     place = torch.arange(images[0].numel(), device=images.device).reshape(images.shape[1:])
     first = scramble(scramble(key[:, None, None, None] + place * 2) ^ 0x5BD1E995)
     second = scramble(first + 0x9E3779B9)

@@ -1,7 +1,7 @@
 """Resizing and blurring, one axis after the other, in Pillow's whole-number arithmetic.
 
 Each output pixel is a weighted sum of a few source pixels along an axis (`Taps`), with Pillow's weights, antialiased when
-shrinking, as whole multiples of 2**-22. So a picture comes out as Pillow has it in any batch, on any canvas and on any device.
+shrinking, as whole multiples of 2**-22. So an image comes out as Pillow has it in any batch, on any canvas and on any device.
 """
 
 import math
@@ -13,7 +13,7 @@ from torch import Tensor
 from vitrail.data.transforms.crops import Axis
 
 SUPPORT = {"nearest": 0.5, "bilinear": 1.0, "bicubic": 2.0, "lanczos": 3.0, "random": 2.0}
-FILTERS = tuple(SUPPORT)  # random: bilinear or bicubic, drawn for each picture
+FILTERS = tuple(SUPPORT)  # random: bilinear or bicubic, drawn for each image
 UNIT = 1 << 22  # of weights
 BLUR_RADIUS = 10  # five times the largest standard deviation
 

@@ -1,6 +1,6 @@
-"""A few labelled pictures of each class and a least-squares fit in closed form: ViT's measure (arXiv 2010.11929, Section 4.1).
+"""A few labelled images of each class and a least-squares fit in closed form: ViT's measure (arXiv 2010.11929, Section 4.1).
 
-What the paper leaves out is as in the authors' released code: features are standardised over the few pictures, a constant feature
+What the paper leaves out is as in the authors' released code: features are standardized over the few images, a constant feature
 of 100 serves as a bias that the penalty hardly reaches, targets are -1 and +1, and the penalty is 1024.
 """
 
@@ -16,16 +16,16 @@ from vitrail.evaluation.probes.knn import hits
 PENALTY = 2.0**10
 CONSTANT = 100.0
 FLAT = 1e-5
-SEEDS = 3  # choices of the pictures
+SEEDS = 3  # choices of the images
 ROWS = 1 << 16
 
 
 class Shots(NamedTuple):
-    """Top-1 over the choices of pictures."""
+    """Top-1 over the choices of images."""
 
     shots: int
     top1: list[float]  # one per choice
-    pictures: int  # that were asked
+    images: int  # that were asked
 
     @property
     def mean(self) -> float:
@@ -38,14 +38,14 @@ class Shots(NamedTuple):
 
 
 def pick_shots(labels: np.ndarray, classes: int, shots: int, seed: int) -> np.ndarray:
-    """Rows of `shots` pictures of each class, or of all it has; more shots of one seed hold the fewer."""
+    """Rows of `shots` images of each class, or of all it has; more shots of one seed hold the fewer."""
     rng = np.random.default_rng(seed)
     members = [rng.permutation(np.flatnonzero(labels == number)) for number in range(classes)]
     return np.concatenate([rows[:shots] for rows in members])
 
 
 def least_squares(vectors: Tensor, labels: Tensor, classes: int, penalty: float = PENALTY) -> Tensor:
-    """W [D, C] that minimises |XW - Y|² + penalty |W|², for X [N, D] and Y = ±1 [N, C]; by the smaller of the two systems."""
+    """W [D, C] that minimizes |XW - Y|² + penalty |W|², for X [N, D] and Y = ±1 [N, C]; by the smaller of the two systems."""
     x = vectors.double()
     targets = torch.full((len(x), classes), -1.0, dtype=x.dtype, device=x.device)
     targets.scatter_(1, labels[:, None], 1.0)
@@ -57,7 +57,7 @@ def least_squares(vectors: Tensor, labels: Tensor, classes: int, penalty: float 
 
 
 def classify_by_few(few: Tensor, labels: Tensor, queries: Tensor, classes: int, penalty: float = PENALTY) -> Tensor:
-    """Scores [Q, C] of the queries [Q, D], float64, from a few pictures [N, D] with labels [N]."""
+    """Scores [Q, C] of the queries [Q, D], float64, from a few images [N, D] with labels [N]."""
     few = few.double()
     mean, scale = few.mean(0), few.std(0, correction=0) + FLAT
 
@@ -77,7 +77,7 @@ def few_shots(
     penalty: float = PENALTY,
     seeds: int = SEEDS,
 ) -> Shots:
-    """Top-1 on the queries with `shots` pictures of each class out of the memory, for several choices of them."""
+    """Top-1 on the queries with `shots` images of each class out of the memory, for several choices of them."""
     known = labels.cpu().numpy()
     shots = min(shots, int(np.unique(known, return_counts=True)[1].max(initial=1)))  # what is said is what was taken
     found = []

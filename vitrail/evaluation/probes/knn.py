@@ -14,7 +14,7 @@ from vitrail.errors import UserError
 
 ELEMENTS = 1 << 25  # similarities held at a time
 QUERIES = 1024  # at a time
-CHOSEN_ON = 10_000  # pictures of the memory that k is chosen on
+CHOSEN_ON = 10_000  # images of the memory that k is chosen on
 
 
 class Protocol(NamedTuple):
@@ -43,7 +43,7 @@ def nearest(memory: Tensor, queries: Tensor, k: int, exclude: Tensor | None = No
     """
     k = min(k, len(memory) - (exclude is not None))
     if k < 1:
-        raise UserError("There is no picture to be a neighbour: give more to remember.")
+        raise UserError("There is no image to be a neighbour: give more to remember.")
     queries = F.normalize(queries, dim=1)
     columns = max(ELEMENTS // min(len(queries), QUERIES) if len(queries) else 1, k)
     found = [part(memory, rows, k, columns, own) for rows, own in in_chunks(queries, exclude)]
@@ -61,7 +61,7 @@ def part(memory: Tensor, queries: Tensor, k: int, columns: int, exclude: Tensor 
     best: Tensor | None = None
     index = torch.zeros(0, dtype=torch.int64, device=queries.device)
     for start in range(0, len(memory), columns):
-        # Normalised here, part by part: a copy of the whole memory may not fit beside it.
+        # Normalized here, part by part: a copy of the whole memory may not fit beside it.
         cosine = queries @ F.normalize(memory[start : start + columns].to(queries.device), dim=1).T
         if exclude is not None:
             column = exclude - start
@@ -93,7 +93,7 @@ def votes(cosine: Tensor, labels: Tensor, classes: int, temperature: float) -> T
 class Hits(NamedTuple):
     top1: float
     top5: float
-    pictures: int
+    images: int
 
 
 def hits(scores: Tensor, truth: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ def classify_by_neighbours(
 
 
 def choose_k(memory: Tensor, labels: Tensor, classes: int, ks: Sequence[int], temperature: float, seed: int = 0) -> int:
-    """The k that classifies pictures of the memory best by the rest of it; the smallest of several equals."""
+    """The k that classifies images of the memory best by the rest of it; the smallest of several equals."""
     generator = torch.Generator().manual_seed(seed)
     own = torch.randperm(len(memory), generator=generator)[:CHOSEN_ON].to(memory.device)
     cosine, index = nearest(memory, memory[own], max(ks), exclude=own)

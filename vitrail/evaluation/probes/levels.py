@@ -13,7 +13,7 @@ from vitrail.data.source import Labels, Source
 from vitrail.errors import UserError
 from vitrail.evaluation.features import Embedding
 from vitrail.evaluation.probes.protocol import MAIN, PROBES, Settings, Sides, column, known
-from vitrail.models.vision_transformer import Model
+from vitrail.models.vision_transformer import VisionTransformer
 
 NOTHING = "none"  # the level of a model that was trained without labels, or with a single one
 SCORES = {"knn": "knn", "map": "retrieval", "linear": "linear"}  # what a grid may show -> the probe that gives it
@@ -40,14 +40,14 @@ def levels_of(source: Source) -> list[Level]:
 
 
 def strays(fine: Labels, coarse: Labels) -> list[str]:
-    """Names of the finer classes whose pictures lie in more than one coarser class; none in a hierarchy."""
+    """Names of the finer classes whose images lie in more than one coarser class; none in a hierarchy."""
     both = (fine.values >= 0) & (coarse.values >= 0)
     pairs = np.unique(np.stack([fine.values[both], coarse.values[both]]), axis=1)
     values, counts = np.unique(pairs[0], return_counts=True)
     return [fine.names[value] for value in values[counts > 1]]
 
 
-def level_of(model: Model, levels: Sequence[Level]) -> str | None:
+def level_of(model: VisionTransformer, levels: Sequence[Level]) -> str | None:
     """The level a model was trained at, by the names of its classes or else by their number; None if it is none of them."""
     if model.architecture.classes < 2:
         return NOTHING

@@ -1,7 +1,7 @@
 """A linear classifier on frozen features: logistic regression by L-BFGS, its decay chosen on a part held out.
 
-Minimised is the mean cross-entropy plus decay / 2 times the squared weights (not the bias), on standardised features. There is no
-randomness but which pictures are held out, and that is a function of the seed.
+Minimized is the mean cross-entropy plus decay / 2 times the squared weights (not the bias), on standardized features. There is no
+randomness but which images are held out, and that is a function of the seed.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from vitrail.evaluation.probes.knn import Hits, hits
 
 DECAYS = (1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5)  # strongest first: each start is the answer of the one before
-ROWS = 1 << 16  # pictures whose logits are held at a time
+ROWS = 1 << 16  # images whose logits are held at a time
 STEPS = 200
 FLAT = 1e-5  # added to deviations: a feature that does not vary stays at nought
 
@@ -45,13 +45,13 @@ class Chosen(NamedTuple):
 
 
 def fit(vectors: Tensor, labels: Tensor, classes: int, decay: float, start: Linear | None = None, steps: int = STEPS) -> Linear:
-    """Features [N, D] and labels [N] to the classifier that minimises the loss; `start` saves steps, not more."""
+    """Features [N, D] and labels [N] to the classifier that minimizes the loss; `start` saves steps, not more."""
     mean, scale = (start.mean, start.scale) if start else (vectors.mean(0), vectors.std(0, correction=0) + FLAT)
     weight = start.weight.clone() if start else vectors.new_zeros(vectors.shape[1], classes)
     bias = start.bias.clone() if start else vectors.new_zeros(classes)
     weight.requires_grad_()
     bias.requires_grad_()
-    optimiser = torch.optim.LBFGS(
+    optimizer = torch.optim.LBFGS(
         [weight, bias],
         max_iter=steps,
         max_eval=2 * steps,
@@ -63,7 +63,7 @@ def fit(vectors: Tensor, labels: Tensor, classes: int, decay: float, start: Line
     whole = (vectors - mean) / scale if len(vectors) <= ROWS else None
 
     def closure() -> Tensor:
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         total = decay / 2 * weight.square().sum()
         total.backward()
         total = total.detach()
@@ -76,14 +76,14 @@ def fit(vectors: Tensor, labels: Tensor, classes: int, decay: float, start: Line
         return total
 
     with torch.enable_grad():
-        optimiser.step(closure)
+        optimizer.step(closure)
     return Linear(weight.detach(), bias.detach(), mean, scale)
 
 
 def choose(
     vectors: Tensor, labels: Tensor, classes: int, decays: Sequence[float] = DECAYS, share: float = 0.1, seed: int = 0
 ) -> Chosen:
-    """The classifier of all pictures with the decay that did best on `share` of every class held out; the stronger of equals."""
+    """The classifier of all images with the decay that did best on `share` of every class held out; the stronger of equals."""
     decays = sorted(decays, reverse=True)
     held = hold_out(labels.cpu().numpy(), share, seed)
     rest, part = (torch.from_numpy(np.flatnonzero(mask)).to(vectors.device) for mask in (~held, held))
@@ -98,7 +98,7 @@ def choose(
 
 
 def hold_out(labels: np.ndarray, share: float, seed: int) -> np.ndarray:
-    """bool [N]: `share` of every class, at least one of those with two pictures or more; the same for the same seed."""
+    """bool [N]: `share` of every class, at least one of those with two images or more; the same for the same seed."""
     rng = np.random.default_rng(seed)
     held = np.zeros(len(labels), dtype=bool)
     for value in np.unique(labels):

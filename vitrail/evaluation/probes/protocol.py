@@ -1,4 +1,4 @@
-"""What the probes share: which pictures are remembered and which are asked about, their labels, and the probes by name."""
+"""What the probes share: which images are remembered and which are asked about, their labels, and the probes by name."""
 
 import dataclasses
 import math
@@ -17,9 +17,9 @@ from vitrail.data.loader import Problem
 from vitrail.data.source import Labels, Source, Subset
 from vitrail.errors import UserError
 from vitrail.evaluation.features import Embedding, Readout, embed
-from vitrail.evaluation.predict import open_pictures
+from vitrail.evaluation.predict import open_images
 from vitrail.evaluation.probes import fewshot, knn, linear, retrieval
-from vitrail.models.vision_transformer import Model
+from vitrail.models.vision_transformer import VisionTransformer
 
 Advance = Callable[[int], None]
 MAIN = "label"  # what the main column is called where columns have names
@@ -37,13 +37,13 @@ class Sides(NamedTuple):
 def open_sides(path: str, memory: str | None = None, queries: str | None = None, most: int | None = None, seed: int = 0) -> Sides:
     """The training split is remembered; test is asked about, or validation, or a tenth of every class set aside.
 
-    `most` keeps at most so many pictures of either, the same for the same seed.
+    `most` keeps at most so many images of either, the same for the same seed.
     """
     parts = open_parts(path)
     remembered = split_name(memory, parts, path) or ("train" if "train" in parts else next(iter(parts)))
     asked = split_name(queries, parts, path)
     if asked == remembered:
-        raise UserError(f"The {asked} split would be asked about pictures that are remembered: name two splits.")
+        raise UserError(f"The {asked} split would be asked about images that are remembered: name two splits.")
     if asked is None:
         likely = (name for name in ("test", "validation") if name in parts and name != remembered)
         asked = next((name for name in likely if parts[name].label is not None), None)
@@ -51,7 +51,7 @@ def open_sides(path: str, memory: str | None = None, queries: str | None = None,
         found = Sides(parts[remembered], parts[asked], remembered, asked)
     else:
         if len(parts) > 1 or memory is not None:
-            raise UserError(f"{path} has no labelled pictures to ask about beside {remembered}: name a split with --queries.")
+            raise UserError(f"{path} has no labelled images to ask about beside {remembered}: name a split with --queries.")
         splits = open_splits(path, seed)
         found = Sides(splits.train, splits.validation, "nine tenths of every class", "the other tenth")
     return found._replace(memory=some(found.memory, most, seed), queries=some(found.queries, most, seed))
@@ -80,21 +80,21 @@ def column(source: Source, name: str = MAIN) -> Labels:
         return source.extra[name]
     if name == MAIN:
         if source.label is None:
-            raise UserError(f"{source.name} has no labels: put the pictures into one folder per class, or give a table.")
+            raise UserError(f"{source.name} has no labels: put the images into one folder per class, or give a table.")
         return source.label
     columns = ", ".join([*([MAIN] if source.label else []), *source.extra]) or "none"
     raise UserError(f"{source.name} has no labels called {name}; there are {columns}.")
 
 
 def values_of(embedding: Embedding, name: str) -> Tensor:
-    """The labels [N] of embedded pictures in a column that `column` knows."""
+    """The labels [N] of embedded images in a column that `column` knows."""
     found = embedding.extra.get(name, embedding.labels)
     assert found is not None
     return found
 
 
 class Known(NamedTuple):
-    """Embedded pictures of both sides that have a label, and the classes' names."""
+    """Embedded images of both sides that have a label, and the classes' names."""
 
     memory: Tensor  # [N, D]
     labels: Tensor  # [N]
@@ -104,7 +104,7 @@ class Known(NamedTuple):
 
 
 def known(sides: Sides, memory: Embedding, queries: Embedding, name: str = MAIN) -> Known:
-    """What the probes with labels work on; pictures without a label are left out."""
+    """What the probes with labels work on; images without a label are left out."""
     names = column(sides.memory, name).names
     if column(sides.queries, name).names != names:
         raise UserError(f"The {name} of {sides.memory_name} and {sides.queries_name} name other classes: use one list for both.")
@@ -113,7 +113,7 @@ def known(sides: Sides, memory: Embedding, queries: Embedding, name: str = MAIN)
         labels = values_of(part, name)
         rows = labels >= 0
         if not bool(rows.any()):
-            raise UserError(f"No picture of {source.name} ({what}) that can be read has a {name}.")
+            raise UserError(f"No image of {source.name} ({what}) that can be read has a {name}.")
         found += [part.vectors[rows], labels[rows]]
     if len(found[1].unique()) < 2:
         raise UserError(f"{sides.memory.name} ({sides.memory_name}) has only one class in {name}: a probe needs at least two.")
@@ -196,7 +196,7 @@ def by_neighbours(data: Known, settings: Settings) -> Result:
     return Result(
         found.top1,
         None,
-        {"top1": found.top1, "top5": found.top5, "k": k, "temperature": temperature, **tried, "queries": found.pictures},
+        {"top1": found.top1, "top5": found.top5, "k": k, "temperature": temperature, **tried, "queries": found.images},
     )
 
 
@@ -204,7 +204,7 @@ def by_line(data: Known, settings: Settings) -> Result:
     chosen = linear.choose(data.memory, data.labels, len(data.names), settings.decays, settings.share, settings.seed)
     found = linear.accuracy(chosen.model, data.queries.to(data.memory.device), data.truth.to(data.memory.device))
     held = {f"{decay:g}": score for decay, score in chosen.held_out.items()}
-    details = {"top1": found.top1, "top5": found.top5, "decay": chosen.decay, "held_out": held, "queries": found.pictures}
+    details = {"top1": found.top1, "top5": found.top5, "decay": chosen.decay, "held_out": held, "queries": found.images}
     return Result(found.top1, None, details | {"decay_at_edge": chosen.at_edge})
 
 
@@ -221,7 +221,7 @@ def by_few(data: Known, settings: Settings) -> Result:
         settings.seeds,
     )
     details = {"top1": found.mean, "spread": found.spread, "shots": found.shots, "penalty": settings.penalty}
-    return Result(found.mean, found.spread, details | {"choices": found.top1, "queries": found.pictures})
+    return Result(found.mean, found.spread, details | {"choices": found.top1, "queries": found.images})
 
 
 def by_ranking(data: Known, settings: Settings) -> Result:
@@ -237,21 +237,21 @@ PROBES: dict[str, Callable[[Known, Settings], Result]] = {
 }
 
 
-def usual_vector(probe: str, model: Model) -> str:
+def usual_vector(probe: str, model: VisionTransformer) -> str:
     """ViT's few shots are taken of what the last layer reads, if that is one vector; else it is what the classifier reads."""
-    return "penultimate" if probe == "fewshot" and model.architecture.readout != "per_class" else "pooled"
+    return "penultimate" if probe == "fewshot" and model.architecture.pooling != "per_class" else "pooled"
 
 
 def embed_sides(
-    model: Model,
+    model: VisionTransformer,
     sides: Sides,
-    readout: Readout,
+    pooling: Readout,
     batch: int = 64,
     workers: int | None = None,
     advance: Advance = lambda count: None,
 ) -> tuple[Embedding, Embedding]:
     """Memory and queries."""
-    memory, queries = (embed(model, source, readout, batch, workers, advance) for source in (sides.memory, sides.queries))
+    memory, queries = (embed(model, source, pooling, batch, workers, advance) for source in (sides.memory, sides.queries))
     place = memory.vectors.device
     if queries.vectors.device != place:  # one was too large for the device
         place = torch.device("cpu")
@@ -261,20 +261,20 @@ def embed_sides(
 def to_place(embedding: Embedding, place: torch.device) -> Embedding:
     labels = embedding.labels.to(place) if embedding.labels is not None else None
     extra = {name: values.to(place) for name, values in embedding.extra.items()}
-    return Embedding(embedding.vectors.to(place), embedding.picture.to(place), labels, extra, embedding.problems)
+    return Embedding(embedding.vectors.to(place), embedding.image.to(place), labels, extra, embedding.problems)
 
 
 def open_for_embedding(paths: Sequence[str], split: str | None = None) -> tuple[Source, list[Problem]]:
-    """One split of a data set, or plain pictures without labels where the paths are files or several; and what is not there."""
+    """One split of a data set, or plain images without labels where the paths are files or several; and what is not there."""
     one = paths[0] if len(paths) == 1 else None
-    if one is not None and (one in ("", "digits") or not is_picture(one)):
+    if one is not None and (one in ("", "digits") or not is_image(one)):
         return open_source(one, split), []
     if split is not None:
-        raise UserError("Picture files have no splits: leave --split out.")
-    return open_pictures(paths)
+        raise UserError("Image files have no splits: leave --split out.")
+    return open_images(paths)
 
 
-def is_picture(path: str) -> bool:
+def is_image(path: str) -> bool:
     """By the name: other files are data sets, and data sets may lie elsewhere than on this machine."""
     return path.rpartition(".")[2].lower() in EXTENSIONS and not os.path.isdir(os.path.expanduser(path))
 
@@ -285,7 +285,7 @@ def rank(
     queries: Embedding,
     name: str = MAIN,
     coarse: str | None = None,
-    by: Model | str = "memory",
+    by: VisionTransformer | str = "memory",
     batch: int = 64,
     workers: int | None = None,
 ) -> dict[str, retrieval.Precision]:
@@ -297,10 +297,10 @@ def rank(
         return {"cosine": retrieval.mean_average_precision(*known(sides, memory, queries, name)[:4])}
     names = column(sides.memory, coarse).names
     known(sides, memory, queries, coarse)  # complains about labels that do not go together
-    chances = classifier_chances(by, sides, names, coarse, batch, workers) if isinstance(by, Model) else None
+    chances = classifier_chances(by, sides, names, coarse, batch, workers) if isinstance(by, VisionTransformer) else None
     rows = [(values_of(part, name) >= 0) & (values_of(part, coarse) >= 0) for part in (memory, queries)]
     if not all(bool(row.any()) for row in rows):
-        raise UserError(f"No picture has both a {name} and a {coarse}.")
+        raise UserError(f"No image has both a {name} and a {coarse}.")
     kept, asked = memory.pick(rows[0]), queries.pick(rows[1])
     data = known(sides, kept, asked, name)
     groups = values_of(kept, coarse)
@@ -317,7 +317,9 @@ def rank(
     }
 
 
-def classifier_chances(model: Model, sides: Sides, names: list[str], coarse: str, batch: int, workers: int | None) -> Tensor:
+def classifier_chances(
+    model: VisionTransformer, sides: Sides, names: list[str], coarse: str, batch: int, workers: int | None
+) -> Tensor:
     """[Q, C] of a model that was trained with the coarse labels."""
     fits = model.class_names == names if model.class_names is not None else model.architecture.classes == len(names)
     if not fits:

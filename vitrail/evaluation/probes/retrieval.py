@@ -1,8 +1,8 @@
 """Category-level retrieval: rank a collection for each query; what has the query's label is relevant. Scores of Grafit.
 
-cosine        cos(query, picture)
-conditional   the same plus the log-odds that the query has the picture's coarse label (arXiv 2011.12982, Equation 2.5)
-oracle        the pictures of the query's true coarse label first, each part by cosine: what knowing it would give
+cosine        cos(query, image)
+conditional   the same plus the log-odds that the query has the image's coarse label (arXiv 2011.12982, Equation 2.5)
+oracle        the images of the query's true coarse label first, each part by cosine: what knowing it would give
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
-"""How well features tell pictures of one class apart: random halves of every class, found again by a linear classifier.
+"""How well features tell images of one class apart: random halves of every class, found again by a linear classifier.
 
 Grafit's measure (arXiv 2011.12982, Section 2.2.1): each class is cut at random into two equal halves, a linear classifier learns
-which half each picture is in, and is asked about the pictures it learned from. Who knows the class and nothing finer is right
+which half each image is in, and is asked about the images it learned from. Who knows the class and nothing finer is right
 half of the time.
 """
 
@@ -21,11 +21,11 @@ ROWS = 1 << 16
 
 
 class Separability(NamedTuple):
-    """Top-1 on the pictures learned from, one per split: of the classifier alone, and within the class a coarse one says."""
+    """Top-1 on the images learned from, one per split: of the classifier alone, and within the class a coarse one says."""
 
     plain: list[float]
     conditioned: list[float]
-    pictures: int
+    images: int
     classes: int
 
 

@@ -20,7 +20,7 @@ SHARES = (0.5, 0.8, 0.9, 0.95, 0.99)
 
 class Spectrum(NamedTuple):
     eigenvalues: Tensor  # float64 [D], largest first: the variance along each principal direction
-    pictures: int
+    images: int
 
     @property
     def energy(self) -> Tensor:
@@ -42,7 +42,7 @@ class Spectrum(NamedTuple):
 def spectrum(vectors: Tensor) -> Spectrum:
     """Of features [N, D]; computed in float64, a part at a time."""
     if len(vectors) < 2:
-        raise UserError("A spectrum needs at least two pictures: give more.")
+        raise UserError("A spectrum needs at least two images: give more.")
     width, device = vectors.shape[1], vectors.device
     parts = vectors.split(ROWS)
     mean = torch.zeros(width, dtype=torch.float64, device=device)
@@ -55,7 +55,7 @@ def spectrum(vectors: Tensor) -> Spectrum:
         covariance += centred.T @ centred
     values = torch.linalg.eigvalsh(covariance / (len(vectors) - 1)).flip(0).clamp(min=0).cpu()
     if not values[0] > 0:
-        raise UserError("The features of all pictures are the same: they have no spectrum.")
+        raise UserError("The features of all images are the same: they have no spectrum.")
     return Spectrum(values, len(vectors))
 
 

@@ -19,7 +19,7 @@ import yaml
 
 from vitrail.atomic_files import check_folder, write_aside
 from vitrail.checkpoints.bundled import find_bundled
-from vitrail.checkpoints.load import split_path
+from vitrail.checkpoints.model_io import split_path
 from vitrail.errors import UserError
 from vitrail.evaluation.features import VECTORS, Readout
 from vitrail.evaluation.probes.protocol import (
@@ -35,7 +35,7 @@ from vitrail.evaluation.probes.protocol import (
     some,
     usual_vector,
 )
-from vitrail.models.vision_transformer import Model
+from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.version import __version__
 
 USUAL = Settings()
@@ -64,7 +64,7 @@ class Task:
             sides = sides._replace(memory=some(sides.memory, self.examples, self.settings.seed))
         return sides
 
-    def readout(self, model: Model) -> Readout:
+    def pooling(self, model: VisionTransformer) -> Readout:
         return Readout(self.vector or usual_vector(self.probe, model))
 
 
@@ -119,7 +119,7 @@ def read_task(entry: Any, defaults: dict[str, Any], number: int, path: Path) -> 
     if unknown is not None:
         raise UserError(f"{where} has the unknown key {unknown!r}; there are {', '.join(FIELDS)}.")
     if "source" not in values:
-        raise UserError(f"{where} has no source: say where its pictures are.")
+        raise UserError(f"{where} has no source: say where its images are.")
     for key in set(values) - {"settings", "examples"}:
         if not isinstance(values[key], str) or (not values[key] and key != "group"):
             raise UserError(f"{where} has {key}: {values[key]!r}, which is no text: put it in quotes.")
@@ -146,7 +146,7 @@ def run_suite(
     tasks: Sequence[Task],
     weights: Sequence[Path],
     folder: Path,
-    load: Callable[[Path], Model],
+    load: Callable[[Path], VisionTransformer],
     watch: Callable[[str, int], AbstractContextManager[Advance]] = unwatched,
     batch: int = 64,
     workers: int | None = None,
@@ -157,7 +157,7 @@ def run_suite(
     rows: list[Row] = []
     for path in weights:
         content = digest(path)
-        model: Model | None = None
+        model: VisionTransformer | None = None
         for task in tasks:
             file = folder / f"{key(task, opened[task.name], content)}.json"
             row = read_row(file)
@@ -179,19 +179,19 @@ def run_task(
     task: Task,
     sides: Sides,
     path: Path,
-    model: Model,
+    model: VisionTransformer,
     advance: Advance,
     batch: int,
     workers: int | None,
     say: Callable[[str], None],
 ) -> Row:
-    readout = task.readout(model)
-    memory, queries = embed_sides(model, sides, readout, batch, workers, advance)
+    pooling = task.pooling(model)
+    memory, queries = embed_sides(model, sides, pooling, batch, workers, advance)
     bad = len(memory.problems) + len(queries.problems)
     if bad:
-        say(f"{task.name}: {bad} pictures could not be read and are left out.")
+        say(f"{task.name}: {bad} images could not be read and are left out.")
     result = PROBES[task.probe](known(sides, memory, queries, task.labels), task.settings)
-    details = result.details | {"unreadable": bad, "memory": len(memory.vectors), "vector": readout.vector}
+    details = result.details | {"unreadable": bad, "memory": len(memory.vectors), "vector": pooling.vector}
     return Row(task.name, str(path), result.score, result.spread, details)
 
 

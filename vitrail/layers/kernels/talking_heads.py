@@ -1,8 +1,8 @@
 """Talking-heads attention, forward and backward, in stages that hand matrices of all pairs of tokens on to each other.
 
 For every head: s = q k^T / sqrt(D); m = before * s; p = softmax(m); w = after * p + bias; out = w v. Every head needs the scores
-of all heads, so the products and the mixing are kernels of their own, and some pictures at a time go through all of them: no
-memory grows with the batch beyond the matrices [pictures, H, N, L] of such a part. L is N rounded up to a multiple of 16, which
+of all heads, so the products and the mixing are kernels of their own, and some images at a time go through all of them: no
+memory grows with the batch beyond the matrices [images, H, N, L] of such a part. L is N rounded up to a multiple of 16, which
 lets the kernels read many numbers at once; columns beyond N meet vectors of zeros.
 
     forward   scores: s from q and k           mix: w over s                     gather: out from w and v
@@ -39,7 +39,7 @@ class Tiling(NamedTuple):
     `benchmarks/talking_heads.py --tiling` tries others.
     """
 
-    part_bytes: int = 256 << 20  # of a part's matrices [pictures, H, N, L], or of one picture's if they have more
+    part_bytes: int = 256 << 20  # of a part's matrices [images, H, N, L], or of one image's if they have more
     forward_columns: int = 256  # of a tile of lines that a warp mixes
     backward_columns: int = 64
     backward_registers: int = 168  # most for a thread, which leaves room for three programs
@@ -322,7 +322,7 @@ def bias_kernel(
     PADDED: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """What each picture adds to the gradient of the bias.
+    """What each image adds to the gradient of the bias.
 
     All weights of a head have the same: its gradient is the sum of all inner products of the output's gradient with the values.
     """
@@ -338,13 +338,13 @@ def bias_kernel(
     tl.store(grad_bias + place, tl.sum(tl.sum(ours, 0) * tl.sum(theirs, 0), 0))
 
 
-@triton.jit(do_not_specialize=["programs", "pictures"])
+@triton.jit(do_not_specialize=["programs", "images"])
 def total_kernel(
     sums,  # [2, programs, LINES, LINES]
     grad_bias,  # [B, H]
     totals,  # of `before` [H, H], `after` [H, H] and `bias` [H]
     programs,
-    pictures,
+    images,
     H: tl.constexpr,
     STEP: tl.constexpr,
 ):
@@ -358,21 +358,21 @@ def total_kernel(
                 start = sums + row * H * (LINES + 1)
                 acc += tl.load(start + program * LINES * LINES, program < programs, 0.0)
     else:
-        for first in range(0, pictures, STEP):
-            picture = first + tl.arange(0, STEP)
-            acc += tl.load(grad_bias + picture * H + place - 2 * H * H, picture < pictures, 0.0)
+        for first in range(0, images, STEP):
+            image = first + tl.arange(0, STEP)
+            acc += tl.load(grad_bias + image * H + place - 2 * H * H, image < images, 0.0)
     tl.store(totals + place, tl.sum(acc, 0))
 
 
 class Plan:
-    """How tensors like `qkv` go through the stages: pictures of a part, sizes, and constants of the kernels."""
+    """How tensors like `qkv` go through the stages: images of a part, sizes, and constants of the kernels."""
 
     def __init__(self, qkv: Tensor, matrices: int):
         batch, count, _, heads, width = qkv.shape
         length = triton.cdiv(count, 16) * 16
         most = max(1, TILING.part_bytes // (matrices * heads * count * length * qkv.element_size()))
-        self.pictures = triton.cdiv(batch, max(1, triton.cdiv(batch, most)))  # of every part but the last, which may have fewer
-        self.matrices = qkv.new_empty(matrices, self.pictures, heads, count, length).unbind()
+        self.images = triton.cdiv(batch, max(1, triton.cdiv(batch, most)))  # of every part but the last, which may have fewer
+        self.matrices = qkv.new_empty(matrices, self.images, heads, count, length).unbind()
         self.sizes, self.scale, self.heads, self.rows = (count, length), 1 / math.sqrt(width), heads, LINES.value // heads
         self.wide, padded = (max(16, triton.next_power_of_2(each)) for each in (count, width))
         self.multiprocessors = multiprocessors(qkv.device.index) if qkv.is_cuda else 1
@@ -385,7 +385,7 @@ class Plan:
         self.gathering |= {"num_warps": TILING.gather_warps, "num_stages": TILING.gather_stages if roomy else 1}
 
     def parts(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        return zip(*(each.split(self.pictures) for each in tensors), strict=True)
+        return zip(*(each.split(self.images) for each in tensors), strict=True)
 
     def grid(self, part: Tensor, rows: int, last: int = 1) -> tuple[int, int, int]:
         """Programs that multiply: for every head of the part and so many rows."""
@@ -403,14 +403,14 @@ class Plan:
         constants = {"H": self.heads, "WIDE": self.wide, "num_warps": warps, "num_stages": self.mix_stages}
         return constants | {"maxnreg": min(most, REGISTERS // warps)}
 
-    def tiles(self, pictures: int) -> int:
-        """Tiles of lines of so many pictures."""
-        return pictures * triton.cdiv(self.sizes[0], self.rows)
+    def tiles(self, images: int) -> int:
+        """Tiles of lines of so many images."""
+        return images * triton.cdiv(self.sizes[0], self.rows)
 
     def programs(self, constants: dict[str, int]) -> int:
         """Programs that mix: as many as have room at once, each takes a tile after another."""
         share = REGISTERS // (constants["num_warps"] * constants["maxnreg"])
-        return min(self.tiles(self.pictures), share * self.multiprocessors)
+        return min(self.tiles(self.images), share * self.multiprocessors)
 
 
 @torch.library.custom_op("vitrail::talking_heads", mutates_args=())

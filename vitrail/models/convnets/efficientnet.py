@@ -35,7 +35,7 @@ class EfficientNetPlan:
 
     @property
     def size(self) -> int:
-        """The side of the pictures that the published network of these sizes was trained with."""
+        """The side of the images that the published network of these sizes was trained with."""
         return SIZES.get((sum(stage.depth for stage in self.stages), self.stages[-1].outputs), 224)
 
 

@@ -43,7 +43,7 @@ REGNET_HF: tuple[Change, ...] = (
 )
 
 
-def recognise(keys: Iterable[str]) -> tuple[str, tuple[Change, ...]] | None:
+def recognize(keys: Iterable[str]) -> tuple[str, tuple[Change, ...]] | None:
     """The family of a state dict, and what to change in its names; None if it is no convnet that is known here."""
     names = set(keys)
     if "layer1.0.conv1.weight" in names:

@@ -24,7 +24,7 @@ class ResNetPlan:
     inner: int = 64  # channels of the first stage's 3x3 convolutions
     groups: int = 1
     stem: tuple[int, ...] = (64,)  # channels of its one or three convolutions
-    small: bool = False  # for small pictures: a 3x3 stem that keeps the size
+    small: bool = False  # for small images: a 3x3 stem that keeps the size
     average: bool = False  # shortcuts shrink by averaging
     free: bool = False  # shortcuts without parameters: every second pixel, new channels zero
     early: bool = False  # a bottleneck's first convolution takes the stride, not its second

@@ -1,4 +1,4 @@
-"""From a convnet's state dict to the network: recognised by its names, built from its shapes, every tensor in its place."""
+"""From a convnet's state dict to the network: recognized by its names, built from its shapes, every tensor in its place."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,13 +12,13 @@ from vitrail.checkpoints.formats import huggingface
 from vitrail.checkpoints.readers import Checkpoint
 from vitrail.errors import UserError
 from vitrail.models.convnets import efficientnet, regnet, resnet
-from vitrail.models.convnets.names import plain, recognise
+from vitrail.models.convnets.names import plain, recognize
 from vitrail.models.preprocessing import Preprocessing
 from vitrail.teachers.network import ConvNet
 from vitrail.teachers.sidecar import file_beside
 
 TITLES = {"resnet": "ResNet", "regnet": "RegNet", "efficientnet_lite": "EfficientNet-Lite"}
-SMALL = 32  # the side of CIFAR's pictures
+SMALL = 32  # the side of CIFAR's images
 # Keras's first ResNets, in Caffe's manner: blue first, 0 to 255, only the mean taken off, told as of red first and 0 to 1.
 KERAS = Preprocessing(
     interpolation="bilinear", mean=(123.68 / 255, 116.779 / 255, 103.939 / 255), std=(1 / 255, 1 / 255, 1 / 255)
@@ -30,17 +30,17 @@ class Found(NamedTuple):
 
     network: ConvNet
     preprocessing: Preprocessing
-    order: str  # of colours: rgb or bgr
+    order: str  # of colors: rgb or bgr
     classes: int
     names: list[str] | None
 
 
 def open_convnet(checkpoint: Checkpoint, path: str | Path, kind: str | None) -> Found | None:
     """The convnet of a checkpoint, or None where its names are not those of one."""
-    recognised = recognise(checkpoint.tensors)
-    if recognised is None:
+    recognized = recognize(checkpoint.tensors)
+    if recognized is None:
         return None
-    family, changes = recognised
+    family, changes = recognized
     tensors = {plain(key, changes): tensor for key, tensor in checkpoint.tensors.items()}
     tensors = {key: tensor for key, tensor in tensors.items() if not key.endswith("num_batches_tracked")}
     shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
@@ -55,7 +55,7 @@ def open_convnet(checkpoint: Checkpoint, path: str | Path, kind: str | None) -> 
 
 
 def check_units(found: Found, path: str | Path) -> None:
-    """Refuses weights whose first batch norm has seen more than the pictures that are assumed could have shown it."""
+    """Refuses weights whose first batch norm has seen more than the images that are assumed could have shown it."""
     network = found.network
     if not isinstance(network, resnet.ResNet) or not isinstance(network.conv1, nn.Conv2d):
         return
@@ -67,7 +67,7 @@ def check_units(found: Found, path: str | Path) -> None:
     alive = length > 0
     if bool(alive.any()) and float((seen[alive] / length[alive]).median()) > most:
         raise UserError(
-            f"{path} has learnt from pictures of other values than a ResNet's usual ones, perhaps 0 to 255: say its kind "
+            f"{path} has learnt from images of other values than a ResNet's usual ones, perhaps 0 to 255: say its kind "
             f"(resnet_keras) or its preprocessing, as an option or in {file_beside(path)}."
         )
 

@@ -2,7 +2,7 @@
 
 `python -m vitrail.runs.reference_curves RUN RUN …` makes one from finished runs. A band applies to a run whose recipe has equal
 content (its name, seed, origin and precision aside) and whose data is the same; to no other. With `--copies` it applies to every
-copy of the data, however its pictures are encoded and ordered: as many pictures of the same classes.
+copy of the data, however its images are encoded and ordered: as many images of the same classes.
 """
 
 import json
@@ -116,7 +116,7 @@ def content(recipe: Mapping[str, Any]) -> str:
 def identity(data: Mapping[str, Any]) -> str:
     """What of a run's data tells it from other data: a fingerprint if there is one, else all but the name.
 
-    The name is often a path, and the same pictures lie elsewhere on another machine.
+    The name is often a path, and the same images lie elsewhere on another machine.
     """
     if data.get("fingerprint"):
         return str(data["fingerprint"])

@@ -1,4 +1,4 @@
-"""Normalisation and erasing."""
+"""Normalization and erasing."""
 
 import math
 from collections.abc import Sequence
@@ -30,24 +30,24 @@ def finish_kernel(
     ERASE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    picture = tl.program_id(1).to(tl.int64)
+    image = tl.program_id(1).to(tl.int64)
     plane = height * width
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = place < plane
     if ERASE:
         y, x = place // width, place % width
-        box = boxes + picture * 4
+        box = boxes + image * 4
         inside = (y >= tl.load(box)) & (y < tl.load(box + 1)) & (x >= tl.load(box + 2)) & (x < tl.load(box + 3))
         some = tl.max(inside.to(tl.int32), 0) > 0
     for channel in tl.static_range(3):
         mean = mean_red if channel == 0 else mean_green if channel == 1 else mean_blue
         std = std_red if channel == 0 else std_green if channel == 1 else std_blue
-        target = picture * 3 * plane + channel * plane + place
+        target = image * 3 * plane + channel * plane + place
         value = tl.load(pixels + target, mask, 0).to(tl.float32) - mean.to(tl.float32)
         value = tl.div_rn(value, std.to(tl.float32))  # a compiled caller hands float64 over
         if ERASE:  # noqa: SIM102
             if some:  # see `passes.pixel_noise`
-                first = scramble(scramble(tl.load(key + picture) + (channel * plane + place) * 2) ^ 0x5BD1E995)
+                first = scramble(scramble(tl.load(key + image) + (channel * plane + place) * 2) ^ 0x5BD1E995)
                 second = scramble(first + 0x9E3779B9)
                 radius = tl.sqrt(-2.0 * tl.log(1.0 - (first >> 8).to(tl.float32) * TINY))
                 noise = radius * tl.cos((second >> 8).to(tl.float32) * (2 * PI * TINY))

@@ -1,4 +1,4 @@
-"""One operation per picture, out of a policy's list."""
+"""One operation per image, out of a policy's list."""
 
 import math
 
@@ -14,8 +14,8 @@ def numbers(*names: str) -> list:
     return [tl.constexpr(reference.NUMBER[name]) for name in names]
 
 
-AUTOCONTRAST, EQUALISE, CONTRAST = numbers("autocontrast", "equalise", "contrast")
-INVERT, POSTERISE, SOLARISE, SOLARISE_ADD = numbers("invert", "posterise", "solarise", "solarise_add")
+AUTOCONTRAST, EQUALIZE, CONTRAST = numbers("autocontrast", "equalize", "contrast")
+INVERT, POSTERIZE, SOLARIZE, SOLARIZE_ADD = numbers("invert", "posterize", "solarize", "solarize_add")
 BRIGHTNESS, SATURATION, SHARPNESS = numbers("brightness", "saturation", "sharpness")
 ROTATE, SHEAR_X, SHEAR_Y, TRANSLATE_X, TRANSLATE_Y = numbers(*reference.WARPS)
 NONE = tl.constexpr(reference.NONE)
@@ -30,7 +30,7 @@ def luma(red, green, blue):
 
 @triton.jit
 def blend(base, value, factor):
-    """As `colour.blend`; the product goes through float64 so that no compiler can leave its rounding out."""
+    """As `color.blend`; the product goes through float64 so that no compiler can leave its rounding out."""
     product = (factor.to(tl.float64) * (value - base).to(tl.float64)).to(tl.float32)
     mixed = tl.floor(base.to(tl.float32) + product)
     return tl.minimum(tl.maximum(mixed, 0.0), 255.0).to(tl.int32)
@@ -41,20 +41,20 @@ def histogram_kernel(
     pixels, sizes, operation, counts, stride_b, stride_c, stride_y, stride_x, height, width, BLOCK: tl.constexpr
 ):
     """Counts [B, 4, 256] of the values of red, green and blue, and the sum of all lumas, if the operation asks for them."""
-    picture = tl.program_id(1).to(tl.int64)
-    drawn = tl.load(operation + picture)
-    if (drawn != AUTOCONTRAST) & (drawn != EQUALISE) & (drawn != CONTRAST):
+    image = tl.program_id(1).to(tl.int64)
+    drawn = tl.load(operation + image)
+    if (drawn != AUTOCONTRAST) & (drawn != EQUALIZE) & (drawn != CONTRAST):
         return
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     y, x = place // width, place % width
-    mask = (y < tl.load(sizes + picture * 2)) & (x < tl.load(sizes + picture * 2 + 1))
-    source = pixels + picture * stride_b + y * stride_y + x * stride_x
+    mask = (y < tl.load(sizes + image * 2)) & (x < tl.load(sizes + image * 2 + 1))
+    source = pixels + image * stride_b + y * stride_y + x * stride_x
     red, green = tl.load(source, mask, 0), tl.load(source + stride_c, mask, 0)
     blue = tl.load(source + 2 * stride_c, mask, 0)
     if drawn == CONTRAST:
-        tl.atomic_add(counts + picture * 1024 + 768, tl.sum(luma(red, green, blue), 0).to(tl.int64))
+        tl.atomic_add(counts + image * 1024 + 768, tl.sum(luma(red, green, blue), 0).to(tl.int64))
     else:
-        target = counts + picture * 1024 + tl.arange(0, 256)
+        target = counts + image * 1024 + tl.arange(0, 256)
         tl.atomic_add(target, tl.histogram(red.to(tl.int32), 256, mask).to(tl.int64))
         tl.atomic_add(target + 256, tl.histogram(green.to(tl.int32), 256, mask).to(tl.int64))
         tl.atomic_add(target + 512, tl.histogram(blue.to(tl.int32), 256, mask).to(tl.int64))
@@ -63,9 +63,9 @@ def histogram_kernel(
 @triton.jit
 def table_kernel(sizes, operation, value, counts, table):
     """What becomes of each grey level, uint8 [B, 3, 256], a program for each channel; see `passes.apply_operation`."""
-    picture, channel = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    drawn, argument, v = tl.load(operation + picture), tl.load(value + picture), tl.arange(0, 256)
-    count = tl.load(counts + picture * 1024 + channel * 256 + v)
+    image, channel = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    drawn, argument, v = tl.load(operation + image), tl.load(value + image), tl.arange(0, 256)
+    count = tl.load(counts + image * 1024 + channel * 256 + v)
     high, low = tl.max(tl.where(count > 0, v, 0), 0), tl.min(tl.where(count > 0, v, 255), 0)
     total, new = tl.sum(count, 0), v
     if drawn == AUTOCONTRAST:
@@ -74,24 +74,24 @@ def table_kernel(sizes, operation, value, counts, table):
             # The condition always holds, which compilers do not know: so they cannot leave the rounding of the products out.
             raised = tl.where(total > 0, v.to(tl.float64) * scale, 0.0)
             new = (raised - tl.where(total > 0, low.to(tl.float64) * scale, 0.0)).to(tl.int32)
-    elif drawn == EQUALISE:
+    elif drawn == EQUALIZE:
         step = (total - tl.sum(tl.where(v == high, count, 0), 0)) // 255
         if (step > 0) & (high > low):
             new = ((tl.cumsum(count, 0) - count + step // 2) // step).to(tl.int32)
     elif drawn == INVERT:
         new = 255 - v
-    elif drawn == POSTERISE:
+    elif drawn == POSTERIZE:
         step = 1 << (8 - argument.to(tl.int32))
         new = v // step * step
-    elif drawn == SOLARISE:
+    elif drawn == SOLARIZE:
         new = tl.where(v < argument, v, 255 - v)
-    elif drawn == SOLARISE_ADD:
+    elif drawn == SOLARIZE_ADD:
         new = tl.where(v < 128, v + argument.to(tl.int32), v)
     elif (drawn == CONTRAST) | (drawn == BRIGHTNESS):
-        area = tl.load(sizes + picture * 2) * tl.load(sizes + picture * 2 + 1)
-        mean = ((2 * tl.load(counts + picture * 1024 + 768) + area) // (2 * area)).to(tl.int32)  # 0 unless contrast was drawn
+        area = tl.load(sizes + image * 2) * tl.load(sizes + image * 2 + 1)
+        mean = ((2 * tl.load(counts + image * 1024 + 768) + area) // (2 * area)).to(tl.int32)  # 0 unless contrast was drawn
         new = blend(mean, v, argument)
-    tl.store(table + (picture * 3 + channel) * 256 + v, tl.minimum(tl.maximum(new, 0), 255).to(tl.uint8))
+    tl.store(table + (image * 3 + channel) * 256 + v, tl.minimum(tl.maximum(new, 0), 255).to(tl.uint8))
 
 
 @triton.jit
@@ -146,18 +146,18 @@ def operate_kernel(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    picture = tl.program_id(1).to(tl.int64)
-    rows, columns = tl.load(sizes + picture * 2).to(tl.int32), tl.load(sizes + picture * 2 + 1).to(tl.int32)
-    drawn, argument = tl.load(operation + picture), tl.load(value + picture)
-    turned = tl.load(flips + picture) != 0 if FLIPS else False
-    bicubic = tl.load(cubics + picture) != 0 if CUBICS else True
-    plane, source = height * width, pixels + picture * stride_b
+    image = tl.program_id(1).to(tl.int64)
+    rows, columns = tl.load(sizes + image * 2).to(tl.int32), tl.load(sizes + image * 2 + 1).to(tl.int32)
+    drawn, argument = tl.load(operation + image), tl.load(value + image)
+    turned = tl.load(flips + image) != 0 if FLIPS else False
+    bicubic = tl.load(cubics + image) != 0 if CUBICS else True
+    plane, source = height * width, pixels + image * stride_b
     for block in range(BLOCKS):
         place = (tl.program_id(0) * BLOCKS + block) * BLOCK + tl.arange(0, BLOCK)
         y, x = place // width, place % width
         mask = (y < rows) & (x < columns)
         own = source + y * stride_y + x * stride_x
-        target = out + picture * 3 * plane + place
+        target = out + image * 3 * plane + place
         if (drawn == ROTATE) | (drawn == SHEAR_X) | (drawn == SHEAR_Y) | (drawn == TRANSLATE_X) | (drawn == TRANSLATE_Y):
             source_x, source_y = warp_place(x + 0.5, y + 0.5, drawn, argument, rows, columns, turned)
             inside = (source_x >= 0) & (source_x < columns) & (source_y >= 0) & (source_y < rows) & mask
@@ -199,7 +199,7 @@ def operate_kernel(
                 green = blend(tl.where(inner, (2 * smooth_green + 13) // 26, green), green, argument)
                 blue = blend(tl.where(inner, (2 * smooth_blue + 13) // 26, blue), blue, argument)
             elif drawn != NONE:
-                entries = table + picture * 768
+                entries = table + image * 768
                 red = tl.load(entries + red, mask, 0).to(tl.int32)
                 green = tl.load(entries + 256 + green, mask, 0).to(tl.int32)
                 blue = tl.load(entries + 512 + blue, mask, 0).to(tl.int32)

@@ -62,8 +62,8 @@ def taps_kernel(
     BLOCK: tl.constexpr,
 ):
     """`resampling.axis_taps` and `resampling.blur_taps`."""
-    picture = tl.program_id(1).to(tl.int64)
-    axis = axes + picture * 5
+    image = tl.program_id(1).to(tl.int64)
+    axis = axes + image * 5
     start, length, resized = tl.load(axis), tl.load(axis + 1), tl.load(axis + 2)
     out = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     place = tl.where(tl.load(axis + 4) != 0, size - 1 - out, out) + tl.load(axis + 3)
@@ -72,7 +72,7 @@ def taps_kernel(
     place = tl.where(place >= resized, period - place, place)
     scale = length.to(tl.float64) / resized.to(tl.float64)
     centre = start.to(tl.float64) + (place.to(tl.float64) + 0.5) * scale
-    shape = tl.load(shapes + picture).to(tl.float64)
+    shape = tl.load(shapes + image).to(tl.float64)
     stretch = tl.maximum(scale, 1.0)
     low, high = start, start + length
     if FILTER == GAUSSIAN:
@@ -95,10 +95,10 @@ def taps_kernel(
         weight = filter_weight((source.to(tl.float64) + 0.5 - centre) / stretch, shape, FILTER)
         weight = tl.where((source >= low) & (source < high), weight, 0.0) / total
         fixed = tl.floor(weight * UNIT + 0.5).to(tl.int32)
-        tl.store(weights + (picture * most + tap) * size + out, fixed, out < size)
-    tl.store(first + picture * size + out, begin.to(tl.int64), out < size)
-    tl.store(used + picture, own.to(tl.int64))
-    tl.store(last + picture, start + length - 1)
+        tl.store(weights + (image * most + tap) * size + out, fixed, out < size)
+    tl.store(first + image * size + out, begin.to(tl.int64), out < size)
+    tl.store(used + image, own.to(tl.int64))
+    tl.store(last + image, start + length - 1)
 
 
 def make_taps(axis: Axis, shapes: Tensor, most: int, reach: float, filter: int) -> Taps:
@@ -138,29 +138,29 @@ def resample_kernel(
     ALONG_X: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    place, picture = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1).to(tl.int64)
+    place, image = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1).to(tl.int64)
     top, bottom = tl.program_id(0) * BLOCK // width, (tl.program_id(0) * BLOCK + BLOCK - 1) // width
-    if (top >= tl.load(ends + picture)) | (bottom < tl.load(begins + picture)):
+    if (top >= tl.load(ends + image)) | (bottom < tl.load(begins + image)):
         return
     plane = height * width
     y, x, mask = place // width, place % width, place < plane
-    source = pixels + picture * stride_b
+    source = pixels + image * stride_b
     if ALONG_X:
         along, size, step, source = x, width, stride_x, source + y * stride_y
     else:
         along, size, step, source = y, height, stride_y, source + x * stride_x
-    start = tl.load(first + picture * size + along, mask, 0).to(tl.int32)
-    weight = weights + picture * most * size + along
-    limit = tl.load(last + picture).to(tl.int32)
+    start = tl.load(first + image * size + along, mask, 0).to(tl.int32)
+    weight = weights + image * most * size + along
+    limit = tl.load(last + image).to(tl.int32)
     red = tl.full([BLOCK], 1 << 21, tl.int32)
     green, blue = red, red
-    for tap in range(tl.load(used + picture).to(tl.int32)):
+    for tap in range(tl.load(used + image).to(tl.int32)):
         taken = source + tl.minimum(tl.maximum(start + tap, 0), limit) * step
         factor = tl.load(weight + tap * size, mask, 0)
         red += factor * tl.load(taken, mask, 0).to(tl.int32)
         green += factor * tl.load(taken + stride_c, mask, 0).to(tl.int32)
         blue += factor * tl.load(taken + 2 * stride_c, mask, 0).to(tl.int32)
-    target = out + picture * 3 * plane + place
+    target = out + image * 3 * plane + place
     tl.store(target, tl.minimum(tl.maximum(red >> 22, 0), 255).to(tl.uint8), mask)
     tl.store(target + plane, tl.minimum(tl.maximum(green >> 22, 0), 255).to(tl.uint8), mask)
     tl.store(target + 2 * plane, tl.minimum(tl.maximum(blue >> 22, 0), 255).to(tl.uint8), mask)
@@ -204,7 +204,7 @@ def blur(pixels: Tensor, sizes: Tensor, sigma: Tensor) -> Tensor:
         make_taps(Axis(still, side, side, still, still, size), sigma, most, BLUR_RADIUS, len(FILTERS))
         for side, size in ((height, pixels.shape[2]), (width, pixels.shape[3]))
     )
-    touched = height * (sigma > 0)  # no row of a picture that stays sharp
+    touched = height * (sigma > 0)  # no row of an image that stays sharp
     done = pixels.clone(memory_format=torch.contiguous_format)
     wide = resample(pixels, torch.empty_like(done), columns, True, still, touched)
     return resample(wide, done, rows, False, still, touched)

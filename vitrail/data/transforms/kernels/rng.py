@@ -33,7 +33,7 @@ def fold_kernel(index, repeat, out, start, total, BLOCK: tl.constexpr):
 
 
 def fold(start: int, index: Tensor, repeat: Tensor) -> Tensor:
-    """Keys [B] of pictures [B] and repeats [B] from the number that stands for seed and epoch; see `randomness.sample_key`."""
+    """Keys [B] of images [B] and repeats [B] from the number that stands for seed and epoch; see `randomness.sample_key`."""
     out = torch.empty_like(index)
     grid = (triton.cdiv(len(index), 256),)
     fold_kernel[grid](index.contiguous(), repeat.contiguous(), out, signed(start), len(index), BLOCK=256)

@@ -1,11 +1,11 @@
-"""Milliseconds per batch and pictures per second of `vitrail.optimise` beside the model it was made from, eager and compiled.
+"""Milliseconds per batch and images per second of `vitrail.optimize` beside the model it was made from, eager and compiled.
 
-    python benchmarks/optimise.py --out optimise.json                        # bfloat16 on the GPU if there is one
-    python benchmarks/optimise.py vit_tiny_patch16_12x2 --device cpu --dtype float32 --batches 1 4 --rounds 3
+    python benchmarks/optimize.py --out optimize.json                        # bfloat16 on the GPU if there is one
+    python benchmarks/optimize.py vit_tiny_patch16_12x2 --device cpu --dtype float32 --batches 1 4 --rounds 3
 
 The contenders take turns in every round; printed are the median of the rounds, the spread (half the distance between the
-extremes) and the gain over the eager original. All weights and pictures are in `--dtype`, without autocast. Small batches are
-optimised for latency, others for throughput; on a Hopper GPU in float8, too.
+extremes) and the gain over the eager original. All weights and images are in `--dtype`, without autocast. Small batches are
+optimized for latency, others for throughput; on a Hopper GPU in float8, too.
 """
 
 import argparse
@@ -39,22 +39,22 @@ NAMES = [
 
 
 def contenders(name: str, batch: int, options: argparse.Namespace) -> tuple[dict[str, Callable[[], object]], dict]:
-    """What is run, and the optimised model's report."""
+    """What is run, and the optimized model's report."""
     torch.compiler.reset()  # graphs of the previous model count against the limit of recompilations
     dtype, cuda = getattr(torch, options.dtype), options.device == "cuda"
     aim = "latency" if batch <= LARGEST else "throughput"
     model = vitrail.create(name).to(options.device).eval()
     start_everywhere(model)
-    optimised = vitrail.optimise(model, aim, batch=batch, dtype=dtype, compile=cuda or options.compile)
+    optimized = vitrail.optimize(model, aim, batch=batch, dtype=dtype, compile=cuda or options.compile)
     runs: dict[str, Callable] = {"eager": model}
     if cuda or options.compile:
-        folded = vitrail.optimise(model, aim, dtype=dtype, compile=False, graph=False)
+        folded = vitrail.optimize(model, aim, dtype=dtype, compile=False, graph=False)
         runs |= {"compiled": torch.compile(model), "folded": folded}
     if cuda and aim == "latency":
         runs["compiled, graphs"] = torch.compile(model, mode="reduce-overhead")
-    runs["optimised"] = optimised
+    runs["optimized"] = optimized
     if dtype == torch.bfloat16 and can_multiply(torch.device(options.device)):
-        runs["optimised, fp8"] = vitrail.optimise(model, aim, batch=batch, precision="fp8")
+        runs["optimized, fp8"] = vitrail.optimize(model, aim, batch=batch, precision="fp8")
     model.to(dtype)
     image = torch.randn(batch, model.architecture.channels, *model.architecture.image_size, device=options.device, dtype=dtype)
 
@@ -65,10 +65,10 @@ def contenders(name: str, batch: int, options: argparse.Namespace) -> tuple[dict
 
         return run
 
-    return {key: runner(network) for key, network in runs.items()}, optimised.report.to_dict()
+    return {key: runner(network) for key, network in runs.items()}, optimized.report.to_dict()
 
 
-def start_everywhere(model: vitrail.Model) -> None:
+def start_everywhere(model: vitrail.VisionTransformer) -> None:
     """Branches that start at almost nothing would make every rewriting look exact."""
     torch.manual_seed(0)
     with torch.no_grad():
@@ -85,9 +85,9 @@ def measure(name: str, batch: int, options: argparse.Namespace) -> list[dict]:
     for key, values in times.items():
         middle = statistics.median(values)
         row = {"model": name, "batch": batch, "dtype": options.dtype, "way": key, "milliseconds": 1e3 * middle}
-        row |= {"pictures_per_second": batch / middle, "spread": half_spread(values), "gain": eager / middle}
+        row |= {"images_per_second": batch / middle, "spread": half_spread(values), "gain": eager / middle}
         row |= {"rounds": options.rounds, "repeats": options.repeats}
-        rows.append(row | ({"report": report} if key == "optimised" else {}))
+        rows.append(row | ({"report": report} if key == "optimized" else {}))
     return rows
 
 
@@ -114,7 +114,7 @@ def main() -> None:
             for row in measure(name, batch, options):
                 rows.append(row)
                 text = f"{name:28} batch {batch:3}  {row['way']:16} {row['milliseconds']:9.3f} ms ±{row['spread']:.1%}"
-                print(f"{text}  {row['pictures_per_second']:8.0f}/s  x{row['gain']:.2f}", flush=True)
+                print(f"{text}  {row['images_per_second']:8.0f}/s  x{row['gain']:.2f}", flush=True)
             if options.out:
                 text = json.dumps({"device": device, "rows": rows}, indent=1)
                 write_aside(options.out, lambda path, text=text: path.write_text(text))

@@ -11,6 +11,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from vitrail.aliases import upgrade_name, upgrade_tensor
 from vitrail.atomic_files import write_aside
 from vitrail.checkpoints.codecs import SAME, CannotHold, Known, Pair, Shapes
 from vitrail.checkpoints.formats import deit, google, huggingface, timm
@@ -19,7 +20,7 @@ from vitrail.errors import UserError
 from vitrail.models.config import TRAINING_ONLY, Architecture, as_size, check_fields
 from vitrail.models.preprocessing import Preprocessing
 from vitrail.models.registry import build
-from vitrail.models.vision_transformer import Model
+from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.version import __version__
 
 FORMATS = ("vitrail", "deit", "timm", "hf", "npz")
@@ -31,7 +32,7 @@ TO_PAIR: dict[str, Callable[[str, Architecture], Pair]] = {
     "npz": google.to_pair,
 }
 # What a model does at its own size does not depend on how it would be resized.
-NO_MATTER = {"position_resample"}
+NO_MATTER = {"pos_embed_resample"}
 NUMERICS = {"activation", "norm_eps", "stem_eps", "fusion"}  # what `approximate` may lose
 SUFFIXES = {
     "vitrail": (".safetensors",),
@@ -39,7 +40,7 @@ SUFFIXES = {
     "deit": (".pth", ".pt", ".bin", ".tar"),
     "timm": (".safetensors", ".pth", ".pt", ".bin"),
 }
-ARTEFACT = 1  # version of the metadata's layout
+LAYOUT = 1  # version of the metadata's layout
 DELTA = "vitrail_delta"  # the metadata entry of a file that holds only what differs from other weights
 
 
@@ -50,14 +51,14 @@ def load(
     device: torch.device | str | None = None,
     delta: str | Path | None = None,
     **overrides: Any,
-) -> Model:
+) -> VisionTransformer:
     """A model from a checkpoint of any known kind, told apart by its content; in evaluation mode, float32.
 
     `image_size` says the size of a foreign file whose position table is not square; Vitrail's own files are resized to it.
     `overrides` replace what was inferred (`heads=12`); `ema=True` takes the averaged weights of a training file. `delta` is a
     file of what a training has changed in these weights; the path "base+delta" says the same.
     """
-    from vitrail.checkpoints.training_checkpoints import is_state, read_state  # which writes the header of an artefact
+    from vitrail.checkpoints.training_checkpoints import is_state, read_state  # which writes the header of an artifact
 
     check_fields(overrides)
     size = as_size(image_size) if image_size is not None else None
@@ -74,12 +75,12 @@ def load(
     if DELTA in checkpoint.metadata:
         raise UserError(f"{path} holds only what a training has changed: give the weights it was made for too, as BASE+{path}.")
     if "vitrail" in checkpoint.metadata:
-        model = load_artefact(checkpoint, path, overrides)
+        model = load_artifact(checkpoint, path, overrides)
         if size and size != model.architecture.image_size:
             model.resize(*size)
     else:
         try:
-            kind, tensors = recognise(checkpoint, path)
+            kind, tensors = recognize(checkpoint, path)
             architecture = infer(kind, shapes_of(tensors), known, checkpoint.config).replace(**overrides)
         except KeyError as error:
             raise UserError(f"{path} looks like a vision transformer but lacks the tensor {error.args[0]!r}.") from None
@@ -111,19 +112,19 @@ def split_path(path: str | Path) -> tuple[str | Path, str | Path | None]:
     return path, None
 
 
-def recognise(checkpoint: Checkpoint, path: str | Path = "the checkpoint") -> tuple[str, dict[str, Tensor]]:
+def recognize(checkpoint: Checkpoint, path: str | Path = "the checkpoint") -> tuple[str, dict[str, Tensor]]:
     """The format, and the tensors under that format's plain names."""
     tensors = checkpoint.tensors
     keys = list(tensors)
-    if google.recognises(keys):
-        return "npz", google.normalise(tensors)
-    if huggingface.recognises(keys):
+    if google.recognizes(keys):
+        return "npz", google.normalize(tensors)
+    if huggingface.recognizes(keys):
         names = huggingface.plain_names(keys)
         return "hf", {names[key]: tensor for key, tensor in tensors.items()}
     shapes = shapes_of(tensors)
     if "blocks.0.attn.relative_position_bias_table" in shapes or "rel_pos_bias.relative_position_bias_table" in shapes:
         raise UserError("This is a BEiT checkpoint, whose attention is not one of the mixers here.")
-    if timm.recognises(shapes):
+    if timm.recognizes(shapes):
         return "timm", tensors
     if any(key.startswith("patch_embed.") for key in keys):
         return "deit", tensors
@@ -146,7 +147,7 @@ def shapes_of(tensors: dict[str, Tensor]) -> Shapes:
     return {key: tuple(tensor.shape) for key, tensor in tensors.items()}
 
 
-def assemble(architecture: Architecture, tensors: dict[str, Tensor], to_pair: Callable, path: str | Path) -> Model:
+def assemble(architecture: Architecture, tensors: dict[str, Tensor], to_pair: Callable, path: str | Path) -> VisionTransformer:
     """Build on the meta device and put every tensor in its place; one too few or too many is an error."""
     model = build(architecture, device="meta")
     state, used = {}, set()
@@ -179,19 +180,19 @@ def assemble(architecture: Architecture, tensors: dict[str, Tensor], to_pair: Ca
     return model
 
 
-def build_flags(model: Model) -> list[bool]:
+def build_flags(model: VisionTransformer) -> list[bool]:
     """Which parameters the architecture wants trained; assigning a state keeps the file's flags instead."""
-    frozen = model.architecture.residual_frozen
+    frozen = model.architecture.layerscale_frozen
     return [not (frozen and ".scale" in name) for name, _ in model.named_parameters()]
 
 
-def describe(model: Model, kind: str, checkpoint: Checkpoint) -> None:
+def describe(model: VisionTransformer, kind: str, checkpoint: Checkpoint) -> None:
     """Preprocessing and class names from a folder's configuration files; without them the paper's own are assumed."""
     config = checkpoint.config or {}
     if isinstance(config.get("pretrained_cfg"), dict):
         model.preprocessing = timm.read_preprocessing(config["pretrained_cfg"], model.architecture.image_size)
     elif not (kind == "hf" and checkpoint.preprocessor):
-        model.notes["preprocessing"] = "assumed: the file does not say how its pictures were prepared"
+        model.notes["preprocessing"] = "assumed: the file does not say how its images were prepared"
     if kind == "hf" and checkpoint.preprocessor:
         model.preprocessing = huggingface.read_preprocessing(checkpoint.preprocessor, model.architecture.image_size)
     if kind == "hf" and checkpoint.config:
@@ -199,7 +200,7 @@ def describe(model: Model, kind: str, checkpoint: Checkpoint) -> None:
 
 
 class Header(NamedTuple):
-    """What an artefact says about its tensors."""
+    """What an artifact says about its tensors."""
 
     name: str | None
     architecture: Architecture
@@ -207,7 +208,7 @@ class Header(NamedTuple):
     class_names: list[str] | None
     notes: dict[str, str]
 
-    def put_on(self, model: Model) -> Model:
+    def put_on(self, model: VisionTransformer) -> VisionTransformer:
         model.name = model.name if self.name is None else self.name
         model.preprocessing, model.class_names, model.notes = self.preprocessing, self.class_names, self.notes
         return model
@@ -219,7 +220,7 @@ def read_header(text: str, path: str | Path, overrides: dict[str, Any]) -> Heade
         raise UserError(f"{path} says itself what it is; {fixed[0]} cannot be replaced when loading it.")
     try:
         header = json.loads(text)
-        if header["layout"] > ARTEFACT:
+        if header["layout"] > LAYOUT:
             raise UserError(f"{path} was written by a newer Vitrail ({header['version']}); update to read it.")
         architecture = Architecture.from_dict(header["architecture"]).replace(**overrides)
         preprocessing = Preprocessing.from_dict(header["preprocessing"])
@@ -228,16 +229,17 @@ def read_header(text: str, path: str | Path, overrides: dict[str, Any]) -> Heade
             raise ValueError("class names")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{path} has a damaged Vitrail header ({error!r}).") from None
-    name = str(header["name"]) if "name" in header else None
+    name = upgrade_name(str(header["name"])) if "name" in header else None
     return Header(name, architecture, preprocessing, names, notes)
 
 
-def load_artefact(checkpoint: Checkpoint, path: str | Path, overrides: dict[str, Any]) -> Model:
+def load_artifact(checkpoint: Checkpoint, path: str | Path, overrides: dict[str, Any]) -> VisionTransformer:
     header = read_header(checkpoint.metadata["vitrail"], path, overrides)
-    return header.put_on(assemble(header.architecture, checkpoint.tensors, lambda key, _: Pair(key, (key,), SAME), path))
+    tensors = {upgrade_tensor(key): tensor for key, tensor in checkpoint.tensors.items()}
+    return header.put_on(assemble(header.architecture, tensors, lambda key, _: Pair(key, (key,), SAME), path))
 
 
-def save(model: Model, path: str | Path, format: str = "vitrail", approximate: bool = False) -> Path:
+def save(model: VisionTransformer, path: str | Path, format: str = "vitrail", approximate: bool = False) -> Path:
     """Write a model in one of the formats, to the side first and then renamed.
 
     A format that cannot hold the model exactly is refused with the part that it cannot hold; `approximate=True` writes
@@ -249,11 +251,11 @@ def save(model: Model, path: str | Path, format: str = "vitrail", approximate: b
     suffixes = SUFFIXES.get(format, ())
     if suffixes and path.suffix not in suffixes:
         raise UserError(f"A file in the {TITLES[format]} format ends in {' or '.join(suffixes)}, not {path.name!r}.")
-    if not isinstance(getattr(model, "_orig_mod", model), Model):
-        raise UserError("save takes a model of vitrail.create or vitrail.load; of an optimised one, save what it was made from.")
+    if not isinstance(getattr(model, "_orig_mod", model), VisionTransformer):
+        raise UserError("save takes a model of vitrail.create or vitrail.load; of an optimized one, save what it was made from.")
     model = check_whole(getattr(model, "_orig_mod", model))  # a compiled model hides the one it was made from
     if format == "vitrail":
-        write_aside(path, lambda side: write_safetensors(model.state_dict(), side, artefact_header(model)))
+        write_aside(path, lambda side: write_safetensors(model.state_dict(), side, artifact_header(model)))
         return path
     tensors = export(model, format, approximate)
     if format == "hf":
@@ -268,7 +270,7 @@ def save(model: Model, path: str | Path, format: str = "vitrail", approximate: b
     return path
 
 
-def check_whole(model: Model) -> Model:
+def check_whole(model: VisionTransformer) -> VisionTransformer:
     """The model's tensors are those of its architecture; a head replaced by hand would give a file that nobody can read."""
     expected = {key: tensor.shape for key, tensor in build(model.architecture, name="-", device="meta").state_dict().items()}
     found = {key: tensor.shape for key, tensor in model.state_dict().items()}
@@ -283,7 +285,7 @@ def check_whole(model: Model) -> Model:
     return model
 
 
-def export(model: Model, format: str, approximate: bool = False) -> dict[str, Tensor]:
+def export(model: VisionTransformer, format: str, approximate: bool = False) -> dict[str, Tensor]:
     """A model's tensors under another format's names, after a check that reading them gives the same model."""
     a = model.architecture
     title = TITLES[format]
@@ -303,7 +305,7 @@ def export(model: Model, format: str, approximate: bool = False) -> dict[str, Te
     # The size is not part of a file without position tables, and a floored size is read back as the covered part.
     back = (
         back.replace(image_size=a.image_size)
-        if model.stem.grid(*back.image_size) == model.grid or a.positions == "none"
+        if model.stem.grid(*back.image_size) == model.grid or a.pos_embed == "none"
         else back
     )
     lost = [name for name in a.differences(back) if name not in NO_MATTER]
@@ -327,15 +329,15 @@ def read_back(format: str, shapes: Shapes, config: dict[str, Any] | None, size: 
     return infer(format, shapes, {"image_size": size}, config)
 
 
-def save_tensors(path: Path, model: Model, tensors: dict[str, Tensor], notes: dict[str, str]) -> None:
-    """An artefact of other weights than the model holds at this moment, such as the best or the averaged ones."""
-    header = artefact_header(model, notes)
+def save_tensors(path: Path, model: VisionTransformer, tensors: dict[str, Tensor], notes: dict[str, str]) -> None:
+    """An artifact of other weights than the model holds at this moment, such as the best or the averaged ones."""
+    header = artifact_header(model, notes)
     write_aside(path, lambda side: write_safetensors(tensors, side, header))
 
 
-def artefact_header(model: Model, notes: dict[str, str] | None = None) -> dict[str, str]:
+def artifact_header(model: VisionTransformer, notes: dict[str, str] | None = None) -> dict[str, str]:
     header = {
-        "layout": ARTEFACT,
+        "layout": LAYOUT,
         "version": __version__,
         "name": model.name,
         "architecture": model.architecture.to_dict(),
@@ -359,7 +361,7 @@ def write_npz(tensors: dict[str, Tensor], path: Path) -> None:
         np.savez(file, **arrays)
 
 
-def write_folder(model: Model, tensors: dict[str, Tensor], path: Path) -> None:
+def write_folder(model: VisionTransformer, tensors: dict[str, Tensor], path: Path) -> None:
     if path.exists() and not path.is_dir():
         raise UserError(f"{path} exists and is a file; the Hugging Face format is a folder.")
     a = model.architecture

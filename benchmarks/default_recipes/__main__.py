@@ -1,7 +1,7 @@
 """Trainings of our own that the documentation speaks of: keep what a run says of itself, or print the table of all that are kept.
 
-    python -m benchmarks.house keep RUN house_small --data tiny-imagenet
-    python -m benchmarks.house table tiny-imagenet
+    python -m benchmarks.default_recipes keep RUN vitrail_small --data tiny-imagenet
+    python -m benchmarks.default_recipes table tiny-imagenet
 
 A kept run (`results/DATA-NAME.json`) has its command, recipe, versions, commit, machine, seed, seconds and all its validations.
 It is not replaced without `--replace`.
@@ -28,7 +28,7 @@ COLUMNS = ("run", "parameters", "multiply-adds", "epochs", "top-1 at the end", "
 
 
 def main(words: list[str] | None = None) -> None:
-    program = "python -m benchmarks.house"
+    program = "python -m benchmarks.default_recipes"
     parser = argparse.ArgumentParser(program, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     keep_parser = commands.add_parser("keep", help="read a finished run")

@@ -1,10 +1,10 @@
-"""Milliseconds per step of the optimisers, on the parameters of one model with made-up gradients.
+"""Milliseconds per step of the optimizers, on the parameters of one model with made-up gradients.
 
-    python benchmarks/optimisers.py                          # DeiT-S, on the GPU if there is one
-    python benchmarks/optimisers.py --device cpu --rounds 7
+    python benchmarks/optimizers.py                          # DeiT-S, on the GPU if there is one
+    python benchmarks/optimizers.py --device cpu --rounds 7
 
-Rows: AdamW as `make_optimiser` makes it, torch's fused AdamW on the bare list of parameters, LAMB in its variants, SGD, clipping
-by the global norm, the running mean. The optimisers take turns in every round; printed are the median of the rounds and the
+Rows: AdamW as `make_optimizer` makes it, torch's fused AdamW on the bare list of parameters, LAMB in its variants, SGD, clipping
+by the global norm, the running mean. The optimizers take turns in every round; printed are the median of the rounds and the
 spread (largest minus smallest, over two), and for the GPU also the time that the processor needs to hand the step over.
 """
 
@@ -19,15 +19,15 @@ from asking import positive, run_program
 
 import vitrail
 from vitrail.models.registry import lookup
-from vitrail.recipes.schema import Optimiser
+from vitrail.recipes.schema import OptimizerConfig
 from vitrail.training.distributed import choose_device
-from vitrail.training.ema import Average
-from vitrail.training.optimizers import clip_gradients, make_optimiser
+from vitrail.training.ema import ModelEma
+from vitrail.training.optimizers import clip_gradients, make_optimizer
 
 
-def stepping(optimiser: torch.optim.Optimizer, device: str) -> Callable[[], object]:
-    optimiser.found_inf = torch.zeros((), device=device)  # type: ignore[attr-defined]
-    return optimiser.step
+def stepping(optimizer: torch.optim.Optimizer, device: str) -> Callable[[], object]:
+    optimizer.found_inf = torch.zeros((), device=device)  # type: ignore[attr-defined]
+    return optimizer.step
 
 
 def contenders(name: str, device: str) -> dict[str, Callable[[], object]]:
@@ -35,16 +35,16 @@ def contenders(name: str, device: str) -> dict[str, Callable[[], object]]:
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter) * 1e-3
     rules = {
-        "adamw": Optimiser("adamw"),
-        "lamb (apex)": Optimiser("lamb", clip=1.0),
-        "lamb (no clip)": Optimiser("lamb", clip=0.0),
-        "lamb (trust all)": Optimiser("lamb", clip=1.0, trust="all"),
-        "sgd": Optimiser("sgd", decay_coupled=True),
+        "adamw": OptimizerConfig("adamw"),
+        "lamb (apex)": OptimizerConfig("lamb", clip_grad_norm=1.0),
+        "lamb (no clip)": OptimizerConfig("lamb", clip_grad_norm=0.0),
+        "lamb (trust all)": OptimizerConfig("lamb", clip_grad_norm=1.0, trust_ratio_on="all"),
+        "sgd": OptimizerConfig("sgd", weight_decay_coupled=True),
     }
     runs = {"torch adamw, fused": stepping(torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True), device)}
-    runs |= {rule: stepping(make_optimiser(model, how, 1e-6), device) for rule, how in rules.items()}
+    runs |= {rule: stepping(make_optimizer(model, how, 1e-6), device) for rule, how in rules.items()}
     runs["clip_gradients"] = lambda: clip_gradients(model.parameters(), 1e9)
-    average, flag = Average(model, 0.99996), torch.zeros((), device=device)
+    average, flag = ModelEma(model, 0.99996), torch.zeros((), device=device)
     runs["running mean"] = lambda: average.update(flag)
     count = sum(1 for _ in model.parameters())
     print(f"{name}: {sum(p.numel() for p in model.parameters()) / 1e6:.1f} million parameters in {count} tensors")

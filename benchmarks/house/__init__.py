@@ -1,1 +1,0 @@
-"""Trainings of our own that the documentation speaks of: `python -m benchmarks.house --help`."""

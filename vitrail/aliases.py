@@ -1,0 +1,204 @@
+"""Old names and usual names, each with the name used now: recipe keys, architecture fields, run.json, metrics, tensors, models.
+
+Files that were written before a rename are upgraded when they are read, here and nowhere else; `docs/glossary.md` lists the same
+names for people. `USUAL` are the names that other libraries use for a recipe's keys.
+"""
+
+from typing import Any
+
+RECIPE = {
+    "batch": "batch_size",
+    "start": "init",
+    "start.after": "init.pretrained_recipe",
+    "objective": "loss",
+    "objective.loss": "loss.kind",
+    "objective.smoothing": "loss.label_smoothing",
+    "objective.smooth_over": "loss.smoothing_over",
+    "tokens": "token_labels",
+    "tokens.labels": "token_labels.store",
+    "tokens.mix": "token_labels.mixtoken",
+    "tokens.mix_what": "token_labels.mixtoken_on",
+    "optimiser": "optimizer",
+    "optimiser.rate": "optimizer.lr",
+    "optimiser.rate_batch": "optimizer.lr_batch_size",
+    "optimiser.decay": "optimizer.weight_decay",
+    "optimiser.decay_coupled": "optimizer.weight_decay_coupled",
+    "optimiser.decay_on": "optimizer.weight_decay_on",
+    "optimiser.clip": "optimizer.clip_grad_norm",
+    "optimiser.trust": "optimizer.trust_ratio_on",
+    "optimiser.trust_limit": "optimizer.max_trust_ratio",
+    "average": "ema",
+    "average.report": "ema.evaluate",
+    "average.ramp": "ema.warmup",
+    "testing": "validation",
+    "testing.filter": "validation.interpolation",
+    "data.balanced": "data.class_balanced",
+    "data.held_out": "data.validation_fraction",
+    "data.detail": "data.decode_scale",
+    "mixing.switch": "mixing.switch_prob",
+    "distillation.smoothing": "distillation.label_smoothing",
+    "schedule.warmup_from": "schedule.warmup_lr",
+    "schedule.shape": "schedule.kind",
+    "schedule.floor": "schedule.min_lr",
+    "schedule.shifted": "schedule.warmup_prefix",
+    "schedule.lag": "schedule.lag_epochs",
+    "schedule.stair_every": "schedule.step_size",
+    "schedule.stair_factor": "schedule.gamma",
+    "augmentation.size": "augmentation.image_size",
+    "augmentation.filter": "augmentation.interpolation",
+    "augmentation.deviation": "augmentation.magnitude_std",
+    "augmentation.layers": "augmentation.num_ops",
+    "augmentation.jitter": "augmentation.color_jitter",
+    "augmentation.jitter_chance": "augmentation.color_jitter_prob",
+    "augmentation.grey": "augmentation.grayscale",
+    "augmentation.solarise": "augmentation.solarize",
+    "augmentation.erasing": "augmentation.random_erasing",
+    "augmentation.flip": "augmentation.hflip",
+    "about.expects": "about.expected",
+    "about.tried": "about.lr_grid",
+    "about.held_out": "about.validation_fraction",
+}
+RECIPE_VALUES = {
+    ("schedule.kind", "stairs"): "step",
+    ("augmentation.crop", "centre"): "center",
+    ("token_labels.target", "truth"): "labels",
+    ("token_labels.mixtoken_on", "answers"): "predictions",
+    ("about.paper", "house"): "vitrail",
+}
+# What people type who come from another library; `epochs` also turns a bare number into a span.
+USUAL = {
+    "rate": "optimizer.lr",
+    "lr": "optimizer.lr",
+    "learning_rate": "optimizer.lr",
+    "weight_decay": "optimizer.weight_decay",
+    "wd": "optimizer.weight_decay",
+    "opt": "optimizer.kind",
+    "betas": "optimizer.betas",
+    "momentum": "optimizer.momentum",
+    "clip_grad": "optimizer.clip_grad_norm",
+    "clip_grad_norm": "optimizer.clip_grad_norm",
+    "layer_decay": "optimizer.layer_decay",
+    "epochs": "schedule.length",
+    "min_lr": "schedule.min_lr",
+    "warmup": "schedule.warmup",
+    "warmup_epochs": "schedule.warmup",
+    "warmup_lr": "schedule.warmup_lr",
+    "sched": "schedule.kind",
+    "image_size": "augmentation.image_size",
+    "img_size": "augmentation.image_size",
+    "input_size": "augmentation.image_size",
+    "mixup": "mixing.mixup",
+    "cutmix": "mixing.cutmix",
+    "label_smoothing": "loss.label_smoothing",
+    "smoothing": "loss.label_smoothing",
+    "drop_path": "architecture.drop_path",
+    "dropout": "architecture.dropout",
+    "patch_size": "architecture.patch_size",
+    "ema_decay": "ema.decay",
+    "model_ema_decay": "ema.decay",
+    "reprob": "augmentation.random_erasing",
+    "random_erasing": "augmentation.random_erasing",
+    "color_jitter": "augmentation.color_jitter",
+    "hflip": "augmentation.hflip",
+    "crop_pct": "validation.crop_ratio",
+    "teacher": "distillation.teacher",
+    "scope": "init.scope",
+    "weights": "init.weights",
+}
+IN_EPOCHS = ("epochs", "warmup_epochs")
+ARCHITECTURE = {
+    "residual_start": "layerscale_init",
+    "residual_start_mode": "layerscale_init_mode",
+    "residual_frozen": "layerscale_frozen",
+    "start": "weight_init",
+    "positions": "pos_embed",
+    "position_place": "pos_embed_place",
+    "position_special": "pos_embed_prefix",
+    "position_resample": "pos_embed_resample",
+    "readout": "pooling",
+    "readout_depth": "pooling_depth",
+    "readout_heads": "pooling_heads",
+    "readout_mlp_ratio": "pooling_mlp_ratio",
+    "readout_keys": "pooling_keys",
+    "readout_scale": "pooling_scale",
+}
+RUN = {"units": "micro_batches", "bad": "unreadable"}
+METRICS = {"rate": "lr", "pictures": "images"}
+# First parts of tensor names, and groups of a training checkpoint.
+TENSORS = {"special": "prefix", "positions": "pos_embed", "readout": "pooling"}
+GROUPS = {"average": "ema", "optimiser": "optimizer"}
+MODELS = {f"house_{size}": f"vitrail_{size}" for size in ("mini", "tiny", "small")}
+
+
+def upgrade_key(key: str) -> str:
+    """A recipe's dotted key under its name of today; old and usual names are known, others stay."""
+    if key in RECIPE:
+        return RECIPE[key]
+    group, dot, leaf = key.partition(".")
+    if group == "architecture" and dot:
+        return f"architecture.{ARCHITECTURE.get(leaf, leaf)}"
+    return USUAL.get(key, f"{RECIPE.get(group, group)}{dot}{leaf}")
+
+
+def upgrade_recipe(tree: dict[str, Any]) -> dict[str, Any]:
+    """A recipe's tree, as `Recipe.to_dict` wrote it at any time, with the keys and values of today."""
+    upgraded: dict[str, Any] = {}
+    for group, value in tree.items():
+        name = RECIPE.get(group, group)
+        if group == "architecture" and isinstance(value, dict):
+            value = upgrade_architecture(value)
+        elif isinstance(value, dict):
+            keys = {leaf: RECIPE.get(f"{group}.{leaf}", f"{name}.{leaf}") for leaf in value}
+            value = {keys[leaf].split(".", 1)[1]: upgrade_value(keys[leaf], each) for leaf, each in value.items()}
+        upgraded[name] = value
+    for group, leaf in (("", "model"), ("init", "weights"), ("distillation", "teacher")):
+        node = upgraded.get(group) if group else upgraded
+        if isinstance(node, dict) and isinstance(node.get(leaf), str):
+            node[leaf] = upgrade_name(node[leaf])
+    return upgraded
+
+
+def upgrade_value(key: str, value: Any) -> Any:
+    return RECIPE_VALUES.get((key, value), value) if isinstance(value, str) else value
+
+
+def upgrade_architecture(fields: dict[str, Any]) -> dict[str, Any]:
+    return {ARCHITECTURE.get(name, name): value for name, value in fields.items()}
+
+
+def upgrade_run(run: dict[str, Any]) -> dict[str, Any]:
+    """The content of a run.json."""
+    upgraded = {RUN.get(name, name): value for name, value in run.items()}
+    for name, upgrade in (
+        ("recipe", upgrade_recipe),
+        ("architecture", upgrade_architecture),
+        ("best", upgrade_metrics),
+        ("test", upgrade_metrics),
+    ):
+        if isinstance(upgraded.get(name), dict):
+            upgraded[name] = upgrade(upgraded[name])
+    if isinstance(upgraded.get("model"), dict) and isinstance(upgraded["model"].get("name"), str):
+        upgraded["model"] = upgraded["model"] | {"name": upgrade_name(upgraded["model"]["name"])}
+    return upgraded
+
+
+def upgrade_metrics(values: dict[str, Any]) -> dict[str, Any]:
+    return {METRICS.get(name, name): value for name, value in values.items()}
+
+
+def upgrade_tensor(name: str) -> str:
+    """The name of a model's tensor."""
+    first = name.replace("/", ".").partition(".")[0]
+    return TENSORS.get(first, first) + name[len(first) :]
+
+
+def upgrade_checkpoint_key(key: str) -> str:
+    """A tensor of a training checkpoint, group:name; what an optimizer keeps is name/what."""
+    group, colon, name = key.partition(":")
+    return f"{GROUPS.get(group, group)}{colon}{upgrade_tensor(name)}"
+
+
+def upgrade_name(name: str) -> str:
+    """A model's name, or that of bundled weights; "house_tiny with depth=4" is known too."""
+    first, space, rest = name.partition(" ")
+    return f"{MODELS.get(first, first)}{space}{rest}"
