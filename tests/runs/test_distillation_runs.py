@@ -289,9 +289,9 @@ def test_what_a_part_learns_does_not_depend_on_who_computes_it(images, teacher, 
         devices = Devices(torch.device("cpu"), rank, world, micro_batches=2)
         feeds = [Feed(part, devices.device, 0) for part in (splits.train, splits.validation)]
         training = Trainer(recipe, build(recipe, splits.train), ALONE, *feeds, tmp_path, Options())
-        batches = feeds[0].stream(training.order, devices.mine, 2).run(0, 3)
+        batches = feeds[0].stream(training.order, devices.own_micro_batches, 2).run(0, 3)
         for step in range(3):
-            for micro_batch in devices.mine:
+            for micro_batch in devices.own_micro_batches:
                 found.append((step, micro_batch, *training.prepare(next(batches), step, micro_batch)))
                 torch.manual_seed(step)
                 found[-1] += (training.module(*found[-1][2:]).detach(),)

@@ -117,12 +117,12 @@ def go_on(folder, devices):
     for name, until in (("cut off", 10), ("damaged", 15)):
         trained(folder / name, devices, changes, options, until=until, **more)
         newest = folder / name / "checkpoints" / f"step-{until:09d}.sharded"
-        if name == "damaged" and devices.first:
+        if name == "damaged" and devices.is_main:
             data = max(newest.glob("*.distcp"), key=lambda path: path.stat().st_size)
             content = bytearray(data.read_bytes())
             content[len(content) // 2] ^= 1
             data.write_bytes(content)
-        devices.wait()
+        devices.barrier()
         training = trained(folder / name, devices, changes, options, **more)
         found[name] = result_of(training) | {"from": min(training.seen)[0]}
     trained(folder / "whole first", devices, changes, dataclasses.replace(options, sharding="none"), until=10, **more)
@@ -133,11 +133,11 @@ def go_on(folder, devices):
 def disagree(devices):
     """Trouble that only the second process has."""
     try:
-        with devices.together():
-            if not devices.first:
+        with devices.sync_errors():
+            if not devices.is_main:
                 raise UserError("There is no data here.")
     except UserError as error:
-        return str(error), error.told_here
+        return str(error), error.report_here
 
 
 @pytest.fixture(scope="module")
@@ -385,7 +385,7 @@ def test_the_death_of_one_is_told_by_the_other(folder, recipe):
 
 def test_the_batch_is_cut_evenly():
     assert [cut(64, 4, largest) for largest in (64, 16, 15, 5, 1)] == [4, 4, 8, 16, 64]
-    shares = [Devices(torch.device("cpu"), rank, 2, 6).mine for rank in range(2)]
+    shares = [Devices(torch.device("cpu"), rank, 2, 6).own_micro_batches for rank in range(2)]
     assert shares == [(0, 2, 4), (1, 3, 5)]
     with pytest.raises(UserError, match="multiple of 3"):
         cut(64, 3, 64)

@@ -356,7 +356,7 @@ def run() -> int:
         check_words(sys.argv[1:])
         app()
     except UserError as error:
-        if is_teller(error.told_here):
+        if is_teller(error.report_here):
             print(error, file=sys.stderr)
         return 2
     except BrokenPipeError:
@@ -386,9 +386,9 @@ def check_words(words: Sequence[str]) -> None:
         raise UserError(f"What follows `{typed}` is empty: give what should stand there, or leave it out.")
 
 
-def is_teller(told_here: bool | None) -> bool:
+def is_teller(report_here: bool | None) -> bool:
     """Whether this process speaks for all that torchrun has started; on its own where they have not agreed on one."""
-    return os.environ.get("LOCAL_RANK", "0") == "0" if told_here is None else told_here
+    return os.environ.get("LOCAL_RANK", "0") == "0" if report_here is None else report_here
 
 
 interrupts.disarm()  # somebody may have imported this for its own purposes

@@ -37,13 +37,13 @@ def record(training: Trainer, step: int, run: dict[str, Any]) -> Path:
     sharded = training.options.sharding != "none"
     bundle = training.folder / f"not-finite-{step:09d}"
     groups = {name: whole(tensors) if sharded else tensors for name, tensors in groups_of(training).items()}
-    if training.devices.first:
+    if training.devices.is_main:
         write_checkpoint(bundle / STATE, step, groups, facts_of(training))
         # Shared weights compute only where all processes do; `replay` puts them together.
         content = {"step": step, "run": run, "found": None if sharded else examine(training)}
         text = json.dumps(content, indent=1, allow_nan=False)
         write_aside(bundle / FINDINGS, lambda side: side.write_text(text))
-    training.devices.wait()
+    training.devices.barrier()
     return bundle
 
 

@@ -354,11 +354,11 @@ def unseen(model: VisionTransformer) -> list[str]:
 def divide(devices: Devices, recipe: Recipe, plan: Plan, micro_batch_size: int | None) -> Devices:
     """The units of the global batch, as large as memory allows or as the user says."""
     # Processes see different amounts of free memory and must cut alike: the least counts.
-    plan = dataclasses.replace(plan, largest=int(-devices.largest([-plan.largest])[0]))
+    plan = dataclasses.replace(plan, largest=int(-devices.all_reduce_max([-plan.largest])[0]))
     wanted = micro_batch_size or plan.largest
     if wanted < 1:
         plan.check(1)
-    micro_batches = cut(recipe.batch_size, devices.world, wanted)
+    micro_batches = cut(recipe.batch_size, devices.world_size, wanted)
     plan.check(recipe.batch_size // micro_batches)
     return dataclasses.replace(devices, micro_batches=micro_batches)
 

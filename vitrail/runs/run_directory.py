@@ -69,7 +69,7 @@ def describe(
         "machine": {
             "device": torch.cuda.get_device_name(devices.device) if devices.device.type == "cuda" else "CPU",
             "cores": os.cpu_count(),
-            "processes": devices.world,
+            "processes": devices.world_size,
             "system": platform.platform(),
         },
         "versions": {
@@ -194,8 +194,8 @@ def tidied(folder: Path, made: list[Path] | None) -> Iterator[None]:
 
 
 def check_same_data(devices: Devices, facts: dict[str, Any]) -> None:
-    known = devices.agreed(facts["data"]["fingerprint"])
-    with devices.together():
+    known = devices.broadcast(facts["data"]["fingerprint"])
+    with devices.sync_errors():
         if facts["data"]["fingerprint"] != known:
             raise UserError(f"Not all machines have the same images at {facts['source']}.")
 

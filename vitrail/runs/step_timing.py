@@ -69,7 +69,7 @@ def rehearse(
         plain = dataclasses.replace(options, compile=False)
         training = Trainer(recipe, copy.deepcopy(model), devices, train, validation, Path(), plain, guide)
         seconds, looking = perform(training, train, validation)
-        share = recipe.batch_size // devices.world
+        share = recipe.batch_size // devices.world_size
         asking = share * ask(guide, recipe, devices, validation.few)
     del training
     if devices.device.type == "cuda":
@@ -77,9 +77,9 @@ def rehearse(
     fetching = [part.waiting(workers, at_least) for part in (train, validation)]
     # Workers decode beside a GPU; on the processor they take the cores that the steps need.
     both: Callable[[float, float], float] = max if devices.device.type == "cuda" else operator.add
-    tested = len(splits.validation) / devices.world
+    tested = len(splits.validation) / devices.world_size
     times = [both(seconds, share * fetching[0]), both(tested * looking, tested * fetching[1]), asking]
-    step, looking, asking = devices.largest(times)
+    step, looking, asking = devices.all_reduce_max(times)
     return Pace(step, looking, min(asking, step))  # a part of it, though clocked by itself
 
 
@@ -92,7 +92,7 @@ def perform(training: Trainer, train: "Sample", validation: "Sample") -> tuple[f
         training.step, training.devices = 0, dataclasses.replace(devices, micro_batches=micro_batches)
         return clock(devices, lambda: training._step(lambda: batch))
 
-    first, last = approach(step, micro_batch, devices.world)
+    first, last = approach(step, micro_batch, devices.world_size)
     seconds = whole_step(step, first, last, micro_batch, devices)
     training.devices = devices
     validation.narrow(last.images)
@@ -158,7 +158,7 @@ def clock(devices: Devices, work: Callable[[], object]) -> float:
     """Seconds that the slowest process takes: all must judge alike what there is time for."""
     start = now(devices.device)
     work()
-    return devices.largest([now(devices.device) - start])[0]
+    return devices.all_reduce_max([now(devices.device) - start])[0]
 
 
 class Sample(Feed):
@@ -166,7 +166,7 @@ class Sample(Feed):
 
     def __init__(self, source: Source, devices: Devices, at_least: int | None) -> None:
         self.source = self.whole = source
-        self.device, self.world, self.few = devices.device, devices.world, 1
+        self.device, self.world, self.few = devices.device, devices.world_size, 1
         indices = np.unique(np.linspace(0, len(source) - 1, DIFFERENT).astype(np.int64))
         start = time.perf_counter()
         canvas = Reader(source, at_least, False).images(indices)

@@ -93,9 +93,9 @@ def train(
     """
     source = os.fspath(source)
     with stoppable() as place, connected(device) as devices:
-        say = to_terminal if devices.first else nobody
+        say = to_terminal if devices.is_main else nobody
         options = options or Options(compile=devices.device.type == "cuda")
-        with devices.together():
+        with devices.sync_errors():
             check_numbers(micro_batch_size, workers, options)
             resolved = resolve(recipe, model, changes, devices.device.type)
             splits, resolved, trained, said = look_at(source, resolved, model)
@@ -103,14 +103,14 @@ def train(
             said += sentences
             folder, going_on = choose_folder(out, source, resolved.name)
         # As the first process sees it, which writes there.
-        folder, going_on, precision = devices.agreed((folder, going_on, resolved.precision))
+        folder, going_on, precision = devices.broadcast((folder, going_on, resolved.precision))
         resolved = dataclasses.replace(resolved, precision=precision)
         place.append(folder)
         if going_on:
             return _resume(folder, devices, options, workers, say)
         for sentence in said:
             say(sentence)
-        with devices.together():
+        with devices.sync_errors():
             # Who cannot teach is told before anything is decoded or measured.
             asked = open_asked(resolved, splits.train, devices.device)
             check_stores(resolved, splits.train)
@@ -128,12 +128,12 @@ def train(
         check_same_data(devices, facts)
         missing = missing_folders(folder)
         work_begins()
-        with alone(folder, devices.first), tidied(folder, missing if devices.first else None), resumable(folder):
-            if devices.first:
+        with alone(folder, devices.is_main), tidied(folder, missing if devices.is_main else None), resumable(folder):
+            if devices.is_main:
                 text = yaml.safe_dump(json.loads(json.dumps(resolved.to_dict())), sort_keys=False)
                 write_aside(folder / "recipe.yaml", lambda side: side.write_text(text))
                 write_json(folder / "run.json", facts)  # last: from here on it can be resumed
-            devices.wait()
+            devices.barrier()
             return go(folder, resolved, start, splits, devices, options, workers, facts, say, guide)
 
 
@@ -155,7 +155,7 @@ def foresee(
     """
     with connected(device) as devices:
         options = options or Options(compile=devices.device.type == "cuda")
-        with devices.together():
+        with devices.sync_errors():
             check_numbers(micro_batch_size, workers, options)
             resolved = resolve(recipe, model, changes, devices.device.type)
             splits, resolved, trained, said = look_at(source, resolved, model)
@@ -174,7 +174,7 @@ def foresee(
         pace = rehearse(start, resolved, devices, splits, options, guide, workers)
         said += [*unseen(start), devices.describe(resolved.batch_size)]
         said.append(forecast(plan, pace, resolved, devices, splits.train, options, seeds))
-        return said if devices.first else []
+        return said if devices.is_main else []
 
 
 def measured(
@@ -184,9 +184,9 @@ def measured(
     model.recompute = options.recompute
     if options.sharding != "none":
         check_shardable(model)
-    shares = devices.world if options.sharding != "none" else 1
+    shares = devices.world_size if options.sharding != "none" else 1
     guide = Guide(recipe, model, splits.train, devices.device, asked)
-    return guide, make_plan(model, recipe, devices.device, recipe.batch_size // devices.world, shares, guide.teacher)
+    return guide, make_plan(model, recipe, devices.device, recipe.batch_size // devices.world_size, shares, guide.teacher)
 
 
 def resume(
@@ -203,7 +203,7 @@ def resume(
     other = {name: value for name, value in given.items() if value is not None}
     with stoppable() as place, connected(device) as devices:
         place.append(Path(folder))
-        return _resume(Path(folder), devices, options, workers, to_terminal if devices.first else nobody, other)
+        return _resume(Path(folder), devices, options, workers, to_terminal if devices.is_main else nobody, other)
 
 
 def _resume(
@@ -215,7 +215,7 @@ def _resume(
     other: dict[str, Any] | None = None,
 ) -> Run:
     """`other`: of the run's own options, those that are to be different from now on."""
-    with devices.together():
+    with devices.sync_errors():
         facts = read_run(folder)
         try:
             recipe, saved, data = Recipe.from_dict(facts["recipe"]), Options(**facts["options"]), facts["data"]["fingerprint"]
@@ -224,9 +224,9 @@ def _resume(
         splits = open_splits(facts["source"], held_out=recipe.data.validation_fraction)
         if fingerprint(splits) != data:
             raise UserError(f"The images at {facts['source']} are not those that {folder} was started with.")
-        if facts["micro_batches"] % devices.world:
+        if facts["micro_batches"] % devices.world_size:
             raise UserError(
-                f"{folder} cuts its batch into {facts['micro_batches']} parts, which {devices.world} processes cannot share evenly."
+                f"{folder} cuts its batch into {facts['micro_batches']} parts, which {devices.world_size} processes cannot share evenly."
             )
         check_same_teachers(recipe, facts.get("teachers"), folder)
         asked = open_asked(recipe, splits.train, devices.device)
@@ -242,7 +242,7 @@ def _resume(
     )
     check_numbers(None, workers, options)
     work_begins()
-    with alone(folder, devices.first), resumable(folder):
+    with alone(folder, devices.is_main), resumable(folder):
         return go(folder, recipe, model, splits, devices, options, workers, facts, say, guide, resumed=True)
 
 
@@ -307,7 +307,7 @@ def go(
     at_least = round(max(recipe.augmentation.image_size) * recipe.data.decode_scale) or None
     for sentence in guide.said:
         say(sentence)
-    with devices.together():
+    with devices.sync_errors():
         feeds = [
             Feed(part, devices.device, workers, at_least, facts["unreadable"], say) for part in (splits.train, splits.validation)
         ]
@@ -324,8 +324,8 @@ def go(
         )
     elif resumed:
         say(f"There is no checkpoint in {folder} yet: starting at its first step.")
-    metrics = Metrics(folder, training.step) if devices.first and not ended else None
-    console = None if devices.first else Console(quiet=True)
+    metrics = Metrics(folder, training.step) if devices.is_main and not ended else None
+    console = None if devices.is_main else Console(quiet=True)
     band = find_band(recipe.to_dict(), facts["data"])
     display = Display(training.total, training.order.steps, recipe.batch_size, training.step, console, band=band)
     try:
@@ -333,7 +333,7 @@ def go(
             if options.compile:
                 display.doing("compiling")
             if not ended:
-                training.run(display, metrics, Speed(model, devices.device, devices.world))
+                training.run(display, metrics, Speed(model, devices.device, devices.world_size))
                 display.finish()
     except Stopped:
         if training.step == training.total:
@@ -355,14 +355,14 @@ def go(
             feed.close()
     with training.reported():
         weights = gather(model, options.sharding)
-        if devices.first:
+        if devices.is_main:
             save_artifact(folder / "last.safetensors", model, recipe, {"step": training.step}, weights)
     try:
-        if devices.first:
+        if devices.is_main:
             close_run(training, folder, splits, workers, say)
     finally:
         feeds[1].close()
-    devices.wait()
+    devices.barrier()
     return Run(folder, True, training.best)
 
 

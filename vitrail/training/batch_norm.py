@@ -55,7 +55,7 @@ class Statistics:
         """At the end of the step; where `skip` [] is 1 the statistics stay what they were before it."""
         if self.idle:
             return
-        total = self.devices.sum(torch.cat([tensor.flatten() for tensor in self.total])) / self.devices.micro_batches
+        total = self.devices.all_reduce_sum(torch.cat([tensor.flatten() for tensor in self.total])) / self.devices.micro_batches
         parts = total.split([tensor.numel() for tensor in self.moving])
         for tensor, old, new in zip(self.moving, self.before, parts, strict=False):
             tensor.copy_(torch.where(skip > 0, old, new.view_as(old)))

@@ -27,59 +27,59 @@ class Devices:
 
     device: torch.device
     rank: int = 0
-    world: int = 1
+    world_size: int = 1
     micro_batches: int = 1
 
     @property
-    def first(self) -> bool:
+    def is_main(self) -> bool:
         return self.rank == 0
 
     @property
-    def mine(self) -> tuple[int, ...]:
+    def own_micro_batches(self) -> tuple[int, ...]:
         """The units that this process computes, one after the other."""
-        return tuple(range(self.rank, self.micro_batches, self.world))
+        return tuple(range(self.rank, self.micro_batches, self.world_size))
 
     @property
     def accumulation(self) -> int:
-        return self.micro_batches // self.world
+        return self.micro_batches // self.world_size
 
     def describe(self, batch: int) -> str:
         kind = "GPU" if self.device.type == "cuda" else self.device.type.upper()
         name = f"{kind} ({torch.cuda.get_device_name(self.device)})" if self.device.type == "cuda" else kind
-        return f"batch {batch} = {self.world} x {name} x {self.accumulation} accumulation x {batch // self.micro_batches}"
+        return f"batch {batch} = {self.world_size} x {name} x {self.accumulation} accumulation x {batch // self.micro_batches}"
 
-    def sum(self, values: Tensor) -> Tensor:
+    def all_reduce_sum(self, values: Tensor) -> Tensor:
         """The sum over all processes, in place and on the device."""
-        if self.world > 1:
+        if self.world_size > 1:
             dist.all_reduce(values)
         return values
 
-    def largest(self, values: list[float]) -> list[float]:
+    def all_reduce_max(self, values: list[float]) -> list[float]:
         """The largest of each number over all processes. Goes from processor to processor: no device is waited for."""
-        if self.world == 1:
+        if self.world_size == 1:
             return values
         tensor = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return tensor.tolist()
 
-    def wait(self) -> None:
+    def barrier(self) -> None:
         """Until all processes are here; one that has died is noticed at once, which a barrier of the devices would not do."""
-        self.largest([0.0])
+        self.all_reduce_max([0.0])
 
-    def all(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """What every process has there."""
-        if self.world == 1:
+        if self.world_size == 1:
             return [value]
-        found = [None] * self.world
+        found = [None] * self.world_size
         dist.all_gather_object(found, value)
         return found
 
-    def agreed(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """What the first process has there."""
-        return self.all(value)[0]
+        return self.all_gather(value)[0]
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def sync_errors(self) -> Iterator[None]:
         """Trouble of one process is everybody's at the end of the block, so that nobody waits for one that has left.
 
         Inside the block a process must not wait for others.
@@ -89,10 +89,10 @@ class Devices:
             yield
         except UserError as error:
             trouble = error
-        sentence = next((each for each in self.all(None if trouble is None else str(trouble)) if each is not None), None)
+        sentence = next((each for each in self.all_gather(None if trouble is None else str(trouble)) if each is not None), None)
         if sentence is not None:
             trouble = UserError(sentence) if trouble is None else trouble
-            trouble.told_here = self.first if self.world > 1 else None
+            trouble.report_here = self.is_main if self.world_size > 1 else None
             raise trouble
 
 
@@ -108,9 +108,9 @@ def connected(device: str | None = None) -> Iterator[Devices]:
     try:
         yield Devices(chosen, rank, world, world)
     except UserError as error:
-        shared = error.told_here is not None or world == 1
-        if error.told_here is None:
-            error.told_here = first_to_tell(store, otherwise=False)
+        shared = error.report_here is not None or world == 1
+        if error.report_here is None:
+            error.report_here = first_to_tell(store, otherwise=False)
         if shared or chosen.type == "cpu":  # devices that compute for the others would keep this one waiting
             leave(store)
         raise
@@ -121,7 +121,7 @@ def connected(device: str | None = None) -> Iterator[Devices]:
             raise
         # The devices may wait for the lost one for ever, so that there is no orderly farewell.
         trouble = UserError(f"Process {rank} has lost the others: one of them has ended, or the connection has.")
-        trouble.told_here = first_to_tell(store, otherwise=True)
+        trouble.report_here = first_to_tell(store, otherwise=True)
         raise trouble from None
     leave(store)
 
@@ -195,7 +195,7 @@ def choose_device(name: str | None, local: int = 0) -> torch.device:
         if index >= count:
             trouble = UserError(f"There is no GPU number {index}; this machine has {count}.")
             # Of the processes without a GPU the first tells it; those with one do not know.
-            trouble.told_here = index == count if device.index is None else None
+            trouble.report_here = index == count if device.index is None else None
             raise trouble
         return torch.device("cuda", index)
     return device
@@ -215,7 +215,7 @@ def wrap(module: nn.Module, model: VisionTransformer, devices: Devices, sharding
     """The module that the loop calls: as it is, replicated (DDP), or with every block's weights sharded (FSDP2)."""
     if sharding == "full":
         return shard(module, model, devices)
-    return replicate(module, model, devices) if devices.world > 1 else module
+    return replicate(module, model, devices) if devices.world_size > 1 else module
 
 
 def replicate(module: nn.Module, model: VisionTransformer, devices: Devices) -> nn.Module:
@@ -236,7 +236,7 @@ def shard(module: nn.Module, model: VisionTransformer, devices: Devices) -> nn.M
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
     check_shardable(model)
-    mesh = init_device_mesh(devices.device.type, (devices.world,))
+    mesh = init_device_mesh(devices.device.type, (devices.world_size,))
     # Weights travel in single precision and autocast rounds them where they are used, as it does without sharding. Sending
     # them in half would be faster and another training: norms, scales and the residual stream would be rounded too.
     for part in (*model.blocks, model):

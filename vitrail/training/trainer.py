@@ -123,7 +123,7 @@ class Trainer:
 
     def run(self, display: Display, metrics: Metrics | None, speed: Speed) -> None:
         """From `step` to the end. Raises Stopped when asked to stop and NotFinite at a loss that is no number."""
-        stream = self.train.stream(self.order, self.devices.mine, self.devices.micro_batches)
+        stream = self.train.stream(self.order, self.devices.own_micro_batches, self.devices.micro_batches)
         saved = time.monotonic()
         begun = saved - self.seconds
         at_once = f"Stopped at once; `vitrail resume {self.folder}` goes on from what was saved last."
@@ -136,13 +136,13 @@ class Trainer:
                 if logging:
                     self._note(speed)
                 # Several processes wait for their notes: a step that stops one of them must stop all, at the same place.
-                self._tell(display, metrics, wait=logging and self.devices.world > 1)
+                self._tell(display, metrics, wait=logging and self.devices.world_size > 1)
                 if ended or self.step % self.test_every == 0:
                     self._tell(display, metrics, wait=True)
                     display.doing("validating")
                     speed.pause(lambda: self._validate(display, metrics))
                 # One process that is asked to stop stops all of them, at the same step.
-                stop, due = self.devices.largest([asked["stop"], time.monotonic() - saved > self.options.save_seconds])
+                stop, due = self.devices.all_reduce_max([asked["stop"], time.monotonic() - saved > self.options.save_seconds])
                 self.seconds = time.monotonic() - begun
                 if stop or due or ended or (self.options.save_steps and self.step % self.options.save_steps == 0):
                     self._tell(display, metrics, wait=True)
@@ -161,16 +161,16 @@ class Trainer:
         set_rate(self.optimizer, rate_at(recipe.schedule, recipe.lr, step, self.order.steps))
         self.statistics.begin()
         loss = torch.zeros((), device=self.devices.device)
-        for micro_batch in self.devices.mine:
+        for micro_batch in self.devices.own_micro_batches:
             images, targets = self.prepare(next_batch(), step, micro_batch)
             seed_generators(micro_batch_seed(recipe.seed, step, micro_batch), self.devices.device)
-            with without_reduction(self.module, micro_batch == self.devices.mine[-1]):
+            with without_reduction(self.module, micro_batch == self.devices.own_micro_batches[-1]):
                 loss += self.compute(images, targets)
         if self.scaler:
             self.scaler.unscale_(self.optimizer)
         own_clip = recipe.optimizer.kind == "lamb"
         norm = clip_gradients(self.parameters, 0.0 if own_clip else recipe.optimizer.clip_grad_norm)
-        bad = self._account(self.devices.sum(loss) / self.devices.world, norm)
+        bad = self._account(self.devices.all_reduce_sum(loss) / self.devices.world_size, norm)
         self.statistics.settle(skip=bad)
         self.optimizer.found_inf = bad  # type: ignore[attr-defined]  # a step with it set changes nothing
         self.optimizer.step()
@@ -267,12 +267,12 @@ class Trainer:
         view = test_view(self.model.preprocessing)
         share = max(self.recipe.batch_size // self.devices.micro_batches, 1)
         with self.reported(), self.autocast():
-            hits = count_hits(self.model, self.validation, view, share, self.devices.rank, self.devices.world)
-            return summarize(self.devices.sum(hits), self.model.architecture.classes)
+            hits = count_hits(self.model, self.validation, view, share, self.devices.rank, self.devices.world_size)
+            return summarize(self.devices.all_reduce_sum(hits), self.model.architecture.classes)
 
     def _may_capture(self) -> bool:
         """Whether a step is one unit of one process, whose gradients a graph can write anew each time."""
-        options, alone = self.options, self.devices.world == self.devices.micro_batches == 1
+        options, alone = self.options, self.devices.world_size == self.devices.micro_batches == 1
         plain = options.sharding == "none" and not options.recompute and self.scaler is None
         return options.compile and self.devices.device.type == "cuda" and alone and plain
 
@@ -287,7 +287,7 @@ class Trainer:
     def save(self) -> None:
         """The best weights so far as an artifact, then the state of this moment, which counts on the artifact being there."""
         self._check()
-        if self.best_weights is not None and self.devices.first:
+        if self.best_weights is not None and self.devices.is_main:
             save_artifact(self.folder / "best.safetensors", self.model, self.recipe, self.best, self.best_weights)
         self.best_weights = None
         save_state(self)

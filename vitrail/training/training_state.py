@@ -41,9 +41,9 @@ Result = TypeVar("Result")
 def save_state(training: "Trainer") -> None:
     """Write a checkpoint; every process takes part."""
     if training.options.sharding == "none":
-        if training.devices.first:
+        if training.devices.is_main:
             training.checkpoints.save(training.step, groups_of(training), facts_of(training))
-        training.devices.wait()
+        training.devices.barrier()
     else:
         save_sharded(training, facts_of(training))
 
@@ -77,8 +77,8 @@ def load_state(training: "Trainer", say: Callable[[str], None]) -> bool:
     """Go back to the newest whole checkpoint; False if there is none."""
     devices, folder = training.devices, training.checkpoints.folder
     names = [path.name for path in training.checkpoints.all()]
-    known = devices.agreed(names)
-    with devices.together():
+    known = devices.broadcast(names)
+    with devices.sync_errors():
         if names != known:
             raise UserError(f"Not all processes see the same checkpoints: {folder} must be a folder that all machines share.")
 
@@ -90,7 +90,7 @@ def load_state(training: "Trainer", say: Callable[[str], None]) -> bool:
         return False
     step, groups, facts = found
     put_back(training, step, spread(training, groups) if training.options.sharding != "none" else groups, facts)
-    if step == training.total and devices.first:
+    if step == training.total and devices.is_main:
         training.checkpoints.tidy(step)  # nothing will be saved any more, which would tidy too
     return True
 
@@ -134,8 +134,8 @@ def save_sharded(training: "Trainer", facts: dict[str, Any]) -> None:
     devices, folder = training.devices, training.checkpoints.folder
     name = f"step-{training.step:09d}.sharded"
     side = folder / f".{name}.part"
-    with devices.together():
-        if devices.first:
+    with devices.sync_errors():
+        if devices.is_main:
             shutil.rmtree(side, ignore_errors=True)
             try:
                 side.mkdir(parents=True)
@@ -146,9 +146,9 @@ def save_sharded(training: "Trainer", facts: dict[str, Any]) -> None:
     except CheckpointException as error:
         raise Unwritten(f"{folder / name} could not be written, {reason(error)}", "make room there") from None
     mine = {path.name: sum_of(path) for path in share_of(side, devices)}
-    sums = {name: found for part in devices.all(mine) for name, found in part.items()}
-    with devices.together():
-        if devices.first:
+    sums = {name: found for part in devices.all_gather(mine) for name, found in part.items()}
+    with devices.sync_errors():
+        if devices.is_main:
             text = json.dumps({"layout": LAYOUT, "step": training.step, "facts": facts, "sums": sums})
             write_aside(side / CLOSING, lambda path: path.write_text(text))
             flush(side)
@@ -193,19 +193,19 @@ def open_sharded(training: "Trainer", path: Path) -> tuple[dict[str, Any], dict[
 
 def share_of(folder: Path, devices: Devices) -> list[Path]:
     """The files of a checkpoint that this process looks at."""
-    return sorted(path for path in folder.iterdir() if path.name != CLOSING)[devices.rank :: devices.world]
+    return sorted(path for path in folder.iterdir() if path.name != CLOSING)[devices.rank :: devices.world_size]
 
 
 def jointly(devices: Devices, read: Callable[[], Result]) -> Result:
     """What one process cannot read none reads, so that all go back to the same checkpoint."""
     found: list[Result] = []
     trouble = None
-    with devices.together():
+    with devices.sync_errors():
         try:
             found.append(read())
         except DAMAGE as error:
             trouble = problem(error)
-    trouble = next((each for each in devices.all(trouble) if each), None)
+    trouble = next((each for each in devices.all_gather(trouble) if each), None)
     if trouble:
         raise ValueError(trouble)
     return found[0]
