@@ -1,4 +1,4 @@
-"""Products in eight bits: against float64 by what their codes can hold, and in a network."""
+"""Float8 products: compared with float64 within the rounding of float8, alone and in a network."""
 
 import copy
 
@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import vitrail
-from vitrail.deploy.float8 import CODE, TOP, Float8Linear, coded, to_float8
+from vitrail.deploy.float8 import FP8, FP8_MAX, Float8Linear, quantize_rows, to_float8
 from vitrail.deploy.fold import fold
 
 HALF = 2.0**-4  # half the distance of neighbours that have three bits behind the first
@@ -17,9 +17,9 @@ def test_rows_in_eight_bits_are_as_near_as_they_can_be():
     torch.manual_seed(0)
     x = torch.randn(40, 64) * torch.logspace(-3, 3, 40)[:, None]
     x[7] = 0.0
-    rows, scale = coded(x)
-    assert rows.dtype == CODE
-    assert rows.float().abs().amax(1)[x.abs().amax(1) > 0].eq(TOP).all()
+    rows, scale = quantize_rows(x)
+    assert rows.dtype == FP8
+    assert rows.float().abs().amax(1)[x.abs().amax(1) > 0].eq(FP8_MAX).all()
     found = rows.float() * scale
     least = scale * 2.0**-10  # half the smallest step near zero
     assert ((found - x).abs() <= HALF * x.abs() + least).all()
@@ -32,7 +32,7 @@ def test_a_layer_is_near_what_its_codes_multiply_to(bias):
     found = Float8Linear(layer)(x)
     assert found.dtype == torch.bfloat16
     assert found.shape == (2, 5, 48)
-    (rows, left), (weights, right) = coded(x.flatten(0, 1)), coded(layer.weight.detach())
+    (rows, left), (weights, right) = quantize_rows(x.flatten(0, 1)), quantize_rows(layer.weight.detach())
     exact = (rows.double() * left) @ (weights.double() * right).t() + (layer.bias.double() if bias else 0.0)
     torch.testing.assert_close(found.flatten(0, 1).double(), exact, rtol=2**-7, atol=2**-8)
     wanted = layer(x.float()).flatten(0, 1)
@@ -44,14 +44,14 @@ def test_a_layer_is_moved_but_not_cast():
     before = layer.weight
     layer.to(torch.float64)
     layer.half()
-    assert layer.weight.dtype == before.dtype == CODE
+    assert layer.weight.dtype == before.dtype == FP8
     assert layer.scale.dtype == torch.float32
     assert layer.bias.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("name", ["deit_tiny_patch16", "vit_tiny_patch16_6x2", "cait_xxs24"])
 def test_a_network_keeps_its_answers(name):
-    """Attention and MLPs of blocks are in eight bits; what talks between heads, and the pooling, is not."""
+    """Attention and MLPs of blocks are in float8; talking heads and the pooling are not."""
     torch.manual_seed(2)
     model = vitrail.create(name, 10, 64, depth=3).eval()
     with torch.no_grad():
@@ -62,28 +62,28 @@ def test_a_network_keeps_its_answers(name):
         wanted = model(images)
         folded, notes = fold(copy.deepcopy(model))
         folded.to(torch.bfloat16)
-        to_float8(folded.trunk, notes)
+        to_float8(folded.backbone, notes)
         found = folded(images.bfloat16()).float()
-    assert notes.done["products in eight bits"] >= 5
+    assert notes.done["products in float8"] >= 5
     assert (found - wanted).norm() < 0.15 * wanted.norm()
     assert (found.argmax(1) == wanted.argmax(1)).float().mean() >= 0.75
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU may have such products")
 def test_refused_where_there_are_no_such_products():
-    with pytest.raises(vitrail.UserError, match="fp8 needs a GPU of Hopper's kind"):
+    with pytest.raises(vitrail.UserError, match="fp8 needs a Hopper GPU or later"):
         vitrail.optimize(vitrail.create("deit_tiny_patch16", 10, 32, depth=1), precision="fp8")
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="needs a Hopper GPU")
-@pytest.mark.parametrize("aim", ["latency", "throughput"])
-def test_a_network_on_a_gpu(aim):
+@pytest.mark.parametrize("goal", ["latency", "throughput"])
+def test_a_network_on_a_gpu(goal):
     torch.manual_seed(3)
     model = vitrail.create("deit_small_patch16", 100, 224).cuda().eval()
-    optimized = vitrail.optimize(model, aim, batch=8, precision="fp8")
+    optimized = vitrail.optimize(model, goal, batch_size=8, precision="fp8")
     assert optimized.report.precision == "fp8"
-    assert any("products in eight bits: 47" in sentence for sentence in optimized.report.done), optimized.report.done
+    assert any("products in float8: 47" in message for message in optimized.report.applied), optimized.report.applied
     images = torch.randn(8, 3, 224, 224, device="cuda")
     with torch.no_grad():
         wanted, found = model(images), optimized(images)
@@ -93,6 +93,6 @@ def test_a_network_on_a_gpu(aim):
 def test_odd_widths_stay_as_they_are():
     model = vitrail.create("deit_tiny_patch16", 10, 32, width=40, heads=5, depth=2, mlp_ratio=2.0).eval()
     folded, notes = fold(model)
-    to_float8(folded.trunk, notes)
-    assert not notes.done["products in eight bits"]
-    assert any("no multiples of 16" in sentence for sentence in notes.left)
+    to_float8(folded.backbone, notes)
+    assert not notes.done["products in float8"]
+    assert any("not multiples of 16" in message for message in notes.left)

@@ -11,7 +11,7 @@ from tests.models.test_every_model import any_size, randomize
 from tests.models.test_grid import architectures
 from tests.small import structures
 from vitrail.deploy.fold import NORMS, SCALES, fold
-from vitrail.deploy.folded_layers import FoldedResidual, WideAttention, WideFeedForward
+from vitrail.deploy.folded_layers import FoldedAttention, FoldedFeedForward, FoldedResidual
 from vitrail.deploy.parity import difference
 from vitrail.layers.attention import TalkingHeads
 from vitrail.models.config import Architecture
@@ -57,10 +57,10 @@ def test_parallel_branches_become_one(branches, residual, qkv_bias):
     assert notes.done[NORMS] == 2 * branches * a.depth + 1
     assert notes.done[SCALES] == (0 if residual == "plain" else 2 * branches * a.depth)
     assert not notes.left
-    mix, ffn = folded.trunk.blocks[0].mix.bodies, folded.trunk.blocks[0].ffn.bodies
+    mix, ffn = folded.backbone.blocks[0].mix.bodies, folded.backbone.blocks[0].ffn.bodies
     assert len(mix) == len(ffn) == 1
-    assert isinstance(mix[0], WideAttention)
-    assert isinstance(ffn[0], WideFeedForward)
+    assert isinstance(mix[0], FoldedAttention)
+    assert isinstance(ffn[0], FoldedFeedForward)
     assert mix[0].qkv.weight.shape == (3 * branches * 32, 32)
     assert mix[0].proj.weight.shape == (32, branches * 32)
     assert ffn[0].fc1.weight.shape == (branches * 4 * 32, 32)
@@ -79,12 +79,12 @@ def test_one_attention_call_per_block(monkeypatch):
 def test_the_last_block_computes_only_the_class_token():
     rows = []
     folded, notes = fold(randomize(build(SMALL)).eval())
-    for block in folded.trunk.blocks:
+    for block in folded.backbone.blocks:
         block.ffn.bodies[0].fc1.register_forward_hook(lambda module, given, result: rows.append(result.shape[1]))
     with torch.no_grad():
         folded(torch.randn(1, 3, 8, 12))
     assert rows == [7, 1]
-    assert notes.done["last blocks that compute only the tokens that are read"] == 1
+    assert notes.done["last blocks that compute the prefix tokens only"] == 1
 
 
 @pytest.mark.parametrize(
@@ -111,12 +111,12 @@ def test_corners(changes):
 
 def test_what_stays_is_said():
     _, _, folded, notes = answers(SMALL.replace(mixer="talking_heads", branches=2))
-    mix = folded.trunk.blocks[0].mix
+    mix = folded.backbone.blocks[0].mix
     assert isinstance(mix, FoldedResidual)
     assert [type(body) for body in mix.bodies] == [TalkingHeads, TalkingHeads]
     assert isinstance(mix.norm, torch.nn.LayerNorm)
     assert mix.norm.weight is None
-    assert any(sentence.startswith("talking heads") for sentence in notes.left)
+    assert any(reason.startswith("talking heads") for reason in notes.left)
 
 
 def test_batch_norms_of_stems_disappear():

@@ -10,14 +10,14 @@ from tests.models.test_every_model import randomize
 from tests.small import structures
 from vitrail.deploy import cpu_kernels as kernels
 from vitrail.deploy import onednn, optimize
-from vitrail.deploy.onednn_layers import CodedLinear, CodedNorm, PackedAttention, PackedLinear, PackedPatches
+from vitrail.deploy.onednn_layers import Int8Linear, Int8Norm, PackedAttention, PackedLinear, PackedPatches
 from vitrail.deploy.parity import difference
 from vitrail.models.config import Architecture
 from vitrail.models.registry import build
 
 SMALL = Architecture(width=64, depth=3, heads=2, classes=5, image_size=(16, 24), patch_size=4, residual="layerscale")
 LIMITS = {"fp32": 1e-5, "bf16": 0.05, "int8": 0.1}
-pytestmark = pytest.mark.skipif(not onednn.can_code(), reason="this torch has no oneDNN")
+pytestmark = pytest.mark.skipif(not onednn.can_quantize(), reason="this torch has no oneDNN")
 
 
 def small(**changes):
@@ -75,15 +75,15 @@ def test_what_runs():
     packed = vitrail.optimize(model, precision="fp32")
     assert len(of_kind(packed, PackedLinear)) == 1 + 3 * 4 + 1  # the stem; the last block asks apart; a head of 5 is too small
     assert not of_kind(packed, torch.nn.Conv2d)
-    coded = vitrail.optimize(model, precision="int8")
-    assert len(of_kind(coded, CodedLinear)) == 3 * 4 + 1
-    assert len(of_kind(coded, PackedPatches)) == 1
-    if kernels.native() is not None:
-        assert len(of_kind(coded, CodedNorm)) == 6
-    assert coded.report.precision == "int8"
-    assert "products in eight bits: 13" in coded.report.done
-    assert "same first answer for 4 of 4" in str(coded.report)
-    assert any("no example was given" in sentence for sentence in coded.report.left)
+    quantized = vitrail.optimize(model, precision="int8")
+    assert len(of_kind(quantized, Int8Linear)) == 3 * 4 + 1
+    assert len(of_kind(quantized, PackedPatches)) == 1
+    if kernels.load_cpu_kernels() is not None:
+        assert len(of_kind(quantized, Int8Norm)) == 6
+    assert quantized.report.precision == "int8"
+    assert "products in int8: 13" in quantized.report.applied
+    assert "same top-1 prediction for 4 of 4" in str(quantized.report)
+    assert any("no example was given" in message for message in quantized.report.skipped)
 
 
 def test_eight_bits_do_not_depend_on_the_company():
@@ -92,22 +92,22 @@ def test_eight_bits_do_not_depend_on_the_company():
     optimized = vitrail.optimize(model, precision="int8", example=image)
     loud = torch.cat([image[:1], 50 * image[1:]])
     assert torch.allclose(optimized(loud)[0], optimized(image[:1])[0], atol=1e-5)
-    assert not any("ranges of eight bits" in sentence for sentence in optimized.report.left)
-    assert optimized.report.alike[1] == len(image)
+    assert not any("calibration on" in message for message in optimized.report.skipped)
+    assert optimized.report.same_top1[1] == len(image)
 
 
 @pytest.mark.parametrize("count", [1, 4])
 def test_an_example_of_one_image_is_told(count):
     model = small()
     same = images(model, 1).repeat(count, 1, 1, 1)
-    left = vitrail.optimize(model, precision="int8", example=same).report.left
-    assert any("the example is one image only" in sentence for sentence in left)
-    assert not any("one image only" in sentence for sentence in vitrail.optimize(model, example=same).report.left)
+    left = vitrail.optimize(model, precision="int8", example=same).report.skipped
+    assert any("the example has one distinct image only" in message for message in left)
+    assert not any("one distinct image only" in message for message in vitrail.optimize(model, example=same).report.skipped)
 
 
-def test_eight_bits_that_are_too_few_are_refused(monkeypatch):
-    monkeypatch.setattr(optimize, "COARSE", 1e-4)
-    with pytest.raises(vitrail.UserError, match=r"in int8 .* give more images like yours as the example, or use bf16"):
+def test_a_large_int8_error_is_rejected(monkeypatch):
+    monkeypatch.setattr(optimize, "QUANTIZED_TOLERANCE", 1e-4)
+    with pytest.raises(vitrail.UserError, match=r"in int8 .* pass more of your own images as the example, or use bf16"):
         vitrail.optimize(small(), precision="int8")
 
 
@@ -137,7 +137,7 @@ def test_it_stays_as_and_where_it_is():
     assert optimized.to("cpu") is optimized
     assert optimized.bfloat16() is optimized
     for change in (lambda: optimized.float(), lambda: optimized.to("meta"), lambda: optimized.half()):
-        with pytest.raises(vitrail.UserError, match="keeps its precision and place"):
+        with pytest.raises(vitrail.UserError, match="cannot be moved or cast"):
             change()
     image = torch.randn(2, 3, 16, 24)
     assert torch.equal(copy.deepcopy(optimized)(image), optimized(image))
@@ -163,13 +163,13 @@ def test_images_in_other_layouts():
 
 @pytest.mark.parametrize("precision", LIMITS)
 def test_without_a_compiler(precision, monkeypatch):
-    monkeypatch.setattr(onednn, "native", lambda: None)
-    monkeypatch.setattr(onednn, "why_not", lambda: "there is no C++ compiler (g++)")
+    monkeypatch.setattr(onednn, "load_cpu_kernels", lambda: None)
+    monkeypatch.setattr(onednn, "unavailable_reason", lambda: "there is no C++ compiler (g++)")
     model = small()
     image = images(model)
     optimized = vitrail.optimize(model, precision=precision, example=image)
-    assert "attention by a kernel of our own: there is no C++ compiler (g++)" in optimized.report.left
-    assert all(part.native is None for part in of_kind(optimized, PackedAttention))
+    assert "AVX-512 attention kernel: there is no C++ compiler (g++)" in optimized.report.skipped
+    assert all(part.kernels is None for part in of_kind(optimized, PackedAttention))
     with torch.no_grad():
         assert difference(optimized(image), model(image)) < LIMITS[precision]
 
@@ -180,11 +180,11 @@ def test_without_onednn(monkeypatch):
     optimized = vitrail.optimize(model)
     assert not of_kind(optimized, PackedLinear)
     assert optimized.float().to(torch.float64)(torch.randn(1, 3, 16, 24)).dtype == torch.float64
-    with pytest.raises(vitrail.UserError, match="no products in int8"):
+    with pytest.raises(vitrail.UserError, match="no int8 products"):
         vitrail.optimize(model, precision="int8")
 
 
 def test_float64_is_left_to_torch():
     model = small().double()
     assert not of_kind(vitrail.optimize(model), PackedLinear)
-    assert vitrail.optimize(model, precision="int8").report.running < 0.1
+    assert vitrail.optimize(model, precision="int8").report.total_error < 0.1

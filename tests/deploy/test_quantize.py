@@ -1,64 +1,64 @@
-"""Ranges of eight bits: chosen from what was seen, so that rounding and cutting cost least."""
+"""Int8 ranges: chosen from observed inputs with the least error of rounding and clipping."""
 
 import pytest
 import torch
 from torch import nn
 
-from vitrail.deploy.quantize import Seen, Steps, learn_steps, round_weights
+from vitrail.deploy.quantize import QuantParams, RangeObserver, calibrate, quantize_weights
 
 
-def seen(*values):
-    found = Seen()
-    for look in (found.look, found.count):
+def observe(*values):
+    observer = RangeObserver()
+    for update in (observer.observe_range, observer.observe_histogram):
         for each in values:
-            look(each)
-    return found
+            update(each)
+    return observer
 
 
-def error(steps, x):
-    back = (steps.encode(x).float() - steps.zero) * steps.size
-    return float((back - x).square().mean())
+def error(params, x):
+    dequantized = (params.quantize(x).float() - params.zero_point) * params.scale
+    return float((dequantized - x).square().mean())
 
 
-def test_codes_are_rounded_and_cut_off():
-    steps = Steps(0.5, 10)
+def test_values_are_rounded_and_clipped():
+    params = QuantParams(0.5, 10)
     x = torch.tensor([-100.0, -5.0, -0.3, 0.0, 0.2, 0.3, 122.4, 1e6])
-    assert steps.encode(x).tolist() == [0, 0, 9, 10, 10, 11, 255, 255]
+    assert params.quantize(x).tolist() == [0, 0, 9, 10, 10, 11, 255, 255]
 
 
 @pytest.mark.parametrize("shift", [0.0, 3.0, -40.0])
 def test_the_range_is_near_the_best(shift):
     x = torch.randn(100_000, generator=torch.Generator().manual_seed(0)) + shift
-    chosen = seen(*x.split(30_000)).steps()
+    chosen = observe(*x.split(30_000)).params()
     low, high = min(float(x.min()), 0.0), max(float(x.max()), 0.0)
-    whole = Steps((high - low) / 255, round(-low * 255 / (high - low)))
-    assert error(chosen, x) <= error(whole, x) * 1.001
+    quantized = QuantParams((high - low) / 255, round(-low * 255 / (high - low)))
+    assert error(chosen, x) <= error(quantized, x) * 1.001
 
 
-def test_one_far_outlier_is_cut_off():
-    """Squared errors decide: a single number pays less than all others would."""
+def test_an_outlier_is_clipped():
+    """The squared error of one clipped value is less than the rounding error of all others in a larger range."""
     x = torch.randn(1_000_000, generator=torch.Generator().manual_seed(0))
     x[0] = 20.0
-    assert seen(x).steps().size * 255 < 0.9 * float(x.max() - x.min())
+    assert observe(x).params().scale * 255 < 0.9 * float(x.max() - x.min())
 
 
-def test_numbers_that_are_all_the_same():
-    assert error(seen(torch.zeros(100)).steps(), torch.zeros(5)) == 0
-    steps = seen(torch.full((100,), 2.0)).steps()
-    assert error(steps, torch.full((5,), 2.0)) < 1e-4
+def test_constant_inputs():
+    assert error(observe(torch.zeros(100)).params(), torch.zeros(5)) == 0
+    params = observe(torch.full((100,), 2.0)).params()
+    assert error(params, torch.full((5,), 2.0)) < 1e-4
 
 
-def test_layers_are_watched_and_left():
+def test_hooks_are_removed_after_calibration():
     network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-    first, last = learn_steps(network, [network[0], network[2]], torch.randn(40, 4))
-    assert first.zero > 50  # both signs
-    assert last.zero == 0  # behind a ReLU
+    first, last = calibrate(network, [network[0], network[2]], torch.randn(40, 4))
+    assert first.zero_point > 50  # both signs
+    assert last.zero_point == 0  # after a ReLU
     assert not any(module._forward_pre_hooks for module in network)
 
 
 def test_weights_by_channel():
     weight = torch.randn(6, 40) * torch.tensor([1e-3, 1.0, 5.0, 100.0, 0.0, 1.0])[:, None]
-    whole, factors = round_weights(weight)
-    assert whole.dtype == torch.int8
-    assert ((whole * factors[:, None] - weight).abs() <= 0.5001 * factors[:, None]).all()
-    assert whole.abs().amax(1).tolist() == [127, 127, 127, 127, 0, 127]
+    quantized, scales = quantize_weights(weight)
+    assert quantized.dtype == torch.int8
+    assert ((quantized * scales[:, None] - weight).abs() <= 0.5001 * scales[:, None]).all()
+    assert quantized.abs().amax(1).tolist() == [127, 127, 127, 127, 0, 127]

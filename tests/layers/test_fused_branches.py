@@ -1,4 +1,4 @@
-"""Parallel branches as one while training: the same numbers as one after the other, and the same coins."""
+"""Parallel branches as one while training: same outputs, gradients and random numbers as one after the other."""
 
 import copy
 
@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.models.test_every_model import randomize
-from vitrail.layers import fused_branches
-from vitrail.layers.fused_branches import join_branches
+from vitrail.layers import fused
+from vitrail.layers.fused import fuse_branches
 from vitrail.models.config import Architecture
 from vitrail.models.registry import build
 
@@ -22,21 +22,21 @@ ANSWER = torch.randn(6, 5, dtype=torch.float64, generator=FIXED)
 
 @pytest.fixture
 def joined(monkeypatch):
-    """How often branches ran as one."""
-    counts = []
-    wanted = fused_branches.together
+    """For each residual in turn, whether its branches ran as one."""
+    results = []
+    original = fused.fused_branches
 
-    def counted(branches, x):
-        found = wanted(branches, x)
-        counts.append(found is not None)
-        return found
+    def recorded(branches, x):
+        out = original(branches, x)
+        results.append(out is not None)
+        return out
 
-    monkeypatch.setattr(fused_branches, "together", counted)
-    return counts
+    monkeypatch.setattr(fused, "fused_branches", recorded)
+    return results
 
 
 def passes(model, image=IMAGE, answer=ANSWER, dtype=None):
-    """Logits and all gradients of one step, with the same coins every time."""
+    """Logits and all gradients of one step, with the same seed every time."""
     torch.manual_seed(3)
     with torch.autocast(image.device.type, dtype or torch.bfloat16, enabled=dtype is not None):
         logits = model(image)
@@ -64,10 +64,10 @@ def far(found, wanted):
     ],
     ids=str,
 )
-def test_the_same_numbers(changes, joined):
+def test_same_outputs_and_gradients(changes, joined):
     model = randomize(build(TINY.replace(**changes))).double().train()
     names, wanted = list(model.state_dict()), passes(model)
-    join_branches(model)
+    fuse_branches(model)
     found = passes(model)
     assert len(joined) == sum(len(block.residuals()) for block in model.blocks)
     assert all(joined)
@@ -75,7 +75,7 @@ def test_the_same_numbers(changes, joined):
     assert far(found, wanted) < 1e-10
     model.recompute = True
     assert far(passes(model), wanted) < 1e-10
-    join_branches(model, False)
+    fuse_branches(model, False)
     joined.clear()
     model.recompute = False
     assert all(torch.equal(value, wanted[name]) for name, value in passes(model).items())
@@ -84,7 +84,7 @@ def test_the_same_numbers(changes, joined):
 
 @pytest.mark.parametrize("residual", ["plain", "layerscale"])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, without_gpu])])
-def test_bfloat16_is_as_near_as_before(residual, device):
+def test_bfloat16_is_as_accurate(residual, device):
     """Both ways against float64, each kind of a branch's parameters by itself: at most twice as far."""
     a = TINY.replace(width=96, heads=3, depth=4, residual=residual, drop_path=0.2)
     model = randomize(build(a)).to(device).train()
@@ -96,7 +96,7 @@ def test_bfloat16_is_as_near_as_before(residual, device):
     wanted = passes(copy.deepcopy(model).double(), image, answer)
     errors = []
     for join in (False, True):
-        found = passes(join_branches(model, join), image.float(), answer, torch.bfloat16)
+        found = passes(fuse_branches(model, join), image.float(), answer, torch.bfloat16)
         errors.append({name: ((found[name] - value).norm() / value.norm()).item() for name, value in wanted.items()})
     plain, joined = errors
     assert joined["logits"] < 2 * plain["logits"]
@@ -121,18 +121,18 @@ def test_bfloat16_is_as_near_as_before(residual, device):
     ],
     ids=str,
 )
-def test_what_does_not_fit_runs_as_before(changes, joined):
+def test_unsupported_branches_run_separately(changes, joined):
     model = randomize(build(TINY.replace(**changes))).double().train()
     wanted = passes(model)
-    found = passes(join_branches(model))
+    found = passes(fuse_branches(model))
     assert far(found, wanted) < 1e-10
     assert any(joined) == bool({"mixer", "attention_dropout"} & set(changes))  # the MLPs can be joined nevertheless
     assert any(joined) or all(torch.equal(value, wanted[name]) for name, value in found.items())
 
 
-def test_nobody_is_passed_over(joined):
-    """Evaluation, trace, hooks, export and float16 get each branch by itself."""
-    model = join_branches(randomize(build(TINY))).train()
+def test_branches_run_separately_where_they_must(joined):
+    """In evaluation and trace, with hooks, for export and in float16."""
+    model = fuse_branches(randomize(build(TINY))).train()
     image = IMAGE.float()
     model.trace(image)
     model.eval()(image)
@@ -157,20 +157,20 @@ class Twice(nn.Module):
 
 @pytest.mark.parametrize(("part", "places"), [("mix", [False, True]), ("ffn", [True, False])])
 @pytest.mark.parametrize("instead", [nn.Identity, Twice], ids=["nothing", "something"])
-def test_something_in_the_place_of_a_dropout(part, places, instead, joined):
+def test_another_module_in_place_of_dropout(part, places, instead, joined):
     model = randomize(build(TINY)).double().train()
     getattr(model.block(0), part).branches[1].body.dropout = instead()
-    wanted, found = passes(model), passes(join_branches(model))
+    wanted, found = passes(model), passes(fuse_branches(model))
     assert far(found, wanted) < 1e-10
     assert joined == [*(places if instead is Twice else [True, True]), True, True]
 
 
-def test_activations_that_learn(joined):
+def test_activations_with_parameters(joined):
     model = randomize(build(TINY))
     for start, branch in zip((0.1, 0.4), model.block(0).ffn.branches, strict=True):
         branch.body.activation = nn.PReLU(init=start)
     model.double().train()
-    wanted, found = passes(model), passes(join_branches(model))
+    wanted, found = passes(model), passes(fuse_branches(model))
     assert far(found, wanted) < 1e-10
     assert joined == [True, False, True, True]
 
@@ -178,8 +178,8 @@ def test_activations_that_learn(joined):
 def test_stochastic_depth_switched_off(joined):
     model = randomize(build(TINY.replace(drop_path=0.5))).double().train()
     for branch in model.block(0).mix.branches:
-        branch.drop.eval()
-    wanted, found = passes(model), passes(join_branches(model))
+        branch.drop_path.eval()
+    wanted, found = passes(model), passes(fuse_branches(model))
     assert far(found, wanted) < 1e-10
     assert joined == [False, True, True, True]
 
@@ -188,14 +188,14 @@ def test_stochastic_depth_switched_off(joined):
 @pytest.mark.parametrize(
     ("residual", "wanted"), [("plain", torch.bfloat16), ("scalar", torch.bfloat16), ("layerscale", torch.float32)]
 )
-def test_the_stream_keeps_its_type(residual, wanted, drop, joined):
-    """A convolution's answers are half precision; the first scale of channels makes the sums single."""
+def test_the_residual_stream_keeps_its_dtype(residual, wanted, drop, joined):
+    """The output of a convolution is bfloat16; the first scale of channels promotes the sum to float32."""
     bare = {"stem": "conv", "pos_embed": "none", "pooling": "mean"}
     model = build(TINY.replace(residual=residual, drop_path=drop, **bare)).train()
     for join in (False, True):
-        join_branches(model, join)
+        fuse_branches(model, join)
         with torch.autocast("cpu", torch.bfloat16):
-            x, layout = model._start(*model.embed(IMAGE.float()))
+            x, layout = model._add_pos_embed(*model.embed(IMAGE.float()))
             assert x.dtype == torch.bfloat16
             assert model.block(0).mix(x, layout).dtype == model.block(0)(x, layout).dtype == wanted
     assert joined == [True, True, True]
@@ -203,7 +203,7 @@ def test_the_stream_keeps_its_type(residual, wanted, drop, joined):
 
 def test_a_compiled_block_is_one_graph():
     model = randomize(build(TINY.replace(residual="layerscale", drop_path=0.4))).train()
-    join_branches(model)
+    fuse_branches(model)
     graphs = []
 
     def keep(graph, inputs):

@@ -1,4 +1,4 @@
-"""Residual scales inside the product before them while training: the same numbers, and less that is kept."""
+"""Norm weights and residual scales folded into linear layers while training: same results, fewer stored activations."""
 
 import copy
 
@@ -8,14 +8,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.layers.test_fused_branches import Twice
-from tests.layers.test_passing import HOOKS
 from tests.models.test_every_model import loss, randomize
 from tests.small import structures
-from vitrail.layers import attention, fused_branches, fused_scales
-from vitrail.layers.attention import AcrossPatches, PatchLinear
+from vitrail.layers import attention, fused
 from vitrail.layers.block import Branch
-from vitrail.layers.fused_branches import join_branches
-from vitrail.layers.fused_scales import fold_scales
+from vitrail.layers.fused import fold_scales, fuse_branches, optimize_for_training
+from vitrail.layers.token_mixers import PatchLinear, TokenLinear
 from vitrail.models.config import Architecture
 from vitrail.models.registry import build
 
@@ -23,45 +21,54 @@ TINY = Architecture(width=32, depth=2, heads=2, classes=5, patch_size=8, image_s
 BARE = {"pooling": "mean", "pos_embed": "none"}
 IMAGE = torch.randn(8, 3, 32, 48, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 PATCHES = {"mixer": "linear", "norm": "affine", **BARE}
+HOOKS = ("register_forward_pre_hook", "register_forward_hook", "register_full_backward_pre_hook", "register_full_backward_hook")
 
 
 @pytest.fixture
 def taken(monkeypatch):
-    """For every branch in turn, which scales were part of a product: "in" that of the norm, "out" that of the residual."""
-    answers, wanted = [], {name: getattr(fused_scales, name) for name in ("folded", "entering", "leaving", "across_patches")}
+    """For each branch in turn, which scales were folded: "in" that of the norm, "out" that of the residual."""
+    words = {"norm_folded": "in", "scale_folded": "out", "folded_patch_linear": "inout"}
+    results, original = [], {name: getattr(fused, name) for name in ("folded_branch", *words)}
 
-    def folded(*arguments):
-        answers.append("")
-        return wanted["folded"](*arguments)
+    inside = []
 
-    def said(name, word):
+    def folded_branch(*arguments):
+        results.append("")
+        inside.append(True)
+        try:
+            return original["folded_branch"](*arguments)
+        finally:
+            inside.pop()
+
+    def recorded(name):
         def run(*arguments):
-            found = wanted[name](*arguments)
-            answers[-1] += word if found is not None else ""
-            return found
+            out = original[name](*arguments)
+            if inside:  # fused branches are folded too
+                results[-1] += words[name] if out is not None else ""
+            return out
 
         return run
 
-    monkeypatch.setattr(fused_scales, "folded", folded)
-    for name, word in (("entering", "in"), ("leaving", "out"), ("across_patches", "inout")):
-        monkeypatch.setattr(fused_scales, name, said(name, word))
-    return answers
+    monkeypatch.setattr(fused, "folded_branch", folded_branch)
+    for name in words:
+        monkeypatch.setattr(fused, name, recorded(name))
+    return results
 
 
 def expected(model):
-    """What the branches of a whole model fold."""
+    """What the branches of a model fold."""
     a = model.architecture
     enters = "in" if a.norm in ("layer", "affine") and a.norm_place == "pre" and a.residual != "fixup" else ""
     leaves = "out" if a.residual in ("layerscale", "affine", "scalar", "rezero", "skipinit") and not a.dropout else ""
     across = "inout" if enters and leaves and a.norm == "affine" else ""
     bodies = [part.body for part in model.modules() if isinstance(part, Branch)]
     return [
-        enters + leaves if type(body) in fused_scales.ENDS else across if type(body) is PatchLinear else "" for body in bodies
+        enters + leaves if type(body) in fused.FIRST_AND_LAST else across if type(body) is PatchLinear else "" for body in bodies
     ]
 
 
 def passes(model, image=IMAGE, rounding=False):
-    """All answers and all gradients of one step, with the same coins every time."""
+    """Logits and all gradients of one step, with the same seed every time."""
     torch.manual_seed(3)
     with torch.autocast("cpu", torch.bfloat16, enabled=rounding):
         outputs = model.outputs(image)
@@ -83,7 +90,7 @@ PAPERS = structures()
 
 @pytest.mark.parametrize("changes", [{}, {"drop_path": 0.4}, {"drop_path": 0.4, "drop_path_kind": "skip"}], ids=str)
 @pytest.mark.parametrize("name", PAPERS)
-def test_the_same_numbers_for_every_paper(name, changes, taken):
+def test_same_outputs_and_gradients_for_every_paper(name, changes, taken):
     a = PAPERS[name].replace(**changes)
     model = randomize(build(a)).double().train()
     image = torch.randn(5, a.channels, *a.image_size, dtype=torch.float64)
@@ -120,7 +127,7 @@ def test_the_same_numbers_for_every_paper(name, changes, taken):
     ],
     ids=str,
 )
-def test_the_same_numbers(changes, taken):
+def test_same_outputs_and_gradients(changes, taken):
     model = randomize(build(TINY.replace(**changes))).double().train()
     wanted = passes(model)
     assert far(passes(fold_scales(model)), wanted) < 1e-10
@@ -129,7 +136,7 @@ def test_the_same_numbers(changes, taken):
     assert far(passes(model), wanted) < 1e-10
 
 
-def test_a_scale_of_zero_learns(taken):
+def test_a_scale_of_zero_is_trained(taken):
     model = build(TINY.replace(residual="rezero")).double().train()
     nn.init.normal_(model.head.weight)
     wanted, found = passes(model), passes(fold_scales(model))
@@ -138,14 +145,14 @@ def test_a_scale_of_zero_learns(taken):
     assert all(found[name].abs().max() > 0 for name in found if name.endswith("scale.weight"))
 
 
-def test_branches_that_are_one_stay_so(monkeypatch, taken):
-    joined, together = [], fused_branches.together
-    monkeypatch.setattr(fused_branches, "together", lambda *given: joined.append(1) or together(*given))
+def test_fused_branches_stay_fused(monkeypatch, taken):
+    joined, original = [], fused.fused_branches
+    monkeypatch.setattr(fused, "fused_branches", lambda *arguments: joined.append(1) or original(*arguments))
     model = randomize(build(TINY.replace(branches=2, drop_path=0.3))).double().train()
     wanted = passes(model)
-    assert far(passes(join_branches(fold_scales(model))), wanted) < 1e-10
+    assert far(passes(fuse_branches(fold_scales(model))), wanted) < 1e-10
     assert (len(joined), taken) == (4, [])
-    model.block(0).mix.branches[1].body.qkv.register_forward_hook(lambda *_: None)  # joined no more, folded nevertheless
+    model.block(0).mix.branches[1].body.qkv.register_forward_hook(lambda *_: None)  # no longer fused, still folded
     assert far(passes(model), wanted) < 1e-10
     assert taken == ["inout", "out"]
 
@@ -168,7 +175,7 @@ def test_branches_that_are_one_stay_so(monkeypatch, taken):
     ],
     ids=str,
 )
-def test_what_does_not_fit_runs_as_before(changes, folded, taken):
+def test_unsupported_branches_are_not_folded(changes, folded, taken):
     model = randomize(build(TINY.replace(**changes))).double().train()
     wanted, found = passes(model), passes(fold_scales(model))
     assert taken == 2 * folded
@@ -187,8 +194,8 @@ def test_what_does_not_fit_runs_as_before(changes, folded, taken):
         ("body.qkv.weight", "out"),
     ],
 )
-def test_what_is_frozen(frozen, folded, taken):
-    """A product that does not learn would have to keep what goes into it; a bias is no matter."""
+def test_frozen_parameters(frozen, folded, taken):
+    """A frozen layer would have to store its input; a frozen bias has no effect."""
     model = randomize(build(TINY)).double().train()
     model.block(0).mix.branches[0].get_parameter(frozen).requires_grad_(False)
     wanted, found = passes(model), passes(fold_scales(model))
@@ -196,7 +203,7 @@ def test_what_is_frozen(frozen, folded, taken):
     assert taken == [folded, "inout", "inout", "inout"]
 
 
-def test_a_norm_without_a_shift(taken):
+def test_a_norm_without_a_bias(taken):
     model = randomize(build(TINY)).double().train()
     model.block(0).mix.branches[0].norm.bias = None
     wanted, found = passes(model), passes(fold_scales(model))
@@ -216,7 +223,7 @@ def test_a_norm_without_a_shift(taken):
         ("ffn.branches.0.body.fc2.weight", ["inout", "in"]),
     ],
 )
-def test_what_is_frozen_across_patches(frozen, folded, taken):
+def test_frozen_parameters_of_cross_patch_layers(frozen, folded, taken):
     model = randomize(build(TINY.replace(**PATCHES))).double().train()
     model.block(0).get_parameter(frozen).requires_grad_(False)
     wanted, found = passes(model), passes(fold_scales(model))
@@ -224,7 +231,7 @@ def test_what_is_frozen_across_patches(frozen, folded, taken):
     assert taken == [*folded, "inout", "inout"]
 
 
-def test_a_product_without_a_bias(taken):
+def test_a_layer_without_a_bias(taken):
     model = randomize(build(TINY)).double().train()
     model.block(0).ffn.branches[0].body.fc2.bias = None
     wanted, found = passes(model), passes(fold_scales(model))
@@ -232,8 +239,8 @@ def test_a_product_without_a_bias(taken):
     assert taken == ["inout", "in", "inout", "inout"]
 
 
-class Added(AcrossPatches):
-    """A map with something learned beside it."""
+class Added(TokenLinear):
+    """A layer with another forward pass."""
 
     def forward(self, x):
         return super().forward(x) + 0.5 * x
@@ -241,7 +248,7 @@ class Added(AcrossPatches):
 
 @pytest.mark.parametrize(("part", "folded"), [("mix", ["in", "inout"]), ("ffn", ["inout", "in"])])
 @pytest.mark.parametrize("instead", [nn.Identity, Twice], ids=["nothing", "something"])
-def test_something_in_the_place_of_a_dropout(part, folded, instead, taken):
+def test_another_module_in_place_of_dropout(part, folded, instead, taken):
     model = randomize(build(TINY)).double().train()
     getattr(model.block(0), part).branches[0].body.dropout = instead()
     wanted, found = passes(model), passes(fold_scales(model))
@@ -249,18 +256,18 @@ def test_something_in_the_place_of_a_dropout(part, folded, instead, taken):
     assert taken == [*(folded if instead is Twice else 2 * ["inout"]), "inout", "inout"]
 
 
-@pytest.mark.parametrize("kind", [Added, AcrossPatches, nn.Linear])
-def test_something_in_the_place_of_a_map(kind, taken):
+@pytest.mark.parametrize("kind", [Added, TokenLinear, nn.Linear])
+def test_another_module_in_place_of_token_linear(kind, taken):
     model = randomize(build(TINY.replace(**PATCHES))).double().train()
     body = model.block(0).mix.branches[0].body
     size = body.map.in_features if kind is not nn.Linear else model.architecture.width
     body.map = kind(size, size).double()
     wanted, found = passes(model), passes(fold_scales(model))
     assert far(found, wanted) < 1e-10
-    assert taken == ["inout" if kind is AcrossPatches else "", "inout", "inout", "inout"]
+    assert taken == ["inout" if kind is TokenLinear else "", "inout", "inout", "inout"]
 
 
-def test_another_mixer_with_such_a_map(taken):
+def test_a_subclass_of_patch_linear(taken):
     class Own(PatchLinear):
         def forward(self, x, layout, relative=None):
             return super().forward(x, layout) + x
@@ -285,10 +292,10 @@ def test_another_mixer_with_such_a_map(taken):
         ("body.proj", "in"),
         ("body.dropout", "in"),
         ("scale", "in"),
-        ("drop", "inout"),
+        ("drop_path", "inout"),
     ],
 )
-def test_who_waits_for_a_call_sees_it(part, folded, hook, taken):
+def test_hooks_are_called(part, folded, hook, taken):
     model = fold_scales(randomize(build(TINY.replace(drop_path=0.2)))).double().train()
     seen = []
     getattr(model.block(0).mix.branches[0].get_submodule(part), hook)(lambda *_: seen.append(1))
@@ -312,7 +319,7 @@ def test_who_waits_for_a_call_sees_it(part, folded, hook, taken):
         ("ffn.branches.0.body.fc2", ["inout", "in"]),
     ],
 )
-def test_who_waits_for_a_call_across_patches_sees_it(part, folded, hook, taken):
+def test_hooks_of_cross_patch_layers_are_called(part, folded, hook, taken):
     model = randomize(build(TINY.replace(**PATCHES))).double().train()
     wanted, seen = passes(model), []
     getattr(fold_scales(model).block(0).get_submodule(part), hook)(lambda *_: seen.append(1))
@@ -325,8 +332,8 @@ def test_who_waits_for_a_call_across_patches_sees_it(part, folded, hook, taken):
     "part",
     ["mix.branches.0.body.before", "mix.branches.0.body.after", "ffn.branches.0.body.fc1", "ffn.branches.0.body.activation"],
 )
-def test_kernels_pass_nobody_over(part, monkeypatch):
-    """Stand-ins for the kernels, which other processors do not have: they get the weights and leave the modules out."""
+def test_hooks_disable_kernels(part, monkeypatch):
+    """With replacements for the kernels, which need a GPU: they take weights and skip the calls of modules."""
     asked = []
 
     def heads(qkv, *mixing):
@@ -337,9 +344,9 @@ def test_kernels_pass_nobody_over(part, monkeypatch):
         asked.append("gelu")
         return F.gelu(x + bias)
 
-    monkeypatch.setattr(attention, "talking_heads_for", lambda qkv: heads)
-    monkeypatch.setattr(attention, "bias_gelu_for", lambda x: gelu)
-    model = fold_scales(randomize(build(TINY.replace(mixer="talking_heads")))).double().train()
+    monkeypatch.setattr(attention, "select_talking_heads", lambda qkv: heads)
+    monkeypatch.setattr(fused, "select_bias_gelu", lambda x: gelu)
+    model = optimize_for_training(randomize(build(TINY.replace(mixer="talking_heads")))).double().train()
     seen = []
     model.block(0).get_submodule(part).register_forward_hook(lambda *_: seen.append(1))
     model(IMAGE)
@@ -347,8 +354,8 @@ def test_kernels_pass_nobody_over(part, monkeypatch):
     assert asked == (["gelu", "heads", "gelu"] if part.startswith("mix") else ["heads", "heads", "gelu"])
 
 
-def test_nobody_is_passed_over(taken):
-    """Evaluation, float16 and export have the scale by itself."""
+def test_scales_are_not_folded_where_they_must_not(taken):
+    """In evaluation, in float16 and for export."""
     model, image = fold_scales(randomize(build(TINY))).train(), IMAGE.float()
     model.eval()(image)
     assert taken == []
@@ -364,8 +371,8 @@ def test_nobody_is_passed_over(taken):
 @pytest.mark.parametrize(
     "changes", [{}, {"residual": "affine"}, {"mixer": "talking_heads"}, {"mixer": "patchconv", **BARE}, PATCHES], ids=str
 )
-def test_bfloat16_is_as_near_as_before(changes):
-    """Both ways against float64, each kind of a branch's parameters by itself, over a few starts."""
+def test_bfloat16_is_as_accurate(changes):
+    """Both ways against float64, each kind of parameter separately, over a few seeds."""
     errors: dict[str, list[float]] = {}
     a = TINY.replace(width=96, heads=3, depth=4, drop_path=0.2, stem="conv", **changes)
     for seed in range(3):
@@ -396,20 +403,20 @@ def test_bfloat16_is_as_near_as_before(changes):
     ],
     ids=str,
 )
-def test_the_stream_keeps_its_type(changes, wanted):
-    """A convolution's answers are half precision; scales of channels make the sums single, one number for all does not."""
+def test_the_residual_stream_keeps_its_dtype(changes, wanted):
+    """The output of a convolution is bfloat16; scales of channels promote the sum to float32, scalars do not."""
     model = build(TINY.replace(**{"stem": "conv", **BARE, **changes})).train()
     for fold in (False, True):
         fold_scales(model, fold)
         with torch.autocast("cpu", torch.bfloat16):
-            x, layout = model._start(*model.embed(IMAGE.float()))
+            x, layout = model._add_pos_embed(*model.embed(IMAGE.float()))
             assert x.dtype == torch.bfloat16
             assert model.block(0).mix(x, layout).dtype == model.block(0)(x, layout).dtype == wanted
 
 
 def kept(model, rounding):
-    """Bytes that a block keeps for its backward pass, other than parameters; and the elements of its tokens."""
-    x, layout = model._start(*model.embed(IMAGE.float()))
+    """Bytes that a block stores for its backward pass, without parameters; and the number of elements of its tokens."""
+    x, layout = model._add_pos_embed(*model.embed(IMAGE.float()))
     own, found = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}, {}
 
     def pack(tensor):
@@ -433,11 +440,11 @@ def kept(model, rounding):
     ],
     ids=str,
 )
-def test_less_is_kept(changes, share, backend, tensors):
-    """Two tensors [B, T, D] for each block; in single precision the folded weights are kept instead.
+def test_fewer_activations_are_stored(changes, share, backend, tensors):
+    """Two tensors [B, T, D] per block are saved; in float32 the folded weights are stored instead.
 
-    torch's own compiler decides by this backend's rules: it recomputes the sum between mixer and MLP, and keeps the answer
-    of the first branch for that, folded or not.
+    torch.compile decides by the rules of this backend: it recomputes the sum between mixer and MLP, and stores the output of
+    the first branch for that, folded or not.
     """
     found = []
     model = randomize(build(TINY.replace(**changes))).train()

@@ -8,9 +8,9 @@ import torch
 
 from vitrail.layers import attention, kernels
 from vitrail.layers.attention import TalkingHeads
-from vitrail.layers.kernels import talking_heads_for
+from vitrail.layers.kernels import select_talking_heads
 from vitrail.layers.layout import Layout
-from vitrail.layers.pos_embed import RelativeBias
+from vitrail.layers.pos_embed import RelativePosBias
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -94,14 +94,14 @@ def test_the_plain_path(tokens, heads, width):
 
 
 def test_no_kernel_for_a_processor():
-    assert talking_heads_for(torch.zeros(1, 4, 3, 2, 16, dtype=torch.bfloat16)) is None
+    assert select_talking_heads(torch.zeros(1, 4, 3, 2, 16, dtype=torch.bfloat16)) is None
 
 
 @pytest.mark.parametrize(("tokens", "heads", "width"), [(2049, 8, 48), (4, 17, 16), (4, 2, 65)])
 def test_no_kernel_for_what_no_tile_holds(monkeypatch, tokens, heads, width):
-    for name in ("may_run", "is_ampere"):
+    for name in ("kernel_available", "is_ampere"):
         monkeypatch.setattr(kernels, name, lambda *_: True)
-    assert talking_heads_for(torch.empty(1, tokens, 3, heads, width, dtype=torch.bfloat16, device="meta")) is None
+    assert select_talking_heads(torch.empty(1, tokens, 3, heads, width, dtype=torch.bfloat16, device="meta")) is None
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -110,8 +110,8 @@ def test_no_kernel_for_what_no_tile_holds(monkeypatch, tokens, heads, width):
 def test_when_the_kernel_is_asked_for(monkeypatch, training, dropout, biased):
     """Not with a bias on the scores, and not where weights are dropped."""
     asked = []
-    monkeypatch.setattr(attention, "talking_heads_for", lambda qkv: asked.append(qkv.shape))
-    relative = RelativeBias((2, 3), 16, 2) if biased else None
+    monkeypatch.setattr(attention, "select_talking_heads", lambda qkv: asked.append(qkv.shape))
+    relative = RelativePosBias((2, 3), 16, 2) if biased else None
     layer = bare(2, 16, attention_dropout=dropout).train(training)
     layer(torch.randn(1, 6, 96), Layout(2, 3), relative)
     assert asked == ([] if biased or (training and dropout) else [(1, 6, 3, 2, 16)])
@@ -194,7 +194,7 @@ def test_the_layer_with_the_kernel(monkeypatch):
     expected = differentiated(through_layer, inputs, gradient)
     from vitrail.layers.kernels.talking_heads import talking_heads
 
-    monkeypatch.setattr(attention, "talking_heads_for", lambda qkv: talking_heads)
+    monkeypatch.setattr(attention, "select_talking_heads", lambda qkv: talking_heads)
     gradient = gradient.transpose(0, 1).contiguous().transpose(0, 1)
     found = differentiated(through_layer, inputs, gradient)
     for name, value in expected.items():
@@ -231,7 +231,7 @@ def test_a_layer_under_autocast(heads, compiled):
     """On a GPU the kernel is chosen, and is nearer to float64 than twice what the plain path is."""
     layer, layout = TalkingHeads(heads * 48, heads).cuda(), Layout(14, 14)
     x, gradient = torch.randn(2, 2, 196, heads * 48, device="cuda")
-    assert talking_heads_for(torch.empty(2, 196, 3, heads, 48, device="cuda", dtype=torch.bfloat16)) is not None
+    assert select_talking_heads(torch.empty(2, 196, 3, heads, 48, device="cuda", dtype=torch.bfloat16)) is not None
 
     def run(body, half):
         body.zero_grad()
@@ -242,7 +242,7 @@ def test_a_layer_under_autocast(heads, compiled):
 
     found = run(torch.compile(layer, fullgraph=True) if compiled else layer, True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "talking_heads_for", lambda qkv: None)
+        patch.setattr(attention, "select_talking_heads", lambda qkv: None)
         torch.compiler.reset()
         plain = run(layer, True)
         exact = run(layer.double(), False)

@@ -12,27 +12,27 @@ from torch.utils.flop_counter import FlopCounterMode
 import vitrail
 from tests.golden.fill import fill, image
 from vitrail.models.convnets import efficientnet, regnet, resnet
-from vitrail.models.convnets.efficientnet import EfficientNet, EfficientNetPlan, Stage
-from vitrail.models.convnets.regnet import RegNet, RegNetPlan
-from vitrail.models.convnets.resnet import ResNet, ResNetPlan
+from vitrail.models.convnets.efficientnet import EfficientNet, EfficientNetConfig, Stage
+from vitrail.models.convnets.regnet import RegNet, RegNetConfig
+from vitrail.models.convnets.resnet import ResNet, ResNetConfig
 from vitrail.teachers import open_teacher
 
 REGNETS = {
-    "regnety_040": (RegNetPlan((2, 6, 12, 2), (128, 192, 512, 1088), 64), 20_646_656),
-    "regnety_080": (RegNetPlan((2, 4, 10, 1), (168, 448, 896, 2016), 56), 39_180_068),
-    "regnety_120": (RegNetPlan((2, 5, 11, 1), (224, 448, 896, 2240), 112), 51_822_544),
-    "regnety_160": (RegNetPlan(), 83_590_140),
-    "regnetx_032": (RegNetPlan((2, 6, 15, 2), (96, 192, 432, 1008), 48, squeeze=False), 15_296_552),
+    "regnety_040": (RegNetConfig((2, 6, 12, 2), (128, 192, 512, 1088), 64), 20_646_656),
+    "regnety_080": (RegNetConfig((2, 4, 10, 1), (168, 448, 896, 2016), 56), 39_180_068),
+    "regnety_120": (RegNetConfig((2, 5, 11, 1), (224, 448, 896, 2240), 112), 51_822_544),
+    "regnety_160": (RegNetConfig(), 83_590_140),
+    "regnetx_032": (RegNetConfig((2, 6, 15, 2), (96, 192, 432, 1008), 48, squeeze=False), 15_296_552),
 }
 RESNETS = {
-    "resnet18": (ResNetPlan((2, 2, 2, 2), False), 11_689_512),
-    "resnet34": (ResNetPlan((3, 4, 6, 3), False), 21_797_672),
-    "resnet50": (ResNetPlan(), 25_557_032),
-    "resnet101": (ResNetPlan((3, 4, 23, 3)), 44_549_160),
-    "resnet152": (ResNetPlan((3, 8, 36, 3)), 60_192_808),
-    "resnet50d": (ResNetPlan(stem=(32, 32, 64), average=True), 25_576_264),
-    "resnext50_32x4d": (ResNetPlan(inner=128, groups=32), 25_028_904),
-    "wide_resnet50_2": (ResNetPlan(inner=128), 68_883_240),
+    "resnet18": (ResNetConfig((2, 2, 2, 2), False), 11_689_512),
+    "resnet34": (ResNetConfig((3, 4, 6, 3), False), 21_797_672),
+    "resnet50": (ResNetConfig(), 25_557_032),
+    "resnet101": (ResNetConfig((3, 4, 23, 3)), 44_549_160),
+    "resnet152": (ResNetConfig((3, 8, 36, 3)), 60_192_808),
+    "resnet50d": (ResNetConfig(stem_widths=(32, 32, 64), avg_down=True), 25_576_264),
+    "resnext50_32x4d": (ResNetConfig(inner_width=128, groups=32), 25_028_904),
+    "wide_resnet50_2": (ResNetConfig(inner_width=128), 68_883_240),
 }
 CIFAR = {20: 269_722, 32: 464_154, 44: 658_586, 56: 853_018, 110: 1_727_962}  # depth -> parameters
 LITE = {  # depths, widths, parameters, logits that the port's own code gives for the filled network
@@ -47,14 +47,16 @@ LITE_SIZES = {0: 224, 1: 240, 2: 260, 3: 280, 4: 300}
 
 def cifar(depth, **changes):
     blocks = (depth - 2) // 6
-    plan = ResNetPlan((blocks,) * 3, False, 10, planes=16, inner=16, stem=(16,), small=True, free=True)
+    plan = ResNetConfig(
+        (blocks,) * 3, False, 10, planes=16, inner_width=16, stem_widths=(16,), small_stem=True, pad_shortcut=True
+    )
     return dataclasses.replace(plan, **changes)
 
 
 def lite(number, classes=1000):
     depths, widths, *_ = LITE[number]
     rest = zip(depths, widths, (3, 3, 5, 3, 5, 5, 3), (1, 6, 6, 6, 6, 6, 6), strict=True)
-    return EfficientNetPlan(tuple(Stage(*each) for each in rest), classes=classes)
+    return EfficientNetConfig(tuple(Stage(*each) for each in rest), classes=classes)
 
 
 def on_meta(make):
@@ -91,7 +93,7 @@ def test_resnets_are_the_published_ones(name):
 
 
 def test_names_of_a_resnet50():
-    keys = on_meta(lambda: ResNet(ResNetPlan())).state_dict().keys()
+    keys = on_meta(lambda: ResNet(ResNetConfig())).state_dict().keys()
     assert len(keys) == 320  # as torchvision's
     assert {"conv1.weight", "bn1.running_var", "layer1.0.downsample.1.bias", "layer4.2.conv3.weight", "fc.bias"} <= keys
 
@@ -106,7 +108,7 @@ def test_regnets_are_the_published_ones(name):
 
 def test_the_teacher_of_deit():
     """RegNetY-16GF: 83.59 M parameters; 15.91 G multiply-adds, or 15.96 G with two operations per normalized number."""
-    network = on_meta(lambda: RegNet(RegNetPlan()))
+    network = on_meta(lambda: RegNet(RegNetConfig()))
     keys = network.state_dict().keys()
     assert {"stem.bn.bias", "s1.b1.downsample.conv.weight", "s3.b11.se.fc2.bias", "s4.b1.conv3.bn.weight", "head.fc.bias"} <= keys
     normed = []
@@ -114,7 +116,7 @@ def test_the_teacher_of_deit():
         if isinstance(module, nn.BatchNorm2d):
             module.register_forward_hook(lambda _, inputs, output: normed.append(output.numel()))
     with FlopCounterMode(display=False) as counter, torch.device("meta"):
-        network.logits(torch.empty(1, 3, 224, 224))
+        network(torch.empty(1, 3, 224, 224))
     multiplications = counter.get_total_flops() // 2
     assert round(multiplications / 1e9, 2) == 15.91
     assert round((multiplications + 2 * sum(normed)) / 1e9, 2) == 15.96
@@ -132,7 +134,7 @@ def test_efficientnets_are_the_published_ones(number):
     network = on_meta(lambda: EfficientNet(lite(number)))
     assert parameters(network) == LITE[number][2]
     assert efficientnet.infer(shapes(network)) == lite(number)
-    assert network.plan.size == LITE_SIZES[number]
+    assert network.config.size == LITE_SIZES[number]
 
 
 @pytest.mark.parametrize("number", LITE)
@@ -271,17 +273,17 @@ def test_a_cifar_resnet_by_its_ports_names(tmp_path):
 
 
 def test_a_cifar_resnet_with_convolutions_in_its_shortcuts(tmp_path):
-    network = shake(ResNet(cifar(20, free=False)))
+    network = shake(ResNet(cifar(20, pad_shortcut=False)))
     state = {key.replace("downsample.", "shortcut."): value for key, value in network.state_dict().items()}
     torch.save(state, tmp_path / "it.pth")
     images = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
-        torch.testing.assert_close(open_teacher(tmp_path / "it.pth")(images), network.logits(images))
+        torch.testing.assert_close(open_teacher(tmp_path / "it.pth")(images), network(images))
 
 
 def test_weights_of_keras(tmp_path):
     """The stride on the first convolution, another epsilon, blue first, values up to 255."""
-    plan = ResNetPlan((1, 1, 1, 1), planes=8, inner=8, stem=(8,), classes=4, early=True, eps=1e-3)
+    plan = ResNetConfig((1, 1, 1, 1), planes=8, inner_width=8, stem_widths=(8,), classes=4, stride_in_1x1=True, eps=1e-3)
     network = shake(ResNet(plan))
     torch.save({key: value.half() for key, value in network.state_dict().items() if "tracked" not in key}, tmp_path / "it.pt")
     network.load_state_dict(network.half().state_dict())
@@ -291,20 +293,20 @@ def test_weights_of_keras(tmp_path):
     mean, std = (0.4, 0.5, 0.6), (0.2, 0.3, 0.4)
     student = (pixels / 255 - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
     expected = pixels.flip(1) - torch.tensor([103.939, 116.779, 123.68])[:, None, None]
-    torch.testing.assert_close(teacher.see(student, mean, std), expected, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(teacher.adapt(student, mean, std), expected, rtol=1e-4, atol=1e-3)
     with torch.no_grad():
-        torch.testing.assert_close(teacher(student, mean, std), network.logits(expected), rtol=1e-3, atol=1e-2)
+        torch.testing.assert_close(teacher(student, mean, std), network(expected), rtol=1e-3, atol=1e-2)
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda state: state.pop("layer2.0.bn1.bias"), r"lacks the tensor 'layer2.0.bn1.bias' of a ResNet"),
-        (lambda state: state.pop("fc.weight"), r"lacks the tensor 'fc.weight'"),
-        (lambda state: state.update({"layer1.0.se.fc1.weight": torch.zeros(2, 2)}), r"no place in a ResNet"),
-        (lambda state: state.update({"bn1.weight": torch.zeros(3)}), r"has the shape \(3,\)"),
+        (lambda state: state.pop("layer2.0.bn1.bias"), r"the tensor 'layer2.0.bn1.bias' of a ResNet is missing"),
+        (lambda state: state.pop("fc.weight"), r"the tensor 'fc.weight' of a ResNet is missing"),
+        (lambda state: state.update({"layer1.0.se.fc1.weight": torch.zeros(2, 2)}), r"do not belong to a ResNet"),
+        (lambda state: state.update({"bn1.weight": torch.zeros(3)}), r"has shape \(3,\)"),
         (lambda state: state.update({"bn1.weight": torch.zeros(16, dtype=torch.int32)}), r"torch.int32"),
-        (lambda state: state.update({"layer1.0.conv1.weight": torch.zeros(())}), r"do not fit"),
+        (lambda state: state.update({"layer1.0.conv1.weight": torch.zeros(())}), r"do not match"),
     ],
 )
 def test_damaged_convnets_get_a_sentence(change, says, tmp_path):

@@ -105,10 +105,10 @@ def exported():
     met, found = set(), {}
     for name, architecture in structures().items():
         plain = {"stem": "linear", "depth": max(architecture.depth, 1)} | {field: getattr(PLAIN, field) for field in STEM}
-        trunk = architecture.replace(**plain)
+        backbone = architecture.replace(**plain)
         once = architecture.replace(depth=min(architecture.depth, 1), pooling_depth=1)
-        found[name] = once if trunk in met else architecture
-        met.add(trunk)
+        found[name] = once if backbone in met else architecture
+        met.add(backbone)
     return found
 
 

@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 import vitrail
 from tests.models.test_every_model import any_size, loss, randomize
 from vitrail.errors import UserError
-from vitrail.layers.attention import MIXERS
-from vitrail.layers.block import SCALES
+from vitrail.layers.attention import ATTENTION
+from vitrail.layers.layer_scale import SCALES
 from vitrail.layers.norm import TOKEN_NORMS
 from vitrail.layers.pooling import POOLINGS
 from vitrail.layers.pos_embed import POS_EMBEDS, RELATIVE
+from vitrail.layers.token_mixers import MIXERS, SPATIAL
 from vitrail.models.config import CHOICES, Architecture
 from vitrail.models.registry import build
 
@@ -32,10 +33,10 @@ def architectures(draw):
     stem = draw(st.sampled_from(sorted(STEMS)))
     parts = {field: draw(st.sampled_from(values)) for field, values in STEMS[stem].items()}
     mixer, pooling = draw(st.sampled_from(MIXERS)), draw(st.sampled_from(POOLINGS))
-    if mixer in ("axial", "linear", "mlp", "conv", "depthwise", "separable", "patchconv") and pooling == "class":
+    if mixer in SPATIAL and pooling == "class":
         pooling = "mean"
     positions = draw(st.sampled_from(POS_EMBEDS))
-    if positions in RELATIVE and mixer not in ("attention", "talking_heads"):
+    if positions in RELATIVE and mixer not in ATTENTION:
         positions = "learned"
     places = {"relative": ("layers", "shared"), "relative_bias": ("layers", "shared"), "sincos": ("stem", "shared")}
     place = draw(st.sampled_from(places.get(positions, ("stem", "layers", "shared"))))
@@ -111,24 +112,24 @@ def test_unknown_choices_are_named(field):
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
         ({"heads": 5}, "do not divide the width"),
-        ({"mixer": "linear"}, "patches alone"),
+        ({"mixer": "linear"}, "takes no class token"),
         ({"pos_embed": "relative"}, "pos_embed_place"),
         ({"pos_embed": "relative", "pos_embed_place": "layers", "mixer": "conv", "pooling": "mean"}, "attention scores"),
         ({"pos_embed": "sincos", "pos_embed_place": "layers"}, "same in every layer"),
         ({"distillation": True, "pooling": "mean"}, "distillation token"),
         ({"pooling": "per_class", "dense_head": True}, "dense head"),
-        ({"pooling": "per_class", "classes": 0}, "need classes"),
+        ({"pooling": "per_class", "classes": 0}, "needs classes > 0"),
         ({"class_token_at": 12}, "0 to 11"),
         ({"image_size": 8}, "smaller than one patch"),
         ({"image_size": (1, 2, 3)}, "pair"),
         ({"image_size": -4}, "positive"),
-        ({"width": 192.0}, "width=192.0 is not a value"),
-        ({"width": 0}, "width=0 is not a value for this part; give a whole number from 1 to"),
+        ({"width": 192.0}, "width=192.0 is not a valid value"),
+        ({"width": 0}, "width=0 is not a valid value; give an integer from 1 to"),
         ({"width": -4}, "width=-4"),
-        ({"depth": 0}, "depth=0 leaves a network without a block; give at least 1"),
+        ({"depth": 0}, "depth=0 is a model without blocks; give at least 1"),
         ({"depth": -1}, "depth=-1"),
         ({"heads": 0}, "heads=0"),
         ({"heads": 0, "mixer": "linear", "pooling": "mean"}, "heads=0"),
@@ -136,28 +137,28 @@ def test_unknown_choices_are_named(field):
         ({"drop_path": 1.0}, "drop_path=1.0"),
         ({"norm_eps": float("nan")}, "norm_eps=nan"),
         ({"qkv_bias": "no"}, "qkv_bias='no'"),
-        ({"mlp_ratio": 0.0001}, "no unit"),
-        ({"depth": 99999}, "more than 2000"),
+        ({"mlp_ratio": 0.0001}, "without hidden units"),
+        ({"depth": 99999}, "exceeds the limit of 2000"),
         ({"stem_layers": 3}, "stem_layers=3"),
         ({"pre_logits": -5}, "pre_logits=-5"),
         ({"norm": "group", "norm_groups": 5}, "groups"),
         ({"norm": "none", "norm_place": "post"}, "needs a norm"),
-        ({"stem": "resnet", "stem_layers": (3, 4, 6, 3)}, "stride of 32"),
+        ({"stem": "resnet", "stem_layers": (3, 4, 6, 3)}, "stride 32"),
         ({"stem": "resnet_features", "stem_layers": (3, 4, 6, 3)}, "stages"),
         ({"stem": "conv", "patch_size": 14}, "power of two"),
-        ({"stem": "local_transformer", "patch_size": 14}, "4-pixel"),
+        ({"stem": "local_transformer", "patch_size": 14}, "divisible by 4"),
         ({"stem": "tower", "stem_kernels": (7, 3, 8)}, "as many"),
-        ({"stem": "hmlp", "stem_strides": (2, 2)}, "multiply"),
+        ({"stem": "hmlp", "stem_strides": (2, 2)}, "is not the patch size"),
         ({"stem": "basic"}, "stem_layers"),
         ({"stem": "basic", "stem_layers": (1,), "patch_size": 12}, "power of two"),
         (
             {"stem": "basic", "stem_layers": (1,), "patch_size": 4, "stem_strides": (2, 2, 1)},
-            "1 stages and one for the tokens",
+            "2 stem_strides: one per stage and one for the last convolution",
         ),
-        ({"stem": "basic", "stem_layers": (1,), "patch_size": 4, "stem_strides": (2, 1)}, "do not multiply"),
+        ({"stem": "basic", "stem_layers": (1,), "patch_size": 4, "stem_strides": (2, 1)}, "is not the patch size"),
         ({"widht": 3}, "did you mean width"),
     ],
 )
-def test_rules_are_sentences(changes, says):
-    with pytest.raises(UserError, match=says):
+def test_constraints_have_messages(changes, message):
+    with pytest.raises(UserError, match=message):
         Architecture().replace(**changes)

@@ -13,7 +13,7 @@ WRONG = {
     "channels": (torch.randn(1, 1, 64, 64), r"tensor \[batch, 3, height, width\], not one of shape \(1, 1, 64, 64\)\.$"),
     "channels last": (torch.randn(1, 64, 64, 3), r"permute\(0, 3, 1, 2\) has the channels first"),
     "bytes": (torch.zeros(1, 3, 64, 64, dtype=torch.uint8), "not torch.uint8; divide pixels by 255"),
-    "tiny": (torch.randn(1, 3, 0, 64), "0 x 64 pixels have no patch of 16; give larger ones"),
+    "tiny": (torch.randn(1, 3, 0, 64), "0 x 64 pixels are smaller than a patch of 16; use larger images"),
     "a list": ([1.0], "not a list"),
     "an array": (torch.randn(1, 3, 64, 64).numpy(), "not a ndarray"),
 }

@@ -109,7 +109,7 @@ def test_misprint(name, overrides, field, printed, ours):
 @pytest.mark.parametrize(("name", "tokens"), TOKENS.items())
 def test_tokens(name, tokens):
     built = model(name)
-    assert built.grid[0] * built.grid[1] + built.architecture.trunk_tokens == tokens
+    assert built.grid[0] * built.grid[1] + built.architecture.num_prefix_tokens == tokens
 
 
 @pytest.mark.parametrize(("name", "part", "number"), PARTS)

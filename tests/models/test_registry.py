@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import vitrail
-from vitrail.models.registry import PAGES, list_models, lookup, name_of, page_of
+from vitrail.models.registry import PAGES, list_models, lookup, model_pages, name_of
 
 
 @pytest.mark.parametrize("name", list_models())
@@ -78,14 +78,14 @@ def test_a_file_is_not_a_name(tmp_path):
     with pytest.raises(vitrail.UserError, match="There is no file"):
         vitrail.create(str(tmp_path / "model.safetensors"))
     (tmp_path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(vitrail.UserError, match="is a file of weights and not the name of a model: load it"):
+    with pytest.raises(vitrail.UserError, match="is a weight file, not the name of a model"):
         vitrail.create(str(tmp_path / "model.safetensors"))
 
 
 def test_listing():
     assert list_models("cait_*24") == ["cait_xxs24", "cait_xs24", "cait_s24", "cait_m24"]
     assert "vit_base_r50_s16" in list_models("r50")
-    assert len(list_models()) == len(page_of()) > 150
+    assert len(list_models()) == len(model_pages()) > 150
     assert list_models("nothing like it") == []
 
 

@@ -9,7 +9,7 @@ import vitrail
 from tests.models.test_every_model import randomize
 from tests.small import structures
 from vitrail.errors import UserError
-from vitrail.layers.pos_embed import patch_kernel_resize, resample
+from vitrail.layers.pos_embed import resample, resize_patch_kernel
 from vitrail.models.config import Architecture
 from vitrail.models.registry import build
 
@@ -37,9 +37,9 @@ def test_resized_models_run_save_their_size_and_train(name):
 
 
 @pytest.mark.parametrize("pos_embed", ["learned", "learned2d", "relative_bias", "sincos"])
-def test_another_size_on_the_fly_equals_a_resized_model(positions):
-    place = "shared" if positions == "relative_bias" else "stem"
-    model = randomize(build(TINY.replace(pos_embed=positions, pos_embed_place=place))).eval()
+def test_another_size_on_the_fly_equals_a_resized_model(pos_embed):
+    place = "shared" if pos_embed == "relative_bias" else "stem"
+    model = randomize(build(TINY.replace(pos_embed=pos_embed, pos_embed_place=place))).eval()
     image = torch.randn(2, 3, 64, 16)
     on_the_fly = model(image)
     torch.testing.assert_close(model.resize(64, 16)(image), on_the_fly)
@@ -105,7 +105,7 @@ def test_a_larger_patch_gives_the_same_tokens_on_a_larger_image():
     assert named.resize(32, 32, patch_size=4).name == "deit_tiny_patch16 with depth=1, patch_size=4"
     torch.testing.assert_close(model.embed(larger)[0], tokens, rtol=1e-3, atol=1e-3)
     kernel = torch.randn(4, 3, 16, 16)
-    assert torch.equal(patch_kernel_resize(kernel, 16), kernel)
+    assert torch.equal(resize_patch_kernel(kernel, 16), kernel)
 
 
 def test_only_linear_patches_change_size():

@@ -61,10 +61,10 @@ def test_maps_equal_the_explicit_softmax(kind):
     image = torch.randn(2, 3, 32, 48)
     trace = model.trace(image)
     assert list(trace.layers) == [0, 1, 2]
-    x, layout = model._start(*model.embed(image))
+    x, layout = model._add_pos_embed(*model.embed(image))
     for index in range(3):
-        x, layout = model._before(index, x, layout)
-        relative = model._relative(index)
+        x, layout = model._prepare_block_input(index, x, layout)
+        relative = model._relative_pos_embed(index)
         expected = []
         for branch in model.block(index).mix.branches:
             assert isinstance(branch, Branch)
@@ -76,7 +76,7 @@ def test_maps_equal_the_explicit_softmax(kind):
         torch.testing.assert_close(found, torch.cat(expected, 1), rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(found.sum(-1), torch.ones(found.shape[:-1]), rtol=1e-5, atol=1e-5)
         x = model.block(index)(x, layout, relative)
-    assert trace.prefix == model.architecture.trunk_tokens
+    assert trace.prefix == model.architecture.num_prefix_tokens
     assert trace.grid == (2, 3)
 
 
@@ -95,7 +95,7 @@ def test_the_readout_is_traced_after_the_trunk(keys):
 def test_ratios_are_those_of_the_branches():
     model = randomize(build(TINY.replace(branches=2, residual="layerscale"))).eval()
     image = torch.randn(2, 3, 32, 48)
-    x, layout = model._before(0, *model._start(*model.embed(image)))
+    x, layout = model._prepare_block_input(0, *model._add_pos_embed(*model.embed(image)))
     ratios = model.trace(image, [0]).layers[0].ratios
     middle = model.block(0).mix(x, layout)
     after = model.block(0).ffn(middle, layout)

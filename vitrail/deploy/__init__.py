@@ -1,1 +1,1 @@
-"""From a trained model to one that answers: networks rewritten for inference."""
+"""Models rewritten for inference: folded, quantized, compiled and captured, and compared with the original."""

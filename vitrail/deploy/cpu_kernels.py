@@ -1,6 +1,6 @@
-"""`cpu_kernels.cpp`, compiled for this processor at first use and cached; without a compiler everything runs without it.
+"""Python interface of `cpu_kernels.cpp`, which is compiled for this CPU at first use and cached; optional.
 
-It is linked with no OpenMP library: it uses the threads that torch has started, and a second set would fight them for the cores.
+The library is not linked with OpenMP: it uses torch's OpenMP runtime, because a second thread pool would compete for the cores.
 """
 
 import ctypes
@@ -11,131 +11,134 @@ import subprocess
 from ctypes import c_float, c_int, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from vitrail.atomic_files import write_aside
+from vitrail.atomic_files import atomic_write
 from vitrail.errors import UserError
 
 SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-std=c++17", "-w")
-SECONDS = 120  # a compiler that has not finished by then is not waited for
-LANES = 16  # numbers in a register: widths must be whole multiples
+TIMEOUT = 120  # seconds for a compiler call
+LANES = 16  # float32 values in a register: widths must be multiples
 
 
 class Shape(ctypes.Structure):
-    """As in cpu_kernels.cpp."""
+    """The struct of the same name in cpu_kernels.cpp."""
 
     _fields_ = (
-        *((name, c_int64) for name in ("batch", "heads", "queries", "keys", "size")),
+        *((name, c_int64) for name in ("batch_size", "heads", "queries", "keys", "head_dim")),
         *((name, c_int64) for name in ("query_row", "key_row", "query_image", "key_image")),
-        *((name, c_float) for name in ("scale", "inverse", "zero")),
-        ("bytes", c_int32),
+        *((name, c_float) for name in ("scale", "factor", "offset")),
+        ("quantized", c_int32),
     )
 
 
-class Native:
+class CpuKernels:
     """The compiled functions."""
 
     def __init__(self, path: Path):
         library = ctypes.CDLL(str(path))
-        self.attends = {torch.float32: library.vitrail_attend_single}
-        if hasattr(library, "vitrail_attend_half"):  # processors that multiply bfloat16
-            self.attends[torch.bfloat16] = library.vitrail_attend_half
-        for function in self.attends.values():
+        self.attention = {torch.float32: library.vitrail_attend_float32}
+        if hasattr(library, "vitrail_attend_bfloat16"):  # CPUs with AVX512_BF16
+            self.attention[torch.bfloat16] = library.vitrail_attend_bfloat16
+        for function in self.attention.values():
             function.argtypes = [c_void_p] * 5 + [c_int]
-        self.normalize = library.vitrail_norm_bytes
+        self.normalize = library.vitrail_norm_to_int8
         self.normalize.argtypes = [c_void_p] * 2 + [c_int64] * 3 + [c_float] * 3 + [c_int]
         self.normalize.restype = None
 
-    def __deepcopy__(self, memo: dict) -> "Native":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "CpuKernels":
         return self
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, code: tuple[float, float] | None = None) -> Tensor:
-        """query [B, S, H, K], key and value [B, T, H, K], heads side by side in memory: softmax(scale q k) v [B, S, H * K].
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, affine: tuple[float, float] | None = None
+    ) -> Tensor:
+        """softmax(scale q k) v [B, S, H * K] of query [B, S, H, K], key and value [B, T, H, K] with adjacent heads in memory.
 
-        With `code` = (inverse, zero) the answer is round(answer * inverse + zero) in eight bits.
+        With `affine` = (factor, offset) the output is round(output * factor + offset) in uint8.
         """
-        batch, queries, heads, size = query.shape
+        batch_size, queries, heads, head_dim = query.shape
         assert key.stride() == value.stride()
-        assert all(x.stride()[2:] == (size, 1) for x in (query, key))
-        out = query.new_empty(batch, queries, heads * size, dtype=torch.uint8 if code else query.dtype)
+        assert all(x.stride()[2:] == (head_dim, 1) for x in (query, key))
+        out = query.new_empty(batch_size, queries, heads * head_dim, dtype=torch.uint8 if affine else query.dtype)
         shape = Shape(
-            batch, heads, queries, key.shape[1], size, query.stride(1), key.stride(1), query.stride(0), key.stride(0),
-            scale, *(code or (1.0, 0.0)), int(code is not None),
+            batch_size, heads, queries, key.shape[1], head_dim, query.stride(1), key.stride(1), query.stride(0), key.stride(0),
+            scale, *(affine or (1.0, 0.0)), int(affine is not None),
         )  # fmt: skip
         pointers = (query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr())
-        if self.attends[query.dtype](ctypes.addressof(shape), *pointers, torch.get_num_threads()):
-            raise MemoryError("no memory for attention")
+        if self.attention[query.dtype](ctypes.addressof(shape), *pointers, torch.get_num_threads()):
+            raise MemoryError("out of memory in the attention kernel")
         return out
 
-    def attends_to(self, dtype: torch.dtype, size: int) -> bool:
-        """Whether there is attention in this precision for heads of this size."""
-        return dtype in self.attends and size % LANES == 0
+    def supports(self, dtype: torch.dtype, head_dim: int) -> bool:
+        """Whether there is an attention kernel for this dtype and head size."""
+        return dtype in self.attention and head_dim % LANES == 0
 
-    def norm_bytes(self, x: Tensor, epsilon: float, inverse: float, zero: float) -> Tensor:
-        """x [..., D] in float32, each row to zero mean and unit deviation, then round(row * inverse + zero) in eight bits."""
+    def norm_to_int8(self, x: Tensor, eps: float, factor: float, offset: float) -> Tensor:
+        """x [..., D] in float32, each row normalized to mean 0 and deviation 1, then round(row * factor + offset) in uint8."""
         x = x.contiguous()
         out, width = torch.empty_like(x, dtype=torch.uint8), x.shape[-1]
         rows = x.numel() // width
         pointers = (x.data_ptr(), out.data_ptr())
-        self.normalize(*pointers, rows, width, width, epsilon, inverse, zero, torch.get_num_threads())
+        self.normalize(*pointers, rows, width, width, eps, factor, offset, torch.get_num_threads())
         return out
 
 
-class Missing(Exception):
-    """Why there are no compiled functions on this machine."""
+class KernelsUnavailable(Exception):
+    """The kernels cannot be compiled on this machine."""
 
 
-def native() -> Native | None:
-    return outcome()[0]
+def load_cpu_kernels() -> CpuKernels | None:
+    """The compiled kernels, or None if they are not available."""
+    return load_or_reason()[0]
 
 
-def why_not() -> str:
-    """Why there are none; empty where there are."""
-    return outcome()[1]
+def unavailable_reason() -> str:
+    """Why the kernels are not available; empty if they are."""
+    return load_or_reason()[1]
 
 
 @cache
-def outcome() -> tuple[Native | None, str]:
-    """The functions, or the reason why there are none."""
+def load_or_reason() -> tuple[CpuKernels | None, str]:
     try:
-        return Native(compiled()), ""
-    except (Missing, OSError, AttributeError, subprocess.SubprocessError, UserError) as error:
-        said = str(error).strip().partition("\n")[0]
-        return None, said or type(error).__name__
+        return CpuKernels(compile_library()), ""
+    except (KernelsUnavailable, OSError, AttributeError, subprocess.SubprocessError, UserError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        return None, reason or type(error).__name__
 
 
-def compiled() -> Path:
-    """The library's place; it is compiled if another processor, compiler or version has made what is there, or nobody."""
+def compile_library() -> Path:
+    """The path of the library, compiled unless the cache has it for this CPU, compiler and version of the source."""
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
-        raise Missing("the processor has no AVX-512")
+        raise KernelsUnavailable("the CPU has no AVX-512")
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     if not compiler:
-        raise Missing("there is no C++ compiler (g++)")
-    # What -march=native means here is part of the name: a folder may be shared by several machines.
-    meant = ask([compiler, *FLAGS, "-dM", "-E", "-x", "c++", "/dev/null"])
-    name = hashlib.sha256(meant + SOURCE.read_bytes() + repr(FLAGS).encode()).hexdigest()[:24]
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    path = home / "vitrail" / f"native-{name}.so"
+        raise KernelsUnavailable("there is no C++ compiler (g++)")
+    # The expansion of -march=native is part of the name: several machines may share a cache directory.
+    macros = run_compiler([compiler, *FLAGS, "-dM", "-E", "-x", "c++", "/dev/null"])
+    name = hashlib.sha256(macros + SOURCE.read_bytes() + repr(FLAGS).encode()).hexdigest()[:24]
+    cache_dir = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    path = cache_dir / "vitrail" / f"cpu-kernels-{name}.so"
     if not path.is_file():
-        write_aside(path, lambda side: compile_to(compiler, side))
+        atomic_write(path, lambda temporary: compile_to(compiler, temporary))
     return path
 
 
 def compile_to(compiler: str, path: Path) -> None:
     objects = path.with_suffix(".o")
     try:
-        ask([compiler, *FLAGS, "-c", str(SOURCE), "-o", str(objects)])
-        ask([compiler, "-shared", str(objects), "-o", str(path)])
+        run_compiler([compiler, *FLAGS, "-c", str(SOURCE), "-o", str(objects)])
+        run_compiler([compiler, "-shared", str(objects), "-o", str(path)])
     finally:
         objects.unlink(missing_ok=True)
 
 
-def ask(command: list[str]) -> bytes:
-    done = subprocess.run(command, capture_output=True, timeout=SECONDS, check=False)
-    if done.returncode:
-        said = done.stderr.decode(errors="replace").strip().partition("\n")[0]
-        raise Missing(f"{command[0]} fails: {said}")
-    return done.stdout
+def run_compiler(command: list[str]) -> bytes:
+    result = subprocess.run(command, capture_output=True, timeout=TIMEOUT, check=False)
+    if result.returncode:
+        message = result.stderr.decode(errors="replace").strip().partition("\n")[0]
+        raise KernelsUnavailable(f"{command[0]} failed: {message}")
+    return result.stdout

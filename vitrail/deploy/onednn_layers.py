@@ -1,92 +1,99 @@
-"""The parts of a network packed for a processor: weights lie as its products read them, and what follows a product is done in it.
+"""Layers of a network packed for the CPU: prepacked weights, with the activation or the residual sum fused into the product.
 
-Bodies are called body(x, layout, relative, onto): what they answer is added to `onto`.
+Bodies of residual branches are called as body(x, layout, relative, onto) and return their output plus `onto`.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vitrail.deploy.cpu_kernels import Native
-from vitrail.deploy.folded_layers import frozen
-from vitrail.deploy.quantize import Steps, round_weights
-from vitrail.layers.layout import Layout
-from vitrail.layers.pos_embed import Grid
+from vitrail.deploy.cpu_kernels import CpuKernels
+from vitrail.deploy.quantize import QuantParams, quantize_weights
+from vitrail.layers.fold import frozen_parameter
+from vitrail.layers.layout import Grid, Layout
 
-# The activation behind a product as oneDNN calls it: operation and algorithm.
-Behind = tuple[str, str]
-NOTHING: Behind = ("none", "")
+# An operation on the output of a product, as oneDNN names it: operation and algorithm.
+PostOp = tuple[str, str]
+NO_OP: PostOp = ("none", "")
 
 
 class Packed(nn.Module):
-    """A product whose weights have left torch's own layout. Nothing in it ever changes, so a copy of it is itself."""
+    """A product with weights in oneDNN's layout. It is immutable, so a deep copy returns the same object."""
 
-    def __deepcopy__(self, memo: dict) -> "Packed":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Packed":
         return self
 
 
 class PackedLinear(Packed):
-    """[..., K] to [..., D] in float32 or bfloat16, an activation behind it, onto what is already there."""
+    """[..., K] to [..., D] in float32 or bfloat16, with a fused activation or, given `onto`, a fused sum."""
 
-    def __init__(self, linear: nn.Linear, rows: int, behind: Behind = NOTHING):
+    def __init__(self, linear: nn.Linear, rows: int, post_op: PostOp = NO_OP):
         super().__init__()
         self.weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach().contiguous(), rows)
-        self.bias = None if linear.bias is None else frozen(linear.bias)
-        self.behind = behind
+        self.bias = None if linear.bias is None else frozen_parameter(linear.bias)
+        self.post_op = post_op
 
     def forward(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
         x = x.contiguous()
         if onto is None:
-            operation, algorithm = self.behind
-            return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, operation, [], algorithm)
-        return torch.ops.mkldnn._linear_pointwise.binary(x, onto.contiguous(), self.weight, self.bias, "add")
+            operation, algorithm = self.post_op
+            out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, operation, [], algorithm)
+        else:
+            out = torch.ops.mkldnn._linear_pointwise.binary(x, onto.contiguous(), self.weight, self.bias, "add")
+        return out
 
 
-class CodedLinear(Packed):
-    """[..., K] to [..., D] in eight bits: inputs by fixed steps, weights by channel, sums in whole numbers.
+class Int8Linear(Packed):
+    """[..., K] to [..., D] in int8: inputs quantized by fixed `params`, weights per channel, sums in int32.
 
-    Inputs that are not in eight bits yet are brought there; with `coded` steps the answers are left in them.
+    Inputs that are not uint8 yet are quantized; with `output` parameters the outputs are quantized, too.
     """
 
     def __init__(
         self,
         linear: nn.Linear,
         rows: int,
-        steps: Steps,
+        params: QuantParams,
         dtype: torch.dtype = torch.float32,
-        behind: Behind = NOTHING,
-        coded: Steps | None = None,
+        post_op: PostOp = NO_OP,
+        output: QuantParams | None = None,
     ):
         super().__init__()
-        weight, factors = round_weights(linear.weight.detach())
+        weight, scales = quantize_weights(linear.weight.detach())
         self.weight = torch.ops.onednn.qlinear_prepack(weight, [rows, weight.shape[1]])
-        self.factors, self.zeros = factors, torch.zeros(len(factors), dtype=torch.int32)
-        self.bias = None if linear.bias is None else frozen(linear.bias.float())
-        self.steps, self.behind = steps, behind
-        self.dtype = torch.uint8 if coded else dtype
-        self.answers = coded or Steps(1.0, 0)
+        self.scales, self.zero_points = scales, torch.zeros(len(scales), dtype=torch.int32)
+        self.bias = None if linear.bias is None else frozen_parameter(linear.bias.float())
+        self.params, self.post_op = params, post_op
+        self.dtype = torch.uint8 if output else dtype
+        self.output = output or QuantParams(1.0, 0)
 
     def forward(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
-        x = x.contiguous() if x.dtype == torch.uint8 else self.steps.encode(x)
-        given = (x, *self.steps, self.weight, self.factors, self.zeros)
+        x = x.contiguous() if x.dtype == torch.uint8 else self.params.quantize(x)
+        inputs = (x, *self.params, self.weight, self.scales, self.zero_points)
         if onto is None:
-            operation, algorithm = self.behind
-            return torch.ops.onednn.qlinear_pointwise(*given, self.bias, *self.answers, self.dtype, operation, [], algorithm)
-        own = onto.clone(memory_format=torch.contiguous_format)  # the sum is written over it
-        return torch.ops.onednn.qlinear_pointwise.binary(
-            *given, own, self.bias, *self.answers, self.dtype, 1.0, 0, "sum", 1.0, "none", [], ""
-        )
+            operation, algorithm = self.post_op
+            out: Tensor = torch.ops.onednn.qlinear_pointwise(
+                *inputs, self.bias, *self.output, self.dtype, operation, [], algorithm
+            )
+        else:
+            total = onto.clone(memory_format=torch.contiguous_format)  # the sum is written into it
+            out = torch.ops.onednn.qlinear_pointwise.binary(
+                *inputs, total, self.bias, *self.output, self.dtype, 1.0, 0, "sum", 1.0, "none", [], ""
+            )
+        return out
 
 
-Product = PackedLinear | CodedLinear
+Product = PackedLinear | Int8Linear
 
 
 class PackedPatches(nn.Module):
-    """Non-overlapping P x P patches and one linear map as a plain product of patches laid out in rows."""
+    """Patch embedding of non-overlapping P x P patches as one matrix product: images [B, C, H, W] to tokens [B, T, D]."""
 
-    def __init__(self, product: PackedLinear, patch: int, dtype: torch.dtype, answers: torch.dtype):
+    def __init__(self, product: PackedLinear, patch: int, dtype: torch.dtype, output_dtype: torch.dtype):
         super().__init__()
-        self.product, self.patch, self.dtype, self.answers = product, patch, dtype, answers
+        self.product, self.patch, self.dtype, self.output_dtype = product, patch, dtype, output_dtype
 
     def grid(self, height: int, width: int) -> Grid:
         return height // self.patch, width // self.patch
@@ -96,11 +103,12 @@ class PackedPatches(nn.Module):
         image = image[..., : height * side, : width * side].to(self.dtype)
         rows = image.unflatten(3, (width, side)).unflatten(2, (height, side)).permute(0, 2, 4, 1, 3, 5)
         rows = rows.reshape(len(image), height * width, image.shape[1] * side**2)
-        return self.product(rows).to(self.answers)
+        out: Tensor = self.product(rows).to(self.output_dtype)
+        return out
 
 
 class PackedAttention(nn.Module):
-    """Attention of `WideAttention`; `query` is apart from `pair` where the first S tokens alone are answered."""
+    """Attention of `FoldedAttention`; if only the first S tokens are computed, `query` is separate from `pair` (keys, values)."""
 
     def __init__(
         self,
@@ -108,61 +116,65 @@ class PackedAttention(nn.Module):
         heads: int,
         branches: int,
         scale: float | None,
-        only: int,
-        native: Native | None,
+        num_output_tokens: int,
+        kernels: CpuKernels | None,
     ):
         super().__init__()
-        (self.query, self.pair, self.proj), self.native = products, native
-        self.heads, self.branches, self.scale, self.only = heads, branches, scale, only
+        (self.query, self.pair, self.proj), self.kernels = products, kernels
+        self.heads, self.branches, self.scale, self.num_output_tokens = heads, branches, scale, num_output_tokens
 
     def forward(self, x: Tensor, layout: Layout, relative: nn.Module | None, onto: Tensor) -> Tensor:
         heads = self.branches * self.heads
         if self.query is None:
             query, key, value = self.pair(x).unflatten(-1, (3, heads, -1)).unbind(2)  # [B, T, H, K]
         else:
-            query = self.query(x[:, : self.only]).unflatten(-1, (heads, -1))
+            query = self.query(x[:, : self.num_output_tokens]).unflatten(-1, (heads, -1))
             key, value = self.pair(x).unflatten(-1, (2, heads, -1)).unbind(2)
         scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
-        if relative is None and self.native is not None and self.native.attends_to(query.dtype, query.shape[-1]):
-            code = self.proj.steps.code if isinstance(self.proj, CodedLinear) else None
-            return self.proj(self.native.attend(query, key, value, scale, code), onto)
-        query, key, value = (each.transpose(1, 2) for each in (query, key, value))
-        bias = relative(query, layout) if relative is not None else None
-        if bias is not None and bias.shape[1] != heads:  # one number per head, the same in every branch
-            bias = bias.repeat(1, self.branches, 1, 1)
-        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale)
-        return self.proj(mixed.transpose(1, 2).flatten(2), onto)
+        if relative is None and self.kernels is not None and self.kernels.supports(query.dtype, query.shape[-1]):
+            affine = self.proj.params.affine if isinstance(self.proj, Int8Linear) else None
+            mixed = self.kernels.attend(query, key, value, scale, affine)
+        else:
+            query, key, value = (each.transpose(1, 2) for each in (query, key, value))
+            bias = relative(query, layout) if relative is not None else None
+            if bias is not None and bias.shape[1] != heads:  # one bias per head, the same in every branch
+                bias = bias.repeat(1, self.branches, 1, 1)
+            mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale).transpose(1, 2).flatten(2)
+        out: Tensor = self.proj(mixed, onto)
+        return out
 
 
 class PackedFeedForward(nn.Module):
-    """Two products, the activation inside the first where the library has it."""
+    """MLP of two products, the activation fused into the first where oneDNN has it."""
 
     def __init__(self, fc1: Product, activation: nn.Module, fc2: Product):
         super().__init__()
         self.fc1, self.activation, self.fc2 = fc1, activation, fc2
 
     def forward(self, x: Tensor, layout: Layout, relative: nn.Module | None, onto: Tensor) -> Tensor:
-        return self.fc2(self.activation(self.fc1(x)), onto)
+        out: Tensor = self.fc2(self.activation(self.fc1(x)), onto)
+        return out
 
 
-class CodedNorm(nn.Module):
-    """A LayerNorm that learned nothing, its answers in eight bits, [B, T, D]."""
+class Int8Norm(nn.Module):
+    """LayerNorm without weights, [B, T, D] to quantized uint8 [B, T, D]."""
 
-    def __init__(self, norm: nn.LayerNorm, steps: Steps, native: Native):
+    def __init__(self, norm: nn.LayerNorm, params: QuantParams, kernels: CpuKernels):
         super().__init__()
-        self.epsilon, self.code, self.native = norm.eps, steps.code, native
+        self.eps, self.affine, self.kernels = norm.eps, params.affine, kernels
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.native.norm_bytes(x, self.epsilon, *self.code)
+        return self.kernels.norm_to_int8(x, self.eps, *self.affine)
 
 
 class PackedResidual(nn.Module):
-    """x plus its body, whose last product adds; with `only` = S nothing but the first S tokens goes on."""
+    """x + body(norm(x)), summed by the body's last product; with `num_output_tokens` = S the first S tokens only."""
 
-    def __init__(self, norm: nn.Module, body: nn.Module, post: nn.Module, only: int):
+    def __init__(self, norm: nn.Module, body: nn.Module, post: nn.Module, num_output_tokens: int):
         super().__init__()
-        self.norm, self.body, self.post, self.only = norm, body, post, only
+        self.norm, self.body, self.post, self.num_output_tokens = norm, body, post, num_output_tokens
 
     def forward(self, x: Tensor, layout: Layout, relative: nn.Module | None = None) -> Tensor:
-        onto = x[:, : self.only] if self.only else x
-        return self.post(self.body(self.norm(x), layout, relative, onto))
+        onto = x[:, : self.num_output_tokens] if self.num_output_tokens else x
+        out: Tensor = self.post(self.body(self.norm(x), layout, relative, onto))
+        return out

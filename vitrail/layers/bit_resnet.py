@@ -1,16 +1,15 @@
-"""BiT-style ResNet: weight-standardized convolutions and GroupNorm, as the stem of the hybrids and as a network of its own."""
+"""BiT ResNet: weight-standardized convolutions and GroupNorm. The stem of the hybrid ViTs, and a model by itself."""
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vitrail.layers.attention import to_tokens
-from vitrail.layers.pos_embed import Grid
+from vitrail.layers.layout import Grid, to_tokens
 
 LAYERS = {26: (2, 2, 2, 2), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3), 200: (3, 24, 36, 3)}
 
 
 def pad_same(x: Tensor, kernel: int, stride: int, value: float = 0.0) -> Tensor:
-    """TensorFlow's "SAME": as much padding as the last window needs, the odd pixel at the end."""
+    """TensorFlow's "SAME" padding; an odd pixel is added at the bottom and right."""
     if kernel == 1:
         return x
     pads = []
@@ -21,7 +20,7 @@ def pad_same(x: Tensor, kernel: int, stride: int, value: float = 0.0) -> Tensor:
 
 
 class StandardizedConv(nn.Conv2d):
-    """A bias-free convolution whose filters are brought to mean 0 and deviation 1 at every use."""
+    """A convolution without bias whose filters are standardized to mean 0 and standard deviation 1 in every forward pass."""
 
     def __init__(self, inputs: int, outputs: int, kernel: int, stride: int = 1):
         super().__init__(inputs, outputs, kernel, stride, bias=False)
@@ -35,7 +34,7 @@ class StandardizedConv(nn.Conv2d):
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 (strided), 1x1, each with GroupNorm; ReLU after the sum; the last scale starts at zero."""
+    """1x1, 3x3 (strided), 1x1, each with GroupNorm; ReLU after the sum; the weight of the last norm is initialized to zero."""
 
     def __init__(self, inputs: int, inner: int, stride: int, eps: float):
         super().__init__()
@@ -51,11 +50,12 @@ class Bottleneck(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         branch = self.norm1(self.conv1(x)).relu()
         branch = self.norm2(self.conv2(branch)).relu()
-        return (self.shortcut(x) + self.norm3(self.conv3(branch))).relu()
+        out: Tensor = (self.shortcut(x) + self.norm3(self.conv3(branch))).relu()
+        return out
 
 
 class ResNetStem(nn.Module):
-    """Root, then `layers[i]` bottlenecks per stage, then patches of the feature map (`patch` 0: the map itself)."""
+    """7x7 root convolution, `layers[i]` bottlenecks per stage, then patches of the feature map (`patch` 0: the map itself)."""
 
     def __init__(self, channels: int, width: int, layers: tuple[int, ...], root: int, patch: int, eps: float = 1e-6):
         super().__init__()
@@ -65,11 +65,11 @@ class ResNetStem(nn.Module):
         inputs = root
         for stage, count in enumerate(layers):
             inner = root * 2**stage
-            units = nn.Sequential()
-            for unit in range(count):
-                units.append(Bottleneck(inputs, inner, 2 if stage and not unit else 1, eps))
+            blocks = nn.Sequential()
+            for index in range(count):
+                blocks.append(Bottleneck(inputs, inner, 2 if stage and not index else 1, eps))
                 inputs = 4 * inner
-            self.stages.append(units)
+            self.stages.append(blocks)
         self.proj = nn.Conv2d(inputs, width, patch, patch) if patch else nn.Identity()
 
     def grid(self, height: int, width: int) -> Grid:

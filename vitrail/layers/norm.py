@@ -1,4 +1,4 @@
-"""Normalizations of tokens [B, T, D] and of feature maps [B, K, height, width]."""
+"""Norms of tokens [B, T, D] and of feature maps [B, K, height, width], and activations."""
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ ACTIVATIONS = ("none", "gelu", "gelu_tanh", "quick_gelu", "relu", "silu", "hards
 
 
 class Affine(nn.Module):
-    """ResMLP's stand-in for a norm: a learned scale and shift per channel, no statistics."""
+    """ResMLP's replacement for a norm: a learned scale and shift per channel, no statistics."""
 
     def __init__(self, width: int, scale: float = 1.0):
         super().__init__()
@@ -22,20 +22,20 @@ class Affine(nn.Module):
 
 
 class TokenBatchNorm(nn.BatchNorm1d):
-    """Batch statistics per channel over all tokens of all images."""
+    """BatchNorm per channel over all tokens of all images."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.flatten(0, 1)).view_as(x)
 
 
 class TokenGroupNorm(nn.GroupNorm):
-    """Group statistics inside each token; one group is LayerNorm."""
+    """GroupNorm within each token; with one group it is LayerNorm."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.flatten(0, 1)).view_as(x)
 
 
-BY_TOKEN = (nn.LayerNorm, TokenGroupNorm, Affine, nn.Identity)  # norms to which no token knows another
+PER_TOKEN_NORMS = (nn.LayerNorm, TokenGroupNorm, Affine, nn.Identity)  # each token is normalized by itself
 
 
 class MapLayerNorm(nn.LayerNorm):
@@ -73,6 +73,8 @@ def map_norm(kind: str, channels: int) -> nn.Module:
 
 
 class QuickGelu(nn.Module):
+    """x * sigmoid(1.702 x), the approximation of GELU in CLIP."""
+
     def forward(self, x: Tensor) -> Tensor:
         return x * torch.sigmoid(1.702 * x)
 

@@ -1,6 +1,6 @@
-"""Stems: from an image [B, K, height, width] to patch tokens [B, N, D].
+"""Stems (patch embeddings): from an image [B, K, height, width] to patch tokens [B, N, D].
 
-A stem answers `grid(height, width)`, the patch grid of an image of that size, and is called with the image.
+`stem.grid(height, width)` returns the patch grid of an image of that size.
 """
 
 import math
@@ -9,17 +9,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vitrail.layers.attention import Attention, FeedForward, to_tokens
+from vitrail.layers.attention import Attention
 from vitrail.layers.block import Branch, Residual
-from vitrail.layers.layout import Layout
+from vitrail.layers.drop_path import DropPath
+from vitrail.layers.layout import Grid, Layout, to_tokens
+from vitrail.layers.mlp import FeedForward
 from vitrail.layers.norm import activation, map_norm
-from vitrail.layers.pos_embed import Grid, patch_kernel_resize
+from vitrail.layers.pos_embed import resize_patch_kernel
 
 STEMS = ("linear", "conv", "tower", "basic", "hmlp", "local_transformer", "resnet", "resnet_features")
 
 
-class PatchMap(nn.Conv2d):
-    """A convolution whose windows lie side by side, as the one product that it is: few input channels make others slow."""
+class PatchProjection(nn.Conv2d):
+    """A convolution with stride = kernel size as a linear layer: convolution kernels are slow for few input channels."""
 
     def __init__(self, channels: int, width: int, patch: int):
         super().__init__(channels, width, patch, patch)
@@ -27,17 +29,18 @@ class PatchMap(nn.Conv2d):
     def forward(self, x: Tensor) -> Tensor:
         patch = self.kernel_size[0]
         height, width = x.shape[-2] // patch, x.shape[-1] // patch
-        out = F.linear(unfold_patches(x, patch), self.weight.flatten(1), self.bias)
-        return out.transpose(1, 2).unflatten(2, (height, width))
+        tokens = F.linear(unfold_patches(x, patch), self.weight.flatten(1), self.bias)
+        out: Tensor = tokens.transpose(1, 2).unflatten(2, (height, width))
+        return out
 
 
 class LinearStem(nn.Module):
-    """Non-overlapping P x P patches, one linear map; optionally a norm and an activation after it."""
+    """Non-overlapping P x P patches, one linear layer; optionally a norm and an activation after it."""
 
     def __init__(self, channels: int, width: int, patch: int, norm: str = "none", act: str = "none"):
         super().__init__()
         self.patch = patch
-        self.proj = PatchMap(channels, width, patch)
+        self.proj = PatchProjection(channels, width, patch)
         self.norm = map_norm(norm, width)
         self.activation = activation(act)
 
@@ -49,13 +52,13 @@ class LinearStem(nn.Module):
 
     def resize_patch(self, patch: int) -> None:
         with torch.no_grad():
-            self.proj.weight = nn.Parameter(patch_kernel_resize(self.proj.weight, patch), self.proj.weight.requires_grad)
+            self.proj.weight = nn.Parameter(resize_patch_kernel(self.proj.weight, patch), self.proj.weight.requires_grad)
         self.proj.kernel_size = self.proj.stride = (patch, patch)
         self.patch = patch
 
 
 class ConvStem(nn.Module):
-    """LeViT's stem: 3x3 stride-2 convolutions that double the width each time, activation between them, none at the end."""
+    """LeViT's stem: 3x3 stride-2 convolutions that double the width, with activations between them."""
 
     def __init__(self, channels: int, width: int, patch: int, norm: str = "none", act: str = "gelu"):
         super().__init__()
@@ -78,7 +81,7 @@ class ConvStem(nn.Module):
 
 
 class TowerStem(nn.Module):
-    """LV-ViT's stem: normalized convolutions at half resolution, then one convolution that cuts the tokens."""
+    """LV-ViT's stem: convolutions with norms at half resolution, then a strided convolution to the tokens."""
 
     def __init__(
         self,
@@ -101,7 +104,7 @@ class TowerStem(nn.Module):
 
     def grid(self, height: int, width: int) -> Grid:
         for conv in (*self.convs, self.proj):
-            height, width = stepped(conv, height, width)
+            height, width = conv_output_size(conv, height, width)
         return height, width
 
     def forward(self, x: Tensor) -> Tensor:
@@ -111,7 +114,7 @@ class TowerStem(nn.Module):
 
 
 class BasicBlock(nn.Module):
-    """ResNet's: two 3x3 convolutions around which the map is added; the second norm's scale starts at zero."""
+    """ResNet's basic block: two 3x3 convolutions and a shortcut; the weight of the second norm is initialized to zero."""
 
     def __init__(self, width: int, norm: str, act: str):
         super().__init__()
@@ -123,13 +126,14 @@ class BasicBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         inner = self.activation(self.norms[0](self.convs[0](x)))
-        return self.activation(x + self.norms[1](self.convs[1](inner)))
+        out: Tensor = self.activation(x + self.norms[1](self.convs[1](inner)))
+        return out
 
 
 class BasicStem(nn.Module):
-    """Stages of basic blocks, each twice as wide as the one before, then one convolution that cuts the tokens.
+    """Stages of basic blocks, each twice as wide as the one before, then a strided convolution to the tokens.
 
-    `strides` are those of the stages' entries and of the tokens' convolution.
+    `strides` are those of the first convolution of each stage and of the last convolution.
     """
 
     def __init__(
@@ -150,7 +154,7 @@ class BasicStem(nn.Module):
 
     def grid(self, height: int, width: int) -> Grid:
         for conv in (*self.convs, self.proj):
-            height, width = stepped(conv, height, width)
+            height, width = conv_output_size(conv, height, width)
         return height, width
 
     def forward(self, x: Tensor) -> Tensor:
@@ -160,19 +164,20 @@ class BasicStem(nn.Module):
 
 
 def basic_strides(patch: int, stages: int) -> tuple[int, ...]:
-    """The entries of the stages but the first halve the map, as in a ResNet, the last one first, then the tokens' convolution
-    does, as often as the patch size (a power of two) asks for; what remains is left to the first entry.
+    """Strides of `BasicStem` whose product is the patch size, a power of two.
+
+    Factors of 2 go to the later stages first, then to the last convolution; the first stage has the remaining stride.
     """
-    entries = []
+    later = []
     for _ in range(stages - 1):
-        entries.append(min(patch, 2))
-        patch //= entries[-1]
-    tokens = min(patch, 2)
-    return (patch // tokens, *reversed(entries), tokens)
+        later.append(min(patch, 2))
+        patch //= later[-1]
+    last = min(patch, 2)
+    return (patch // last, *reversed(later), last)
 
 
-def stepped(conv: nn.Module, height: int, width: int) -> Grid:
-    """What a convolution makes of a map's size."""
+def conv_output_size(conv: nn.Module, height: int, width: int) -> Grid:
+    """Height and width of a convolution's output."""
     assert isinstance(conv, nn.Conv2d)
     kernel, stride, padding = conv.kernel_size[0], conv.stride[0], int(conv.padding[0])
     height, width = ((side + 2 * padding - kernel) // stride + 1 for side in (height, width))
@@ -180,7 +185,7 @@ def stepped(conv: nn.Module, height: int, width: int) -> Grid:
 
 
 class HmlpStem(nn.Module):
-    """hMLP: linear maps of growing, never overlapping patches, so that no pixel reaches another patch's token."""
+    """hMLP: linear layers on growing patches without overlap, so that a token depends on the pixels of its patch only."""
 
     def __init__(self, channels: int, width: int, strides: tuple[int, ...], norm: str = "batch", act: str = "gelu"):
         super().__init__()
@@ -188,7 +193,7 @@ class HmlpStem(nn.Module):
         widths = [channels, *[width // 4] * (len(strides) - 1), width]
         layers: list[nn.Module] = []
         for step, stride in enumerate(strides):
-            layers += [PatchMap(widths[step], widths[step + 1], stride), map_norm(norm, widths[step + 1])]
+            layers += [PatchProjection(widths[step], widths[step + 1], stride), map_norm(norm, widths[step + 1])]
             layers += [activation(act)] if step < len(strides) - 1 else []
         self.layers = nn.Sequential(*layers)
 
@@ -200,7 +205,7 @@ class HmlpStem(nn.Module):
 
 
 def hmlp_strides(patch: int) -> tuple[int, ...]:
-    """The released 4-2-2 for 16-pixel patches, and the like for other sizes."""
+    """Strides of `HmlpStem`: the released 4-2-2 for 16-pixel patches, and similar ones for other sizes."""
     strides: tuple[int, ...] = ()
     for step in (4, 2, 2, 2):
         if patch % step == 0 and patch > 1:
@@ -209,9 +214,9 @@ def hmlp_strides(patch: int) -> tuple[int, ...]:
 
 
 class LocalTransformerStem(nn.Module):
-    """TNT-like stem: a small transformer over 4x4-pixel pieces inside each patch, then one linear map.
+    """TNT-like stem: a small transformer over the 4x4-pixel pieces of each patch, then one linear layer.
 
-    Its layer list was never published; the width D/8 and four blocks meet the printed compute.
+    Its layers were not published; a width of D/8 and four blocks give the published FLOPs.
     """
 
     def __init__(self, channels: int, width: int, patch: int, piece: int = 4, depth: int = 4):
@@ -224,12 +229,8 @@ class LocalTransformerStem(nn.Module):
         nn.init.trunc_normal_(self.position, std=0.02)
         self.blocks = nn.ModuleList()
         for _ in range(depth):
-            self.blocks.append(
-                Residual(1, lambda: Branch(nn.LayerNorm(inner, eps=1e-6), Attention(inner, heads), nn.Identity(), 0.0))
-            )
-            self.blocks.append(
-                Residual(1, lambda: Branch(nn.LayerNorm(inner, eps=1e-6), FeedForward(inner, 4 * inner), nn.Identity(), 0.0))
-            )
+            for body in (Attention(inner, heads), FeedForward(inner, 4 * inner)):
+                self.blocks.append(Residual([Branch(nn.LayerNorm(inner, eps=1e-6), body, nn.Identity(), DropPath(0.0))]))
         self.proj = nn.Linear(self.pieces**2 * inner, width)
 
     def grid(self, height: int, width: int) -> Grid:
@@ -245,12 +246,14 @@ class LocalTransformerStem(nn.Module):
         x = x.flatten(0, 2).flatten(1, 2) + self.position
         for block in self.blocks:
             x = block(x, Layout(side, side))
-        return self.proj(x.flatten(1)).unflatten(0, (batch, height * width))
+        out: Tensor = self.proj(x.flatten(1)).unflatten(0, (batch, height * width))
+        return out
 
 
 def unfold_patches(image: Tensor, patch: int) -> Tensor:
-    """Raw pixels of each patch [B, N, K*P*P], in the order of the linear stem's kernel."""
+    """The pixels of each patch [B, N, K*P*P], in the order of the weight of a convolution."""
     height, width = image.shape[-2] // patch, image.shape[-1] // patch
     image = image[..., : height * patch, : width * patch]
     pieces = image.unflatten(3, (width, patch)).unflatten(2, (height, patch))  # [B, K, height, P, width, P]
-    return pieces.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+    out: Tensor = pieces.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+    return out

@@ -1,4 +1,4 @@
-"""Readouts: from the trunk's tokens to the vector (or the vectors) that the classifier sees."""
+"""Pooling: from the tokens of the last block to the vector (or vectors) that the classifier takes."""
 
 import math
 from collections.abc import Callable
@@ -6,10 +6,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from vitrail.layers.attention import FeedForward, check_grid
-from vitrail.layers.layout import Layout
-from vitrail.layers.pos_embed import Grid, resample
-from vitrail.layers.sdpa import attend
+from vitrail.layers.attention import scaled_dot_product_attention
+from vitrail.layers.layout import Grid, Layout, check_grid
+from vitrail.layers.mlp import FeedForward
+from vitrail.layers.pos_embed import resample
 
 POOLINGS = ("class", "mean", "class_attention", "per_class", "class_mlp")
 
@@ -27,13 +27,14 @@ class ClassAttention(nn.Module):
 
     def _heads(self, query: Tensor, patches: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         source = torch.cat([query, patches], 1) if self.keys == "all" else patches
-        parts = (self.q(query), self.k(source), self.v(source))
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
+        projections = (self.q(query), self.k(source), self.v(source))
+        q, k, v = (x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in projections)
         return q, k, v
 
     def forward(self, query: Tensor, patches: Tensor) -> Tensor:
         q, k, v = self._heads(query, patches)
-        return self.proj(attend(q, k, v).transpose(1, 2).flatten(2))
+        out: Tensor = self.proj(scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return out
 
     def maps(self, query: Tensor, patches: Tensor) -> Tensor:
         """Attention weights [B, H, S, S + N] (or [B, H, S, N] with patch keys only); rows sum to one."""
@@ -42,7 +43,7 @@ class ClassAttention(nn.Module):
 
 
 class ClassAttentionBlock(nn.Module):
-    """CaiT's second stage, PatchConvNet's pooling: the queries change, the patches stay as they are."""
+    """Class attention of CaiT and PatchConvNet: the queries are updated, the patches are not."""
 
     def __init__(
         self, attention: ClassAttention, ffn: FeedForward, norm: Callable[[], nn.Module], scale: Callable[[], nn.Module]
@@ -53,14 +54,15 @@ class ClassAttentionBlock(nn.Module):
 
     def forward(self, query: Tensor, patches: Tensor) -> Tensor:
         query = query + self.scale1(self.attention(self.norm1(query), self.norm1(patches)))
-        return query + self.scale2(self.ffn(self.norm2(query)))
+        out: Tensor = query + self.scale2(self.ffn(self.norm2(query)))
+        return out
 
     def maps(self, query: Tensor, patches: Tensor) -> Tensor:
         return self.attention.maps(self.norm1(query), self.norm1(patches))
 
 
 class ClassMlpBlock(nn.Module):
-    """ResMLP's class-MLP: a class vector gathers the frozen patches with one linear map over tokens."""
+    """ResMLP's class-MLP: one linear layer over the class vector and the patches updates the class vector."""
 
     def __init__(self, grid: Grid, ffn: FeedForward, norm: Callable[[], nn.Module], scale: Callable[[], nn.Module]):
         super().__init__()
@@ -71,11 +73,12 @@ class ClassMlpBlock(nn.Module):
     def forward(self, query: Tensor, patches: Tensor) -> Tensor:
         tokens = self.norm1(torch.cat([query, patches], 1))
         query = query + self.scale1(self.gather(tokens.transpose(1, 2)).transpose(1, 2))
-        return query + self.scale2(self.ffn(self.norm2(query)))
+        out: Tensor = query + self.scale2(self.ffn(self.norm2(query)))
+        return out
 
     def resize(self, grid: Grid) -> None:
         with torch.no_grad():
-            old = self.gather.weight  # [1, 1 + N], the class vector's own weight first
+            old = self.gather.weight  # [1, 1 + N], the weight of the class vector first
             share = self.grid[0] * self.grid[1] / (grid[0] * grid[1])
             patches = resample(old[:, 1:].T, self.grid, grid).T * share
             self.gather.weight = nn.Parameter(torch.cat([old[:, :1], patches], 1), old.requires_grad)
@@ -84,7 +87,7 @@ class ClassMlpBlock(nn.Module):
 
 
 class QueryPooling(nn.Module):
-    """Learned queries [S, D] refined by blocks that read the patches; for `per_class` there is one query per class."""
+    """Learned queries [S, D] updated by blocks that attend to the patches; `per_class` has one query per class."""
 
     def __init__(self, queries: int, width: int, blocks: list[nn.Module]):
         super().__init__()
@@ -93,19 +96,20 @@ class QueryPooling(nn.Module):
         self.blocks = nn.ModuleList(blocks)
 
     def forward(self, patches: Tensor, layout: Layout) -> Tensor:
-        query = self.start(patches)
+        query = self.expand_queries(patches)
         for block in self.blocks:
             if isinstance(block, ClassMlpBlock):
                 check_grid(layout, block.grid)
             query = block(query, patches)
         return query
 
-    def start(self, patches: Tensor) -> Tensor:
+    def expand_queries(self, patches: Tensor) -> Tensor:
+        """The learned queries for each image, [B, S, D]."""
         return self.queries.expand(patches.shape[0], -1, -1)
 
 
 class PerClassHead(nn.Module):
-    """One linear map to one number per class, each on its own query's vector: [B, C, D] to [B, C]."""
+    """The logit of each class from the vector of its own query: [B, C, D] to [B, C]."""
 
     def __init__(self, width: int, classes: int):
         super().__init__()

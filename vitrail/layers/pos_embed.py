@@ -1,4 +1,4 @@
-"""Positions: tables added to tokens, and biases added to attention scores. All follow a change of grid."""
+"""Position embeddings, added to tokens (absolute) or to attention scores (relative). All can be resampled to other grids."""
 
 import math
 
@@ -6,9 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vitrail.layers.layout import Layout
-
-Grid = tuple[int, int]
+from vitrail.layers.layout import Grid, Layout
 
 ABSOLUTE = ("learned", "learned2d", "sincos")
 RELATIVE = ("relative", "relative_bias")
@@ -19,7 +17,7 @@ RESAMPLE = ("bicubic", "bicubic_antialias", "bilinear", "aligned")
 def resample(grid_values: Tensor, old: Grid, new: Grid, method: str = "bicubic") -> Tensor:
     """[h*w, D] on one grid to [h'*w', D] on another, in raster order.
 
-    `bicubic` is the DeiT family's rule, `aligned` (bilinear, corners on corners) that of the Google checkpoints.
+    `bicubic` is used by the DeiT family, `aligned` (bilinear with aligned corners) by the Google checkpoints.
     """
     if not torch.compiler.is_exporting() and old == new:
         return grid_values
@@ -32,8 +30,8 @@ def resample(grid_values: Tensor, old: Grid, new: Grid, method: str = "bicubic")
     return image.flatten(2)[0].T.to(grid_values.dtype)
 
 
-class LearnedPositions(nn.Module):
-    """One vector per patch, preceded by one per prefix token when `prefix` > 0."""
+class LearnedPosEmbed(nn.Module):
+    """A learned vector for each of `prefix` prefix tokens and for each patch."""
 
     def __init__(self, grid: Grid, width: int, prefix: int, method: str):
         super().__init__()
@@ -53,8 +51,8 @@ class LearnedPositions(nn.Module):
         self.grid = grid
 
 
-class LearnedPositions2d(nn.Module):
-    """A row table and a column table of half the width each; a patch gets [row, column]."""
+class LearnedPosEmbed2d(nn.Module):
+    """Learned vectors for rows and for columns, of half the width each, concatenated for each patch."""
 
     def __init__(self, grid: Grid, width: int, prefix: int, method: str):
         super().__init__()
@@ -84,13 +82,13 @@ class LearnedPositions2d(nn.Module):
         self.grid = grid
 
 
-class SincosPositions(nn.Module):
-    """Fixed 2-D sines and cosines (temperature 10,000); prefix tokens get zeros. No parameters, any grid."""
+class SincosPosEmbed(nn.Module):
+    """Fixed 2-D sines and cosines (temperature 10,000), zeros for prefix tokens. No parameters."""
 
     def __init__(self, grid: Grid, width: int, prefix: int, method: str):
         super().__init__()
         if width % 4:
-            raise ValueError(f"sincos positions need a width divisible by 4, not {width}")
+            raise ValueError(f"sincos position embeddings need a width divisible by 4, not {width}")
         self.width, self.prefix = width, prefix
 
     def forward(self, layout: Layout, device: torch.device | None = None) -> Tensor:
@@ -107,11 +105,11 @@ class SincosPositions(nn.Module):
         pass
 
 
-class RelativePositions(nn.Module):
-    """ViT's 1-D relative attention: the offset of raster indices picks an embedding, and query . embedding is added to the score.
+class RelativePosEmbed(nn.Module):
+    """ViT's 1-D relative attention: each offset of raster indices has an embedding, and query . embedding is added to the score.
 
-    The 2N-1 offsets are followed by three rows for pairs with a prefix token: prefix->patch, patch->prefix,
-    prefix->prefix. Shared by the heads of a layer, scaled like the content scores.
+    The rows of the 2N-1 offsets are followed by three rows for pairs with a prefix token: prefix->patch, patch->prefix,
+    prefix->prefix. The heads of a layer share the embeddings; the scores are scaled like those of the keys.
     """
 
     def __init__(self, grid: Grid, head_width: int, heads: int):
@@ -130,7 +128,7 @@ class RelativePositions(nn.Module):
         table = self._table(layout.grid)
         index = torch.arange(layout.patches, device=query.device)
         pairs = index[:, None] - index[None, :] + layout.patches - 1
-        pairs = with_prefix(pairs, layout.prefix, table.shape[0])
+        pairs = add_prefix_pairs(pairs, layout.prefix, table.shape[0])
         scores = torch.einsum("bhqd,rd->bhqr", query, table.to(query.dtype)) / math.sqrt(query.shape[-1])
         return scores.gather(-1, pairs.expand(*query.shape[:2], -1, -1))
 
@@ -140,8 +138,8 @@ class RelativePositions(nn.Module):
         self.grid = grid
 
 
-class RelativeBias(nn.Module):
-    """BEiT's 2-D bias: one number per head and offset (dy, dx), and three for pairs with a prefix token; zeros at the start."""
+class RelativePosBias(nn.Module):
+    """BEiT's 2-D bias: one value per head and offset (dy, dx), and three for pairs with a prefix token; initialized to zero."""
 
     def __init__(self, grid: Grid, head_width: int, heads: int):
         super().__init__()
@@ -154,14 +152,14 @@ class RelativeBias(nn.Module):
         return torch.cat([offsets, self.table[-3:]])
 
     def forward(self, query: Tensor, layout: Layout) -> Tensor:
-        """Score biases [1, H, T, T], whatever the query."""
+        """Score biases [1, H, T, T]; of the query only dtype and device are used."""
         table = self._table(layout.grid)
         y = torch.arange(layout.height, device=query.device)
         x = torch.arange(layout.width, device=query.device)
         dy = (y[:, None] - y[None, :] + layout.height - 1)[:, None, :, None]
         dx = (x[:, None] - x[None, :] + layout.width - 1)[None, :, None, :]
         pairs = (dy * (2 * layout.width - 1) + dx).reshape(layout.patches, layout.patches)
-        pairs = with_prefix(pairs, layout.prefix, table.shape[0])
+        pairs = add_prefix_pairs(pairs, layout.prefix, table.shape[0])
         return table[pairs].permute(2, 0, 1)[None].to(query.dtype)
 
     def resize(self, grid: Grid) -> None:
@@ -170,8 +168,8 @@ class RelativeBias(nn.Module):
         self.grid = grid
 
 
-def with_prefix(pairs: Tensor, prefix: int, rows: int) -> Tensor:
-    """Patch-pair indices [N, N] widened to [T, T] with the last three table rows for the prefix tokens."""
+def add_prefix_pairs(pairs: Tensor, prefix: int, rows: int) -> Tensor:
+    """Table rows of patch pairs [N, N] extended to [T, T] by the last three rows of the table for pairs with prefix tokens."""
     if not prefix:
         return pairs
     pairs = F.pad(pairs, (prefix, 0, prefix, 0))
@@ -181,21 +179,21 @@ def with_prefix(pairs: Tensor, prefix: int, rows: int) -> Tensor:
     return pairs
 
 
-def absolute_positions(kind: str, grid: Grid, width: int, prefix: int, method: str) -> nn.Module:
-    makers = {"learned": LearnedPositions, "learned2d": LearnedPositions2d, "sincos": SincosPositions}
-    return makers[kind](grid, width, prefix, method)
+def make_absolute_pos_embed(kind: str, grid: Grid, width: int, prefix: int, method: str) -> nn.Module:
+    classes = {"learned": LearnedPosEmbed, "learned2d": LearnedPosEmbed2d, "sincos": SincosPosEmbed}
+    return classes[kind](grid, width, prefix, method)
 
 
-def relative_positions(kind: str, grid: Grid, head_width: int, heads: int) -> nn.Module:
-    makers = {"relative": RelativePositions, "relative_bias": RelativeBias}
-    return makers[kind](grid, head_width, heads)
+def make_relative_pos_embed(kind: str, grid: Grid, head_width: int, heads: int) -> nn.Module:
+    classes = {"relative": RelativePosEmbed, "relative_bias": RelativePosBias}
+    return classes[kind](grid, head_width, heads)
 
 
-def patch_kernel_resize(kernel: Tensor, size: int) -> Tensor:
-    """A patch projection [D, K, P, P] for patches of another size, by the pseudo-inverse of image resizing.
+def resize_patch_kernel(kernel: Tensor, size: int) -> Tensor:
+    """A patch projection [D, K, P, P] for patches of another size, by the pseudo-inverse of image resizing (FlexiViT).
 
-    The new kernel gives, on a bilinearly resized patch, the old kernel's answer on the original one whenever
-    that is possible (enlarging), and the least-squares nearest answer otherwise.
+    On a bilinearly resized patch the new kernel gives the output of the old kernel on the original patch: exactly for larger
+    patches, in the least-squares sense for smaller ones.
     """
     old = kernel.shape[-1]
     if old == size:
@@ -204,4 +202,5 @@ def patch_kernel_resize(kernel: Tensor, size: int) -> Tensor:
     resized = F.interpolate(basis, size=(size, size), mode="bilinear", antialias=size < old)
     inverse = torch.linalg.pinv(resized.flatten(1)).to(kernel.device)
     flat = kernel.double().flatten(2) @ inverse.T
-    return flat.reshape(*kernel.shape[:2], size, size).to(kernel.dtype)
+    out: Tensor = flat.reshape(*kernel.shape[:2], size, size).to(kernel.dtype)
+    return out

@@ -1,4 +1,4 @@
-"""The one trunk, and one page per paper: a table of parts and sizes."""
+"""`VisionTransformer`, its `Architecture`, and one module per paper with its models."""
 
 from vitrail.models.config import Architecture
 from vitrail.models.registry import build, create, list_models

@@ -1,15 +1,22 @@
-"""From an architecture to its modules: the one place that knows which field makes which part."""
+"""From an `Architecture` to modules: which field selects which layer."""
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
-from vitrail.layers import attention, patch_embed
+from vitrail.layers import patch_embed
+from vitrail.layers.attention import Attention, AxialAttention, TalkingHeads
 from vitrail.layers.bit_resnet import ResNetStem
-from vitrail.layers.block import Block, Branch, Residual, ShiftedLinear, drop_path_rates, residual_scale
+from vitrail.layers.block import Block, Branch, Residual
+from vitrail.layers.drop_path import DropPath, drop_path_rates
+from vitrail.layers.fused import SubsetDropPath, SubsetResidual
+from vitrail.layers.layer_scale import ShiftedLinear, residual_scale
+from vitrail.layers.layout import Grid
+from vitrail.layers.mlp import FeedForward
 from vitrail.layers.norm import token_norm
 from vitrail.layers.pooling import ClassAttention, ClassAttentionBlock, ClassMlpBlock, QueryPooling
-from vitrail.layers.pos_embed import Grid
+from vitrail.layers.token_mixers import ConvMixer, PatchConv, PatchLinear, PatchMlp
 from vitrail.models.config import Architecture
 
 Stem = (
@@ -44,24 +51,24 @@ def make_stem(a: Architecture) -> Stem:
 
 
 def make_block(a: Architecture, index: int, grid: Grid) -> Block:
-    drop = drop_path_rates(a.drop_path, a.depth, a.drop_path_schedule)[index]
+    rate = drop_path_rates(a.drop_path, a.depth, a.drop_path_schedule)[index]
+    subset = rate > 0.0 and a.drop_path_kind == "skip"
     linear = ShiftedLinear if a.residual == "fixup" else nn.Linear
 
     def norm(place: str) -> nn.Module:
         return token_norm(a.norm if a.norm_place == place else "none", a.width, a.norm_eps, a.norm_groups)
 
-    def residual(body) -> Residual:
-        def branch() -> Branch:
-            scale = residual_scale(a.residual, a.width, a.layerscale_init, a.layerscale_init_mode, a.layerscale_frozen)
-            return Branch(norm("pre"), body(), scale, drop, a.drop_path_kind == "skip")
+    def branch(make_body: Callable[[], nn.Module]) -> Branch:
+        scale = residual_scale(a.residual, a.width, a.layerscale_init, a.layerscale_init_mode, a.layerscale_frozen)
+        return Branch(norm("pre"), make_body(), scale, SubsetDropPath(rate) if subset else DropPath(rate))
 
-        return Residual(a.branches, branch, norm("post"))
-
-    def feed_forward() -> nn.Module:
-        return attention.FeedForward(a.width, a.hidden, a.activation, a.dropout, linear)
+    def residual(make_body: Callable[[], nn.Module]) -> Residual:
+        kind = SubsetResidual if subset else Residual
+        return kind([branch(make_body) for _ in range(a.branches)], norm("post"))
 
     mix = None if a.mixer == "none" else residual(lambda: make_mixer(a, index, grid, linear))
-    return Block(mix, residual(feed_forward) if a.mlp_ratio else None)
+    ffn = residual(lambda: FeedForward(a.width, a.hidden, a.activation, a.dropout, linear)) if a.mlp_ratio else None
+    return Block(mix, ffn)
 
 
 def make_mixer(a: Architecture, index: int, grid: Grid, linear: type[nn.Linear]) -> nn.Module:
@@ -73,22 +80,22 @@ def make_mixer(a: Architecture, index: int, grid: Grid, linear: type[nn.Linear])
     }
     match a.mixer:
         case "attention":
-            return attention.Attention(a.width, a.heads, **shared)
+            return Attention(a.width, a.heads, **shared)
         case "talking_heads":
-            return attention.TalkingHeads(a.width, a.heads, **shared)
+            return TalkingHeads(a.width, a.heads, **shared)
         case "axial":
-            return attention.AxialAttention(a.width, a.heads, ("row", "column")[index % 2], **shared)
+            return AxialAttention(a.width, a.heads, ("row", "column")[index % 2], **shared)
         case "linear":
-            return attention.PatchLinear(grid)
+            return PatchLinear(grid)
         case "mlp":
-            return attention.PatchMlp(grid, a.activation)
+            return PatchMlp(grid, a.activation)
         case "patchconv":
-            return attention.PatchConv(a.width, a.activation)
-    return attention.ConvMixer(a.width, a.mixer)
+            return PatchConv(a.width, a.activation)
+    return ConvMixer(a.width, a.mixer)
 
 
 def make_pooling(a: Architecture, grid: Grid) -> QueryPooling | None:
-    """Blocks with queries of their own; the class token and the mean need no module."""
+    """The query pooling; None for the class token and the mean, which need no module."""
     if a.pooling in ("class", "mean"):
         return None
 
@@ -101,7 +108,7 @@ def make_pooling(a: Architecture, grid: Grid) -> QueryPooling | None:
 
     blocks: list[nn.Module] = []
     for _ in range(a.pooling_depth):
-        ffn = attention.FeedForward(a.width, a.pooling_hidden, a.activation)
+        ffn = FeedForward(a.width, a.pooling_hidden, a.activation)
         if a.pooling == "class_mlp":
             blocks.append(ClassMlpBlock(grid, ffn, norm, scale))
         else:

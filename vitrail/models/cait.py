@@ -1,7 +1,7 @@
 """CaiT: "Going deeper with image transformers" (arXiv 2103.17239).
 
-Talking-heads attention on patches alone with LayerScale, then two class-attention blocks in which only the class
-vector changes. Heads are 48 wide.
+Talking-heads attention on the patches with LayerScale, then two class-attention blocks that update the class vector only. Heads
+have a width of 48.
 """
 
 from vitrail.models.config import Architecture
@@ -38,6 +38,6 @@ def cait(width: int, depth: int) -> Architecture:
 
 MODELS = {f"cait_{name}": cait(width, depth) for name, (width, depth) in SIZES.items()}
 
-# The released factories carry no size in their names except the 224 ones.
+# Names of the released models contain the image size only where it is 224.
 ALIASES = {f"cait_{name.upper()}": f"cait_{name}_{size}" for name, size in RELEASED_SIZE.items()}
 ALIASES |= {f"cait_{name.upper()}_224": f"cait_{name}_224" for name in SIZES}

@@ -1,4 +1,4 @@
-"""One point of the grid: stem x mixer x layout x residual scale x positions x tokens x pooling, as plain data."""
+"""`Architecture`: stem, token mixer, branches, residual scale, position embedding, prefix tokens and pooling as plain data."""
 
 import dataclasses
 import difflib
@@ -8,12 +8,13 @@ from typing import Any
 
 from vitrail.aliases import upgrade_architecture
 from vitrail.errors import UserError
-from vitrail.layers.attention import ATTENTION, MIXERS, SPATIAL
-from vitrail.layers.block import SCALES
+from vitrail.layers.attention import ATTENTION
+from vitrail.layers.layer_scale import SCALES
 from vitrail.layers.norm import ACTIVATIONS, MAP_NORMS, TOKEN_NORMS
 from vitrail.layers.patch_embed import STEMS, basic_strides, hmlp_strides
 from vitrail.layers.pooling import POOLINGS
 from vitrail.layers.pos_embed import ABSOLUTE, POS_EMBEDS, RELATIVE, RESAMPLE
+from vitrail.layers.token_mixers import MIXERS, SPATIAL
 
 FUSIONS = ("logit_mean", "softmax_sum", "class", "distillation")
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -36,7 +37,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "fusion": FUSIONS,
     "weight_init": ("deit", "vit"),
 }
-# Fields that change how a model is trained or started, never what it computes in evaluation.
+# Fields that matter in training or initialization only.
 TRAINING_ONLY = {
     "layerscale_init",
     "layerscale_init_mode",
@@ -50,7 +51,7 @@ TRAINING_ONLY = {
 }
 
 
-USUAL = {  # norm and activation of a stem
+STEM_DEFAULTS = {  # norm and activation
     "conv": ("batch", "gelu"),
     "hmlp": ("batch", "gelu"),
     "tower": ("batch", "relu"),
@@ -60,27 +61,27 @@ USUAL = {  # norm and activation of a stem
 
 @dataclass(frozen=True)
 class Architecture:
-    """Everything that `VisionTransformer` needs to be built. The defaults are a ViT-B/16."""
+    """All that defines a `VisionTransformer`. The defaults are a ViT-B/16."""
 
     # size
     width: int = 768
     depth: int = 12
     heads: int = 12
-    mlp_ratio: float = 4.0  # 0: blocks without the per-token MLP
+    mlp_ratio: float = 4.0  # 0: blocks without an MLP
     branches: int = 1  # parallel branches of every residual
-    classes: int = 1000  # 0: no classifier, the model returns its pooled vector
+    classes: int = 1000  # 0: no classifier, the model returns the pooled vector
     image_size: tuple[int, int] = (224, 224)
     channels: int = 3
     # stem
     stem: str = "linear"
-    patch_size: int = 16  # the total stride from pixels to tokens
-    stem_norm: str = ""  # "": the stem's usual one
+    patch_size: int = 16  # the stride from pixels to tokens
+    stem_norm: str = ""  # "": the default of the stem
     stem_activation: str = ""
-    stem_width: int = 64  # inner channels of the tower, first ones of the basic blocks, root channels of the ResNet
+    stem_width: int = 64  # channels of the tower, of the first basic stage, or of the ResNet root
     stem_kernels: tuple[int, ...] = ()  # of the tower
-    stem_strides: tuple[int, ...] = ()  # of the tower, the hMLP and the basic blocks' stages
+    stem_strides: tuple[int, ...] = ()  # of the tower, the hMLP and the basic stages
     stem_layers: tuple[int, ...] = ()  # basic blocks, or bottlenecks of the ResNet, per stage
-    stem_eps: float = 1e-6  # of the ResNet's GroupNorm
+    stem_eps: float = 1e-6  # of the GroupNorm of the ResNet
     # blocks
     mixer: str = "attention"
     qkv_bias: bool = True
@@ -90,33 +91,33 @@ class Architecture:
     norm_groups: int = 1
     norm_place: str = "pre"
     residual: str = "plain"
-    layerscale_init: float = 1e-4  # the start of a learned scale, the factor of a constant one
+    layerscale_init: float = 1e-4  # initial value of a learned scale, value of a constant one
     layerscale_init_mode: str = "constant"
     layerscale_frozen: bool = False
     drop_path: float = 0.0
     drop_path_schedule: str = "uniform"
-    drop_path_kind: str = "each"  # a coin for each image, or "skip": a random part of the batch is left out and not computed
+    drop_path_kind: str = "each"  # drop each image at random, or "skip": do not compute a random part of the batch
     dropout: float = 0.0
     attention_dropout: float = 0.0
-    # positions and tokens
+    # position embeddings and prefix tokens
     pos_embed: str = "learned"
     pos_embed_place: str = "stem"
-    pos_embed_prefix: bool = True  # prefix tokens have positions too
+    pos_embed_prefix: bool = True  # prefix tokens have position embeddings too
     pos_embed_resample: str = "bicubic"
-    class_token_at: int = 0  # the block before which the class token joins
-    distillation: bool = False  # a second prefix token, with a head of its own
-    distillation_head: bool = True  # False: the token runs along and nobody reads it
+    class_token_at: int = 0  # the block before which the class token is prepended
+    distillation: bool = False  # a second prefix token with its own head
+    distillation_head: bool = True  # False: the token has no head
     # pooling
     pooling: str = "class"
     pooling_depth: int = 2
-    pooling_heads: int = 0  # 0: as in the trunk
+    pooling_heads: int = 0  # 0: as in the blocks
     pooling_mlp_ratio: float = 4.0
     pooling_keys: str = "all"
-    pooling_scale: bool = True  # residual scales in the pooling's blocks
+    pooling_scale: bool = True  # residual scales in the blocks of the pooling
     final_norm: bool = True
-    pool_norm: bool = False  # the final norm after pooling instead of before
+    pool_norm: bool = False  # the final norm comes after pooling
     pre_logits: int = 0  # width of a tanh layer before the classifier
-    dense_head: bool = False  # a second classifier on every patch, added with its maximum in evaluation
+    dense_head: bool = False  # a second classifier on every patch; its maximum is added in evaluation
     dense_weight: float = 0.5
     fusion: str = "logit_mean"
     weight_init: str = "deit"
@@ -127,9 +128,9 @@ class Architecture:
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices and not (name in ("stem_norm", "stem_activation") and not getattr(self, name)):
                 raise UserError(f"{name}={getattr(self, name)!r} is not known; choose from {', '.join(choices)}.")
-        for name, usual in zip(("stem_norm", "stem_activation"), USUAL.get(self.stem, ("none", "none")), strict=True):
+        for name, default in zip(("stem_norm", "stem_activation"), STEM_DEFAULTS.get(self.stem, ("none", "none")), strict=True):
             if not getattr(self, name):
-                object.__setattr__(self, name, usual)
+                object.__setattr__(self, name, default)
         if self.stem == "basic" and not self.stem_strides:
             object.__setattr__(self, "stem_strides", basic_strides(self.patch_size, len(self.stem_layers)))
         if self.stem == "hmlp" and not self.stem_strides:
@@ -139,23 +140,26 @@ class Architecture:
             object.__setattr__(self, "stem_strides", (2, 1, 1, self.patch_size // 2))
         if not self.pooling_heads:
             object.__setattr__(self, "pooling_heads", self.heads)
-        for problem, sentence in self._problems():
-            if problem:
-                raise UserError(sentence)
+        for violated, message in self._constraints():
+            if violated:
+                raise UserError(message)
 
-    def _problems(self) -> list[tuple[bool, str]]:
-        """The rules of the grid: each a condition that must not hold, and the sentence for it."""
+    def _constraints(self) -> list[tuple[bool, str]]:
+        """Which combinations are not possible: for each constraint, whether it is violated, and the error message."""
         return [
-            (self.depth < 1 and self.stem != "resnet_features", "depth=0 leaves a network without a block; give at least 1."),
+            (self.depth < 1 and self.stem != "resnet_features", "depth=0 is a model without blocks; give at least 1."),
             (
                 self.depth * self.branches > 2000,
-                f"{self.depth} blocks of {self.branches} branches are more than 2000; is that meant?",
+                f"depth={self.depth} x branches={self.branches} exceeds the limit of 2000.",
             ),
-            (self.mlp_ratio > 0 and self.hidden < 1, f"mlp_ratio={self.mlp_ratio} leaves no unit in the MLP."),
-            (self.reads_with_queries and self.pooling_hidden < 1, f"pooling_mlp_ratio={self.pooling_mlp_ratio} leaves no unit."),
+            (self.mlp_ratio > 0 and self.hidden < 1, f"mlp_ratio={self.mlp_ratio} gives an MLP without hidden units."),
+            (
+                self.has_query_pooling and self.pooling_hidden < 1,
+                f"pooling_mlp_ratio={self.pooling_mlp_ratio} gives an MLP without units.",
+            ),
             (
                 min(self.image_size) < self.patch_size,
-                f"image size {show_size(self.image_size)} is smaller than one patch of {self.patch_size}.",
+                f"image size {format_size(self.image_size)} is smaller than one patch of {self.patch_size}.",
             ),
             (
                 self.uses_heads and (self.heads < 1 or self.width % self.heads != 0),
@@ -168,35 +172,35 @@ class Architecture:
             ),
             (
                 self.mixer in SPATIAL and self.pooling == "class",
-                f"the {self.mixer} mixer works on patches alone; use pooling=mean, class_attention, per_class or class_mlp.",
+                f"the {self.mixer} mixer takes no class token; use pooling=mean, class_attention, per_class or class_mlp.",
             ),
             (
                 self.pos_embed in RELATIVE and self.mixer not in ATTENTION,
-                f"{self.pos_embed} positions are added to attention scores; use mixer=attention or talking_heads.",
+                f"{self.pos_embed} position embeddings are added to attention scores; use mixer=attention or talking_heads.",
             ),
             (
                 self.pos_embed in RELATIVE and self.pos_embed_place == "stem",
-                f"{self.pos_embed} positions live in the blocks; use pos_embed_place=layers or shared.",
+                f"{self.pos_embed} position embeddings are part of the blocks; use pos_embed_place=layers or shared.",
             ),
-            (self.pos_embed == "sincos" and self.width % 4 != 0, "sincos positions need a width divisible by 4."),
+            (self.pos_embed == "sincos" and self.width % 4 != 0, "sincos position embeddings need a width divisible by 4."),
             (
                 self.pos_embed == "sincos" and self.pos_embed_place == "layers",
-                "sincos positions are the same in every layer; use pos_embed_place=stem or shared.",
+                "sincos position embeddings are the same in every layer; use pos_embed_place=stem or shared.",
             ),
             (
                 self.distillation and self.pooling not in ("class", "class_attention"),
                 "a distillation token needs pooling=class or class_attention.",
             ),
-            (self.dense_head and self.pooling == "per_class", "per-class queries have no dense head."),
+            (self.dense_head and self.pooling == "per_class", "pooling=per_class has no dense head."),
             (
                 self.pooling == "per_class" and (self.pre_logits > 0 or self.classes < 1),
-                "per-class queries need classes and no pre-logits.",
+                "pooling=per_class needs classes > 0 and pre_logits=0.",
             ),
-            (self.reads_with_queries and self.pooling_depth < 1, f"pooling={self.pooling} needs pooling_depth of at least 1."),
-            (self.pool_norm and self.pooling != "mean", "pool_norm goes with pooling=mean."),
+            (self.has_query_pooling and self.pooling_depth < 1, f"pooling={self.pooling} needs pooling_depth of at least 1."),
+            (self.pool_norm and self.pooling != "mean", "pool_norm needs pooling=mean."),
             (
                 not 0 <= self.class_token_at < max(self.depth, 1),
-                f"class_token_at must name one of the {self.depth} blocks, 0 to {max(self.depth - 1, 0)}.",
+                f"class_token_at must be the index of a block, 0 to {max(self.depth - 1, 0)}.",
             ),
             (self.norm_place == "post" and self.norm == "none", "norm_place=post needs a norm."),
             (
@@ -209,39 +213,39 @@ class Architecture:
             ),
             (
                 self.stem == "resnet" and self.patch_size % self.backbone_stride != 0,
-                f"these ResNet stages have a stride of {self.backbone_stride}, which does not divide {self.patch_size}.",
+                f"the stride {self.backbone_stride} of the ResNet stages does not divide the patch size {self.patch_size}.",
             ),
             (
                 self.stem == "resnet_features"
                 and self.width != self.stem_width * (2 ** (len(self.stem_layers) + 1) if self.stem_layers else 1),
-                "with stem=resnet_features the width must be the channels at the ResNet's end: stem_width x 2^(stages + 1).",
+                "stem=resnet_features needs width = stem_width x 2^(stages + 1), the channels of the last stage.",
             ),
             (
                 self.stem in ("conv", "basic") and self.patch_size & (self.patch_size - 1) != 0,
-                f"the {self.stem} stem halves the image, so the patch size must be a power of two, not {self.patch_size}.",
+                f"the {self.stem} stem needs a patch size that is a power of two, not {self.patch_size}.",
             ),
             (self.stem == "basic" and not self.stem_layers, "the basic stem needs stem_layers, such as (2, 2)."),
             (
                 self.stem == "local_transformer" and self.patch_size % 4 != 0,
-                f"the local-transformer stem cuts 4-pixel pieces, which do not divide the patch size {self.patch_size}.",
+                f"the local_transformer stem needs a patch size divisible by 4, not {self.patch_size}.",
             ),
             (
                 self.stem == "tower" and len(self.stem_kernels) != len(self.stem_strides),
-                f"the tower needs as many stem_strides {self.stem_strides} as stem_kernels {self.stem_kernels}.",
+                f"the tower stem needs as many stem_strides as stem_kernels, not {self.stem_strides} and {self.stem_kernels}.",
             ),
             (
                 self.stem == "basic" and len(self.stem_strides) != len(self.stem_layers) + 1,
-                f"the basic stem needs stem_strides for its {len(self.stem_layers)} stages and one for the tokens.",
+                f"the basic stem needs {len(self.stem_layers) + 1} stem_strides: one per stage and one for the last convolution.",
             ),
             (
                 self.stem in ("tower", "hmlp", "basic") and math.prod(self.stem_strides) != self.patch_size,
-                f"the stem_strides {self.stem_strides} do not multiply to the patch size {self.patch_size}.",
+                f"the product of the stem_strides {self.stem_strides} is not the patch size {self.patch_size}.",
             ),
         ]
 
     @property
     def hidden(self) -> int:
-        """Units of the blocks' MLPs."""
+        """Hidden units of the MLP of a block."""
         return round(self.width * self.mlp_ratio)
 
     @property
@@ -250,7 +254,7 @@ class Architecture:
 
     @property
     def backbone_stride(self) -> int:
-        """From pixels to the ResNet's feature map."""
+        """Stride of the feature map of the ResNet."""
         return resnet_stride(len(self.stem_layers))
 
     @property
@@ -258,27 +262,27 @@ class Architecture:
         return self.depth > 0 and self.mixer in (*ATTENTION, "axial")
 
     @property
-    def reads_with_queries(self) -> bool:
+    def has_query_pooling(self) -> bool:
         return self.pooling in ("class_attention", "per_class", "class_mlp")
 
     @property
     def pooling_norm(self) -> str:
-        """The norm behind the trunk. Queries start alike for every image, so they have no batch statistics."""
-        return "layer" if self.norm == "batch" and self.reads_with_queries else self.norm
+        """The norm of the pooling, and the final norm. BatchNorm is not possible: initial queries are equal for all images."""
+        return "layer" if self.norm == "batch" and self.has_query_pooling else self.norm
 
     @property
-    def trunk_tokens(self) -> int:
-        """Special tokens that run through (some of) the trunk's blocks."""
+    def num_prefix_tokens(self) -> int:
+        """Prefix tokens in (some of) the blocks."""
         return (2 if self.distillation else 1) if self.pooling == "class" else 0
 
     @property
-    def pos_embed_rows(self) -> int:
-        """Special rows of the absolute position tables."""
+    def pos_embed_prefix_rows(self) -> int:
+        """Rows for prefix tokens in an absolute position embedding."""
         inside = self.pos_embed in ABSOLUTE and self.pos_embed_prefix and self.class_token_at == 0
-        return self.trunk_tokens if inside else 0
+        return self.num_prefix_tokens if inside else 0
 
     def replace(self, **changes: Any) -> "Architecture":
-        """A copy with other values; an unknown name is an error that suggests the nearest."""
+        """A copy with some fields changed; unknown names raise UserError with a suggestion."""
         check_fields(changes)
         if "image_size" in changes:
             changes["image_size"] = as_size(changes["image_size"])
@@ -300,12 +304,11 @@ class Architecture:
         return cls(**values)
 
     def differences(self, other: "Architecture") -> list[str]:
-        """Fields in which two architectures compute different things in evaluation."""
-        return [name for name in FIELDS if self._meaning(name) != other._meaning(name)]
+        """Fields in which two architectures differ, as far as they matter in evaluation."""
+        return [name for name in FIELDS if self._effective_value(name) != other._effective_value(name)]
 
-    def _meaning(self, name: str) -> Any:
-        """A field's value, or None where the architecture does not use that field."""
-        reads = self.reads_with_queries
+    def _effective_value(self, name: str) -> Any:
+        """The value of a field, or None where this architecture does not use it in evaluation."""
         conv_stem = self.stem in ("conv", "tower", "basic", "hmlp", "linear")
         unused = {
             "heads": not self.uses_heads,
@@ -321,14 +324,14 @@ class Architecture:
             "norm_eps": self.norm not in ("layer", "group") and self.pooling_norm != "layer",
             "norm_groups": self.norm != "group",
             "pos_embed_place": self.pos_embed == "none",
-            "pos_embed_prefix": self.pos_embed not in ABSOLUTE or self.trunk_tokens == 0 or self.class_token_at > 0,
+            "pos_embed_prefix": self.pos_embed not in ABSOLUTE or self.num_prefix_tokens == 0 or self.class_token_at > 0,
             "pos_embed_resample": self.pos_embed not in ("learned", "learned2d"),
-            "class_token_at": self.trunk_tokens == 0,
-            "pooling_depth": not reads,
+            "class_token_at": self.num_prefix_tokens == 0,
+            "pooling_depth": not self.has_query_pooling,
             "pooling_heads": self.pooling not in ("class_attention", "per_class"),
-            "pooling_mlp_ratio": not reads,
+            "pooling_mlp_ratio": not self.has_query_pooling,
             "pooling_keys": self.pooling not in ("class_attention", "per_class"),
-            "pooling_scale": not reads or self.residual == "plain",
+            "pooling_scale": not self.has_query_pooling or self.residual == "plain",
             "pool_norm": not self.final_norm,
             "dense_head": not self.classes,
             "dense_weight": not (self.dense_head and self.classes),
@@ -336,18 +339,18 @@ class Architecture:
             "distillation_head": not (self.distillation and self.classes),
         }
         if name == "layerscale_init" and self.residual == "constant":
-            return self.layerscale_init  # a factor, not a start
+            return self.layerscale_init  # a factor, not an initial value
         if name in TRAINING_ONLY:
             return None
-        if name == "residual":  # names of one and the same parameter
+        if name == "residual":  # names of the same module
             return {"rezero": "scalar", "skipinit": "scalar", "tfixup": "scalar"}.get(self.residual, self.residual)
-        if name in ("mlp_ratio", "pooling_mlp_ratio") and not unused.get(name, False):  # what counts is the number of units
+        if name in ("mlp_ratio", "pooling_mlp_ratio") and not unused.get(name, False):  # the number of units matters
             return self.hidden if name == "mlp_ratio" else self.pooling_hidden
         return None if unused.get(name, False) else getattr(self, name)
 
 
 FIELDS = tuple(field.name for field in dataclasses.fields(Architecture))
-# The least and the largest value; whole numbers that are not listed are at least 0, others any finite number.
+# Minimum and maximum; integers that are not listed are at least 0, floats are any finite number.
 RANGES: dict[str, tuple[float, float]] = {
     "width": (1, 1 << 20),
     "heads": (1, 1 << 20),
@@ -367,7 +370,7 @@ RANGES: dict[str, tuple[float, float]] = {
 
 
 def check_types(a: Architecture) -> None:
-    """Every field has its type and lies in its range; whole numbers may stand for others. Lists become tuples."""
+    """Raise UserError if a field has another type or is out of its range. Integers are valid floats; lists become tuples."""
     for field in dataclasses.fields(a):
         value, kind = getattr(a, field.name), field.type
         if kind == "tuple[int, ...]" or kind == tuple[int, ...]:
@@ -382,32 +385,35 @@ def check_types(a: Architecture) -> None:
         else:
             fits = field.name == "image_size" or type(value) is kind
         if not fits:
-            hint = f"the usual one is {field.default!r}"
+            hint = f"the default is {field.default!r}"
             if kind in (int, float):
-                hint = f"give a whole number from {low} to {high:,}" if kind is int else f"give a number from {low:g} to {high:g}"
-            raise UserError(f"{field.name}={value!r} is not a value for this part; {hint}.")
+                hint = f"give an integer from {low} to {high:,}" if kind is int else f"give a number from {low:g} to {high:g}"
+            raise UserError(f"{field.name}={value!r} is not a valid value; {hint}.")
 
 
 def resnet_stride(stages: int) -> int:
-    """Root and max-pool halve the image, and so does every stage after the first."""
-    return 2 ** (1 + max(stages, 1))
+    """Total stride: root, max-pool and each stage after the first have a stride of 2."""
+    stride: int = 2 ** (1 + max(stages, 1))
+    return stride
 
 
 def check_fields(values: dict[str, Any]) -> None:
+    """Raise UserError for names that are no fields of `Architecture`."""
     for name in values:
         if name not in FIELDS:
             near = difflib.get_close_matches(name, FIELDS, n=3, cutoff=0.5)
             hint = f"; did you mean {' or '.join(near)}?" if near else "."
-            raise UserError(f"{name!r} is not a part of an architecture{hint}")
+            raise UserError(f"{name!r} is not a field of Architecture{hint}")
 
 
 def as_size(size: int | tuple[int, int] | list[int]) -> tuple[int, int]:
-    """224 or (height, width) to (height, width)."""
+    """A size or (height, width) as (height, width)."""
     pair = tuple(size) if isinstance(size, tuple | list) else (size, size)
     if len(pair) != 2 or not all(type(side) is int and 0 < side < 1 << 16 for side in pair):
-        raise UserError(f"image size {size!r} is not one positive number or a pair (height, width).")
+        raise UserError(f"image size {size!r} is not a positive integer or a pair (height, width).")
     return pair[0], pair[1]
 
 
-def show_size(size: tuple[int, int]) -> str:
+def format_size(size: tuple[int, int]) -> str:
+    """224 for (224, 224), 192x256 for (192, 256)."""
     return str(size[0]) if size[0] == size[1] else f"{size[0]}x{size[1]}"

@@ -1,8 +1,8 @@
-"""Models of our own for small data: convolutions first, where a plain ViT would need a hundred thousand images to learn them.
+"""Vitrail's own models for small data sets: they begin with convolutions, which a plain ViT learns from 100,000 images or more.
 
-`vitrail_mini` mixes tokens by depth-wise convolutions throughout and trains on a CPU; `vitrail_small` is a ViT as wide as DeiT-S
-and half as deep behind the first stages of a small ResNet, `vitrail_tiny` the like as wide as DeiT-Ti. Recipes set their patch size
-to suit the images.
+`vitrail_mini` mixes tokens by depthwise convolutions and trains on a CPU; `vitrail_small` has the width of DeiT-S and half its
+depth after the first stages of a small ResNet; `vitrail_tiny` is similar, with the width of DeiT-Ti. Recipes choose the patch
+size for the images.
 """
 
 from vitrail.models.config import Architecture

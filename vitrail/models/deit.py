@@ -1,7 +1,7 @@
 """DeiT: "Training data-efficient image transformers & distillation through attention" (arXiv 2012.12877).
 
-A ViT with a linear head, erf GELU and, when distilled, a second token with a head of its own; the answer is the
-mean of both heads' logits.
+A ViT with a linear head, erf GELU and, when distilled, a second token with its own head; the prediction is
+the mean of the logits of both heads.
 """
 
 from vitrail.models.config import Architecture

@@ -1,6 +1,6 @@
 """DeiT III: "Revenge of the ViT" (arXiv 2204.07118).
 
-A plain ViT with LayerScale 1e-4 at every depth and positions on the patches only; the class token joins without one.
+A plain ViT with LayerScale 1e-4 at every depth; only patches have position embeddings, the class token has none.
 """
 
 from vitrail.models.config import Architecture

@@ -1,11 +1,12 @@
-"""Starting values: the DeiT family's, ViT's own, and the depth-aware ones that the CaiT study compares."""
+"""Weight initialization: that of the DeiT family, that of ViT, Fixup and T-Fixup."""
 
 import math
 from typing import TYPE_CHECKING
 
 from torch import nn
 
-from vitrail.layers.attention import Attention, FeedForward
+from vitrail.layers.attention import Attention
+from vitrail.layers.mlp import FeedForward
 from vitrail.layers.patch_embed import LinearStem
 from vitrail.layers.pooling import ClassAttention
 
@@ -13,7 +14,8 @@ if TYPE_CHECKING:
     from vitrail.models.vision_transformer import VisionTransformer
 
 
-def start_weights(model: "VisionTransformer") -> None:
+def init_weights(model: "VisionTransformer") -> None:
+    """Initialize all linear layers and prefix tokens as `architecture.weight_init` and `architecture.residual` say."""
     a = model.architecture
     for module in model.modules():
         if isinstance(module, nn.Linear):
@@ -26,15 +28,15 @@ def start_weights(model: "VisionTransformer") -> None:
     if model.prefix is not None:
         nn.init.zeros_(model.prefix) if a.weight_init == "vit" else nn.init.trunc_normal_(model.prefix, std=0.02)
     if a.weight_init == "vit":
-        start_like_vit(model)
+        init_vit(model)
     if a.residual == "fixup":
-        start_fixup(model)
+        init_fixup(model)
     if a.residual == "tfixup":
-        start_tfixup(model)
+        init_tfixup(model)
 
 
-def start_like_vit(model: "VisionTransformer") -> None:
-    """LeCun-normal patches, MLP biases of 1e-6, classifier at zero. Query, key and value are started one by one."""
+def init_vit(model: "VisionTransformer") -> None:
+    """LeCun-normal patch projection, MLP biases of 1e-6, zero classifier; query, key and value are initialized separately."""
     for module in model.modules():
         if isinstance(module, FeedForward):
             nn.init.normal_(module.fc1.bias, std=1e-6)
@@ -50,7 +52,7 @@ def start_like_vit(model: "VisionTransformer") -> None:
 
 
 def branch_layers(model: "VisionTransformer") -> list[tuple[nn.Linear, nn.Linear]]:
-    """(first, last) linear layer of every attention and MLP branch."""
+    """The first and the last linear layer of every attention and MLP."""
     pairs = []
     for module in model.blocks.modules():
         if isinstance(module, Attention):
@@ -60,16 +62,16 @@ def branch_layers(model: "VisionTransformer") -> list[tuple[nn.Linear, nn.Linear
     return pairs
 
 
-def start_fixup(model: "VisionTransformer") -> None:
-    """Fixup with two layers per branch: the first shrunk by branches^(-1/2), the last at zero."""
+def init_fixup(model: "VisionTransformer") -> None:
+    """Fixup with two layers per branch: the first is scaled by branches^(-1/2), the last is zero."""
     pairs = branch_layers(model)
     for first, last in pairs:
         first.weight.data.mul_(len(pairs) ** -0.5)
         nn.init.zeros_(last.weight)
 
 
-def start_tfixup(model: "VisionTransformer") -> None:
-    """T-Fixup, encoder only: Xavier weights; values, output projections and MLPs shrunk by 0.67 depth^(-1/4)."""
+def init_tfixup(model: "VisionTransformer") -> None:
+    """T-Fixup of an encoder: Xavier weights; values, output projections and MLPs are scaled by 0.67 depth^(-1/4)."""
     factor = 0.67 * max(model.architecture.depth, 1) ** -0.25
     for module in model.modules():
         if isinstance(module, Attention):

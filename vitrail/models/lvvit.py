@@ -1,13 +1,13 @@
 """LV-ViT: "All tokens matter: token labeling for training better vision transformers" (arXiv 2104.10858).
 
-A conv tower cuts the tokens, residuals are scaled by a constant, every patch has a classifier too; in evaluation the
-class logits get half of the patches' maximum.
+A convolutional stem, residuals scaled by a constant, and a classifier on every patch; in evaluation half of the maximum over the
+patches is added to the class logits.
 """
 
 from vitrail.models.config import Architecture
 from vitrail.models.preprocessing import Preprocessing
 
-PREPROCESSING = Preprocessing(crop_ratio=0.9)  # T and S; M and L were tested at 1.0
+PREPROCESSING = Preprocessing(crop_ratio=0.9)  # T and S; M and L are evaluated at 1.0
 LARGE_PREPROCESSING = Preprocessing(crop_ratio=1.0)
 
 LVVIT = Architecture(

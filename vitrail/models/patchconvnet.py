@@ -1,13 +1,13 @@
 """PatchConvNet: "Augmenting convolutional networks with attention-based aggregation" (arXiv 2112.13692).
 
-A conv stem, a column of identical conv blocks, and one single-head attention that pools the patches into a class vector
-(or, `_multi`, into one vector per class). No positions, so any size runs with the same weights.
+A convolutional stem, identical convolutional blocks, and one single-head attention that pools the patches into a class vector
+(`_multi`: into one vector per class). No position embeddings, so the weights work for any image size.
 """
 
 from vitrail.models.config import Architecture
 from vitrail.models.preprocessing import Preprocessing
 
-PREPROCESSING = Preprocessing(crop_ratio=1.0)  # not stated by the authors; theirs since CaiT
+PREPROCESSING = Preprocessing(crop_ratio=1.0)  # not stated by the authors; the value of their papers since CaiT
 
 PATCHCONVNET = Architecture(
     stem="conv",
@@ -23,13 +23,12 @@ PATCHCONVNET = Architecture(
     pooling_mlp_ratio=3.0,
 )
 WIDTHS = {"s": 384, "b": 768, "l": 1024}
-#            blocks of each width
 DEPTHS = {"s": (20, 36, 60, 120), "b": (36, 60, 120), "l": (60, 120)}
 
 
 def patchconvnet(letter: str, depth: int) -> Architecture:
-    start = 1e-4 if (letter, depth) == ("s", 60) else 1e-6
-    return PATCHCONVNET.replace(width=WIDTHS[letter], depth=depth, layerscale_init=start)
+    init = 1e-4 if (letter, depth) == ("s", 60) else 1e-6
+    return PATCHCONVNET.replace(width=WIDTHS[letter], depth=depth, layerscale_init=init)
 
 
 MODELS = {f"patchconvnet_{letter}{depth}": patchconvnet(letter, depth) for letter, depths in DEPTHS.items() for depth in depths}

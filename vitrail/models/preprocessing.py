@@ -1,14 +1,32 @@
-"""How images become the model's input; recorded with the weights so that the two never come apart."""
+"""Preprocessing for evaluation and inference: read, resize, crop, normalize. The settings are saved with the weights."""
 
-from typing import Any, NamedTuple
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from vitrail.errors import UserError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from PIL import Image
+    from torch import Tensor
+
+    from vitrail.data.transforms.crops import View
+
+    ImageInput = str | os.PathLike[str] | Image.Image | np.ndarray | Tensor
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos")
+DECODE_SCALE = 2.0  # for weights without a recipe
 
 
 class Preprocessing(NamedTuple):
+    """Settings of the evaluation transform."""
+
     image_size: tuple[int, int] = (224, 224)
-    crop_ratio: float = 0.875  # the crop's share of the resized image
-    resize: str = "shorter"  # the shorter side to size / crop_ratio, then a centre crop; or "square": straight to the size
+    crop_ratio: float = 0.875  # side of the crop / shorter side of the resized image
+    resize: str = "shorter"  # the shorter side to image_size / crop_ratio, then a center crop; "square": directly to image_size
     interpolation: str = "bicubic"
     mean: tuple[float, ...] = IMAGENET_MEAN
     std: tuple[float, ...] = IMAGENET_STD
@@ -23,5 +41,98 @@ class Preprocessing(NamedTuple):
         }
         return cls(**known)
 
+    def check(self) -> None:
+        """Raise UserError for settings that cannot be applied."""
+        if self.interpolation not in INTERPOLATIONS:
+            raise UserError(f"interpolation={self.interpolation!r} is not known; choose from {', '.join(INTERPOLATIONS)}.")
+        if not 0 < self.crop_ratio <= 1:
+            raise UserError(f"crop_ratio={self.crop_ratio} is out of range; give a number above 0 and at most 1.")
+
+    def view(self, sizes: "Tensor") -> "View":
+        """The resize and crop of images of `sizes` [B, 2]."""
+        from vitrail.data.transforms.crops import center_crop, squash
+
+        return squash(sizes, self.image_size) if self.resize == "square" else center_crop(sizes, self.image_size, self.crop_ratio)
+
+    def apply(self, pixels: "Tensor", sizes: "Tensor") -> "Tensor":
+        """Resize, crop and normalize: uint8 [B, 3, H, W] to float32 [B, 3, *image_size], without a host synchronization.
+
+        `sizes` [B, 2] are the heights and widths of the images, each in the upper left corner of the canvas [H, W]. Resampling
+        is Pillow's integer arithmetic, with the same bits on every device.
+        """
+        from vitrail.data.transforms.backend import backend_for
+
+        self.check()
+        backend = backend_for(pixels)
+        resized = backend.crop_resize(pixels, self.view(sizes), self.interpolation, None)
+        # Without boxes the key (here `sizes`) is not read.
+        out: Tensor = backend.normalize(resized, self.mean, self.std, None, sizes)
+        return out
+
 
 GOOGLE = Preprocessing(resize="square", crop_ratio=1.0, interpolation="bilinear", mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
+
+
+def min_decode_side(preprocessing: Preprocessing, notes: Mapping[str, str]) -> int | None:
+    """The shorter side that JPEG files keep when they are decoded at reduced size, as in training; None: full size.
+
+    The factor is the recipe's `data.decode_scale` if the weights were saved with a recipe.
+    """
+    try:
+        scale = float(json.loads(notes["recipe"])["data"]["decode_scale"])
+    except (KeyError, TypeError, ValueError):
+        scale = DECODE_SCALE
+    return round(max(preprocessing.image_size) * scale) or None
+
+
+def read_images(images: "ImageInput | Sequence[ImageInput]", min_side: int | None = None) -> "tuple[Tensor, Tensor]":
+    """One image or several to uint8 [B, 3, H, W], each in the upper left corner of a common canvas, and their sizes [B, 2].
+
+    An image is a path, a PIL image, a uint8 array [H, W, 3] or a uint8 tensor [3, H, W]; arrays and tensors may have a batch
+    dimension. JPEG files are decoded at reduced size, with a shorter side of at least `min_side`.
+    """
+    arrays = []
+    for image in list_images(images):
+        name = os.fspath(image) if isinstance(image, str | os.PathLike) else f"The {type(image).__name__}"
+        try:
+            arrays.append(to_pixels(image, min_side))
+        except (OSError, ValueError) as error:
+            raise UserError(f"{name} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
+    if not arrays:
+        raise UserError("There are no images: give at least one.")
+    return pad_images(arrays)
+
+
+def list_images(images: "ImageInput | Sequence[ImageInput]") -> "list[ImageInput]":
+    """The images of a list, of an array or tensor with a batch dimension, or the single image."""
+    single = isinstance(images, str | os.PathLike) or hasattr(images, "getexif") or getattr(images, "ndim", 0) == 3
+    return [images] if single else list(images)  # type: ignore[list-item,arg-type]
+
+
+def pad_images(images: "Sequence[np.ndarray]") -> "tuple[Tensor, Tensor]":
+    """uint8 images [H, W, 3] to uint8 [B, 3, H, W], each in the upper left corner of a common canvas, and their sizes [B, 2]."""
+    import numpy as np
+    import torch
+
+    sizes = np.array([image.shape[:2] for image in images], dtype=np.int64).reshape(-1, 2)
+    canvas = np.zeros((len(images), *sizes.max(axis=0, initial=0), 3), dtype=np.uint8)
+    for row, image in enumerate(images):
+        canvas[row, : image.shape[0], : image.shape[1]] = image
+    return torch.from_numpy(canvas).permute(0, 3, 1, 2), torch.from_numpy(sizes)
+
+
+def to_pixels(image: "ImageInput", min_side: int | None = None) -> "np.ndarray":
+    """uint8 RGB [H, W, 3] of a path, PIL image, array [H, W, 3] or tensor [3, H, W]; OSError or ValueError if unreadable."""
+    import numpy as np
+    from PIL import Image
+
+    from vitrail.data.decode import apply_orientation, decode, to_rgb
+
+    if isinstance(image, str | os.PathLike):
+        with open(image, "rb") as file:
+            return decode(file.read(), min_side)
+    if isinstance(image, Image.Image):
+        return np.ascontiguousarray(apply_orientation(to_rgb(image), image))
+    if hasattr(image, "movedim"):
+        image = image.movedim(0, -1).cpu().numpy()
+    return decode(np.asarray(image))

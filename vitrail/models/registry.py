@@ -1,4 +1,4 @@
-"""Every model by name: the papers' pages, the names other projects use, the patterns, the nearest guess."""
+"""Models by name: names of the pages, names of other projects, name patterns."""
 
 import difflib
 import fnmatch
@@ -19,47 +19,48 @@ from vitrail.models.vision_transformer import VisionTransformer
 
 PAGES: tuple[ModuleType, ...] = (vit, deit, cait, resmlp, patchconvnet, deit3, three_things, lvvit, defaults)
 SIZE = re.compile(r"_(\d{3,4})$")
-DATA = re.compile(r"\.[\w.]+$|_in2[12]k$|_in2[12]ft1k$")  # timm's tags for what the weights were trained on
+DATA = re.compile(r"\.[\w.]+$|_in2[12]k$|_in2[12]ft1k$")  # timm's tags of the training data
 FILES = (".pth", ".pt", ".tar", ".bin", ".ckpt", ".npz", ".safetensors")
 NUMERICS = ("activation", "norm_eps", "pos_embed_resample", "stem_eps")
 
 
 @cache
-def page_of() -> dict[str, ModuleType]:
+def model_pages() -> dict[str, ModuleType]:
+    """The page of each model."""
     return {name: page for page in PAGES for name in page.MODELS}
 
 
 def list_models(pattern: str = "*") -> list[str]:
-    """Names that match a shell pattern (or contain the text), in the order of the papers."""
-    names = list(page_of())
-    if not any(sign in pattern for sign in "*?["):
+    """Names that match a shell pattern, or contain a text without wildcards; in the order of the papers."""
+    names = list(model_pages())
+    if not any(character in pattern for character in "*?["):
         pattern = f"*{pattern}*"
     return [name for name in names if fnmatch.fnmatch(name, pattern.lower())]
 
 
 def lookup(name: str) -> tuple[str, Architecture]:
-    """A name in any of the accepted spellings to the catalogue's name and the architecture."""
+    """The registered name and the architecture for a name in any accepted spelling."""
     aliases = {alias: target for page in PAGES for alias, target in page.ALIASES.items()}
     lower = {alias.lower(): target for alias, target in reversed(aliases.items())}  # the first of two that differ in case wins
     if Path(name).suffix.lower() in FILES:
         if Path(name).exists():
-            raise UserError(f"{name} is a file of weights and not the name of a model: load it, or start a training with --from.")
+            raise UserError(f"{name} is a weight file, not the name of a model: use vitrail.load, or train from it with --from.")
         raise UserError(f"There is no file {name}.")
     text, size = DATA.sub("", upgrade_name(name)), None
     for _ in range(3):
         plain = text.lower()
         if text not in aliases:
-            found = page_of()[plain].MODELS[plain] if plain in page_of() else three_things.parse(plain)
-            if found is not None:
-                return plain, found.replace(image_size=size) if size else found
+            architecture = model_pages()[plain].MODELS[plain] if plain in model_pages() else three_things.parse(plain)
+            if architecture is not None:
+                return plain, architecture.replace(image_size=size) if size else architecture
         text = aliases.get(text, lower.get(plain, text))
         suffix = SIZE.search(text)
-        if suffix and text.lower() not in page_of():
+        if suffix and text.lower() not in model_pages():
             size, text = size or int(suffix[1]), text[: suffix.start()]
-    raise unknown(name, list(page_of()) + list(aliases))
+    raise unknown_model(name, list(model_pages()) + list(aliases))
 
 
-def unknown(name: str, names: list[str]) -> UserError:
+def unknown_model(name: str, names: list[str]) -> UserError:
     by_lower = {candidate.lower(): candidate for candidate in reversed(names)}
     near = difflib.get_close_matches(name.lower(), by_lower, n=4, cutoff=0.4)
     hint = ", ".join(by_lower[candidate] for candidate in near)
@@ -74,11 +75,11 @@ def create(
     device: torch.device | str | None = None,
     **overrides: Any,
 ) -> VisionTransformer:
-    """A model by name, freshly started.
+    """A model by name, with newly initialized weights.
 
     >>> model = vitrail.create("deit3_small_patch16", classes=10, image_size=(192, 256), drop_path=0.1)
 
-    `overrides` replace fields of its `Architecture`; `device="meta"` builds it without memory.
+    `overrides` replace fields of its `Architecture`; `device="meta"` builds it without allocating memory.
     """
     if classes is not None:
         overrides["classes"] = classes
@@ -86,15 +87,17 @@ def create(
         overrides["image_size"] = image_size
     plain, known = lookup(name)
     architecture = known.replace(**overrides)
-    changed = [part for part in known.differences(architecture) if part in overrides and part not in ("classes", "image_size")]
+    changed = [
+        field for field in known.differences(architecture) if field in overrides and field not in ("classes", "image_size")
+    ]
     model = build(architecture, plain, device)
     if changed:
-        model.name += " with " + ", ".join(f"{part}={getattr(architecture, part)}" for part in changed)
+        model.name += " with " + ", ".join(f"{field}={getattr(architecture, field)}" for field in changed)
     return model
 
 
 def build(architecture: Architecture, name: str = "", device: torch.device | str | None = None) -> VisionTransformer:
-    """A model from an architecture of one's own."""
+    """A model from an architecture, with newly initialized weights."""
     with torch.device(device or "cpu"):
         model = VisionTransformer(architecture)
     model.name = name or name_of(architecture)
@@ -105,20 +108,20 @@ def build(architecture: Architecture, name: str = "", device: torch.device | str
 def preprocessing_of(name: str) -> Preprocessing:
     if name in ("lvvit_m", "lvvit_l"):
         return lvvit.LARGE_PREPROCESSING
-    page = page_of().get(name, three_things if three_things.PATTERN.fullmatch(name) else None)
+    page = model_pages().get(name, three_things if three_things.PATTERN.fullmatch(name) else None)
     return page.PREPROCESSING if page else Preprocessing()
 
 
 def name_of(architecture: Architecture) -> str:
-    """The catalogue's name of an architecture, whatever its classes, size and training fields; "" if it has none.
+    """The registered name of an architecture, or "". Classes, image size and training-only fields are ignored.
 
-    A model that differs from a known one in numerics alone (GELU's form, an epsilon) keeps that one's name.
+    A model that differs from a registered one in numerics only (form of GELU, epsilon) has the same name.
     """
     near = ""
-    for name, page in page_of().items():
+    for name, page in model_pages().items():
         known = page.MODELS[name]
-        if any(getattr(known, part) != getattr(architecture, part) for part in ("width", "depth", "patch_size")):
-            continue  # before anything is replaced: a patch may be larger than the images here
+        if any(getattr(known, field) != getattr(architecture, field) for field in ("width", "depth", "patch_size")):
+            continue  # checked first: `replace` would raise for images smaller than a patch
         known = known.replace(classes=architecture.classes or known.classes, image_size=architecture.image_size)
         differences = set(known.differences(architecture)) - {"classes", "pre_logits"}
         if not differences:

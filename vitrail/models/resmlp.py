@@ -1,7 +1,7 @@
 """ResMLP: "Feedforward networks for image classification with data-efficient training" (arXiv 2105.03404).
 
-One linear map over the patches, one MLP over the channels, Affine instead of norms, a mean at the end. After a branch
-the released models have a scale and no shift; `residual="affine"` gives the shift of the paper's equations.
+A linear layer over the patches and an MLP over the channels, Affine instead of norms, mean pooling. The residual scale of the
+released models has no shift; `residual="affine"` adds the shift of the equations of the paper.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ SIZES = {
     "s12_patch8": (384, 12, 8),
     "b24_patch8": (768, 24, 8),
 }
-# Table 4.3: what replaces the linear map, the norm, the mean.
+# Table 4.3: replacements for the linear layer, the norm and the mean.
 ABLATIONS: dict[str, dict[str, Any]] = {
     "none": {"mixer": "none"},
     "mlp": {"mixer": "mlp"},
@@ -36,8 +36,8 @@ ABLATIONS: dict[str, dict[str, Any]] = {
 
 
 def resmlp(width: int, depth: int, patch: int) -> Architecture:
-    start = 1e-6 if width == 768 else layerscale_init_at_depth(depth)  # the released B24 starts lower than the rule
-    return RESMLP.replace(width=width, depth=depth, patch_size=patch, layerscale_init=start)
+    init = 1e-6 if width == 768 else layerscale_init_at_depth(depth)  # of the released B24, lower than the rule
+    return RESMLP.replace(width=width, depth=depth, patch_size=patch, layerscale_init=init)
 
 
 MODELS = {f"resmlp_{name}": resmlp(*size) for name, size in SIZES.items()}
@@ -47,6 +47,6 @@ ALIASES = {
     "resmlp_12": "resmlp_s12",
     "resmlp_24": "resmlp_s24",
     "resmlp_36": "resmlp_s36",
-    "resmlpB_24": "resmlp_b24_patch8",  # the released "B24" cuts patches of 8
+    "resmlpB_24": "resmlp_b24_patch8",  # the released "B24" has 8-pixel patches
     "resmlp_big_24": "resmlp_b24_patch8",
 }

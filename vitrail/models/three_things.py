@@ -2,7 +2,7 @@
 
 Names are a pattern: `vit_{size}_patch{P}_{N}x{B}` is N blocks of B parallel branches of each kind, any N and B;
 `_ls` adds LayerScale; `_hmlp`, `_hmlp_ln`, `_conv`, `_conv_ln`, `_local`, `_linear_bn`, `_linear_gelu`,
-`_linear_bn_gelu` choose the stem of the comparison.
+`_linear_bn_gelu` choose the stem.
 """
 
 import re
@@ -14,7 +14,7 @@ from vitrail.models.vit import SIZES
 
 PREPROCESSING = Preprocessing(crop_ratio=0.95)
 
-# As the released code has it: positions on the patches only.
+# As in the released code, only patches have position embeddings.
 PLAIN = Architecture(pos_embed_prefix=False)
 STEMS = {
     "hmlp": {"stem": "hmlp"},
@@ -34,25 +34,25 @@ PATTERN = re.compile(
 
 
 def parse(name: str) -> Architecture | None:
-    """The architecture that a name of the pattern stands for, None for other names."""
-    found = PATTERN.fullmatch(name)
-    if found is None or not int(found["depth"]) or not int(found["branches"]):
+    """The architecture of a name that follows the pattern, else None."""
+    match = PATTERN.fullmatch(name)
+    if match is None or not int(match["depth"]) or not int(match["branches"]):
         return None
-    width, _, heads = ALL_SIZES[found["size"]]
-    changes = dict(STEMS[found["stem"]]) if found["stem"] else {}
-    changes |= {"residual": "layerscale"} if found["ls"] else {}
+    width, _, heads = ALL_SIZES[match["size"]]
+    changes = dict(STEMS[match["stem"]]) if match["stem"] else {}
+    changes |= {"residual": "layerscale"} if match["ls"] else {}
     return PLAIN.replace(
         width=width,
         heads=heads,
-        depth=int(found["depth"]),
-        branches=int(found["branches"]),
-        patch_size=int(found["patch"]),
+        depth=int(match["depth"]),
+        branches=int(match["branches"]),
+        patch_size=int(match["patch"]),
         **changes,
     )
 
 
 def name_for(a: Architecture) -> str:
-    """The pattern's name for an architecture of these parts, "" where there is none."""
+    """The name of an architecture by the pattern, or ""."""
     sizes = {width: size for size, (width, _, _) in ALL_SIZES.items()}
     if a.width not in sizes:
         return ""
@@ -61,10 +61,10 @@ def name_for(a: Architecture) -> str:
             f"vit_{sizes[a.width]}_patch{a.patch_size}_{a.depth}x{a.branches}{'_ls' if a.residual == 'layerscale' else ''}{stem}"
         )
         try:
-            found = parse(name)
-        except UserError:  # this stem cannot cut such patches
+            known = parse(name)
+        except UserError:  # this stem does not support the patch size
             continue
-        if found and not set(found.differences(a)) - {"classes", "image_size", "pos_embed_resample"}:
+        if known and not set(known.differences(a)) - {"classes", "image_size", "pos_embed_resample"}:
             return name
     return ""
 

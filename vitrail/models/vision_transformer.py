@@ -1,7 +1,8 @@
-"""The one trunk: every architecture of the catalogue is an instance of `VisionTransformer`."""
+"""`VisionTransformer`, the one class of all architectures."""
 
 import re
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,30 +11,34 @@ from torch.utils.checkpoint import checkpoint
 from vitrail.errors import UserError
 from vitrail.layers.attention import Attention
 from vitrail.layers.block import Block, Branch
-from vitrail.layers.layout import Layout, OnGrid
-from vitrail.layers.norm import BY_TOKEN, token_norm
-from vitrail.layers.passing import watched
+from vitrail.layers.kernels import has_hooks
+from vitrail.layers.layout import Layout, Resizable
+from vitrail.layers.norm import PER_TOKEN_NORMS, token_norm
 from vitrail.layers.patch_embed import LinearStem
 from vitrail.layers.pooling import ClassAttentionBlock, PerClassHead, QueryPooling
-from vitrail.layers.pos_embed import ABSOLUTE, RELATIVE, absolute_positions, relative_positions
+from vitrail.layers.pos_embed import ABSOLUTE, RELATIVE, make_absolute_pos_embed, make_relative_pos_embed
 from vitrail.models.builder import make_block, make_pooling, make_stem
-from vitrail.models.config import Architecture, as_size, show_size
-from vitrail.models.init import start_weights
-from vitrail.models.inputs import check_given
-from vitrail.models.preprocessing import Preprocessing
+from vitrail.models.config import Architecture, as_size, format_size
+from vitrail.models.init import init_weights
+from vitrail.models.inputs import check_input
+from vitrail.models.preprocessing import Preprocessing, min_decode_side, read_images
+
+if TYPE_CHECKING:
+    from vitrail.evaluation.predict import Prediction
+    from vitrail.models.preprocessing import ImageInput
 
 
 class Features(NamedTuple):
-    """What the model knows about a batch, after the final norm (before it with `pool_norm`, which norms the pooled vector)."""
+    """Tokens and pooled vector of a batch after the final norm; with `pool_norm` the tokens are those before it."""
 
     tokens: Tensor  # [B, N, D] patches in raster order
     grid: tuple[int, int]  # N = height * width
     prefix: Tensor  # [B, S, D] class and distillation vectors; S may be 0
-    pooled: Tensor  # [B, D] what the classifier reads ([B, C, D] for per-class queries)
+    pooled: Tensor  # [B, D] the input of the classifier ([B, C, D] for per-class queries)
 
 
 class Outputs(NamedTuple):
-    """Every head's answer; `logits` is what `model(image)` returns."""
+    """The logits of every head; `logits` is what `model(image)` returns."""
 
     logits: Tensor  # [B, C]
     distillation: Tensor | None  # [B, C]
@@ -42,18 +47,22 @@ class Outputs(NamedTuple):
 
 
 class LayerTrace(NamedTuple):
+    """Attention maps and residual norms of one block."""
+
     attention: Tensor | None  # [B, branches * H, T, T], or [B, H, S, keys] in the pooling; rows sum to one
-    ratios: dict[str, Tensor]  # residual -> [B]: norm of what it adds over norm of what it is added to
+    ratios: dict[str, Tensor]  # residual -> [B]: norm of its branches over norm of its input
 
 
 class Trace(NamedTuple):
-    layers: dict[int, LayerTrace]  # block index -> trace; the pooling's blocks follow the trunk's
+    """What `VisionTransformer.trace` returns."""
+
+    layers: dict[int, LayerTrace]  # block index -> trace; the blocks of the pooling come last
     grid: tuple[int, int]
     prefix: int
 
 
 class VisionTransformer(nn.Module):
-    """stem -> positions and tokens -> blocks -> pooling -> heads, as `architecture` says."""
+    """Stem, position embeddings and prefix tokens, blocks, pooling and heads as in `architecture`."""
 
     def __init__(self, architecture: Architecture):
         super().__init__()
@@ -62,24 +71,26 @@ class VisionTransformer(nn.Module):
         self.preprocessing = Preprocessing(image_size=a.image_size)
         self.class_names: list[str] | None = None
         self.notes: dict[str, str] = {}
-        self.recompute = False  # blocks keep only their input for the backward pass and compute the rest again
+        self.recompute = False  # gradient checkpointing: blocks store their input only and are recomputed in the backward pass
 
         self.stem = make_stem(a)
         grid = self.grid = self.stem.grid(*a.image_size)
         if min(grid) < 1:
-            raise UserError(f"image size {show_size(a.image_size)} gives no patch of {a.patch_size} pixels; use a larger one.")
+            raise UserError(f"image size {format_size(a.image_size)} gives no patch of {a.patch_size} pixels; use a larger one.")
         tables = {"none": 0, "stem": 1, "shared": 1, "layers": a.depth}["none" if a.pos_embed == "none" else a.pos_embed_place]
         self.pos_embed = nn.ModuleList()
         for _ in range(tables):
             if a.pos_embed in ABSOLUTE:
-                self.pos_embed.append(absolute_positions(a.pos_embed, grid, a.width, a.pos_embed_rows, a.pos_embed_resample))
+                self.pos_embed.append(
+                    make_absolute_pos_embed(a.pos_embed, grid, a.width, a.pos_embed_prefix_rows, a.pos_embed_resample)
+                )
             else:
-                self.pos_embed.append(relative_positions(a.pos_embed, grid, a.width // a.heads, a.heads))
-        self.prefix = nn.Parameter(torch.empty(a.trunk_tokens, a.width)) if a.trunk_tokens else None
+                self.pos_embed.append(make_relative_pos_embed(a.pos_embed, grid, a.width // a.heads, a.heads))
+        self.prefix = nn.Parameter(torch.empty(a.num_prefix_tokens, a.width)) if a.num_prefix_tokens else None
         self.dropout = nn.Dropout(a.dropout)
         self.blocks = nn.ModuleList(make_block(a, index, grid) for index in range(a.depth))
         self.pooling = make_pooling(a, grid)
-        norm = a.pooling_norm if a.final_norm and (a.norm_place == "pre" or a.reads_with_queries) else "none"
+        norm = a.pooling_norm if a.final_norm and (a.norm_place == "pre" or a.has_query_pooling) else "none"
         self.norm = token_norm(norm, a.width, a.norm_eps, a.norm_groups)
         self.pre_logits = nn.Sequential(nn.Linear(a.width, a.pre_logits), nn.Tanh()) if a.pre_logits else nn.Identity()
         inputs = a.pre_logits or a.width
@@ -89,16 +100,16 @@ class VisionTransformer(nn.Module):
         self.head_dense = nn.Linear(a.width, a.classes) if a.dense_head and a.classes else None
         if a.classes:
             self.head = PerClassHead(a.width, a.classes) if a.pooling == "per_class" else nn.Linear(inputs, a.classes)
-        start_weights(self)
+        init_weights(self)
 
     def forward(self, image: Tensor) -> Tensor:
-        """[B, K, height, width], normalized as `preprocessing` says, to logits [B, C]."""
+        """Images [B, K, height, width], normalized as in `preprocessing`, to logits [B, C]."""
         return self.outputs(image).logits
 
     def outputs(self, image: Tensor, mixed: Tensor | None = None) -> Outputs:
-        """All heads at once: what objectives with a distillation token or token labels need.
+        """The logits of all heads, as distillation and token labeling need them.
 
-        Patches where `mixed` [N] is true are exchanged between the images of a pair before they are encoded (MixToken).
+        Patches where `mixed` [N] is true are swapped between image i and image B - 1 - i after the stem (MixToken).
         """
         patches, layout = self.embed(image)
         if mixed is not None:
@@ -106,69 +117,69 @@ class VisionTransformer(nn.Module):
         return self.classify(self.read(*self.encode(patches, layout), patches=self.head_dense is not None))
 
     def features(self, image: Tensor) -> Features:
-        """Tokens, grid and pooled vector of a batch."""
+        """Patch tokens, prefix tokens and pooled vector of a batch."""
         patches, layout = self.embed(image)
         return self.read(*self.encode(patches, layout))
 
     def embed(self, image: Tensor) -> tuple[Tensor, Layout]:
-        """The stem alone: patches [B, N, D] without positions. Masks and token mixing go between this and `encode`."""
-        # A graph would keep conditions made of these, and a network refused while torch.compile reads it stays in pieces after.
+        """The stem: patch tokens [B, N, D] without position embeddings. Masks and MixToken go between this and `encode`."""
+        # While tracing, the checks would become guards of the graph, and an error would split the graph for good.
         if not torch.compiler.is_compiling() and not torch.jit.is_tracing():
-            check_given(image, self.architecture, self.stem, self.grid)
+            check_input(image, self.architecture, self.stem, self.grid)
         height, width = image.shape[-2:]
         return self.stem(image), Layout(*self.stem.grid(height, width))
 
     def encode(self, patches: Tensor, layout: Layout) -> tuple[Tensor, Layout]:
-        """Positions, prefix tokens and all blocks: [B, N, D] to [B, T, D]."""
-        x, layout = self._start(patches, layout)
+        """Position embeddings, prefix tokens and all blocks: [B, N, D] to [B, T, D]."""
+        x, layout = self._add_pos_embed(patches, layout)
         recompute = self.recompute and torch.is_grad_enabled()
         for index, block in enumerate(self.blocks):
-            x, layout = self._before(index, x, layout)
-            arguments = (x, layout, self._relative(index))
+            x, layout = self._prepare_block_input(index, x, layout)
+            arguments = (x, layout, self._relative_pos_embed(index))
             x = checkpoint(block, *arguments, use_reentrant=False) if recompute else block(*arguments)
-        return self._before(len(self.blocks), x, layout)
+        return self._prepare_block_input(len(self.blocks), x, layout)
 
     def block(self, index: int) -> Block:
         block = self.blocks[index]
         assert isinstance(block, Block)
         return block
 
-    def _start(self, patches: Tensor, layout: Layout) -> tuple[Tensor, Layout]:
+    def _add_pos_embed(self, patches: Tensor, layout: Layout) -> tuple[Tensor, Layout]:
         a = self.architecture
         x = patches
-        if a.pos_embed_rows:  # the prefix tokens have positions: join first, add after
-            x, layout = self._join(x, layout)
+        if a.pos_embed_prefix_rows:  # prefix tokens have position embeddings too, so they are prepended first
+            x, layout = self._prepend_prefix_tokens(x, layout)
         if a.pos_embed in ABSOLUTE and a.pos_embed_place == "stem":
             x = x + self.pos_embed[0](layout, x.device)
         if a.pos_embed not in ABSOLUTE or a.pos_embed_place == "stem":
             x = self.dropout(x)
         return x, layout
 
-    def _before(self, index: int, x: Tensor, layout: Layout) -> tuple[Tensor, Layout]:
-        """What happens between blocks: the class token joins, a layer's own positions are added."""
+    def _prepare_block_input(self, index: int, x: Tensor, layout: Layout) -> tuple[Tensor, Layout]:
+        """Prepend the prefix tokens before block `class_token_at`, and add the position embeddings of this block."""
         a = self.architecture
         if self.prefix is not None and layout.prefix == 0 and index == a.class_token_at:
-            x, layout = self._join(x, layout)
+            x, layout = self._prepend_prefix_tokens(x, layout)
         if a.pos_embed in ABSOLUTE and a.pos_embed_place != "stem" and index < len(self.blocks):
             table = self.pos_embed[index if a.pos_embed_place == "layers" else 0](layout, x.device)
-            missing = layout.prefix - a.pos_embed_rows
+            missing = layout.prefix - a.pos_embed_prefix_rows
             x = self.dropout(x + (nn.functional.pad(table, (0, 0, missing, 0)) if missing else table))
         return x, layout
 
-    def _join(self, x: Tensor, layout: Layout) -> tuple[Tensor, Layout]:
+    def _prepend_prefix_tokens(self, x: Tensor, layout: Layout) -> tuple[Tensor, Layout]:
         assert self.prefix is not None
         prefix = self.prefix.to(x.dtype).expand(x.shape[0], -1, -1)
         return torch.cat([prefix, x], 1), layout._replace(prefix=self.prefix.shape[0])
 
-    def _relative(self, index: int) -> nn.Module | None:
+    def _relative_pos_embed(self, index: int) -> nn.Module | None:
         if self.architecture.pos_embed not in RELATIVE:
             return None
         return self.pos_embed[index if self.architecture.pos_embed_place == "layers" else 0]
 
     def read(self, x: Tensor, layout: Layout, patches: bool = True) -> Features:
-        """Final norm and pooling: [B, T, D] to features; without `patches`, those that only a person would read are left out."""
+        """Final norm and pooling: [B, T, D] to features, without patch tokens where `patches` is false and nothing needs them."""
         a = self.architecture
-        brief = not patches and isinstance(self.norm, BY_TOKEN) and not watched(self.norm)
+        brief = not patches and isinstance(self.norm, PER_TOKEN_NORMS) and not has_hooks(self.norm)
         if isinstance(self.pooling, QueryPooling):
             query = self.norm(self.pooling(x, layout))
             pooled = query if a.pooling == "per_class" else query[:, 0]
@@ -182,13 +193,14 @@ class VisionTransformer(nn.Module):
         return Features(tokens, layout.grid, prefix, tokens.mean(1) if a.pooling == "mean" else prefix[:, 0])
 
     def classify(self, features: Features) -> Outputs:
+        """All heads."""
         a = self.architecture
         main = self.head(self.pre_logits(features.pooled))
         distillation = dense = None
         logits = main
         if self.head_distillation is not None:
             distillation = self.head_distillation(self.pre_logits(features.prefix[:, 1]))
-            logits = fuse(main, distillation, a.fusion)
+            logits = fuse_logits(main, distillation, a.fusion)
         if self.head_dense is not None:
             dense = self.head_dense(features.tokens)
             if not self.training:
@@ -196,10 +208,9 @@ class VisionTransformer(nn.Module):
         return Outputs(logits, distillation, dense, main)
 
     def trace(self, image: Tensor, layers: list[int] | None = None) -> Trace:
-        """Attention maps and branch norms of the chosen blocks (all by default), computed beside the fast path.
+        """Attention maps and residual norms of the chosen blocks (default: all), always in evaluation mode.
 
-        The pooling's class-attention blocks follow the trunk's: block `depth` is the first of them. The model is looked at as it
-        evaluates: nothing is dropped and no statistic is touched.
+        The class-attention blocks of the pooling are numbered after the others: `depth` is the first of them.
         """
         if self.training:
             self.eval()
@@ -211,28 +222,43 @@ class VisionTransformer(nn.Module):
         for layer in layers or []:
             if not isinstance(layer, int) or not -total <= layer < total:
                 raise UserError(f"layer {layer} does not exist; this model has {total} layers, 0 being the first.")
-        wanted = set(range(total)) if layers is None else {layer % total for layer in layers}
-        found: dict[int, LayerTrace] = {}
-        x, layout = self._start(*self.embed(image))
+        chosen = set(range(total)) if layers is None else {layer % total for layer in layers}
+        traces: dict[int, LayerTrace] = {}
+        x, layout = self._add_pos_embed(*self.embed(image))
         for index in range(len(self.blocks)):
-            x, layout = self._before(index, x, layout)
-            relative = self._relative(index)
-            if index in wanted:
-                found[index] = trace_block(self.block(index), x, layout, relative)
+            x, layout = self._prepare_block_input(index, x, layout)
+            relative = self._relative_pos_embed(index)
+            if index in chosen:
+                traces[index] = trace_block(self.block(index), x, layout, relative)
             x = self.block(index)(x, layout, relative)
-        x, layout = self._before(len(self.blocks), x, layout)
+        x, layout = self._prepare_block_input(len(self.blocks), x, layout)
         if isinstance(self.pooling, QueryPooling):
-            query = self.pooling.start(x)
+            query = self.pooling.expand_queries(x)
             for index, block in enumerate(self.pooling.blocks, len(self.blocks)):
-                if index in wanted:
-                    found[index] = LayerTrace(block.maps(query, x) if isinstance(block, ClassAttentionBlock) else None, {})
+                if index in chosen:
+                    traces[index] = LayerTrace(block.maps(query, x) if isinstance(block, ClassAttentionBlock) else None, {})
                 query = block(query, x)
-        return Trace(found, layout.grid, layout.prefix)
+        return Trace(traces, layout.grid, layout.prefix)
+
+    def preprocess(self, images: "ImageInput | Sequence[ImageInput]") -> Tensor:
+        """One image or a list of images to the input of `forward`: float32 [B, 3, height, width] on the model's device.
+
+        An image is a path, a PIL image, a uint8 array [H, W, 3] or a uint8 tensor [3, H, W].
+        """
+        device = next(self.parameters()).device
+        pixels, sizes = read_images(images, min_decode_side(self.preprocessing, self.notes))
+        return self.preprocessing.apply(pixels.to(device), sizes.to(device))
+
+    def predict(self, images: "ImageInput | Sequence[ImageInput]", top: int = 5) -> "list[Prediction]":
+        """The `top` most probable classes of each image; `images` as in `vitrail.predict`."""
+        from vitrail.evaluation.predict import predict
+
+        return predict(self, images, top)
 
     def resize(self, height: int, width: int, patch_size: int | None = None) -> "VisionTransformer":
-        """Make the model one for images of another size (and patch size): every table tied to the grid is resampled."""
+        """Change the image size (and patch size) in place: all weights tied to the grid are resampled. Returns the model."""
         size = as_size((height, width))
-        changes: dict = {"image_size": size}
+        changes: dict[str, Any] = {"image_size": size}
         if patch_size is not None and patch_size != self.architecture.patch_size:
             if not isinstance(self.stem, LinearStem):
                 raise UserError(f"the {self.architecture.stem} stem has a fixed patch size of {self.architecture.patch_size}.")
@@ -240,32 +266,32 @@ class VisionTransformer(nn.Module):
         architecture = self.architecture.replace(**changes)
         if "patch_size" in changes and isinstance(self.stem, LinearStem):
             self.stem.resize_patch(changes["patch_size"])
-            self.name = renamed(self.name, changes["patch_size"])
+            self.name = name_with_patch_size(self.name, changes["patch_size"])
         grid = self.stem.grid(*size)
         if grid != self.grid:
             for module in list(self.modules()):
-                if module is not self and isinstance(module, OnGrid):
+                if module is not self and isinstance(module, Resizable):
                     module.resize(grid)
         self.architecture, self.grid = architecture, grid
         self.preprocessing = self.preprocessing._replace(image_size=size)
         return self
 
 
-def renamed(name: str, patch: int) -> str:
-    """What `create` would have called a network with these patches."""
+def name_with_patch_size(name: str, patch: int) -> str:
+    """The name that `create` gives to the model with this patch size."""
     if "patch_size=" in name:
         return re.sub(r"patch_size=\d+", f"patch_size={patch}", name)
     return f"{name}{', ' if ' with ' in name else ' with '}patch_size={patch}" if name else name
 
 
 def mix_tokens(tokens: Tensor, mixed: Tensor) -> Tensor:
-    """tokens [B, N, D]: those of `mixed` [N] come from the image at the mirrored place of the batch; twice undoes it."""
+    """Tokens [B, N, D] with those of `mixed` [N] swapped between image i and image B - 1 - i; its own inverse."""
     return torch.where(mixed[None, :, None], tokens.flip(0), tokens)
 
 
-def fuse(main: Tensor, distillation: Tensor, how: str) -> Tensor:
-    """The two heads of a distilled model as one answer; `softmax_sum` gives the log of the mean probability."""
-    match how:
+def fuse_logits(main: Tensor, distillation: Tensor, fusion: str) -> Tensor:
+    """One set of logits from the two heads of a distilled model; `softmax_sum` is the log of the mean probability."""
+    match fusion:
         case "class":
             return main
         case "distillation":

@@ -1,7 +1,7 @@
 """ViT: "An image is worth 16x16 words" (arXiv 2010.11929), its hybrids, its ResNet and axial baselines.
 
-The numbers of the released Google models: LayerNorm 1e-6, tanh GELU, positions for the class token too,
-position tables resampled bilinearly with corners aligned, inputs in [-1, 1] and resized to a square.
+As the released Google models: LayerNorm epsilon 1e-6, tanh GELU, a position embedding for the class token too, resampled
+bilinearly with aligned corners, inputs in [-1, 1] and resized to a square.
 """
 
 from vitrail.layers.bit_resnet import LAYERS
@@ -20,7 +20,7 @@ SIZES = {
     "huge": (1280, 32, 16),
 }
 PATCHES = {"tiny": (16,), "small": (16, 32), "base": (8, 16, 32), "large": (14, 16, 32), "huge": (14, 16)}
-#            trunk    ResNet's stages       total stride
+#            size     ResNet stages         patch size
 HYBRIDS = {
     "vit_tiny_r_s16_p8": ("tiny", (), 32),
     "vit_small_r26_s32": ("small", LAYERS[26], 32),
@@ -47,7 +47,7 @@ def sized(base: Architecture, size: str) -> Architecture:
 
 
 def resnet(depth: int, factor: int) -> Architecture:
-    """A BiT-style ResNet: the hybrid's stem with no block behind it and a mean for a pooling."""
+    """A BiT ResNet: the stem of the hybrids without blocks, and mean pooling."""
     return VIT.replace(
         stem="resnet_features",
         stem_layers=LAYERS[depth],
@@ -67,7 +67,7 @@ MODELS |= {
     name: sized(VIT, size).replace(stem="resnet", stem_layers=layers, patch_size=stride)
     for name, (size, layers, stride) in HYBRIDS.items()
 }
-# Appendix D.2: the point from which depth, width, MLP width and patch size are scaled one at a time.
+# Appendix D.2: the baseline whose depth, width, MLP width and patch size are scaled separately.
 MODELS["vit_shape_patch32"] = VIT.replace(width=1024, depth=8, heads=16, mlp_ratio=2.0, patch_size=32)
 # Appendix D.6: each block becomes a row block and a column block, so the depth doubles.
 MODELS |= {

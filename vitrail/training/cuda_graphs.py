@@ -1,72 +1,97 @@
-"""A unit's forward and backward pass as one CUDA graph: launching a small network's kernels takes longer than running them."""
+"""CUDA graphs: launching the kernels of a small model one by one takes longer than running them."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from vitrail.tasks.targets import Targets
-
-Compute = Callable[[Tensor, Targets], Tensor]
-ROUNDS = 3  # before the capture: compilers compile and libraries choose their kernels
+WARMUP = 3  # calls before the capture, in which compilers compile and libraries choose their kernels
 
 
-class Captured:
-    """`compute(images, targets)` gives a loss and leaves gradients in the parameters; so does this, by a graph of its first call.
+class CudaGraph:
+    """A captured call of `function(*inputs)`; raises RuntimeError where the function cannot be captured.
 
-    Images of another shape than the first, and networks that cannot be captured (because they wait for the device), are
-    computed as usual. The graph draws from torch's generator as the usual way does: seed it before each call. `kept` are tensors
-    that computing changes, and trying must not.
+    `inputs` are the tensors that the graph reads, copies of those given. `cleanup` is called after each warmup call.
     """
 
-    def __init__(self, compute: Compute, model: nn.Module, kept: Sequence[Tensor], device: torch.device) -> None:
-        self.compute, self.kept, self.device = compute, kept, device
+    def __init__(
+        self, function: Callable[..., Any], inputs: Sequence[Tensor], cleanup: Callable[[], None] = lambda: None
+    ) -> None:
+        device, gradients = inputs[0].device, torch.is_grad_enabled()
+        # A tensor made in inference mode could not be written to outside of it. Leaving that mode enables gradients.
+        with torch.inference_mode(False), torch.set_grad_enabled(gradients):
+            self.inputs = [torch.empty_like(tensor).copy_(tensor) for tensor in inputs]
+            stream = torch.cuda.Stream(device)
+            stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(stream):
+                for _ in range(WARMUP):
+                    function(*self.inputs)
+                    cleanup()
+            torch.cuda.current_stream(device).wait_stream(stream)
+            torch.cuda.synchronize(device)
+            self.graph = torch.cuda.CUDAGraph()
+            # Other threads, such as loaders that pin memory, may use the device during the capture.
+            with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
+                self.output = function(*self.inputs)
+
+    def replay(self, inputs: Sequence[Tensor]) -> Any:
+        """The output for other inputs of the same shapes; the next call overwrites it."""
+        for own, tensor in zip(self.inputs, inputs, strict=True):
+            own.copy_(tensor)
+        self.graph.replay()
+        return self.output
+
+
+class CapturedStep:
+    """The forward and backward pass of a micro-batch as a CUDA graph, captured at the first call.
+
+    `step(*arguments)` returns a loss and leaves gradients in the parameters of `model`, and so does a call of this; arguments are
+    tensors or tuples of tensors and None. Inputs of other shapes than the first, and steps that cannot be captured because they
+    synchronize with the device, run without a graph. The graph draws from torch's default generator, as `step` does.
+    `preserved` are tensors that a step changes and the warmup must not.
+    """
+
+    def __init__(self, step: Callable[..., Tensor], model: nn.Module, preserved: Sequence[Tensor], device: torch.device) -> None:
+        self.step, self.preserved, self.device = step, preserved, device
         self.parameters = list(model.parameters())
-        self.graph: torch.cuda.CUDAGraph | None = None
+        self.graph: CudaGraph | None = None
         self.possible = True
 
-    def __call__(self, images: Tensor, targets: Targets) -> Tensor:
-        given = [tensor for tensor in (images, *targets) if tensor is not None]
+    def __call__(self, *arguments: Any) -> Tensor:
+        leaves, structure = pytree.tree_flatten(arguments)
+        inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if self.graph is None and self.possible:
-            self._capture(images, targets)
-        if self.graph is None or [tensor.shape for tensor in given] != [tensor.shape for tensor in self.inputs]:
-            return self.compute(images, targets)
-        for kept, tensor in zip(self.inputs, given, strict=True):
-            kept.copy_(tensor)
-        self.graph.replay()
+            self._capture(inputs, leaves, structure)
+        if self.graph is None or [tensor.shape for tensor in inputs] != [tensor.shape for tensor in self.graph.inputs]:
+            return self.step(*arguments)
+        loss: Tensor = self.graph.replay(inputs)
         for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
             parameter.grad = gradient  # the graph writes to the same memory each time
-        return self.loss
+        return loss
 
-    def _capture(self, images: Tensor, targets: Targets) -> None:
+    def _capture(self, inputs: Sequence[Tensor], leaves: Sequence[Any], structure: pytree.TreeSpec) -> None:
         generator = torch.cuda.default_generators[self.device.index]
-        state, before = generator.get_state(), [tensor.clone() for tensor in self.kept]
-        images, targets = images.clone(), targets.clone()
-        self.inputs = [tensor for tensor in (images, *targets) if tensor is not None]
-        graph = torch.cuda.CUDAGraph()
-        aside = torch.cuda.Stream(self.device)
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            for _ in range(ROUNDS):
-                self.compute(images, targets)
-                forget(self.parameters)
-        torch.cuda.current_stream().wait_stream(aside)
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # the graph keeps memory of its own for activations
+        state, values = generator.get_state(), [tensor.clone() for tensor in self.preserved]
+
+        def step(*tensors: Tensor) -> Tensor:
+            remaining = iter(tensors)
+            filled = [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            return self.step(*pytree.tree_unflatten(filled, structure))
+
         try:
-            with torch.cuda.graph(graph):
-                self.loss = self.compute(images, targets)
-            self.graph, self.gradients = graph, [parameter.grad for parameter in self.parameters]
+            self.graph = CudaGraph(step, inputs, self._clear_gradients)
+            self.gradients = [parameter.grad for parameter in self.parameters]
         except RuntimeError:
             self.possible = False
             torch.cuda.synchronize()
-        forget(self.parameters)
+        self._clear_gradients()
         with torch.no_grad():
-            for tensor, value in zip(self.kept, before, strict=True):
+            for tensor, value in zip(self.preserved, values, strict=True):
                 tensor.copy_(value)
         generator.set_state(state)
 
-
-def forget(parameters: Iterable[nn.Parameter]) -> None:
-    for parameter in parameters:
-        parameter.grad = None
+    def _clear_gradients(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None

@@ -1,6 +1,7 @@
-"""Kernels for what torch does not fuse, most of them in Triton, and the one place that says where they can be used.
+"""Kernels for operations that torch does not fuse, most of them in Triton, and the functions that select them.
 
-Nothing here imports Triton before a tensor lies on a GPU (torch brings Triton along there). Launches go to the tensors' device.
+A `select_…` function returns a kernel that can run on the given tensor, or None. Triton is imported when the first tensor on a
+GPU is used; CUDA builds of torch include it. Kernels are launched on the device of the tensors.
 """
 
 from collections.abc import Callable
@@ -9,23 +10,23 @@ from importlib.util import find_spec
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 HAS_TRITON = find_spec("triton") is not None
-MOST, WIDEST, LONGEST = 16, 64, 2048  # heads, channels of a head, and tokens that talking heads have a kernel for
+MAX_HEADS, MAX_HEAD_WIDTH, MAX_TOKENS = 16, 64, 2048  # of the talking-heads kernel
 ENABLED = frozenset(("talking_heads", "bias_gelu"))
-Answer = TypeVar("Answer", bound=Callable[..., bool])
+Predicate = TypeVar("Predicate", bound=Callable[..., bool])
 
 
-def constant(function: Answer) -> Answer:
-    """The mark of `torch.compiler.assume_constant_result`, which would load the compiler: seconds that few commands need."""
+def constant(function: Predicate) -> Predicate:
+    """`torch.compiler.assume_constant_result` without its import of the compiler, which takes seconds."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 @cache
 def shared_memory(device: int | None) -> int:
-    """Bytes that a program may have for itself."""
+    """Bytes of shared memory available to one block of threads."""
     return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
 
 
@@ -41,36 +42,43 @@ def capability(device: int | None) -> tuple[int, int]:
 
 @constant
 def is_ampere(device: int | None) -> bool:
-    """Or later: the kernels' matrix products need it."""
+    """Whether the GPU is of the Ampere generation or later, which the matrix products of the kernels need."""
     return capability(device) >= (8, 0)
 
 
 @constant
 def exporting() -> bool:
-    """Asked when a graph is made: in some versions a compiler that asks for itself always hears yes."""
+    """Whether torch.export is tracing; a constant, because in some versions of torch the traced call always returns True."""
     return torch.compiler.is_exporting()
 
 
-def may_run(name: str, x: Tensor) -> bool:
-    """Whether a kernel is chosen and can work on what a product of such a tensor gives: half precision, here and now."""
+def has_hooks(*modules: nn.Module) -> bool:
+    """Whether a hook is registered on one of the modules, so that its call must not be skipped."""
+    return any(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+        for module in modules
+    )
+
+
+def kernel_available(name: str, x: Tensor) -> bool:
+    """Whether a kernel is enabled and a linear layer of x gives half precision on a CUDA device."""
     if name not in ENABLED or not (x.is_cuda and HAS_TRITON) or torch.version.hip or exporting():
         return False
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
     return dtype in (torch.bfloat16, torch.float16)
 
 
-def bias_gelu_for(x: Tensor) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """gelu(product of x + bias) with a backward of one pass; without gradients a compiler does as well."""
-    if not torch.is_grad_enabled() or not may_run("bias_gelu", x):
+def select_bias_gelu(x: Tensor) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """gelu(x + bias) with both gradients in one pass; without gradients torch.compile is as fast."""
+    if not torch.is_grad_enabled() or not kernel_available("bias_gelu", x):
         return None
-    from vitrail.layers.kernels.bias_gelu import BiasGelu, bias_gelu
+    from vitrail.layers.kernels.bias_gelu import bias_gelu
 
-    real = type(x) is Tensor and not torch.compiler.is_compiling()  # and none that stands for one, which no kernel can work on
-    return BiasGelu.apply if real else bias_gelu
+    return bias_gelu
 
 
-def linear_gelu_for(x: Tensor, weight: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
-    """gelu(product + bias) inside the product, for weights in bfloat16 on a GPU, without gradients."""
+def select_linear_gelu(x: Tensor, weight: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+    """gelu(x W^T + b) as one cuBLAS call, for bfloat16 weights on a GPU, without gradients."""
     if not x.is_cuda or weight.dtype != torch.bfloat16 or exporting():
         return None
     from vitrail.layers.kernels.linear_gelu import linear_gelu
@@ -78,14 +86,14 @@ def linear_gelu_for(x: Tensor, weight: Tensor) -> Callable[[Tensor, Tensor, Tens
     return linear_gelu
 
 
-def talking_heads_for(qkv: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None:
-    """Fused talking-heads attention for queries, keys and values [B, N, 3, H, D] if there is a kernel for them, else None.
+def select_talking_heads(qkv: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None:
+    """Talking-heads attention for queries, keys and values [B, N, 3, H, D] in half precision.
 
-    It works on half precision: single precision would leave the matrix units unused. An exported program must run elsewhere too.
+    In float32 the tensor cores would be unused. Exported programs contain no kernel, so that they run elsewhere.
     """
-    if not may_run("talking_heads", qkv) or qkv.dtype == torch.float32 or not is_ampere(qkv.device.index):
+    if not kernel_available("talking_heads", qkv) or qkv.dtype == torch.float32 or not is_ampere(qkv.device.index):
         return None
-    if qkv.shape[1] > LONGEST or qkv.shape[3] > MOST or qkv.shape[4] > WIDEST:
+    if qkv.shape[1] > MAX_TOKENS or qkv.shape[3] > MAX_HEADS or qkv.shape[4] > MAX_HEAD_WIDTH:
         return None
     from vitrail.layers.kernels.talking_heads import talking_heads
 

@@ -1,7 +1,7 @@
-"""gelu(x + bias), whose backward makes both gradients in one pass.
+"""gelu(x + bias) with a backward pass that computes both gradients at once.
 
-A compiler makes two passes of it: one for the gradient of `x`, and one that reads everything again for the column sums that are
-the gradient of the bias. Here a program walks down a stripe of rows, writes the one and adds up the other.
+torch.compile makes two passes: one for the gradient of `x`, and one that reads everything again for the column sums, which are
+the gradient of the bias. Here each program processes a stripe of rows, writes the gradient of `x` and accumulates the sums.
 """
 
 # mypy: disable-error-code="assignment"
@@ -13,13 +13,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from vitrail.layers.kernels import multiprocessors
 
-ROWS, COLUMNS, WARPS = 8, 128, 2  # of a tile
-PROGRAMS = 14  # of a multiprocessor, at once
-DEVICE = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")  # an interpreter knows no instruction of a device
+ROWS, COLUMNS, WARPS = 8, 128, 2  # per tile
+PROGRAMS = 14  # per multiprocessor
+DEVICE = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")  # Triton's interpreter has no inline assembly
 
 
 @triton.jit
@@ -30,7 +29,7 @@ def tile(row, column, rows, columns):
 
 @triton.jit
 def power(value):
-    """Of two. Numbers near the smallest are zeros, which spares every other number a comparison and two products."""
+    """2 ** value. Denormal results are flushed to zero, which saves a comparison and two products."""
     if DEVICE:
         return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [value], tl.float32, True, 1)
     return tl.exp2(value)
@@ -45,10 +44,10 @@ def inverse(value):
 
 @triton.jit
 def normal(value):
-    """The standard normal distribution at a value: its integral and its density, of one exponential.
+    """Cumulative distribution and density of the standard normal distribution, by one exponential.
 
-    Abramowitz and Stegun, 7.1.26: at most 1e-7 off, in a third of the instructions of an exact error function, which would take
-    longer than reading and writing memory does.
+    Abramowitz and Stegun, 7.1.26: an error of at most 1e-7 with a third of the instructions of an exact error function, which
+    would take longer than the memory accesses.
     """
     bell = power(-0.7213475204444817 * value * value)  # log2(e) / 2
     t = inverse(1.0 + 0.2316418882663604 * tl.abs(value))  # 0.3275911 / sqrt(2)
@@ -60,11 +59,11 @@ def normal(value):
 def forward_kernel(x, bias, out, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    place, inside = tile(row, column, rows, columns)
-    value = tl.load(x + place, inside, 0.0).to(tl.float32)
+    offset, inside = tile(row, column, rows, columns)
+    value = tl.load(x + offset, inside, 0.0).to(tl.float32)
     value += tl.load(bias + column, column < columns, 0.0).to(tl.float32)[None, :]
-    share, _ = normal(value)
-    tl.store(out + place, (value * share).to(out.dtype.element_ty), inside)
+    cdf, _ = normal(value)
+    tl.store(out + offset, (value * cdf).to(out.dtype.element_ty), inside)
 
 
 @triton.jit(do_not_specialize=["steps"])
@@ -76,7 +75,7 @@ def backward_kernel(
     sums,  # [stripes, columns]
     rows,
     columns,
-    steps,  # tiles of a stripe
+    steps,  # tiles per stripe
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -85,17 +84,17 @@ def backward_kernel(
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for step in range(steps):
         row = (tl.program_id(0) * steps + step) * ROWS + tl.arange(0, ROWS)
-        place, inside = tile(row, column, rows, columns)
-        value = tl.load(x + place, inside, 0.0).to(tl.float32) + shift
-        share, density = normal(value)
-        found = tl.load(gradient + place, inside, 0.0).to(tl.float32) * (share + value * density)
-        tl.store(grad + place, found.to(grad.dtype.element_ty), inside)
-        total += found
+        offset, inside = tile(row, column, rows, columns)
+        value = tl.load(x + offset, inside, 0.0).to(tl.float32) + shift
+        cdf, density = normal(value)
+        result = tl.load(gradient + offset, inside, 0.0).to(tl.float32) * (cdf + value * density)
+        tl.store(grad + offset, result.to(grad.dtype.element_ty), inside)
+        total += result
     tl.store(sums + tl.program_id(0) * columns + column, tl.sum(total, 0), column < columns)
 
 
-def pieces(length: int, step: int) -> int:
-    """How many of `step` cover a length; Triton's own function is one for its compiler too, and slower for that."""
+def ceil_div(length: int, step: int) -> int:
+    """length / step rounded up; Triton's own function is slower on the host."""
     return -(-length // step)
 
 
@@ -105,7 +104,7 @@ def run_forward(x: Tensor, bias: Tensor) -> Tensor:
     rows = x.numel() // columns
     out = torch.empty_like(x)
     with torch.cuda.device_of(x):
-        grid = (pieces(rows, ROWS), pieces(columns, COLUMNS))
+        grid = (ceil_div(rows, ROWS), ceil_div(columns, COLUMNS))
         forward_kernel[grid](x, bias, out, rows, columns, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS)
     return out
 
@@ -114,10 +113,10 @@ def run_backward(gradient: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Ten
     gradient, x = gradient.contiguous(), x.contiguous()
     columns = x.shape[-1]
     rows = x.numel() // columns
-    across = pieces(columns, COLUMNS)
-    stripes = max(1, PROGRAMS * (multiprocessors(x.device.index) if x.is_cuda else 1) // across)  # all of them run at once
-    steps = pieces(rows, ROWS * stripes)
-    grid = (pieces(rows, ROWS * steps) if rows else 0, across)
+    across = ceil_div(columns, COLUMNS)
+    stripes = max(1, PROGRAMS * (multiprocessors(x.device.index) if x.is_cuda else 1) // across)  # all run concurrently
+    steps = ceil_div(rows, ROWS * stripes)
+    grid = (ceil_div(rows, ROWS * steps) if rows else 0, across)
     grad, sums = torch.empty_like(x), x.new_empty(grid[0], columns, dtype=torch.float32)
     with torch.cuda.device_of(x):
         backward_kernel[grid](gradient, x, bias, grad, sums, rows, columns, steps, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS)
@@ -126,7 +125,7 @@ def run_backward(gradient: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Ten
 
 @torch.library.custom_op("vitrail::bias_gelu", mutates_args=())
 def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
-    """x [..., D] and bias [D]; the result has the type of x."""
+    """gelu(x + bias) for x [..., D] and bias [D], in the dtype of x."""
     return run_forward(x, bias)
 
 
@@ -145,32 +144,13 @@ def _(gradient: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty_like(bias)
 
 
-class BiasGelu(torch.autograd.Function):
-    """The same for those who do not compile: an operator that compilers know costs the host more than the kernel takes."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
-        ctx.save_for_backward(x, bias)
-        return run_forward(x, bias)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        # The guard against gradients of gradients costs the host as much as a kernel: set where somebody may ask for them.
-        return guarded(ctx, gradient) if torch.is_grad_enabled() else run_backward(gradient, *ctx.saved_tensors)
-
-
-@once_differentiable
-def guarded(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    return run_backward(gradient, *ctx.saved_tensors)
-
-
-def keep(ctx, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+def save_inputs(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor]:
+def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
     grad, grad_bias = bias_gelu_backward(gradient, *ctx.saved_tensors)
     return grad, grad_bias
 
 
-bias_gelu.register_autograd(backward, setup_context=keep)
+bias_gelu.register_autograd(backward, setup_context=save_inputs)

@@ -1,26 +1,25 @@
-"""Talking-heads attention, forward and backward, in stages that hand matrices of all pairs of tokens on to each other.
+"""Talking-heads attention, forward and backward, in stages that exchange matrices of all pairs of tokens.
 
 For every head: s = q k^T / sqrt(D); m = before * s; p = softmax(m); w = after * p + bias; out = w v. Every head needs the scores
-of all heads, so the products and the mixing are kernels of their own, and some images at a time go through all of them: no
-memory grows with the batch beyond the matrices [images, H, N, L] of such a part. L is N rounded up to a multiple of 16, which
-lets the kernels read many numbers at once; columns beyond N meet vectors of zeros.
+of all heads, so the products and the mixing of heads are separate kernels. The batch is processed in parts of some images: memory
+is bounded by the matrices [images, H, N, L] of one part. L is N rounded up to a multiple of 16 for vectorized loads;
+columns beyond N are multiplied by zeros.
 
     forward   scores: s from q and k           mix: w over s                     gather: out from w and v
     backward  scores: s again, and dw from     mix: w over s, ds over dw, the    gather: dv from w, dq and dk from ds
               the gradient and v               gradients of the mixing weights
 
-The mixing multiplies tiles of 16 lines by [16, 16]: all heads of one row of the scores, or of as many rows as there is room for,
-with zeros between rows. Sums are in float32 and always in one order; matrices, vectors and mixing weights have the precision of
-`qkv`.
+The mixing multiplies tiles of 16 lines by [16, 16]: all heads of one row of the scores, or of as many rows as fit, with zeros
+between rows. Sums are in float32 and in a fixed order; matrices, vectors and mixing weights have the precision of `qkv`.
 
-The bias before the softmax moves whole rows, which the softmax does not see: it is not read, and its gradient is zero.
+The bias before the softmax is constant along rows, to which the softmax is invariant: it is not read, and its gradient is zero.
 """
 
 # mypy: disable-error-code="assignment"
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -29,26 +28,26 @@ from torch import Tensor
 
 from vitrail.layers.kernels import multiprocessors, shared_memory
 
-LINES = tl.constexpr(16)  # of a tile of the mixing: the least that the matrix units multiply
-REGISTERS = 2048  # of a multiprocessor, for each thread of a warp
+LINES = tl.constexpr(16)  # per tile of the mixing: the smallest size of the tensor cores
+REGISTERS = 2048  # per multiprocessor and thread of a warp
 
 
 class Tiling(NamedTuple):
-    """How the work is cut into parts and programs: powers of two, but for bytes, registers and stages.
+    """Sizes of parts, tiles and programs: powers of two, except for bytes, registers and stages.
 
-    `benchmarks/talking_heads.py --tiling` tries others.
+    `benchmarks/talking_heads.py --tiling` measures others.
     """
 
-    part_bytes: int = 256 << 20  # of a part's matrices [images, H, N, L], or of one image's if they have more
-    forward_columns: int = 256  # of a tile of lines that a warp mixes
+    part_bytes: int = 256 << 20  # of the matrices [images, H, N, L] of a part, which has at least one image
+    forward_columns: int = 256  # per tile of lines that a warp mixes
     backward_columns: int = 64
-    backward_registers: int = 168  # most for a thread, which leaves room for three programs
-    rows: int = 256  # of a tile of scores
+    backward_registers: int = 168  # maximum per thread, so that three programs fit on a multiprocessor
+    rows: int = 256  # per tile of scores
     columns: int = 64
-    warps: int = 8  # of a program that computes scores
-    stages: int = 3  # steps whose vectors are in flight; 1 on devices with little shared memory, as all stages
-    gather_rows: int = 128  # of a tile of vectors
-    gather_step: int = 64  # tokens of a step
+    warps: int = 8  # per program that computes scores
+    stages: int = 3  # pipeline stages; 1 on devices with little shared memory, as for all stages below
+    gather_rows: int = 128  # per tile of vectors
+    gather_step: int = 64  # tokens per step
     gather_warps: int = 8
     gather_stages: int = 2
     mix_stages: int = 2
@@ -112,8 +111,8 @@ def scores_kernel(
     COLUMNS: tl.constexpr,
 ):
     WIDTH: tl.constexpr = H * D
-    place = tl.program_id(0).to(tl.int64)
-    batch, head, start = place // H, place % H, place * count * length
+    index = tl.program_id(0).to(tl.int64)
+    batch, head, start = index // H, index % H, index * count * length
     qkv += batch * count * 3 * WIDTH + head * D
     tile = scores + start
     pairs(qkv, 3 * WIDTH, qkv + WIDTH, 3 * WIDTH, tile, scale, count, length, D, PADDED, ROWS, COLUMNS)
@@ -124,10 +123,10 @@ def scores_kernel(
 
 @triton.jit
 def load_mixing(weights, H: tl.constexpr, BACK: tl.constexpr):
-    """Weights [H, H] for every row in a tile of lines, with zeros between rows: [LINES to mix, LINES that are mixed]."""
-    old, new = tl.arange(0, LINES)[:, None], tl.arange(0, LINES)[None, :]
-    place = old % H * H + new % H if BACK else new % H * H + old % H
-    return tl.load(weights + place, (new // H == old // H) & (new < LINES // H * H), 0.0)
+    """Weights [H, H] repeated for every row in a tile of lines, with zeros between rows: [input LINES, output LINES]."""
+    source, target = tl.arange(0, LINES)[:, None], tl.arange(0, LINES)[None, :]
+    offset = source % H * H + target % H if BACK else target % H * H + source % H
+    return tl.load(weights + offset, (target // H == source // H) & (target < LINES // H * H), 0.0)
 
 
 @triton.jit
@@ -144,13 +143,13 @@ def softmax(mixed, column, count):
 
 @triton.jit
 def lines(tile, column, count, length, H: tl.constexpr):
-    """Places [WIDE, LINES] in matrices [B, H, N, L] of the rows of a tile, of all heads, and which of them there are."""
-    TALL: tl.constexpr = LINES // H  # rows of a tile
+    """Offsets [WIDE, LINES] of the rows of a tile, of all heads, in matrices [B, H, N, L], and a mask of the valid ones."""
+    TALL: tl.constexpr = LINES // H  # rows per tile
     line, rows = tl.arange(0, LINES), tl.cdiv(count, TALL)
     row = tile % rows * TALL + line // H
     inside = (line < TALL * H) & (row < count)
-    place = (line % H * count + row)[None, :] * length + column[:, None]
-    return (tile // rows).to(tl.int64) * H * count * length + place, inside[None, :] & (column < length)[:, None]
+    offset = (line % H * count + row)[None, :] * length + column[:, None]
+    return (tile // rows).to(tl.int64) * H * count * length + offset, inside[None, :] & (column < length)[:, None]
 
 
 @triton.jit
@@ -175,22 +174,22 @@ def mix_kernel(
     before, after = load_mixing(before, H, False), load_mixing(after, H, False)
     shift, column = tl.load(bias + tl.arange(0, LINES) % H).to(tl.float32)[None, :], tl.arange(0, WIDE)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        place, inside = lines(tile, column, count, length, H)
-        score = tl.load(scores + place, inside, 0.0)
+        offset, inside = lines(tile, column, count, length, H)
+        score = tl.load(scores + offset, inside, 0.0)
         share = softmax(mix(score, before), column, count)
         weight = mix(share.to(score.dtype), after) + shift
-        tl.store(scores + place, weight.to(score.dtype), inside)
+        tl.store(scores + offset, weight.to(score.dtype), inside)
 
 
-@triton.jit(do_not_specialize=["begun", "tiles", "count"])
+@triton.jit(do_not_specialize=["initialized", "tiles", "count"])
 def mix_backward_kernel(
     scores,  # [B, H, N, L], replaced by the weights
     grads,  # [B, H, N, L]: of the weights, replaced by those of the scores
     before,
     after,
     bias,
-    sums,  # [2, programs, LINES, LINES]: to these the gradients of `before` and `after` are added
-    begun,  # whether there is anything in `sums`
+    sums,  # [2, programs, LINES, LINES]: accumulates the gradients of `before` and `after`
+    initialized,  # whether `sums` holds values of a previous part
     tiles,
     count,
     length,
@@ -204,24 +203,24 @@ def mix_backward_kernel(
     grad_before = tl.zeros([SLICES, LINES, LINES], tl.float32)
     grad_after = tl.zeros([SLICES, LINES, LINES], tl.float32)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        place, inside = lines(tile, column, count, length, H)
-        score, grad = tl.load(scores + place, inside, 0.0), tl.load(grads + place, inside, 0.0)
+        offset, inside = lines(tile, column, count, length, H)
+        score, grad = tl.load(scores + offset, inside, 0.0), tl.load(grads + offset, inside, 0.0)
         share = softmax(mix(score, before), column, count)
         rounded = share.to(score.dtype)
         weight = mix(rounded, after) + shift
-        tl.store(scores + place, weight.to(score.dtype), inside)
+        tl.store(scores + offset, weight.to(score.dtype), inside)
         grad_after = line_products(grad, rounded, grad_after, SLICES)
         grad_share = mix(grad, after_back)
         side = tl.sum(share * grad_share, 0)
         grad_mixed = (share * (grad_share - side[None, :])).to(score.dtype)
         grad_before = line_products(grad_mixed, score, grad_before, SLICES)
-        tl.store(grads + place, mix(grad_mixed, before_back).to(score.dtype), inside)
+        tl.store(grads + offset, mix(grad_mixed, before_back).to(score.dtype), inside)
     line, own = tl.arange(0, LINES), sums + tl.program_id(0).to(tl.int64) * LINES * LINES
     own += line[:, None] * LINES + line[None, :]
-    old = (line[:, None] >= 0) & (line[None, :] >= 0) & (begun > 0)
-    tl.store(own, tl.load(own, old, 0.0) + tl.sum(grad_before, 0))
+    valid = (line[:, None] >= 0) & (line[None, :] >= 0) & (initialized > 0)
+    tl.store(own, tl.load(own, valid, 0.0) + tl.sum(grad_before, 0))
     own += tl.num_programs(0).to(tl.int64) * LINES * LINES
-    tl.store(own, tl.load(own, old, 0.0) + tl.sum(grad_after, 0))
+    tl.store(own, tl.load(own, valid, 0.0) + tl.sum(grad_after, 0))
 
 
 @triton.jit
@@ -238,14 +237,14 @@ def gather(
     PADDED: tl.constexpr,
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
 ):
-    """Some rows of one head's matrix, or of the turned one, times the vectors of all tokens."""
+    """Some rows of the matrix of one head, or of its transpose, times the vectors of all tokens."""
     own = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     acc = tl.zeros([ROWS, PADDED], tl.float32)
     for first in range(0, count, STEP):
         other = first + tl.arange(0, STEP)
-        if TURNED:
+        if TRANSPOSED:
             inside = (other < count)[:, None] & (own < length)[None, :]
             tile = tl.trans(tl.load(matrix + other[:, None] * length + own[None, :], inside, 0.0))
         else:
@@ -271,10 +270,10 @@ def gather_kernel(
     STEP: tl.constexpr,
 ):
     WIDTH: tl.constexpr = H * D
-    place = tl.program_id(0).to(tl.int64)
-    weights += place * count * length
-    first = place // H * count * WIDTH
-    value, out = qkv + 3 * first + 2 * WIDTH + place % H * D, out + first + place % H * D
+    index = tl.program_id(0).to(tl.int64)
+    weights += index * count * length
+    first = index // H * count * WIDTH
+    value, out = qkv + 3 * first + 2 * WIDTH + index % H * D, out + first + index % H * D
     gather(weights, value, 3 * WIDTH, out, WIDTH, 1.0, count, length, D, PADDED, ROWS, STEP, False)
 
 
@@ -296,9 +295,9 @@ def gather_backward_kernel(
 ):
     """Programs of the last axis write the gradients of queries, keys and values."""
     WIDTH: tl.constexpr = H * D
-    place = tl.program_id(0).to(tl.int64)
-    weights, grad_scores = weights + place * count * length, grad_scores + place * count * length
-    first, head = place // H * count * WIDTH, place % H * D
+    index = tl.program_id(0).to(tl.int64)
+    weights, grad_scores = weights + index * count * length, grad_scores + index * count * length
+    first, head = index // H * count * WIDTH, index % H * D
     query, grad, gradient = qkv + 3 * first + head, grad + 3 * first + head, gradient + first + head
     if tl.program_id(2) == 0:
         key = query + WIDTH
@@ -322,20 +321,20 @@ def bias_kernel(
     PADDED: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """What each image adds to the gradient of the bias.
+    """The gradient of the bias for each image.
 
-    All weights of a head have the same: its gradient is the sum of all inner products of the output's gradient with the values.
+    All weights of a head share a bias: its gradient is the sum of all inner products of output gradients and values.
     """
     WIDTH: tl.constexpr = H * D
-    place = tl.program_id(0).to(tl.int64)
-    start = place // H * count * WIDTH
-    value, gradient = qkv + 3 * start + 2 * WIDTH + place % H * D, gradient + start + place % H * D
-    ours, theirs = tl.zeros([STEP, PADDED], tl.float32), tl.zeros([STEP, PADDED], tl.float32)
+    index = tl.program_id(0).to(tl.int64)
+    start = index // H * count * WIDTH
+    value, gradient = qkv + 3 * start + 2 * WIDTH + index % H * D, gradient + start + index % H * D
+    grads, values = tl.zeros([STEP, PADDED], tl.float32), tl.zeros([STEP, PADDED], tl.float32)
     for first in range(0, count, STEP):
         token = first + tl.arange(0, STEP)
-        ours += load(gradient, token, count, WIDTH, D, PADDED).to(tl.float32)
-        theirs += load(value, token, count, 3 * WIDTH, D, PADDED).to(tl.float32)
-    tl.store(grad_bias + place, tl.sum(tl.sum(ours, 0) * tl.sum(theirs, 0), 0))
+        grads += load(gradient, token, count, WIDTH, D, PADDED).to(tl.float32)
+        values += load(value, token, count, 3 * WIDTH, D, PADDED).to(tl.float32)
+    tl.store(grad_bias + index, tl.sum(tl.sum(grads, 0) * tl.sum(values, 0), 0))
 
 
 @triton.jit(do_not_specialize=["programs", "images"])
@@ -348,10 +347,10 @@ def total_kernel(
     H: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Of the lines' products those of a row with itself count; the others are of rows that shared a tile."""
-    place, acc = tl.program_id(0), tl.zeros([STEP], tl.float32)
-    if place < 2 * H * H:
-        sums += place // (H * H) * programs * LINES * LINES + place // H % H * LINES + place % H
+    """Sums products of lines of the same row; products of different rows in a tile are not needed."""
+    index, acc = tl.program_id(0), tl.zeros([STEP], tl.float32)
+    if index < 2 * H * H:
+        sums += index // (H * H) * programs * LINES * LINES + index // H % H * LINES + index % H
         for first in range(0, programs, STEP):
             program = first + tl.arange(0, STEP)
             for row in tl.static_range(LINES // H):
@@ -360,35 +359,35 @@ def total_kernel(
     else:
         for first in range(0, images, STEP):
             image = first + tl.arange(0, STEP)
-            acc += tl.load(grad_bias + image * H + place - 2 * H * H, image < images, 0.0)
-    tl.store(totals + place, tl.sum(acc, 0))
+            acc += tl.load(grad_bias + image * H + index - 2 * H * H, image < images, 0.0)
+    tl.store(totals + index, tl.sum(acc, 0))
 
 
 class Plan:
-    """How tensors like `qkv` go through the stages: images of a part, sizes, and constants of the kernels."""
+    """Parts, sizes and kernel constants for tensors like `qkv`."""
 
     def __init__(self, qkv: Tensor, matrices: int):
         batch, count, _, heads, width = qkv.shape
         length = triton.cdiv(count, 16) * 16
-        most = max(1, TILING.part_bytes // (matrices * heads * count * length * qkv.element_size()))
-        self.images = triton.cdiv(batch, max(1, triton.cdiv(batch, most)))  # of every part but the last, which may have fewer
+        limit = max(1, TILING.part_bytes // (matrices * heads * count * length * qkv.element_size()))
+        self.images = triton.cdiv(batch, max(1, triton.cdiv(batch, limit)))  # per part; the last one may have fewer
         self.matrices = qkv.new_empty(matrices, self.images, heads, count, length).unbind()
         self.sizes, self.scale, self.heads, self.rows = (count, length), 1 / math.sqrt(width), heads, LINES.value // heads
         self.wide, padded = (max(16, triton.next_power_of_2(each)) for each in (count, width))
         self.multiprocessors = multiprocessors(qkv.device.index) if qkv.is_cuda else 1
-        roomy = qkv.is_cuda and shared_memory(qkv.device.index) >= 120_000
-        self.mix_stages = TILING.mix_stages if roomy and self.wide <= 1024 else 1
+        large_memory = qkv.is_cuda and shared_memory(qkv.device.index) >= 120_000
+        self.mix_stages = TILING.mix_stages if large_memory and self.wide <= 1024 else 1
         self.shape = {"H": heads, "D": width, "PADDED": padded}
         self.scoring = self.shape | {"ROWS": TILING.rows, "COLUMNS": TILING.columns}
-        self.scoring |= {"num_warps": TILING.warps, "num_stages": TILING.stages if roomy else 1}
+        self.scoring |= {"num_warps": TILING.warps, "num_stages": TILING.stages if large_memory else 1}
         self.gathering = self.shape | {"ROWS": TILING.gather_rows, "STEP": TILING.gather_step}
-        self.gathering |= {"num_warps": TILING.gather_warps, "num_stages": TILING.gather_stages if roomy else 1}
+        self.gathering |= {"num_warps": TILING.gather_warps, "num_stages": TILING.gather_stages if large_memory else 1}
 
     def parts(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
         return zip(*(each.split(self.images) for each in tensors), strict=True)
 
     def grid(self, part: Tensor, rows: int, last: int = 1) -> tuple[int, int, int]:
-        """Programs that multiply: for every head of the part and so many rows."""
+        """Launch grid of a kernel that multiplies: one program for every head and so many rows."""
         return len(part) * self.heads, triton.cdiv(self.sizes[0], rows), last
 
     def score(self, qkv: Tensor, gradient: Tensor | None = None) -> None:
@@ -397,18 +396,19 @@ class Plan:
         scores_kernel[grid](qkv, scores, gradient, grads, self.scale, *self.sizes, **self.scoring)
 
     def mixing(self, columns: int, registers: int = 255) -> dict[str, int]:
-        """Constants of a kernel that mixes, whose warps hold so many columns each, or twice as many if that were many warps."""
+        """Constants of a mixing kernel with so many columns per warp, or twice as many for long rows."""
         warps = max(1, min(8, self.wide // columns), self.wide // (2 * columns))
-        most = registers if warps * columns >= self.wide else 255
+        limit = registers if warps * columns >= self.wide else 255
         constants = {"H": self.heads, "WIDE": self.wide, "num_warps": warps, "num_stages": self.mix_stages}
-        return constants | {"maxnreg": min(most, REGISTERS // warps)}
+        return constants | {"maxnreg": min(limit, REGISTERS // warps)}
 
     def tiles(self, images: int) -> int:
-        """Tiles of lines of so many images."""
-        return images * triton.cdiv(self.sizes[0], self.rows)
+        """The number of tiles of lines of so many images."""
+        tiles: int = images * triton.cdiv(self.sizes[0], self.rows)
+        return tiles
 
     def programs(self, constants: dict[str, int]) -> int:
-        """Programs that mix: as many as have room at once, each takes a tile after another."""
+        """Programs of a mixing kernel: as many as run concurrently, each processes several tiles."""
         share = REGISTERS // (constants["num_warps"] * constants["maxnreg"])
         return min(self.tiles(self.images), share * self.multiprocessors)
 
@@ -440,7 +440,7 @@ def _(qkv: Tensor, before: Tensor, shift: Tensor, after: Tensor, bias: Tensor) -
 
 @torch.library.custom_op("vitrail::talking_heads_backward", mutates_args=())
 def talking_heads_backward(gradient: Tensor, qkv: Tensor, before: Tensor, after: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of `qkv`, and of `before`, `after` and `bias` one after the other in float32."""
+    """The gradient of `qkv`, and those of `before`, `after` and `bias`, concatenated, in float32."""
     gradient, qkv, plan, heads = gradient.contiguous(), qkv.contiguous(), Plan(qkv, 2), qkv.shape[3]
     grad, (scores, grads) = torch.empty_like(qkv), plan.matrices
     weights = [each.contiguous() for each in (before, after, bias)]
@@ -450,11 +450,11 @@ def talking_heads_backward(gradient: Tensor, qkv: Tensor, before: Tensor, after:
     sums = qkv.new_empty(2, *grid, LINES.value, LINES.value, dtype=torch.float32)
     biases, totals = (qkv.new_empty(shape, dtype=torch.float32) for shape in ((len(qkv), heads), count_mixing(heads)))
     with torch.cuda.device_of(qkv):
-        for index, (part, given, target) in enumerate(plan.parts(qkv, gradient, grad)):
-            plan.score(part, given)
+        for index, (part, part_gradient, target) in enumerate(plan.parts(qkv, gradient, grad)):
+            plan.score(part, part_gradient)
             mix_backward_kernel[grid](scores, grads, *weights, sums, index, plan.tiles(len(part)), *plan.sizes, **constants)
             gather_backward_kernel[plan.grid(part, TILING.gather_rows, 3)](
-                scores, grads, part, given, target, plan.scale, *plan.sizes, **plan.gathering
+                scores, grads, part, part_gradient, target, plan.scale, *plan.sizes, **plan.gathering
             )
         bias_kernel[(biases.numel(),)](qkv, gradient, biases, plan.sizes[0], **plan.shape, STEP=32)
         total_kernel[(len(totals),)](sums, biases, totals, *grid, len(qkv), H=heads, STEP=256)
@@ -462,7 +462,7 @@ def talking_heads_backward(gradient: Tensor, qkv: Tensor, before: Tensor, after:
 
 
 def count_mixing(heads: int) -> int:
-    """Numbers that mix heads and have gradients."""
+    """The number of mixing weights that have gradients."""
     return 2 * heads * heads + heads
 
 
@@ -472,11 +472,11 @@ def _(gradient: Tensor, qkv: Tensor, before: Tensor, after: Tensor, bias: Tensor
     return torch.empty_like(qkv, memory_format=torch.contiguous_format), totals
 
 
-def keep(ctx, inputs: tuple, output: Tensor) -> None:
+def save_inputs(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def backward(ctx, gradient: Tensor) -> tuple[Tensor, ...]:
+def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
     qkv, before, shift, after, bias = ctx.saved_tensors
     grad, totals = talking_heads_backward(gradient, qkv, before, after, bias)
     parts = totals.split([before.numel(), after.numel(), bias.numel()])
@@ -484,4 +484,4 @@ def backward(ctx, gradient: Tensor) -> tuple[Tensor, ...]:
     return grad, grads[0], torch.zeros_like(shift), *grads[1:]
 
 
-talking_heads.register_autograd(backward, setup_context=keep)
+talking_heads.register_autograd(backward, setup_context=save_inputs)

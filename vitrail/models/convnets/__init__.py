@@ -1,1 +1,1 @@
-"""Convolutional networks built from the names and shapes of their state dicts."""
+"""Convolutional networks with the tensor names of their published weights: ResNet, RegNet, EfficientNet-Lite."""

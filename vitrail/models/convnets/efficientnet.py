@@ -1,16 +1,23 @@
-"""EfficientNet-Lite by the names of its PyTorch port: inverted bottlenecks without squeeze, ReLU6 (arXiv 1905.11946)."""
+"""EfficientNet-Lite with the tensor names of its PyTorch port: inverted bottlenecks without squeeze-and-excitation, ReLU6
+(arXiv 1905.11946).
+"""
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from vitrail.checkpoints.codecs import Shapes
 from vitrail.layers.bit_resnet import pad_same
-from vitrail.teachers.network import ConvNet
+from vitrail.models.convnets.convnet import ConvNet, Shapes
 
 STRIDES = (1, 2, 2, 2, 1, 2, 1)  # of the seven stages
-SIZES = {(16, 320): 224, (21, 320): 240, (21, 352): 260, (24, 384): 280, (30, 448): 300}  # by blocks and last width: Lite0 to 4
+SIZES = {
+    (16, 320): 224,
+    (21, 320): 240,
+    (21, 352): 260,
+    (24, 384): 280,
+    (30, 448): 300,
+}  # by (blocks, last width)
 EPS = 1e-3
 
 
@@ -22,8 +29,8 @@ class Stage(NamedTuple):
 
 
 @dataclass(frozen=True)
-class EfficientNetPlan:
-    """The defaults are Lite0."""
+class EfficientNetConfig:
+    """The defaults are those of Lite0."""
 
     stages: tuple[Stage, ...] = (
         *(Stage(1, 16, 3, 1), Stage(2, 24, 3, 6), Stage(2, 40, 5, 6), Stage(3, 80, 3, 6)),
@@ -35,12 +42,12 @@ class EfficientNetPlan:
 
     @property
     def size(self) -> int:
-        """The side of the images that the published network of these sizes was trained with."""
+        """The image size that the published network was trained with."""
         return SIZES.get((sum(stage.depth for stage in self.stages), self.stages[-1].outputs), 224)
 
 
-def infer(shapes: Shapes) -> EfficientNetPlan:
-    """The network that names and shapes stand for: a stage is where the width stays the same."""
+def infer(shapes: Shapes) -> EfficientNetConfig:
+    """The configuration of a state dict, from names and shapes; blocks of equal width are a stage."""
     stages: list[Stage] = []
     inputs = shapes["_conv_stem.weight"][0]
     for index in range(len({key.split(".")[1] for key in shapes if key.startswith("_blocks.")})):
@@ -50,13 +57,13 @@ def infer(shapes: Shapes) -> EfficientNetPlan:
         else:
             stages.append(Stage(1, outputs, shapes[f"_blocks.{index}._depthwise_conv.weight"][2], inner // inputs))
         inputs = outputs
-    return EfficientNetPlan(
+    return EfficientNetConfig(
         tuple(stages), shapes["_conv_stem.weight"][0], shapes["_conv_head.weight"][0], shapes["_fc.weight"][0]
     )
 
 
 class SameConv(nn.Conv2d):
-    """Padded as TensorFlow does."""
+    """A convolution with TensorFlow's SAME padding."""
 
     def __init__(self, inputs: int, outputs: int, kernel: int, stride: int = 1, groups: int = 1):
         super().__init__(inputs, outputs, kernel, stride, groups=groups, bias=False)
@@ -66,42 +73,43 @@ class SameConv(nn.Conv2d):
 
 
 class Block(nn.Module):
-    """1x1 to more channels, depthwise (strided), 1x1 to fewer; added to its input where both are alike."""
+    """1x1 expansion, depthwise (strided), 1x1 projection; with a residual connection if input and output have the same shape."""
 
     def __init__(self, stage: Stage, inputs: int, stride: int):
         super().__init__()
         inner = inputs * stage.expansion
-        self.expands, self.adds = stage.expansion > 1, stride == 1 and inputs == stage.outputs
-        if self.expands:
+        self.has_expansion, self.has_residual = stage.expansion > 1, stride == 1 and inputs == stage.outputs
+        if self.has_expansion:
             self._expand_conv, self._bn0 = SameConv(inputs, inner, 1), nn.BatchNorm2d(inner, EPS)
         self._depthwise_conv = SameConv(inner, inner, stage.kernel, stride, inner)
         self._bn1 = nn.BatchNorm2d(inner, EPS)
         self._project_conv, self._bn2 = SameConv(inner, stage.outputs, 1), nn.BatchNorm2d(stage.outputs, EPS)
 
     def forward(self, x: Tensor) -> Tensor:
-        branch = nn.functional.relu6(self._bn0(self._expand_conv(x))) if self.expands else x
+        branch = nn.functional.relu6(self._bn0(self._expand_conv(x))) if self.has_expansion else x
         branch = nn.functional.relu6(self._bn1(self._depthwise_conv(branch)))
         branch = self._bn2(self._project_conv(branch))
-        return x + branch if self.adds else branch
+        out: Tensor = x + branch if self.has_residual else branch
+        return out
 
 
 class EfficientNet(ConvNet):
-    def __init__(self, plan: EfficientNetPlan):
+    def __init__(self, config: EfficientNetConfig):
         super().__init__()
-        self.plan = plan
-        self._conv_stem, self._bn0 = SameConv(3, plan.stem, 3, 2), nn.BatchNorm2d(plan.stem, EPS)
+        self.config = config
+        self._conv_stem, self._bn0 = SameConv(3, config.stem, 3, 2), nn.BatchNorm2d(config.stem, EPS)
         self._blocks = nn.Sequential()
-        inputs = plan.stem
-        for stage, stride in zip(plan.stages, STRIDES, strict=True):
+        inputs = config.stem
+        for stage, stride in zip(config.stages, STRIDES, strict=True):
             for index in range(stage.depth):
                 self._blocks.append(Block(stage, inputs, 1 if index else stride))
                 inputs = stage.outputs
-        self._conv_head, self._bn1 = SameConv(inputs, plan.head, 1), nn.BatchNorm2d(plan.head, EPS)
-        self._fc = nn.Linear(plan.head, plan.classes)
+        self._conv_head, self._bn1 = SameConv(inputs, config.head, 1), nn.BatchNorm2d(config.head, EPS)
+        self._fc = nn.Linear(config.head, config.classes)
 
-    def maps(self, images: Tensor) -> Tensor:
+    def forward_features(self, images: Tensor) -> Tensor:
         x = nn.functional.relu6(self._bn0(self._conv_stem(images)))
         return nn.functional.relu6(self._bn1(self._conv_head(self._blocks(x))))
 
-    def classifier(self) -> nn.Linear:
+    def get_classifier(self) -> nn.Linear:
         return self._fc

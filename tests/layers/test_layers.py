@@ -1,4 +1,4 @@
-"""Properties of single parts that the papers state."""
+"""Properties of single layers that the papers state."""
 
 import copy
 
@@ -10,12 +10,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import vitrail
 from tests.models.test_every_model import randomize
-from vitrail.layers.attention import AcrossPatches
 from vitrail.layers.bit_resnet import pad_same
-from vitrail.layers.block import Branch, DropPath, Residual, drop_path_rates
+from vitrail.layers.block import Branch
+from vitrail.layers.drop_path import DropPath, drop_path_rates
+from vitrail.layers.fused import SubsetDropPath, SubsetResidual, gather_rows, sample_subset, scatter_rows
 from vitrail.layers.layout import Layout
-from vitrail.layers.patch_embed import BasicStem, PatchMap, basic_strides, hmlp_strides, unfold_patches
-from vitrail.layers.subset import draw_subset, put, take
+from vitrail.layers.patch_embed import BasicStem, PatchProjection, basic_strides, hmlp_strides, unfold_patches
+from vitrail.layers.token_mixers import TokenLinear
 from vitrail.models.cait import layerscale_init_at_depth
 from vitrail.models.config import FUSIONS, Architecture
 from vitrail.models.registry import build
@@ -46,7 +47,7 @@ def test_convolutional_stems_mix_patches(stem):
 @pytest.mark.parametrize("size", [(32, 48), (35, 63)])
 def test_patches_as_a_product_are_the_convolution(size):
     """Values and gradients; pixels behind the last whole patch are left out by both."""
-    map = PatchMap(3, 24, 16).double()
+    map = PatchProjection(3, 24, 16).double()
     image = torch.randn(2, 3, *size, dtype=torch.float64, requires_grad=True)
     expected = F.conv2d(image, map.weight, map.bias, stride=16)
     found = map(image)
@@ -58,8 +59,8 @@ def test_patches_as_a_product_are_the_convolution(size):
     torch.testing.assert_close(unfold_patches(image, 16), F.unfold(image, 16, stride=16).transpose(1, 2))
 
 
-def test_a_map_over_patches_is_linear_on_the_transpose():
-    map = AcrossPatches(6, 10).double()
+def test_token_linear_is_linear_on_the_transpose():
+    map = TokenLinear(6, 10).double()
     x = torch.randn(3, 6, 5, dtype=torch.float64, requires_grad=True)
     expected = F.linear(x.transpose(1, 2), map.weight, map.bias).transpose(1, 2)
     found, direction = map(x), torch.randn(3, 10, 5, dtype=torch.float64)
@@ -73,9 +74,9 @@ def test_a_map_over_patches_is_linear_on_the_transpose():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_map_over_patches_on_a_gpu(compiled):
-    """Lines are filled up with zeros, which nobody sees."""
-    map, x, gradient = AcrossPatches(9, 13).cuda(), torch.randn(2, 9, 24, device="cuda"), torch.randn(2, 13, 24, device="cuda")
+def test_token_linear_on_a_gpu(compiled):
+    """Rows are padded with zeros, without effect on the result."""
+    map, x, gradient = TokenLinear(9, 13).cuda(), torch.randn(2, 9, 24, device="cuda"), torch.randn(2, 13, 24, device="cuda")
     body = torch.compile(map) if compiled else map
     with torch.autocast("cuda", torch.bfloat16):
         out = body(x.requires_grad_())
@@ -88,19 +89,19 @@ def test_a_map_over_patches_on_a_gpu(compiled):
         assert (ours - theirs).norm() < 2e-2 * theirs.norm()
 
 
-def test_a_subset_taken_and_put_back():
-    subset = draw_subset(7, 4, torch.device("cpu"))
+def test_rows_of_a_subset_gathered_and_scattered():
+    subset = sample_subset(7, 4, torch.device("cpu"))
     assert subset.rows.tolist() == sorted(set(subset.rows.tolist()))
-    assert [subset.place[row].item() for row in subset.rows] == [0, 1, 2, 3]
-    assert (subset.place == -1).sum() == 3
+    assert [subset.position[row].item() for row in subset.rows] == [0, 1, 2, 3]
+    assert (subset.position == -1).sum() == 3
     x = torch.randn(7, 2, 3, dtype=torch.float64, requires_grad=True)
-    assert torch.equal(take(x, subset), x[subset.rows])
-    back = put(take(x, subset), subset)
+    assert torch.equal(gather_rows(x, subset), x[subset.rows])
+    back = scatter_rows(gather_rows(x, subset), subset)
     assert torch.equal(back[subset.rows], x[subset.rows])
-    assert back[subset.place < 0].eq(0).all()
+    assert back[subset.position < 0].eq(0).all()
     part = torch.randn(4, 2, 3, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: take(x, subset), x)
-    assert torch.autograd.gradcheck(lambda part: put(part, subset), part)
+    assert torch.autograd.gradcheck(lambda x: gather_rows(x, subset), x)
+    assert torch.autograd.gradcheck(lambda part: scatter_rows(part, subset), part)
 
 
 @pytest.mark.parametrize(
@@ -157,11 +158,11 @@ def test_drop_path_takes_four_operators(dtype):
     with Seen() as seen:
         found = drop(x)
     torch.manual_seed(0)
-    wanted = x * ((torch.rand(64, 1, 1) < drop.keep) / drop.keep).to(dtype)
+    wanted = x * ((torch.rand(64, 1, 1) < drop.keep_prob) / drop.keep_prob).to(dtype)
     assert found.dtype == dtype
     assert torch.equal(found, wanted)
     assert seen.names == ["rand", "lt", "mul", "mul"]
-    assert torch.equal(drop.gain, 1.0 / drop.keep)
+    assert torch.equal(drop.scales[torch.float32], 1.0 / drop.keep_prob)
     torch.manual_seed(0)
     assert torch.equal(torch.compile(drop, backend="eager", fullgraph=True)(x), wanted)
 
@@ -187,10 +188,8 @@ def test_skipped_images_are_not_computed_and_the_mean_is_right():
             seen.append(x.shape[0])
             return 2 * x
 
-    def branch():
-        return Branch(nn.Identity(), Doubled(), nn.Identity(), 0.5, skip=True)
-
-    residual, x = Residual(2, branch), torch.randn(8, 3, 4, requires_grad=True)
+    branches = [Branch(nn.Identity(), Doubled(), nn.Identity(), SubsetDropPath(0.5)) for _ in range(2)]
+    residual, x = SubsetResidual(branches), torch.randn(8, 3, 4, requires_grad=True)
     torch.testing.assert_close(residual.eval()(x, Layout(1, 3)), 5 * x)
     residual.train()
     seen.clear()
@@ -208,7 +207,7 @@ def test_skipped_images_are_not_computed_and_the_mean_is_right():
 def test_parallel_branches_draw_their_own_masks():
     model = randomize(build(TINY.replace(branches=2, drop_path=0.5))).train()
     torch.manual_seed(1)
-    masks = [branch.drop(torch.ones(64, 1, 1)) for branch in model.block(0).mix.branches]
+    masks = [branch.drop_path(torch.ones(64, 1, 1)) for branch in model.block(0).mix.branches]
     assert not torch.equal(*masks)
 
 
@@ -218,14 +217,14 @@ def test_the_layerscale_rule(depth):
 
 
 @pytest.mark.parametrize("residual", ["rezero", "skipinit", "fixup"])
-def test_branches_that_start_at_zero_start_as_the_identity(residual):
+def test_branches_initialized_to_zero_are_the_identity(residual):
     model = build(TINY.replace(residual=residual)).eval()
     image = torch.randn(2, 3, 32, 48)
-    x, layout = model._before(0, *model._start(*model.embed(image)))
+    x, layout = model._prepare_block_input(0, *model._add_pos_embed(*model.embed(image)))
     torch.testing.assert_close(model.block(0)(x, layout), x)
 
 
-def test_fixup_and_tfixup_start():
+def test_fixup_and_tfixup_initialization():
     fixup, plain, tfixup = (build(TINY.replace(residual=kind, depth=8)) for kind in ("fixup", "plain", "tfixup"))
     first = lambda model: model.block(0).ffn.branches[0].body.fc1.weight.std().item()  # noqa: E731
     assert first(fixup) == pytest.approx(first(plain) * 16**-0.5, rel=0.1)
@@ -313,9 +312,9 @@ def test_zero_started_head_gives_zero_logits():
 
 def test_relative_positions_equal_their_definition():
     model = randomize(build(TINY.replace(pos_embed="relative", pos_embed_place="layers")))
-    x, layout = model._before(0, *model._start(*model.embed(torch.randn(1, 3, 32, 48))))
+    x, layout = model._prepare_block_input(0, *model._add_pos_embed(*model.embed(torch.randn(1, 3, 32, 48))))
     body, relative = model.block(0).mix.branches[0].body, model.pos_embed[0]
-    query, _, _ = body._heads(x)
+    query, _, _ = body.split_heads(body.qkv(x))
     found = relative(query, layout)
     table, patches = relative.table, layout.patches
     for q in range(1 + patches):

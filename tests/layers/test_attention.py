@@ -1,4 +1,4 @@
-"""Which kernels torch may choose from, and that nothing stays switched."""
+"""Backends of scaled dot-product attention, and that the global switches are restored."""
 
 from types import SimpleNamespace
 
@@ -7,8 +7,8 @@ import torch
 from torch.backends import cuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vitrail.layers import sdpa
-from vitrail.layers.sdpa import ALL_BUT_CUDNN, FOR_FEW, attend
+from vitrail.layers import attention
+from vitrail.layers.attention import BACKENDS_WITHOUT_CUDNN, SHORT_BACKENDS, scaled_dot_product_attention
 
 
 def switches():
@@ -21,11 +21,17 @@ def on_a_gpu(tokens):
 
 @pytest.mark.parametrize("outside", [[], [SDPBackend.FLASH_ATTENTION], [SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]], ids=len)
 @pytest.mark.parametrize(
-    ("tokens", "dropout", "kinds"),
-    [(50, 0.0, FOR_FEW), (64, 0.0, FOR_FEW), (192, 0.0, ALL_BUT_CUDNN), (197, 0.1, ALL_BUT_CUDNN), (197, 0.0, None)],
+    ("tokens", "dropout", "backends"),
+    [
+        (50, 0.0, SHORT_BACKENDS),
+        (64, 0.0, SHORT_BACKENDS),
+        (192, 0.0, BACKENDS_WITHOUT_CUDNN),
+        (197, 0.1, BACKENDS_WITHOUT_CUDNN),
+        (197, 0.0, None),
+    ],
 )
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_kernels_are_those_of_torchs_own_switch(monkeypatch, outside, tokens, dropout, kinds, fails):
+def test_backends_are_those_of_sdpa_kernel(monkeypatch, outside, tokens, dropout, backends, fails):
     """Whatever is switched around it, also when attention fails; without its context manager, which is slow."""
     seen = []
 
@@ -34,16 +40,16 @@ def test_the_kernels_are_those_of_torchs_own_switch(monkeypatch, outside, tokens
         if fails:
             raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(sdpa.F, "scaled_dot_product_attention", fake)
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", fake)
     with sdpa_kernel(outside) if outside else torch.no_grad():
         before = switches()
         wanted = before
-        if kinds is not None:
-            with sdpa_kernel(kinds):
+        if backends is not None:
+            with sdpa_kernel(backends):
                 wanted = switches()
-        monkeypatch.setattr(sdpa, "sdpa_kernel", None)
+        monkeypatch.setattr(attention, "sdpa_kernel", None)
         try:
-            attend(*[on_a_gpu(tokens)] * 3, dropout=dropout)
+            scaled_dot_product_attention(*[on_a_gpu(tokens)] * 3, dropout=dropout)
         except RuntimeError:
             assert fails
         assert switches() == before

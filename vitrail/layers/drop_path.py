@@ -1,0 +1,51 @@
+"""Stochastic depth."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class DropPath(nn.Module):
+    """Drops a residual branch for each image with probability `rate` and divides the others by the keep probability.
+
+    The keep probability is a tensor: torch.compile makes one graph for all values of a tensor, but one for each value of a float.
+    `scales` holds its inverse in every precision, so that eager mode has nothing to divide or to round.
+    """
+
+    def __init__(self, rate: float):
+        super().__init__()
+        self.rate, self.active = rate, rate > 0.0
+        self._move(torch.device("cpu"))  # no buffers: models are also built on the meta device
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "DropPath":
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._move(fn(self.keep_prob).device)  # moved with the weights, never cast
+        return self
+
+    def _move(self, device: torch.device) -> None:
+        self.keep_prob = torch.tensor(1.0 - self.rate, device=device)
+        self.scales = {dtype: (1.0 / self.keep_prob).to(dtype) for dtype in FLOATS}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or not self.active:
+            return x
+        if torch.compiler.is_compiling():  # one fused kernel, intermediate results are not rounded
+            return x * (self.sample_mask(x) / self.keep_prob).to(x.dtype)
+        return x * (self.sample_mask(x) * self.scales[x.dtype])
+
+    def sample_mask(self, x: Tensor) -> Tensor:
+        """Booleans [B, 1, ...] for a batch [B, ...]: which images keep the branch."""
+        return torch.rand(x.shape[0], *(1,) * (x.ndim - 1), device=x.device) < self.keep_prob
+
+    def extra_repr(self) -> str:
+        return f"{self.rate:g}"
+
+
+def drop_path_rates(rate: float, depth: int, schedule: str) -> list[float]:
+    """One rate per block: `uniform`, or `linear` from 0 at the first block to `rate` at the last."""
+    if schedule == "uniform":
+        return [rate] * depth
+    return [rate * index / max(depth - 1, 1) for index in range(depth)]
