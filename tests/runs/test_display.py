@@ -1,9 +1,8 @@
-"""What a person sees of a training: exact plain lines, a live image that restores the terminal."""
+"""The progress display: exact plain lines, and a live display that restores the terminal."""
 
 import io
 import math
 import multiprocessing
-import re
 import sys
 
 import pytest
@@ -11,11 +10,11 @@ from rich.console import Console
 
 from tests.runs.test_reference_curves import BAND
 from vitrail.runs import display
-from vitrail.runs.display import Display, clock
+from vitrail.runs.display import Display, format_duration
 
 VALUES = {
     "loss": 1.5,
-    "rate": 5e-4,
+    "lr": 5e-4,
     "gradient_norm": 1.25,
     "images_per_second": 12345.6,
     "flops_share": 0.412,
@@ -25,7 +24,7 @@ VALUES = {
 
 
 class Clock:
-    """Time that only passes when it is told to."""
+    """A clock that is set by hand."""
 
     def __init__(self):
         self.now = 0.0
@@ -54,72 +53,70 @@ def lines(console):
 
 
 def image(shown):
-    """The live image without colors, as text."""
+    """The live display without colors, as text."""
     console = Console(file=io.StringIO(), force_terminal=True, width=shown.console.width, color_system=None, _environ={})
     console.print(shown.render())
     return console.file.getvalue()
 
 
-def test_plain_lines_say_all_and_come_seldom(time):
+def test_plain_lines(time):
     console = plain()
     with Display(1000, 100, 256, console=console) as shown:
-        shown.note("a sentence\nwith \x1b[31mcolor that is much longer than the console is wide")
         for step in range(10, 1001, 10):
             time.now += 1
             shown.step(step, VALUES)
             if step == 100:
-                shown.validated(1, {"loss": 1.25, "top1": 0.5, "top5": 0.875, "best": True})
-        shown.validated(10.0, {"loss": 1.5, "top1": 0.25})
+                shown.log_validation(1, {"loss": 1.25, "top1": 0.5, "top5": 0.875, "best": True})
+        shown.log_validation(10.0, {"loss": 1.5, "top1": 0.25})
         shown.finish()
-    numbers = "loss 1.500  rate 5.00e-04  gradient 1.25  12,346 images/s  MFU 41 %  waiting for data 2 %  memory 3.4 GiB"
+    numbers = "loss 1.500  lr 5.00e-04  grad norm 1.25  12,346 images/s  MFU 41 %  data wait 2 %  memory 3.4 GiB"
     assert lines(console) == [
-        "a sentence with [31mcolor that is much longer than the console is wide",
-        f"epoch 0.1/10  step    10/1,000  {numbers}  0:01 gone",
-        "epoch  1/10  top-1 50.00 %  top-5 87.50 %  loss 1.500  validation 1.250  best",
-        f"epoch 3.1/10  step   310/1,000  {numbers}  0:31 gone  1:09 left",
-        f"epoch 6.1/10  step   610/1,000  {numbers}  1:01 gone  0:39 left",
-        f"epoch 9.1/10  step   910/1,000  {numbers}  1:31 gone  0:09 left",
-        "epoch 10/10  top-1 25.00 %  loss 1.500  validation 1.500",
-        "1,000 steps in 1:40 (2,560 images/s overall); best top-1 50.00 % at epoch 1",
+        f"epoch 0.1/10  step    10/1,000  {numbers}  0:01 elapsed",
+        "epoch  1/10  val top-1 50.00 %  val top-5 87.50 %  loss 1.500  val loss 1.250  best",
+        f"epoch 3.1/10  step   310/1,000  {numbers}  0:31 elapsed  1:09 remaining",
+        f"epoch 6.1/10  step   610/1,000  {numbers}  1:01 elapsed  0:39 remaining",
+        f"epoch 9.1/10  step   910/1,000  {numbers}  1:31 elapsed  0:09 remaining",
+        "epoch 10/10  val top-1 25.00 %  loss 1.500  val loss 1.500",
+        "1,000 steps in 1:40 (2,560 images/s overall); best val top-1 50.00 % at epoch 1",
     ]
     assert all(letter.isprintable() or letter == "\n" for letter in console.file.getvalue())
 
 
-def test_what_is_not_known_is_not_said(time):
+def test_missing_values_are_not_shown(time):
     console = plain()
     with Display(100, 50, 8, start_step=50, console=console) as shown:
         shown.step(60, {"loss": math.nan, "flops_share": None, "flops_per_second": 1.234e12, "memory": None, "skipped": 3.0})
-        shown.validated(1.5, {})
+        shown.log_validation(1.5, {})
         shown.finish()
     assert lines(console) == [
-        "epoch 1.2/2  step  60/100  loss nan  skipped 3  1.23 TFLOP/s  0:00 gone",
+        "epoch 1.2/2  step  60/100  loss nan  skipped 3  1.23 TFLOP/s  0:00 elapsed",
         "epoch 1.5/2  loss nan",
         "10 steps in 0:00",
     ]
 
 
-def test_plain_verdicts_are_said_when_they_change_and_at_validations(time):
+def test_band_status_is_printed_when_it_changes_and_at_validations(time):
     console = plain()
-    with Display(100, 20, 8, console=console, every=0, band=BAND) as shown:
+    with Display(100, 20, 8, console=console, log_seconds=0, band=BAND) as shown:
         for step, loss in ((20, 1.5), (40, 1.3), (60, 2.0)):
             shown.step(step, {"loss": loss})
-        shown.validated(3, {"top1": 0.55})
-    said = [line.split("gone")[-1].strip() for line in lines(console)]
-    assert said[0] == "on track: within the band of 5 seeds"
-    assert said[1].endswith("left")
-    assert said[2].endswith("worse than the band of 5 seeds: loss 2.00, band 1.00–1.20")
-    assert said[3].endswith("worse than the band of 5 seeds: loss 2.00, band 1.00–1.20")
+        shown.log_validation(3, {"top1": 0.55})
+    ends = [line.split("elapsed")[-1].strip() for line in lines(console)]
+    assert ends[0] == "within the reference band (5 seeds)"
+    assert ends[1].endswith("remaining")
+    assert ends[2].endswith("worse than the reference band (5 seeds): loss 2.00, band 1.00–1.20")
+    assert ends[3].endswith("worse than the reference band (5 seeds): loss 2.00, band 1.00–1.20")
 
 
-def test_an_old_accuracy_is_held_against_the_band_of_its_time(time):
+def test_accuracy_is_compared_at_the_step_of_its_validation(time):
     with Display(100, 20, 8, console=plain(), band=BAND) as shown:
         shown.step(60, {"loss": 1.1})
-        shown.validated(3, {"top1": 0.55})
+        shown.log_validation(3, {"top1": 0.55})
         shown.step(100, {"loss": 0.9})
-        assert shown._opinion(BAND)[0] == "within"
+        assert shown._band_status(BAND)[0] == "within"
 
 
-def test_a_console_that_cannot_show_everything_gets_what_it_can(time):
+def test_a_console_without_unicode(time):
     file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     with Display(100, 20, 8, console=Console(file=file, force_terminal=True, _environ={}), band=BAND) as shown:
         assert not shown.interactive
@@ -131,26 +128,26 @@ def test_a_console_that_cannot_show_everything_gets_what_it_can(time):
 @pytest.mark.parametrize("console", [plain(quiet=True), Console(file=io.StringIO(), force_terminal=True, quiet=True)])
 def test_a_quiet_console_stays_quiet(time, console):
     with Display(100, 20, 8, console=console) as shown:
-        shown.doing("compiling")
+        shown.show_activity("compiling")
         shown.step(1, VALUES)
         shown.finish()
     assert console.file.getvalue() == ""
 
 
-def test_the_live_image(time):
+def test_the_live_display(time):
     console = terminal()
     with Display(1000, 100, 256, console=console, band=BAND) as shown:
-        shown.doing("compiling")
+        shown.show_activity("compiling")
         assert "compiling" in image(shown)
         for step in range(100, 601, 100):
             time.now += 10
             shown.step(step, VALUES | {"loss": 2.0 - step / 600})
         drawn = image(shown)
-        assert "60 %  epoch 6.0/10  step   600/1,000  1:00 gone  0:40 left" in drawn
+        assert "60 %  epoch 6.0/10  step   600/1,000  1:00 elapsed  0:40 remaining" in drawn
         assert "█" in drawn
-        assert "▁   rate" in drawn.replace("\u00a0", " ")
-        assert "12,346 images/s   MFU 41 %   waiting for data 2 %   memory 3.4 GiB" in drawn.replace("\u00a0", " ")
-        assert "● on track: within the band of 5 seeds" in drawn
+        assert "▁   lr" in drawn.replace("\u00a0", " ")
+        assert "12,346 images/s   MFU 41 %   data wait 2 %   memory 3.4 GiB" in drawn.replace("\u00a0", " ")
+        assert "● within the reference band (5 seeds)" in drawn
         assert "compiling" not in drawn
         shown.finish()
     output = console.file.getvalue()
@@ -169,10 +166,10 @@ def test_any_width(time, width):
     assert all(len(line) <= width for line in drawn.splitlines())
     assert "70 %" in drawn
     assert ("step" in drawn) == (width >= 100)
-    assert "0:02 left" in drawn.replace("\u00a0", " ") or width < 30
+    assert "0:02 remaining" in drawn.replace("\u00a0", " ") or width < 30
 
 
-def test_drawing_is_limited_by_the_clock(time):
+def test_drawing_is_limited_by_time(time):
     console = terminal()
     with Display(10_000, 100, 256, console=console) as shown:
         for step in range(1, 1001):
@@ -217,23 +214,21 @@ def test_the_terminal_is_restored_whatever_happens(time, error):
 def test_a_forked_process_does_not_draw(time):
     console = terminal()
     with Display(1000, 100, 256, console=console):
-        disguised = type(sys.stderr).__name__
+        replaced = type(sys.stderr).__name__
         fork = multiprocessing.get_context("fork")
         ours, theirs = fork.Pipe()
         process = fork.Process(target=lambda: theirs.send(type(sys.stderr).__name__))
         process.start()
         assert ours.poll(30)
-        assert ours.recv() != disguised == "FileProxy"
+        assert ours.recv() != replaced == "FileProxy"
         process.join()
 
 
-def test_a_note_is_neither_markup_nor_commands_to_the_terminal(time):
-    console = terminal()
-    with Display(1000, 100, 256, console=console) as shown:
-        shown.note("the class [red]cat[/red]\x1b[2J")
-    assert "\x1b[2J" not in console.file.getvalue()
-    assert "the class [red]cat[/red]" in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", console.file.getvalue())
-
-
-def test_clock():
-    assert [clock(seconds) for seconds in (0, 59.4, 125, 3725, 273_600)] == ["0:00", "0:59", "2:05", "1:02:05", "3 d 4 h"]
+def test_format_duration():
+    assert [format_duration(seconds) for seconds in (0, 59.4, 125, 3725, 273_600)] == [
+        "0:00",
+        "0:59",
+        "2:05",
+        "1:02:05",
+        "3 d 4 h",
+    ]

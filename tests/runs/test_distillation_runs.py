@@ -1,4 +1,4 @@
-"""Whole trainings with a teacher: each signal, asked or stored; stopped, divided, fine-tuned, refused."""
+"""Whole trainings with a teacher: each signal, online or stored; resumed, divided, fine-tuned; errors."""
 
 import json
 import os
@@ -11,35 +11,35 @@ import torch
 
 import vitrail
 from tests.images import make_folder
-from tests.training.small import EASY
-from vitrail.checkpoints.readers import read
+from tests.trainers import make_trainer
+from tests.training.small import FAST_PATCHES
+from vitrail.checkpoints.readers import read_weights
 from vitrail.checkpoints.training_checkpoints import read_checkpoint
 from vitrail.data.datasets.lookup import open_splits
-from vitrail.data.feed import Feed
+from vitrail.data.image_loader import ImageLoader
 from vitrail.errors import UserError
+from vitrail.runs import prepare
 from vitrail.runs import train as runs
-from vitrail.runs.prepare import build, look_at, resolve, taught
+from vitrail.runs.initial_model import build_initial
+from vitrail.runs.plan import plan
+from vitrail.runs.request import TrainRequest, open_data, resolve_recipe
+from vitrail.runs.run_directory import write_json
+from vitrail.runs.seeds import plan_seeds, read_seeds, to_dict
 from vitrail.runs.train import resume
-from vitrail.tasks.supervision import in_order
+from vitrail.tasks.classification import describe_targets
+from vitrail.tasks.teacher_labels import class_order_message
 from vitrail.teachers import open_teacher
-from vitrail.teachers.annotation import Wanted, annotate
-from vitrail.training.checkpointing import Checkpoints
+from vitrail.teachers.annotation import AnnotationRequest, annotate
+from vitrail.training.checkpointing import CheckpointManager
 from vitrail.training.distributed import Devices
 from vitrail.training.metrics import read_metrics
 from vitrail.training.trainer import Options, Trainer
 
-ALONE = Devices(torch.device("cpu"))
 NAMES = ["blue", "green", "red"]
 SMALL = {"architecture.width": 16, "architecture.depth": 1, "architecture.heads": 2, "architecture.patch_size": 4}
 VIT = SMALL | {"model": "deit_tiny_patch16"}
-TINY = {
-    "precision": "fp32",
-    "batch_size": 8,
-    "schedule.length": "4 steps",
-    "augmentation.image_size": 16,
-    "optimizer.lr": 0.01,
-    "augmentation.policy": "rand",
-}
+TINY = {"precision": "fp32", "batch_size": 8, "schedule.length": "4 steps", "augmentation.image_size": 16}
+TINY |= {"optimizer.lr": 0.01, "augmentation.policy": "rand"}
 TOWER = {"architecture.width": 16, "architecture.depth": 1, "architecture.heads": 2, "augmentation.image_size": 32}
 DISTILLED = VIT | {"architecture.distillation": True}
 SOFT = {"distillation.kind": "soft", "distillation.temperature": 3.0, "distillation.weight": 0.1}
@@ -62,7 +62,7 @@ DENSE = {
 @pytest.fixture(autouse=True)
 def easy(monkeypatch):
     """What takes longer than these trainings and has tests of its own."""
-    for owner, name, value in EASY:
+    for owner, name, value in FAST_PATCHES:
         monkeypatch.setattr(owner, name, value)
 
 
@@ -93,7 +93,7 @@ def teacher(tmp_path_factory):
 @pytest.fixture(scope="module")
 def store(tmp_path_factory, images, teacher):
     path = tmp_path_factory.mktemp("stores") / "store"
-    annotate(open_teacher(teacher), open_splits(str(images)).train, path, Wanted(("logits", "tokens"), 2), workers=0)
+    annotate(open_teacher(teacher), open_splits(str(images)).train, path, AnnotationRequest(("logits", "tokens"), 2), workers=0)
     return path
 
 
@@ -102,20 +102,30 @@ def train(images, out, changes, recipe="laptop", **more):
     return vitrail.train(str(images), recipe, out=out, changes=TINY | changes, **more)
 
 
+def request(images, changes, recipe="laptop"):
+    return TrainRequest(str(images), recipe, changes=TINY | changes, device="cpu", workers=0)
+
+
+def resolve(images, changes, recipe="laptop"):
+    """The data, and the recipe that is fitted to it."""
+    asked = request(images, changes, recipe)
+    return open_data(asked, resolve_recipe(asked, "cpu"))
+
+
 def losses(run):
     return [line["loss"] for line in read_metrics(run.folder) if line["kind"] == "train"]
 
 
 @pytest.fixture(scope="module")
 def plain(images, tmp_path_factory):
-    """Nobody teaches."""
+    """Without a teacher."""
     with pytest.MonkeyPatch.context() as patched:
-        for owner, name, value in EASY:
+        for owner, name, value in FAST_PATCHES:
             patched.setattr(owner, name, value)
         return train(images, tmp_path_factory.mktemp("runs") / "plain", VIT)
 
 
-def facts(run):
+def metadata(run):
     return json.loads((run.folder / "run.json").read_text())
 
 
@@ -128,29 +138,29 @@ def test_every_signal_trains(images, teacher, store, plain, tmp_path, kind, wher
     assert run.finished
     assert len(losses(run)) == 4
     assert all(loss > 0 for loss in losses(run))
-    assert losses(run)[0] != losses(plain)[0]  # 1.1 where labels alone are learnt
-    assert facts(run)["recipe"]["distillation"]["kind"] == ("soft" if "soft" in kind else "hard")
+    assert losses(run)[0] != losses(plain)[0]  # 1.1 with labels only
+    assert metadata(run)["recipe"]["distillation"]["kind"] == ("soft" if "soft" in kind else "hard")
     model = vitrail.load(run.artifact)
     assert (model.head_distillation is not None) == ("token" in kind)
     assert model(torch.randn(2, 3, 16, 16)).isfinite().all()
 
 
-def test_asked_and_stored_are_the_same_where_both_see_the_same(images, teacher, tmp_path):
-    """Whole images that nothing is done to: a store of all logits is the teacher, but for its half precision."""
+def test_online_and_stored_predictions_agree_on_the_same_images(images, teacher, tmp_path):
+    """Without augmentation a store of all logits is the teacher, up to its half precision."""
     path = tmp_path / "all"
     annotate(open_teacher(teacher), open_splits(str(images)).train, path, workers=0)
     still = VIT | SOFT | {"augmentation.crop": "squash", "augmentation.policy": "none", "augmentation.interpolation": "bicubic"}
     still |= {"mixing.mixup": 0, "mixing.cutmix": 0, "augmentation.random_erasing": 0, "distillation.weight": 0.5}
     online, stored = (
-        train(images, tmp_path / place, still | {"distillation.teacher": str(who)})
-        for place, who in (("online", teacher), ("stored", path))
+        train(images, tmp_path / name, still | {"distillation.teacher": str(path)})
+        for name, path in (("online", teacher), ("stored", path))
     )
     assert losses(stored) == pytest.approx(losses(online), rel=2e-2)
     assert losses(stored)[0] == pytest.approx(losses(online)[0], rel=2e-3)
 
 
 @pytest.mark.parametrize("name", DENSE)
-def test_labels_of_patches_train_every_kind_of_network(images, store, tmp_path, name):
+def test_token_labels_train_every_kind_of_architecture(images, store, tmp_path, name):
     changes = DENSE[name] | {"token_labels.store": str(store), "token_labels.mixtoken": 1.0}
     run = train(images, tmp_path / "run", changes | {"schedule.length": "2 steps"})
     assert run.finished
@@ -171,35 +181,35 @@ def test_both_ways_of_mixing_tokens_are_one_training(images, store, tmp_path):
     assert losses(plain) != pytest.approx(losses(runs[0]), rel=1e-3)
 
 
-def test_queries_of_one_class_each_have_no_patches_to_teach(images, store, tmp_path):
+def test_per_class_queries_have_no_dense_head(images, store, tmp_path):
     multi = {"model": "patchconvnet_s60_multi", "architecture.width": 16, "architecture.depth": 1}
-    with pytest.raises(UserError, match="per-class queries have no dense head"):
+    with pytest.raises(UserError, match="pooling=per_class has no dense head"):
         train(images, tmp_path / "run", multi | {"token_labels.store": str(store)})
     assert not (tmp_path / "run").exists()
 
 
-def test_they_can_be_relabelled(images, store, tmp_path):
+def test_per_class_queries_can_be_relabelled(images, store, tmp_path):
     multi = {"model": "patchconvnet_s60_multi", "architecture.width": 16, "architecture.depth": 1, "augmentation.image_size": 32}
     assert train(images, tmp_path / "run", multi | {"token_labels.store": str(store), "token_labels.target": "relabel"}).finished
 
 
 def stop_at(monkeypatch, step):
-    whole = Trainer._step
+    original = Trainer.train_step
 
-    def some(self, next_batch):
-        whole(self, next_batch)
+    def train_step(self, next_batch):
+        original(self, next_batch)
         if self.step == step:
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(Trainer, "_step", some)
+    monkeypatch.setattr(Trainer, "train_step", train_step)
 
 
 EVERYTHING = DISTILLED | {"token_labels.mixtoken": 1.0, "mixing.mixup": 0.8, "mixing.cutmix": 1.0, "schedule.length": "5 steps"}
 
 
 @pytest.mark.parametrize("where", ["online", "stored"])
-def test_stopped_and_resumed_is_never_stopped(images, teacher, store, tmp_path, monkeypatch, where):
-    """To the last bit, with a teacher, labels of patches and every mixing."""
+def test_stopped_and_resumed_bit_for_bit(images, teacher, store, tmp_path, monkeypatch, where):
+    """With a teacher, token labels and every kind of mixing."""
     path = teacher if where == "online" else store
     changes = EVERYTHING | {"distillation.teacher": str(path), "token_labels.store": str(store)}
     whole = train(images, tmp_path / "whole", changes)
@@ -214,26 +224,26 @@ def test_stopped_and_resumed_is_never_stopped(images, teacher, store, tmp_path, 
         assert (again.folder / name).read_bytes() == (whole.folder / name).read_bytes()
 
 
-def test_a_teacher_that_has_vanished_is_named(images, teacher, tmp_path, monkeypatch):
+def test_a_missing_teacher_is_named(images, teacher, tmp_path, monkeypatch):
     path = tmp_path / "teacher.safetensors"
     shutil.copy(teacher, path)
     with monkeypatch.context() as patched:
         stop_at(patched, 2)
         halted = train(images, tmp_path / "run", VIT | {"distillation.teacher": str(path)})
     path.unlink()
-    with pytest.raises(UserError, match=rf"is not at {path} any more") as raised:
+    with pytest.raises(UserError, match=rf"{path}, which .* was trained with, is missing") as raised:
         resume(halted.folder, device="cpu")
     assert str(raised.value).count("\n") == 0
     other = vitrail.load(teacher)
     other.head.weight.data.neg_()
     vitrail.save(other, path)
-    with pytest.raises(UserError, match=r"is not what .* has learnt from"):
+    with pytest.raises(UserError, match=r"is not what .* was trained with"):
         resume(halted.folder, device="cpu")
     shutil.copy(teacher, path)
     assert resume(halted.folder, device="cpu").finished
 
 
-def test_a_store_that_has_vanished_is_named(images, store, tmp_path, monkeypatch):
+def test_a_missing_store_is_named(images, store, tmp_path, monkeypatch):
     path = tmp_path / "answers"
     shutil.copytree(store, path)
     with monkeypatch.context() as patched:
@@ -244,67 +254,84 @@ def test_a_store_that_has_vanished_is_named(images, store, tmp_path, monkeypatch
         resume(halted.folder, device="cpu")
 
 
-def test_what_the_user_says_stays(teacher, store):
-    """A teacher and labels that nothing else is said about are used in the usual way."""
+def test_explicit_keys_keep_their_values(teacher, store):
+    """A teacher and a label store without further keys are used in the usual way."""
 
-    def seen(**leaves):
-        found = resolve("laptop", None, {key.replace("__", "."): value for key, value in leaves.items()}, "cpu")
-        return found.distillation.kind, found.token_labels.weight, found.token_labels.target
+    def resolved(changes):
+        return resolve_recipe(TrainRequest(recipe="laptop", changes=changes), "cpu")
+
+    def seen(**keys):
+        recipe = resolved({key.replace("__", "."): value for key, value in keys.items()})
+        return recipe.distillation.kind, recipe.token_labels.weight, recipe.token_labels.target
 
     paths = {"distillation__teacher": str(teacher), "token_labels__store": str(store)}
     assert seen(**paths) == ("hard", 0.5, "relabel")
     assert seen(**paths, distillation__kind="none", token_labels__target="labels") == ("none", 0.5, "labels")
     assert seen(**paths, distillation__kind="soft", token_labels__weight=0) == ("soft", 0.0, "relabel")
-    with pytest.raises(UserError, match="weight=0 asks a teacher for nothing"):
+    with pytest.raises(UserError, match="weight=0 gives the teacher no effect"):
         seen(**paths, distillation__weight=0)
-    ignored = resolve("laptop", None, {"distillation.teacher": str(teacher), "distillation.kind": "none"}, "cpu")
-    assert taught(ignored) == [f"{teacher} is not asked: distillation.kind is none"]
+    ignored = resolved({"distillation.teacher": str(teacher), "distillation.kind": "none"})
+    assert describe_targets(ignored) == [f"the teacher {teacher} is not used: distillation.kind is none"]
+    assert resolved({"teacher": str(teacher)}).distillation.kind == "hard"  # the name of another library
+    old = {"teacher": str(teacher), "tokens.labels": str(store), "tokens.target": "labels"}  # an old key is explicit too
+    assert resolved(old).token_labels.target == "labels"
 
 
-def test_a_teacher_without_names_is_told(images, store):
+def test_explicit_keys_keep_their_values_with_every_seed(teacher, tmp_path):
+    """The recipe of several seeds is resolved first, and once more by each training."""
+    changes = {"teacher": str(teacher), "distillation.kind": "none", "precision": "bf16"}
+    planned = plan_seeds(TrainRequest("digits", "laptop", changes=changes), 2)
+    write_json(tmp_path / "seeds.json", to_dict(planned))
+    saved = read_seeds(tmp_path)
+    assert saved == planned
+    assert resolve_recipe(saved.request, "cpu") == planned.recipe
+    assert planned.recipe.distillation.kind == "none"
+    assert "precision" in saved.request.explicit_keys
+
+
+def test_a_teacher_without_class_names(images, store):
     source = open_splits(str(images)).train
-    assert in_order(None, 3, source) == [
-        "the teacher does not name its 3 classes: they are taken in the order of the data's, blue, green, red …"
+    assert class_order_message(None, 3, source) == [
+        "the teacher has no class names: its 3 classes are taken in the order of the data's, blue, green, red …"
     ]
-    assert in_order(NAMES, 3, source) == in_order(None, 1000, source) == []
+    assert class_order_message(NAMES, 3, source) == class_order_message(None, 1000, source) == []
 
 
-def test_parts_of_a_batch_add_up_to_it(images, teacher, store, tmp_path):
-    """Nothing mixed, no batch norm: eight images at once are four and four, but for rounding."""
+def test_micro_batches_add_up_to_the_batch(images, teacher, store, tmp_path):
+    """Without mixing and batch norm, eight images at once are four and four, up to rounding."""
     changes = DISTILLED | {"distillation.teacher": str(teacher), "token_labels.store": str(store), "architecture.drop_path": 0}
     changes |= {"mixing.mixup": 0, "mixing.cutmix": 0, "precision": "fp32"}
     one, two = (train(images, tmp_path / str(size), changes, micro_batch_size=size) for size in (8, 4))
-    assert (facts(one)["micro_batches"], facts(two)["micro_batches"]) == (1, 2)
+    assert (metadata(one)["micro_batches"], metadata(two)["micro_batches"]) == (1, 2)
     assert losses(one)[0] == pytest.approx(losses(two)[0], rel=1e-5)
     assert losses(one) == pytest.approx(losses(two), rel=1e-2)
 
 
-def test_what_a_part_learns_does_not_depend_on_who_computes_it(images, teacher, store, tmp_path):
-    """Two parts by one process are one part by each of two: images, targets of every kind, and the loss."""
-    changes = TINY | EVERYTHING | {"distillation.teacher": str(teacher), "token_labels.store": str(store), "precision": "fp32"}
-    recipe = resolve("laptop", None, changes, "cpu")
-    splits, recipe, *_ = look_at(str(images), recipe)
+def test_a_micro_batch_does_not_depend_on_its_process(images, teacher, store, tmp_path):
+    """Two micro-batches on one process are one on each of two: images, targets of every kind, and the loss."""
+    data = resolve(images, EVERYTHING | {"distillation.teacher": str(teacher), "token_labels.store": str(store)})
     found = []
     for rank, world in ((0, 1), (0, 2), (1, 2)):
         devices = Devices(torch.device("cpu"), rank, world, micro_batches=2)
-        feeds = [Feed(part, devices.device, 0) for part in (splits.train, splits.validation)]
-        training = Trainer(recipe, build(recipe, splits.train), ALONE, *feeds, tmp_path, Options())
-        batches = feeds[0].stream(training.order, devices.own_micro_batches, 2).run(0, 3)
+        trainer = make_trainer(data.recipe, data.splits.train, tmp_path)
+        loader = ImageLoader(data.splits.train, devices.device, 0)
+        batches = loader.train_loader(trainer.sampler, devices.own_micro_batches, 2).iterate_steps(0, 3)
         for step in range(3):
+            trainer.step = step
             for micro_batch in devices.own_micro_batches:
-                found.append((step, micro_batch, *training.prepare(next(batches), step, micro_batch)))
+                inputs, targets = trainer.task.prepare_batch(next(batches), trainer.position(micro_batch))
                 torch.manual_seed(step)
-                found[-1] += (training.module(*found[-1][2:]).detach(),)
-    alone, together = found[:6], sorted(found[6:], key=lambda part: part[:2])
-    for one, two in zip(alone, together, strict=True):
+                found.append((step, micro_batch, inputs, targets, trainer.module(inputs, targets).detach()))
+    one_process, together = found[:6], sorted(found[6:], key=lambda part: part[:2])
+    for one, two in zip(one_process, together, strict=True):
         torch.testing.assert_close(one, two, rtol=0, atol=0)
-    masks = [part[3].mixed for part in alone]
+    masks = [part[3].mixed for part in one_process]
     assert not all(torch.equal(mask, masks[0]) for mask in masks)
-    assert all(target is not None for part in alone for target in part[3])
+    assert all(target is not None for part in one_process for target in part[3])
 
 
 @pytest.mark.parametrize("names", [NAMES, ["blue", "green", "red", "yellow"]])
-def test_fine_tuning_keeps_both_heads_and_the_teacher(images, teacher, tmp_path, names):
+def test_finetuning_keeps_both_heads_and_the_teacher(images, teacher, tmp_path, names):
     """At a higher resolution, and for other classes: the teacher sees the student's size."""
     base = train(images, tmp_path / "base", DISTILLED | {"distillation.teacher": str(teacher)})
     other, data = teacher, images
@@ -324,8 +351,8 @@ def test_fine_tuning_keeps_both_heads_and_the_teacher(images, teacher, tmp_path,
         assert {"head.weight", "head_distillation.weight"} <= moved
 
 
-def test_fine_tuning_adds_a_distillation_token(images, teacher, plain, tmp_path, monkeypatch, capsys):
-    """To weights that were trained without one: it learns from the teacher; stopped and resumed it is the same training."""
+def test_finetuning_adds_a_distillation_token(images, teacher, plain, tmp_path, monkeypatch, capsys):
+    """To weights that were trained without one; a resumed run gives the same weights."""
     changes = {"init.weights": str(plain.artifact), "architecture.distillation": True, "init.zero_head": False}
     changes |= {"distillation.teacher": str(teacher)}
     run = train(images, tmp_path / "tuned", changes, recipe="finetune")
@@ -340,56 +367,55 @@ def test_fine_tuning_adds_a_distillation_token(images, teacher, plain, tmp_path,
     assert (again.folder / "last.safetensors").read_bytes() == (run.folder / "last.safetensors").read_bytes()
 
 
-def test_fine_tuning_adds_a_head_for_patches(images, store, plain, tmp_path):
-    """It starts at zero, so that it says nothing before it has learnt something, and then it learns."""
+def test_finetuning_adds_a_dense_head(images, store, plain, tmp_path):
+    """It starts at zero, so that it has no effect before it is trained."""
     changes = {"init.weights": str(plain.artifact), "token_labels.store": str(store), "init.zero_head": False}
-    recipe = resolve("finetune", None, TINY | changes, "cpu")
-    splits, recipe, trained, _ = look_at(str(images), recipe)
-    begun = build(recipe, splits.train, trained)
+    data = resolve(images, changes, "finetune")
+    begun = build_initial(data.recipe, NAMES, data.pretrained)
     assert not begun.head_dense.weight.any()
     assert torch.equal(begun.head.weight, vitrail.load(plain.artifact).head.weight)
     run = train(images, tmp_path / "tuned", changes, recipe="finetune")
     assert vitrail.load(run.folder / "last.safetensors").head_dense.weight.any()
 
 
-def test_the_teacher_stays_what_it_was_and_goes_nowhere(images, teacher, plain, tmp_path):
-    before, content = read(teacher).tensors, teacher.read_bytes()
+def test_the_teacher_is_neither_trained_nor_saved(images, teacher, plain, tmp_path):
+    before, content = read_weights(teacher).tensors, teacher.read_bytes()
     seen = []
-    whole = Trainer.__post_init__
+    original = Trainer.__post_init__
 
-    def remembering(self):
-        whole(self)
+    def recording(self):
+        original(self)
         seen.append(self)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Trainer, "__post_init__", remembering)
+        patched.setattr(Trainer, "__post_init__", recording)
         run = train(images, tmp_path / "run", VIT | {"distillation.teacher": str(teacher)}, options=Options(save_steps=1))
     assert teacher.read_bytes() == content
-    (training,) = seen
-    kept = training.guide.teacher
+    (trainer,) = seen
+    kept = trainer.task.teacher
     assert not any(module.training for module in kept.network.modules())
     for name, value in kept.network.model.state_dict().items():
         assert torch.equal(value, before[name]), name
     assert all(parameter.grad is None and not parameter.requires_grad for parameter in kept.parameters())
-    assert read(run.artifact).tensors.keys() == read(plain.artifact).tensors.keys()
-    states = [read_checkpoint(Checkpoints(each.folder / "checkpoints").all()[-1])[1] for each in (run, plain)]
+    assert read_weights(run.artifact).tensors.keys() == read_weights(plain.artifact).tensors.keys()
+    states = [read_checkpoint(CheckpointManager(each.folder / "checkpoints").all()[-1])[1] for each in (run, plain)]
     assert [sorted(group) for group in states[0].values()] == [sorted(group) for group in states[1].values()]
     assert not any("teacher" in name for group in states[0].values() for name in group)
 
 
-def test_a_recipe_that_needs_somebody_says_so(images, tmp_path):
-    for changes, says in (
-        (VIT | {"distillation.kind": "soft"}, "learns from a teacher: give --teacher"),
-        (VIT | {"token_labels.weight": 0.5}, "learns labels of patches: give --labels"),
-        (VIT | {"token_labels.target": "blend"}, "learns labels of patches: give --labels"),
+def test_a_recipe_that_needs_a_teacher_or_labels(images, tmp_path):
+    for changes, message in (
+        (VIT | {"distillation.kind": "soft"}, "needs a teacher: give --teacher"),
+        (VIT | {"token_labels.weight": 0.5}, "needs token labels: give --labels"),
+        (VIT | {"token_labels.target": "blend"}, "needs token labels: give --labels"),
     ):
-        with pytest.raises(UserError, match=says):
+        with pytest.raises(UserError, match=message):
             train(images, tmp_path / "run", changes)
     assert not (tmp_path / "run").exists()
 
 
-def test_who_cannot_teach(images, teacher, store, tmp_path):
-    """One sentence each, and no folder of a run that never was."""
+def test_unusable_teachers(images, teacher, store, tmp_path):
+    """One line each, and no run directory."""
     strange = make_teacher(tmp_path / "strange.safetensors", ["oak", "elm", "ash"])
     (tmp_path / "empty").mkdir()
     (tmp_path / "text.pth").write_text("no weights")
@@ -397,28 +423,30 @@ def test_who_cannot_teach(images, teacher, store, tmp_path):
         str(tmp_path / "nowhere.pth"): "There is no teacher at",
         str(tmp_path / "empty"): "empty",
         str(tmp_path / "text.pth"): "text.pth",
-        str(strange): r"unknown to the model are 3 of 3 \('blue', 'green', 'red'\), while it has 'oak', 'elm', 'ash'",
+        str(strange): r"3 of 3 are unknown to the model \('blue', 'green', 'red'\); the model has 'oak', 'elm', 'ash'",
         str(images): "colors",
     }
-    for path, says in cases.items():
-        with pytest.raises(UserError, match=says) as raised:
+    for path, message in cases.items():
+        with pytest.raises(UserError, match=message) as raised:
             train(images, tmp_path / "run", VIT | {"distillation.teacher": path})
         assert "\n" not in str(raised.value)
         assert "--map" not in str(raised.value)
     for path in (str(teacher), str(tmp_path / "nowhere"), str(images)):
-        with pytest.raises(UserError, match="no store at"):
+        with pytest.raises(UserError, match="no label store at"):
             train(images, tmp_path / "run", VIT | {"token_labels.store": path})
-    with pytest.raises(UserError, match="knows nothing of"):
+    with pytest.raises(UserError, match="no predictions for"):
         train(make_folder(tmp_path / "other", count=6, size=(20, 18)), tmp_path / "run", VIT | {"token_labels.store": str(store)})
     assert not (tmp_path / "run").exists()
 
 
-def test_who_cannot_teach_is_told_first(images, teacher, store, tmp_path, monkeypatch):
-    """Before anything is decoded, measured or built, of a training and of its plan."""
-    for name in ("Feed", "make_plan", "build"):
-        monkeypatch.setattr(runs, name, lambda *_, name=name, **__: pytest.fail(f"{name} came first"))
+def test_unusable_teachers_are_rejected_first(images, teacher, store, tmp_path, monkeypatch):
+    """Before anything is decoded, measured or built, by a training and by its plan."""
+    for owner, name in ((runs, "ImageLoader"), (prepare, "plan_memory"), (prepare, "build_initial")):
+        monkeypatch.setattr(owner, name, lambda *_, name=name, **__: pytest.fail(f"{name} came first"))
     strange = make_teacher(tmp_path / "strange.safetensors", ["oak", "elm", "ash"])
-    coarse = make_teacher(tmp_path / "coarse.safetensors", size=64, patch_size=32)  # of whose patches a student's image has none
+    coarse = make_teacher(
+        tmp_path / "coarse.safetensors", size=64, patch_size=32
+    )  # one patch is larger than the student's images
     damaged = vitrail.load(make_teacher(tmp_path / "damaged.safetensors"))
     damaged.head.bias.data[0] = torch.nan
     vitrail.save(damaged, tmp_path / "damaged.safetensors")
@@ -427,44 +455,44 @@ def test_who_cannot_teach_is_told_first(images, teacher, store, tmp_path, monkey
     logits = tmp_path / "logits"
     annotate(open_teacher(teacher), open_splits(str(images)).train, logits, workers=0)
     cases = [
-        ({"distillation.teacher": str(strange)}, "unknown to the model are 3 of 3"),
+        ({"distillation.teacher": str(strange)}, "3 of 3 are unknown to the model"),
         ({"distillation.teacher": str(coarse)}, r"coarse.safetensors fails on the student's images of 16 x 16"),
-        ({"distillation.teacher": str(tmp_path / "damaged.safetensors")}, "answers with what is not a number"),
-        ({"distillation.teacher": str(other)}, "unknown to the model are 3 of 3"),
-        ({"token_labels.store": str(logits)}, "keeps logits: annotate again with --what tokens"),
+        ({"distillation.teacher": str(tmp_path / "damaged.safetensors")}, "predicts NaN or Inf"),
+        ({"distillation.teacher": str(other)}, "3 of 3 are unknown to the model"),
+        ({"token_labels.store": str(logits)}, "holds logits: annotate again with --outputs tokens"),
     ]
-    for changes, says in cases:
-        with pytest.raises(UserError, match=says):
+    for changes, message in cases:
+        with pytest.raises(UserError, match=message):
             train(images, tmp_path / "run", VIT | changes)
-        with pytest.raises(UserError, match=says):
-            runs.foresee(str(images), "laptop", None, TINY | VIT | changes, "cpu")
+        with pytest.raises(UserError, match=message):
+            plan(request(images, VIT | changes))
     assert not (tmp_path / "run").exists()
 
 
 def test_a_plan_counts_the_teacher(images, teacher, store, tmp_path, capsys):
-    asked = runs.foresee(str(images), "laptop", None, TINY | VIT | {"distillation.teacher": str(teacher)}, "cpu")
-    assert re.search(r" GB; \d+ % of a step and \d+ kB are the teacher's$", asked[-1])
-    stored = runs.foresee(str(images), "laptop", None, TINY | VIT | {"distillation.teacher": str(store)}, "cpu")
-    assert stored[-1].endswith(" GB")
+    online = plan(request(images, VIT | {"distillation.teacher": str(teacher)}))
+    assert re.search(r" GB memory; the teacher takes \d+ % of a step and \d+ kB$", online[-1])
+    stored = plan(request(images, VIT | {"distillation.teacher": str(store)}))
+    assert stored[-1].endswith(" GB memory")
     train(images, tmp_path / "run", VIT | {"distillation.teacher": str(teacher)})
-    assert re.search(r" % of a step and \d+ kB are the teacher's\n", capsys.readouterr().err)
+    assert re.search(r"the teacher takes \d+ % of a step and \d+ kB\n", capsys.readouterr().err)
 
 
-def test_a_teacher_without_numbers_stops_the_training(images, tmp_path):
+def test_a_teacher_that_predicts_nan_is_rejected(images, tmp_path):
     path = make_teacher(tmp_path / "damaged.safetensors")
     damaged = vitrail.load(path)
     damaged.head.weight.data[0, 0] = torch.nan
     vitrail.save(damaged, path)
-    with pytest.raises(UserError, match=r"not a number|not finite"):
+    with pytest.raises(UserError, match="predicts NaN or Inf"):
         train(images, tmp_path / "run", VIT | {"distillation.teacher": str(path)})
 
 
-def test_what_a_run_says(images, teacher, store, tmp_path, capsys):
+def test_messages_on_the_targets(images, teacher, store, tmp_path, capsys):
     train(
         images,
         tmp_path / "run",
         VIT | {"distillation.teacher": str(teacher), "token_labels.store": str(store), "token_labels.mixtoken": 1.0},
     )
-    said = capsys.readouterr().err
-    assert f"0.5 of the loss is hard distillation from {teacher}\n" in said
-    assert "with weight 0.5, of images: relabel, MixToken" in said
+    output = capsys.readouterr().err
+    assert f"0.5 of the loss is hard distillation from {teacher}\n" in output
+    assert f"token labels from {store} with weight 0.5, image target: relabel, MixToken\n" in output

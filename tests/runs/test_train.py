@@ -1,4 +1,4 @@
-"""Whole trainings from Python: what a run leaves, what it starts from, and what it refuses in one sentence."""
+"""Whole trainings from Python: the files of a run, pre-trained weights, and errors in one line."""
 
 import base64
 import io
@@ -15,12 +15,15 @@ import yaml
 from PIL import Image
 
 import vitrail
-from tests.images import make_folder, make_image, spoil
+from tests.images import make_folder, make_image, write_invalid_image
+from tests.trainers import initial_model
 from vitrail.data.datasets.lookup import open_splits
 from vitrail.recipes import lookup
 from vitrail.runs import finish
-from vitrail.runs.prepare import adapted, build, open_weights, resolve
+from vitrail.runs.initial_model import adapt, open_pretrained
+from vitrail.runs.request import TrainRequest, resolve_recipe
 from vitrail.runs.run_directory import own_state
+from vitrail.tasks import classification
 from vitrail.training.metrics import read_metrics
 from vitrail.training.trainer import Options
 
@@ -34,7 +37,7 @@ def train(source, out, changes=None, **options):
 
 @pytest.fixture(autouse=True)
 def no_reports(monkeypatch):
-    """Drawing takes longer than these trainings; the run of `done`, which is made before this, has its report."""
+    """Plotting takes longer than these trainings; the run of `done` is finished before this and has its report."""
     monkeypatch.setattr(finish, "write_report", lambda folder: None)
 
 
@@ -58,7 +61,7 @@ def plain(done):
     return json.loads((done.folder / "run.json").read_text())
 
 
-def test_a_run_leaves_everything(done, plain):
+def test_files_of_a_run(done, plain):
     names = {path.name for path in done.folder.iterdir() if not path.name.startswith(".")}
     assert names == {
         *("run.json", "recipe.yaml", "metrics.jsonl", "tensorboard", "checkpoints"),
@@ -77,8 +80,8 @@ def test_a_run_leaves_everything(done, plain):
     assert max(line["top1"] for line in lines if line["kind"] == "validation") == done.best["top1"]
 
 
-def test_a_run_knows_the_code_that_made_it(plain, tmp_path):
-    """Whatever folder one works in: a checkout's commit, else the version; not the commit of somebody's repository around it."""
+def test_the_commit_of_the_package_is_recorded(plain, tmp_path):
+    """In any working directory: a checkout's commit, else the version; not the commit of a repository around the package."""
     assert plain["code"] == own_state()
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c"]
     package = tmp_path / "vitrail"
@@ -96,29 +99,31 @@ def test_a_run_knows_the_code_that_made_it(plain, tmp_path):
     assert own_state(package) == f"{commit} with changes"
 
 
-def test_a_processor_says_how_much_memory_it_took(done):
+def test_memory_is_logged_on_a_cpu(done):
     memory = [line["speed"]["memory"] for line in read_metrics(done.folder) if line["kind"] == "train"]
     assert min(memory) > 50e6  # torch alone takes more
     assert memory == sorted(memory)
 
 
-def test_the_artifact_needs_nothing_else(done, plain):
+def test_the_artifact_is_self_contained(done, plain):
     model = vitrail.load(done.artifact)
     assert model.class_names == ["blue", "green", "red"]
     assert model.preprocessing.image_size == (16, 16)
     assert vitrail.Recipe.from_dict(json.loads(model.notes["recipe"])) == vitrail.Recipe.from_dict(plain["recipe"])
     assert json.loads(model.notes["metrics"])["top1"] == done.best["top1"]
-    assert vitrail.load(done.folder).state_dict().keys() == model.state_dict().keys()  # the folder stands for it
+    assert (
+        vitrail.load(done.folder).state_dict().keys() == model.state_dict().keys()
+    )  # a run directory is loaded as its best weights
 
 
 def test_the_resolved_recipe_is_written_out(done, plain):
     written = vitrail.Recipe.from_dict(yaml.safe_load((done.folder / "recipe.yaml").read_text()))
     assert written == vitrail.Recipe.from_dict(plain["recipe"])
-    assert written.augmentation.size == (16, 16)
+    assert written.augmentation.image_size == (16, 16)
     assert written.architecture["patch_size"] == 2
 
 
-def test_mistakes_and_test_images_are_looked_at(done, plain):
+def test_mistakes_and_test_images_are_evaluated(done, plain):
     matrix = np.array(plain["confusion"]["matrix"])
     assert matrix.sum() == 15
     assert np.trace(matrix) / 15 == pytest.approx(plain["best"]["top1"])
@@ -143,22 +148,22 @@ def test_the_report_shows_them(done, plain):
     assert page.count("<figure>") == len(plain["mistakes"])
 
 
-def test_many_validation_images_are_not_looked_at_again(images, tmp_path, monkeypatch):
-    monkeypatch.setattr(finish, "LOOKED_AT", 14)
-    facts = json.loads((train(images, tmp_path / "run").folder / "run.json").read_text())
-    assert "confusion" not in facts
-    assert "mistakes" not in facts
-    assert facts["test"]["images"] == 12
+def test_many_validation_images_are_not_searched_for_mistakes(images, tmp_path, monkeypatch):
+    monkeypatch.setattr(classification, "MAX_IMAGES_FOR_MISTAKES", 14)
+    run = json.loads((train(images, tmp_path / "run").folder / "run.json").read_text())
+    assert "confusion" not in run
+    assert "mistakes" not in run
+    assert run["test"]["images"] == 12
 
 
-def test_a_test_split_that_cannot_be_used_costs_nothing(images, tmp_path, capsys):
+def test_an_unreadable_test_split_is_skipped(images, tmp_path, capsys):
     data = shutil.copytree(images, tmp_path / "data")
     for path in (data / "test").rglob("*.png"):
-        spoil(path)
-    facts = json.loads((train(data, tmp_path / "run").folder / "run.json").read_text())
-    assert "test" not in facts
-    assert "confusion" in facts
-    assert "Not one of the images to test with could be read" in capsys.readouterr().err
+        write_invalid_image(path)
+    run = json.loads((train(data, tmp_path / "run").folder / "run.json").read_text())
+    assert "test" not in run
+    assert "confusion" in run
+    assert "None of the validation images could be read" in capsys.readouterr().err
 
 
 def test_the_written_recipe_gives_the_same_training(done, images, tmp_path):
@@ -188,23 +193,36 @@ def test_folders_are_numbered(images, tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def trained(images, tmp_path_factory):
-    """A little ViT of 16 x 16 pixels in patches of 4."""
+    """A small ViT of 16 x 16 pixels in patches of 4."""
     return train(images, tmp_path_factory.mktemp("runs") / "vit", VIT).folder
 
 
 def started(folder, source, changes=None, recipe="finetune"):
     """The model at the start of a training from weights."""
-    resolved = resolve(recipe, None, {"init.weights": str(folder), "augmentation.image_size": 16} | (changes or {}), "cpu")
-    return build(resolved, open_splits(str(source)).train)
+    changes = {"init.weights": str(folder), "augmentation.image_size": 16} | (changes or {})
+    return initial_model(resolve(recipe, changes), open_splits(str(source)).train)
+
+
+def resolve(recipe, changes=None):
+    return resolve_recipe(TrainRequest(recipe=recipe, changes=changes or {}), "cpu")
 
 
 def same(model, other, *names):
     return [bool(torch.equal(model.state_dict()[name], other.state_dict()[name])) for name in names]
 
 
-def test_a_training_from_scratch_inside_the_folder_of_a_run_starts_from_scratch(trained, monkeypatch):
+def test_training_inside_a_run_directory_does_not_load_its_weights(trained, monkeypatch):
     monkeypatch.chdir(trained)
-    assert not resolve("laptop", None, None, "cpu").init.weights
+    assert not resolve("laptop").init.weights
+
+
+def test_names_of_other_libraries_and_old_keys(trained):
+    """They choose the default recipe and change it like the current keys."""
+    for weights, lr in (("weights", "lr"), ("start.weights", "optimiser.rate"), ("init.weights", "optimizer.lr")):
+        recipe = resolve(None, {weights: str(trained), lr: 0.25, "epochs": 7})
+        assert (recipe.name, recipe.init.weights) == ("finetune", str(trained / "best.safetensors"))
+        assert (recipe.optimizer.lr, recipe.schedule.length) == (0.25, "7 epochs")
+        assert resolve(None, {weights: ""}).name == "laptop"
 
 
 def test_the_same_classes_keep_their_classifier(trained, images):
@@ -214,7 +232,7 @@ def test_the_same_classes_keep_their_classifier(trained, images):
     assert started(trained, images, {"init.zero_head": False, "architecture.drop_path": 0.3}).architecture.drop_path == 0.3
 
 
-def test_a_head_that_is_not_wanted_starts_at_zero(trained, images):
+def test_zero_head(trained, images):
     model = started(trained, images)
     assert model.head.weight.abs().max() == 0
     assert same(model, vitrail.load(trained), "blocks.0.ffn.branches.0.body.fc1.weight") == [True]
@@ -232,7 +250,7 @@ def test_other_classes_get_a_new_classifier(trained, tmp_path):
         assert same(model, before, "stem.proj.weight", "prefix", "norm.weight") == [True] * 3
 
 
-def test_the_bias_of_a_classifier_that_stays_is_not_touched(trained, images):
+def test_the_bias_of_a_kept_classifier_is_unchanged(trained, images):
     model = started(trained, images, {"init.zero_head": False, "init.head_bias": -10.0})
     assert same(model, vitrail.load(trained), "head.bias") == [True]
 
@@ -249,12 +267,12 @@ def test_a_recipe_without_size_takes_that_of_the_weights(trained, tmp_path, caps
         str(source), out=tmp_path / "run", changes={"init.weights": str(trained), "schedule.length": "1 steps"}, workers=0
     )
     assert vitrail.load(run.artifact).architecture.image_size == (16, 16)
-    said = capsys.readouterr().err
-    assert "16 x 16 pixels, as its weights were trained" in said
-    assert "with a new classifier" in said
+    output = capsys.readouterr().err
+    assert "image size set to 16 x 16: " in output
+    assert "with a new classifier" in output
 
 
-def test_pre_logits_are_left_behind(tmp_path, images):
+def test_pre_logits_can_be_dropped(tmp_path, images):
     model = vitrail.create("deit_tiny_patch16", 3, 16, patch_size=4, width=16, depth=1, heads=2, pre_logits=8)
     model.class_names = ["blue", "green", "red"]
     vitrail.save(model, tmp_path / "with.safetensors")
@@ -262,35 +280,35 @@ def test_pre_logits_are_left_behind(tmp_path, images):
     assert after.head.weight.shape == (3, 16)
 
 
-def test_queries_of_one_class_each_belong_to_the_classifier(tmp_path, images):
+def test_per_class_queries_belong_to_the_classifier(tmp_path, images):
     model = vitrail.create("deit_tiny_patch16", 5, 16, patch_size=4, width=16, depth=1, heads=2, pooling="per_class")
     vitrail.save(model, tmp_path / "queries.safetensors")
     after = started(tmp_path / "queries.safetensors", images)
     assert after(torch.zeros(1, 3, 16, 16)).shape == (1, 3)
 
 
-def test_weights_that_are_not_what_is_asked_for(trained):
-    for changes, model, sentence in (
-        ({"architecture.stem": "conv"}, None, "stem=linear, and conv is asked for"),
-        ({}, "deit_small_patch16", "width=16, and 384 is asked for"),
+def test_weights_of_another_architecture(trained):
+    for changes, model, message in (
+        ({"architecture.stem": "conv"}, None, "stem=linear, but stem=conv was requested"),
+        ({}, "deit_small_patch16", "width=16, but width=384 was requested"),
     ):
-        with pytest.raises(vitrail.UserError, match=sentence):
-            open_weights(resolve("finetune", None, {"init.weights": str(trained)} | changes, "cpu"), model)
+        with pytest.raises(vitrail.UserError, match=message):
+            open_pretrained(resolve("finetune", {"init.weights": str(trained)} | changes), model)
 
 
-def test_weights_of_another_kind(tmp_path, images):
+def test_weights_of_another_format(tmp_path, images):
     model = vitrail.create("deit_tiny_patch16", 3, 16, patch_size=4, width=64, depth=1, heads=1)
     path = vitrail.save(model, tmp_path / "vit.pth", "deit")
-    assert started(path, images, {"architecture.heads": 4}).architecture.heads == 4  # which the file does not say
-    model, fresh = adapted(vitrail.load(path), lookup("laptop").set({"augmentation.image_size": 16}), ["a", "b", "c"])
+    assert started(path, images, {"architecture.heads": 4}).architecture.heads == 4  # which the file does not state
+    model, fresh = adapt(vitrail.load(path), lookup("laptop").set({"augmentation.image_size": 16}), ["a", "b", "c"])
     assert (fresh, model.architecture.classes) == (False, 3)  # nor which classes: as many may be the same
 
 
-def test_going_on_does_not_need_the_weights_it_started_from(trained, images, tmp_path):
+def test_resuming_does_not_need_the_pretrained_weights(trained, images, tmp_path):
     weights = shutil.copy(trained / "best.safetensors", tmp_path / "weights.safetensors")
     changes = {"init.weights": str(weights), "augmentation.image_size": 16}
     run = train(images, tmp_path / "run", changes, options=Options(save_steps=3))
-    assert vitrail.load(run.artifact).architecture.mixer == "attention"  # the weights', not the recipe's model
+    assert vitrail.load(run.artifact).architecture.mixer == "attention"  # that of the weights, not of the recipe's model
     (run.folder / "checkpoints" / "step-000000006.safetensors").unlink()
     (tmp_path / "weights.safetensors").unlink()
     before = learned(run.folder)
@@ -298,99 +316,99 @@ def test_going_on_does_not_need_the_weights_it_started_from(trained, images, tmp
     assert learned(run.folder) == before
 
 
-# --- what is refused
+# --- errors
 
-REFUSED = {
-    "rate 0": ({"optimizer.lr": 0}, {}, "optimizer.lr=0 never changes a weight"),
-    "rate nan": ({"optimizer.lr": float("nan")}, {}, "optimizer.lr=nan is not a finite number"),
+ERRORS = {
+    "lr 0": ({"optimizer.lr": 0}, {}, "optimizer.lr=0 never changes a weight"),
+    "lr nan": ({"optimizer.lr": float("nan")}, {}, "optimizer.lr=nan is not a finite number"),
     "no step": ({"schedule.length": "0.01 epochs"}, {}, "less than one step, of which an epoch has 4"),
-    "negative": ({"schedule.length": "-1 epochs"}, {}, "is not a span of time"),
+    "negative": ({"schedule.length": "-1 epochs"}, {}, "is not a duration"),
     "betas": ({"optimizer.betas": [0.9, 1.0]}, {}, r"optimizer.betas must lie in \[0, 1\)"),
-    "view": ({"validation.interpolation": "box"}, {}, "filter='box' is not known"),
+    "view": ({"validation.interpolation": "box"}, {}, "interpolation='box' is not known"),
     "small size": ({"architecture.patch_size": 32, "augmentation.image_size": 16}, {}, "smaller than one patch of 32"),
     "large size": ({"augmentation.image_size": 60000}, {}, "A single image needs about .* GB"),
     "classes": ({"architecture.classes": 7}, {}, "architecture.classes follows from the data"),
-    "seed": ({"seed": 1 << 70}, {}, "seed must be a whole number from 0"),
-    "micro-batch": ({}, {"micro_batch": 0}, "at least 1"),
+    "seed": ({"seed": 1 << 70}, {}, "seed must be an integer from 0"),
+    "micro-batch": ({}, {"micro_batch_size": 0}, "at least 1"),
     "workers": ({}, {"workers": -1}, "0 or more"),
-    "device": ({}, {"device": "meta"}, "does not compute on the device 'meta'"),
+    "device": ({}, {"device": "meta"}, "Device 'meta' is not supported"),
     "model": ({}, {"model": "deit_smal"}, "nearest are deit_small_patch16"),
     "weights": ({"init.weights": "nothing.pth"}, {}, "There is no file nothing.pth"),
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused_before_anything_is_written(case, images, tmp_path):
-    changes, options, sentence = REFUSED[case]
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors_before_anything_is_written(case, images, tmp_path):
+    changes, options, message = ERRORS[case]
     out = tmp_path / "runs" / "bad"
-    with pytest.raises(vitrail.UserError, match=sentence):
+    with pytest.raises(vitrail.UserError, match=message):
         vitrail.train(str(images), "laptop", out=out, changes=TINY | changes, **({"device": "cpu", "workers": 0} | options))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_recipe_from_weights_asks_for_them(images, tmp_path):
-    with pytest.raises(vitrail.UserError, match="starts from trained weights, such as those of deit_base: give --from"):
+def test_a_finetuning_recipe_needs_weights(images, tmp_path):
+    with pytest.raises(vitrail.UserError, match="starts from pre-trained weights, such as those of deit_base: give --from"):
         vitrail.train(str(images), "deit_base_to_384", out=tmp_path / "run")
 
 
-def test_images_that_cannot_be_learned_from(tmp_path):
-    def refuse(source, sentence):
-        with pytest.raises(vitrail.UserError, match=sentence):
+def test_data_that_cannot_be_trained_on(tmp_path):
+    def check(source, message):
+        with pytest.raises(vitrail.UserError, match=message):
             train(source, tmp_path / "run")
         assert not (tmp_path / "run").exists()
 
-    refuse(tmp_path / "nowhere", "There is nothing at")
+    check(tmp_path / "nowhere", "does not exist")
     (tmp_path / "empty").mkdir()
-    refuse(tmp_path / "empty", "holds no images")
-    refuse(make_folder(tmp_path / "one", ["a"]), "has only one class")
-    refuse(make_folder(tmp_path / "few", ["a", "b"], 1), "too few images per class")
+    check(tmp_path / "empty", "holds no images")
+    check(make_folder(tmp_path / "one", ["a"]), "has only one class")
+    check(make_folder(tmp_path / "few", ["a", "b"], 1), "too few images per class")
     for name in "abcdefghij":
         make_image(tmp_path / "flat" / f"{name}.png")
-    refuse(tmp_path / "flat", "has no labels")
+    check(tmp_path / "flat", "has no labels")
     other = make_folder(tmp_path / "other" / "train", ["a", "b"], 3).parent
     make_folder(other / "val", ["a", "c"], 3)
-    refuse(other, "The class c of .* is not among the training classes")
+    check(other, "The class c of .* is not a class of the training split")
     bad = make_folder(tmp_path / "bad" / "train", ["a", "b"], 3).parent
     for name in ("a", "b"):
-        spoil(bad / "val" / name / "0.png")
-    refuse(bad, "None of the 2 images looked at in .*val can be read")
+        write_invalid_image(bad / "val" / name / "0.png")
+    check(bad, "None of the 2 images sampled from .*val is readable")
 
 
-def test_a_start_that_fails_leaves_nothing_behind(images, tmp_path):
+def test_a_failed_start_leaves_no_files(images, tmp_path):
     data = shutil.copytree(images, tmp_path / "data")
-    spoil(data / "train" / "red" / "bad.png")
+    write_invalid_image(data / "train" / "red" / "bad.png")
     with pytest.raises(vitrail.UserError, match=r"bad.png cannot be read"):
-        train(data, tmp_path / "some" / "where" / "run", bad="fatal")
+        train(data, tmp_path / "some" / "where" / "run", unreadable="fatal")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data"]
     (tmp_path / "mine").mkdir()
     with pytest.raises(vitrail.UserError):
-        train(data, tmp_path / "mine", bad="fatal")
+        train(data, tmp_path / "mine", unreadable="fatal")
     assert list((tmp_path / "mine").iterdir()) == []  # which was there before
 
 
-def test_some_bad_images_are_no_reason_to_stop(images, tmp_path, capsys):
+def test_unreadable_images_are_skipped(images, tmp_path, capsys):
     data = shutil.copytree(images, tmp_path / "data")
-    spoil(data / "train" / "red" / "bad.png")
-    spoil(data / "val" / "red" / "bad.png")
+    write_invalid_image(data / "train" / "red" / "bad.png")
+    write_invalid_image(data / "val" / "red" / "bad.png")
     run = train(data, tmp_path / "run")
-    said = capsys.readouterr().err
+    output = capsys.readouterr().err
     assert run.best["images"] == 15
-    assert "1 image could not be read and others stood in" in said
-    assert "1 of 16 validation images could not be read" in said
+    assert "1 unreadable image was replaced by others" in output
+    assert "1 of 16 validation images could not be read" in output
 
 
-def test_places_that_cannot_be_a_run(images, done, tmp_path):
+def test_folders_that_cannot_be_a_run_directory(images, done, tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("")
-    for out, sentence in (
-        (done.folder, "holds a run already"),
+    for out, message in (
+        (done.folder, "already holds a run"),
         (tmp_path / "file", "is a file"),
         (tmp_path / "file" / "below", "cannot be written"),
-        (tmp_path / "mine", "holds other things"),
+        (tmp_path / "mine", "is not empty"),
         (tmp_path / ("x" * 300), "File name too long"),
     ):
-        with pytest.raises(vitrail.UserError, match=sentence):
+        with pytest.raises(vitrail.UserError, match=message):
             train(images, out)
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "mine", "thesis.txt"]
 
@@ -403,28 +421,28 @@ def test_images_of_all_modes_and_sizes(mode, ending, tmp_path):
     assert vitrail.load(run.artifact).class_names == ["Größe", "日本語"]
 
 
-def test_a_size_that_patches_do_not_fill_is_said(images, tmp_path, capsys):
+def test_a_size_that_is_not_a_multiple_of_the_patch_size(images, tmp_path, capsys):
     train(images, tmp_path / "run", VIT | {"augmentation.image_size": 18, "schedule.length": "1 steps"})
-    assert "18 pixels are not a multiple of the patch size 4: the last 2 are not seen" in capsys.readouterr().err
+    assert "18 pixels are not a multiple of the patch size 4: the last 2 are ignored" in capsys.readouterr().err
 
 
-def test_images_smaller_than_the_patches_of_a_namesake():
-    """Looking for a network's name must not stumble over one of the same width and depth with patches of 32."""
+def test_finding_the_name_of_a_model_with_small_images():
+    """A model of the same width and depth with patches of 32 must not raise."""
     small = vitrail.create("deit_tiny_patch16", 3, 30, device="meta")
     assert vitrail.build(small.architecture, device="meta").name == "deit_tiny_patch16"
 
 
-def test_how_often_and_how_many_states_are_saved_can_be_typed(typed, images, tmp_path):
-    words = [word for key, value in TINY.items() for word in ("--set", f"{key}={value}")]
-    words += ["--recipe", "laptop", "--device", "cpu", "--workers", 0, "--set", "schedule.length=5 steps"]
-    code, _, said = typed("train", images, *words, "--out", tmp_path / "run", "--save-every", 0, "--keep", 3)
-    assert code == 0, said
+def test_options_for_checkpoints(run_cli, images, tmp_path):
+    args = [arg for key, value in TINY.items() for arg in ("--set", f"{key}={value}")]
+    args += ["--recipe", "laptop", "--device", "cpu", "--workers", 0, "--set", "schedule.length=5 steps"]
+    code, _, output = run_cli("train", images, *args, "--out", tmp_path / "run", "--save-every", 0, "--keep", 3)
+    assert code == 0, output
     found = [path.name for path in sorted((tmp_path / "run" / "checkpoints").iterdir())]
     assert found == [f"step-{step:09d}.safetensors" for step in (3, 4, 5)]
     for step in (4, 5):
         (tmp_path / "run" / "checkpoints" / f"step-{step:09d}.safetensors").unlink()
-    code, _, said = typed("resume", tmp_path / "run", "--workers", 0, "--keep", 1, "--save-every", 60)
-    assert code == 0, said
+    code, _, output = run_cli("resume", tmp_path / "run", "--workers", 0, "--keep", 1, "--save-every", 60)
+    assert code == 0, output
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000000005.safetensors"]
     for name, value in (("keep", 0), ("save_seconds", -1.0)):
         with pytest.raises(vitrail.UserError, match=f"{name} is "):

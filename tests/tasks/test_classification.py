@@ -1,4 +1,4 @@
-"""The whole loss of a network, its heads against what each should say, in double precision."""
+"""The loss of all heads against its definition, in double precision."""
 
 import pytest
 import torch
@@ -8,8 +8,8 @@ from torch.autograd import gradcheck
 import vitrail
 from vitrail.models.vision_transformer import mix_tokens
 from vitrail.recipes.schema import DistillationConfig, LossConfig, Recipe, TokenLabelConfig
-from vitrail.tasks.classification import Supervised
-from vitrail.tasks.targets import Targets
+from vitrail.tasks.classification import ClassificationModule
+from vitrail.tasks.targets import ClassificationTargets
 
 SMALL = {"width": 16, "depth": 2, "heads": 2, "patch_size": 4}
 CLASSES, SIZE, PATCHES = 5, (8, 12), 6
@@ -51,7 +51,9 @@ def soft(logits, targets, temperature):
 
 def test_labels_alone():
     model, images, classes = network(), make_images(), distributions(4, CLASSES)
-    torch.testing.assert_close(Supervised(model, Recipe())(images, Targets(classes)), entropy(model(images), classes))
+    torch.testing.assert_close(
+        ClassificationModule(model, Recipe())(images, ClassificationTargets(classes)), entropy(model(images), classes)
+    )
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.3, 1.0])
@@ -66,17 +68,17 @@ def test_labels_and_a_teacher(weight, kind, token):
     student = outputs.distillation if token else outputs.main
     second = entropy(student, teacher) if kind == "hard" else soft(student, teacher, 3.0)
     expected = (1 - weight) * entropy(outputs.main, classes) + weight * second
-    torch.testing.assert_close(Supervised(model, recipe)(images, Targets(classes, teacher)), expected)
+    torch.testing.assert_close(ClassificationModule(model, recipe)(images, ClassificationTargets(classes, teacher)), expected)
     if weight == 0:
         torch.testing.assert_close(expected, entropy(outputs.main, classes))
 
 
-def test_each_head_hears_one_voice():
+def test_each_head_has_its_own_loss():
     """With a token and hard distillation the gradient of a head is that of its own term: half each."""
     model, images = network(distillation=True), make_images()
     classes, teacher = distributions(4, CLASSES), distributions(4, CLASSES)
     recipe = Recipe(distillation=DistillationConfig("hard", "someone"))
-    Supervised(model, recipe)(images, Targets(classes, teacher)).backward()
+    ClassificationModule(model, recipe)(images, ClassificationTargets(classes, teacher)).backward()
     found = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if name.startswith("head")}
     model.zero_grad()
     outputs = model.outputs(images)
@@ -87,23 +89,27 @@ def test_each_head_hears_one_voice():
     torch.testing.assert_close(found["head_distillation.weight"], model.head_distillation.weight.grad)
 
 
-def test_one_head_and_a_first_choice_is_the_mean_target():
+def test_one_head_with_hard_distillation_has_the_mean_target():
     model, images = network(), make_images()
     classes, teacher = distributions(4, CLASSES), torch.eye(CLASSES, dtype=torch.float64)[[0, 3, 2, 2]]
-    both = Supervised(model, Recipe(distillation=DistillationConfig("hard", "someone")))(images, Targets(classes, teacher))
-    torch.testing.assert_close(both, Supervised(model, Recipe())(images, Targets((classes + teacher) / 2)))
+    both = ClassificationModule(model, Recipe(distillation=DistillationConfig("hard", "someone")))(
+        images, ClassificationTargets(classes, teacher)
+    )
+    torch.testing.assert_close(
+        both, ClassificationModule(model, Recipe())(images, ClassificationTargets((classes + teacher) / 2))
+    )
 
 
 def test_two_class_tokens_learn_the_same_labels():
     model, images, classes = network(distillation=True), make_images(), distributions(4, CLASSES)
     outputs = model.outputs(images)
     expected = (entropy(outputs.main, classes) + entropy(outputs.distillation, classes)) / 2
-    torch.testing.assert_close(Supervised(model, Recipe())(images, Targets(classes)), expected)
+    torch.testing.assert_close(ClassificationModule(model, Recipe())(images, ClassificationTargets(classes)), expected)
 
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "binary"])
 @pytest.mark.parametrize("beta", [0.5, 1.0])
-def test_labels_of_patches(beta, loss):
+def test_token_labels(beta, loss):
     """The image's loss and beta times the mean of its patches'; the image's may be binary, the patches' never is."""
     model, images = network(dense_head=True), make_images()
     classes, tokens = distributions(4, CLASSES), distributions(4, PATCHES, CLASSES)
@@ -114,7 +120,9 @@ def test_labels_of_patches(beta, loss):
         p = outputs.main.sigmoid()
         first = -(classes * p.log() + (1 - classes) * (1 - p).log()).mean()
     expected = first + beta * entropy(outputs.dense, tokens)
-    torch.testing.assert_close(Supervised(model, recipe)(images, Targets(classes, None, tokens)), expected)
+    torch.testing.assert_close(
+        ClassificationModule(model, recipe)(images, ClassificationTargets(classes, None, tokens)), expected
+    )
 
 
 def test_everything_at_once():
@@ -127,24 +135,26 @@ def test_everything_at_once():
     outputs = model.outputs(images, MASK)
     expected = 0.9 * entropy(outputs.main, classes) + 0.1 * soft(outputs.distillation, teacher, 3.0)
     expected = expected + 0.5 * entropy(mix_tokens(outputs.dense, MASK), tokens)
-    torch.testing.assert_close(Supervised(model, recipe)(images, Targets(classes, teacher, tokens, MASK)), expected)
+    torch.testing.assert_close(
+        ClassificationModule(model, recipe)(images, ClassificationTargets(classes, teacher, tokens, MASK)), expected
+    )
 
 
-def test_answers_and_labels_are_the_same_loss_and_the_same_gradients():
-    """Answers put back to whose patches they are, or labels taken where the patches went."""
+def test_mixing_predictions_back_or_mixing_labels_is_the_same_loss():
+    """And the same gradients."""
     images, classes, tokens = make_images(), distributions(4, CLASSES), distributions(4, PATCHES, CLASSES)
     found = []
     for what, labels in (("predictions", tokens), ("labels", mix_tokens(tokens, MASK))):
         model = network(dense_head=True)
         recipe = Recipe(token_labels=TokenLabelConfig("somewhere", 0.5, mixtoken=1.0, mixtoken_on=what))
-        loss = Supervised(model, recipe)(images, Targets(classes, None, labels, MASK))
+        loss = ClassificationModule(model, recipe)(images, ClassificationTargets(classes, None, labels, MASK))
         loss.backward()
         found.append((loss.detach(), [parameter.grad for parameter in model.parameters()]))
     torch.testing.assert_close(found[0], found[1], rtol=1e-10, atol=1e-14)
 
 
 def test_mixing_happens_between_the_stem_and_the_positions():
-    """The released forward written out: mix what the stem gave, add the class token and positions, go on."""
+    """As in the released code: mix the patch embeddings, then add the class token and positions."""
     model, images = network(), make_images()
     patches, layout = model.embed(images)
     mixed = torch.stack([torch.stack([patches[3 - b if MASK[n] else b, n] for n in range(PATCHES)]) for b in range(4)])
@@ -153,7 +163,7 @@ def test_mixing_happens_between_the_stem_and_the_positions():
     assert not torch.allclose(model.outputs(images, MASK).main, model.outputs(images).main)
 
 
-def test_a_image_mixed_by_patches_is_the_image_of_these_patches():
+def test_an_image_mixed_by_patches_is_the_image_of_these_patches():
     """With a linear stem a mixed batch is a batch of images that were cut and pasted along the patches."""
     model, images = network(), make_images()
     pasted = torch.where(MASK.view(2, 3).repeat_interleave(4, 0).repeat_interleave(4, 1), images.flip(0), images)
@@ -169,7 +179,7 @@ def test_batch_norm_of_the_stem_sees_whole_images():
     assert names
     for name in names:
         assert torch.equal(plain.get_buffer(name), mixed.get_buffer(name)), name
-    # A cut and pasted image would have told it something else.
+    # A cut and pasted image has other statistics.
     pasted = torch.where(MASK.view(2, 3).repeat_interleave(16, 0).repeat_interleave(16, 1), images.flip(0), images)
     other = tower(dense_head=True)
     other.outputs(pasted)
@@ -185,12 +195,12 @@ def test_evaluation_does_not_mix():
 
 @pytest.mark.parametrize("kind", ["none", "hard", "soft"])
 @pytest.mark.parametrize("what", ["predictions", "labels"])
-def test_gradients_of_the_whole(kind, what):
+def test_gradients_of_the_loss(kind, what):
     model, images = network(dense_head=True, distillation=kind != "none", depth=1), make_images(2)
     teacher = None if kind == "none" else distributions(2, CLASSES)
-    targets = Targets(distributions(2, CLASSES), teacher, distributions(2, PATCHES, CLASSES), MASK)
+    targets = ClassificationTargets(distributions(2, CLASSES), teacher, distributions(2, PATCHES, CLASSES), MASK)
     distillation = DistillationConfig(kind, "" if kind == "none" else "someone", 0.4, 2.0)
-    task = Supervised(
+    task = ClassificationModule(
         model, Recipe(distillation=distillation, token_labels=TokenLabelConfig("somewhere", 0.5, mixtoken=1.0, mixtoken_on=what))
     )
     assert gradcheck(lambda x: task(x, targets), images.requires_grad_(), fast_mode=True)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from vitrail.models.vision_transformer import fuse
+from vitrail.models.vision_transformer import fuse_logits
 from vitrail.recipes.schema import DistillationConfig, LossConfig
 from vitrail.tasks.distillation import distillation_loss, teacher_targets
 from vitrail.tasks.losses import classification_loss
@@ -91,7 +91,7 @@ def test_hard_distillation_of_one_output_is_cross_entropy_with_the_mean_target()
 
 
 @pytest.mark.parametrize("temperature", [1.0, 3.0])
-def test_a_student_that_says_what_its_teacher_says_has_nothing_to_learn(temperature):
+def test_a_student_that_equals_its_teacher_has_no_loss(temperature):
     how = DistillationConfig("soft", temperature=temperature)
     logits = double(TEACHER).requires_grad_()
     loss = distillation_loss(logits, (logits.detach() / temperature).softmax(1), how)
@@ -141,7 +141,7 @@ def test_gradients_of_the_labels_loss(loss):
     assert gradcheck(lambda logits: classification_loss(logits, targets, objective), double(STUDENT).requires_grad_())
 
 
-def test_classes_the_teacher_was_not_asked_about():
+def test_classes_that_the_teacher_does_not_predict():
     """Minus infinity: no probability, never the first choice, and neither loss nor gradient is spoilt."""
     teacher = double(TEACHER)
     teacher[:, 3] = -math.inf
@@ -157,7 +157,7 @@ def test_classes_the_teacher_was_not_asked_about():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_half_precision_answers_are_judged_in_single(dtype):
+def test_half_precision_logits_are_computed_in_single(dtype):
     student, how = double(STUDENT).to(dtype), DistillationConfig("soft", temperature=3.0)
     targets = teacher_targets(double(TEACHER), how)
     found = distillation_loss(student, targets, how)
@@ -175,7 +175,7 @@ def test_huge_logits_stay_finite():
 
 
 @pytest.mark.parametrize("kind", ["soft", "hard"])
-def test_a_teacher_without_numbers_is_noticed(kind):
+def test_nan_of_a_teacher_reaches_the_loss(kind):
     """Also where only its first choice counts, of which there always is one."""
     how, teacher = DistillationConfig(kind), double(TEACHER)
     teacher[1, 2] = math.nan
@@ -184,11 +184,11 @@ def test_a_teacher_without_numbers_is_noticed(kind):
     assert distillation_loss(double(STUDENT), targets, how).isnan()
 
 
-def test_two_heads_become_one_answer():
+def test_fusion_of_two_heads():
     """At test time: the class head, the other one, the mean of both, or the sum of both softmaxes."""
     main, other = double(STUDENT), double(TEACHER)
-    assert torch.equal(fuse(main, other, "class"), main)
-    assert torch.equal(fuse(main, other, "distillation"), other)
-    torch.testing.assert_close(fuse(main, other, "logit_mean"), (main + other) / 2)
+    assert torch.equal(fuse_logits(main, other, "class"), main)
+    assert torch.equal(fuse_logits(main, other, "distillation"), other)
+    torch.testing.assert_close(fuse_logits(main, other, "logit_mean"), (main + other) / 2)
     sums = double([[a + b for a, b in zip(softmax(x), softmax(y), strict=True)] for x, y in zip(STUDENT, TEACHER, strict=True)])
-    torch.testing.assert_close(fuse(main, other, "softmax_sum").exp() * 2, sums, rtol=1e-6, atol=0)
+    torch.testing.assert_close(fuse_logits(main, other, "softmax_sum").exp() * 2, sums, rtol=1e-6, atol=0)

@@ -61,7 +61,7 @@ def test_values_of_the_released_code():
     assert text[0, 0].item() == pytest.approx(0.01)
 
 
-def test_a_single_class_has_nobody_to_share_with():
+def test_a_single_class_is_not_smoothed():
     for over in ("all", "others"):
         assert make_targets(torch.tensor([0]), 1, WHOLE, LossConfig(label_smoothing=0.1, smoothing_over=over)).item() == 1.0
 
@@ -71,7 +71,7 @@ def test_a_draw_of_cutmix_fits():
     mix = draw_mix(1, 2, 3, 0, (32, 32), 0.0, 1.0)
     assert mix.box is not None
     targets = make_targets(torch.tensor([0, 1], dtype=torch.int32), 3, mix, LossConfig())
-    assert targets[0].tolist() == pytest.approx([mix.share, 1 - mix.share, 0.0])
+    assert targets[0].tolist() == pytest.approx([mix.lam, 1 - mix.lam, 0.0])
 
 
 def defined_loss(logits, targets, objective):
@@ -114,7 +114,7 @@ def test_losses(objective):
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_half_precision_logits_lose_nothing_more(objective):
+def test_half_precision_logits_are_computed_in_single(objective):
     targets = make_targets(torch.tensor([0, 2, 1, 4]), 5, Mix(0.6, None), objective)
     logits = torch.randn(4, 5).bfloat16().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
@@ -133,7 +133,7 @@ def test_torch_agrees():
     torch.testing.assert_close(classification_loss(logits, targets, LossConfig(label_smoothing=0.1)), theirs)
 
 
-def test_binary_starts_at_the_logarithm_of_two():
+def test_the_binary_loss_of_zero_logits_is_log_two():
     targets = make_targets(torch.tensor([0, 1]), 1000, Mix(0.5, None), LossConfig("binary"))
     logits = torch.zeros(2, 1000)
     assert classification_loss(logits, targets, LossConfig("binary")).item() == pytest.approx(math.log(2))

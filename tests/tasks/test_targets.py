@@ -1,4 +1,4 @@
-"""Smoothing in both conventions, mixing of distributions, what a batch of targets carries."""
+"""Both conventions of label smoothing, mixing of distributions, copies of targets."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from hypothesis import strategies as some
 from tests.tasks.labels import make_targets
 from vitrail.data.transforms.mixup import Mix, draw_mix, mix_images
 from vitrail.recipes.schema import LossConfig
-from vitrail.tasks.targets import Targets, blend, label_targets, smoothed
+from vitrail.tasks.targets import blend, label_targets, smoothed_values
 
 
 def defined(label, classes, smoothing, over):
@@ -30,8 +30,8 @@ def test_both_conventions_of_smoothing(over, classes, smoothing):
 
 def test_one_tenth_of_ten_classes():
     """0.9 on the true class is the text's reading, 0.91 the code's."""
-    assert smoothed(10, 0.1) == pytest.approx((0.01, 0.91))
-    assert smoothed(10, 0.1, over_others=True) == pytest.approx((0.1 / 9, 0.9))
+    assert smoothed_values(10, 0.1) == pytest.approx((0.01, 0.91))
+    assert smoothed_values(10, 0.1, over_others=True) == pytest.approx((0.1 / 9, 0.9))
 
 
 @pytest.mark.parametrize("over", ["all", "others"])
@@ -51,26 +51,15 @@ def test_blending_keeps_the_mass_and_takes_the_mirrored_row(seed, batch, share):
 
 
 def test_the_images_are_mixed_with_the_same_partner():
-    """An image that is one number everywhere, and a label that is that number: after mixing the mean is still the label."""
+    """Constant images whose label is their value: after mixing, the mean of an image is still its label."""
     numbers = torch.tensor([0.0, 1.0, 5.0, 9.0])
     for step in range(20):
         mix = draw_mix(3, 0, step, 0, (8, 12), 0.8, 1.0)
         images = mix_images(numbers[:, None, None, None].expand(-1, 3, 8, 12), mix)
-        torch.testing.assert_close(images.mean((1, 2, 3)), blend(numbers[:, None], mix.share)[:, 0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(images.mean((1, 2, 3)), blend(numbers[:, None], mix.lam)[:, 0], rtol=1e-5, atol=1e-5)
 
 
 def test_smoothing_comes_before_mixing():
     objective = LossConfig(label_smoothing=0.2, smoothing_over="others")
     mixed = make_targets(torch.tensor([0, 1]), 3, Mix(0.75, None), objective)
     torch.testing.assert_close(mixed[0], torch.tensor([0.75 * 0.8 + 0.25 * 0.1, 0.75 * 0.1 + 0.25 * 0.8, 0.1]))
-
-
-def test_a_copy_shares_nothing_and_keeps_what_is_not_there():
-    targets = Targets(torch.zeros(2, 3), None, torch.zeros(2, 4, 3), torch.zeros(4, dtype=torch.bool))
-    copy = targets.clone()
-    assert copy.teacher is None
-    assert copy.tokens is not None
-    assert copy.mixed is not None
-    for tensor in (copy.classes, copy.tokens, copy.mixed):
-        tensor.fill_(1)
-    assert not any(bool(tensor.any()) for tensor in targets if tensor is not None)

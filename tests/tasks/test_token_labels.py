@@ -1,4 +1,4 @@
-"""Labels of patches: where every augmentation puts them, what mixing does, what they cost (LV-ViT, arXiv 2104.10858)."""
+"""Token labels (LV-ViT, arXiv 2104.10858): projection through every augmentation, mixing, loss."""
 
 import math
 
@@ -11,10 +11,10 @@ from torch.autograd import gradcheck
 from torch.nn import functional as F
 
 from vitrail.data.rng import sample_key
-from vitrail.data.transforms.crops import turned
+from vitrail.data.transforms.crops import flip_view
 from vitrail.data.transforms.mixup import Mix, draw_mix, mix_images
 from vitrail.data.transforms.pipeline import Augmentation, Augmented, augment
-from vitrail.data.transforms.reference import NUMBER, Layer, finish, operate, render
+from vitrail.data.transforms.reference import OPERATION_INDEX, Layer, apply_operations, crop_resize, normalize
 from vitrail.models.vision_transformer import mix_tokens
 from vitrail.tasks.targets import blend
 from vitrail.tasks.token_labels import POINTS, covered, draw_token_mix, project, token_loss, token_mask
@@ -27,15 +27,15 @@ AFFINE = ("rotate", "shear_x", "shear_y", "translate_x", "translate_y")
 MAP = (19, 23)
 
 
-def plane(sizes, shape, centre=False):
+def plane(sizes, shape, center=False):
     """Maps [B, 3, h, w] that are linear in the place in the source image: 2 + x / 10, y / 10 - 3, (x - 2 y) / 7."""
     height, width = shape
     maps = torch.empty(len(sizes), 3, height, width, dtype=torch.float64)
     for row, (tall, wide) in enumerate(sizes.tolist()):
         side = min(tall, wide)
-        x = (torch.arange(width, dtype=torch.float64) + 0.5) * (side if centre else wide) / width
-        y = (torch.arange(height, dtype=torch.float64) + 0.5) * (side if centre else tall) / height
-        x, y = (x + (wide - side) / 2, y + (tall - side) / 2) if centre else (x, y)
+        x = (torch.arange(width, dtype=torch.float64) + 0.5) * (side if center else wide) / width
+        y = (torch.arange(height, dtype=torch.float64) + 0.5) * (side if center else tall) / height
+        x, y = (x + (wide - side) / 2, y + (tall - side) / 2) if center else (x, y)
         maps[row] = torch.stack(linear(x[None].expand(height, -1), y[:, None].expand(-1, width)))
     return maps
 
@@ -73,24 +73,24 @@ def inside_of(seen, grid, patch, margin):
     return good & ((places[..., :2] >= margin) & (places[..., :2] <= limit - margin)).all(-1).all(-1)
 
 
-def check_plane(seen, least, centre=False):
+def check_plane(seen, least, center=False):
     """Logits of the patches are the linear function of where their middles come from; gives which are not at a rim."""
-    maps = plane(seen.sizes, MAP, centre)
-    found = project(maps, every_class(maps), seen, FINE, SMALL, 3, centre)
+    maps = plane(seen.sizes, MAP, center)
+    found = project(maps, every_class(maps), seen, FINE, SMALL, 3, center)
     places = torch.einsum("bij,nj->bni", seen.matrix.double(), middles(FINE, SMALL))
     expected = torch.stack(linear(places[..., 0], places[..., 1]), -1)
     whole = seen.sizes.flip(1).double()
-    size = whole.amin(1, keepdim=True).expand_as(whole) if centre else whole
+    size = whole.amin(1, keepdim=True).expand_as(whole) if center else whole
     inside = inside_of(seen, FINE, SMALL, (whole - size) / 2 + size / torch.tensor([MAP[1], MAP[0]]) / 2)
     assert inside.sum() >= least
     torch.testing.assert_close(found.double()[inside], expected[inside], rtol=1e-4, atol=1e-4)
     return inside
 
 
-def augmented(how, seed=0, sizes=SIZES):
+def augmented(augmentation, seed=0, sizes=SIZES):
     pixels = torch.zeros(len(sizes), 3, 96, 96, dtype=torch.uint8)
     index = torch.arange(len(sizes))
-    return augment(pixels, sizes, sample_key(0, seed, index, torch.zeros_like(index)), how)
+    return augment(pixels, sizes, sample_key(0, seed, index, torch.zeros_like(index)), augmentation)
 
 
 @pytest.mark.parametrize("crop_last", [False, True])
@@ -104,12 +104,12 @@ def test_labels_follow_every_crop_and_flip(crop, crop_last):
 @pytest.mark.parametrize("policy", ["rand", "auto", "trivial"])
 def test_labels_follow_every_policy(policy, crop_last):
     """RandAugment's rotations, shears and translations, before the crop (LV-ViT's order) and after it (DeiT's)."""
-    how = Augmentation((24, 32), scale=(0.6, 1.0), policy=policy, magnitude=6.0, num_ops=3, crop_last=crop_last)
+    augmentation = Augmentation((24, 32), scale=(0.6, 1.0), policy=policy, magnitude=6.0, num_ops=3, crop_last=crop_last)
     moved = inside = 0
     for seed in range(2):
-        seen = augmented(how, seed, SIZES.repeat(6, 1))
+        seen = augmented(augmentation, seed, SIZES.repeat(6, 1))
         inside += int(check_plane(seen, 20).sum())
-        moved += sum(int((layer.operation == NUMBER[name]).sum()) for layer in seen.layers for name in AFFINE)
+        moved += sum(int((layer.operation == OPERATION_INDEX[name]).sum()) for layer in seen.layers for name in AFFINE)
     assert moved > 10
     assert inside > 500
 
@@ -128,16 +128,16 @@ def warped(name, value, flip=False, crop_last=False, sizes=SIZES):
     """The whole image, flipped, warped, in either order, put together by hand."""
     count = len(sizes)
     flips = torch.full((count,), flip)
-    how = Augmentation((24, 32), "squash")
-    plain = augmented(how, sizes=sizes)
-    layer = Layer(torch.full((count,), NUMBER[name]), torch.full((count,), value), flips if crop_last else None)
-    view = plain.view.mirrored(sizes[:, 1], flips) if crop_last else turned(plain.view, flips)
+    augmentation = Augmentation((24, 32), "squash")
+    plain = augmented(augmentation, sizes=sizes)
+    layer = Layer(torch.full((count,), OPERATION_INDEX[name]), torch.full((count,), value), flips if crop_last else None)
+    view = plain.view.after_flip(sizes[:, 1], flips) if crop_last else flip_view(plain.view, flips)
     return Augmented(plain.images, view, (layer,), sizes, crop_last)
 
 
 @pytest.mark.parametrize("crop_last", [False, True])
 def test_maps_of_the_middle_square_lie_over_it(crop_last):
-    check_plane(augmented(Augmentation((24, 32), "squash", crop_last=crop_last)), 40, centre=True)
+    check_plane(augmented(Augmentation((24, 32), "squash", crop_last=crop_last)), 40, center=True)
 
 
 @pytest.mark.parametrize(("name", "value"), [("translate_x", 0.5), ("translate_y", -0.5), ("rotate", 30.0)])
@@ -146,7 +146,7 @@ def test_labels_lie_where_the_pixels_lie(name, value, crop_last):
     """An image whose left third is red, and a map that says so: after every operation the labels agree with the pixels."""
     pixels = torch.zeros(1, 3, 96, 96, dtype=torch.uint8)
     pixels[:, 0, :, :32], pixels[:, 1, :, 32:] = 255, 255
-    how = Augmentation(
+    augmentation = Augmentation(
         (96, 96), "random_resized", scale=(0.5, 1.0), policy="rand", crop_last=crop_last, mean=(0, 0, 0), std=(1, 1, 1)
     )
     maps = torch.zeros(1, 2, 12, 12)
@@ -154,10 +154,10 @@ def test_labels_lie_where_the_pixels_lie(name, value, crop_last):
     agree = total = 0
     for seed in range(12):
         key = torch.tensor([seed])
-        seen = augment(pixels, torch.tensor([[96, 96]]), key, how)
-        colors = seen.layers[0].operation * 0 + torch.tensor([NUMBER[name]])
+        seen = augment(pixels, torch.tensor([[96, 96]]), key, augmentation)
+        colors = seen.layers[0].operation * 0 + torch.tensor([OPERATION_INDEX[name]])
         layer = Layer(colors, torch.tensor([value]), seen.layers[0].flip)
-        seen = by_hand(pixels, seen, layer, how)
+        seen = by_hand(pixels, seen, layer, augmentation)
         labels = project(maps, every_class(maps), seen, (12, 12), 8, 2).unflatten(1, (12, 12))[0]
         tiles = seen.images[0].unfold(1, 8, 8).unfold(2, 8, 8)
         for channel in (0, 1):
@@ -168,16 +168,22 @@ def test_labels_lie_where_the_pixels_lie(name, value, crop_last):
     assert agree == total
 
 
-def by_hand(pixels, seen, layer, how):
+def by_hand(pixels, seen, layer, augmentation):
     """The same view with this one operation, through the pixels' own passes."""
-    if how.crop_last:
-        images = render(operate(pixels, seen.sizes, layer), seen.view, "bilinear", None)
+    if augmentation.crop_last:
+        images = crop_resize(apply_operations(pixels, seen.sizes, layer), seen.view, "bilinear", None)
     else:
-        images = operate(render(pixels, seen.view, "bilinear", None), torch.tensor([[96, 96]]), layer)
-    return Augmented(finish(images, how.mean, how.std, None, torch.tensor([0])), seen.view, (layer,), seen.sizes, how.crop_last)
+        images = apply_operations(crop_resize(pixels, seen.view, "bilinear", None), torch.tensor([[96, 96]]), layer)
+    return Augmented(
+        normalize(images, augmentation.mean, augmentation.std, None, torch.tensor([0])),
+        seen.view,
+        (layer,),
+        seen.sizes,
+        augmentation.crop_last,
+    )
 
 
-def test_the_whole_image_gives_the_stored_map_within_its_bound():
+def test_the_whole_image_gives_the_stored_map_within_a_bound():
     """Four places, a quarter of a cell from the middle: weights of 1/8, 3/4, 1/8 in each direction, so that a label is off by at
     most 7/16 of the cell's largest difference from its eight neighbours; a constant comes back whole."""
     sizes = torch.tensor([[48, 64]])
@@ -197,10 +203,10 @@ def test_the_whole_image_gives_the_stored_map_within_its_bound():
 
 @pytest.mark.parametrize("grid", [(3, 4), (4, 3), (1, 5), (1, 1)])
 @pytest.mark.parametrize("cells", [(4, 6), (1, 1), (1, 7), (7, 1)])
-def test_turning_round_the_image_turns_round_the_labels(grid, cells):
+def test_flipping_the_image_flips_the_labels(grid, cells):
     size = (grid[0] * PATCH, grid[1] * PATCH)
     plain = augmented(Augmentation(size, "squash"))
-    back = plain._replace(view=turned(plain.view, torch.ones(len(SIZES), dtype=torch.bool)))
+    back = plain._replace(view=flip_view(plain.view, torch.ones(len(SIZES), dtype=torch.bool)))
     maps = torch.randn(len(SIZES), 2, *cells)
     straight, mirrored = (project(maps, every_class(maps), seen, grid, PATCH, 2).unflatten(1, grid) for seen in (plain, back))
     torch.testing.assert_close(mirrored, straight.flip(2))
@@ -224,9 +230,9 @@ def test_a_patch_filled_in_part_keeps_its_part():
     torch.testing.assert_close(labels, torch.tensor([7.0, 7.0, 7.0, 3.5]).expand(3, 4))
 
 
-def test_what_is_lost_by_one_warp_is_not_found_by_the_next():
+def test_labels_lost_by_one_warp_stay_lost():
     """There and back again: the pixels are gone, and so are the labels."""
-    there, back = (Layer(torch.tensor([NUMBER["translate_x"]]), torch.tensor([value])) for value in (0.5, -0.5))
+    there, back = (Layer(torch.tensor([OPERATION_INDEX["translate_x"]]), torch.tensor([value])) for value in (0.5, -0.5))
     plain = augmented(Augmentation((24, 32), "squash"), sizes=torch.tensor([[48, 64]]))
     maps = torch.full((1, 1, 6, 8), 7.0)
     labels = project(maps, every_class(maps), plain._replace(layers=(there, back)), GRID, PATCH, 1).unflatten(1, GRID)[0, ..., 0]
@@ -234,13 +240,13 @@ def test_what_is_lost_by_one_warp_is_not_found_by_the_next():
 
 
 @pytest.mark.parametrize("crop_last", [False, True])
-def test_a_crop_that_mirrors_the_rim_fills_nothing(crop_last):
+def test_a_reflected_border_has_labels(crop_last):
     """The simple random crop goes four pixels beyond the image, where it mirrors it: there are labels, those of the rim."""
-    how = Augmentation((24, 32), "simple", padding=12, hflip=0.0, crop_last=crop_last)
+    augmentation = Augmentation((24, 32), "simple", padding=12, hflip=0.0, crop_last=crop_last)
     maps = torch.full((len(SIZES), 1, 6, 8), 7.0)
     beyond = 0
     for seed in range(4):
-        seen = augmented(how, seed)
+        seen = augmented(augmentation, seed)
         places = torch.einsum("bij,nj->bni", seen.matrix, middles(GRID, PATCH).float())[..., :2]
         beyond += int(((places < 0) | (places > SIZES.flip(1)[:, None])).any(-1).sum())
         labels = project(maps, every_class(maps), seen, GRID, PATCH, 1)
@@ -248,10 +254,10 @@ def test_a_crop_that_mirrors_the_rim_fills_nothing(crop_last):
     assert beyond > 5
 
 
-def test_mirrored_rims_carry_the_labels_of_what_is_mirrored():
-    how = Augmentation((24, 32), "simple", padding=12, hflip=0.0)
+def test_a_reflected_border_has_the_labels_of_its_pixels():
+    augmentation = Augmentation((24, 32), "simple", padding=12, hflip=0.0)
     for seed in range(4):
-        seen = augmented(how, seed)
+        seen = augmented(augmentation, seed)
         maps = plane(SIZES, (48, 64))
         found = project(maps, every_class(maps), seen, GRID, PATCH, 3)
         points = [(d + 0.5) / POINTS - 0.5 for d in range(POINTS)]
@@ -268,18 +274,18 @@ def test_mirrored_rims_carry_the_labels_of_what_is_mirrored():
 
 @pytest.mark.parametrize("kept", [1, 3, 5])
 @pytest.mark.parametrize("crop_last", [False, True])
-def test_a_few_logits_are_those_of_all_with_zeros(kept, crop_last):
+def test_top_k_logits_are_dense_logits_with_zeros(kept, crop_last):
     """Against a dense map and torch's own bilinear lookup in double precision, at each of the four places."""
-    how = Augmentation((24, 32), policy="rand", num_ops=2, crop_last=crop_last)
-    seen = augmented(how, 5)
+    augmentation = Augmentation((24, 32), policy="rand", num_ops=2, crop_last=crop_last)
+    seen = augmented(augmentation, 5)
     logits = torch.randn(len(SIZES), 9, 5, 7, dtype=torch.float64)
     values, classes = logits.topk(kept, 1)
     found = project(values, classes, seen, GRID, PATCH, 9)
     dense = torch.zeros_like(logits).scatter(1, classes, values)
-    torch.testing.assert_close(found.double(), looked_up(dense, seen, GRID, PATCH), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found.double(), interpolated(dense, seen, GRID, PATCH), rtol=1e-4, atol=1e-4)
 
 
-def looked_up(dense, seen, grid, patch):
+def interpolated(dense, seen, grid, patch):
     """Dense maps [B, C, h, w] to logits of the patches [B, N, C], in double precision, by torch's bilinear lookup."""
     places = points_of(grid, patch)[None].expand(len(dense), -1, -1, -1)
     known = torch.ones(places.shape[:3], dtype=torch.bool)
@@ -292,7 +298,7 @@ def looked_up(dense, seen, grid, patch):
     return (values * known[:, None]).mean(-1).transpose(1, 2)
 
 
-def test_classes_that_the_student_does_not_have_are_left_out():
+def test_classes_that_the_student_does_not_have_are_ignored():
     seen = augmented(Augmentation((24, 32), "squash"))
     values = torch.randn(len(SIZES), 3, 4, 4)
     classes = every_class(values)
@@ -303,7 +309,7 @@ def test_classes_that_the_student_does_not_have_are_left_out():
 
 @settings(deadline=None, derandomize=True, max_examples=60)
 @given(some.integers(1, 5), some.integers(1, 5), some.sampled_from([1, 4, 7, 16]), some.integers(0, 10**6))
-def test_what_a_pasted_box_covers_is_its_area(rows, columns, patch, step):
+def test_the_covered_fraction_of_a_pasted_box(rows, columns, patch, step):
     size = (rows * patch, columns * patch)
     mix = draw_mix(0, 0, step, 0, size, 0.0, 1.0)
     part = covered(mix, (rows, columns), patch, CPU)
@@ -312,13 +318,13 @@ def test_what_a_pasted_box_covers_is_its_area(rows, columns, patch, step):
     assert 0 <= part.min() <= part.max() <= 1
     area = (part.double() * patch**2).round().sum().item()
     assert area == (bottom - top) * (right - left)
-    assert part.mean().item() == pytest.approx(1 - mix.share, abs=1e-6)
+    assert part.mean().item() == pytest.approx(1 - mix.lam, abs=1e-6)
     pixels = torch.zeros(size)
     pixels[top:bottom, left:right] = 1
     torch.testing.assert_close(part.unflatten(0, (rows, columns)), F.avg_pool2d(pixels[None], patch)[0])
 
 
-def test_patches_on_the_edge_of_a_box_are_mixed_by_what_they_lose():
+def test_patches_on_the_edge_of_a_box_are_mixed_by_area():
     part = covered(Mix(0.0, (4, 20, 8, 14)), (3, 4), 8, CPU).unflatten(0, (3, 4))
     expected = torch.tensor([[0, 0.375, 0, 0], [0, 0.75, 0, 0], [0, 0.375, 0, 0]])
     torch.testing.assert_close(part, expected)
@@ -330,11 +336,11 @@ def test_pixels_beyond_the_last_patch_do_not_count():
     assert covered(Mix(0.9, (16, 21, 24, 30)), (2, 3), 8, CPU).tolist() == [0.0] * 6
 
 
-def test_mixup_takes_the_same_everywhere():
+def test_mixup_covers_all_patches_alike():
     torch.testing.assert_close(covered(Mix(0.7, None), (3, 4), 8, CPU), torch.full((12,), 0.3))
 
 
-def test_labels_of_patches_are_mixed_as_the_pixels_are():
+def test_token_labels_are_mixed_as_the_pixels_are():
     """Images of one number each: the mean of a patch of the mixed image is the mixed label of the patch."""
     numbers = torch.tensor([0.0, 2.0, 5.0])
     for step in range(30):
@@ -352,19 +358,19 @@ def test_mixtoken_conserves_mass(rows, columns, step):
     mix = draw_token_mix(0, 3, step, 1, (rows, columns), 1.0)
     mask = token_mask(mix, (rows, columns), CPU)
     assert mask.shape == (rows * columns,)
-    assert mask.float().mean().item() == pytest.approx(1 - mix.share, abs=1e-6)
+    assert mask.float().mean().item() == pytest.approx(1 - mix.lam, abs=1e-6)
     # Whose patch is it? Labels that name the image: one-hot of batch.
     sources = torch.eye(4)[:, None].expand(-1, rows * columns, -1)
     dense = mix_tokens(sources, mask)
     assert ((dense == 1).sum(-1) == 1).all()
-    torch.testing.assert_close(dense.mean(1), blend(torch.eye(4), mix.share), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(dense.mean(1), blend(torch.eye(4), mix.lam), rtol=1e-5, atol=1e-6)
 
 
 def test_mixtokens_box_is_drawn_as_cutmix_draws_one():
     """Beta(1, 1): the mean share of an unclipped box is one half, boxes vary, and no draw is that of CutMix at the same place."""
     draws = [draw_token_mix(0, 0, step, 0, (14, 14), 1.0) for step in range(300)]
     pixels = [draw_mix(0, 0, step, 0, (14, 14), 0.0, 1.0) for step in range(300)]
-    shares = np.array([draw.share for draw in draws])
+    shares = np.array([draw.lam for draw in draws])
     assert 0.5 < shares.mean() < 0.75  # clipping at the rim leaves more of the image
     assert len({draw.box for draw in draws}) > 200
     assert sum(a == b for a, b in zip(draws, pixels, strict=True)) < 30
@@ -373,7 +379,7 @@ def test_mixtokens_box_is_drawn_as_cutmix_draws_one():
     assert draws[7] != draw_token_mix(1, 0, 7, 0, (14, 14), 1.0)
 
 
-def test_mixing_twice_is_not_mixing():
+def test_mixing_twice_is_the_identity():
     tokens, mask = torch.randn(5, 12, 3), torch.rand(12) < 0.4
     assert torch.equal(mix_tokens(mix_tokens(tokens, mask), mask), tokens)
     mixed = mix_tokens(tokens, mask)
@@ -382,14 +388,14 @@ def test_mixing_twice_is_not_mixing():
             assert torch.equal(mixed[row, place], tokens[4 - row if mask[place] else row, place])
 
 
-def test_answers_put_back_and_labels_that_follow_are_the_same_arithmetic():
+def test_mixing_predictions_or_labels_is_the_same_loss():
     torch.manual_seed(3)
     logits, labels = torch.randn(4, 12, 5, dtype=torch.float64, requires_grad=True), torch.randn(4, 12, 5).double().softmax(-1)
     mask = torch.rand(12) < 0.5
     answers = token_loss(mix_tokens(logits, mask), labels)
-    follow = token_loss(logits, mix_tokens(labels, mask))
-    torch.testing.assert_close(answers, follow, rtol=1e-12, atol=0)
-    (one,), (two,) = torch.autograd.grad(answers, logits), torch.autograd.grad(follow, logits)
+    expected = token_loss(logits, mix_tokens(labels, mask))
+    torch.testing.assert_close(answers, expected, rtol=1e-12, atol=0)
+    (one,), (two,) = torch.autograd.grad(answers, logits), torch.autograd.grad(expected, logits)
     torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-15)
 
 

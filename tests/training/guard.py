@@ -1,8 +1,8 @@
-"""Miniature trainings on the data that ships, and how far they get: `python -m tests.training.guard` measures the bands again.
+"""Short trainings on the bundled data and their expected results: `python -m tests.training.guard` measures them again.
 
-`digits` trains a network from nothing with every part that the house recipes have: crops, mixup and cutmix, erasing, smoothing,
-warm-up and cosine, clipping, weight decay, stochastic depth, a running mean that is what is tested. `pets` adapts the attention
-of the bundled weights: photographs, mirror images, a new classifier, rates by depth.
+`digits` trains from scratch with every part of the default recipes: random crops, Mixup, CutMix, random erasing, label smoothing,
+warmup and cosine schedule, gradient clipping, weight decay, stochastic depth, and an EMA that is evaluated. `pets` fine-tunes the
+attention of the bundled weights: photos, horizontal flips, a new classifier, layer-wise learning rate decay.
 """
 
 import argparse
@@ -15,27 +15,27 @@ import numpy as np
 import torch
 
 import vitrail
-from vitrail.atomic_files import write_aside
+from vitrail.atomic_files import atomic_write
 from vitrail.cli.demo import ADAPTED, SHARED
 from vitrail.runs.run_directory import read_run
 
 FILE = Path(__file__).with_suffix(".json")
 SEEDS = 6
-WIDTH = 4.0  # deviations on either side of the mean
+WIDTH = 4.0  # standard deviations on either side of the mean
 
 
-class Trainer(NamedTuple):
+class Training(NamedTuple):
     source: str
     recipe: str
     changes: dict[str, Any]
 
 
 TRAININGS = {
-    "digits": Trainer(
+    "digits": Training(
         "digits",
         "laptop",
         {
-            "precision": "fp32",  # on every machine
+            "precision": "fp32",  # the same on every machine
             "schedule.length": "14 epochs",
             "validation.every": "14 epochs",
             "mixing.mixup": 0.2,
@@ -47,7 +47,7 @@ TRAININGS = {
             "architecture.drop_path": 0.05,
         },
     ),
-    "pets": Trainer(
+    "pets": Training(
         "pets",
         "finetune",
         SHARED | ADAPTED | {"schedule.length": "1 epochs", "validation.every": "1 epochs", "mixing.mixup": 0.1},
@@ -55,29 +55,29 @@ TRAININGS = {
 }
 
 
-class Reached(NamedTuple):
-    """Of the last weights: top-1 on the test images, loss on the validation images."""
+class Result(NamedTuple):
+    """Test top-1 and validation loss of the last weights."""
 
     top1: float
     loss: float
 
 
-def reach(name: str, seed: int, folder: Path) -> Reached:
+def train_once(name: str, seed: int, folder: Path) -> Result:
     training = TRAININGS[name]
     run = vitrail.train(
         training.source, training.recipe, None, folder, training.changes | {"seed": seed}, device="cpu", workers=0
     )
-    return Reached(read_run(run.folder)["test"]["top1"], run.best["loss"])
+    return Result(read_run(run.folder)["test"]["top1"], run.best["loss"])
 
 
 def measure(name: str, seeds: int) -> dict[str, Any]:
     """Mean and standard deviation over seeds 0, 1, …"""
-    found = []
+    results = []
     for seed in range(seeds):
         with tempfile.TemporaryDirectory() as folder:
-            found.append(reach(name, seed, Path(folder) / "run"))
-        print(f"{name}, seed {seed}: test top-1 {found[-1].top1:.4f}, validation loss {found[-1].loss:.4f}", flush=True)
-    columns = np.array(found)
+            results.append(train_once(name, seed, Path(folder) / "run"))
+        print(f"{name}, seed {seed}: test top-1 {results[-1].top1:.4f}, validation loss {results[-1].loss:.4f}", flush=True)
+    columns = np.array(results)
     mean, deviation = columns.mean(0), columns.std(0, ddof=1)
     print(f"{name}: top-1 {mean[0]:.4f} ± {deviation[0]:.4f}, loss {mean[1]:.4f} ± {deviation[1]:.4f} ({seeds} seeds)")
     return {
@@ -92,11 +92,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", default=list(TRAININGS), help=f"some of {', '.join(TRAININGS)}")
     parser.add_argument("--seeds", type=int, default=SEEDS)
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     bands = json.loads(FILE.read_text()) if FILE.exists() else {}
-    bands |= {name: measure(name, given.seeds) for name in given.names}
-    write_aside(FILE, lambda side: side.write_text(json.dumps(bands, indent=1) + "\n"))
+    bands |= {name: measure(name, options.seeds) for name in options.names}
+    atomic_write(FILE, lambda temporary: temporary.write_text(json.dumps(bands, indent=1) + "\n"))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Trainings by several processes on this machine, started as a person or torchrun would start them."""
+"""Helpers to run trainings in several processes on this machine, started like torchrun does."""
 
 import os
 import socket
@@ -11,17 +11,18 @@ import numpy as np
 import torch
 from rich.console import Console
 
+from tests.trainers import initial_model
 from vitrail.data.datasets.lookup import open_splits
-from vitrail.data.feed import Feed
+from vitrail.data.image_loader import ImageLoader
 from vitrail.data.source import Subset
 from vitrail.recipes.schema import Recipe
 from vitrail.runs.display import Display
-from vitrail.runs.prepare import build
+from vitrail.tasks.classification import Classification
+from vitrail.training.checkpointing import load_checkpoint
 from vitrail.training.distributed import Devices
-from vitrail.training.metrics import Metrics
-from vitrail.training.throughput import Speed
+from vitrail.training.metrics import MetricsWriter
+from vitrail.training.throughput import Throughput
 from vitrail.training.trainer import Options, Trainer
-from vitrail.training.training_state import load_state
 
 ROOT = Path(__file__).parents[2]
 TINY = Recipe(name="tiny", model="deit_tiny_patch16", batch_size=16, precision="fp32").set(
@@ -37,7 +38,7 @@ TINY = Recipe(name="tiny", model="deit_tiny_patch16", batch_size=16, precision="
         "mixing.mixup": 0.8,
         "mixing.cutmix": 1.0,
         "loss.label_smoothing": 0.1,
-        # Larger than the gradients that are nothing but rounding (those of key biases), which Adam would blow up to full steps.
+        # Larger than gradients that are only rounding error (those of key biases), which Adam would scale up to full steps.
         "optimizer.eps": 1e-5,
         "optimizer.lr": 3e-3,
         "optimizer.clip_grad_norm": 0.5,
@@ -49,7 +50,7 @@ TINY = Recipe(name="tiny", model="deit_tiny_patch16", batch_size=16, precision="
         "validation.crop_ratio": 1.0,
     }
 )
-# In the blocks, where they are computed twice with `recompute`, and in the stem.
+# In the stem and in the blocks, where `recompute` computes them twice.
 BATCH_NORMS = {"model": "vitrail_mini", "architecture.width": 16, "architecture.norm": "batch"}
 DENSE = {
     "model": "lvvit_t",
@@ -58,43 +59,61 @@ DENSE = {
 }  # its dense head gets no gradient
 
 
-class Recorded(Trainer):
-    """Notes which images every unit has seen; `poison` is a step at which the last unit's images are no numbers."""
+class Recorded(Classification):
+    """Records the images of every micro-batch in `seen`; those of the micro-batch `poison` (step, micro-batch) become NaN."""
 
-    poison = -1
+    poison = (-1, 0)
 
-    def prepare(self, batch, step, micro_batch):
-        self.__dict__.setdefault("seen", {})[step, micro_batch] = (batch.index.tolist(), batch.repeat.tolist())
-        images, targets = super().prepare(batch, step, micro_batch)
-        bad = step == self.poison and micro_batch == self.devices.micro_batches - 1
-        return (images * torch.nan if bad else images), targets
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.seen = {}
+
+    def prepare_batch(self, batch, position):
+        key = (position.step, position.micro_batch)
+        self.seen[key] = (batch.index.tolist(), batch.repeat.tolist())
+        images, targets = super().prepare_batch(batch, position)
+        return (images * torch.nan if key == self.poison else images), targets
 
 
 def prepared(folder, devices, changes=None, options=None, validation=None):
-    """A training on the digits that is ready to run, tested on some of the validation images."""
+    """A trainer on the digits, with some of the validation images."""
     recipe = TINY.set(changes or {})
     splits = open_splits("digits")
-    feeds = [Feed(part, devices.device, 0) for part in (splits.train, Subset(splits.validation, np.arange(142)[:validation]))]
-    return Recorded(recipe, build(recipe, splits.train), devices, *feeds, Path(folder), options or Options())
+    task = Recorded(recipe, splits.train, devices.device)
+    model = initial_model(recipe, splits.train)
+    task.attach(model)
+    training = Trainer(recipe, model, task, splits.train, devices, Path(folder), options or Options())
+    training.validation = ImageLoader(Subset(splits.validation, np.arange(142)[:validation]), devices.device, 0)
+    return training
 
 
 def trained(folder, devices, changes=None, options=None, until=None, poison=-1, logged=False):
-    """A training that has run to its end, or to a step; from its checkpoint if there is one. `logged`: with metrics.jsonl."""
+    """A trainer that has run to its end or to step `until`, from its checkpoint if there is one; `logged`: with metrics.jsonl."""
     training = prepared(folder, devices, changes, options)
-    load_state(training, print)
-    training.poison = poison
+    load_checkpoint(training, print)
+    poison_last(training, poison)
     training.total = until or training.total
-    with Metrics(training.folder, training.step) if logged else nullcontext() as metrics:
+    with MetricsWriter(training.folder, training.step) if logged else nullcontext() as metrics:
         run(training, metrics)
     return training
 
 
+def poison_last(training, step):
+    """At this step the images of the last micro-batch are NaN."""
+    training.task.poison = (step, training.devices.micro_batches - 1)
+
+
+def train_images(training):
+    return ImageLoader(training.source, training.devices.device, 0)
+
+
 def run(training, metrics=None):
     display = Display(20, 1, 16, console=Console(quiet=True))
-    training.run(display, metrics, Speed(training.model, training.devices.device, 1))
+    throughput = Throughput(training.model, training.devices.device, 1)
+    training.run(train_images(training), display, metrics, throughput)
 
 
-def alone(micro_batches):
+def one_process(micro_batches):
     return Devices(torch.device("cpu"), micro_batches=micro_batches)
 
 
@@ -113,10 +132,10 @@ def environment(rank=None, world=2, port=0, **more):
     return plain | more
 
 
-def start(*words, **more):
-    """Python with these arguments; its output is gathered."""
+def start(*arguments, **more):
+    """Start Python with these arguments and capture its output."""
     return subprocess.Popen(
-        [sys.executable, *map(str, words)],
+        [sys.executable, *map(str, arguments)],
         cwd=ROOT,
         text=True,
         stdout=subprocess.PIPE,
@@ -126,8 +145,8 @@ def start(*words, **more):
 
 
 def side_by_side(*commands):
-    """A command in each of several processes that know of each other; exit codes and what each has said."""
+    """Run a command in each of several connected processes; returns exit codes and outputs."""
     port, world = free_port(), len(commands)
-    processes = [start(*words, **environment(rank, world, port)) for rank, words in enumerate(commands)]
-    said = [process.communicate(timeout=120) for process in processes]
-    return [process.returncode for process in processes], said
+    processes = [start(*arguments, **environment(rank, world, port)) for rank, arguments in enumerate(commands)]
+    outputs = [process.communicate(timeout=120) for process in processes]
+    return [process.returncode for process in processes], outputs

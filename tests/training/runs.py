@@ -1,10 +1,10 @@
-"""Little run folders, as a training would leave them."""
+"""Small run directories, as a training writes them."""
 
 import json
 import math
 
 from vitrail.recipes.schema import Recipe
-from vitrail.training.metrics import Metrics
+from vitrail.training.metrics import MetricsWriter
 
 NAMES = ["cat", "<script>alert('x')</script>", "dog & co"]
 
@@ -28,7 +28,7 @@ def describe(seed=0, **changes):
 def make_run(folder, seed=0, validations=(25, 50, 75, 100), last=100, shift=0.0, **changes):
     folder.mkdir(parents=True, exist_ok=True)
     best = {}
-    with Metrics(folder) as metrics:
+    with MetricsWriter(folder) as metrics:
         for step in range(5, last + 1, 5):
             loss = 2 * math.exp(-step / 50) + 0.05 * math.sin(step * (seed + 1)) + shift
             metrics.write("train", step, step / 25, {"loss": loss, "lr": 1e-3, "images_per_second": 1000.0 + seed})

@@ -1,4 +1,4 @@
-"""Trainings of a second, in processes of their own, that can be killed at any moment."""
+"""Trainings of about a second in processes of their own, which can be killed at any moment."""
 
 import json
 import os
@@ -18,11 +18,11 @@ from vitrail.checkpoints.training_checkpoints import read_checkpoint
 from vitrail.errors import UserError
 from vitrail.models.flops import cost
 from vitrail.recipes import lookup
-from vitrail.runs import finish, memory, run_directory, train
+from vitrail.runs import finish, memory, prepare, run_directory, train
 from vitrail.runs.step_timing import Pace
-from vitrail.training import throughput, trainer, training_state
-from vitrail.training.checkpointing import Checkpoints
-from vitrail.training.metrics import FILE, Metrics
+from vitrail.training import checkpointing, throughput, trainer
+from vitrail.training.checkpointing import CheckpointManager
+from vitrail.training.metrics import FILE, MetricsWriter
 from vitrail.training.trainer import Options, Trainer
 
 SHORT = {"augmentation.image_size": [8, 8], "architecture.patch_size": 4, "architecture.width": 16, "architecture.depth": 2}
@@ -33,20 +33,20 @@ SHORT |= {
     "schedule.length": "22 steps",
     "validation.every": "8 steps",
 }
-# Batch norm, dropout and drop-path, both mixings, a running mean that is reported.
+# BatchNorm, dropout, drop path, Mixup, CutMix and an EMA that is evaluated.
 ADAMW = SHORT | {"architecture.drop_path": 0.2, "architecture.dropout": 0.1, "mixing.mixup": 0.8, "mixing.cutmix": 1.0}
 ADAMW |= {"ema.decay": 0.8, "ema.evaluate": True, "augmentation.random_erasing": 0.25, "optimizer.lr": 5e-3}
-# Four units a step, binary targets, repeated augmentation, half precision.
+# Four micro-batches per step, binary loss, repeated augmentation, bfloat16.
 LAMB = SHORT | {"model": "deit_tiny_patch16", "optimizer.kind": "lamb", "loss.kind": "binary", "loss.label_smoothing": 0}
 LAMB |= {"precision": "bf16", "data.repeats": 3, "mixing.mixup": 0.8, "architecture.drop_path": 0.1, "optimizer.lr": 0.02}
 OPTIONS = Options(save_steps=4, log_steps=3)
-# What takes longer than such a training and has tests of its own.
-EASY = [(owner, "cost", cache(cost)) for owner in (run_directory, memory, throughput)]
-EASY += [(train, "rehearse", lambda *_: Pace(0.01))]
-EASY += [(finish, "write_report", lambda folder: None), (finish, "look_again", lambda *_: {})]
+# Replacements for what takes longer than such a training and has tests of its own.
+FAST_PATCHES = [(owner, "cost", cache(cost)) for owner in (prepare, run_directory, memory, throughput)]
+FAST_PATCHES += [(prepare, "measure_pace", lambda *_: Pace(0.01))]
+FAST_PATCHES += [(finish, "write_report", lambda folder: None), (finish, "evaluate_best", lambda *_: {})]
 
 
-def begin(folder, changes, options=OPTIONS, micro_batch_size=None, source="digits"):
+def start(folder, changes, options=OPTIONS, micro_batch_size=None, source="digits"):
     return train.train(source, "laptop", None, folder, changes, options, "cpu", micro_batch_size, 0)
 
 
@@ -56,17 +56,17 @@ def recipe(changes):
 
 @cache
 def warm_up():
-    """Train two steps here, so that no child has to import what a training imports late, or to count what it costs."""
+    """Train two steps in this process, so that forked children need not repeat late imports and FLOP counts."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        for owner, name, value in EASY:
+        for owner, name, value in FAST_PATCHES:
             stack.enter_context(patch.object(owner, name, value))
         for number, changes in enumerate((ADAMW, LAMB)):
-            begin(folder / f"run{number}", changes | {"schedule.length": "2 steps"})
+            start(folder / f"run{number}", changes | {"schedule.length": "2 steps"})
 
 
 def in_child(work, output):
-    """Fork, do the work with everything printed to `output`, and give the exit code: negative for the signal that killed it."""
+    """Fork, do the work with all output written to `output`, and return the exit code; -n if signal n killed it."""
     warm_up()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -79,7 +79,7 @@ def in_child(work, output):
         for number in (1, 2):
             os.dup2(file, number)
         sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
-        for owner, name, value in EASY:
+        for owner, name, value in FAST_PATCHES:
             setattr(owner, name, value)
         work()
         code = 0
@@ -94,15 +94,15 @@ def in_child(work, output):
         os._exit(code)
 
 
-class Death:
-    """Counts what happens to a training and kills its process at the `at`-th event; 0: never."""
+class Killer:
+    """Counts the events of a training and kills its process at event number `at`; 0: never."""
 
     def __init__(self, at=0, log=None):
         self.at, self.count, self.log, self.process = at, 0, log, os.getpid()
 
     def __call__(self, event):
         if os.getpid() != self.process:
-            return  # a loading process
+            return  # a data loader process
         self.count += 1
         if self.log:
             with self.log.open("a") as file:
@@ -111,21 +111,21 @@ class Death:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def watch(self):
-        """From now on, in this process: steps, validations, every write, flush, rename and removal of a file, resuming."""
-        self._around(Trainer, "_step", lambda *_: "step")
+        """Count from now on: steps, validations, every write, flush, rename and removal of a file, resuming."""
+        self._around(Trainer, "train_step", lambda *_: "step")
         self._around(Trainer, "_validate", lambda *_: "validation")
         self._around(Trainer, "evaluate", lambda *_: "evaluation")
-        self._around(Checkpoints, "tidy", lambda *_: "tidying")
-        self._around(Metrics, "sync", lambda *_: "flush of metrics.jsonl")
-        self._around(Metrics, "_rewind", lambda *_: "rewinding")
+        self._around(CheckpointManager, "prune", lambda *_: "pruning")
+        self._around(MetricsWriter, "sync", lambda *_: "flush of metrics.jsonl")
+        self._around(MetricsWriter, "_rewind", lambda *_: "rewinding")
         self._around(os, "fsync", lambda *_: "flush")
         self._around(os, "replace", lambda side, target: f"rename to {kind(target)}")
         self._around(os, "unlink", lambda path, **_: f"removal of {kind(path)}")
-        self._around(training_state, "put_back", lambda *_: "loading")
+        self._around(checkpointing, "restore_training", lambda *_: "loading")
         self._around(finish, "write_report", lambda *_: "report")
         self._around(trainer, "save_artifact", lambda *_: "artifact")
-        self._torn_files()
-        self._torn_lines()
+        self._partial_files()
+        self._partial_lines()
 
     def _around(self, owner, name, label):
         original = getattr(owner, name)
@@ -139,7 +139,7 @@ class Death:
 
         setattr(owner, name, wrapped)
 
-    def _torn_files(self):
+    def _partial_files(self):
         original = safetensors.torch.save_file
 
         def save_file(tensors, path, metadata):
@@ -152,8 +152,8 @@ class Death:
 
         safetensors.torch.save_file = save_file
 
-    def _torn_lines(self):
-        original = Metrics.write
+    def _partial_lines(self):
+        original = MetricsWriter.write
 
         def write(metrics, *arguments):
             size = metrics.path.stat().st_size
@@ -166,7 +166,7 @@ class Death:
                 file.write(content[size:])
             self("a line")
 
-        Metrics.write = write
+        MetricsWriter.write = write
 
 
 def kind(path):
@@ -175,17 +175,19 @@ def kind(path):
 
 
 def lines(folder):
-    """What metrics.jsonl says, without what depends on the machine and the hour."""
+    """The lines of metrics.jsonl without the key "speed", which varies between runs."""
     entries = [json.loads(line) for line in (folder / FILE).read_text().splitlines()]
     return [{name: value for name, value in entry.items() if name != "speed"} for entry in entries]
 
 
 def differences(folder, other):
-    """What of two finished runs is not equal to the last bit."""
+    """What differs between two finished runs, compared bit for bit."""
     found = [] if lines(folder) == lines(other) else ["metrics.jsonl"]
     for name in ("best.safetensors", "last.safetensors", "recipe.yaml"):
         found += [] if (folder / name).read_bytes() == (other / name).read_bytes() else [name]
-    parts = [(Checkpoints(each / "checkpoints").all(), json.loads((each / "run.json").read_text())) for each in (folder, other)]
+    parts = [
+        (CheckpointManager(each / "checkpoints").all(), json.loads((each / "run.json").read_text())) for each in (folder, other)
+    ]
     (ours, our_run), (theirs, their_run) = parts
     if [path.name for path in ours] != [path.name for path in theirs]:
         return [*found, "the checkpoints' names"]

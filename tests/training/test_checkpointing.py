@@ -1,4 +1,4 @@
-"""Files that rot, vanish, belong to somebody else or do not fit on the disk: one sentence, and nothing that was good is lost."""
+"""Checkpoints that are damaged, missing, of another training or too large for the disk: one message, no valid data is lost."""
 
 import json
 import os
@@ -11,12 +11,23 @@ import pytest
 import torch
 
 from tests.images import make_folder
-from tests.training.small import ADAMW, EASY, SHORT, Death, begin, differences, in_child, lines, recipe, state_differences
-from vitrail.checkpoints.training_checkpoints import DAMAGE, read_checkpoint
+from tests.training.small import (
+    ADAMW,
+    FAST_PATCHES,
+    SHORT,
+    Killer,
+    differences,
+    in_child,
+    lines,
+    recipe,
+    start,
+    state_differences,
+)
+from vitrail.checkpoints.training_checkpoints import READ_ERRORS, read_checkpoint
 from vitrail.errors import UserError
 from vitrail.runs import train
-from vitrail.training.checkpointing import Checkpoints, write_checkpoint
-from vitrail.training.metrics import Metrics, read_metrics
+from vitrail.training.checkpointing import CheckpointManager, write_checkpoint_file
+from vitrail.training.metrics import MetricsWriter, read_metrics
 from vitrail.training.trainer import Trainer
 
 GROUPS = {
@@ -24,90 +35,90 @@ GROUPS = {
     "optimizer": {"weight/exp_avg": torch.randn(5).bfloat16(), "flags": torch.tensor([True, False])},
     "loop": {"window": torch.tensor([0.1, -1.0], dtype=torch.float64)},
 }
-FACTS = {"best": {"top1": 0.1 + 0.2, "loss": "nan"}, "skipped": 0, "recipe": {"name": "é"}}
+METADATA = {"best": {"top1": 0.1 + 0.2, "loss": "nan"}, "skipped": 0, "recipe": {"name": "é"}}
 
 
 @pytest.fixture(autouse=True)
-def easy(monkeypatch):
-    for owner, name, value in EASY:
+def fast(monkeypatch):
+    for owner, name, value in FAST_PATCHES:
         monkeypatch.setattr(owner, name, value)
 
 
-def same(state, step=3, groups=GROUPS, facts=FACTS):
-    found_step, found_groups, found_facts = state
-    assert (found_step, found_facts) == (step, facts)
-    assert {name: set(members) for name, members in found_groups.items()} == {name: set(part) for name, part in groups.items()}
+def check_state(state, step=3, groups=GROUPS, metadata=METADATA):
+    saved_step, saved_groups, saved_metadata = state
+    assert (saved_step, saved_metadata) == (step, metadata)
+    assert {name: set(members) for name, members in saved_groups.items()} == {name: set(part) for name, part in groups.items()}
     for group, members in groups.items():
         for name, tensor in members.items():
-            found = found_groups[group][name]
-            assert found.dtype == tensor.dtype
-            assert torch.equal(found, tensor)
+            saved = saved_groups[group][name]
+            assert saved.dtype == tensor.dtype
+            assert torch.equal(saved, tensor)
 
 
 @pytest.fixture
 def path(tmp_path):
     found = tmp_path / "step-000000003.safetensors"
-    write_checkpoint(found, 3, GROUPS, FACTS)
+    write_checkpoint_file(found, 3, GROUPS, METADATA)
     return found
 
 
-def test_what_is_written_is_read_back(path):
-    same(read_checkpoint(path))
+def test_round_trip(path):
+    check_state(read_checkpoint(path))
 
 
-def test_a_single_wrong_bit_anywhere_is_noticed(path):
-    """Or does not matter: some bits of a file mean nothing."""
-    content, draw, noticed = path.read_bytes(), random.Random(0), 0
-    places = [draw.randrange(8 * len(content)) for _ in range(1500)]
-    for place in places:
+def test_a_flipped_bit_is_detected(path):
+    """Or has no effect: some bits of a file are unused."""
+    content, draw, detected = path.read_bytes(), random.Random(0), 0
+    bits = [draw.randrange(8 * len(content)) for _ in range(1500)]
+    for bit in bits:
         damaged = bytearray(content)
-        damaged[place // 8] ^= 1 << place % 8
+        damaged[bit // 8] ^= 1 << bit % 8
         path.write_bytes(damaged)
         try:
             state = read_checkpoint(path)
-        except DAMAGE:
-            noticed += 1
+        except READ_ERRORS:
+            detected += 1
         else:
-            same(state)
-    assert noticed > 0.9 * len(places)
+            check_state(state)
+    assert detected > 0.9 * len(bits)
 
 
-def test_a_file_cut_anywhere_is_noticed(path):
+def test_a_truncated_file_is_detected(path):
     content = path.read_bytes()
     for length in [*range(20), *range(20, len(content), 13), len(content) - 1]:
         path.write_bytes(content[:length])
-        with pytest.raises(DAMAGE):
+        with pytest.raises(READ_ERRORS):
             read_checkpoint(path)
 
 
-def test_only_the_newest_stay(tmp_path):
-    checkpoints = Checkpoints(tmp_path, keep=2)
+def test_only_the_newest_are_kept(tmp_path):
+    checkpoints = CheckpointManager(tmp_path, keep=2)
     for step in (1, 2, 10, 9):
-        checkpoints.save(step, GROUPS, FACTS)
-    # The one of step 10 is from before the training went back: it was damaged.
+        checkpoints.save(step, GROUPS, METADATA)
+    # The checkpoint of step 10 was damaged, and the training resumed before it.
     assert [path.name for path in checkpoints.all()] == ["step-000000002.safetensors", "step-000000009.safetensors"]
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A whole run, and one that was killed after the checkpoints of step 4 and 8."""
+    """A complete run, and one that was killed after the checkpoints of step 4 and 8."""
     folder = tmp_path_factory.mktemp("runs")
 
     def killed():
-        death = Death(log=folder / "log")
-        death.watch()
-        original = Trainer._step
+        killer = Killer(log=folder / "log")
+        killer.watch()
+        original = Trainer.train_step
 
-        def step(training, *arguments):
-            if training.step == 10:
+        def step(trainer, *arguments):
+            if trainer.step == 10:
                 os.kill(os.getpid(), signal.SIGKILL)
-            original(training, *arguments)
+            original(trainer, *arguments)
 
-        Trainer._step = step
-        begin(folder / "killed", ADAMW)
+        Trainer.train_step = step
+        start(folder / "killed", ADAMW)
 
     assert in_child(killed, folder / "killed.txt") == -signal.SIGKILL
-    assert in_child(lambda: begin(folder / "whole", ADAMW), folder / "whole.txt") == 0
+    assert in_child(lambda: start(folder / "complete", ADAMW), folder / "complete.txt") == 0
     assert [path.name[-14:] for path in newest(folder / "killed", 9)] == ["04.safetensors", "08.safetensors"]
     return folder
 
@@ -118,10 +129,10 @@ def killed(runs, tmp_path):
 
 
 def newest(folder, count=1):
-    return Checkpoints(folder / "checkpoints").all()[-count:]
+    return CheckpointManager(folder / "checkpoints").all()[-count:]
 
 
-def go_on(folder):
+def resume(folder):
     return train.resume(folder, device="cpu", workers=0)
 
 
@@ -131,7 +142,7 @@ def flip(path):
     path.write_bytes(content)
 
 
-def spoil(path):
+def overwrite_header(path):
     content = path.read_bytes()
     path.write_bytes(content[:8] + b"\xff" * 64 + content[72:])
 
@@ -140,95 +151,95 @@ DAMAGES = {
     "a third is missing": lambda path: os.truncate(path, path.stat().st_size * 2 // 3),
     "a wrong bit": flip,
     "empty": lambda path: os.truncate(path, 0),
-    "the header is garbage": spoil,
+    "the header is garbage": overwrite_header,
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_the_one_before_a_damaged_one_is_taken(damage, killed, runs, capfd):
+def test_the_checkpoint_before_a_damaged_one_is_loaded(damage, killed, runs, capfd):
     damage(newest(killed)[0])
-    assert go_on(killed).finished
-    said = capfd.readouterr().err
-    assert "step-000000008.safetensors cannot be used (" in said
-    assert "going on at step 4 of 22" in said
-    assert not differences(killed, runs / "whole")
+    assert resume(killed).finished
+    stderr = capfd.readouterr().err
+    assert "step-000000008.safetensors is damaged (" in stderr
+    assert "resuming at step 4 of 22" in stderr
+    assert not differences(killed, runs / "complete")
 
 
-def test_no_whole_one_is_one_sentence(killed):
+def test_all_checkpoints_damaged(killed):
     for path in newest(killed, 2):
         flip(path)
-    with pytest.raises(UserError, match=r"None of the 2 checkpoints in .* is whole"):
-        go_on(killed)
+    with pytest.raises(UserError, match=r"All 2 checkpoints in .* are damaged"):
+        resume(killed)
     newest(killed)[0].unlink()
-    with pytest.raises(UserError, match=r"step-000000004.safetensors is not whole"):
-        go_on(killed)
+    with pytest.raises(UserError, match=r"step-000000004.safetensors is damaged"):
+        resume(killed)
 
 
-def test_killed_before_the_first_one_it_begins_again(killed, runs):
+def test_killed_before_the_first_checkpoint(killed, runs):
     shutil.rmtree(killed / "checkpoints")
-    assert go_on(killed).finished
-    assert not differences(killed, runs / "whole")
+    assert resume(killed).finished
+    assert not differences(killed, runs / "complete")
 
 
-def test_a_finished_run_is_left_as_it_is(runs, tmp_path, capfd):
-    folder = shutil.copytree(runs / "whole", tmp_path / "run")
-    done = go_on(folder)
+def test_a_finished_run_is_unchanged(runs, tmp_path, capfd):
+    folder = shutil.copytree(runs / "complete", tmp_path / "run")
+    done = resume(folder)
     assert done.finished
     assert done.best["top1"] > 0
     assert "is finished" in capfd.readouterr().err
-    assert not differences(folder, runs / "whole")
-    ours, theirs = (json.loads((each / "run.json").read_text()) for each in (folder, runs / "whole"))
+    assert not differences(folder, runs / "complete")
+    ours, theirs = (json.loads((each / "run.json").read_text()) for each in (folder, runs / "complete"))
     assert ours["seconds"] == theirs["seconds"] > 0
 
 
-def test_lost_numbers_do_not_stop_it(killed, runs):
+def test_lost_metrics_do_not_prevent_resuming(killed, runs):
     (killed / "metrics.jsonl").unlink()
-    assert go_on(killed).finished
-    assert lines(killed) == [line for line in lines(runs / "whole") if line["step"] > 8]
+    assert resume(killed).finished
+    assert lines(killed) == [line for line in lines(runs / "complete") if line["step"] > 8]
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "7", "null", "{}", '{"recipe": {}}'])
-def test_a_damaged_description_is_one_sentence(content, killed):
+def test_a_damaged_run_json(content, killed):
     (killed / "run.json").write_text(content)
     with pytest.raises(UserError, match=r"run\.json cannot be read"):
-        go_on(killed)
+        resume(killed)
 
 
 @pytest.mark.parametrize(("name", "value"), [("recipe", 3), ("recipe", {"batc": 1}), ("options", {"x": 1}), ("data", {})])
-def test_a_part_that_is_wrong_is_one_sentence(name, value, killed):
-    facts = json.loads((killed / "run.json").read_text()) | {name: value}
-    (killed / "run.json").write_text(json.dumps(facts))
+def test_an_invalid_run_json(name, value, killed):
+    metadata = json.loads((killed / "run.json").read_text()) | {name: value}
+    (killed / "run.json").write_text(json.dumps(metadata))
     with pytest.raises(UserError):
-        go_on(killed)
+        resume(killed)
 
 
-def test_without_a_description_it_is_not_a_run(killed):
+def test_without_run_json_it_is_not_a_run(killed):
     (killed / "run.json").unlink()
     with pytest.raises(UserError, match=r"it has no run\.json"):
-        go_on(killed)
+        resume(killed)
     with pytest.raises(UserError, match="another folder with --out"):
-        begin(killed, ADAMW)
+        start(killed, ADAMW)
 
 
-def test_a_run_is_not_begun_over_another(killed):
+def test_a_run_is_not_overwritten(killed):
     with pytest.raises(UserError, match=f"`vitrail resume {killed}`"):
-        begin(killed, ADAMW)
+        start(killed, ADAMW)
 
 
 @pytest.mark.parametrize(
-    ("change", "sentence"),
+    ("change", "message"),
     [
-        ({"optimizer.lr": 1e-3}, r"with optimizer\.rate=0\.001 instead of 0\.005"),
+        ({"optimizer.lr": 1e-3}, r"with optimizer\.lr=0\.001 instead of 0\.005"),
         ({"architecture.width": 32}, r"with architecture\.width=32 instead of 16"),
         ({"seed": 1}, "with seed=1 instead of 0"),
     ],
 )
-def test_a_checkpoint_of_another_training_is_refused(change, sentence, killed):
-    step, groups, facts = read_checkpoint(newest(killed)[0])
-    facts["recipe"] = json.loads(json.dumps(recipe(ADAMW | change).to_dict()))
-    write_checkpoint(killed / "checkpoints" / "step-000000020.safetensors", step, groups, facts)
-    with pytest.raises(UserError, match=f"belongs to another training, {sentence}: move it away"):
-        go_on(killed)
+def test_a_checkpoint_of_another_training_is_rejected(change, message, killed):
+    step, groups, metadata = read_checkpoint(newest(killed)[0])
+    metadata["recipe"] = json.loads(json.dumps(recipe(ADAMW | change).to_dict()))
+    write_checkpoint_file(killed / "checkpoints" / "step-000000020.safetensors", step, groups, metadata)
+    with pytest.raises(UserError, match=f"belongs to another training, {message}: move it away"):
+        resume(killed)
     assert len(newest(killed, 9)) == 3
 
 
@@ -237,32 +248,32 @@ def images(tmp_path):
     return make_folder(tmp_path / "images", ("ant", "bee"), 20, (8, 8))
 
 
-def test_other_images_than_before_are_refused(images, tmp_path):
+def test_changed_data_are_rejected(images, tmp_path):
     folder = tmp_path / "run"
-    begin(folder, SHORT | {"schedule.length": "4 steps"}, source=str(images))
+    start(folder, SHORT | {"schedule.length": "4 steps"}, source=str(images))
     (images / "ant" / "000.png").rename(images / "bee" / "x.png")
     with pytest.raises(UserError, match=f"The images at {images} are not those that {folder} was started with"):
-        go_on(folder)
+        resume(folder)
     shutil.rmtree(images)
-    with pytest.raises(UserError, match=f"There is nothing at {images}"):
-        go_on(folder)
+    with pytest.raises(UserError, match=f"{images} does not exist"):
+        resume(folder)
 
 
 @pytest.fixture
 def disk(tmp_path):
-    """A small file system of its own."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(place)]
+    """A small file system."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(folder)]
     if os.geteuid() or subprocess.run(mount, check=False, capture_output=True).returncode:
         pytest.skip("no small disk can be mounted here")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
 
 
 def fill(disk, leave):
-    """Take all the space but so much of it."""
-    with (disk / "ballast").open("wb", buffering=0) as file:
+    """Use all space but `leave` bytes."""
+    with (disk / "filler").open("wb", buffering=0) as file:
         try:
             while True:
                 file.write(bytes(4096))
@@ -271,52 +282,52 @@ def fill(disk, leave):
 
 
 @pytest.mark.parametrize(("leave", "what"), [(0, "best.safetensors"), (60_000, "step-000000008.safetensors")])
-def test_a_full_disk_loses_nothing(leave, what, disk, runs, tmp_path):
+def test_a_full_disk_loses_no_checkpoint(leave, what, disk, runs, tmp_path):
     folder, output = disk / "run", tmp_path / "output"
 
     def train():
-        original = Trainer._step
+        original = Trainer.train_step
 
-        def step(training, *arguments):
-            if training.step == 7:
+        def step(trainer, *arguments):
+            if trainer.step == 7:
                 fill(disk, leave)
-            original(training, *arguments)
+            original(trainer, *arguments)
 
-        Trainer._step = step
-        begin(folder, ADAMW)
+        Trainer.train_step = step
+        start(folder, ADAMW)
 
     assert in_child(train, output) == 2
-    said = output.read_text()
-    assert "Traceback" not in said
-    assert f"{what} " in said.splitlines()[-1]
-    assert "No space left on device" in said.splitlines()[-1]
+    messages = output.read_text()
+    assert "Traceback" not in messages
+    assert f"{what} " in messages.splitlines()[-1]
+    assert "No space left on device" in messages.splitlines()[-1]
     (kept,) = newest(folder, 9)
     assert kept.name == "step-000000004.safetensors"
     assert not state_differences(kept, newest(runs / "killed", 2)[0])
-    assert in_child(lambda: go_on(folder), output) == 2  # still full
-    (disk / "ballast").unlink()
-    assert in_child(lambda: go_on(folder), output) == 0, output.read_text()
-    assert not differences(folder, runs / "whole")
+    assert in_child(lambda: resume(folder), output) == 2  # still full
+    (disk / "filler").unlink()
+    assert in_child(lambda: resume(folder), output) == 0, output.read_text()
+    assert not differences(folder, runs / "complete")
 
 
-def test_a_line_that_does_not_fit_on_the_disk_is_one_sentence(disk, tmp_path):
+def test_a_full_disk_while_writing_metrics(disk, tmp_path):
     def write():
-        with Metrics(disk / "run") as metrics:
+        with MetricsWriter(disk / "run") as metrics:
             fill(disk, 8192)
             for step in range(1000):
                 metrics.write("train", step, 0.0, {"loss": 1.0})
 
     assert in_child(write, tmp_path / "output") == 2
-    (said,) = (tmp_path / "output").read_text().splitlines()
-    assert "metrics.jsonl cannot be written" in said
-    (disk / "ballast").unlink()
+    (message,) = (tmp_path / "output").read_text().splitlines()
+    assert "metrics.jsonl cannot be written" in message
+    (disk / "filler").unlink()
     assert 0 < len(read_metrics(disk / "run")) < 1000
 
 
-def test_a_folder_that_cannot_be_written_is_one_sentence(disk, runs, tmp_path):
+def test_a_read_only_folder(disk, runs, tmp_path):
     folder, output = shutil.copytree(runs / "killed", disk / "run"), tmp_path / "output"
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-    assert in_child(lambda: go_on(folder), output) == 2
-    said = output.read_text().splitlines()
-    assert len(said) == 1
-    assert "Read-only file system" in said[0]
+    assert in_child(lambda: resume(folder), output) == 2
+    messages = output.read_text().splitlines()
+    assert len(messages) == 1
+    assert "Read-only file system" in messages[0]

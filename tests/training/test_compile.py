@@ -1,4 +1,4 @@
-"""What a compiled training computes: branches as one and scales inside products, and the same training for that."""
+"""A compiled training uses fused blocks, with the same results as a plain one."""
 
 import pytest
 import torch
@@ -6,6 +6,8 @@ from torch import nn
 
 from tests.training.processes import trained
 from vitrail.layers.block import Branch, Residual
+from vitrail.layers.fused import FusedBranch, FusedFeedForward, FusedResidual
+from vitrail.layers.mlp import FeedForward
 from vitrail.training.distributed import Devices
 from vitrail.training.trainer import Options
 
@@ -20,22 +22,24 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("changes", [{}, {"architecture.pooling": "class_attention"}, {"architecture.stem": "hmlp"}], ids=str)
-def test_a_compiled_training_is_the_same_training(monkeypatch, tmp_path, changes):
-    """Without the compiler, which draws other coins: what it is given must be the same numbers."""
-    given = []
-    monkeypatch.setattr(nn.Module, "compile", lambda self, *_, **__: given.append(self))
+def test_a_compiled_training_equals_a_plain_one(monkeypatch, tmp_path, changes):
+    """Without the compiler itself, which draws other random numbers."""
+    compiled_modules = []
+    monkeypatch.setattr(nn.Module, "compile", lambda self, *_, **__: compiled_modules.append(self))
     device = Devices(torch.device("cpu"), micro_batches=1)
     plain, compiled = (
         trained(tmp_path / str(compiles), device, CHANGES | changes, Options(compile=compiles)) for compiles in (False, True)
     )
-    parts = [part for part in compiled.model.modules() if isinstance(part, Branch | Residual)]
-    assert all((part.folded if isinstance(part, Branch) else part.together) is not None for part in parts)
-    assert [type(part).__name__ for part in given][: len(compiled.model.blocks)] == ["Block"] * len(compiled.model.blocks)
-    assert (compiled.model.pooling in given) == ("architecture.pooling" in changes)
-    assert (compiled.model.stem in given) == ("architecture.stem" in changes)
+    blocks = Branch | Residual | FeedForward
+    kinds = {type(module) for module in compiled.model.modules() if isinstance(module, blocks)}
+    assert kinds == {FusedBranch, FusedResidual, FusedFeedForward}
+    assert [type(part).__name__ for part in compiled_modules][: len(compiled.model.blocks)] == ["Block"] * len(
+        compiled.model.blocks
+    )
+    assert (compiled.model.pooling in compiled_modules) == ("architecture.pooling" in changes)
+    assert (compiled.model.stem in compiled_modules) == ("architecture.stem" in changes)
     ours, theirs = compiled.model.state_dict(), plain.model.state_dict()
     assert list(ours) == list(theirs)
     for name, value in theirs.items():
-        torch.testing.assert_close(ours[name], value, rtol=1e-3, atol=1e-5, msg=lambda said, name=name: f"{name}: {said}")
-    start = [part.together is None for part in plain.model.modules() if isinstance(part, Residual)]
-    assert all(start)
+        torch.testing.assert_close(ours[name], value, rtol=1e-3, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+    assert {type(module) for module in plain.model.modules() if isinstance(module, blocks)} == {Branch, Residual, FeedForward}

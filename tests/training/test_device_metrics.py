@@ -1,33 +1,33 @@
 import torch
 
-from vitrail.training.device_metrics import Answer
+from vitrail.training.device_metrics import PendingTensor
 
 
 class Event:
-    """One that has come when it is told so."""
+    """A CUDA event that is completed by hand."""
 
     def __init__(self):
-        self.come, self.waited = False, False
+        self.done, self.waited = False, False
 
     def query(self):
-        return self.come
+        return self.done
 
     def synchronize(self):
-        self.come = self.waited = True
+        self.done = self.waited = True
 
 
-def test_numbers_of_a_processor_are_there_at_once_and_stay():
+def test_cpu_values_are_copied_at_once():
     window = torch.tensor([1.0, 2.0])
-    answer = Answer(window)
+    pending = PendingTensor(window)
     window.zero_()
-    assert answer.ready()
-    assert answer.read() == [1.0, 2.0]
+    assert pending.ready()
+    assert pending.read() == [1.0, 2.0]
 
 
-def test_numbers_of_a_device_are_waited_for_only_when_read():
-    answer = Answer(torch.tensor([3.0]))
-    answer.event = event = Event()
-    assert not answer.ready()
-    assert answer.read() == [3.0]
+def test_device_values_are_awaited_only_when_read():
+    pending = PendingTensor(torch.tensor([3.0]))
+    pending.event = event = Event()
+    assert not pending.ready()
+    assert pending.read() == [3.0]
     assert event.waited
-    assert answer.ready()
+    assert pending.ready()

@@ -1,4 +1,4 @@
-"""One device to many: the same training, whoever computes it, and nobody is left waiting."""
+"""Distributed training: the same results with any number of processes, and no process hangs after an error."""
 
 import dataclasses
 import fcntl
@@ -16,38 +16,40 @@ from tests.training.processes import (
     BATCH_NORMS,
     DENSE,
     TINY,
-    alone,
     environment,
     free_port,
+    one_process,
+    poison_last,
     prepared,
     run,
     side_by_side,
     start,
+    train_images,
     trained,
 )
 from vitrail.checkpoints.training_checkpoints import read_checkpoint
-from vitrail.cli.main import is_teller
+from vitrail.cli.main import reports_errors
 from vitrail.data.datasets.lookup import open_splits
 from vitrail.data.workers import Workers
 from vitrail.errors import UserError
 from vitrail.models.registry import build
 from vitrail.recipes import Recipe
-from vitrail.runs.nan_recorder import record
+from vitrail.runs.nan_recorder import record_step
 from vitrail.runs.run_directory import choose_folder, fingerprint
 from vitrail.runs.train import resume, train
-from vitrail.tasks.classification import Supervised
-from vitrail.tasks.targets import Targets
-from vitrail.training.distributed import Devices, connected, cut, has_idle_heads
+from vitrail.tasks.classification import ClassificationModule
+from vitrail.tasks.targets import ClassificationTargets
+from vitrail.training.checkpointing import gather_weights, load_checkpoint, save_artifact
+from vitrail.training.distributed import Devices, choose_micro_batches, has_unused_parameters, init_distributed
 from vitrail.training.trainer import NonFiniteLoss, Options
-from vitrail.training.training_state import gather, load_state, save_artifact
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch was built without gloo")
 LAMB = {"optimizer.kind": "lamb"}
 SKIP = Options(on_nan="skip")
-# name: recipe, options, units, what else
+# name: recipe changes, options, micro-batches, other arguments
 ALIKE = {
     "adamw": ({}, Options(), 2, {}),
-    "adamw, four units": ({}, Options(), 4, {}),
+    "adamw, four micro-batches": ({}, Options(), 4, {}),
     "lamb": (LAMB, SKIP, 2, {"poison": 12}),
     "dense head": (DENSE, Options(), 2, {}),
     "batch norms": (BATCH_NORMS, SKIP, 2, {"poison": 12}),
@@ -56,25 +58,27 @@ SHARDED = {
     "adamw": ({}, Options(sharding="full", on_nan="skip", save_steps=5), 2, {"poison": 12}),
     "lamb": (LAMB, Options(sharding="full", on_nan="skip", recompute=True), 4, {"poison": 12}),
 }
-FACTS = {"source": "digits", "recipe": TINY.to_dict(), "options": {}, "micro_batches": 1, "unreadable": "skip"}
-FACTS["data"] = {"fingerprint": fingerprint(open_splits("digits"))}
-UNEVEN = (1, 33)  # validation images: nothing for the second process; one batch fewer for it
+RUN = {"source": "digits", "recipe": TINY.to_dict(), "options": {}, "micro_batches": 1, "unreadable": "skip"}
+RUN["data"] = {"fingerprint": fingerprint(open_splits("digits"))}
+UNEVEN = (1, 33)  # validation images: none, or one batch fewer, for the second process
 
 
 def result_of(training):
-    """What must be equal: weights, running mean, metrics, skipped steps; and which images each unit has seen."""
-    weights = {f"model {name}": tensor.clone() for name, tensor in gather(training.model, training.options.sharding).items()}
-    with training.average.applied(training.model):
-        mean = gather(training.model, training.options.sharding)
-        weights |= {f"mean {name}": tensor.clone() for name, tensor in mean.items()}
-    return {"weights": weights, "best": training.best, "skipped": training.skipped, "seen": training.seen}
+    """What must be equal: weights, EMA, metrics, skipped steps, and the images of each micro-batch."""
+    weights = {
+        f"model {name}": tensor.clone() for name, tensor in gather_weights(training.model, training.options.sharding).items()
+    }
+    with training.ema.applied(training.model):
+        ema = gather_weights(training.model, training.options.sharding)
+        weights |= {f"ema {name}": tensor.clone() for name, tensor in ema.items()}
+    return {"weights": weights, "best": training.best, "skipped": training.skipped, "seen": training.task.seen}
 
 
 def work(rank, port, folder):
-    """What each of two processes does; results go to files."""
+    """Work of each of two processes; writes its results to a file."""
     torch.set_num_threads(1)
     os.environ.update(environment(rank, port=port))
-    with connected("cpu") as two:
+    with init_distributed("cpu") as two:
         found = {}
         for name, (changes, options, micro_batches, more) in ALIKE.items():
             options = dataclasses.replace(options, recompute=name == "batch norms")
@@ -84,37 +88,38 @@ def work(rank, port, folder):
             devices = dataclasses.replace(two, micro_batches=micro_batches)
             training = trained(folder / f"sharded {name}", devices, changes, options, **more)
             found[f"sharded {name}"] = result_of(training)
-            weights = gather(training.model, "full")
-            if two.first:
+            weights = gather_weights(training.model, "full")
+            if two.is_main:
                 save_artifact(folder / f"{name}.safetensors", training.model, training.recipe, {}, weights)
-        found |= go_on(folder, dataclasses.replace(two, micro_batches=2))
+        found |= resume_sharded(folder, dataclasses.replace(two, micro_batches=2))
         for count in UNEVEN:
             for sharding in ("none", "full"):
                 training = prepared(folder / "never", two, options=Options(sharding=sharding), validation=count)
                 found[f"accuracy {count} {sharding}"] = training.evaluate()
         for sharding in ("none", "full"):
             training = prepared(folder / f"bad {sharding}", two, options=Options(sharding=sharding, log_steps=4))
-            training.poison = 6
+            poison_last(training, 6)
             with pytest.raises(NonFiniteLoss) as stopped:
                 run(training)
-            found[f"bundle {sharding}"] = record(training, stopped.value.step, FACTS | {"micro_batches": 2})
-        found["disagreement"] = disagree(two)
-        with pytest.raises(UserError, match="The batch of 15 does not divide by 2 processes"):
-            train(recipe=TINY, changes={"batch_size": 15}, out=folder / "refused", device="cpu")
-        if two.first:
+            run_json = RUN | {"micro_batches": 2}
+            found[f"bundle {sharding}"] = record_step(training, train_images(training), stopped.value.step, run_json)
+        found["error"] = raise_on_second(two)
+        with pytest.raises(UserError, match="batch_size=15 is not divisible by 2 processes"):
+            train(recipe=TINY, changes={"batch_size": 15}, out=folder / "rejected", device="cpu")
+        if two.is_main:
             (folder / "three").mkdir()
-            (folder / "three" / "run.json").write_text(json.dumps(FACTS | {"micro_batches": 3}))
-        two.wait()
-        with pytest.raises(UserError, match="3 parts, which 2 processes cannot share evenly"):
+            (folder / "three" / "run.json").write_text(json.dumps(RUN | {"micro_batches": 3}))
+        two.barrier()
+        with pytest.raises(UserError, match="3 micro-batches, which 2 processes cannot share evenly"):
             resume(folder / "three", device="cpu")
         torch.save(found, folder / f"found-{rank}.pt")
 
 
-def go_on(folder, devices):
-    """Sharded trainings that are cut off, whose newest state is damaged, or that began without sharding."""
+def resume_sharded(folder, devices):
+    """Sharded trainings that are interrupted, whose newest checkpoint is damaged, or that were started without sharding."""
     changes, options, _, more = SHARDED["adamw"]
     found = {}
-    for name, until in (("cut off", 10), ("damaged", 15)):
+    for name, until in (("interrupted", 10), ("damaged", 15)):
         trained(folder / name, devices, changes, options, until=until, **more)
         newest = folder / name / "checkpoints" / f"step-{until:09d}.sharded"
         if name == "damaged" and devices.is_main:
@@ -124,14 +129,14 @@ def go_on(folder, devices):
             data.write_bytes(content)
         devices.barrier()
         training = trained(folder / name, devices, changes, options, **more)
-        found[name] = result_of(training) | {"from": min(training.seen)[0]}
-    trained(folder / "whole first", devices, changes, dataclasses.replace(options, sharding="none"), until=10, **more)
-    found["whole first"] = result_of(trained(folder / "whole first", devices, changes, options, **more))
+        found[name] = result_of(training) | {"from": min(training.task.seen)[0]}
+    trained(folder / "unsharded first", devices, changes, dataclasses.replace(options, sharding="none"), until=10, **more)
+    found["unsharded first"] = result_of(trained(folder / "unsharded first", devices, changes, options, **more))
     return found
 
 
-def disagree(devices):
-    """Trouble that only the second process has."""
+def raise_on_second(devices):
+    """An error of the second process only."""
     try:
         with devices.sync_errors():
             if not devices.is_main:
@@ -142,17 +147,17 @@ def disagree(devices):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """One for all test processes, which get different tests of this file."""
+    """Shared by all xdist workers, which run different tests of this file."""
     own = tmp_path_factory.getbasetemp()
-    place = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "many"
-    place.mkdir(exist_ok=True)
-    return place
+    shared = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "many"
+    shared.mkdir(exist_ok=True)
+    return shared
 
 
 @pytest.fixture(scope="module")
 def found(folder):
     with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the first to come computes, the others wait and read
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the first worker computes, the others wait and read
         if not (folder / "found-1.pt").exists():
             torch.multiprocessing.spawn(work, (free_port(), folder), nprocs=2)
     return [torch.load(folder / f"found-{rank}.pt", weights_only=False) for rank in range(2)]
@@ -160,14 +165,14 @@ def found(folder):
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory):
-    """The same by one process, each computed once."""
+    """The same trainings in one process, each computed once."""
     known, folder = {}, tmp_path_factory.mktemp("one")
 
     def compute(changes, options, micro_batches, more):
         key = (json.dumps(changes), micro_batches, *more.items())
         if key not in known:
             plain = dataclasses.replace(options, sharding="none")
-            known[key] = result_of(trained(folder / f"one-{len(known)}", alone(micro_batches), changes, plain, **more))
+            known[key] = result_of(trained(folder / f"one-{len(known)}", one_process(micro_batches), changes, plain, **more))
         return known[key]
 
     return compute
@@ -186,7 +191,7 @@ def check_metrics(ours, theirs):
 
 
 @pytest.mark.parametrize("name", ALIKE)
-def test_two_processes_are_one_with_twice_the_accumulation(found, one, name):
+def test_two_processes_equal_one_with_accumulation(found, one, name):
     expected = one(*ALIKE[name])
     check_equal(found[0][name]["weights"], expected["weights"], 1e-6)
     for theirs in found:
@@ -197,7 +202,7 @@ def test_two_processes_are_one_with_twice_the_accumulation(found, one, name):
 
 
 @pytest.mark.parametrize("name", SHARDED)
-def test_sharded_processes_are_one(found, folder, one, name):
+def test_sharded_equals_one_process(found, folder, one, name):
     expected = one(*SHARDED[name])
     ours = found[0][f"sharded {name}"]
     check_equal(ours["weights"], expected["weights"], 1e-6)
@@ -211,42 +216,42 @@ def part(weights, kind):
     return {name: tensor for name, tensor in weights.items() if name.startswith(kind)}
 
 
-def test_a_sharded_training_goes_on(found, folder, one):
-    whole = found[0]["sharded adamw"]
-    for name, begun in (("cut off", 10), ("damaged", 10)):
-        check_equal(found[0][name]["weights"], whole["weights"])
+def test_a_sharded_training_resumes(found, folder, one):
+    expected = found[0]["sharded adamw"]
+    for name, begun in (("interrupted", 10), ("damaged", 10)):
+        check_equal(found[0][name]["weights"], expected["weights"])
         assert found[0][name]["from"] == begun
-        assert found[0][name]["best"] == whole["best"]
-    check_equal(found[0]["whole first"]["weights"], whole["weights"], 1e-6)
-    kept = sorted(path.name for path in (folder / "cut off" / "checkpoints").iterdir())
+        assert found[0][name]["best"] == expected["best"]
+    check_equal(found[0]["unsharded first"]["weights"], expected["weights"], 1e-6)
+    kept = sorted(path.name for path in (folder / "interrupted" / "checkpoints").iterdir())
     assert kept == ["step-000000015.sharded", "step-000000020.sharded"]
 
 
 @pytest.mark.parametrize("begun", ["sharded", "replicated"])
-def test_one_process_goes_on_where_two_have_begun(found, folder, one, begun):
+def test_one_process_resumes_a_training_of_two(found, folder, one, begun):
     changes, options, micro_batches, more = SHARDED["adamw"]
-    place = folder / ("sharded adamw" if begun == "sharded" else "whole first")
-    newest = place / "checkpoints" / "step-000000020.sharded"
+    run_folder = folder / ("sharded adamw" if begun == "sharded" else "unsharded first")
+    newest = run_folder / "checkpoints" / "step-000000020.sharded"
     if newest.exists():
-        newest.rename(place / "newest")
-    training = trained(place, alone(micro_batches), changes, Options(on_nan="skip"), **more)
-    assert min(training.seen)[0] == 15
+        newest.rename(run_folder / "newest")
+    training = trained(run_folder, one_process(micro_batches), changes, Options(on_nan="skip"), **more)
+    assert min(training.task.seen)[0] == 15
     check_equal(result_of(training)["weights"], one(changes, options, micro_batches, more)["weights"], 1e-6)
 
 
 @pytest.mark.parametrize("count", UNEVEN)
-def test_every_validation_image_counts_once(found, folder, count):
-    expected = prepared(folder / "never", alone(1), validation=count).evaluate()
+def test_every_validation_image_is_counted_once(found, folder, count):
+    expected = prepared(folder / "never", one_process(1), validation=count).evaluate()
     for theirs in found:
         for sharding in ("none", "full"):
             ours = theirs[f"accuracy {count} {sharding}"]
-            assert (ours.top1, ours.top5, ours.images) == (expected.top1, expected.top5, count)
-            assert ours.loss == pytest.approx(expected.loss, abs=1e-6)
+            assert [ours[name] for name in ("top1", "top5", "images")] == [expected["top1"], expected["top5"], count]
+            assert ours["loss"] == pytest.approx(expected["loss"], abs=1e-6)
 
 
-def test_a_step_that_is_not_finite_stops_all_before_it(found, folder):
-    """Its images were the second process's alone; the first writes down the state, whole."""
-    expected = result_of(trained(folder / "six", alone(2), until=6))["weights"]
+def test_a_nan_stops_all_processes_before_the_step(found, folder):
+    """Only the second process has the NaN; the first writes the full checkpoint."""
+    expected = result_of(trained(folder / "six", one_process(2), until=6))["weights"]
     for sharding in ("none", "full"):
         bundle = found[0][f"bundle {sharding}"]
         assert found[1][f"bundle {sharding}"] == bundle
@@ -255,22 +260,22 @@ def test_a_step_that_is_not_finite_stops_all_before_it(found, folder):
         check_equal({f"model {name}": tensor for name, tensor in groups["model"].items()}, part(expected, "model"), 1e-6)
 
 
-def test_trouble_of_one_is_told_once_and_known_to_all(found):
-    assert [theirs["disagreement"] for theirs in found] == [("There is no data here.", True), ("There is no data here.", False)]
+def test_an_error_of_one_process_is_raised_on_all_and_reported_once(found):
+    assert [theirs["error"] for theirs in found] == [("There is no data here.", True), ("There is no data here.", False)]
 
 
-def torchrun(*words, restarts=0):
-    return start("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "--max-restarts", restarts, *words)
+def torchrun(*args, restarts=0):
+    return start("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "--max-restarts", restarts, *args)
 
 
-def two_nodes(*words):
-    """A torchrun of each of two machines, which here are one: what they say in the end."""
-    place = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--local-addr", "127.0.0.1"]
-    machine = ["-m", "torch.distributed.run", "--nnodes", 2, "--nproc-per-node", 1, "--rdzv-id", "both", *place, *words]
+def two_nodes(*args):
+    """Run torchrun twice, as on two machines; returns their standard errors."""
+    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--local-addr", "127.0.0.1"]
+    machine = ["-m", "torch.distributed.run", "--nnodes", 2, "--nproc-per-node", 1, "--rdzv-id", "both", *rendezvous, *args]
     nodes = [start(*machine) for _ in range(2)]
-    said = [node.communicate(timeout=100)[1] for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0], said
-    return said
+    outputs = [node.communicate(timeout=100)[1] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    return outputs
 
 
 @pytest.fixture(scope="module")
@@ -281,25 +286,25 @@ def recipe(tmp_path_factory):
 
 
 def check_like_two_processes(out, folder):
-    """A run that has ended has the state of the one that two processes have computed undisturbed, to the last bit."""
-    _, groups, facts = read_checkpoint(out / "checkpoints" / "step-000000020.safetensors")
+    """The final checkpoint equals that of an uninterrupted training of two processes, bit for bit."""
+    _, groups, metadata = read_checkpoint(out / "checkpoints" / "step-000000020.safetensors")
     _, expected, others = read_checkpoint(folder / "adamw" / "checkpoints" / "step-000000020.safetensors")
     for group, tensors in expected.items():
         check_equal(groups[group], tensors)
-    assert facts["best"] == others["best"]
+    assert metadata["best"] == others["best"]
 
 
 def logged_steps(out):
     return [line["step"] for line in map(json.loads, (out / "metrics.jsonl").open()) if line["kind"] == "train"]
 
 
-def test_a_killed_process_is_started_again(found, folder, recipe):
+def test_a_killed_process_is_restarted(found, folder, recipe):
     out = folder / "killed"
-    said = killed_once(out, recipe)
+    outputs = killed_once(out, recipe)
     check_like_two_processes(out, folder)
     assert logged_steps(out) == [4, 8, 12, 16, 20]
-    assert "Traceback (most recent call last)" not in said
-    with pytest.raises(UserError, match="holds a run already"):
+    assert "Traceback (most recent call last)" not in outputs
+    with pytest.raises(UserError, match="already holds a run"):
         train(recipe=TINY, out=out, device="cpu")
     (out / "last.safetensors").unlink()
     assert resume(out, device="cpu", workers=0).finished
@@ -307,104 +312,106 @@ def test_a_killed_process_is_started_again(found, folder, recipe):
 
 
 def killed_once(out, recipe, *more):
-    """What torchrun says that has lost a process at step 13 and goes on."""
-    words = ["train", "digits", "--recipe", recipe, "--out", out, "--workers", 0, "--save-steps", 5, *more]
-    process = torchrun("-m", "tests.training.failing", "kill:13", *words, restarts=2)
-    _, said = process.communicate(timeout=100)
-    assert process.returncode == 0, said
-    for sentence in ("batch 16 = 2 x CPU x 1", "going on at step 10 of 20", "best validation"):
-        assert said.count(sentence) == 1, sentence
-    assert said.count("has lost the others") <= 1, "torchrun may end the other one before it has told"
-    return said
+    """Standard error of a torchrun that loses a process at step 13 and restarts."""
+    args = ["train", "digits", "--recipe", recipe, "--out", out, "--workers", 0, "--save-steps", 5, *more]
+    process = torchrun("-m", "tests.training.failing", "kill:13", *args, restarts=2)
+    _, outputs = process.communicate(timeout=100)
+    assert process.returncode == 0, outputs
+    for message in ("batch size 16 = 2 x CPU x 1", "resuming at step 10 of 20", "best validation"):
+        assert outputs.count(message) == 1, message
+    assert outputs.count("lost the connection to the others") <= 1, "torchrun may end the other process before it reports"
+    return outputs
 
 
-def test_a_killed_process_of_a_sharded_training_is_started_again(found, folder, recipe):
-    """One process reads what the two have written, and finds the training that was neither sharded nor killed."""
+def test_a_killed_process_of_a_sharded_training_is_restarted(found, folder, recipe):
+    """One process loads the checkpoint of the two, which equals that of a training that was neither sharded nor killed."""
     out = folder / "killed sharded"
     killed_once(out, recipe, "--shard")
     assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step-000000015.sharded", "step-000000020.sharded"]
     assert logged_steps(out) == [4, 8, 12, 16, 20]
-    training = prepared(out, alone(2))
-    assert load_state(training, print)
-    training.seen = {}
+    training = prepared(out, one_process(2))
+    assert load_checkpoint(training, print)
     ours, expected = result_of(training), found[0]["adamw"]
     check_equal(ours["weights"], expected["weights"], 1e-6)
     check_metrics(ours["best"], expected["best"])
 
 
-def test_two_nodes_are_one_with_two_processes(found, folder, recipe):
-    """Each process is the first of its machine; one of them tells and writes."""
+def test_two_nodes_equal_one_with_two_processes(found, folder, recipe):
+    """Each process is the first of its machine; only one of them prints and writes."""
     out = folder / "nodes"
-    said = two_nodes("-m", "vitrail", "train", "digits", "--recipe", recipe, "--out", out, "--workers", 0)
-    for sentence in ("batch 16 = 2 x CPU x 1", "best validation"):
-        assert sum(each.count(sentence) for each in said) == 1, sentence
+    outputs = two_nodes("-m", "vitrail", "train", "digits", "--recipe", recipe, "--out", out, "--workers", 0)
+    for message in ("batch size 16 = 2 x CPU x 1", "best validation"):
+        assert sum(each.count(message) for each in outputs) == 1, message
     check_like_two_processes(out, folder)
     assert logged_steps(out) == [4, 8, 12, 16, 20]
 
 
-def test_torchrun_is_asked_to_stop(folder, recipe):
+def test_sigterm_to_torchrun(folder, recipe):
     out = folder / "stopped"
-    words = ["--recipe", recipe, "--out", out, "--workers", 0, "--log-steps", 1, "--set", "schedule.length=100000 steps"]
-    process = torchrun("-m", "vitrail", "train", "digits", *words)
+    args = ["--recipe", recipe, "--out", out, "--workers", 0, "--log-steps", 1, "--set", "schedule.length=100000 steps"]
+    process = torchrun("-m", "vitrail", "train", "digits", *args)
     line = process.stdout.readline()  # the first logged step
     process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=100)
+    _, outputs = process.communicate(timeout=100)
     assert "step" in line
-    assert said.count("Stopped at step") == 1
+    assert outputs.count("Stopped at step") == 1
     (saved,) = (out / "checkpoints").iterdir()
-    assert f"Stopped at step {read_checkpoint(saved)[0]} of 100000" in said
+    assert f"Stopped at step {read_checkpoint(saved)[0]} of 100000" in outputs
 
 
-def test_one_sentence_for_all(folder, recipe):
+def test_one_error_message_for_all_processes(folder, recipe):
     commands = [
-        ["-m", "vitrail", "train", source, "--recipe", recipe, "--out", folder / "refused"] for source in ("digits", "/no")
+        ["-m", "vitrail", "train", source, "--recipe", recipe, "--out", folder / "rejected"] for source in ("digits", "/no")
     ]
-    codes, said = side_by_side(*commands)
+    codes, outputs = side_by_side(*commands)
     assert codes == [2, 2]
-    (told,) = "".join(errors for _, errors in said).splitlines()
-    assert "/no" in told
-    assert not (folder / "refused").exists()
+    (line,) = "".join(errors for _, errors in outputs).splitlines()
+    assert "/no" in line
+    assert not (folder / "rejected").exists()
 
 
-def test_trouble_in_the_middle(folder, recipe):
-    words = ["train", "digits", "--recipe", recipe, "--out", folder / "trouble", "--workers", 0]
-    codes, said = side_by_side(*[["-m", "tests.training.failing", "trouble:4", *words]] * 2)
+def test_an_error_of_one_process_during_training(folder, recipe):
+    args = ["train", "digits", "--recipe", recipe, "--out", folder / "error", "--workers", 0]
+    codes, outputs = side_by_side(*[["-m", "tests.training.failing", "error:4", *args]] * 2)
     assert codes == [2, 2]
-    assert said[1][1] == "Process 1 is in trouble.\n"
-    assert "Process" not in said[0][1] + said[0][0]
-    assert "Traceback" not in said[0][1]
+    assert outputs[1][1] == "Error in process 1.\n"
+    assert "Process" not in outputs[0][1] + outputs[0][0]
+    assert "Traceback" not in outputs[0][1]
 
 
-def test_the_death_of_one_is_told_by_the_other(folder, recipe):
-    words = ["train", "digits", "--recipe", recipe, "--out", folder / "lost", "--workers", 0]
-    codes, said = side_by_side(*[["-m", "tests.training.failing", "kill:4", *words]] * 2)
+def test_the_death_of_a_process_is_reported_by_another(folder, recipe):
+    args = ["train", "digits", "--recipe", recipe, "--out", folder / "lost", "--workers", 0]
+    codes, outputs = side_by_side(*[["-m", "tests.training.failing", "kill:4", *args]] * 2)
     assert codes == [2, -signal.SIGKILL]
-    assert said[0][1].splitlines()[-1] == "Process 0 has lost the others: one of them has ended, or the connection has."
-    assert "Traceback" not in said[0][1]
+    assert (
+        outputs[0][1].splitlines()[-1]
+        == "Process 0 lost the connection to the others: one of them has ended, or the network failed."
+    )
+    assert "Traceback" not in outputs[0][1]
 
 
-def test_the_batch_is_cut_evenly():
-    assert [cut(64, 4, largest) for largest in (64, 16, 15, 5, 1)] == [4, 4, 8, 16, 64]
+def test_micro_batches():
+    assert [choose_micro_batches(64, 4, largest) for largest in (64, 16, 15, 5, 1)] == [4, 4, 8, 16, 64]
     shares = [Devices(torch.device("cpu"), rank, 2, 6).own_micro_batches for rank in range(2)]
     assert shares == [(0, 2, 4), (1, 3, 5)]
     with pytest.raises(UserError, match="multiple of 3"):
-        cut(64, 3, 64)
+        choose_micro_batches(64, 3, 64)
 
 
-def test_a_rank_without_a_meeting_place_is_refused(monkeypatch):
+def test_rank_without_master_address_is_rejected(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
-    with pytest.raises(UserError, match="start several processes with torchrun"), connected("cpu"):
+    with pytest.raises(UserError, match="start several processes with torchrun"), init_distributed("cpu"):
         pass
 
 
-def test_a_restart_finds_its_run(tmp_path, monkeypatch):
-    """After a death, which is counted, and after a change of machines, which is not."""
-    (tmp_path / "run.json").write_text(json.dumps(FACTS | {"launch": "monday"}))
-    with pytest.raises(UserError, match="holds a run already"):
+def test_a_restart_resumes_its_run(tmp_path, monkeypatch):
+    """After a failure, which torchrun counts, and after a change of machines, which it does not count."""
+    (tmp_path / "run.json").write_text(json.dumps(RUN | {"launch": "monday"}))
+    with pytest.raises(UserError, match="already holds a run"):
         choose_folder(tmp_path, "digits", "tiny")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "tuesday")
-    with pytest.raises(UserError, match="holds a run already"):
+    with pytest.raises(UserError, match="already holds a run"):
         choose_folder(tmp_path, "digits", "tiny")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "monday")
     assert choose_folder(tmp_path, "digits", "tiny") == (tmp_path, True)
@@ -412,39 +419,40 @@ def test_a_restart_finds_its_run(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert choose_folder(tmp_path, "digits", "tiny") == (tmp_path, True)
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
-    with pytest.raises(UserError, match="give its folder with --out"):
+    with pytest.raises(UserError, match="needs a fixed run directory: give it with --out"):
         choose_folder(None, "digits", "tiny")
 
 
-def test_before_they_meet_the_first_of_each_machine_tells(monkeypatch):
-    assert is_teller(None)
+def test_without_a_process_group_the_first_of_each_machine_reports(monkeypatch):
+    assert reports_errors(None)
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert not is_teller(None)
-    assert is_teller(True)
+    assert not reports_errors(None)
+    assert reports_errors(True)
 
 
 def group_of(task):
     return os.getpgrp()
 
 
-def test_a_stopped_group_keeps_its_loading_processes():
-    """torchrun asks every process of the group to stop; those that load must go on until the step in hand is done."""
+def test_data_loader_processes_survive_a_stop_signal():
+    """torchrun signals the expected process group; data loader processes must finish the current step."""
     workers = Workers(group_of, 1)
     assert list(workers.run([0])) != [os.getpgrp()]
     workers.close()
 
 
-def test_only_heads_without_labels_are_idle():
-    """What `replicate` must know beforehand: every other parameter of every structure gets a gradient."""
+def test_unused_parameters():
+    """DDP must know beforehand: without a dense head every parameter of every structure gets a gradient."""
     for name, architecture in structures().items():
         model = build(architecture)
         targets = torch.full((2, architecture.classes), 1 / architecture.classes)
-        Supervised(model, Recipe())(torch.randn(2, 3, *architecture.image_size), Targets(targets)).backward()
-        idle = [key for key, parameter in model.named_parameters() if parameter.requires_grad and parameter.grad is None]
-        assert bool(idle) == has_idle_heads(model), (name, idle)
+        images = torch.randn(2, 3, *architecture.image_size)
+        ClassificationModule(model, Recipe())(images, ClassificationTargets(targets)).backward()
+        unused = [key for key, parameter in model.named_parameters() if parameter.requires_grad and parameter.grad is None]
+        assert bool(unused) == has_unused_parameters(model), (name, unused)
 
 
-def test_sharding_needs_processes(tmp_path):
+def test_sharding_needs_torchrun(tmp_path):
     with pytest.raises(UserError, match="start with torchrun"):
         train(recipe=TINY, out=tmp_path / "run", options=Options(sharding="full"), device="cpu")
     assert not (tmp_path / "run").exists()

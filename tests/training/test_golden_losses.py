@@ -1,4 +1,4 @@
-"""The first losses of every recipe, in miniature, are those that were written down."""
+"""The first losses of a miniature of every recipe equal the recorded ones."""
 
 import pytest
 
@@ -7,23 +7,23 @@ from vitrail.recipes import list_recipes, lookup
 
 GOLDEN = read()
 NAMES, FOUND = miniatures()
-SAME = 1e-5
+TOLERANCE = 1e-5
 
 
 @pytest.mark.parametrize("key", FOUND, ids=[f"{FOUND[key].name.rsplit(' ')[-1]}-{key}" for key in FOUND])
 def test_first_losses(key):
-    assert key in GOLDEN["losses"], "this recipe has changed: `python -m tests.training.golden_losses` writes its losses again"
-    assert first_losses(FOUND[key]) == pytest.approx(GOLDEN["losses"][key], rel=SAME)
+    assert key in GOLDEN["losses"], "this recipe has changed: run `python -m tests.training.golden_losses` to record its losses"
+    assert first_losses(FOUND[key]) == pytest.approx(GOLDEN["losses"][key], rel=TOLERANCE)
 
 
-def test_every_recipe_has_its_losses():
+def test_every_recipe_has_golden_losses():
     assert list(GOLDEN["recipes"]) == list_recipes()
     assert GOLDEN["recipes"] == NAMES
     assert set(GOLDEN["losses"]) == set(NAMES.values())
     assert all(len(losses) == STEPS for losses in GOLDEN["losses"].values())
 
 
-# Each of these changes what a training does in its first twenty steps, and must not pass for the same.
+# Each of these changes must change the first twenty losses.
 CHANGES = {
     "optimizer.kind": "lamb",
     "optimizer.lr": 0.00055,
@@ -39,22 +39,22 @@ CHANGES = {
 
 
 @pytest.fixture(scope="module")
-def little():
-    """One whose blocks count from the first step on, and its losses."""
+def small_recipe():
+    """A miniature whose blocks affect the loss from the first step on, and its losses."""
     recipe = miniature(lookup("deit_small"))
     assert recipe.architecture["residual"] == "plain"
     return recipe, first_losses(recipe)
 
 
-@pytest.mark.parametrize("leaf", CHANGES)
-def test_a_changed_leaf_changes_them(leaf, little):
-    recipe, losses = little
-    assert recipe.leaves()[leaf] != CHANGES[leaf]
-    assert first_losses(recipe.set({leaf: CHANGES[leaf]})) != pytest.approx(losses, rel=2 * SAME)
+@pytest.mark.parametrize("key", CHANGES)
+def test_a_changed_key_changes_the_losses(key, small_recipe):
+    recipe, losses = small_recipe
+    assert recipe.leaves()[key] != CHANGES[key]
+    assert first_losses(recipe.set({key: CHANGES[key]})) != pytest.approx(losses, rel=2 * TOLERANCE)
 
 
-# The same for what a recipe learns from beside the labels.
-GUIDES = {
+# The same for distillation and token labels.
+TEACHER_CHANGES = {
     "deit_small_distilled": {"distillation.weight": 0.4, "distillation.kind": "soft", "distillation.label_smoothing": 0.1},
     "deit_small_soft": {"distillation.temperature": 2.0, "distillation.per_class": False},
     "lvvit_s_tokens": {"token_labels.weight": 0.5, "token_labels.target": "labels", "token_labels.mixtoken": 0.0},
@@ -62,14 +62,14 @@ GUIDES = {
 }
 
 
-@pytest.mark.parametrize(("name", "leaf"), [(name, leaf) for name, leaves in GUIDES.items() for leaf in leaves])
-def test_a_changed_leaf_of_teaching_changes_them(name, leaf):
-    recipe, value = miniature(lookup(name)), GUIDES[name][leaf]
-    assert recipe.leaves()[leaf] != value
-    assert first_losses(recipe.set({leaf: value})) != pytest.approx(GOLDEN["losses"][NAMES[name]], rel=2 * SAME)
+@pytest.mark.parametrize(("name", "key"), [(name, key) for name, leaves in TEACHER_CHANGES.items() for key in leaves])
+def test_a_changed_teacher_key_changes_the_losses(name, key):
+    recipe, value = miniature(lookup(name)), TEACHER_CHANGES[name][key]
+    assert recipe.leaves()[key] != value
+    assert first_losses(recipe.set({key: value})) != pytest.approx(GOLDEN["losses"][NAMES[name]], rel=2 * TOLERANCE)
 
 
-def test_mixing_labels_is_putting_answers_back():
-    """A sum over the same pairs of answer and label, in another order."""
+def test_mixtoken_on_labels_equals_mixtoken_on_outputs():
+    """The loss sums over the same pairs of output and label, in another order."""
     recipe = miniature(lookup("lvvit_s_tokens")).set({"token_labels.mixtoken_on": "labels"})
-    assert first_losses(recipe) == pytest.approx(GOLDEN["losses"][NAMES["lvvit_s_tokens"]], rel=SAME)
+    assert first_losses(recipe) == pytest.approx(GOLDEN["losses"][NAMES["lvvit_s_tokens"]], rel=TOLERANCE)

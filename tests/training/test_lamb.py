@@ -1,4 +1,4 @@
-"""LAMB against its rule, written out anew in double precision."""
+"""LAMB against its formula in float64."""
 
 import numpy as np
 import pytest
@@ -7,50 +7,50 @@ import torch
 from vitrail.training.lamb import Lamb
 
 SHAPES = [(7, 5), (3, 4, 2, 2), (6, 6), (5, 3), (8,), (), (4, 9)]
-DECAYED = [0, 1, 2, 3]  # places of the tensors in the group with a decay
+DECAYED = [0, 1, 2, 3]  # indices of the tensors with weight decay
 BETAS, EPS = (0.9, 0.999), 1e-8
 
 
 def start_values():
-    """Some weights; tensors 2 and 4 start at zero, one of them decayed and one not."""
+    """Initial weights; tensors 2 (with weight decay) and 4 (without) are zero."""
     rng = np.random.default_rng(1)
-    return [np.zeros(shape) if place in (2, 4) else rng.normal(size=shape) for place, shape in enumerate(SHAPES)]
+    return [np.zeros(shape) if index in (2, 4) else rng.normal(size=shape) for index, shape in enumerate(SHAPES)]
 
 
 def gradients(steps):
-    """Of changing size, so that some are clipped and some are not; tensor 3 has none but zeros."""
+    """Gradients of different norms, of which some are clipped; those of tensor 3 are zero."""
     rng = np.random.default_rng(2)
     sizes = 10.0 ** rng.uniform(-3, 1, size=steps)
-    return [[size * rng.normal(size=shape) * (place != 3) for place, shape in enumerate(SHAPES)] for size in sizes]
+    return [[size * rng.normal(size=shape) * (index != 3) for index, shape in enumerate(SHAPES)] for size in sizes]
 
 
-def defined(weights, steps, rate, decay, clip, trust, limit):
-    """The rule of Apex's FusedLAMB (and of NvLamb, with trust "all"), tensor by tensor."""
+def defined(weights, steps, lr, decay, clip_grad_norm, trust_ratio_on, limit):
+    """The rule of Apex's FusedLAMB (and of NvLamb, with trust_ratio_on "all"), tensor by tensor."""
     weights = [weight.copy() for weight in weights]
     first = [np.zeros_like(weight) for weight in weights]
     second = [np.zeros_like(weight) for weight in weights]
     for step, grads in enumerate(steps, 1):
         norm = np.sqrt(sum((grad**2).sum() for grad in grads))
-        for place, grad in enumerate(grads):
-            grad = grad / max(norm / clip, 1.0) if clip else grad
-            pull = decay if place in DECAYED else 0.0
-            first[place] = BETAS[0] * first[place] + (1 - BETAS[0]) * grad
-            second[place] = BETAS[1] * second[place] + (1 - BETAS[1]) * grad**2
-            mean, square = first[place] / (1 - BETAS[0] ** step), second[place] / (1 - BETAS[1] ** step)
-            update = mean / (np.sqrt(square) + EPS) + pull * weights[place]
+        for index, grad in enumerate(grads):
+            grad = grad / max(norm / clip_grad_norm, 1.0) if clip_grad_norm else grad
+            weight_decay = decay if index in DECAYED else 0.0
+            first[index] = BETAS[0] * first[index] + (1 - BETAS[0]) * grad
+            second[index] = BETAS[1] * second[index] + (1 - BETAS[1]) * grad**2
+            mean, square = first[index] / (1 - BETAS[0] ** step), second[index] / (1 - BETAS[1] ** step)
+            update = mean / (np.sqrt(square) + EPS) + weight_decay * weights[index]
             ratio = 1.0
-            if trust == "all" or pull:
-                size, length = np.linalg.norm(weights[place]), np.linalg.norm(update)
+            if trust_ratio_on == "all" or weight_decay:
+                size, length = np.linalg.norm(weights[index]), np.linalg.norm(update)
                 ratio = size / length if size > 0 and length > 0 else 1.0
                 ratio = min(ratio, limit) if limit else ratio
-            weights[place] = weights[place] - rate * ratio * update
+            weights[index] = weights[index] - lr * ratio * update
     return weights
 
 
 def make(dtype=torch.float32, decay=0.05, device="cpu", **options):
     parameters = [torch.nn.Parameter(torch.tensor(value, dtype=dtype, device=device)) for value in start_values()]
-    decayed = [parameters[place] for place in DECAYED]
-    others = [parameter for place, parameter in enumerate(parameters) if place not in DECAYED]
+    decayed = [parameters[index] for index in DECAYED]
+    others = [parameter for index, parameter in enumerate(parameters) if index not in DECAYED]
     groups = [{"params": decayed, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
     return parameters, Lamb(groups, lr=3e-3, betas=BETAS, eps=EPS, **options)
 
@@ -61,38 +61,40 @@ def feed(parameters, grads):
 
 
 def error(parameters, expected):
-    """The largest relative distance of a tensor."""
+    """The largest relative error of a tensor."""
     pairs = [(parameter.detach().double().numpy(), value) for parameter, value in zip(parameters, expected, strict=True)]
     return max(np.linalg.norm(ours - value) / max(np.linalg.norm(value), 1e-300) for ours, value in pairs)
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
 @pytest.mark.parametrize(
-    ("clip", "trust", "trust_limit", "decay"),
+    ("clip_grad_norm", "trust_ratio_on", "max_trust_ratio", "decay"),
     [
         (1.0, "decayed", 0.0, 0.05),  # Apex's FusedLAMB
         (1.0, "all", 0.0, 0.05),  # NvLamb
         (0.0, "all", 0.0, 0.01),  # as first published
         (1.0, "decayed", 1.0, 0.2),  # timm with trust_clip
-        (0.5, "decayed", 0.0, 0.0),  # without a decay nobody is scaled
+        (0.5, "decayed", 0.0, 0.0),  # no trust ratio without weight decay
     ],
 )
-def test_rule(dtype, limit, clip, trust, trust_limit, decay):
-    parameters, optimizer = make(dtype, decay, clip=clip, trust=trust, trust_limit=trust_limit)
+def test_formula(dtype, limit, clip_grad_norm, trust_ratio_on, max_trust_ratio, decay):
+    parameters, optimizer = make(
+        dtype, decay, clip_grad_norm=clip_grad_norm, trust_ratio_on=trust_ratio_on, max_trust_ratio=max_trust_ratio
+    )
     steps = gradients(30)
     for grads in steps:
         feed(parameters, grads)
         optimizer.step()
-    expected = defined(start_values(), steps, 3e-3, decay, clip, trust, trust_limit)
+    expected = defined(start_values(), steps, 3e-3, decay, clip_grad_norm, trust_ratio_on, max_trust_ratio)
     assert error(parameters, expected) <= limit
-    if trust_limit:
-        assert error(parameters, defined(start_values(), steps, 3e-3, decay, clip, trust, 0.0)) > limit
+    if max_trust_ratio:
+        assert error(parameters, defined(start_values(), steps, 3e-3, decay, clip_grad_norm, trust_ratio_on, 0.0)) > limit
 
 
 def test_defaults_are_those_of_apex():
     parameters = [torch.nn.Parameter(torch.ones(3, 3))]
     optimizer = Lamb(parameters)
-    assert (optimizer.clip, optimizer.trust, optimizer.trust_limit) == (1.0, "decayed", 0.0)
+    assert (optimizer.clip_grad_norm, optimizer.trust_ratio_on, optimizer.max_trust_ratio) == (1.0, "decayed", 0.0)
     assert optimizer.defaults["betas"] == (0.9, 0.999)
     assert optimizer.defaults["eps"] == 1e-6
 
@@ -105,12 +107,12 @@ def everything(parameters, optimizer):
     return found
 
 
-@pytest.mark.parametrize("trust", ["decayed", "all"])
+@pytest.mark.parametrize("trust_ratio_on", ["decayed", "all"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1.0])
-def test_skipped_steps_leave_no_trace(trust, bad):
+def test_skipped_steps_have_no_effect(trust_ratio_on, bad):
     steps = gradients(6)
-    plain, reference = make(trust=trust)
-    skipping, optimizer = make(trust=trust)
+    plain, reference = make(trust_ratio_on=trust_ratio_on)
+    skipping, optimizer = make(trust_ratio_on=trust_ratio_on)
     for grads in steps:
         feed(plain, grads)
         reference.step()
@@ -123,7 +125,7 @@ def test_skipped_steps_leave_no_trace(trust, bad):
 
 
 def test_scaled_gradients():
-    """A loss multiplied by 2^10 whose gradients the optimizer divides: the norm that is clipped is the true one."""
+    """With grad_scale the norm of the unscaled gradients is clipped."""
     plain, reference = make()
     scaled, optimizer = make()
     for grads in gradients(8):
@@ -136,7 +138,7 @@ def test_scaled_gradients():
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
 
 
-def test_gradscaler_hands_its_flag_over():
+def test_gradscaler_sets_found_inf():
     parameters, optimizer = make()
     scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
     outputs = scaler.scale(sum(parameter.sum() for parameter in parameters))
@@ -183,7 +185,7 @@ def test_parameters_without_a_gradient_stay():
 
 
 @pytest.mark.gpu
-def test_gpu_agrees_and_is_never_waited_for():
+def test_gpu_agrees_and_is_not_synchronized():
     parameters, optimizer = make(device="cuda")
     host, reference = make()
     steps = gradients(25)

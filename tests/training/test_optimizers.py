@@ -1,4 +1,4 @@
-"""Groups of parameters, and every optimizer against its rule in double precision and against torch's plain loop."""
+"""Parameter groups, and every optimizer against its formula in float64 and against torch's for-loop implementation."""
 
 import copy
 import math
@@ -14,7 +14,7 @@ from vitrail.errors import UserError
 from vitrail.models.registry import build, list_models, lookup
 from vitrail.recipes.schema import OptimizerConfig
 from vitrail.training.lamb import Lamb
-from vitrail.training.optimizers import clip_gradients, decayed, make_optimizer, parameter_groups, set_rate
+from vitrail.training.optimizers import clip_gradients, decayed_parameters, make_optimizer, parameter_groups, set_lr
 
 SHAPES = [(7, 5), (3, 4, 2, 2), (8,), ()]
 RULES = {
@@ -28,11 +28,11 @@ RULES = {
     "adagrad, decoupled": OptimizerConfig("adagrad", weight_decay=0.05),
     "lamb": OptimizerConfig("lamb", weight_decay=0.05, clip_grad_norm=1.0),
 }
-RATE = 1e-2
+LR = 1e-2
 
 
-def rates(steps):
-    return [RATE * (1 + step / steps) for step in range(steps)]
+def lrs(steps):
+    return [LR * (1 + step / steps) for step in range(steps)]
 
 
 def gradients(steps):
@@ -40,14 +40,14 @@ def gradients(steps):
     return [[rng.normal(size=shape) for shape in SHAPES] for _ in range(steps)]
 
 
-def make(how, dtype=torch.float32):
+def make(config, dtype=torch.float32):
     rng = np.random.default_rng(1)
     parameters = [nn.Parameter(torch.tensor(rng.normal(size=shape), dtype=dtype)) for shape in SHAPES]
     groups = [
-        {"params": parameters[:2], "weight_decay": how.decay, "rate_factor": 0.5},
-        {"params": parameters[2:], "weight_decay": 0.0, "rate_factor": 1.0},
+        {"params": parameters[:2], "weight_decay": config.weight_decay, "lr_scale": 0.5},
+        {"params": parameters[2:], "weight_decay": 0.0, "lr_scale": 1.0},
     ]
-    return parameters, make_optimizer(groups, how, RATE)
+    return parameters, make_optimizer(groups, config, LR)
 
 
 def feed(parameters, grads):
@@ -55,30 +55,30 @@ def feed(parameters, grads):
         parameter.grad = torch.tensor(grad, dtype=parameter.dtype)
 
 
-def defined(how, weights, steps):
-    """Each rule, tensor by tensor; the first two tensors decay and move at half the rate."""
+def defined(config, weights, steps):
+    """Each optimizer, tensor by tensor; the first two tensors have weight decay and half the learning rate."""
     weights = [weight.copy() for weight in weights]
     state = [[np.zeros_like(weight), np.zeros_like(weight)] for weight in weights]
-    for step, (grads, rate) in enumerate(zip(steps, rates(len(steps)), strict=True), 1):
-        for place, grad in enumerate(grads):
-            pull, pace = (how.decay, rate / 2) if place < 2 else (0.0, rate)
-            weight, (first, second) = weights[place], state[place]
-            if how.decay_coupled:
-                grad = grad + pull * weight
+    for step, (grads, lr) in enumerate(zip(steps, lrs(len(steps)), strict=True), 1):
+        for index, grad in enumerate(grads):
+            decay, scaled_lr = (config.weight_decay, lr / 2) if index < 2 else (0.0, lr)
+            weight, (first, second) = weights[index], state[index]
+            if config.weight_decay_coupled:
+                grad = grad + decay * weight
             else:
-                weight = weight - pace * pull * weight
-            if how.kind in ("adam", "adamw"):
-                first = how.betas[0] * first + (1 - how.betas[0]) * grad
-                second = how.betas[1] * second + (1 - how.betas[1]) * grad**2
-                mean, square = first / (1 - how.betas[0] ** step), second / (1 - how.betas[1] ** step)
-                update = mean / (np.sqrt(square) + how.eps)
-            elif how.kind == "sgd":
-                first = how.momentum * first + grad
-                update = grad + how.momentum * first if how.nesterov else first
+                weight = weight - scaled_lr * decay * weight
+            if config.kind in ("adam", "adamw"):
+                first = config.betas[0] * first + (1 - config.betas[0]) * grad
+                second = config.betas[1] * second + (1 - config.betas[1]) * grad**2
+                mean, square = first / (1 - config.betas[0] ** step), second / (1 - config.betas[1] ** step)
+                update = mean / (np.sqrt(square) + config.eps)
+            elif config.kind == "sgd":
+                first = config.momentum * first + grad
+                update = grad + config.momentum * first if config.nesterov else first
             else:
                 second = second + grad**2
-                update = grad / (np.sqrt(second) + how.eps)
-            weights[place], state[place] = weight - pace * update, [first, second]
+                update = grad / (np.sqrt(second) + config.eps)
+            weights[index], state[index] = weight - scaled_lr * update, [first, second]
     return weights
 
 
@@ -93,8 +93,8 @@ def test_rules(name, dtype, limit):
     parameters, optimizer = make(RULES[name], dtype)
     before = [parameter.detach().double().numpy().copy() for parameter in parameters]
     steps = gradients(25)
-    for grads, rate in zip(steps, rates(25), strict=True):
-        set_rate(optimizer, rate)
+    for grads, lr in zip(steps, lrs(25), strict=True):
+        set_lr(optimizer, lr)
         feed(parameters, grads)
         optimizer.step()
     assert error(parameters, defined(RULES[name], before, steps)) <= limit
@@ -109,15 +109,15 @@ TORCH = {
 
 
 @pytest.mark.parametrize("name", TORCH)
-def test_plain_loops_of_torch(name):
+def test_against_torch(name):
     parameters, optimizer = make(RULES[name])
     twins = [nn.Parameter(parameter.detach().clone()) for parameter in parameters]
-    groups = [{"params": twins[:2], "weight_decay": RULES[name].decay}, {"params": twins[2:], "weight_decay": 0.0}]
+    groups = [{"params": twins[:2], "weight_decay": RULES[name].weight_decay}, {"params": twins[2:], "weight_decay": 0.0}]
     theirs = TORCH[name](groups)
-    for grads, rate in zip(gradients(25), rates(25), strict=True):
-        set_rate(optimizer, rate)
+    for grads, lr in zip(gradients(25), lrs(25), strict=True):
+        set_lr(optimizer, lr)
         for group, factor in zip(theirs.param_groups, (0.5, 1.0), strict=True):
-            group["lr"] = rate * factor
+            group["lr"] = lr * factor
         feed(parameters, grads)
         feed(twins, grads)
         optimizer.step()
@@ -134,8 +134,8 @@ def everything(parameters, optimizer):
 
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1.0])
-def test_skipped_steps_leave_no_trace(name, bad):
-    """Skipped first, skipped in between: weights and state are bit by bit those of a run without these steps."""
+def test_skipped_steps_have_no_effect(name, bad):
+    """Weights and state are bit for bit those of a run without the skipped steps, also if the first one is skipped."""
     plain, reference = make(RULES[name])
     skipping, optimizer = make(RULES[name])
     for grads in gradients(6):
@@ -174,24 +174,24 @@ def test_gradscaler(name):
     parameters, optimizer = make(RULES[name])
     before = [parameter.detach().clone() for parameter in parameters]
     scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
-    for spoiled in (True, False):
+    for overflow in (True, False):
         scaler.scale(sum(parameter.square().sum() for parameter in parameters)).backward()
-        if spoiled:
+        if overflow:
             parameters[0].grad[0, 0] = float("inf")
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        assert all(torch.equal(parameter, value) == spoiled for parameter, value in zip(parameters, before, strict=True))
+        assert all(torch.equal(parameter, value) == overflow for parameter, value in zip(parameters, before, strict=True))
 
 
-def test_a_kind_and_its_decay_must_agree():
-    for how in (
+def test_coupled_decay_must_match_the_optimizer():
+    for config in (
         OptimizerConfig("adam"),
         OptimizerConfig("adamw", weight_decay_coupled=True),
         OptimizerConfig("lamb", weight_decay_coupled=True),
     ):
         with pytest.raises(UserError, match="decay_coupled"):
-            make(how)
+            make(config)
     make(OptimizerConfig("adam", weight_decay=0.0))
 
 
@@ -200,14 +200,14 @@ def test_lamb_gets_its_options():
         OptimizerConfig("lamb", clip_grad_norm=0.5, trust_ratio_on="all", max_trust_ratio=2.0, eps=1e-7, betas=(0.8, 0.9))
     )
     assert isinstance(optimizer, Lamb)
-    assert (optimizer.clip, optimizer.trust, optimizer.trust_limit) == (0.5, "all", 2.0)
+    assert (optimizer.clip_grad_norm, optimizer.trust_ratio_on, optimizer.max_trust_ratio) == (0.5, "all", 2.0)
     assert (optimizer.param_groups[0]["eps"], optimizer.param_groups[0]["betas"]) == (1e-7, (0.8, 0.9))
 
 
-def test_rates_follow_the_factors():
+def test_lr_scales():
     _, optimizer = make(RULES["adamw"])
-    assert [group["lr"] for group in optimizer.param_groups] == [RATE / 2, RATE]
-    set_rate(optimizer, 4.0)
+    assert [group["lr"] for group in optimizer.param_groups] == [LR / 2, LR]
+    set_lr(optimizer, 4.0)
     assert [group["lr"] for group in optimizer.param_groups] == [2.0, 4.0]
 
 
@@ -232,13 +232,13 @@ def test_groups_of_every_model(name):
     groups = parameter_groups(model, OptimizerConfig(weight_decay=0.05, layer_decay=0.65))
     members = [names[parameter] for group in groups for parameter in group["params"]]
     assert sorted(members) == sorted(key for key, parameter in model.named_parameters() if parameter.requires_grad)
-    pulled = {names[parameter] for group in groups if group["weight_decay"] for parameter in group["params"]}
+    decayed = {names[parameter] for group in groups if group["weight_decay"] for parameter in group["params"]}
     for parameter, key in names.items():
         table = key.startswith("pos_embed.") or key in ("prefix", "pooling.queries", "stem.position")
-        spared = parameter.ndim < 2 or key.endswith("bias") or table
-        assert (key in pulled) != spared or not parameter.requires_grad
-    # In all models the two rules name the same tensors: what has two axes and is no table is a kernel.
-    assert decayed(model, "kernels") == decayed(model, "matrices")
+        exempt = parameter.ndim < 2 or key.endswith("bias") or table
+        assert (key in decayed) != exempt or not parameter.requires_grad
+    # In all models both rules select the same tensors.
+    assert decayed_parameters(model, "kernels") == decayed_parameters(model, "matrices")
     for group in groups:
         for parameter in group["params"]:
             key, last = names[parameter], model.architecture.depth + 1
@@ -246,14 +246,14 @@ def test_groups_of_every_model(name):
                 layer = int(key.split(".")[1]) + 1
             else:
                 layer = 0 if key.split(".")[0] in ("stem", "prefix", "pos_embed") else last
-            assert group["rate_factor"] == 0.65 ** (last - layer)
+            assert group["lr_scale"] == 0.65 ** (last - layer)
 
 
 def test_two_groups_without_layer_decay():
     model = vitrail.create("deit_tiny_distilled_patch16", device="meta", depth=2)
     groups = parameter_groups(model, OptimizerConfig(weight_decay=0.05))
     assert sorted(group["weight_decay"] for group in groups) == [0.0, 0.05]
-    assert all(group["rate_factor"] == 1.0 for group in groups)
+    assert all(group["lr_scale"] == 1.0 for group in groups)
     (everything,) = parameter_groups(model, OptimizerConfig(weight_decay=0.05, weight_decay_on="all"))
     assert len(everything["params"]) == len(list(model.parameters()))
     (together,) = parameter_groups(model, OptimizerConfig(weight_decay=0.0))
@@ -267,11 +267,11 @@ def test_relative_tables_belong_to_their_blocks(place, layers):
     tables = list(model.pos_embed.parameters())
     for table, layer in zip(tables, layers, strict=True):
         (group,) = [group for group in groups if any(parameter is table for parameter in group["params"])]
-        assert group["rate_factor"] == 0.5 ** (3 - layer)
+        assert group["lr_scale"] == 0.5 ** (3 - layer)
         assert group["weight_decay"] == 0.0
 
 
-def test_frozen_parameters_are_left_out():
+def test_frozen_parameters_are_not_optimized():
     model = build(shrink(lookup("deit_tiny_patch16")[1]))
     model.stem.requires_grad_(False)
     optimizer = make_optimizer(model, OptimizerConfig(), 0.1)
@@ -283,7 +283,7 @@ def test_frozen_parameters_are_left_out():
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd", "lamb"])
-def test_a_model_learns_a_batch(kind):
+def test_a_model_fits_a_batch(kind):
     torch.manual_seed(0)
     model = build(shrink(lookup("deit_tiny_patch16")[1]))
     optimizer = make_optimizer(model, OptimizerConfig(kind, clip_grad_norm=1.0), {"adamw": 3e-3, "sgd": 0.03, "lamb": 0.02}[kind])
@@ -298,14 +298,14 @@ def test_a_model_learns_a_batch(kind):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", RULES)
-def test_gpu_agrees_and_is_never_waited_for(name):
+def test_gpu_agrees_and_is_not_synchronized(name):
     host, reference = make(RULES[name])
     parameters = [nn.Parameter(parameter.detach().cuda()) for parameter in host]
     groups = [
-        {"params": parameters[:2], "weight_decay": RULES[name].decay, "rate_factor": 0.5},
-        {"params": parameters[2:], "weight_decay": 0.0, "rate_factor": 1.0},
+        {"params": parameters[:2], "weight_decay": RULES[name].weight_decay, "lr_scale": 0.5},
+        {"params": parameters[2:], "weight_decay": 0.0, "lr_scale": 1.0},
     ]
-    optimizer = make_optimizer(groups, RULES[name], RATE)
+    optimizer = make_optimizer(groups, RULES[name], LR)
     for step, grads in enumerate(gradients(20)):
         found = torch.tensor(float(step % 3 == 0))
         feed(host, [grad * math.nan for grad in grads] if found else grads)

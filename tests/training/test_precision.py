@@ -3,7 +3,7 @@ import torch
 
 from vitrail.recipes import lookup
 from vitrail.training import precision
-from vitrail.training.precision import has_bfloat16, suited
+from vitrail.training.precision import choose_precision, has_bfloat16
 
 CPU = torch.device("cpu")
 
@@ -13,25 +13,25 @@ def without(monkeypatch):
     monkeypatch.setattr(precision, "has_bfloat16", lambda device: False)
 
 
-def test_machines_without_bfloat16_take_what_they_have(without):
-    recipe, said = suited(lookup("finetune"), CPU)
+def test_bf16_is_replaced_without_hardware_support(without):
+    recipe, messages = choose_precision(lookup("finetune"), CPU)
     assert recipe.precision == "fp32"
-    assert said == ["this processor does not multiply in bfloat16: computing in float32"]
-    recipe, said = suited(lookup("finetune"), torch.device("cuda", 0))
+    assert messages == ["this CPU has no bfloat16 instructions: using float32"]
+    recipe, messages = choose_precision(lookup("finetune"), torch.device("cuda", 0))
     assert recipe.precision == "fp16"
-    assert len(said) == 1
+    assert len(messages) == 1
 
 
-def test_what_is_said_or_no_trouble_stays(without):
-    asked = lookup("finetune").set({"precision": "bf16"})
-    assert suited(asked, CPU, {"precision": "bf16"}) == (asked, [])
-    whole = lookup("resmlp_s12")  # float32 in the paper
-    assert whole.precision == "fp32"
-    assert suited(whole, CPU) == (whole, [])
+def test_precision_set_by_the_user_is_kept(without):
+    recipe = lookup("finetune").set({"precision": "bf16"})
+    assert choose_precision(recipe, CPU, {"precision": "bf16"}) == (recipe, [])
+    fp32 = lookup("resmlp_s12")  # float32 in the paper
+    assert fp32.precision == "fp32"
+    assert choose_precision(fp32, CPU) == (fp32, [])
 
 
 @pytest.mark.parametrize(("wide", "tiles"), [(True, False), (False, True), (False, False)])
-def test_processors_that_have_it(monkeypatch, wide, tiles):
+def test_cpus_with_bfloat16(monkeypatch, wide, tiles):
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: wide)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
@@ -40,7 +40,7 @@ def test_processors_that_have_it(monkeypatch, wide, tiles):
     assert not has_bfloat16(CPU)
 
 
-def test_graphics_cards_that_have_it(monkeypatch):
+def test_gpus_with_bfloat16(monkeypatch):
     for capability, found in (((7, 5), False), ((8, 0), True), ((9, 0), True)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
         assert has_bfloat16(torch.device("cuda", 0)) is found

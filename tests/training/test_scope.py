@@ -1,4 +1,4 @@
-"""Freezing: what is trained of which network, and that the rest costs nothing."""
+"""Scopes: which parameters are trained, and that frozen ones cost nothing."""
 
 import numpy as np
 import pytest
@@ -7,16 +7,14 @@ from rich.console import Console
 
 import vitrail
 from tests.small import structures
+from tests.trainers import initial_model, make_trainer
 from vitrail.data.datasets.lookup import open_splits
-from vitrail.data.feed import Feed
+from vitrail.data.image_loader import ImageLoader
 from vitrail.data.source import Subset
 from vitrail.recipes import lookup
 from vitrail.runs.display import Display
-from vitrail.runs.prepare import build
-from vitrail.training.distributed import Devices
 from vitrail.training.scope import apply_scope
-from vitrail.training.throughput import Speed
-from vitrail.training.trainer import Trainer
+from vitrail.training.throughput import Throughput
 
 SCOPES = ("full", "attention", "ffn", "head", "norm", "last:1")
 
@@ -25,7 +23,7 @@ def trained(model):
     return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def share(model):
+def trained_fraction(model):
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     return sum(sizes[name] for name in trained(model)) / sum(sizes.values())
 
@@ -47,25 +45,25 @@ def test_trained_parameters_are_those_of_the_paper(name, scope):
 
 @pytest.mark.parametrize("size", ["tiny", "small", "base", "large"])
 def test_attention_is_a_third_of_the_blocks(size):
-    """Of the blocks alone exactly 4 D^2 of 12 D^2 and biases; of the whole, a third to within what classifier and stem are."""
+    """4 D^2 of 12 D^2 in each block; about a third of the model, depending on the sizes of classifier and stem."""
     name = f"{'vit' if size == 'large' else 'deit'}_{size}_patch16"
     model = vitrail.create(name, image_size=384, device="meta")
     apply_scope(model, "attention")
     inside, blocks = trained(model), dict(model.blocks.named_parameters())
     in_blocks = sum(value.numel() for key, value in blocks.items() if f"blocks.{key}" in inside)
     assert in_blocks / sum(value.numel() for value in blocks.values()) == pytest.approx(1 / 3, abs=2e-3)
-    assert share(model) == pytest.approx(1 / 3, abs=0.05 if size == "tiny" else 0.015)
+    assert trained_fraction(model) == pytest.approx(1 / 3, abs=0.05 if size == "tiny" else 0.015)
 
 
-@pytest.mark.parametrize(("scope", "least", "most"), [("attention", 0.32, 0.35), ("ffn", 0.64, 0.68), ("last:4", 0.32, 0.35)])
-def test_shares_of_a_vit(scope, least, most):
+@pytest.mark.parametrize(("scope", "low", "high"), [("attention", 0.32, 0.35), ("ffn", 0.64, 0.68), ("last:4", 0.32, 0.35)])
+def test_fraction_of_trained_parameters(scope, low, high):
     model = vitrail.create("deit_base_patch16", device="meta")
     count = apply_scope(model, scope)
-    assert least < share(model) < most
+    assert low < trained_fraction(model) < high
     assert count == sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
-def test_what_lies_in_a_scope():
+def test_parameters_of_each_scope():
     def inside(scope, name="deit_tiny_patch16", **parts):
         model = vitrail.create(name, 3, 32, device="meta", depth=3, **parts)
         apply_scope(model, scope)
@@ -77,7 +75,7 @@ def test_what_lies_in_a_scope():
     attention = inside("attention")
     assert {name.split(".")[2] for name in attention if name.startswith("blocks")} == {"mix"}
     assert not any("norm" in name or "ffn" in name for name in attention)
-    assert any(name.startswith("pos_embed") for name in attention)  # which a new size changes
+    assert any(name.startswith("pos_embed") for name in attention)  # a new image size changes it
     assert {name.split(".")[2] for name in inside("ffn") if name.startswith("blocks")} == {"ffn"}
     assert {name.split(".")[1] for name in inside("last:2") if name.startswith("blocks")} == {"1", "2"}
     assert not any(name.startswith(("stem", "pos_embed", "prefix")) for name in inside("last:2"))
@@ -91,30 +89,30 @@ def test_what_lies_in_a_scope():
 
 
 @pytest.mark.parametrize("count", [4, 99, 10**30])
-def test_more_blocks_than_there_are(count):
+def test_more_blocks_than_the_model_has(count):
     model = vitrail.create("deit_tiny_patch16", 3, 32, device="meta", depth=3)
     before = trained(model)
-    with pytest.raises(vitrail.UserError, match=rf"last:{count} is more than .* 3 blocks: give last:3, or full"):
+    with pytest.raises(vitrail.UserError, match=rf"last:{count} exceeds .* 3 blocks: give last:3, or full"):
         apply_scope(model, f"last:{count}")
     assert trained(model) == before
 
 
-def test_a_training_of_more_blocks_than_there_are_is_refused_before_it_begins(typed, tmp_path, monkeypatch):
+def test_a_scope_beyond_the_depth_is_rejected_before_training(run_cli, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for command in ("train", "plan"):
-        result = typed(command, "digits", "--from", "vitrail_tiny", "--scope", "last:12", "--device", "cpu")
+        result = run_cli(command, "digits", "--from", "vitrail_tiny", "--scope", "last:12", "--device", "cpu")
         assert result.returncode == 2
-        assert result.stderr.endswith("init.scope=last:12 is more than this network has, 11 blocks: give last:11, or full.\n")
+        assert result.stderr.endswith("init.scope=last:12 exceeds the depth of the model, 11 blocks: give last:11, or full.\n")
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", structures())
 @pytest.mark.parametrize("scope", SCOPES)
-def test_every_network_has_something_in_every_scope(name, scope):
-    """At least the classifier, which always learns; gradients reach it."""
+def test_every_model_trains_its_head_in_every_scope(name, scope):
+    """At least the classifier is trained in every scope."""
     model = vitrail.build(structures()[name])
     before = trained(model)
-    if scope == "last:1" and not model.blocks:  # a network of convolutions alone
+    if scope == "last:1" and not model.blocks:  # a purely convolutional model
         with pytest.raises(vitrail.UserError, match="0 blocks"):
             apply_scope(model, scope)
         return
@@ -125,15 +123,16 @@ def test_every_network_has_something_in_every_scope(name, scope):
         assert trained(model) == before
 
 
-def test_what_is_frozen_costs_nothing_and_stays(tmp_path):
+def test_frozen_parameters_have_no_gradient_and_do_not_change(tmp_path):
     changes = {"model": "deit_tiny_patch16", "architecture.width": 16, "architecture.depth": 2, "architecture.heads": 2}
     changes |= {"architecture.patch_size": 4, "augmentation.image_size": 8, "batch_size": 8, "schedule.length": "2 steps"}
     changes |= {"init.scope": "attention", "ema.decay": 0.5, "optimizer.layer_decay": 0.9}
     recipe = lookup("laptop").set(changes)
-    feed = Feed(Subset(open_splits("digits").train, np.arange(16)), workers=0, say=lambda sentence: None)
-    model = build(recipe, feed.source)
+    image_loader = ImageLoader(Subset(open_splits("digits").train, np.arange(16)), workers=0, log=lambda message: None)
+    model = initial_model(recipe, image_loader.source)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    training = Trainer(recipe, model, Devices(torch.device("cpu")), feed, feed, tmp_path)
+    training = make_trainer(recipe, image_loader.source, tmp_path, model=model)
+    training.validation = image_loader
     gradients = set()
     take = training.optimizer.step
 
@@ -142,15 +141,16 @@ def test_what_is_frozen_costs_nothing_and_stays(tmp_path):
         take()
 
     training.optimizer.step = step
-    training.run(Display(2, 2, 8, console=Console(quiet=True)), None, Speed(model, torch.device("cpu"), 1))
+    display = Display(2, 2, 8, console=Console(quiet=True))
+    training.run(image_loader, display, None, Throughput(model, torch.device("cpu"), 1))
     inside = trained(model)
     changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
     names = {parameter: name for name, parameter in model.named_parameters()}
     assert gradients == inside
     assert {names[parameter] for parameter in training.optimizer.state} == inside
     assert changed == inside
-    assert 0.2 < share(model) < 0.5
-    assert set(training.average.state_dict()) == inside
+    assert 0.2 < trained_fraction(model) < 0.5
+    assert set(training.ema.state_dict()) == inside
 
 
 WIDTH, IMAGES, TOKENS = 32, 2, 17  # 32 pixels in patches of 8, and a class token
@@ -178,8 +178,8 @@ def kept(scope, depth=3, **parts):
     return [tuple(tensor.shape) for tensor in found.values()], 4 * sum(tensor.numel() for tensor in found.values())
 
 
-def test_a_frozen_trunk_keeps_no_activation():
-    """The classifier needs what it reads, and the loss what it squares."""
+def test_a_frozen_backbone_keeps_no_activations():
+    """Only the inputs of the classifier and of the loss are kept."""
     shapes, _ = kept("head")
     assert sorted(shapes) == [(IMAGES, 5), (IMAGES, WIDTH)]
     with_batch_norm, _ = kept("head", stem="hmlp", norm="batch", pooling="mean", mixer="linear")
@@ -187,18 +187,18 @@ def test_a_frozen_trunk_keeps_no_activation():
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])
-def test_blocks_before_the_last_keep_no_activation(count):
-    """Whatever lies below: the same for a trunk of any depth."""
+def test_frozen_first_blocks_keep_no_activations(count):
+    """The memory does not depend on the number of frozen blocks."""
     assert kept(f"last:{count}", depth=3)[1] == kept(f"last:{count}", depth=6)[1]
     assert kept("full", depth=3)[1] < kept("full", depth=6)[1]
 
 
 @pytest.mark.parametrize("scale", ["plain", "layerscale"])
 def test_inputs_of_frozen_weights_are_not_kept(scale):
-    """Exactly what the gradients of frozen matrices would need is missing, and not a number more or less.
+    """The saved memory is exactly that of the inputs of frozen weights.
 
-    Of an MLP the inputs of both layers, which have 1 and 4 widths; of the attention the input alone, for the output layer's is
-    kept by the attention itself; of the stem the image. LayerScale needs what it scales.
+    In an MLP these are the inputs of both layers (1 and 4 times the width); in attention only the input of qkv, since attention
+    itself keeps the input of its projection; in the stem the image. LayerScale keeps the input that it scales.
     """
     token = 4 * 3 * IMAGES * TOKENS * WIDTH  # bytes of one width of every token in three blocks
     image = 4 * IMAGE.numel()
@@ -207,4 +207,4 @@ def test_inputs_of_frozen_weights_are_not_kept(scale):
     assert full - kept("attention", residual=scale)[1] == 5 * token + image + scaled
     assert full - kept("ffn", residual=scale)[1] == token + image + scaled
     hidden = [shape for shape in kept("attention", residual=scale)[0] if shape[-1] == 4 * WIDTH]
-    assert len(hidden) == 3  # of every block what GELU was given
+    assert len(hidden) == 3  # the input of GELU in every block

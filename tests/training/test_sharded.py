@@ -1,4 +1,4 @@
-"""Two processes that share the parameters (DTensor, FSDP2) do what one does alone."""
+"""Two processes with sharded parameters (DTensor, FSDP2) compute the same as one."""
 
 import copy
 import math
@@ -25,66 +25,66 @@ RULES = [
 
 
 def check_optimizers(mesh):
-    """Tensors cut in uneven parts, one of which is empty on the second process."""
+    """Tensors with shards of different sizes, one of which is empty on the second process."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    def cut(tensor, axis):
+    def shard(tensor, axis):
         return distribute_tensor(tensor, mesh, [Shard(axis)])
 
     axes = [0, 0, 0, 1]
-    for how in RULES:
+    for config in RULES:
         torch.manual_seed(1)
         plain = [nn.Parameter(torch.randn(shape)) for shape in ((6, 4), (5,), (1, 7), (3, 4))]
-        shared = [nn.Parameter(cut(value.detach().clone(), axis)) for value, axis in zip(plain, axes, strict=True)]
+        sharded = [nn.Parameter(shard(value.detach().clone(), axis)) for value, axis in zip(plain, axes, strict=True)]
         optimizers = []
-        for some in (plain, shared):
-            groups = [{"params": some[:3], "weight_decay": how.decay}, {"params": some[3:], "weight_decay": 0.0}]
-            optimizers.append(make_optimizer(groups, how, 0.01))
+        for some in (plain, sharded):
+            groups = [{"params": some[:3], "weight_decay": config.weight_decay}, {"params": some[3:], "weight_decay": 0.0}]
+            optimizers.append(make_optimizer(groups, config, 0.01))
         for step in range(4):
             found = torch.tensor(float(step in (0, 2)))
-            for value, part, axis in zip(plain, shared, axes, strict=True):
+            for value, part, axis in zip(plain, sharded, axes, strict=True):
                 value.grad = torch.randn_like(value) * (math.nan if found else 1.0)
-                part.grad = cut(value.grad.clone(), axis)
-            limit = 0.0 if how.kind == "lamb" else 2.0
-            norms = [clip_gradients(some, limit) for some in (plain, shared)]
+                part.grad = shard(value.grad.clone(), axis)
+            limit = 0.0 if config.kind == "lamb" else 2.0
+            norms = [clip_gradients(some, limit) for some in (plain, sharded)]
             assert type(norms[1]) is torch.Tensor
             torch.testing.assert_close(norms[1], norms[0], equal_nan=True)
             for optimizer in optimizers:
                 optimizer.found_inf = found
                 optimizer.step()
-        for value, part in zip(plain, shared, strict=True):
+        for value, part in zip(plain, sharded, strict=True):
             torch.testing.assert_close(part.full_tensor(), value.detach(), rtol=1e-6, atol=1e-7)
 
 
 def check_training(mesh):
-    """A sharded model trained, averaged and evaluated in between; the steps after it must not see the mean."""
+    """A sharded model is trained and evaluated with its EMA in between; the next step must not use the EMA weights."""
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(2)
-    # In double: a key bias has no gradient but rounding, which Adam would blow up to the size of a step.
+    # In float64: the gradient of a key bias is only rounding error, which Adam would scale up to a full step.
     plain = build(shrink(lookup("deit_tiny_patch16")[1])).double()
-    shared = copy.deepcopy(plain)
-    for block in shared.blocks:
+    sharded = copy.deepcopy(plain)
+    for block in sharded.blocks:
         fully_shard(block, mesh=mesh)
-    fully_shard(shared, mesh=mesh)
+    fully_shard(sharded, mesh=mesh)
     pairs = [
         (model, make_optimizer(model, OptimizerConfig("lamb", clip_grad_norm=1.0), 0.01), ModelEma(model, 0.5))
-        for model in (plain, shared)
+        for model in (plain, sharded)
     ]
     images, labels = torch.randn(4, 3, 8, 12, dtype=torch.float64), torch.tensor([0, 1, 2, 3])
     for _ in range(3):
-        answers = []
-        for model, optimizer, average in pairs:
+        outputs = []
+        for model, optimizer, ema in pairs:
             model.train()
             nn.functional.cross_entropy(model(images), labels).backward()
             optimizer.step()
             optimizer.zero_grad()
-            average.update(skip=torch.tensor(0.0))
+            ema.update(skip=torch.tensor(0.0))
             model.eval()
-            with average.applied(model), torch.no_grad():
-                answers.append(model(images))
-        torch.testing.assert_close(*answers, rtol=1e-7, atol=1e-7)
-    for part, value in zip(shared.parameters(), plain.parameters(), strict=True):
+            with ema.applied(model), torch.no_grad():
+                outputs.append(model(images))
+        torch.testing.assert_close(*outputs, rtol=1e-7, atol=1e-7)
+    for part, value in zip(sharded.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(part.full_tensor(), value.detach(), rtol=1e-7, atol=1e-7)
 
 
@@ -95,11 +95,11 @@ def work(rank, path):
     try:
         check_optimizers(mesh)
         check_training(mesh)
-        dist.barrier()  # gloo's threads do not like it when the other process leaves first
+        dist.barrier()  # gloo fails if the other process exits first
     finally:
         dist.destroy_process_group()
 
 
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="torch was built without gloo")
 def test_two_processes(tmp_path):
-    torch.multiprocessing.spawn(work, (str(tmp_path / "meeting"),), nprocs=2)
+    torch.multiprocessing.spawn(work, (str(tmp_path / "store"),), nprocs=2)

@@ -1,7 +1,7 @@
-"""Several trainings side by side: those that differ only by their seed are one group, and groups are compared with the first.
+"""Compare finished runs: runs that differ only in their seed form a group, and groups are compared with the first one.
 
-Where two groups have seeds in common the trainings of a seed are a pair: they start from the same weights and see the images in
-the same order, so that their difference says more than the two numbers do.
+Runs of two groups with the same seed are paired: they start from the same weights and see the images in the same order, so that
+their difference varies less than the two results do.
 """
 
 import json
@@ -9,47 +9,44 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from vitrail.errors import UserError
-from vitrail.evaluation.statistics import Difference, Spread, holm, paired, summarize, welch
+from vitrail.evaluation.statistics import Difference, Summary, holm, paired, summarize, welch
+from vitrail.training.metrics import TOP1, Metric
 
-NO_MATTER = re.compile(r"seed|name|about\..*")  # leaves of a recipe that do not make it another training, or only by chance
+IGNORED = re.compile(r"seed|name|about\..*")  # recipe keys that do not distinguish groups
 SEED_FOLDER = re.compile(r"seed-\d+")
 
 
-class Measure(NamedTuple):
-    """A number that trainings are compared by."""
-
-    title: str
-    percent: bool = True
-    higher_is_better: bool = True
-
-    def show(self, value: float | None, signed: bool = False) -> str:
-        """With the digits that matter; shares as percent, without the sign."""
-        if value is None:
-            return ""
-        sign = "+" if signed else ""
-        return f"{100 * value:{sign}.2f}" if self.percent else f"{value:{sign}.4f}"
-
-
-MEASURES = {
-    "top1": Measure("validation top-1"),
-    "top5": Measure("validation top-5"),
-    "loss": Measure("validation loss", percent=False, higher_is_better=False),
-    "test": Measure("test top-1"),
+METRICS = {
+    "top1": Metric("top1", "validation top-1", percent=True),
+    "top5": Metric("top5", "validation top-5", percent=True),
+    "loss": Metric("loss", "validation loss", higher_is_better=False),
+    "test": Metric("test", "test top-1", percent=True),
 }
+PRIMARY = "primary"  # the metric by which the runs chose their best weights
+
+
+def find_metric(name: str, primary: Metric | None = None) -> Metric:
+    """A metric by name; `primary` is that of the task, top-1 if not given."""
+    primary = primary or TOP1
+    if name in (PRIMARY, primary.name):
+        return METRICS.get(primary.name, primary._replace(title=f"validation {primary.title}"))
+    if name not in METRICS:
+        raise UserError(f"--metric {name} is not known; choose from {', '.join([PRIMARY, *METRICS])}.")
+    return METRICS[name]
 
 
 @dataclass(frozen=True)
 class Result:
-    """What one finished training has reached."""
+    """The result of one finished run."""
 
     folder: Path
-    leaves: Mapping[str, Any]  # of its recipe
-    data: str  # the fingerprint of its images
+    leaves: Mapping[str, Any]  # recipe values by dotted key
+    data: str  # fingerprint of the images
     value: float
-    origin: str = ""  # what the user has called it by
+    origin: str = ""  # the path under which the user gave it
 
     @property
     def seed(self) -> int:
@@ -57,13 +54,13 @@ class Result:
 
     @property
     def content(self) -> str:
-        """What two trainings have in common that differ by chance alone."""
-        kept = {name: value for name, value in self.leaves.items() if not NO_MATTER.fullmatch(name)}
+        """Data and recipe without the seed, as text: equal for the runs of a group."""
+        kept = {name: value for name, value in self.leaves.items() if not IGNORED.fullmatch(name)}
         return json.dumps([self.data, kept], sort_keys=True)
 
     @property
     def home(self) -> Path:
-        """The folder that its group may be called by: that of the seeds, where seeds have folders."""
+        """The folder that names the group: the parent folder of seed-0, seed-1, …, otherwise the run directory."""
         return self.folder.parent if SEED_FOLDER.fullmatch(self.folder.name) else self.folder
 
 
@@ -78,68 +75,68 @@ class Group:
 
     @property
     def by_seed(self) -> dict[int, float]:
-        """Empty where a seed stands for more than one training."""
-        found = {result.seed: result.value for result in self.results}
-        return found if len(found) == len(self.results) else {}
+        """Results by seed; empty if several runs have the same seed."""
+        values = {result.seed: result.value for result in self.results}
+        return values if len(values) == len(self.results) else {}
 
 
 @dataclass(frozen=True)
 class Row:
-    """A group beside the first one, which itself has no difference."""
+    """A group compared with the first one; the first group itself has no difference."""
 
     group: Group
-    spread: Spread
-    changes: dict[str, tuple[Any, Any]]  # leaves that differ: the first group's value and this one's
+    spread: Summary
+    changes: dict[str, tuple[Any, Any]]  # differing recipe keys: values of the first group and of this one
     difference: Difference | None = None
     p_holm: float | None = None
 
 
 def group_results(results: Sequence[Result], by_folder: bool = False) -> tuple[list[Group], list[str]]:
-    """Groups in the order of their first results, and sentences on results that are left out.
+    """Groups in the order of their first results, and messages about ignored results.
 
-    The same recipe with the same seed is the same training again, not one more draw.
+    Of runs with the same recipe, data and seed only the first counts: the others are not independent samples.
     """
     seen: dict[tuple[str, int], Path] = {}
-    said: list[str] = []
+    messages: list[str] = []
     members: dict[str, list[Result]] = {}
     for result in results:
         key = (result.content, result.seed)
         if key in seen:
-            said.append(f"{result.folder} is left out: {seen[key]} is the same training with the same seed.")
+            messages.append(f"{result.folder} is ignored: {seen[key]} has the same recipe, data and seed.")
             continue
         seen[key] = result.folder
         members.setdefault(result.origin if by_folder else result.content, []).append(result)
     parts = list(members.values())
-    names = [part[0].origin for part in parts] if by_folder else names_of([[result.home for result in part] for part in parts])
-    return [Group(name, tuple(part)) for name, part in zip(names, parts, strict=True)], said
+    names = [part[0].origin for part in parts] if by_folder else group_names([[result.home for result in part] for part in parts])
+    return [Group(name, tuple(part)) for name, part in zip(names, parts, strict=True)], messages
 
 
-def names_of(homes: Sequence[Sequence[Path]]) -> list[str]:
-    """A short name for each group, no two alike: folders' names, with as much of the path before them as it takes."""
+def group_names(homes: Sequence[Sequence[Path]]) -> list[str]:
+    """A unique short name for each group: the folder name, with as many parent folders as needed."""
     paths = [part[0].absolute().parts for part in homes]
     lengths = range(1, 1 + max(map(len, paths), default=0))
-    tries = (["/".join(parts[-length:]) for parts in paths] for length in lengths)
-    names = next((each for each in tries if len(set(each)) == len(each)), None)
-    if names is None:  # one folder with several recipes
+    candidates = (["/".join(parts[-length:]) for parts in paths] for length in lengths)
+    names = next((each for each in candidates if len(set(each)) == len(each)), None)
+    if names is None:  # several recipes in one folder
         names = [f"{parts[-1]} ({number})" for number, parts in enumerate(paths, 1)]
     return [name + (" …" if len(set(part)) > 1 else "") for name, part in zip(names, homes, strict=True)]
 
 
 def compare(groups: Sequence[Group]) -> list[Row]:
-    """Every group with its spread, and from the second on with its difference to the first."""
+    """Statistics of every group, and from the second on its difference to the first."""
     if not groups:
-        raise UserError("There is no finished training to compare.")
+        raise UserError("There is no finished run to compare.")
     first, *others = groups
     differences = [difference(first, group) for group in others]
-    raised = holm([each.p for each in differences])
+    adjusted = holm([each.p for each in differences])
     rows = [Row(first, summarize(first.values), {})]
-    for group, each, p in zip(others, differences, raised, strict=True):
+    for group, each, p in zip(others, differences, adjusted, strict=True):
         rows.append(Row(group, summarize(group.values), changes(first, group), each, p))
     return rows
 
 
 def difference(first: Group, second: Group) -> Difference:
-    """Paired by seed where at least half of the smaller group has a partner, Welch's otherwise."""
+    """Paired t-test if at least half of the smaller group has a partner with the same seed, otherwise Welch's t-test."""
     ours, theirs = first.by_seed, second.by_seed
     common = sorted(ours.keys() & theirs.keys())
     smaller = min(len(ours), len(theirs))
@@ -149,19 +146,19 @@ def difference(first: Group, second: Group) -> Difference:
 
 
 def changes(first: Group, second: Group) -> dict[str, tuple[Any, Any]]:
-    """Leaves in which the recipes of two groups differ; a group with several recipes is spoken for by its first."""
-    ours, theirs = first.results[0].leaves, second.results[0].leaves
-    found = {}
-    for name in dict.fromkeys([*ours, *theirs]):
-        if not NO_MATTER.fullmatch(name) and ours.get(name) != theirs.get(name):
-            found[name] = (ours.get(name), theirs.get(name))
-    return found
-
-
-def as_dict(rows: Sequence[Row], metric: str, at: str) -> dict[str, Any]:
-    """Everything, as JSON has it; shares of 1."""
+    """Recipe keys in which two groups differ; of a group with several recipes the first is used."""
+    before, after = first.results[0].leaves, second.results[0].leaves
     return {
-        "metric": metric,
+        key: (before.get(key), after.get(key))
+        for key in dict.fromkeys([*before, *after])
+        if not IGNORED.fullmatch(key) and before.get(key) != after.get(key)
+    }
+
+
+def comparison_to_dict(rows: Sequence[Row], metric: Metric, at: str) -> dict[str, Any]:
+    """The comparison as JSON values; accuracies are fractions of 1."""
+    return {
+        "metric": metric.name,
         "at": at,
         "confidence": 0.95,
         "groups": [
@@ -180,34 +177,34 @@ def as_dict(rows: Sequence[Row], metric: str, at: str) -> dict[str, Any]:
 
 
 def columns(rows: Sequence[Row]) -> list[str]:
-    """The heads of the table, whose lines are `cells`."""
-    found = ["group", "n", "mean", "sd", "95 % interval"]
+    """The column headers of the table."""
+    names = ["group", "n", "mean", "sd", "95 % interval"]
     if len(rows) > 1:
-        found += ["difference", "95 % interval", "p"]
-    return [*found, "p (Holm)"] if len(rows) > 2 else found
+        names += ["difference", "95 % interval", "p"]
+    return [*names, "p (Holm)"] if len(rows) > 2 else names
 
 
-def cells(row: Row, measure: Measure, count: int) -> list[str]:
-    """A line of the table for `count` groups; what cannot be told is empty."""
+def cells(row: Row, measure: Metric, count: int) -> list[str]:
+    """The cells of a row in a table of `count` groups; undefined values are empty."""
     spread, other = row.spread, row.difference
-    found = [row.group.name, str(spread.n), measure.show(spread.mean), measure.show(spread.sd)]
-    found.append(interval(spread.low, spread.high, measure))
+    texts = [row.group.name, str(spread.n), measure.show(spread.mean), measure.show(spread.sd)]
+    texts.append(interval(spread.low, spread.high, measure))
     if other is not None:
-        found += [measure.show(other.mean, signed=True), interval(other.low, other.high, measure, signed=True)]
-        found += [chance(other.p), chance(row.p_holm)]
-    return [*found, *[""] * 4][: 5 if count == 1 else 8 if count == 2 else 9]
+        texts += [measure.show(other.mean, signed=True), interval(other.low, other.high, measure, signed=True)]
+        texts += [format_p(other.p), format_p(row.p_holm)]
+    return [*texts, *[""] * 4][: 5 if count == 1 else 8 if count == 2 else 9]
 
 
-def interval(low: float | None, high: float | None, measure: Measure, signed: bool = False) -> str:
+def interval(low: float | None, high: float | None, measure: Metric, signed: bool = False) -> str:
     return "" if low is None else f"{measure.show(low, signed)} to {measure.show(high, signed)}"
 
 
-def chance(p: float | None) -> str:
+def format_p(p: float | None) -> str:
     return "" if p is None else f"{p:.3f}" if p >= 0.001 else f"{p:.0e}"
 
 
-def in_words(row: Row) -> str:
-    """What a group has changed: "mixing.mixup 0.8 -> 0.0"."""
+def describe_changes(row: Row) -> str:
+    """Recipe changes of a group relative to the first: "mixing.mixup 0.8 -> 0.0"."""
     pairs = (f"{name} {show(before)} -> {show(after)}" for name, (before, after) in row.changes.items())
     return ", ".join(pairs) or "the same recipe"
 
@@ -217,35 +214,35 @@ def show(value: Any) -> str:
 
 
 def footnote(rows: Sequence[Row]) -> str:
-    """Which tests the p-values are of."""
+    """The tests behind the p-values, and the groups of which only some seeds are compared."""
+    first = rows[0]
     differing = [(row, row.difference) for row in rows if row.difference is not None]
     tested = [(row, each) for row, each in differing if each.test != "none"]
+    partial = [
+        row.group.name
+        for row, each in tested or differing
+        if each.test != "Welch t" and each.n < max(first.spread.n, row.spread.n)
+    ]
     if not tested:
-        fewer = [row.group.name for row, each in differing if each.n < max(rows[0].spread.n, row.spread.n)]
-        return (
-            f"Differences of {', '.join(fewer)} to {rows[0].group.name} are those of the seeds that both have." if fewer else ""
-        )
-    words = {"paired t": "paired t-test by seed", "Welch t": "Welch's t-test, the seeds being others"}
-    tests = dict.fromkeys(words[each.test] for _, each in tested)
-    found = f"Differences are to {rows[0].group.name}; p: {'; '.join(tests)}; two-sided."
-    most = rows[0].spread.n
-    some = [row.group.name for row, each in tested if each.test == "paired t" and each.n < max(most, row.spread.n)]
-    return found + (f" Of {', '.join(some)} only the seeds that both have are paired." if some else "")
+        return f"{', '.join(partial)}: differences to {first.group.name} over the common seeds only." if partial else ""
+    descriptions = {"paired t": "paired t-test by seed", "Welch t": "Welch's t-test (different seeds)"}
+    tests = dict.fromkeys(descriptions[each.test] for _, each in tested)
+    text = f"Differences are to {first.group.name}; p: {'; '.join(tests)}; two-sided."
+    return text + (f" {', '.join(partial)}: only the common seeds are paired." if partial else "")
 
 
-def as_markdown(rows: Sequence[Row], metric: str, at: str) -> str:
-    """A table to paste, and under it what each group has changed."""
-    measure, heads = MEASURES[metric], columns(rows)
+def to_markdown(rows: Sequence[Row], metric: Metric, at: str) -> str:
+    """The comparison as a Markdown table, followed by the recipe changes of each group."""
+    heads = columns(rows)
     lines = [f"{title(metric, at)}, sd over seeds.", ""]
     lines += ["| " + " | ".join(heads) + " |", "| --- |" + " ---: |" * (len(heads) - 1)]
-    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in cells(row, measure, len(rows))) + " |" for row in rows]
+    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in cells(row, metric, len(rows))) + " |" for row in rows]
     note = footnote(rows)
     lines += ["", note] if note else []
-    lines += ["", *(f"* {row.group.name}: {in_words(row)}" for row in rows[1:])] if len(rows) > 1 else []
+    lines += ["", *(f"* {row.group.name}: {describe_changes(row)}" for row in rows[1:])] if len(rows) > 1 else []
     return "\n".join(lines) + "\n"
 
 
-def title(metric: str, at: str) -> str:
-    measure = MEASURES[metric]
+def title(metric: Metric, at: str) -> str:
     when = "of the best weights" if at == "best" else "of the last step"
-    return f"{measure.title[0].upper()}{measure.title[1:]} {when}{', %' if measure.percent else ''}"
+    return f"{metric.title[0].upper()}{metric.title[1:]} {when}{', %' if metric.percent else ''}"

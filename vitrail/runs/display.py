@@ -1,4 +1,4 @@
-"""How a training is seen while it runs: a live bar on a terminal, plain lines now and then everywhere else."""
+"""The progress of a training: a live progress bar on a terminal, plain lines at intervals everywhere else."""
 
 import math
 import os
@@ -15,58 +15,60 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from vitrail.formatting import percent
-from vitrail.runs.reference_curves import Band, Verdict
-from vitrail.training.metrics import Smoothed, figures
+from vitrail.formatting import format_significant, percent
+from vitrail.runs.reference_curves import BandStatus, ReferenceBand
+from vitrail.training.metrics import TOP1, Metric, SmoothedValue
 
-REFRESH = 0.2  # seconds between two images of the bar
-SHARE = 0.003  # of the time that drawing may take, however slow the terminal is
+REFRESH = 0.2  # minimum seconds between two refreshes
+MAX_DRAWING = 0.003  # fraction of the time spent on drawing, however slow the terminal is
 STYLES = {"within": "green", "above": "cyan", "below": "bold red"}
 BLOCKS = "▁▂▃▄▅▆▇█"
-SPARKS = 24  # characters of the small curve, from the start of the training to its end
+SPARKLINE = 24  # characters of the loss curve, from the start of the training to its end
 WIDE, NARROW = 100, 64  # columns
 
 
 class Display:
-    """Shows the progress of one training; a context manager, so that the terminal is restored whatever happens.
+    """Shows the progress of one training. Use it as a context manager, which restores the terminal.
 
-    Shares (`flops_share`, `data_wait`, `top1`, `top5`) lie in [0, 1], `memory` is in bytes; what is missing or None is not shown.
-    Drawing happens inside `step`, not in a thread: loading processes that are forked never inherit a held lock.
+    `flops_share` (MFU), `data_wait`, `top1` and `top5` are fractions of 1, `memory` is in bytes; values that are missing or None
+    are not shown. Drawing happens inside `step`, not in a thread, so that forked data loader processes never inherit a held lock.
     """
 
     def __init__(
         self,
         total_steps: int,
         steps_per_epoch: int,
-        batch: int,
+        batch_size: int,
         start_step: int = 0,
         console: Console | None = None,
-        every: float = 30.0,
-        band: Band | None = None,
+        log_seconds: float = 30.0,
+        band: ReferenceBand | None = None,
+        metric: Metric | None = None,
     ) -> None:
-        """`every`: seconds between plain lines where there is no terminal."""
-        self.total, self.per_epoch, self.batch = max(total_steps, 1), max(steps_per_epoch, 1), batch
+        """`log_seconds`: seconds between two plain lines where there is no terminal."""
+        self.total, self.per_epoch, self.batch_size = max(total_steps, 1), max(steps_per_epoch, 1), batch_size
         self.start_step = self.current = start_step
         self.console = console or Console()
-        self.every, self.band = every, band
-        able = self.console.is_terminal and not self.console.is_dumb_terminal and self.console.encoding.startswith("utf")
-        self.interactive = able and not self.console.quiet
+        self.log_seconds, self.band, self.metric = log_seconds, band, metric or TOP1
+        capable = self.console.is_terminal and not self.console.is_dumb_terminal and self.console.encoding.startswith("utf")
+        self.interactive = capable and not self.console.quiet
         self.values: dict[str, Any] = {}
-        self.status = ""
-        self._smoothed = Smoothed()
+        self.activity = ""
+        self._smoothed = SmoothedValue()
         self._smoothed.progress = start_step / self.total
         self._loss: float | None = None
-        self._sparks: dict[int, float] = {}
-        self._tested: tuple[float, float] | None = None  # progress and top-1 of the last validation
+        self._sparkline: dict[int, float] = {}
+        self._validation: tuple[float, float] | None = None  # progress and top-1 of the last validation
         self._best: tuple[float, float] | None = None  # top-1 and its epoch
-        self._verdict: Verdict | None = None  # the last one said in plain lines
-        self._begun = self._next = monotonic()
-        self._first: tuple[int, float] | None = None  # the time left is measured from here: the first steps are not like others
+        self._printed_status: BandStatus | None = None  # the last one printed in plain lines
+        self._started = self._next = monotonic()
+        # Step and time from which the remaining time is extrapolated, after the first steps, which are slower.
+        self._first: tuple[int, float] | None = None
         self._live: Live | None = None
 
     def __enter__(self) -> Self:
-        self._begun = monotonic()
-        self._next = self._begun if self.interactive else self._begun + self.every
+        self._started = monotonic()
+        self._next = self._started if self.interactive else self._started + self.log_seconds
         if self.interactive:
             self._live = Live(console=self.console, auto_refresh=False, get_renderable=self.render)
             self._live.start(refresh=True)
@@ -75,157 +77,156 @@ class Display:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._stop()
 
-    def note(self, sentence: str) -> None:
-        """A line that stays. Names from data may be in it, so that nothing in it steers the terminal."""
-        self._print(Text("".join(letter for letter in " ".join(sentence.split()) if letter.isprintable())))
-
-    def doing(self, what: str) -> None:
-        """What happens between steps and takes a while, such as "compiling" or "validating"; the next step ends it."""
-        self.status = what
+    def show_activity(self, activity: str) -> None:
+        """Show what happens between steps, such as "compiling" or "validating", until the next step."""
+        self.activity = activity
         self._draw()
 
     def step(self, step: int, values: Mapping[str, Any]) -> None:
-        """One logging point; cheap, since drawing is limited by the clock."""
+        """Show the metrics of a logging point. Cheap: drawing is limited by time."""
         now, first = monotonic(), self._first is None
-        self.current, self.values, self.status = step, dict(values), ""
+        self.current, self.values, self.activity = step, dict(values), ""
         self._first = self._first or (step, now)
         loss = values.get("loss")
         if loss is not None:
             progress = step / self.total
             self._loss = self._smoothed.add(progress, float(loss))
             if math.isfinite(self._loss):
-                self._sparks[min(int(progress * SPARKS), SPARKS - 1)] = self._loss
+                self._sparkline[min(int(progress * SPARKLINE), SPARKLINE - 1)] = self._loss
         if now < self._next and not first:
             return
         if self.interactive:
             self._draw()
             return
-        self._next = now + self.every
-        parts = [*self._place(), *self._learning(), *self._machine(), *self._times()]
+        self._next = now + self.log_seconds
+        parts = [*self._position(), *self._metrics(), *self._throughput(), *self._times()]
         if self.band:
-            before, (self._verdict, sentence) = self._verdict, self._opinion(self.band)
-            parts += [Text(sentence)] if self._verdict != before else []
+            before, (self._printed_status, message) = self._printed_status, self._band_status(self.band)
+            parts += [Text(message)] if self._printed_status != before else []
         self._print(Text("  ").join(parts))
 
-    def validated(self, epoch: float, values: Mapping[str, Any]) -> None:
-        """A line that stays: `epoch` epochs are done; `values` has loss, top1, top5, and best: whether no epoch was better."""
-        top1, parts = values.get("top1"), [pair("epoch", aligned(f"{epoch:g}", f"{self.total / self.per_epoch:g}"))]
-        if top1 is not None:
-            parts.append(pair("top-1", percent(top1, 2)))
-            self._tested = (self.current / self.total, top1)
+    def log_validation(self, epoch: float, values: Mapping[str, Any]) -> None:
+        """Print a line that stays. `values` has loss, top1, top5, and `best`: whether this is the best result so far."""
+        value = values.get(self.metric.name)
+        parts = [labeled("epoch", aligned(f"{epoch:g}", f"{self.total / self.per_epoch:g}"))]
+        if value is not None:
+            parts.append(labeled(f"val {self.metric.title}", self.metric.format(value)))
+            self._validation = (self.current / self.total, value)
             if values.get("best"):
-                self._best = (top1, epoch)
+                self._best = (value, epoch)
         if values.get("top5") is not None:
-            parts.append(pair("top-5", percent(values["top5"], 2)))
+            parts.append(labeled("val top-5", percent(values["top5"], 2)))
         if self._loss is not None:
-            parts.append(pair("loss", figures(self._loss)))
+            parts.append(labeled("loss", format_significant(self._loss)))
         if values.get("loss") is not None:
-            parts.append(pair("validation", figures(values["loss"])))
+            parts.append(labeled("val loss", format_significant(values["loss"])))
         if values.get("best"):
             parts.append(Text("best", "bold green"))
         if self.band and not self.interactive:
-            self._verdict, sentence = self._opinion(self.band)
-            parts.append(Text(sentence))
-        self.status = ""
+            self._printed_status, message = self._band_status(self.band)
+            parts.append(Text(message))
+        self.activity = ""
         self._print(Text("  ").join(parts))
         self._draw()
 
     def finish(self) -> None:
-        """The last image of the bar, and a line that sums up."""
-        self.status = ""
+        """Draw the bar for the last time and print a summary."""
+        self.activity = ""
         self._stop()
-        seconds, steps = monotonic() - self._begun, self.current - self.start_step
-        words = f"{steps:,} steps in {clock(seconds)}"
-        words += f" ({steps * self.batch / seconds:,.0f} images/s overall)" if seconds > 0 and steps > 0 else ""
-        words += f"; best top-1 {percent(self._best[0], 2)} at epoch {self._best[1]:g}" if self._best else ""
-        self._print(Text(words))
+        seconds, steps = monotonic() - self._started, self.current - self.start_step
+        summary = f"{steps:,} steps in {format_duration(seconds)}"
+        summary += f" ({steps * self.batch_size / seconds:,.0f} images/s overall)" if seconds > 0 and steps > 0 else ""
+        summary += (
+            f"; best val {self.metric.title} {self.metric.format(self._best[0])} at epoch {self._best[1]:g}" if self._best else ""
+        )
+        self._print(Text(summary))
 
     def render(self) -> RenderableType:
-        """The live image: the bar, what is learnt, how fast, and what the band says."""
+        """The live display: progress bar, metrics, throughput, and the comparison with the reference band."""
         width = self.console.width
         head = Table.grid(expand=True, padding=(0, 2, 0, 0))
         head.add_column(ratio=1)
         texts = [Text(percent(self.current / self.total), "bold")]
-        texts += self._place()[:: 1 if width >= WIDE else 2] if width >= NARROW else []
+        texts += self._position()[:: 1 if width >= WIDE else 2] if width >= NARROW else []
         texts += self._times() if width >= WIDE else self._times()[-1:]
         for _ in texts:
             head.add_column(no_wrap=True)
         head.add_row(ProgressBar(self.total, self.current, complete_style="cyan", finished_style="green"), *texts)
         lines: list[RenderableType] = [head]
-        learning = self._learning()
+        metrics = self._metrics()
         if self._loss is not None:
-            learning[0].append(" " + self._spark(), "cyan")
-        lines += [unbroken(parts) for parts in (learning, self._machine()) if parts]
-        if self.status:
-            lines.append(Text(f"◌ {self.status} …", "yellow"))
+            metrics[0].append(" " + self._draw_sparkline(), "cyan")
+        lines += [join_without_breaks(parts) for parts in (metrics, self._throughput()) if parts]
+        if self.activity:
+            lines.append(Text(f"◌ {self.activity} …", "yellow"))
         elif self.band:
-            verdict, sentence = self._opinion(self.band)
-            lines.append(Text(f"● {sentence}", STYLES[verdict]))
+            status, message = self._band_status(self.band)
+            lines.append(Text(f"● {message}", STYLES[status]))
         return Group(*lines)
 
-    def _place(self) -> list[Text]:
+    def _position(self) -> list[Text]:
         epoch, epochs = self.current / self.per_epoch, self.total / self.per_epoch
         return [
-            pair("epoch", aligned(f"{epoch:.1f}", f"{epochs:g}")),
-            pair("step", aligned(f"{self.current:,}", f"{self.total:,}")),
+            labeled("epoch", aligned(f"{epoch:.1f}", f"{epochs:g}")),
+            labeled("step", aligned(f"{self.current:,}", f"{self.total:,}")),
         ]
 
-    def _learning(self) -> list[Text]:
+    def _metrics(self) -> list[Text]:
         parts, values = [], self.values
         if self._loss is not None:
-            parts.append(pair("loss", figures(self._loss), "bold" if math.isfinite(self._loss) else "bold red"))
+            parts.append(labeled("loss", format_significant(self._loss), "bold" if math.isfinite(self._loss) else "bold red"))
         if values.get("lr") is not None:
-            parts.append(pair("lr", f"{values['lr']:.2e}"))
+            parts.append(labeled("lr", f"{values['lr']:.2e}"))
         if values.get("gradient_norm") is not None:
-            parts.append(pair("gradient", f"{values['gradient_norm']:.3g}"))
+            parts.append(labeled("grad norm", f"{values['gradient_norm']:.3g}"))
         if values.get("skipped"):
-            parts.append(pair("skipped", f"{values['skipped']:,.0f}", "red"))
+            parts.append(labeled("skipped", f"{values['skipped']:,.0f}", "red"))
         return parts
 
-    def _machine(self) -> list[Text]:
+    def _throughput(self) -> list[Text]:
         parts, values = [], self.values
         if values.get("images_per_second") is not None:
             parts.append(Text.assemble(f"{values['images_per_second']:,.0f}", (" images/s", "dim")))
         if values.get("flops_share") is not None:
-            parts.append(pair("MFU", percent(values["flops_share"])))
+            parts.append(labeled("MFU", percent(values["flops_share"])))
         elif values.get("flops_per_second") is not None:
             parts.append(Text.assemble(f"{values['flops_per_second'] / 1e12:.3g}", (" TFLOP/s", "dim")))
         wait = values.get("data_wait")
         if wait is not None:
-            parts.append(pair("waiting for data", percent(wait), "red" if wait > 0.3 else "yellow" if wait > 0.1 else ""))
+            parts.append(labeled("data wait", percent(wait), "red" if wait > 0.3 else "yellow" if wait > 0.1 else ""))
         if values.get("memory") is not None:
-            parts.append(pair("memory", f"{values['memory'] / 2**30:.1f} GiB"))
+            parts.append(labeled("memory", f"{values['memory'] / 2**30:.1f} GiB"))
         return parts
 
     def _times(self) -> list[Text]:
         now = monotonic()
-        times = [Text.assemble(clock(now - self._begun), (" gone", "dim"))]
+        times = [Text.assemble(format_duration(now - self._started), (" elapsed", "dim"))]
         if self._first and self.total > self.current > self._first[0]:
-            left = (self.total - self.current) * (now - self._first[1]) / (self.current - self._first[0])
-            times.append(Text.assemble(clock(left), (" left", "dim")))
+            remaining = (self.total - self.current) * (now - self._first[1]) / (self.current - self._first[0])
+            times.append(Text.assemble(format_duration(remaining), (" remaining", "dim")))
         return times
 
-    def _spark(self) -> str:
-        if len(self._sparks) < 2:
+    def _draw_sparkline(self) -> str:
+        if len(self._sparkline) < 2:
             return ""
-        low, high = min(self._sparks.values()), max(self._sparks.values())
+        low, high = min(self._sparkline.values()), max(self._sparkline.values())
         scale = (len(BLOCKS) - 1) / (high - low or 1)
-        return "".join(BLOCKS[round((self._sparks[place] - low) * scale)] for place in sorted(self._sparks))
+        return "".join(BLOCKS[round((self._sparkline[index] - low) * scale)] for index in sorted(self._sparkline))
 
-    def _opinion(self, band: Band) -> tuple[Verdict, str]:
-        """The worse of what the loss says now and top-1 said at the last validation."""
+    def _band_status(self, band: ReferenceBand) -> tuple[BandStatus, str]:
+        """Status and message of the current loss or of the last validation, whichever is worse."""
         cases: list[tuple[float, float | None, float | None]] = [(self.current / self.total, self._loss, None)]
-        if self._tested:
-            cases.insert(0, (self._tested[0], None, self._tested[1]))
-        opinions = [(band.verdict(*case), band.sentence(*case)) for case in cases]
-        return min(opinions, key=lambda opinion: ("below", "above", "within").index(opinion[0]))
+        if self._validation:
+            cases.insert(0, (self._validation[0], None, self._validation[1]))
+        results = [(band.status(*case), band.message(*case)) for case in cases]
+        return min(results, key=lambda result: ("below", "above", "within").index(result[0]))
 
     def _draw(self) -> None:
         if self._live:
             before = monotonic()
             self._live.refresh()
             now = monotonic()
-            self._next = now + max(REFRESH, (now - before) / SHARE)
+            self._next = now + max(REFRESH, (now - before) / MAX_DRAWING)
 
     def _stop(self) -> None:
         if self._live:
@@ -240,23 +241,23 @@ class Display:
         self.console.print(Text(line.plain.encode(encoding, "replace").decode(encoding)), soft_wrap=True)
 
 
-def pair(label: str, value: str, style: str = "") -> Text:
+def labeled(label: str, value: str, style: str = "") -> Text:
     return Text.assemble((f"{label} ", "dim"), (value, style))
 
 
-def aligned(part: str, whole: str) -> str:
-    """ "  12/1,000": what does not change its width does not make the bar twitch."""
-    return f"{part.rjust(len(whole))}/{whole}"
+def aligned(part: str, total: str) -> str:
+    """ "   12/1,000": of constant width, so that the display does not jitter."""
+    return f"{part.rjust(len(total))}/{total}"
 
 
-def unbroken(parts: list[Text]) -> Text:
-    """Parts in a row; a narrow terminal wraps between them and never inside one."""
+def join_without_breaks(parts: list[Text]) -> Text:
+    """Parts in a row; a narrow terminal wraps between them, not inside one."""
     joined = Text("   ").join(parts)
-    spaces = "\0".join(part.plain.replace(" ", "\u00a0") for part in parts).replace("\0", "   ")
-    return Text(spaces, spans=joined.spans)
+    plain = "\0".join(part.plain.replace(" ", "\u00a0") for part in parts).replace("\0", "   ")
+    return Text(plain, spans=joined.spans)
 
 
-def clock(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Seconds as 2:05, 1:02:05 or 3 d 4 h."""
     seconds = round(seconds)
     minutes, hours, days = seconds // 60, seconds // 3600, seconds // 86400
@@ -265,8 +266,8 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes % 60:02}:{seconds % 60:02}" if hours else f"{minutes}:{seconds % 60:02}"
 
 
-def undisguise() -> None:
-    """In a forked process, print to the real streams: what the bar has put in their place would draw a second bar."""
+def restore_streams() -> None:
+    """Restore the real streams in a forked process: rich replaces them, and printing would draw a second bar."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if isinstance(stream, FileProxy):
@@ -274,4 +275,4 @@ def undisguise() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=undisguise)
+    os.register_at_fork(after_in_child=restore_streams)

@@ -1,110 +1,96 @@
-"""The end of a training: one more look at the best weights, the report, the last sentences."""
+"""The end of a training: evaluate the best weights once more, complete run.json, write the report."""
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 
-from vitrail.checkpoints import load
-from vitrail.data.decode import decode
-from vitrail.data.feed import Feed
-from vitrail.data.source import Source, Splits
+from vitrail.data.image_loader import ImageLoader
+from vitrail.data.source import Source
 from vitrail.errors import UserError
-from vitrail.evaluation.accuracy import count_hits, summarize, test_view
-from vitrail.evaluation.confusion import class_accuracies, collect_answers, confusion, worst_mistakes
 from vitrail.formatting import percent
 from vitrail.models.vision_transformer import VisionTransformer
-from vitrail.runs.report import thumbnail, write_report
+from vitrail.runs.prepare import Prepared
+from vitrail.runs.report import write_report
+from vitrail.runs.request import Log
 from vitrail.runs.run_directory import read_run, write_json
+from vitrail.training.distributed import Devices
 from vitrail.training.metrics import as_json
-from vitrail.training.trainer import Trainer
-
-LOOKED_AT = 50_000  # validation images beyond which looking for mistakes takes too long
 
 
-def close_run(training: Trainer, folder: Path, splits: Splits, workers: int | None, say: Callable[[str], None]) -> None:
-    """Complete run.json and write the report; for the first process alone, when all weights are on the disk."""
-    best, facts = training.best, read_run(folder)
-    facts |= {"best": best, "seconds": training.seconds, "steps": training.total}
-    write_json(folder / "run.json", facts)  # what follows may be interrupted
-    facts |= look_again(training, folder / "best.safetensors", splits, workers, say)
-    write_json(folder / "run.json", facts)
+def finish_run(prepared: Prepared, log: Log) -> None:
+    """Complete run.json and write the report; called by the main process when all weights are on disk."""
+    trainer, folder, splits = prepared.trainer, prepared.trainer.folder, prepared.splits
+    best, metric, run = trainer.best, trainer.task.metric, read_run(folder)
+    run |= {"best": best, "seconds": trainer.seconds, "steps": trainer.total, "metric": metric._asdict()}
+    write_json(folder / "run.json", run)  # what follows may be interrupted
+    run |= evaluate_best(prepared, log)
+    write_json(folder / "run.json", run)
     write_report(folder)
-    if training.skipped:
-        say(f"{training.skipped} of {training.total} steps were left out: their loss or gradient was not a number.")
-    unread = len(splits.validation) - best["images"]
+    if trainer.skipped:
+        log(f"{trainer.skipped} of {trainer.total} steps were skipped: their loss or gradient was NaN or Inf.")
+    unread = len(splits.validation) - best.get("images", len(splits.validation))
     if unread:
-        say(f"{unread:,} of {len(splits.validation):,} validation images could not be read and were left out.")
-    if "test" in facts:
-        say(f"test accuracy {percent(facts['test']['top1'], 2)} ({facts['test']['images']:,} images)")
+        log(f"{unread:,} of {len(splits.validation):,} validation images could not be read and were skipped.")
+    if "test" in run:
+        images = f" ({run['test']['images']:,} images)" if "images" in run["test"] else ""
+        log(f"test {metric.title} {show(run['test'][metric.name], metric.percent)}{images}")
     weights = folder / "best.safetensors"
-    missing = "" if weights.is_file() else ", which is not there any more"
-    say(f"best validation accuracy {percent(best['top1'], 2)} (epoch {best['epoch']:g}); weights {weights}{missing}")
+    missing = "" if weights.is_file() else ", which is missing"
+    value = show(best[metric.name], metric.percent)
+    log(f"best validation {metric.title} {value} (epoch {best['epoch']:g}); weights {weights}{missing}")
 
 
-def look_again(
-    training: Trainer, weights: Path, splits: Splits, workers: int | None, say: Callable[[str], None]
-) -> dict[str, Any]:
-    """Mistakes on the validation images and accuracy on the test images, of the best weights."""
+def show(value: Any, as_percent: bool) -> str:
+    return percent(value, 2) if as_percent and isinstance(value, float) else f"{float(value):.4g}"
+
+
+def evaluate_best(prepared: Prepared, log: Log) -> dict[str, Any]:
+    """The task's report on the validation images and its metrics on the test images, of the best weights."""
+    trainer, splits = prepared.trainer, prepared.splits
     found: dict[str, Any] = {}
-    device, feed = training.devices.device, training.validation
-    look, test = len(splits.validation) <= LOOKED_AT, splits.test
-    reason = why_not(test, splits.train) if test is not None else ""
+    device, loader, test = trainer.devices.device, trainer.validation, splits.test
+    assert loader is not None
+    batch_size = max(trainer.recipe.batch_size // trainer.devices.micro_batches, 1)
+    reason = why_not_tested(test, splits.train, trainer.task.class_names is not None) if test is not None else ""
     if reason:
-        say(f"The test images are not looked at: {reason}.")
-    if not look and (test is None or reason):
-        return found
+        log(f"The test images are not evaluated: {reason}.")
     try:
-        model = load(weights, device=device)
-        if look:
-            found |= mistakes(training, model, feed, splits.validation)
-        if test is not None and not reason:
-            found["test"] = accuracy(training, model, Feed(test, device, workers, feed.at_least, "skip", say))
-    except torch.OutOfMemoryError:  # sharded weights may be too large for one device
-        say("The best weights do not fit on one device beside the training: their mistakes are not looked at.")
-    except UserError as error:
-        say(f"The best weights were not looked at again: {error}")  # no reason to lose a training
+        model = load_best(prepared)
+        with trainer.autocast():
+            found |= trainer.task.report(model, loader, splits, batch_size)
+            if test is not None and not reason:
+                test_loader = ImageLoader(test, device, prepared.workers, loader.min_side, "skip", log)
+                try:
+                    values = trainer.task.evaluate(model, test_loader, batch_size, Devices(device))
+                finally:
+                    test_loader.close()
+                found["test"] = {name: as_json(value) for name, value in values.items()}
+    except torch.OutOfMemoryError:  # sharded weights may not fit on one device
+        log("The best weights do not fit on one device besides the training: they are not evaluated again.")
+    except (UserError, OSError, RuntimeError, safetensors.SafetensorError) as error:
+        log(f"The best weights were not evaluated again: {error}")  # no reason to lose a training
     return found
 
 
-def accuracy(training: Trainer, model: VisionTransformer, feed: Feed) -> dict[str, Any]:
-    try:
-        with training.autocast():
-            hits = count_hits(model, feed, test_view(model.preprocessing), batch_of(training))
-    finally:
-        feed.close()
-    return {name: as_json(value) for name, value in summarize(hits, model.architecture.classes)._asdict().items()}
+def load_best(prepared: Prepared) -> VisionTransformer:
+    """The model with the best weights: the trained one, or a new one where its weights are sharded."""
+    trainer = prepared.trainer
+    path = trainer.folder / "best.safetensors"
+    if trainer.options.sharding != "none":
+        from vitrail.checkpoints import load
+
+        return load(path, device=trainer.devices.device)
+    trainer.model.load_state_dict(safetensors.torch.load_file(path, device=str(trainer.devices.device)))
+    return trainer.model.eval()
 
 
-def batch_of(training: Trainer) -> int:
-    return max(training.recipe.batch_size // training.devices.micro_batches, 1)
-
-
-def mistakes(training: Trainer, model: VisionTransformer, feed: Feed, source: Source) -> dict[str, Any]:
-    """What run.json has about single images and classes; `vitrail.runs.report` shows it."""
-    names = source.classes
-    with training.autocast():
-        answers = collect_answers(model, feed, test_view(model.preprocessing), batch_of(training))
-    shown = []
-    for index, truth, guess, confidence in zip(*worst_mistakes(answers), strict=True):
-        pixels = decode(source.encoded(int(index)), feed.at_least)
-        shown.append(
-            {
-                "image": thumbnail(pixels),
-                "where": source.where(int(index)),
-                "truth": names[truth],
-                "guess": names[guess],
-                "confidence": round(float(confidence), 6),
-            }
-        )
-    return {"confusion": confusion(answers, names), "per_class": class_accuracies(answers, names), "mistakes": shown}
-
-
-def why_not(test: Source, train: Source) -> str:
-    """Why a test split cannot be used, "" if it can."""
+def why_not_tested(test: Source, train: Source, labeled: bool) -> str:
+    """Why a test split cannot be evaluated, "" if it can; `labeled`: the task needs class labels."""
     if not len(test):
         return "there are none"
+    if not labeled:
+        return ""
     if test.label is None or not (test.label.values >= 0).any():
         return "they have no labels"
     if test.classes != train.classes:

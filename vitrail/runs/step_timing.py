@@ -1,200 +1,246 @@
-"""How long will it take? The training itself, for a few steps on a copy of the model, before anything is written.
+"""Estimate how long a training takes: real steps on a few images are timed for about a second, then the state is restored.
 
-A rehearsed step is the loop's own, with the recipe's augmentation, teacher, optimizer and running mean, and with what processes
-say to each other: whatever a step comes to contain is counted.
+A timed step is the trainer's own, with augmentation, teacher, optimizer, EMA and communication between processes.
 """
 
-import copy
 import dataclasses
+import datetime
+import math
 import operator
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from vitrail.data.feed import Feed
-from vitrail.data.loader import Batch, Canvas, Reader, choose_store, make_batch
+from vitrail.data.image_loader import ImageLoader
+from vitrail.data.loader import Batch, DecodedBatch, ImageReader, make_batch, plan_cache
 from vitrail.data.sampler import Samples
 from vitrail.data.source import Source, Splits, Subset
-from vitrail.data.workers import usual_workers
-from vitrail.models.vision_transformer import VisionTransformer
-from vitrail.recipes.schema import Recipe
-from vitrail.runs.memory import enough_memory, now
-from vitrail.tasks.supervision import Guide
+from vitrail.data.workers import default_workers
+from vitrail.formatting import format_bytes, format_rate, percent
+from vitrail.runs.memory import MemoryPlan, explain_out_of_memory
 from vitrail.training.distributed import Devices
-from vitrail.training.trainer import Options, Trainer
+from vitrail.training.schedules import duration_to_steps
+from vitrail.training.task import Task
+from vitrail.training.trainer import Trainer
 
-BUDGET = 1.0  # seconds that the steps of a rehearsal may take in all, but for the first
-FEW = 2  # images, of the first step
-GROWTH = 4  # of the images from one step to the next
+BUDGET = 1.0  # seconds for all timed steps but the first
+FIRST_IMAGES = 2  # of the first step
+GROWTH = 4  # factor of the number of images from one step to the next
 ROUNDS = 3  # of the whole step, where there is time for it
-DIFFERENT = 16  # images that are decoded; more are these again
-Step = Callable[[int, int], float]  # images in each of so many units: seconds
+DECODED = 16  # images that are decoded; larger batches repeat them
+TimedStep = Callable[[int, int], float]  # images in each of so many micro-batches: seconds
 
 
 @dataclasses.dataclass(frozen=True)
 class Pace:
-    """What takes how many seconds, on the slowest of the processes."""
+    """Seconds, on the slowest of the processes."""
 
-    step: float  # the whole batch: preparing, learning, settling
-    looking: float = 0.0  # a validation, all of its images
-    asking: float = 0.0  # of a step, the teacher's part
+    step: float  # the whole batch
+    validation: float = 0.0  # all validation images
+    teacher: float = 0.0  # the teacher's part of a step
 
 
 class Timed(NamedTuple):
-    """Some images, and how long a step of one unit with them took."""
+    """Images of one micro-batch and the seconds of a step with them."""
 
     images: int
     seconds: float
 
 
-def rehearse(
-    model: VisionTransformer,
-    recipe: Recipe,
-    devices: Devices,
-    splits: Splits,
-    options: Options,
-    guide: Guide,
-    workers: int | None = None,
-) -> Pace:
-    """Measured by all processes together; the model is left as it was, and not compiled."""
-    at_least = round(max(recipe.augmentation.image_size) * recipe.data.decode_scale) or None
-    train, validation = (Sample(part, devices, at_least) for part in (splits.train, splits.validation))
-    with enough_memory():
-        plain = dataclasses.replace(options, compile=False)
-        training = Trainer(recipe, copy.deepcopy(model), devices, train, validation, Path(), plain, guide)
-        seconds, looking = perform(training, train, validation)
+def measure_pace(trainer: Trainer, splits: Splits, workers: int | None = None) -> Pace:
+    """Measured by all processes together, without compilation; the trainer is left unchanged."""
+    recipe, devices = trainer.recipe, trainer.devices
+    min_side = round(max(recipe.augmentation.image_size) * recipe.data.decode_scale) or None
+    train, validation = (SampleLoader(part, devices, min_side) for part in (splits.train, splits.validation))
+    with explain_out_of_memory(), undone(trainer), torch.compiler.set_stance("force_eager"):
+        trainer.compute, trainer.validation = trainer.forward_backward, validation
+        seconds, per_image = time_steps(trainer, train, validation)
         share = recipe.batch_size // devices.world_size
-        asking = share * ask(guide, recipe, devices, validation.few)
-    del training
+        teacher = share * time_teacher(trainer.task, devices, validation.images)
     if devices.device.type == "cuda":
-        torch.cuda.empty_cache()  # the training lays its memory out anew
-    fetching = [part.waiting(workers, at_least) for part in (train, validation)]
-    # Workers decode beside a GPU; on the processor they take the cores that the steps need.
-    both: Callable[[float, float], float] = max if devices.device.type == "cuda" else operator.add
-    tested = len(splits.validation) / devices.world_size
-    times = [both(seconds, share * fetching[0]), both(tested * looking, tested * fetching[1]), asking]
-    step, looking, asking = devices.all_reduce_max(times)
-    return Pace(step, looking, min(asking, step))  # a part of it, though clocked by itself
+        torch.cuda.empty_cache()  # the training allocates its memory anew
+    decoding = [part.decoding_seconds(workers, min_side) for part in (train, validation)]
+    # Workers decode in parallel to a GPU; on a CPU they compete with the steps for the cores.
+    combine: Callable[[float, float], float] = max if devices.device.type == "cuda" else operator.add
+    validated = len(splits.validation) / devices.world_size
+    times = [combine(seconds, share * decoding[0]), combine(validated * per_image, validated * decoding[1]), teacher]
+    step, validation_seconds, teacher = devices.all_reduce_max(times)
+    return Pace(step, validation_seconds, min(teacher, step))  # a part of the step, though timed separately
 
 
-def perform(training: Trainer, train: "Sample", validation: "Sample") -> tuple[float, float]:
+@contextmanager
+def undone(trainer: Trainer) -> Iterator[None]:
+    """Restore weights, optimizer, EMA, task state and counters afterwards."""
+    module, kept = trainer.task.module, (trainer.compute, trainer.devices, trainer.validation)
+    tensors = [*module.parameters(), *module.buffers(), trainer.window]
+    if trainer.ema:
+        tensors += trainer.ema.state_dict().values()
+    before = [tensor.detach().clone() for tensor in tensors]
+    task_state = {name: tensor.clone() for name, tensor in trainer.task.state_dict().items()}
+    scaler = trainer.scaler.state_dict() if trainer.scaler else None
+    training = module.training
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in zip(tensors, before, strict=True):
+                tensor.copy_(value)
+        trainer.task.load_state_dict(task_state)
+        trainer.optimizer.state.clear()
+        trainer.optimizer.zero_grad(set_to_none=True)
+        if trainer.scaler and scaler:
+            trainer.scaler.load_state_dict(scaler)
+        module.train(training)
+        trainer.step = 0
+        trainer.compute, trainer.devices, trainer.validation = kept
+
+
+def time_steps(trainer: Trainer, train: "SampleLoader", validation: "SampleLoader") -> tuple[float, float]:
     """Seconds of a step, and of a validation image."""
-    devices, micro_batch = training.devices, training.recipe.batch_size // training.devices.micro_batches
+    devices, micro_batch_size = trainer.devices, trainer.recipe.batch_size // trainer.devices.micro_batches
 
     def step(images: int, micro_batches: int) -> float:
         batch = train.batch(images)
-        training.step, training.devices = 0, dataclasses.replace(devices, micro_batches=micro_batches)
-        return clock(devices, lambda: training._step(lambda: batch))
+        trainer.step, trainer.devices = 0, dataclasses.replace(devices, micro_batches=micro_batches)
+        return clock(devices, lambda: trainer.train_step(lambda: batch))
 
-    first, last = approach(step, micro_batch, devices.world_size)
-    seconds = whole_step(step, first, last, micro_batch, devices)
-    training.devices = devices
-    validation.narrow(last.images)
-    training.evaluate()
-    return seconds, clock(devices, training.evaluate) / last.images
+    first, last = grow(step, micro_batch_size, devices.world_size)
+    seconds = time_whole_step(step, first, last, micro_batch_size, devices)
+    trainer.devices = devices
+    validation.limit(last.images)
+    trainer.evaluate()
+    return seconds, clock(devices, trainer.evaluate) / last.images
 
 
-def approach(step: Step, micro_batch: int, world: int) -> tuple[Timed, Timed]:
-    """Steps of one unit with more and more images, as many as the time allows: the first and the last."""
-    first = last = timed(step, min(micro_batch, FEW), world)
+def grow(step: TimedStep, micro_batch_size: int, world_size: int) -> tuple[Timed, Timed]:
+    """Steps of one micro-batch with more and more images within the budget: the first and the last."""
+    first = last = time_step(step, min(micro_batch_size, FIRST_IMAGES), world_size)
     spent = 0.0
-    while last.images < micro_batch:
-        images = min(GROWTH * last.images, micro_batch)
-        # Of the first few images nobody knows yet what is theirs and what every step takes: half of the time, say.
-        each = slope(first, last) if last is not first else last.seconds / last.images / 2
-        if spent + 2 * (last.seconds + each * (images - last.images)) <= BUDGET:
-            last = timed(step, images, world)
+    while last.images < micro_batch_size:
+        images = min(GROWTH * last.images, micro_batch_size)
+        # One measurement does not separate the cost per image from the cost per step: assume half of each.
+        per_image = slope(first, last) if last is not first else last.seconds / last.images / 2
+        if spent + 2 * (last.seconds + per_image * (images - last.images)) <= BUDGET:
+            last = time_step(step, images, world_size)
             spent += 2 * last.seconds
-        elif last is first and first.seconds < 2 * BUDGET:  # a guess from one size may be many times too long: look once
-            last = Timed(images, step(images, world))
+        elif last is first and first.seconds < 2 * BUDGET:  # an estimate from one size may be far too long: measure once
+            last = Timed(images, step(images, world_size))
             break
         else:
             break
     return first, last
 
 
-def timed(step: Step, images: int, world: int) -> Timed:
-    """After a first step, which loads and lays out what others find ready; where steps are short, the quickest of some, because
-    a moment of other work on the machine would say little about the next size.
-    """
-    step(images, world)
-    times = [step(images, world)]
+def time_step(step: TimedStep, images: int, world_size: int) -> Timed:
+    """The fastest of up to ROUNDS steps after a warm-up: other load on the machine would distort single short steps."""
+    step(images, world_size)
+    times = [step(images, world_size)]
     while len(times) < ROUNDS and sum(times) < BUDGET / 2:
-        times.append(step(images, world))
+        times.append(step(images, world_size))
     return Timed(images, min(times))
 
 
-def whole_step(step: Step, first: Timed, last: Timed, micro_batch: int, devices: Devices) -> float:
-    """Seconds of a step with all its units: measured, or where that takes too long reckoned from smaller ones."""
-    if last.images == micro_batch and ROUNDS * last.seconds * devices.accumulation <= BUDGET:
-        return statistics.median(step(micro_batch, devices.micro_batches) for _ in range(ROUNDS))
-    return devices.accumulation * (last.seconds + slope(first, last) * (micro_batch - last.images))
+def time_whole_step(step: TimedStep, first: Timed, last: Timed, micro_batch_size: int, devices: Devices) -> float:
+    """Seconds of a step with all its micro-batches: measured, or extrapolated where that takes too long."""
+    if last.images == micro_batch_size and ROUNDS * last.seconds * devices.accumulation <= BUDGET:
+        return statistics.median(step(micro_batch_size, devices.micro_batches) for _ in range(ROUNDS))
+    return devices.accumulation * (last.seconds + slope(first, last) * (micro_batch_size - last.images))
 
 
 def slope(first: Timed, last: Timed) -> float:
-    """Seconds that one more image takes."""
-    most = last.seconds / last.images
+    """Seconds of one more image."""
+    highest = last.seconds / last.images
     if last.images == first.images:
-        return most
-    return min(max((last.seconds - first.seconds) / (last.images - first.images), 0.0), most)
+        return highest
+    return min(max((last.seconds - first.seconds) / (last.images - first.images), 0.0), highest)
 
 
-def ask(guide: Guide, recipe: Recipe, devices: Devices, count: int) -> float:
-    """Seconds in which the teacher answers about an image, 0 where none is asked."""
-    if guide.teacher is None:
+def time_teacher(task: Task, devices: Devices, images: int) -> float:
+    """Seconds per image of the teacher's forward pass, 0 without a teacher."""
+    if task.teacher is None:
         return 0.0
-    how, teacher = recipe.augmentation, guide.teacher
-    images = torch.zeros(count, len(how.mean), *how.image_size, device=devices.device)
-    return timed(lambda *_: clock(devices, lambda: teacher(images, how.mean, how.std)), count, 1).seconds / count
+    augmentation = task.recipe.augmentation
+    blank = torch.zeros(images, len(augmentation.mean), *augmentation.image_size, device=devices.device)
+    return time_step(lambda *_: clock(devices, lambda: task.run_teacher(blank)), images, 1).seconds / images
 
 
 def clock(devices: Devices, work: Callable[[], object]) -> float:
-    """Seconds that the slowest process takes: all must judge alike what there is time for."""
+    """Seconds of the slowest process, so that all processes decide alike what there is time for."""
     start = now(devices.device)
     work()
     return devices.all_reduce_max([now(devices.device) - start])[0]
 
 
-class Sample(Feed):
-    """Some images of a source, decoded once, in batches of any size."""
+def now(device: torch.device) -> float:
+    """The time when all work queued on the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
-    def __init__(self, source: Source, devices: Devices, at_least: int | None) -> None:
+
+def forecast(trainer: Trainer, memory: MemoryPlan, pace: Pace, trainings: int = 1) -> str:
+    """Steps, time and memory in one message; for several trainings one after the other."""
+    recipe, devices, steps = trainer.recipe, trainer.devices, trainer.total
+    validations = math.ceil(steps / max(duration_to_steps(recipe.validation.every, trainer.sampler.steps, steps), 1))
+    validating = validations * pace.validation
+    seconds = pace.step * steps + validating
+    span = datetime.timedelta(seconds=round(seconds * trainings))
+    used = memory.memory(recipe.batch_size // devices.micro_batches)
+    return (
+        f"{steps:,} steps{f' for each of {trainings} seeds' if trainings > 1 else ''}, about {span} at "
+        f"{format_rate(recipe.batch_size / pace.step)} images/s{' before compiling' if trainer.options.compile else ''}"
+        + (f", {percent(validating / seconds)} of it validation" if validating >= 0.005 * seconds else "")
+        + f"; {format_bytes(used)} of {format_bytes(memory.free)} memory"
+        + (
+            f"; the teacher takes {percent(pace.teacher / pace.step)} of a step and {format_bytes(memory.teacher)}"
+            if memory.teacher
+            else ""
+        )
+    )
+
+
+class SampleLoader(ImageLoader):
+    """A few images of a source, decoded once, in batches of any size."""
+
+    def __init__(self, source: Source, devices: Devices, min_side: int | None) -> None:
         self.source = self.whole = source
-        self.device, self.world, self.few = devices.device, devices.world_size, 1
-        indices = np.unique(np.linspace(0, len(source) - 1, DIFFERENT).astype(np.int64))
+        self.device, self.world_size, self.images = devices.device, devices.world_size, 1
+        indices = np.unique(np.linspace(0, len(source) - 1, DECODED).astype(np.int64))
         start = time.perf_counter()
-        canvas = Reader(source, at_least, False).images(indices)
-        self.decoding = (time.perf_counter() - start) / len(indices)  # seconds an image
-        good = np.flatnonzero(canvas.sizes[:, 0])
-        if len(good):
-            self.canvas = canvas._replace(pixels=canvas.pixels[good], sizes=canvas.sizes[good], samples=blank(indices[good]))
-        else:  # the training will say what is wrong with them
-            self.canvas = Canvas(torch.zeros(1, 8, 8, 3, dtype=torch.uint8), np.array([[8, 8]]), None, blank(indices[:1]), [])
+        decoded = ImageReader(source, min_side, False).read_images(indices)
+        self.seconds = (time.perf_counter() - start) / len(indices)  # per image
+        readable = np.flatnonzero(decoded.sizes[:, 0])
+        if len(readable):
+            samples = blank_samples(indices[readable])
+            self.decoded = decoded._replace(pixels=decoded.pixels[readable], sizes=decoded.sizes[readable], samples=samples)
+        else:  # the training will report why they are unreadable
+            pixels = torch.zeros(1, 8, 8, 3, dtype=torch.uint8)
+            self.decoded = DecodedBatch(pixels, np.array([[8, 8]]), None, blank_samples(indices[:1]), [])
 
-    def narrow(self, images: int) -> None:
-        """From now on a sweep is one batch of so many images for each process."""
-        self.few, self.source = images, Subset(self.whole, np.arange(min(images * self.world, len(self.whole))))
+    def limit(self, images: int) -> None:
+        """From now on a pass over the source is one batch of so many images for each process."""
+        self.images, self.source = images, Subset(self.whole, np.arange(min(images * self.world_size, len(self.whole))))
 
     def batch(self, images: int) -> Batch:
-        rows = np.arange(images) % len(self.canvas.sizes)
-        index = self.canvas.samples.index[rows]
-        return make_batch(self.whole, Canvas(self.canvas.pixels[rows], self.canvas.sizes[rows], None, blank(index), []))
+        rows = np.arange(images) % len(self.decoded.sizes)
+        samples = blank_samples(self.decoded.samples.index[rows])
+        return make_batch(self.whole, DecodedBatch(self.decoded.pixels[rows], self.decoded.sizes[rows], None, samples, []))
 
-    def sweep(self, batch: int, part: int = 0, parts: int = 1) -> Iterator[Batch]:
-        yield self.batch(self.few).to(self.device)
+    def iterate(self, batch_size: int, rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
+        yield self.batch(self.images).to(self.device)
 
-    def waiting(self, workers: int | None, at_least: int | None) -> float:
-        """Seconds for an image that are spent on decoding at every step; 0 where all are decoded once and kept."""
+    def decoding_seconds(self, workers: int | None, min_side: int | None) -> float:
+        """Seconds per image that decoding adds to every step; 0 where all images are decoded once and kept in memory."""
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        kept = choose_store(self.whole, self.device, at_least, memory_share=0.5 / processes).place != "files"
-        return 0.0 if kept else self.decoding / max(usual_workers() if workers is None else workers, 1)
+        kept = plan_cache(self.whole, self.device, min_side, memory_fraction=0.5 / processes).location != "files"
+        return 0.0 if kept else self.seconds / max(default_workers() if workers is None else workers, 1)
 
 
-def blank(index: np.ndarray) -> Samples:
+def blank_samples(index: np.ndarray) -> Samples:
     return Samples(index, np.zeros_like(index), np.arange(len(index)))

@@ -1,30 +1,237 @@
-"""Learning from labels, from a teacher, from labels of patches."""
+"""Image classification from labels, with distillation (DeiT), token labels and MixToken (LV-ViT), and re-labelling."""
 
+import dataclasses
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
 from torch import Tensor, nn
 
+from vitrail.checkpoints.bundled import find_bundled
+from vitrail.data.datasets.lookup import check_trainable
+from vitrail.data.decode import decode
+from vitrail.data.image_loader import ImageLoader
+from vitrail.data.loader import Batch
+from vitrail.data.rng import sample_key
+from vitrail.data.source import Source, Splits
+from vitrail.data.transforms.mixup import Mix, draw_mix, mix_images
+from vitrail.data.transforms.pipeline import Augmented, augment
+from vitrail.errors import UserError
+from vitrail.evaluation.accuracy import count_hits, summarize
+from vitrail.evaluation.confusion import class_accuracies, collect_predictions, confusion, thumbnail, worst_mistakes
 from vitrail.models.vision_transformer import VisionTransformer, mix_tokens
 from vitrail.recipes.schema import Recipe
-from vitrail.tasks.distillation import distillation_loss
+from vitrail.tasks.distillation import distillation_loss, teacher_targets
 from vitrail.tasks.losses import classification_loss
-from vitrail.tasks.targets import Targets
-from vitrail.tasks.token_labels import token_loss
+from vitrail.tasks.targets import ClassificationTargets, blend, label_targets
+from vitrail.tasks.token_labels import covered, draw_token_mix, project, token_loss, token_mask
+from vitrail.training.distributed import Devices
+from vitrail.training.metrics import TOP1
+from vitrail.training.task import Position, Task
+
+if TYPE_CHECKING:
+    from vitrail.tasks.teacher_labels import OnlineTeacher, StoredPredictions
+
+MAX_IMAGES_FOR_MISTAKES = 50_000  # a validation set above this is not searched for mistakes
 
 
-class Supervised(nn.Module):
-    """A model and its loss as one module: what is compiled, replicated and sharded is this."""
+class Classification(Task):
+    """Class labels as targets; the recipe's `loss`, `mixing`, `distillation` and `token_labels` say how."""
+
+    metric = TOP1
+
+    def __init__(self, recipe: Recipe, source: Source, device: torch.device) -> None:
+        super().__init__(recipe, source, device)
+        self.online: OnlineTeacher | None = None
+        self.stored: StoredPredictions | None = None
+        self.maps: StoredPredictions | None = None
+        if recipe.distillation.kind != "none":
+            from vitrail.tasks.teacher_labels import is_store, open_online_teacher, open_store
+
+            if is_store(recipe.distillation.teacher):
+                open_store(recipe.distillation.teacher, source, "logits", check=False)
+            else:
+                self.online = open_online_teacher(recipe, source, device)
+                self.teacher = self.online.teacher
+                self.messages += self.online.messages
+        if recipe.token_labels.store:
+            from vitrail.tasks.teacher_labels import open_store
+
+            open_store(recipe.token_labels.store, source, "tokens", recipe.token_labels.outside, check=False)
+
+    @classmethod
+    def resolve_recipe(cls, recipe: Recipe, explicit: frozenset[str]) -> Recipe:
+        return resolve_teacher(recipe, explicit)
+
+    @classmethod
+    def describe(cls, recipe: Recipe) -> list[str]:
+        return describe_targets(recipe)
+
+    @classmethod
+    def check_data(cls, recipe: Recipe, splits: Splits) -> None:
+        for part in (splits.train, splits.validation):
+            check_trainable(part)
+        if splits.validation.classes != splits.train.classes:
+            raise UserError(f"{splits.train.name}: training and validation do not have the same classes.")
+        for part in (splits.train, splits.validation):
+            check_labels(part)
+
+    @classmethod
+    def dependencies(cls, recipe: Recipe) -> dict[str, str]:
+        if recipe.distillation.kind == "none" and not recipe.token_labels.store:
+            return {}
+        from vitrail.tasks.teacher_labels import digests
+
+        return digests(recipe)
+
+    @property
+    def class_names(self) -> list[str]:
+        return list(self.source.classes)
+
+    def attach(self, model: VisionTransformer) -> None:
+        super().attach(model)
+        recipe, source = self.recipe, self.source
+        self.classes, self.grid, self.patch_size = model.architecture.classes, model.grid, model.architecture.patch_size
+        if self.online is None and recipe.distillation.kind != "none" and self.stored is None:
+            from vitrail.tasks.teacher_labels import StoredPredictions, class_order_message
+
+            self.stored = StoredPredictions(recipe.distillation.teacher, source, self.device, "logits")
+            self.messages += class_order_message(self.stored.store.class_names, self.stored.store.classes, source)
+        if recipe.token_labels.store and self.maps is None:
+            from vitrail.tasks.teacher_labels import StoredPredictions
+
+            self.maps = StoredPredictions(recipe.token_labels.store, source, self.device, "tokens", recipe.token_labels.outside)
+
+    def build_module(self, model: VisionTransformer) -> "ClassificationModule":
+        return ClassificationModule(model, self.recipe)
+
+    def prepare_batch(self, batch: Batch, position: Position) -> tuple[Tensor, ClassificationTargets]:
+        """Augmented and mixed images [B, 3, height, width] and their targets."""
+        recipe, epoch = self.recipe, position.epoch
+        augmentation, mixing = recipe.augmentation, recipe.mixing
+        keys = sample_key(recipe.seed, epoch, batch.index, batch.repeat)
+        augmented = augment(batch.pixels, batch.sizes, keys, augmentation)
+        mix = draw_mix(
+            recipe.seed,
+            epoch,
+            position.step_in_epoch,
+            position.micro_batch,
+            augmentation.image_size,
+            mixing.mixup,
+            mixing.cutmix,
+            mixing.switch_prob,
+        )
+        images = mix_images(augmented.images, mix)
+        return images, self.make_targets(batch, augmented, images, mix, position)
+
+    def make_targets(
+        self, batch: Batch, augmented: Augmented, images: Tensor, mix: Mix, position: Position
+    ) -> ClassificationTargets:
+        """`augmented` are the images before mixing, `images` the mixed ones that student and teacher see."""
+        recipe, config = self.recipe, self.recipe.token_labels
+        assert batch.labels is not None
+        classes, tokens, mixed = label_targets(batch.labels, self.classes, recipe.loss), None, None
+        if self.maps is not None:
+            values, ids = self.maps.tokens(batch.index)
+            logits = project(values, ids, augmented, self.grid, self.patch_size, self.classes, self.maps.covers == "center")
+            classes = self._image_target(classes, batch.labels, self._smooth(logits.mean(1).softmax(-1)))
+            if config.weight:
+                tokens = self._smooth(logits.softmax(-1))
+        if tokens is not None and mix.lam < 1.0:
+            part = covered(mix, self.grid, self.patch_size, self.device)
+            tokens = torch.lerp(tokens, tokens.flip(0), part[None, :, None])
+        classes, teacher = blend(classes, mix.lam), self._teacher_target(batch, images, mix)
+        if config.mixtoken:
+            drawn = draw_token_mix(
+                recipe.seed, position.epoch, position.step_in_epoch, position.micro_batch, self.grid, config.mixtoken
+            )
+            mixed = token_mask(drawn, self.grid, self.device)
+            classes = blend(classes, drawn.lam)
+            teacher = None if teacher is None else blend(teacher, drawn.lam)
+            if tokens is not None and config.mixtoken_on == "labels":
+                tokens = mix_tokens(tokens, mixed)
+        return ClassificationTargets(classes, teacher, tokens, mixed)
+
+    def run_teacher(self, images: Tensor) -> None:
+        if self.online is not None:
+            self.online.logits(images)
+
+    def _teacher_target(self, batch: Batch, images: Tensor, mix: Mix) -> Tensor | None:
+        """The teacher's distribution [B, C]: predicted for the mixed images, or mixed from the stored predictions of each."""
+        if self.online is not None:
+            return teacher_targets(self.online.logits(images), self.recipe.distillation)
+        if self.stored is not None:
+            return blend(teacher_targets(self.stored.logits(batch.index), self.recipe.distillation), mix.lam)
+        return None
+
+    def _image_target(self, target: Tensor, labels: Tensor, from_map: Tensor) -> Tensor:
+        """The target of the whole image; "blend" weighs the map by 0.5, and by 0.9 where it contradicts the label."""
+        match self.recipe.token_labels.target:
+            case "labels":
+                return target
+            case "relabel":
+                return from_map
+        agrees = from_map.argmax(1, keepdim=True) == labels[:, None]
+        return torch.lerp(target, from_map, torch.where(agrees, 0.5, 0.9))
+
+    def _smooth(self, targets: Tensor) -> Tensor:
+        smoothing = self.recipe.loss.label_smoothing if self.classes > 1 else 0.0
+        return targets * (1.0 - smoothing) + smoothing / self.classes if smoothing else targets
+
+    def evaluate(self, model: VisionTransformer, loader: ImageLoader, batch_size: int, devices: Devices) -> dict[str, Any]:
+        hits = count_hits(model, loader, model.preprocessing, batch_size, devices.rank, devices.world_size)
+        found = summarize(devices.all_reduce_sum(hits), model.architecture.classes)._asdict()
+        return {name: value for name, value in found.items() if value is not None}
+
+    def is_better(self, values: Mapping[str, Any], best: Mapping[str, Any]) -> bool:
+        """The higher accuracy; of equal ones, which small validation sets often have, the lower loss. A NaN loss is worst."""
+        return validation_score(values) > validation_score(best)
+
+    def report(self, model: VisionTransformer, loader: ImageLoader, splits: Splits, batch_size: int) -> dict[str, Any]:
+        """Confusion, accuracy per class and the most confident mistakes on the validation images."""
+        source, names = splits.validation, splits.validation.classes
+        if len(source) > MAX_IMAGES_FOR_MISTAKES:
+            return {}
+        predictions = collect_predictions(model, loader, model.preprocessing, batch_size)
+        mistakes = []
+        for index, label, prediction, confidence in zip(*worst_mistakes(predictions), strict=True):
+            pixels = decode(source.encoded(int(index)), loader.min_side)
+            mistakes.append(
+                {
+                    "image": thumbnail(pixels),
+                    "location": source.location(int(index)),
+                    "label": names[label],
+                    "prediction": names[prediction],
+                    "confidence": round(float(confidence), 6),
+                }
+            )
+        accuracies = class_accuracies(predictions, names)
+        return {"confusion": confusion(predictions, names), "per_class": accuracies, "mistakes": mistakes}
+
+    def hint_for_nan(self) -> str:
+        if self.recipe.distillation.kind != "none" or self.recipe.token_labels.store:
+            return "The teacher's predictions may contain NaN; otherwise a lower optimizer.lr or a longer warmup often helps"
+        return super().hint_for_nan()
+
+
+class ClassificationModule(nn.Module):
+    """A model and its loss as one module: this is what is compiled, replicated and sharded."""
 
     def __init__(self, model: VisionTransformer, recipe: Recipe) -> None:
         super().__init__()
         self.model, self.recipe = model, recipe
 
-    def forward(self, images: Tensor, targets: Targets) -> Tensor:
+    def forward(self, images: Tensor, targets: ClassificationTargets) -> Tensor:
         """Images [B, 3, height, width] to the loss."""
         recipe, out = self.recipe, self.model.outputs(images, targets.mixed)
         loss = classification_loss(out.main, targets.classes, recipe.loss)
         if targets.teacher is not None:
             weight, student = recipe.distillation.weight, out.main if out.distillation is None else out.distillation
             loss = (1 - weight) * loss + weight * distillation_loss(student, targets.teacher, recipe.distillation)
-        elif out.distillation is not None:  # nobody teaches: two class tokens
+        elif out.distillation is not None:  # no teacher: two class tokens
             loss = (loss + classification_loss(out.distillation, targets.classes, recipe.loss)) / 2
         if targets.tokens is not None:
             assert out.dense is not None
@@ -33,3 +240,94 @@ class Supervised(nn.Module):
                 dense = mix_tokens(dense, targets.mixed)
             loss = loss + recipe.token_labels.weight * token_loss(dense, targets.tokens)
         return loss
+
+
+def random_targets(model: VisionTransformer, recipe: Recipe, device: torch.device, images: int) -> ClassificationTargets:
+    """Uniform distributions in the shapes of the recipe's targets, to measure a step without data."""
+    classes, patches = model.architecture.classes, model.grid[0] * model.grid[1]
+    uniform = torch.full((images, classes), 1.0 / classes, device=device)
+    teacher = uniform if recipe.distillation.kind != "none" else None
+    tokens = uniform[:, None].expand(-1, patches, -1).contiguous() if recipe.token_labels.weight else None
+    mixed = torch.zeros(patches, dtype=torch.bool, device=device) if recipe.token_labels.mixtoken else None
+    return ClassificationTargets(uniform, teacher, tokens, mixed)
+
+
+def validation_score(values: Mapping[str, Any]) -> tuple[float, float]:
+    loss = float(values["loss"])  # text if it has been stored as JSON and is NaN
+    return (-1.0, -math.inf) if math.isnan(loss) else (values["top1"], -loss)
+
+
+def check_labels(source: Source) -> None:
+    assert source.label is not None
+    missing = int((source.label.values < 0).sum())
+    if missing:
+        raise UserError(f"{source.name}: {missing} of {len(source)} images have no label: remove them or add labels.")
+    highest = int(source.label.values.max())
+    if highest >= len(source.classes):
+        raise UserError(f"{source.name} has the label {highest} but {len(source.classes)} classes: fix the labels.")
+
+
+def resolve_teacher(recipe: Recipe, explicit: frozenset[str] = frozenset()) -> Recipe:
+    """The recipe with absolute paths of its teacher and label store; an error if one is needed and missing.
+
+    A teacher or a store that no other key mentions is used in the usual way; keys in `explicit` keep their values.
+    """
+    distillation, tokens, architecture = recipe.distillation, recipe.token_labels, dict(recipe.architecture)
+    if distillation.kind != "none" and not distillation.teacher:
+        raise UserError(f"{recipe.name} needs a teacher: give --teacher, a network or a label store made by vitrail annotate.")
+    if distillation.kind == "none" and distillation.teacher and "distillation.kind" not in explicit:
+        distillation = dataclasses.replace(distillation, kind="hard")
+    if distillation.kind != "none" and distillation.weight == 0:
+        raise UserError("distillation.weight=0 gives the teacher no effect: remove the teacher, or give a weight up to 1.")
+    if not tokens.store and (tokens.weight > 0 or tokens.target != "labels"):
+        raise UserError(f"{recipe.name} needs token labels: give --labels, a label store made by vitrail annotate.")
+    if tokens.store and tokens.weight == 0 and tokens.target == "labels":
+        weight = 0.0 if "token_labels.weight" in explicit else 0.5
+        target: Literal["labels", "relabel"] = "labels" if "token_labels.target" in explicit else "relabel"
+        tokens = dataclasses.replace(tokens, weight=weight, target=target)
+    if tokens.weight > 0:
+        architecture["dense_head"] = True
+    teacher, store = (absolute(os.path.expanduser(path)) for path in (distillation.teacher, tokens.store))
+    if teacher or store:
+        check_paths(teacher, store)
+    return dataclasses.replace(
+        recipe,
+        architecture=architecture,
+        distillation=dataclasses.replace(distillation, teacher=teacher),
+        token_labels=dataclasses.replace(tokens, store=store),
+    )
+
+
+def check_paths(teacher: str, store: str) -> None:
+    from vitrail.teachers.label_store import read_manifest
+    from vitrail.teachers.sidecar import read_sidecar, sidecar_path
+
+    if teacher and not teacher.startswith("timm:") and not os.path.exists(find_bundled(teacher) or teacher):
+        raise UserError(
+            f"There is no teacher at {teacher}: give a network's file, timm:NAME or a label store made by vitrail annotate."
+        )
+    if teacher.endswith((".pt2", ".onnx")) and "preprocessing" not in read_sidecar(teacher):
+        raise UserError(
+            f"{teacher} has no preprocessing: write it to {sidecar_path(teacher)}, or run vitrail annotate --preprocessing once "
+            "and give --teacher that label store."
+        )
+    if store:
+        read_manifest(Path(store))
+
+
+def absolute(path: str) -> str:
+    """An existing path as an absolute one, so that a run can be resumed from another directory."""
+    return os.path.abspath(path) if path and os.path.exists(path) else path
+
+
+def describe_targets(recipe: Recipe) -> list[str]:
+    """Messages on what is learned besides the labels."""
+    distillation, tokens, messages = recipe.distillation, recipe.token_labels, []
+    if distillation.kind != "none":
+        messages.append(f"{distillation.weight:g} of the loss is {distillation.kind} distillation from {distillation.teacher}")
+    elif distillation.teacher:
+        messages.append(f"the teacher {distillation.teacher} is not used: distillation.kind is none")
+    if tokens.store:
+        mixed = ", MixToken" if tokens.mixtoken else ""
+        messages.append(f"token labels from {tokens.store} with weight {tokens.weight:g}, image target: {tokens.target}{mixed}")
+    return messages

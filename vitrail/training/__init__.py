@@ -1,1 +1,1 @@
-"""The loop and what it needs: optimizers, schedules, checkpoints, devices, the display."""
+"""The trainer: task interface, optimizers, schedules, EMA, distributed training, checkpointing, compilation, precision."""

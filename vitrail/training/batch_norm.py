@@ -1,4 +1,4 @@
-"""BatchNorm's running statistics, the same however the units of a step are spread over processes."""
+"""BatchNorm running statistics that do not depend on how the micro-batches of a step are distributed over processes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,55 +9,54 @@ from torch import Tensor, nn
 from vitrail.training.distributed import Devices
 
 
-class Statistics:
-    """A step moves the running statistics once, by the mean over its units; each unit is normalized by its own batch.
+class BatchNormStatistics:
+    """Updates the running statistics once per step, with the mean over its micro-batches.
 
-    BatchNorm alone would move them unit by unit, each process its own ones, twice where a block is computed again for the
-    backward pass, and to NaN by a step that is then not taken.
+    Each micro-batch is normalized by its own statistics. Plain BatchNorm would update the running statistics after every
+    micro-batch, differently on each process, twice with activation checkpointing, and to NaN in a step that is then skipped.
     """
 
     def __init__(self, model: nn.Module, devices: Devices) -> None:
         self.devices = devices
         norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
-        self.moving: list[Tensor] = []
+        self.running: list[Tensor] = []
         self.counts: list[Tensor] = []
         for norm in norms:
             for buffer in norm.buffers(recurse=False):
-                (self.moving if buffer.is_floating_point() else self.counts).append(buffer)
+                (self.running if buffer.is_floating_point() else self.counts).append(buffer)
         self.model = model
-        # Of fixed places in memory, which a CUDA graph may use: values at the start of the step, and the sum over its units.
-        self.before = [tensor.clone() for tensor in (*self.moving, *self.counts)]
-        self.total = [torch.zeros_like(tensor) for tensor in self.moving]
+        # At fixed addresses, for CUDA graphs: the values at the start of the step, and the sum over its micro-batches.
+        self.before = [tensor.clone() for tensor in (*self.running, *self.counts)]
+        self.total = [torch.zeros_like(tensor) for tensor in self.running]
 
     @property
-    def idle(self) -> bool:
-        return not self.moving or not self.model.training
+    def enabled(self) -> bool:
+        return bool(self.running) and self.model.training
 
     @torch.no_grad()
-    def begin(self) -> None:
-        """At the start of a step."""
-        if not self.idle:
-            torch._foreach_copy_(self.before, [*self.moving, *self.counts])
+    def start_step(self) -> None:
+        if self.enabled:
+            torch._foreach_copy_(self.before, [*self.running, *self.counts])
             torch._foreach_zero_(self.total)
 
     @contextmanager
-    def of_micro_batch(self) -> Iterator[None]:
-        """Around the forward pass of one unit."""
-        if self.idle:
+    def micro_batch_forward(self) -> Iterator[None]:
+        """Context for the forward pass of one micro-batch."""
+        if not self.enabled:
             yield
             return
-        torch._foreach_copy_([*self.moving, *self.counts], self.before)
+        torch._foreach_copy_([*self.running, *self.counts], self.before)
         yield
-        torch._foreach_add_(self.total, self.moving)
+        torch._foreach_add_(self.total, self.running)
 
     @torch.no_grad()
-    def settle(self, skip: Tensor) -> None:
-        """At the end of the step; where `skip` [] is 1 the statistics stay what they were before it."""
-        if self.idle:
+    def finish_step(self, skip: Tensor) -> None:
+        """Set the running statistics to the mean over micro-batches; where `skip` [] is 1, to those before the step."""
+        if not self.enabled:
             return
         total = self.devices.all_reduce_sum(torch.cat([tensor.flatten() for tensor in self.total])) / self.devices.micro_batches
-        parts = total.split([tensor.numel() for tensor in self.moving])
-        for tensor, old, new in zip(self.moving, self.before, parts, strict=False):
+        parts = total.split([tensor.numel() for tensor in self.running])
+        for tensor, old, new in zip(self.running, self.before, parts, strict=False):
             tensor.copy_(torch.where(skip > 0, old, new.view_as(old)))
-        for count, old in zip(self.counts, self.before[len(self.moving) :], strict=True):
+        for count, old in zip(self.counts, self.before[len(self.running) :], strict=True):
             count.copy_(old + (skip == 0))

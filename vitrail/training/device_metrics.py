@@ -1,4 +1,4 @@
-"""Numbers that the device hands out while it goes on: a loop that waited for them would leave it without work for a while."""
+"""Metrics on the device that are copied to the CPU asynchronously, so that the training loop does not wait for them."""
 
 from typing import NamedTuple
 
@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 
-class Answer:
-    """A tensor on its way from the device."""
+class PendingTensor:
+    """An asynchronous copy of a tensor to the CPU."""
 
     def __init__(self, tensor: Tensor) -> None:
-        away = tensor.device.type == "cuda"
-        self.values = tensor.to("cpu", non_blocking=True) if away else tensor.clone()
-        self.event = torch.cuda.Event() if away else None
+        on_device = tensor.device.type == "cuda"
+        self.values = tensor.to("cpu", non_blocking=True) if on_device else tensor.clone()
+        self.event = torch.cuda.Event() if on_device else None
         if self.event:
             self.event.record()
 
@@ -20,15 +20,16 @@ class Answer:
         return self.event is None or self.event.query()
 
     def read(self) -> list[float]:
+        """The values; waits until they are copied."""
         if self.event:
             self.event.synchronize()
         return self.values.tolist()
 
 
-class Note(NamedTuple):
-    """What a line of the metrics needs, of the steps up to `step`."""
+class PendingMetrics(NamedTuple):
+    """The content of a training line in metrics.jsonl: `sums` are over the steps since the last one, up to `step`."""
 
     step: int
-    rate: float
-    speed: dict[str, float]
-    sums: Answer
+    lr: float
+    throughput: dict[str, float]
+    sums: PendingTensor

@@ -1,7 +1,8 @@
-"""Which processes and devices compute a training, and how the global batch is cut for them.
+"""Devices and processes of a training, and how the global batch is split among them.
 
-The recipe fixes the global batch. It is cut into `micro_batches` equal parts; a process takes every `world`-th unit, one after the other.
-What a unit computes does not depend on who computes it, so 1 process x 8 units and 8 processes x 1 are the same training.
+The recipe fixes the global batch size. The batch is split into `micro_batches` equal micro-batches, and each process computes
+every `world_size`-th of them, one after the other. The result of a micro-batch does not depend on the process that computes it,
+so 1 process x 8 micro-batches and 8 processes x 1 are the same training.
 """
 
 import os
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from vitrail.devices import choose_device, use_device
 from vitrail.errors import UserError
 from vitrail.models.vision_transformer import VisionTransformer
 
@@ -23,7 +25,7 @@ Sharding = Literal["none", "full"]
 
 @dataclass(frozen=True)
 class Devices:
-    """This process among all."""
+    """The device of this process, its rank, and the number of micro-batches of a global batch."""
 
     device: torch.device
     rank: int = 0
@@ -36,26 +38,29 @@ class Devices:
 
     @property
     def own_micro_batches(self) -> tuple[int, ...]:
-        """The units that this process computes, one after the other."""
+        """Indices of the micro-batches that this process computes."""
         return tuple(range(self.rank, self.micro_batches, self.world_size))
 
     @property
     def accumulation(self) -> int:
+        """Number of micro-batches per process and step."""
         return self.micro_batches // self.world_size
 
-    def describe(self, batch: int) -> str:
+    def describe(self, batch_size: int) -> str:
+        """How a batch is split, for the log."""
         kind = "GPU" if self.device.type == "cuda" else self.device.type.upper()
         name = f"{kind} ({torch.cuda.get_device_name(self.device)})" if self.device.type == "cuda" else kind
-        return f"batch {batch} = {self.world_size} x {name} x {self.accumulation} accumulation x {batch // self.micro_batches}"
+        images = batch_size // self.micro_batches
+        return f"batch size {batch_size} = {self.world_size} x {name} x {self.accumulation} accumulation x {images}"
 
     def all_reduce_sum(self, values: Tensor) -> Tensor:
-        """The sum over all processes, in place and on the device."""
+        """Sum over all processes, in place, on the device."""
         if self.world_size > 1:
             dist.all_reduce(values)
         return values
 
     def all_reduce_max(self, values: list[float]) -> list[float]:
-        """The largest of each number over all processes. Goes from processor to processor: no device is waited for."""
+        """Elementwise maximum over all processes. Runs on the CPU, without synchronizing the device."""
         if self.world_size == 1:
             return values
         tensor = torch.tensor(values, dtype=torch.float64)
@@ -63,207 +68,183 @@ class Devices:
         return tensor.tolist()
 
     def barrier(self) -> None:
-        """Until all processes are here; one that has died is noticed at once, which a barrier of the devices would not do."""
+        """Wait for all processes. Runs on the CPU, where a dead process is detected at once; an NCCL barrier would hang."""
         self.all_reduce_max([0.0])
 
     def all_gather(self, value: Any) -> list[Any]:
-        """What every process has there."""
+        """The values of all processes, by rank."""
         if self.world_size == 1:
             return [value]
-        found = [None] * self.world_size
-        dist.all_gather_object(found, value)
-        return found
+        values = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
 
     def broadcast(self, value: Any) -> Any:
-        """What the first process has there."""
+        """The value of rank 0."""
         return self.all_gather(value)[0]
 
     @contextmanager
     def sync_errors(self) -> Iterator[None]:
-        """Trouble of one process is everybody's at the end of the block, so that nobody waits for one that has left.
+        """Raise a UserError of one process on all processes at the end of the block, so that none of them hangs.
 
-        Inside the block a process must not wait for others.
+        The block must not contain collective operations.
         """
-        trouble: UserError | None = None
+        failure: UserError | None = None
         try:
             yield
         except UserError as error:
-            trouble = error
-        sentence = next((each for each in self.all_gather(None if trouble is None else str(trouble)) if each is not None), None)
-        if sentence is not None:
-            trouble = UserError(sentence) if trouble is None else trouble
-            trouble.report_here = self.is_main if self.world_size > 1 else None
-            raise trouble
+            failure = error
+        message = next((each for each in self.all_gather(None if failure is None else str(failure)) if each is not None), None)
+        if message is not None:
+            failure = UserError(message) if failure is None else failure
+            failure.report_here = self.is_main if self.world_size > 1 else None
+            raise failure
 
 
 @contextmanager
-def connected(device: str | None = None) -> Iterator[Devices]:
-    """Join the other processes if `torchrun` started several; one device otherwise."""
+def init_distributed(device: str | None = None) -> Iterator[Devices]:
+    """Initialize the process group if `torchrun` started this process, and yield its devices; a single device otherwise."""
     if "RANK" not in os.environ:
-        yield Devices(begin(choose_device(device)))
+        yield Devices(use_device(choose_device(device)))
         return
-    world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ["RANK"])
-    chosen = begin(choose_device(device, int(os.environ.get("LOCAL_RANK", "0"))))
-    store = None if dist.is_initialized() else meet(chosen)
+    world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ["RANK"])
+    chosen = use_device(choose_device(device, int(os.environ.get("LOCAL_RANK", "0"))))
+    store = None if dist.is_initialized() else init_process_group(chosen)
     try:
-        yield Devices(chosen, rank, world, world)
+        yield Devices(chosen, rank, world_size, world_size)
     except UserError as error:
-        shared = error.report_here is not None or world == 1
+        on_all_processes = error.report_here is not None or world_size == 1
         if error.report_here is None:
-            error.report_here = first_to_tell(store, otherwise=False)
-        if shared or chosen.type == "cpu":  # devices that compute for the others would keep this one waiting
-            leave(store)
+            error.report_here = should_report(store, default=False)
+        if on_all_processes or chosen.type == "cpu":  # NCCL would wait for the operations of the other processes
+            destroy_process_group(store)
         raise
     except Exception as error:
-        if world == 1:
-            leave(store)
-        if world == 1 or not is_broken_connection(error):
+        if world_size == 1:
+            destroy_process_group(store)
+        if world_size == 1 or not is_broken_connection(error):
             raise
-        # The devices may wait for the lost one for ever, so that there is no orderly farewell.
-        trouble = UserError(f"Process {rank} has lost the others: one of them has ended, or the connection has.")
-        trouble.report_here = first_to_tell(store, otherwise=True)
-        raise trouble from None
-    leave(store)
+        # The process group is not destroyed: NCCL could wait for the lost process forever.
+        lost = UserError(f"Process {rank} lost the connection to the others: one of them has ended, or the network failed.")
+        lost.report_here = should_report(store, default=True)
+        raise lost from None
+    destroy_process_group(store)
 
 
-def begin(device: torch.device) -> torch.device:
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    return device
-
-
-def meet(device: torch.device) -> dist.Store:
-    """Wait for all processes; the place where they met."""
+def init_process_group(device: torch.device) -> dist.Store:
+    """Connect to all processes; returns a key-value store that they share."""
     missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise UserError(f"RANK is set but {missing[0]} is not: start several processes with torchrun, or unset RANK for one.")
-    store, rank, world = next(dist.rendezvous("env://"))
-    # torchrun keeps the place when it starts the processes anew: they must not find the addresses of those before them.
-    store = dist.PrefixStore(f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')} of {world}", store)
-    # Both at once: tensors travel from device to device, what is agreed on between two steps from processor to processor.
+    store, rank, world_size = next(dist.rendezvous("env://"))
+    # torchrun keeps the store when it restarts the processes: they must not read the addresses of their predecessors.
+    store = dist.PrefixStore(f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')} of {world_size}", store)
+    # Two backends: NCCL for tensors on devices, gloo for what the processes agree on between steps.
     cuda = device.type == "cuda"
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     dist.init_process_group(
-        backend, store=dist.PrefixStore("group", store), rank=rank, world_size=world, device_id=device if cuda else None
+        backend, store=dist.PrefixStore("group", store), rank=rank, world_size=world_size, device_id=device if cuda else None
     )
     return dist.PrefixStore("vitrail", store)
 
 
-def leave(store: dist.Store | None) -> None:
+def destroy_process_group(store: dist.Store | None) -> None:
     if store is not None:
         dist.destroy_process_group()
 
 
-def first_to_tell(store: dist.Store | None, otherwise: bool) -> bool | None:
-    """Whether nobody has told of any trouble yet; None where there is no place to ask.
+def should_report(store: dist.Store | None, default: bool) -> bool | None:
+    """Whether no other process has reported an error yet; None without a store.
 
-    `otherwise` is the answer if the place is gone with the process that kept it, the first one: of trouble that all have it has
-    told, of its own death it has not.
+    `default` is returned if the store is gone together with rank 0, which keeps it: rank 0 has reported an error that all
+    processes share, but not its own death.
     """
     if store is None:
         return None
     try:
-        return store.add("told", 1) == 1
+        return store.add("reported", 1) == 1
     except (RuntimeError, ValueError):
-        return otherwise
+        return default
 
 
 def is_broken_connection(error: Exception) -> bool:
+    """Whether torch.distributed raised this because another process is unreachable."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
 
 
 def is_launched() -> bool:
-    """Whether there is a group of processes, be it one of one."""
+    """Whether a process group is initialized; it may consist of one process."""
     return dist.is_initialized()
 
 
-def choose_device(name: str | None, local: int = 0) -> torch.device:
-    if name is None:
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise UserError(f"There is no device {name!r}: give cpu, cuda or cuda:1.") from None
-    if device.type not in ("cpu", "cuda"):
-        raise UserError(f"Vitrail does not compute on the device {name!r}: give cpu, cuda or cuda:1.")
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise UserError("There is no GPU that torch can use here: give --device cpu.")
-        if device.index is not None and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
-            raise UserError(f"Each of several processes takes a GPU of its own: give --device cuda, not {name}.")
-        index, count = local if device.index is None else device.index, torch.cuda.device_count()
-        if index >= count:
-            trouble = UserError(f"There is no GPU number {index}; this machine has {count}.")
-            # Of the processes without a GPU the first tells it; those with one do not know.
-            trouble.report_here = index == count if device.index is None else None
-            raise trouble
-        return torch.device("cuda", index)
-    return device
-
-
-def cut(batch: int, world: int, largest: int) -> int:
-    """How many equal units the batch is cut into so that none has more than `largest` images and each process gets as many."""
-    if batch % world:
-        raise UserError(f"The batch of {batch} does not divide by {world} processes: set batch to a multiple of {world}.")
-    for micro_batches in range(world, batch + 1, world):
-        if batch % micro_batches == 0 and batch // micro_batches <= largest:
+def choose_micro_batches(batch_size: int, world_size: int, max_size: int) -> int:
+    """The smallest number of equal micro-batches of at most `max_size` images that is a multiple of the world size."""
+    if batch_size % world_size:
+        raise UserError(
+            f"batch_size={batch_size} is not divisible by {world_size} processes: set it to a multiple of {world_size}."
+        )
+    for micro_batches in range(world_size, batch_size + 1, world_size):
+        if batch_size % micro_batches == 0 and batch_size // micro_batches <= max_size:
             return micro_batches
-    raise UserError(f"The batch of {batch} cannot be cut for {world} processes into parts of at most {largest}.")
+    raise UserError(
+        f"batch_size={batch_size} cannot be split among {world_size} processes into parts of at most {max_size} images."
+    )
 
 
-def wrap(module: nn.Module, model: VisionTransformer, devices: Devices, sharding: Sharding) -> nn.Module:
-    """The module that the loop calls: as it is, replicated (DDP), or with every block's weights sharded (FSDP2)."""
+def wrap_module(module: nn.Module, model: VisionTransformer, devices: Devices, sharding: Sharding) -> nn.Module:
+    """Wrap the module that contains `model` in DDP, shard its blocks with FSDP2, or return it as it is for one process."""
     if sharding == "full":
-        return shard(module, model, devices)
-    return replicate(module, model, devices) if devices.world_size > 1 else module
+        return wrap_fsdp(module, model, devices)
+    return wrap_ddp(module, model, devices) if devices.world_size > 1 else module
 
 
-def replicate(module: nn.Module, model: VisionTransformer, devices: Devices) -> nn.Module:
-    # Of weights with a dimension of one, whose order in memory is a matter of taste: nothing to mend.
+def wrap_ddp(module: nn.Module, model: VisionTransformer, devices: Devices) -> nn.Module:
+    # Harmless: it concerns weights with a dimension of size one, whose strides are ambiguous.
     warnings.filterwarnings("ignore", message="Grad strides do not match bucket view")
-    replicated = nn.parallel.DistributedDataParallel(
+    wrapped = nn.parallel.DistributedDataParallel(
         module,
         device_ids=[devices.device.index] if devices.device.type == "cuda" else None,
         gradient_as_bucket_view=True,
-        find_unused_parameters=has_idle_heads(model),
+        find_unused_parameters=has_unused_parameters(model),
     )
-    replicated.broadcast_buffers = False  # `Statistics` keeps them equal; the argument is spelt otherwise since torch 2.13
-    return replicated
+    wrapped.broadcast_buffers = False  # `BatchNormStatistics` keeps them equal; the argument has another name since torch 2.13
+    return wrapped
 
 
-def shard(module: nn.Module, model: VisionTransformer, devices: Devices) -> nn.Module:
+def wrap_fsdp(module: nn.Module, model: VisionTransformer, devices: Devices) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
     check_shardable(model)
     mesh = init_device_mesh(devices.device.type, (devices.world_size,))
-    # Weights travel in single precision and autocast rounds them where they are used, as it does without sharding. Sending
-    # them in half would be faster and another training: norms, scales and the residual stream would be rounded too.
+    # Weights are gathered in float32 and rounded by autocast where they are used, as without sharding. Gathering them in half
+    # precision would be faster but change the results: norms, layer scales and the residual stream would be rounded too.
     for part in (*model.blocks, model):
         fully_shard(part, mesh=mesh)
-    register_fsdp_forward_method(model, "outputs")  # what `Supervised` calls; the weights are gathered around it
+    register_fsdp_forward_method(model, "outputs")  # the task calls this method; FSDP2 gathers the weights around it
     return module
 
 
 def check_shardable(model: VisionTransformer) -> None:
+    """Raise if the model cannot be trained with --shard here."""
     if not is_launched():
-        raise UserError("Sharding needs processes to share among: start with torchrun.")
-    single = next((name for name, parameter in model.named_parameters() if parameter.ndim == 0), None)
-    if single:
-        raise UserError(f"{single} is a single number, which cannot be shared among processes: train without --shard.")
+        raise UserError("--shard needs a process group: start with torchrun.")
+    scalar = next((name for name, parameter in model.named_parameters() if parameter.ndim == 0), None)
+    if scalar:
+        raise UserError(f"{scalar} is a scalar parameter, which cannot be sharded: train without --shard.")
 
 
-def has_idle_heads(model: VisionTransformer) -> bool:
-    """Whether labels alone leave a head without a gradient: the dense one."""
+def has_unused_parameters(model: VisionTransformer) -> bool:
+    """Whether a step may leave parameters without a gradient: image labels alone do not train the dense head."""
     return model.head_dense is not None
 
 
-def without_reduction(module: nn.Module, last: bool) -> Any:
-    """Gradients of all but the last accumulation step stay at home."""
-    if isinstance(module, nn.parallel.DistributedDataParallel) and not last:
+def gradient_sync(module: nn.Module, enabled: bool) -> Any:
+    """Context for a backward pass: whether gradients are reduced over processes, which only the last micro-batch needs."""
+    if isinstance(module, nn.parallel.DistributedDataParallel) and not enabled:
         return module.no_sync()
     for part in module.children():
-        # Of FSDP2's modules; their class would cost everyone who chooses a device a second of imports.
+        # By method instead of by class: importing FSDP2 takes a second.
         if synchronize := getattr(part, "set_requires_gradient_sync", None):
-            synchronize(last)
+            synchronize(enabled)
     return nullcontext()

@@ -1,4 +1,4 @@
-"""Norms of many tensors at once, plain or sharded over processes (FSDP2's DTensors). Nothing here waits for the device."""
+"""Norms of lists of tensors, plain or sharded (FSDP2's DTensors). Nothing here synchronizes the device."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,46 +7,47 @@ import torch
 from torch import Tensor
 
 
-def local(tensors: Sequence[Any]) -> list[Tensor]:
-    """What this process holds of each tensor, sharing its memory: element-wise work needs no more, and plain kernels do it."""
+def local_tensors(tensors: Sequence[Any]) -> list[Tensor]:
+    """The shard of each tensor on this process, sharing its memory; element-wise operations need no more."""
     return [tensor.to_local() if is_sharded(tensor) else tensor for tensor in tensors]
 
 
 def is_sharded(tensor: Any) -> bool:
-    # By its method, not by its class: importing DTensor costs half a second that most trainings need not spend.
+    # By method instead of by class: importing DTensor takes half a second.
     return hasattr(tensor, "to_local")
 
 
-def count_up(steps: list[Tensor], found: Tensor | None) -> None:
-    """Add one to every count [], or nothing where `found` is 1."""
-    # A list, though one tensor would do: adding a single tensor to many makes the processor read its value.
-    torch._foreach_add_(steps, 1.0) if found is None else torch._foreach_add_(steps, [1.0 - found] * len(steps))
+def increment_steps(steps: list[Tensor], found_inf: Tensor | None) -> None:
+    """Add 1 to every step count [], or 0 where `found_inf` is 1."""
+    # A list although one tensor would do: `_foreach_add_` with a single tensor reads its value on the CPU.
+    torch._foreach_add_(steps, 1.0) if found_inf is None else torch._foreach_add_(steps, [1.0 - found_inf] * len(steps))
 
 
 def tensor_norms(tensors: Sequence[Any], like: Sequence[Any] | None = None) -> Tensor:
-    """The 2-norm of every whole tensor, as one tensor [n]; `like` are the sharded ones where `tensors` are local parts."""
-    norms = list(torch._foreach_norm(local(tensors)))
+    """The 2-norm of every full tensor, [n]; if `tensors` are local shards, `like` are the sharded tensors."""
+    norms = list(torch._foreach_norm(local_tensors(tensors)))
     sharded: dict[Any, list[int]] = {}
-    for place, tensor in enumerate(tensors if like is None else like):
+    for index, tensor in enumerate(tensors if like is None else like):
         if is_sharded(tensor):
-            sharded.setdefault((tensor.device_mesh, tensor.placements), []).append(place)
-    for (mesh, placements), places in sharded.items():
+            sharded.setdefault((tensor.device_mesh, tensor.placements), []).append(index)
+    for (mesh, placements), indices in sharded.items():
         from torch.distributed.tensor import DTensor, Partial, Replicate
 
-        # Squares in double: a norm beyond 1e19 is still a number in single, its square is not.
-        squares = torch.stack([norms[place] for place in places]).double().square()
+        # Squares in float64: a norm above 1e19 is finite in float32, its square is not.
+        squares = torch.stack([norms[index] for index in indices]).double().square()
         parts = [Partial() if placement.is_shard() else Replicate() for placement in placements]
-        whole = DTensor.from_local(squares, mesh, parts, run_check=False).full_tensor().sqrt().to(norms[places[0]].dtype)
-        for place, norm in zip(places, whole.unbind(), strict=True):
-            norms[place] = norm
+        full = DTensor.from_local(squares, mesh, parts, run_check=False).full_tensor().sqrt().to(norms[indices[0]].dtype)
+        for index, norm in zip(indices, full.unbind(), strict=True):
+            norms[index] = norm
     return torch.stack(norms)
 
 
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """The 2-norm of all tensors as one vector: a plain tensor [] that every process agrees on."""
-    return torch.linalg.vector_norm(tensor_norms(tensors))
+    """The 2-norm of all tensors concatenated, [], the same on every process."""
+    out: Tensor = torch.linalg.vector_norm(tensor_norms(tensors))
+    return out
 
 
-def clip_divisor(norm: Tensor, limit: float) -> Tensor:
-    """What gradients of this norm are divided by so that it stays within the limit: max(norm / limit, 1)."""
-    return (norm / limit).clamp(min=1.0)
+def clip_divisor(norm: Tensor, max_norm: float) -> Tensor:
+    """The divisor max(norm / max_norm, 1) that clips gradients of this norm."""
+    return (norm / max_norm).clamp(min=1.0)

@@ -7,24 +7,24 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from vitrail.training.gradient_norm import clip_divisor, count_up, local, tensor_norms, total_norm
+from vitrail.training.gradient_norm import clip_divisor, increment_steps, local_tensors, tensor_norms, total_norm
 
 
 class Lamb(Optimizer):
     """w <- w - lr * ratio * u, with u = m / (sqrt(v) + eps) + weight_decay * w from bias-corrected Adam moments m, v.
 
-    `ratio` is |w| / |u| of the tensor, 1 where either is zero, at most `trust_limit` (0: no bound). The defaults are the rule
+    `ratio` is |w| / |u| of the tensor, 1 where either is zero, at most `max_trust_ratio` (0: unbounded). The defaults are those
     of Apex's FusedLAMB, with which DeiT III and ResMLP were trained:
 
-    * the gradients of all groups together are first clipped to the norm `clip` (0: not at all);
-    * `trust="decayed"`: only groups with a weight decay are scaled, the others take plain Adam steps at the full rate.
+    * the gradients of all groups together are first clipped to the norm `clip_grad_norm` (0: no clipping);
+    * `trust_ratio_on="decayed"`: the ratio applies only to groups with weight decay; other groups take plain Adam steps.
 
-    `trust="all"` scales every tensor (Apex's NvLamb); with `clip=0` and a decay on everything that is LAMB as first published.
-    timm's `trust_clip` is `trust_limit=1`.
+    `trust_ratio_on="all"` scales every tensor (Apex's NvLamb); with `clip_grad_norm=0` and weight decay on everything that is
+    LAMB as first published. timm's `trust_clip` is `max_trust_ratio=1`.
 
-    `found_inf` and `grad_scale`, set as attributes, mean what they mean to torch's fused optimizers: where `found_inf` is 1 the
-    step changes neither weights nor state, without anybody asking the device. Gradients are clipped in place. The parameters of
-    a group share dtype and device; sharded ones (DTensor) are updated where they lie, only norms travel.
+    The attributes `found_inf` and `grad_scale` work as in torch's fused optimizers: where `found_inf` is 1 the step changes
+    neither weights nor state, without synchronizing the device. Gradients are clipped in place. All parameters of a group must
+    have the same dtype and device. Sharded ones (DTensor) are updated shard by shard; only norms are communicated.
     """
 
     def __init__(
@@ -34,49 +34,53 @@ class Lamb(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-6,
         weight_decay: float = 0.01,
-        clip: float = 1.0,
-        trust: Literal["decayed", "all"] = "decayed",
-        trust_limit: float = 0.0,
+        clip_grad_norm: float = 1.0,
+        trust_ratio_on: Literal["decayed", "all"] = "decayed",
+        max_trust_ratio: float = 0.0,
     ) -> None:
-        # `fused` makes torch put a loaded step count on the device, where the kernel reads it.
+        # With `fused`, `load_state_dict` moves the step counts to the device, where the kernel reads them.
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "fused": True})
-        self.clip, self.trust, self.trust_limit = clip, trust, trust_limit
-        self._step_supports_amp_scaling = True  # GradScaler then hands over its flag instead of reading it back
+        self.clip_grad_norm, self.trust_ratio_on, self.max_trust_ratio = clip_grad_norm, trust_ratio_on, max_trust_ratio
+        self._step_supports_amp_scaling = True  # GradScaler then sets `found_inf` instead of reading it back
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        found: Tensor | None = getattr(self, "found_inf", None)
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
         self._scale_gradients(getattr(self, "grad_scale", None))
         for group in self.param_groups:
-            whole = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if whole:
-                self._step_group(group, whole, found)
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if parameters:
+                self._step_group(group, parameters, found_inf)
 
     def _scale_gradients(self, scale: Tensor | None) -> None:
-        whole = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if not whole:
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if not gradients:
             return
-        if self.clip:
-            norm = total_norm(whole)
-            scale = clip_divisor(norm, self.clip) if scale is None else scale * clip_divisor(norm / scale, self.clip)
+        if self.clip_grad_norm:
+            norm = total_norm(gradients)
+            scale = (
+                clip_divisor(norm, self.clip_grad_norm)
+                if scale is None
+                else scale * clip_divisor(norm / scale, self.clip_grad_norm)
+            )
         if scale is not None:
-            torch._foreach_div_(local(whole), scale)
+            torch._foreach_div_(local_tensors(gradients), scale)
 
-    def _step_group(self, group: dict[str, Any], whole: list[Tensor], found: Tensor | None) -> None:
-        states = [self._state(parameter) for parameter in whole]
-        weights = local(whole)
-        gradients = local([parameter.grad for parameter in whole if parameter.grad is not None])
+    def _step_group(self, group: dict[str, Any], parameters: list[Tensor], found_inf: Tensor | None) -> None:
+        states = [self._state(parameter) for parameter in parameters]
+        weights = local_tensors(parameters)
+        gradients = local_tensors([parameter.grad for parameter in parameters if parameter.grad is not None])
         steps = [state["step"] for state in states]
-        count_up(steps, found)
-        # torch's fused Adam with the rate -1 adds m / (sqrt(v) + eps) to what it takes for weights. It reads `found_inf` itself,
-        # before a gradient that is no number can spoil a moment.
-        plain = self.trust == "decayed" and not group["weight_decay"]
+        increment_steps(steps, found_inf)
+        # torch's fused Adam with lr=-1 adds m / (sqrt(v) + eps) to what it is given as weights. It checks `found_inf` itself,
+        # before a NaN or Inf gradient can enter the moments.
+        plain = self.trust_ratio_on == "decayed" and not group["weight_decay"]
         updates = weights if plain else list(torch._foreach_mul(weights, group["weight_decay"]))
         torch._fused_adam_(
             updates,
             gradients,
-            local([state["exp_avg"] for state in states]),
-            local([state["exp_avg_sq"] for state in states]),
+            local_tensors([state["exp_avg"] for state in states]),
+            local_tensors([state["exp_avg_sq"] for state in states]),
             [],
             steps,
             lr=group["lr"] if plain else -1.0,
@@ -86,22 +90,22 @@ class Lamb(Optimizer):
             eps=group["eps"],
             amsgrad=False,
             maximize=False,
-            found_inf=found,
+            found_inf=found_inf,
         )
         if plain:
             return
-        ratios = self._ratios(whole, updates)
-        ratios = ratios if found is None else torch.where(found > 0, 0.0, ratios)  # a product would let a NaN through
+        ratios = self._trust_ratios(parameters, updates)
+        ratios = ratios if found_inf is None else torch.where(found_inf > 0, 0.0, ratios)  # 0 * NaN would be NaN
         torch._foreach_addcmul_(weights, updates, ratios.unbind(), -group["lr"])
 
-    def _ratios(self, whole: list[Tensor], updates: list[Tensor]) -> Tensor:
-        """[n] for n tensors; all norms in one reduction, which for a sharded model is one message."""
-        weight, update = tensor_norms([*local(whole), *updates], like=[*whole, *whole]).chunk(2)
+    def _trust_ratios(self, parameters: list[Tensor], updates: list[Tensor]) -> Tensor:
+        """[n] for n tensors; all norms in one reduction, so that a sharded model needs one all-reduce."""
+        weight, update = tensor_norms([*local_tensors(parameters), *updates], like=[*parameters, *parameters]).chunk(2)
         ratio = torch.where((weight > 0) & (update > 0), weight / update, 1.0)
-        return ratio.clamp(max=self.trust_limit) if self.trust_limit else ratio
+        return ratio.clamp(max=self.max_trust_ratio) if self.max_trust_ratio else ratio
 
     def _state(self, parameter: Tensor) -> dict[str, Tensor]:
-        state = self.state[parameter]
+        state: dict[str, Tensor] = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
             state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)

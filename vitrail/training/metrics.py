@@ -1,4 +1,4 @@
-"""A run's numbers on disk: one JSON line per logging point and per validation, and the same as TensorBoard events."""
+"""Metrics of a run: one JSON line per logging point and per validation in metrics.jsonl, and the same as TensorBoard events."""
 
 import contextlib
 import json
@@ -6,30 +6,55 @@ import math
 import os
 import socket
 import time
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from vitrail.aliases import upgrade_metrics
-from vitrail.atomic_files import Unwritten, reason, write_aside
+from vitrail.atomic_files import WriteError, atomic_write, describe_error
 from vitrail.errors import UserError
+from vitrail.formatting import format_significant
 
 FILE = "metrics.jsonl"
 Kind = Literal["train", "validation"]
-# What depends on the machine and the hour lies apart, so that the rest of two equal runs is equal byte by byte.
+# Written under the key "speed", since they vary between runs: the other metrics of two equal runs are equal byte by byte.
 SPEED = frozenset(("images_per_second", "flops_per_second", "flops_share", "data_wait", "memory", "seconds"))
-HORIZON = 0.01  # of the training: how far back a smoothed loss looks
 
 
-class Smoothed:
-    """A running mean that forgets by progress, not by calls: how often one logs does not change what one sees."""
+class Metric(NamedTuple):
+    """A validation metric: its key in metrics.jsonl and how it is shown."""
+
+    name: str
+    title: str
+    higher_is_better: bool = True
+    percent: bool = False
+
+    def show(self, value: float | None, signed: bool = False) -> str:
+        """Format a value; fractions as percent without the % sign."""
+        if value is None:
+            return ""
+        sign = "+" if signed else ""
+        return f"{100 * value:{sign}.2f}" if self.percent else f"{value:{sign}.4f}"
+
+    def format(self, value: Any) -> str:
+        """Format a value with its unit: "84.10 %" or "0.01234"."""
+        return "" if value is None else f"{self.show(float(value))} %" if self.percent else format_significant(float(value))
+
+
+TOP1 = Metric("top1", "top-1", percent=True)
+HORIZON = 0.01  # time constant of the smoothed loss, as a fraction of the training
+
+
+class SmoothedValue:
+    """An exponential moving average over training progress, so that it does not depend on the logging interval."""
 
     def __init__(self, horizon: float = HORIZON) -> None:
         self.horizon, self.progress, self.total, self.weight = horizon, 0.0, 0.0, 0.0
 
     def add(self, progress: float, value: float) -> float:
-        """The mean after one more value; one that is not finite is passed through and not remembered."""
+        """Add a value and return the average; NaN and Inf are returned as they are and not added."""
         if not math.isfinite(value):
             return value
         gap = max(progress - self.progress, 1e-9)
@@ -40,52 +65,44 @@ class Smoothed:
         return self.total / self.weight
 
 
-class Metrics:
-    """The writer of a run's numbers.
+class MetricsWriter:
+    """Writes metrics.jsonl and TensorBoard events of a run.
 
-    `resume_step` is the step of the checkpoint that a run goes on from (0: from the start again). Lines after it are dropped,
-    and a line that is already there is not written twice, so the file ends up like that of a run that was never interrupted.
+    `resume_step` is the step of the checkpoint that a run resumes from (0: restarts). Later lines are removed and existing lines
+    are not written twice, so that the file equals that of an uninterrupted run.
     """
 
     def __init__(self, folder: str | Path, resume_step: int | None = None) -> None:
         self.path = Path(folder) / FILE
-        self.note: str | None = None  # a sentence for the user, if something is missing
         self._written: dict[str, int] = {}
         if resume_step is None and self.path.exists() and self.path.stat().st_size:
-            raise UserError(f"{self.path} holds the numbers of another run: resume that one, or choose another folder.")
+            raise UserError(f"{self.path} holds the metrics of another run: resume that run, or choose another folder.")
         if resume_step is not None:
             self._rewind(resume_step)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("a", encoding="utf-8")
-            self._board = self._open_board(resume_step)
+            self._board = open_tensorboard(self.path.parent / "tensorboard", None if resume_step is None else resume_step + 1)
         except OSError as error:
-            raise self._refused(error) from None
+            raise self._write_error(error) from None
 
     def _rewind(self, step: int) -> None:
-        before = content_of(self.path)
-        lines = [(line, entry) for line, entry in whole_lines(self.path, before) if entry["step"] <= step]
+        before = read_content(self.path)
+        lines = [(line, entry) for line, entry in parse_lines(self.path, before) if entry["step"] <= step]
         kept = b"".join(line + b"\n" for line, _ in lines)
         if kept != before:
-            write_aside(self.path, lambda side: side.write_bytes(kept))
+            atomic_write(self.path, lambda temporary: temporary.write_bytes(kept))
         self._written = {entry["kind"]: entry["step"] for _, entry in lines}
 
-    def _refused(self, error: OSError) -> UserError:
-        return Unwritten(f"{self.path} cannot be written, {reason(error)}", "make room there")
-
-    def _open_board(self, resume_step: int | None) -> "Board | None":
-        try:
-            return Board(self.path.parent / "tensorboard", None if resume_step is None else resume_step + 1)
-        except ImportError:
-            self.note = "TensorBoard is not installed, so no events are written; metrics.jsonl has every number."
-            return None
+    def _write_error(self, error: OSError) -> UserError:
+        return WriteError(f"{self.path} cannot be written, {describe_error(error)}", "free disk space")
 
     def write(self, kind: Kind, step: int, epoch: float, values: Mapping[str, Any]) -> None:
-        """One line. Values are numbers, or None where there is none; those named in SPEED are kept apart."""
+        """Write one line. Values are numbers or None; those named in SPEED go under the key "speed"."""
         if step <= self._written.get(kind, -1):
             return
         self._written[kind] = step
-        plain = {name: as_number(value) for name, value in values.items()}
+        plain = {name: to_number(value) for name, value in values.items()}
         entry: dict[str, Any] = {"step": step, "epoch": epoch, "kind": kind}
         entry |= {name: as_json(value) for name, value in plain.items() if name not in SPEED}
         speed = {name: as_json(value) for name, value in plain.items() if name in SPEED}
@@ -95,16 +112,16 @@ class Metrics:
             self._file.write(json.dumps(entry, allow_nan=False) + "\n")
             self._file.flush()
             if self._board is not None:
-                self._board.show(kind, step, plain)
+                self._board.write(kind, step, plain)
         except OSError as error:
-            raise self._refused(error) from None
+            raise self._write_error(error) from None
 
     def sync(self) -> None:
-        """Put every line on the disk; call it before a checkpoint, or a power cut could leave that without its numbers."""
+        """Flush to the disk; called before saving a checkpoint, so that a checkpoint never has more steps than the metrics."""
         try:
             os.fsync(self._file.fileno())
         except OSError as error:
-            raise self._refused(error) from None
+            raise self._write_error(error) from None
 
     def close(self) -> None:
         if not self._file.closed:
@@ -114,8 +131,8 @@ class Metrics:
             self._board.close()
             self._board = None
 
-    def _abandon(self) -> None:
-        """Close after something went wrong, of which this may be the cause: what cannot be written is left."""
+    def _close_after_error(self) -> None:
+        """Close the files and ignore write errors, which may be the cause of the exception."""
         for file in (self._file, self._board):
             with contextlib.suppress(OSError):
                 if file is not None:
@@ -126,16 +143,17 @@ class Metrics:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close() if error is None else self._abandon()
+        self.close() if error is None else self._close_after_error()
 
 
-class Board:
-    """An event file of TensorBoard's. Its own writer has a thread, which cannot say what goes wrong, and loading processes are
-    forked off beside it.
+class TensorBoardWriter:
+    """Writes a TensorBoard event file.
+
+    TensorBoard's own writer runs a thread, in which write errors are lost and which is unsafe when data loaders fork processes.
     """
 
     def __init__(self, folder: Path, purge_step: int | None) -> None:
-        """`purge_step`: what other files of the folder say about this step and later ones is to be forgotten."""
+        """Events of this and later steps in other files of the folder are discarded by TensorBoard if `purge_step` is set."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.record_writer import RecordWriter
@@ -149,10 +167,11 @@ class Board:
         if purge_step is not None:
             self._add(step=purge_step, session_log=SessionLog(status=SessionLog.START))
 
-    def show(self, kind: Kind, step: int, values: Mapping[str, float | int | None]) -> None:
-        """All of a line in one event."""
-        shown = {f"{kind}/{name}": value for name, value in values.items() if value is not None}
-        parts = [self._summary.Value(tag=tag, simple_value=value) for tag, value in shown.items()]
+    def write(self, kind: Kind, step: int, values: Mapping[str, float | int | None]) -> None:
+        """Write all values of a line as one event."""
+        parts = [
+            self._summary.Value(tag=f"{kind}/{name}", simple_value=value) for name, value in values.items() if value is not None
+        ]
         self._add(step=step, summary=self._summary(value=parts))
 
     def _add(self, **content: Any) -> None:
@@ -163,36 +182,35 @@ class Board:
         self._file.close()
 
 
-def figures(value: float, digits: int = 4) -> str:
-    """A number with so many digits that count: 1.400, 0.03120."""
-    return f"{value:#.{digits}g}".rstrip(".")
+def open_tensorboard(folder: Path, purge_step: int | None) -> TensorBoardWriter | None:
+    """None, with a warning, if TensorBoard cannot be imported."""
+    try:
+        return TensorBoardWriter(folder, purge_step)
+    except ImportError as error:
+        warnings.warn(f"TensorBoard cannot be imported, so no events are written ({error}).", stacklevel=3)
+        return None
 
 
-def as_number(value: Any) -> float | int | None:
-    """A plain number of whatever holds one: a NumPy scalar, a tensor of one element."""
+def to_number(value: Any) -> float | int | None:
+    """A Python number from a NumPy scalar or a tensor with one element; None stays None."""
     return value if value is None or type(value) in (bool, int, float) else float(value)
 
 
 def as_json(value: float | int | None) -> float | int | str | None:
-    """JSON has no NaN and no infinity: they become text that Python's float() reads."""
+    """NaN and Inf as text that float() reads, since JSON has neither."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def from_json(value: Any) -> Any:
+    """The inverse of `as_json`, also inside dictionaries."""
     if isinstance(value, dict):
         return {name: from_json(part) for name, part in value.items()}
     return float(value) if value in ("nan", "inf", "-inf") else value
 
 
-def merit(result: Mapping[str, Any]) -> tuple[float, float]:
-    """Of equal accuracies, which few images often have, less loss is better; weights that give no number are worth least."""
-    loss = float(result["loss"])  # text where it has been through JSON and is no number
-    return (-1.0, -math.inf) if math.isnan(loss) else (result["top1"], -loss)
-
-
-def whole_lines(path: Path, content: bytes) -> list[tuple[bytes, dict[str, Any]]]:
-    """Lines and what they say, without a last one that a power cut has torn."""
-    found = []
+def parse_lines(path: Path, content: bytes) -> list[tuple[bytes, dict[str, Any]]]:
+    """The lines of metrics.jsonl and their entries, without an incomplete last line."""
+    parsed = []
     *lines, rest = content.split(b"\n")
     for number, line in enumerate(lines):
         try:
@@ -201,19 +219,19 @@ def whole_lines(path: Path, content: bytes) -> list[tuple[bytes, dict[str, Any]]
                 raise ValueError
         except (ValueError, KeyError, TypeError):
             if number == len(lines) - 1 and not rest:
-                break  # a file system may have kept the length of the last line and not its content
-            raise UserError(f"Line {number + 1} of {path} is damaged; remove it to go on.") from None
-        found.append((line, entry))
-    return found
+                break  # after a power failure the file may have the length of the last line but not its content
+            raise UserError(f"Line {number + 1} of {path} is damaged: remove it to continue.") from None
+        parsed.append((line, entry))
+    return parsed
 
 
 def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
-    """Every line of a run as a dictionary; empty for a run that has not written any."""
+    """All entries of a run's metrics.jsonl; empty if there is none."""
     path = Path(folder) / FILE
-    return [upgrade_metrics(from_json(entry)) for _, entry in whole_lines(path, content_of(path))]
+    return [upgrade_metrics(from_json(entry)) for _, entry in parse_lines(path, read_content(path))]
 
 
-def content_of(path: Path) -> bytes:
+def read_content(path: Path) -> bytes:
     try:
         return path.read_bytes() if path.exists() else b""
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Which weights a training changes; the rest is frozen and costs neither gradients nor optimizer state."""
+"""Which weights are trained; the others are frozen and have neither gradients nor optimizer state."""
 
 from vitrail.errors import UserError
 from vitrail.models.vision_transformer import VisionTransformer
@@ -6,18 +6,18 @@ from vitrail.recipes.schema import parse_scope
 
 
 def apply_scope(model: VisionTransformer, scope: str) -> int:
-    """Freeze what lies outside the scope; the number of parameters that stay trained. What the architecture froze stays so.
+    """Freeze all parameters outside the scope; returns the number of trainable parameters.
 
-    The classifier is always trained. `attention` and `ffn` are those weights of every block (of every branch of it) and, since
-    a new size changes them, the positions; `norm` is every norm; `last:n` is the last n blocks and all that follows
-    them, and refused where there are fewer.
+    Parameters that the architecture freezes stay frozen. The classifier is always trained. `attention` and `ffn` train those
+    weights of every block (in every branch) and the position embedding, which a new image size changes; `norm` trains every norm
+    layer; `last:n` trains the last n blocks and all that follows them.
     """
     kind, count = parse_scope(scope)
     depth = len(model.blocks)
     if count > depth:
-        raise UserError(f"init.scope={scope} is more than this network has, {depth} blocks: give last:{depth}, or full.")
+        raise UserError(f"init.scope={scope} exceeds the depth of the model, {depth} blocks: give last:{depth}, or full.")
 
-    def inside(name: str) -> bool:
+    def is_trained(name: str) -> bool:
         parts = name.split(".")
         if kind == "full" or parts[0].startswith("head"):
             return True
@@ -32,5 +32,5 @@ def apply_scope(model: VisionTransformer, scope: str) -> int:
         return False
 
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(parameter.requires_grad and inside(name))
+        parameter.requires_grad_(parameter.requires_grad and is_trained(name))
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)

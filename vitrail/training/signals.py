@@ -1,8 +1,8 @@
-"""Requests to stop while a training runs: Ctrl-C and SIGTERM.
+"""Stop a training on Ctrl-C or SIGTERM.
 
-The first asks for a stop after the step in hand, the second ends the program at once, whatever it is doing. Python hears a signal
-between two of its own instructions: a program that hangs in a library hears none. So a thread counts them too, and ends a
-program that does not.
+The first signal stops the training after the current step, the second ends the program at once. Python handles signals between
+two bytecode instructions, so a program that hangs in a library never handles them. Therefore a thread also counts the signals,
+through a wakeup file descriptor, and ends a program that does not react.
 """
 
 import contextlib
@@ -14,70 +14,71 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from vitrail.interrupts import CODE, State, tell
+from vitrail.interrupts import EXIT_CODE, State, write_message
 
-NUMBERS = (signal.SIGINT, signal.SIGTERM)
-GRACE = 2.0  # seconds in which the program may leave in good order
-OVER = 0  # what the thread is told when there is nothing to watch any more; no signal has this number
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+GRACE = 2.0  # seconds from the second signal in which the program can exit by itself
+END = 0  # byte that ends the watching thread; no signal has this number
 
 
 @contextlib.contextmanager
-def listening(sentence: str) -> Iterator[dict[str, float]]:
-    """`asked["stop"]` is 1 after the first request; the second raises KeyboardInterrupt. `sentence` is said if that is not heard.
+def handle_stop_signals(message: str) -> Iterator[dict[str, float]]:
+    """Yield `requested`: `requested["stop"]` is 1 after the first signal; the second signal raises KeyboardInterrupt.
 
-    The command ends with 130 after any of them.
+    If the program does not react to the second signal, `message` is printed and the exit code is 130. Outside the main thread
+    signals are left to the caller.
     """
-    asked = {"stop": 0.0}
-    before: dict[int, Any] = {}
+    requested = {"stop": 0.0}
+    original_handlers: dict[int, Any] = {}
 
-    def hear(number: int, frame: Any) -> None:
-        if asked["stop"]:
-            State.heard = True  # for whoever finds what a library has made of it
+    def handler(number: int, frame: Any) -> None:
+        if requested["stop"]:
+            State.interrupted = True  # for callers, if a library replaces the exception
             raise KeyboardInterrupt
-        asked["stop"] = 1.0
+        requested["stop"] = 1.0
 
     if threading.current_thread() is not threading.main_thread():
-        yield asked  # whoever runs this answers for signals
+        yield requested
         return
     try:
-        with watched(sentence):
-            for number in NUMBERS:
-                before[number] = signal.signal(number, hear)
-            yield asked
+        with watch_signals(message):
+            for each in SIGNALS:
+                original_handlers[each] = signal.signal(each, handler)
+            yield requested
     finally:
-        for heard, handler in before.items():
-            signal.signal(heard, handler)
+        for handled, original in original_handlers.items():
+            signal.signal(handled, original)
 
 
 @contextlib.contextmanager
-def watched(sentence: str) -> Iterator[None]:
-    """A thread that is told of every signal as it comes, by the system itself."""
-    heard, told = os.pipe()
-    os.set_blocking(told, False)
-    thread = threading.Thread(target=watch, args=(heard, sentence), daemon=True)
+def watch_signals(message: str) -> Iterator[None]:
+    """Run `count_signals` in a thread; the C-level signal handler writes every signal number to its pipe."""
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    thread = threading.Thread(target=count_signals, args=(read_end, message), daemon=True)
     thread.start()
-    before = signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+    original = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     try:
         yield
     finally:
-        signal.set_wakeup_fd(before)
-        os.write(told, bytes([OVER]))  # closing it would not be noticed: loading processes have it, too
+        signal.set_wakeup_fd(original)
+        os.write(write_end, bytes([END]))  # closing the pipe does not end the thread: data loader processes inherit it
         thread.join()
-        os.close(told)
-        os.close(heard)
+        os.close(write_end)
+        os.close(read_end)
 
 
-def watch(heard: int, sentence: str) -> None:
-    """Ends the program `GRACE` seconds after the second request, or at the third."""
+def count_signals(read_end: int, message: str) -> None:
+    """End the program `GRACE` seconds after the second signal, or at the third."""
     count = 0
     while count < 3:
-        if count == 2 and not select.select([heard], [], [], GRACE)[0]:
+        if count == 2 and not select.select([read_end], [], [], GRACE)[0]:
             break
-        found = os.read(heard, 64)
-        if OVER in found:
+        received = os.read(read_end, 64)
+        if END in received:
             return
-        count += sum(found.count(number) for number in NUMBERS)
+        count += sum(received.count(number) for number in SIGNALS)
     if sys.stderr.isatty():
-        os.write(2, b"\x1b[?25h\n")  # the cursor, which a display may have hidden
-    tell(sentence)
-    os._exit(CODE)
+        os.write(2, b"\x1b[?25h\n")  # show the cursor, which the progress display hides
+    write_message(message)
+    os._exit(EXIT_CODE)

@@ -1,4 +1,4 @@
-"""How fast a training goes: images per second, share of the device's peak, share of time spent waiting for data."""
+"""Training throughput: images per second, MFU, share of time spent waiting for data, peak memory."""
 
 import sys
 import time
@@ -11,8 +11,8 @@ import torch
 from vitrail.models.flops import cost
 from vitrail.models.vision_transformer import VisionTransformer
 
-# Dense multiply-add peaks of tensor cores in bfloat16, operations per second.
-PEAKS = {
+# Peak FLOP/s of dense bfloat16 matrix products.
+PEAK_FLOPS = {
     "H200": 989e12,
     "H100": 989e12,
     "A100": 312e12,
@@ -25,14 +25,14 @@ PEAKS = {
 Result = TypeVar("Result")
 
 
-def device_peak(device: torch.device) -> float | None:
-    """Operations per second that the device could do at best; None where it is not known."""
+def peak_flops(device: torch.device) -> float | None:
+    """Peak FLOP/s of the device; None if unknown."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return next((peak for key, peak in PEAKS.items() if key in name), None)
+    return next((peak for key, peak in PEAK_FLOPS.items() if key in name), None)
 
 
 def peak_memory() -> float:
-    """Bytes that this process has held at most, 0 where the system does not say."""
+    """Peak resident memory of this process in bytes; 0 if the system does not report it."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(float(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
@@ -42,44 +42,47 @@ def peak_memory() -> float:
         import resource
     except ImportError:
         return 0.0
-    most = float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
-    return most if sys.platform == "darwin" else 1024 * most  # systems differ in the unit
+    peak = float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    return peak if sys.platform == "darwin" else 1024 * peak  # macOS reports bytes, Linux kilobytes
 
 
-class Speed:
-    """The pace since the last `measure`; pauses (validation, saving) do not count."""
+class Throughput:
+    """Measures the throughput since the last `measure`; excluded time (validation, saving) does not count."""
 
-    def __init__(self, model: VisionTransformer, device: torch.device, world: int) -> None:
-        self.operations = 6 * cost(model.architecture).macs  # two per multiply-add, forward once and backward twice
-        self.device, self.peak = device, (device_peak(device) or 0.0) * world
-        self.images, self.waited, self.paused, self.since = 0, 0.0, 0.0, time.perf_counter()
+    def __init__(self, model: VisionTransformer, device: torch.device, world_size: int) -> None:
+        self.flops_per_image = 6 * cost(model.architecture).macs  # 2 per multiply-add, in 1 forward and 2 backward products
+        self.device, self.peak = device, (peak_flops(device) or 0.0) * world_size
+        self.images, self.data_wait, self.excluded, self.since = 0, 0.0, 0.0, time.perf_counter()
 
     def count(self, images: int) -> None:
         self.images += images
 
-    def waiting(self, fetch: Callable[[], Result]) -> Result:
+    def measure_data_wait(self, fetch: Callable[[], Result]) -> Result:
+        """Call `fetch` and add its duration to the data wait."""
         start = time.perf_counter()
         result = fetch()
-        self.waited += time.perf_counter() - start
+        self.data_wait += time.perf_counter() - start
         return result
 
-    def pause(self, other: Callable[[], Result]) -> Result:
+    def exclude(self, function: Callable[[], Result]) -> Result:
+        """Call a function without counting its duration."""
         start = time.perf_counter()
-        result = other()
-        self.paused += time.perf_counter() - start
+        result = function()
+        self.excluded += time.perf_counter() - start
         return result
 
     def measure(self) -> dict[str, float]:
-        """The pace of the steps since the last time."""
+        """The throughput since the last call, under the names that metrics.jsonl uses."""
         now = time.perf_counter()
-        seconds = max(now - self.since - self.paused, 1e-9)
+        seconds = max(now - self.since - self.excluded, 1e-9)
         rate = self.images / seconds
-        pace = {"images_per_second": rate, "flops_per_second": rate * self.operations, "data_wait": self.waited / seconds}
+        flops = rate * self.flops_per_image
+        metrics = {"images_per_second": rate, "flops_per_second": flops, "data_wait": self.data_wait / seconds}
         if self.peak:
-            pace["flops_share"] = rate * self.operations / self.peak
+            metrics["flops_share"] = flops / self.peak
         if self.device.type == "cuda":
-            pace["memory"] = float(torch.cuda.max_memory_allocated(self.device))
-        elif most := peak_memory():
-            pace["memory"] = most
-        self.images, self.waited, self.paused, self.since = 0, 0.0, 0.0, now
-        return pace
+            metrics["memory"] = float(torch.cuda.max_memory_allocated(self.device))
+        elif memory := peak_memory():
+            metrics["memory"] = memory
+        self.images, self.data_wait, self.excluded, self.since = 0, 0.0, 0.0, now
+        return metrics

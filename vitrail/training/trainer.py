@@ -1,307 +1,336 @@
-"""The training loop. It reads from top to bottom: prepare a batch, compute the loss, step, look, save.
+"""The training loop, top to bottom: next batch, forward and backward, optimizer step, log, validate, save.
 
-Everything random is a function of (seed, step, unit), everything about order a function of the step, so the state is: weights,
-optimizer, running mean, step. What is written to disk at step n and read back goes on as if nothing had happened.
+Everything random is a function of (seed, step, micro-batch) and the order of the images a function of the step. The state is
+therefore weights, optimizer, EMA, the task's own state and the step; a run that is resumed from it continues bit for bit.
 """
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from vitrail.data.feed import Feed
+from vitrail.data.image_loader import ImageLoader
 from vitrail.data.loader import Batch
-from vitrail.data.rng import sample_key
-from vitrail.data.sampler import Order
-from vitrail.data.transforms.mixup import draw_mix, mix_images
-from vitrail.data.transforms.pipeline import augment
-from vitrail.evaluation.accuracy import Accuracy, count_hits, summarize, test_view
+from vitrail.data.sampler import EpochSampler
+from vitrail.data.source import Source
 from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.recipes.schema import Recipe
-from vitrail.runs.display import Display
-from vitrail.tasks.classification import Supervised
-from vitrail.tasks.supervision import Guide
-from vitrail.tasks.targets import Targets
-from vitrail.training.batch_norm import Statistics
-from vitrail.training.checkpointing import Checkpoints
-from vitrail.training.compile import compile_blocks, for_compiling
-from vitrail.training.cuda_graphs import Captured
-from vitrail.training.device_metrics import Answer, Note
-from vitrail.training.distributed import Devices, Sharding, without_reduction, wrap
+from vitrail.training.batch_norm import BatchNormStatistics
+from vitrail.training.checkpointing import CheckpointManager, gather_weights, save_artifact, save_checkpoint
+from vitrail.training.compile import compile_blocks, optimize_for_training
+from vitrail.training.cuda_graphs import CapturedStep
+from vitrail.training.device_metrics import PendingMetrics, PendingTensor
+from vitrail.training.distributed import Devices, Sharding, gradient_sync, wrap_module
 from vitrail.training.ema import ModelEma
-from vitrail.training.metrics import Metrics, as_json, merit
-from vitrail.training.optimizers import clip_gradients, make_optimizer, set_rate
-from vitrail.training.schedules import rate_at, span_steps, total_steps
-from vitrail.training.signals import listening
-from vitrail.training.throughput import Speed
-from vitrail.training.training_state import gather, save_artifact, save_state
+from vitrail.training.metrics import MetricsWriter, as_json
+from vitrail.training.optimizers import clip_gradients, make_optimizer, parameter_groups, set_lr
+from vitrail.training.schedules import duration_to_steps, lr_at, total_steps
+from vitrail.training.signals import handle_stop_signals
+from vitrail.training.task import Position, Targets, Task
+from vitrail.training.throughput import Throughput
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# On the device: sums of loss and gradient norm, steps summed, steps skipped, the first step with NaN or Inf (-1: none).
+LOSS, NORM, STEPS, SKIPPED, FIRST_BAD, LOGS = 0, 1, 2, 3, 4, 5
 
 
 @dataclass(frozen=True)
 class Options:
-    """What changes the speed of a training, not its numbers."""
+    """Settings that change the speed of a training and not its results."""
 
     sharding: Sharding = "none"
     compile: bool = False
-    recompute: bool = False  # blocks forget their activations and compute them again (gradient checkpointing)
+    recompute: bool = False  # gradient checkpointing: activations of blocks are recomputed in the backward pass
     save_seconds: float = 120.0
     save_steps: int = 0  # also save every so many steps
-    keep: int = 2
+    keep: int = 2  # checkpoints on disk
     log_steps: int = 0  # 0: about twenty times an epoch, at most every 50 steps
     on_nan: Literal["stop", "skip"] = "stop"
 
 
 class Stopped(Exception):
-    """The user asked to stop; the state is saved."""
+    """The user requested a stop; a checkpoint has been saved."""
 
 
 class NonFiniteLoss(Exception):
-    """A loss or a gradient was not a number; the weights are those before that step."""
+    """The loss or a gradient was NaN or Inf; the weights are those before that step."""
 
     def __init__(self, step: int) -> None:
         self.step = step
 
 
+class ProgressDisplay(Protocol):
+    """What the trainer needs of the display."""
+
+    def step(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def log_validation(self, epoch: float, values: Mapping[str, Any]) -> None: ...
+
+    def show_activity(self, activity: str) -> None: ...
+
+
 @dataclass
 class Trainer:
-    """One training in progress."""
+    """One training in progress: the model, its task, the optimizer and the step."""
 
     recipe: Recipe
     model: VisionTransformer
+    task: Task  # attached to the model
+    source: Source  # the training images
     devices: Devices
-    train: Feed
-    validation: Feed
-    folder: Path
+    folder: Path  # the run directory
     options: Options = Options()
-    guide: Guide | None = None
+    validation: ImageLoader | None = None
     step: int = 0
     best: dict[str, Any] = field(default_factory=dict)
     skipped: int = 0
     seconds: float = 0.0  # spent in `run`, over all interruptions
 
     def __post_init__(self) -> None:
-        recipe, device = self.recipe, self.devices.device
-        label = self.train.source.label
-        self.order = Order(
-            len(self.train.source),
+        recipe, device, options = self.recipe, self.devices.device, self.options
+        label = self.source.label
+        self.sampler = EpochSampler(
+            len(self.source),
             recipe.batch_size,
             recipe.seed,
             repeats=recipe.data.repeats,
             round_to=recipe.data.round_to,
             labels=label.values if recipe.data.class_balanced and label else None,
         )
-        self.total = total_steps(recipe.schedule, self.order.steps)
-        self.test_every = max(span_steps(recipe.validation.every, self.order.steps, self.total), 1)
-        self.log_every = self.options.log_steps or min(max(self.order.steps // 20, 1), 50)
+        self.total = total_steps(recipe.schedule, self.sampler.steps)
+        self.validate_every = max(duration_to_steps(recipe.validation.every, self.sampler.steps, self.total), 1)
+        self.log_every = options.log_steps or min(max(self.sampler.steps // 20, 1), 50)
         self.model.to(device)
-        self.model.recompute = self.options.recompute
-        if self.options.compile:
-            compile_blocks(for_compiling(self.model))
-        self.guide = self.guide or Guide(recipe, self.model, self.train.source, device)
-        task = Supervised(self.model, recipe)
-        self.module = wrap(task, self.model, self.devices, self.options.sharding)
-        self.parameters = list(self.model.parameters())
-        self.optimizer = make_optimizer(self.model, recipe.optimizer, recipe.lr)
-        self.average = ModelEma(self.model, recipe.ema.decay) if recipe.ema.decay else None
+        self.task.module.to(device)
+        self.model.recompute = options.recompute
+        if options.compile:
+            compile_blocks(optimize_for_training(self.model))
+        self.module = wrap_module(self.task.module, self.model, self.devices, options.sharding)
+        self.head_parameters = head_parameters(self.task, self.model)
+        self.parameters = [*self.model.parameters(), *self.head_parameters.values()]
+        self.optimizer = make_optimizer(self._parameter_groups(), recipe.optimizer, recipe.lr)
+        self.ema = ModelEma(self.model, recipe.ema.decay) if recipe.ema.decay else None
         self.scaler = torch.amp.GradScaler(device.type) if recipe.precision == "fp16" else None
-        self.checkpoints = Checkpoints(self.folder / "checkpoints", self.options.keep)
-        self.statistics = Statistics(self.model, self.devices)
-        kept = [*self.model.buffers(), *self.statistics.total]
-        self.compute = Captured(self.learn, self.model, kept, device) if self._may_capture() else self.learn
-        # On the device: sums of loss and gradient norm, steps in them, steps not taken, the first step that was not finite.
-        self.window = torch.tensor([0.0, 0.0, 0.0, 0.0, -1.0], dtype=torch.float64, device=device)
-        self.notes: list[Note] = []
+        self.checkpoints = CheckpointManager(self.folder / "checkpoints", options.keep)
+        self.statistics = BatchNormStatistics(self.task.module, self.devices)
+        buffers = [*self.task.module.buffers(), *self.statistics.total]
+        self.compute = (
+            CapturedStep(self.forward_backward, self.task.module, buffers, device)
+            if self._may_capture()
+            else self.forward_backward
+        )
+        window = [0.0, 0.0, 0.0, 0.0, -1.0, *(0.0 for _ in self.task.logs)]
+        self.window = torch.tensor(window, dtype=torch.float64, device=device)
+        self.pending_metrics: list[PendingMetrics] = []
         self.best_weights: dict[str, Tensor] | None = None
 
-    def run(self, display: Display, metrics: Metrics | None, speed: Speed) -> None:
-        """From `step` to the end. Raises Stopped when asked to stop and NotFinite at a loss that is no number."""
-        stream = self.train.stream(self.order, self.devices.own_micro_batches, self.devices.micro_batches)
+    def run(self, loader: ImageLoader, display: ProgressDisplay, metrics: MetricsWriter | None, throughput: Throughput) -> None:
+        """Train from `step` to the end. Raises Stopped on request and NonFiniteLoss where the loss is NaN or Inf."""
+        stream = loader.train_loader(self.sampler, self.devices.own_micro_batches, self.devices.micro_batches)
         saved = time.monotonic()
-        begun = saved - self.seconds
-        at_once = f"Stopped at once; `vitrail resume {self.folder}` goes on from what was saved last."
-        with listening(at_once) as asked, closing(stream.run(self.step, self.total)) as batches:  # type: ignore[type-var]
+        started = saved - self.seconds
+        message = f"Stopped at once; `vitrail resume {self.folder}` continues from the last checkpoint."
+        with handle_stop_signals(message) as requested, closing(stream.iterate_steps(self.step, self.total)) as batches:  # type: ignore[type-var]
             while self.step < self.total:
-                self._step(lambda: speed.waiting(lambda: next(batches)))
-                speed.count(self.recipe.batch_size)
+                self.train_step(lambda: throughput.measure_data_wait(lambda: next(batches)))
+                throughput.count(self.recipe.batch_size)
                 ended = self.step == self.total
                 logging = ended or self.step % self.log_every == 0
                 if logging:
-                    self._note(speed)
-                # Several processes wait for their notes: a step that stops one of them must stop all, at the same place.
-                self._tell(display, metrics, wait=logging and self.devices.world_size > 1)
-                if ended or self.step % self.test_every == 0:
-                    self._tell(display, metrics, wait=True)
-                    display.doing("validating")
-                    speed.pause(lambda: self._validate(display, metrics))
-                # One process that is asked to stop stops all of them, at the same step.
-                stop, due = self.devices.all_reduce_max([asked["stop"], time.monotonic() - saved > self.options.save_seconds])
-                self.seconds = time.monotonic() - begun
+                    self._start_log(throughput)
+                # With several processes the log is read at once: a step that stops one of them stops all, at the same step.
+                self._write_logs(display, metrics, wait=logging and self.devices.world_size > 1)
+                if ended or self.step % self.validate_every == 0:
+                    self._write_logs(display, metrics, wait=True)
+                    display.show_activity("validating")
+                    throughput.exclude(lambda: self._validate(display, metrics))
+                # A request to stop that one process receives stops all of them, at the same step.
+                overdue = time.monotonic() - saved > self.options.save_seconds
+                stop, due = self.devices.all_reduce_max([requested["stop"], overdue])
+                self.seconds = time.monotonic() - started
                 if stop or due or ended or (self.options.save_steps and self.step % self.options.save_steps == 0):
-                    self._tell(display, metrics, wait=True)
+                    self._write_logs(display, metrics, wait=True)
                     if metrics:
                         metrics.sync()
-                    speed.pause(self.save)
+                    throughput.exclude(self.save)
                     saved = time.monotonic()
                 if stop:
                     raise Stopped
 
-    def _step(self, next_batch: Callable[[], Batch]) -> None:
-        """One step of the optimizer over the global batch."""
-        recipe, step = self.recipe, self.step
-        if self.model.training != (recipe.init.mode == "train"):  # walking through all modules takes its time
-            self.model.train(not self.model.training)
-        set_rate(self.optimizer, rate_at(recipe.schedule, recipe.lr, step, self.order.steps))
-        self.statistics.begin()
-        loss = torch.zeros((), device=self.devices.device)
-        for micro_batch in self.devices.own_micro_batches:
-            images, targets = self.prepare(next_batch(), step, micro_batch)
-            seed_generators(micro_batch_seed(recipe.seed, step, micro_batch), self.devices.device)
-            with without_reduction(self.module, micro_batch == self.devices.own_micro_batches[-1]):
-                loss += self.compute(images, targets)
+    def train_step(self, next_batch: Callable[[], Batch]) -> None:
+        """One optimizer step over the global batch."""
+        recipe, step, devices = self.recipe, self.step, self.devices
+        if self.task.module.training != (recipe.init.mode == "train"):  # setting the mode walks through all modules
+            self.task.module.train(not self.task.module.training)
+        set_lr(self.optimizer, lr_at(recipe.schedule, recipe.lr, step, self.sampler.steps))
+        self.statistics.start_step()
+        values = torch.zeros(1 + len(self.task.logs), device=devices.device)
+        for micro_batch in devices.own_micro_batches:
+            position = self.position(micro_batch)
+            images, targets = self.task.prepare_batch(next_batch().to(devices.device), position)
+            seed_generators(micro_batch_seed(recipe.seed, step, micro_batch), devices.device)
+            with gradient_sync(self.module, micro_batch == devices.own_micro_batches[-1]):
+                values += self.compute(images, targets)
         if self.scaler:
             self.scaler.unscale_(self.optimizer)
+        self.task.before_optimizer_step(self.optimizer, self.position())
         own_clip = recipe.optimizer.kind == "lamb"
         norm = clip_gradients(self.parameters, 0.0 if own_clip else recipe.optimizer.clip_grad_norm)
-        bad = self._account(self.devices.all_reduce_sum(loss) / self.devices.world_size, norm)
-        self.statistics.settle(skip=bad)
-        self.optimizer.found_inf = bad  # type: ignore[attr-defined]  # a step with it set changes nothing
+        skip = self._add_to_window(devices.all_reduce_sum(values) / devices.world_size, norm)
+        self.statistics.finish_step(skip=skip)
+        self.optimizer.found_inf = skip  # type: ignore[attr-defined]  # a step with it set changes nothing
         self.optimizer.step()
         if self.scaler:
             self.scaler.update()
-        if self.average:
-            self.average.update(bad, self.step if recipe.ema.warmup else math.inf)
+        if self.ema:
+            self.ema.update(skip, step if recipe.ema.warmup else math.inf)
+        self.task.after_optimizer_step(self.position(), skip)
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
 
-    def learn(self, images: Tensor, targets: Targets) -> Tensor:
-        """Forward and backward pass of one unit: its share of the loss; gradients are added to the parameters'."""
-        with self.statistics.of_micro_batch(), self.autocast():
-            part = self.module(images, targets) / self.devices.accumulation
-        (self.scaler.scale(part) if self.scaler else part).backward()
-        return part.detach()
+    def forward_backward(self, images: Tensor, targets: Targets) -> Tensor:
+        """Loss and logs [1 + L] of one micro-batch, divided by the accumulation steps; gradients are added to the parameters'."""
+        with self.statistics.micro_batch_forward(), self.autocast():
+            values: Tensor = self.module(images, targets).reshape(-1) / self.devices.accumulation
+        loss = values[0]
+        (self.scaler.scale(loss) if self.scaler else loss).backward()
+        return values.detach()
 
-    def prepare(self, batch: Batch, step: int, micro_batch: int) -> tuple[Tensor, Targets]:
-        """A batch of stored images to what the network sees and what it should say."""
-        recipe, (epoch, within) = self.recipe, divmod(step, self.order.steps)
-        batch = batch.to(self.devices.device)
-        how, mixing = recipe.augmentation, recipe.mixing
-        seen = augment(batch.pixels, batch.sizes, sample_key(recipe.seed, epoch, batch.index, batch.repeat), how)
-        mix = draw_mix(recipe.seed, epoch, within, micro_batch, how.image_size, mixing.mixup, mixing.cutmix, mixing.switch_prob)
-        images = mix_images(seen.images, mix)
-        assert self.guide is not None
-        return images, self.guide.targets(batch, seen, images, mix, epoch, within, micro_batch)
+    def position(self, micro_batch: int = 0) -> Position:
+        epoch, step_in_epoch = divmod(self.step, self.sampler.steps)
+        return Position(self.step, self.total, epoch, step_in_epoch, micro_batch)
 
-    def _account(self, loss: Tensor, norm: Tensor) -> Tensor:
-        """Add to the window; 1 where this step must not be taken. Nothing waits for the device. Loss and norm are those of all
-        processes, so that all judge alike.
+    def named_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Those of the model under their own names, those of the task's heads with the prefix `task.`."""
+        heads = {f"task.{name}": parameter for name, parameter in self.head_parameters.items()}
+        return dict(self.model.named_parameters()) | heads
 
-        With `on_nan="stop"` the first bad step also blocks all later ones, so that the weights stay as they were before it.
-        Gradients that overflow in float16 are no such trouble: the scale goes down and the step is left out.
+    def _parameter_groups(self) -> list[dict[str, Any]]:
+        """Those of the model, and one for the matrices and one for the vectors of the task's heads."""
+        config = self.recipe.optimizer
+        groups = parameter_groups(self.model, config)
+        for decay, matrices in ((config.weight_decay, True), (0.0, False)):
+            own = [p for p in self.head_parameters.values() if p.requires_grad and (p.ndim > 1) == matrices]
+            if own:
+                groups.append({"params": own, "weight_decay": decay, "lr_scale": 1.0})
+        return groups
+
+    def _add_to_window(self, values: Tensor, norm: Tensor) -> Tensor:
+        """Add to the sums of the log; returns 1.0 where this step must be skipped. The host does not wait for the device.
+
+        Loss and norm are those of all processes, so that all decide alike. With `on_nan="stop"` the first NaN or Inf also
+        blocks all later steps, so that the weights stay as they were before it. Gradients that overflow in float16 are
+        expected: the scale is reduced and the step skipped.
         """
+        loss = values[0]
         overflow = ~torch.isfinite(norm)
         bad = ~torch.isfinite(loss) if self.scaler else ~torch.isfinite(loss) | overflow
         if self.options.on_nan == "stop":
-            bad = bad | (self.window[4] >= 0)
-            self.window[4] = torch.where(bad & (self.window[4] < 0), float(self.step), self.window[4])
+            bad = bad | (self.window[FIRST_BAD] >= 0)
+            first = torch.where(bad & (self.window[FIRST_BAD] < 0), float(self.step), self.window[FIRST_BAD])
+            self.window[FIRST_BAD] = first
         skip = bad | overflow
-        parts = [torch.where(skip, torch.zeros_like(loss), value) for value in (loss, norm.to(loss))]
-        self.window[:4] += torch.stack([*parts, ~skip, bad]).double()
+        loss, norm, *logs = (torch.where(skip, torch.zeros_like(loss), value) for value in (loss, norm.to(loss), *values[1:]))
+        self.window[:FIRST_BAD] += torch.stack([loss, norm, ~skip, bad]).double()
+        if logs:
+            self.window[LOGS:] += torch.stack(logs).double()
         return skip.float()
 
-    def _note(self, speed: Speed) -> None:
-        """Send the window's sums on their way to this side and begin anew; nobody waits for the device."""
-        rate = rate_at(self.recipe.schedule, self.recipe.lr, self.step - 1, self.order.steps)
-        self.notes.append(Note(self.step, rate, speed.measure(), Answer(self.window)))
-        self.window[:4].zero_()  # the first bad step stays, and keeps later ones from being taken
+    def _start_log(self, throughput: Throughput) -> None:
+        """Start copying the sums to the host and reset them; the host does not wait for the device."""
+        lr = lr_at(self.recipe.schedule, self.recipe.lr, self.step - 1, self.sampler.steps)
+        self.pending_metrics.append(PendingMetrics(self.step, lr, throughput.measure(), PendingTensor(self.window)))
+        self.window[:FIRST_BAD].zero_()  # the first bad step stays and blocks later ones
+        self.window[LOGS:].zero_()
 
-    def _tell(self, display: Display, metrics: Metrics | None, wait: bool = False) -> None:
-        """Show the notes that have come, with `wait` all of them; raises NotFinite if there is a step that has to stop all."""
-        while self.notes and (wait or self.notes[0].sums.ready()):
-            note = self.notes.pop(0)
-            loss, norm, count, lost, bad = note.sums.read()
-            if bad >= 0:
-                raise NonFiniteLoss(int(bad))
-            self.skipped += int(lost)
-            loss, norm = (total / count if count else math.nan for total in (loss, norm))  # none at all if every step was skipped
-            values = {"loss": loss, "gradient_norm": norm, "lr": note.rate}
+    def _write_logs(self, display: ProgressDisplay, metrics: MetricsWriter | None, wait: bool = False) -> None:
+        """Write the logs that have arrived, with `wait` all of them; raises NonFiniteLoss if a step was NaN or Inf."""
+        while self.pending_metrics and (wait or self.pending_metrics[0].sums.ready()):
+            note = self.pending_metrics.pop(0)
+            sums = note.sums.read()
+            if sums[FIRST_BAD] >= 0:
+                raise NonFiniteLoss(int(sums[FIRST_BAD]))
+            self.skipped += int(sums[SKIPPED])
+            count = sums[STEPS]
+            loss, norm, *logs = (total / count if count else math.nan for total in (sums[LOSS], sums[NORM], *sums[LOGS:]))
+            values = {"loss": loss, "gradient_norm": norm, "lr": note.lr} | dict(zip(self.task.logs, logs, strict=True))
             if self.skipped:
                 values["skipped"] = float(self.skipped)
-            values |= note.speed
+            values |= note.throughput
             if metrics:
-                metrics.write("train", note.step, note.step / self.order.steps, values)
+                metrics.write("train", note.step, note.step / self.sampler.steps, values)
             display.step(note.step, values)
 
-    def _check(self) -> None:
-        """Raises NotFinite if there is a step at which the training has to stop."""
-        bad = float(self.window[4])
+    def _check_finite(self) -> None:
+        bad = float(self.window[FIRST_BAD])
         if bad >= 0:
             raise NonFiniteLoss(int(bad))
 
-    def _validate(self, display: Display, metrics: Metrics | None) -> None:
-        self._check()
-        result = self.evaluate()
-        epoch = self.step / self.order.steps
-        values = {name: value for name, value in result._asdict().items() if value is not None}
-        better = not self.best or merit(values) > merit(self.best)
+    def _validate(self, display: ProgressDisplay, metrics: MetricsWriter | None) -> None:
+        self._check_finite()
+        values, epoch = self.evaluate(), self.step / self.sampler.steps
+        better = not self.best or self.task.is_better(values, self.best)
         if better:
             self.best = {"step": self.step, "epoch": epoch} | {name: as_json(value) for name, value in values.items()}
-            with self.reported():
-                self.best_weights = {
-                    name: tensor.detach().clone() for name, tensor in gather(self.model, self.options.sharding).items()
-                }
+            with self.evaluated_weights():
+                weights = gather_weights(self.model, self.options.sharding)
+                self.best_weights = {name: tensor.detach().clone() for name, tensor in weights.items()}
         if metrics:
             metrics.write("validation", self.step, epoch, values)
-        display.validated(epoch, values | {"best": better})
+        display.log_validation(epoch, values | {"best": better})
 
-    def evaluate(self) -> Accuracy:
-        """The validation images with the weights that are reported."""
-        self.model.eval()
-        view = test_view(self.model.preprocessing)
-        share = max(self.recipe.batch_size // self.devices.micro_batches, 1)
-        with self.reported(), self.autocast():
-            hits = count_hits(self.model, self.validation, view, share, self.devices.rank, self.devices.world_size)
-            return summarize(self.devices.all_reduce_sum(hits), self.model.architecture.classes)
+    def evaluate(self) -> dict[str, Any]:
+        """The task's metrics on the validation images, with the EMA weights if the recipe evaluates those."""
+        assert self.validation is not None
+        self.task.module.eval()
+        batch_size = max(self.recipe.batch_size // self.devices.micro_batches, 1)
+        with self.evaluated_weights(), self.autocast():
+            return self.task.evaluate(self.model, self.validation, batch_size, self.devices)
 
     def _may_capture(self) -> bool:
-        """Whether a step is one unit of one process, whose gradients a graph can write anew each time."""
+        """Whether a step is one micro-batch of one process, whose gradients a CUDA graph can write anew each time."""
         options, alone = self.options, self.devices.world_size == self.devices.micro_batches == 1
         plain = options.sharding == "none" and not options.recompute and self.scaler is None
         return options.compile and self.devices.device.type == "cuda" and alone and plain
 
-    def reported(self) -> AbstractContextManager:
-        """The running mean in the model's place, where the recipe reports it."""
-        return self.average.applied(self.model) if self.average and self.recipe.ema.evaluate else nullcontext()
+    def evaluated_weights(self) -> AbstractContextManager[None]:
+        """The EMA weights in the model, where the recipe evaluates and saves them."""
+        return self.ema.applied(self.model) if self.ema and self.recipe.ema.evaluate else nullcontext()
 
-    def autocast(self) -> AbstractContextManager:
+    def autocast(self) -> AbstractContextManager[None]:
         dtype = DTYPES.get(self.recipe.precision)
         return torch.autocast(self.devices.device.type, dtype) if dtype else nullcontext()
 
     def save(self) -> None:
-        """The best weights so far as an artifact, then the state of this moment, which counts on the artifact being there."""
-        self._check()
+        """Write the best weights so far as an artifact, then the checkpoint, which relies on the artifact being there."""
+        self._check_finite()
         if self.best_weights is not None and self.devices.is_main:
             save_artifact(self.folder / "best.safetensors", self.model, self.recipe, self.best, self.best_weights)
         self.best_weights = None
-        save_state(self)
+        save_checkpoint(self)
+
+
+def head_parameters(task: Task, model: VisionTransformer) -> dict[str, torch.nn.Parameter]:
+    """The task's own parameters by name: those of its module that do not belong to the model."""
+    own = set(model.parameters())
+    return {name: parameter for name, parameter in task.module.named_parameters() if parameter not in own}
 
 
 def seed_generators(seed: int, device: torch.device) -> None:
-    """What dropout and drop-path draw from. `torch.manual_seed` would do it too, in milliseconds."""
+    """Seed what dropout and drop-path draw from. `torch.manual_seed` would take milliseconds."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index].manual_seed(seed)
 
 
 def micro_batch_seed(seed: int, step: int, micro_batch: int) -> int:
-    """One 63-bit number for each unit of each step."""
+    """One 63-bit number for each micro-batch of each step."""
     value = (seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + micro_batch * 0x94D049BB133111EB + 1) & (2**64 - 1)
     value ^= value >> 31
     return (value * 0xD6E8FEB86659FD93) & (2**63 - 1)

@@ -1,0 +1,164 @@
+"""The model at the start of a training: newly initialized, or from pre-trained weights at another size and with other classes."""
+
+import dataclasses
+import os
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from vitrail.checkpoints import load
+from vitrail.checkpoints.bundled import find_bundled
+from vitrail.checkpoints.model_io import split_delta_path
+from vitrail.checkpoints.readers import BEST
+from vitrail.checkpoints.training_checkpoints import is_training_checkpoint
+from vitrail.errors import UserError
+from vitrail.models.config import TRAINING_ONLY, Architecture
+from vitrail.models.preprocessing import Preprocessing
+from vitrail.models.registry import build as build_model
+from vitrail.models.registry import create
+from vitrail.models.registry import lookup as find_model
+from vitrail.models.vision_transformer import VisionTransformer
+from vitrail.recipes.schema import Recipe
+from vitrail.runs.memory import explain_out_of_memory
+from vitrail.training.scope import apply_scope
+
+# Fields in which a training may differ from its pre-trained weights, because they are initialized anew or resampled.
+REPLACED = {"classes", "pre_logits", "patch_size", "image_size", "dense_head", "dense_weight"}
+# The fields of a distillation token, which is added to weights without one.
+DISTILLATION_TOKEN = ("distillation", "distillation_head", "fusion")
+
+
+def build_initial(recipe: Recipe, class_names: list[str] | None, pretrained: VisionTransformer | None) -> VisionTransformer:
+    """The model at step 0, the same on every machine. `pretrained` is what `open_pretrained` returned."""
+    torch.manual_seed(recipe.seed)
+    with explain_out_of_memory():
+        if pretrained is not None:
+            model, new_head = adapt(pretrained, recipe, class_names)
+        else:
+            size = recipe.augmentation.image_size
+            model, new_head = create(recipe.model, len(class_names or ()), size, **recipe.architecture), True
+    if new_head and recipe.init.head_bias and isinstance(getattr(model.head, "bias", None), torch.nn.Parameter):
+        torch.nn.init.constant_(model.head.bias, recipe.init.head_bias)  # type: ignore[arg-type]
+    return configure(model, recipe, class_names)
+
+
+def rebuild(architecture: Architecture, name: str, recipe: Recipe, class_names: list[str] | None) -> VisionTransformer:
+    """The model of a run that has a checkpoint: its pre-trained weights are not needed any more."""
+    return configure(build_model(architecture, name), recipe, class_names)
+
+
+def configure(model: VisionTransformer, recipe: Recipe, class_names: list[str] | None) -> VisionTransformer:
+    """Set scope, preprocessing and class names."""
+    apply_scope(model, recipe.init.scope)
+    view, augmentation = recipe.validation, recipe.augmentation
+    model.preprocessing = Preprocessing(
+        augmentation.image_size, view.crop_ratio, view.resize, view.interpolation, augmentation.mean, augmentation.std
+    )
+    model.preprocessing.check()  # raises for an invalid view now and not at the first validation
+    model.class_names = None if class_names is None else list(class_names)
+    return model
+
+
+def locate_weights(weights: str) -> str:
+    """The absolute path of weights, so that a run can be resumed from another directory; a run directory stands for its best."""
+    if not weights:
+        return ""
+    base, delta = split_delta_path(weights)
+    if delta is not None:
+        return f"{locate_weights(str(base))}+{os.path.abspath(delta)}"
+    if os.path.isfile(os.path.join(weights, BEST)):
+        weights = os.path.join(weights, BEST)
+    return os.path.abspath(weights) if os.path.exists(weights) else weights
+
+
+def open_pretrained(recipe: Recipe, model: str | None = None) -> VisionTransformer:
+    """The model of `init.weights`; an error if it differs from what the recipe, or `model`, requires."""
+    weights = recipe.init.weights
+    training = {field: value for field, value in recipe.architecture.items() if field in TRAINING_ONLY}
+    others = {field: value for field, value in recipe.architecture.items() if field not in TRAINING_ONLY | REPLACED}
+    # Files of other formats leave some fields open, which the recipe then sets; a distillation token is never left open.
+    unstated = {field: value for field, value in others.items() if field != "distillation"}
+    pretrained = load(weights, **(training if states_architecture(weights) else training | unstated))
+    found = pretrained.architecture
+    wanted = found.replace(**others)
+    if model is not None:
+        wanted = find_model(model)[1].replace(**recipe.architecture, classes=found.classes, image_size=found.image_size)
+    added = DISTILLATION_TOKEN if wanted.distillation and not found.distillation else ()
+    different = [field for field in found.differences(wanted) if field not in REPLACED and field not in added]
+    if different:
+        field = different[0]
+        raise UserError(
+            f"{weights} has {field}={getattr(found, field)}, but {field}={getattr(wanted, field)} was requested: remove that "
+            "setting, or start from other weights."
+        )
+    return pretrained
+
+
+def adds_token(pretrained: VisionTransformer, recipe: Recipe) -> bool:
+    """Whether the recipe adds a distillation token that the weights do not have."""
+    return bool(recipe.architecture.get("distillation")) and not pretrained.architecture.distillation
+
+
+def with_token(recipe: Recipe, pretrained: VisionTransformer, requested: Architecture) -> Recipe:
+    """The recipe with the distillation token of the requested model, if the weights have none.
+
+    Resuming reads the recipe alone.
+    """
+    if not requested.distillation or pretrained.architecture.distillation:
+        return recipe
+    fields = {field: getattr(requested, field) for field in DISTILLATION_TOKEN} | recipe.architecture
+    return dataclasses.replace(recipe, architecture=fields)
+
+
+def states_architecture(path: str) -> bool:
+    """Whether a file contains its architecture; of base and delta, whether the base does."""
+    base, delta = split_delta_path(path)
+    if delta is not None:
+        return states_architecture(str(base))
+    if is_training_checkpoint(path):
+        return True
+    try:
+        with safe_open(find_bundled(path) or path, "pt") as file:
+            return "vitrail" in (file.metadata() or {})
+    except (SafetensorError, OSError, ValueError):
+        return False
+
+
+def adapt(pretrained: VisionTransformer, recipe: Recipe, class_names: list[str] | None) -> tuple[VisionTransformer, bool]:
+    """A pre-trained model at the recipe's size and for these classes, and whether its classifier is new."""
+    changes = {field: value for field, value in recipe.architecture.items() if field in REPLACED | TRAINING_ONLY}
+    pretrained.resize(*recipe.augmentation.image_size, patch_size=changes.pop("patch_size", None))
+    before = pretrained.architecture
+    after = before.replace(**changes | {"classes": len(class_names or ()), "image_size": before.image_size})
+    new_head, token = needs_new_classifier(pretrained, recipe, class_names), adds_token(pretrained, recipe)
+    if token:
+        after = after.replace(
+            **{field: recipe.architecture[field] for field in DISTILLATION_TOKEN if field in recipe.architecture}
+        )
+    if not new_head and not token and after.dense_head == before.dense_head:
+        return pretrained, False
+    model = build_model(after, pretrained.name)
+    state, dropped = model.state_dict(), ("head", "pre_logits") if new_head else ()
+    # Per-class queries belong to the classifier too; their shape changes with the number of classes.
+    kept = {
+        name: tensor
+        for name, tensor in pretrained.state_dict().items()
+        if not name.startswith(dropped) and name in state and state[name].shape == tensor.shape
+    }
+    if token:  # its rows follow those of the class token
+        for name, tensor in pretrained.state_dict().items():
+            if name.startswith(("prefix", "pooling.queries", "pos_embed.")) and len(state[name]) == len(tensor) + 1:
+                kept[name] = torch.cat([tensor[:1], state[name][1:2], tensor[1:]])
+    model.load_state_dict(state | kept)
+    for name, parameter in model.named_parameters():
+        # Image labels do not train a dense head, which would add its initial values to the predictions.
+        if name not in kept and name.startswith("head" if recipe.init.zero_head else "head_dense"):
+            torch.nn.init.zeros_(parameter)
+    return model, new_head
+
+
+def needs_new_classifier(pretrained: VisionTransformer, recipe: Recipe, class_names: list[str] | None) -> bool:
+    """Whether the classifier of the weights cannot be kept: unwanted, for other classes, or on other features."""
+    known, a = pretrained.class_names, pretrained.architecture
+    others = known != class_names if known is not None else a.classes != len(class_names or ())
+    return recipe.init.zero_head or others or recipe.architecture.get("pre_logits", a.pre_logits) != a.pre_logits

@@ -1,0 +1,148 @@
+"""`TrainRequest`, the arguments of a run: resolve its recipe, open its data and pre-trained weights."""
+
+import dataclasses
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from vitrail.aliases import upgrade_key
+from vitrail.data.datasets.lookup import open_splits
+from vitrail.data.sampler import EpochSampler
+from vitrail.data.source import Source, Splits
+from vitrail.errors import UserError
+from vitrail.models.config import format_size
+from vitrail.models.registry import list_models
+from vitrail.models.registry import lookup as find_model
+from vitrail.models.vision_transformer import VisionTransformer
+from vitrail.recipes import Recipe, lookup
+from vitrail.recipes.data_defaults import fit_to_data, median_side
+from vitrail.recipes.duration import describe_cooldown
+from vitrail.runs.initial_model import (
+    adds_token,
+    locate_weights,
+    needs_new_classifier,
+    open_pretrained,
+    with_token,
+)
+from vitrail.tasks.registry import find_task
+from vitrail.training.schedules import total_steps
+from vitrail.training.trainer import Options
+
+Log = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class TrainRequest:
+    """What the user asked for."""
+
+    source: str = "digits"
+    recipe: str | Recipe | None = None  # None: laptop, small on a GPU, finetune with weights
+    model: str | None = None  # another model than the recipe's
+    changes: dict[str, Any] = field(default_factory=dict)  # recipe keys: {"optimizer.lr": 1e-3}
+    out: str | Path | None = None  # the run directory
+    options: Options | None = None
+    device: str | None = None
+    micro_batch_size: int | None = None  # images computed at a time; None: as many as fit
+    workers: int | None = None  # processes that decode images
+    unreadable: Literal["skip", "fatal"] = "skip"  # what an image that cannot be read is
+    explicit: tuple[str, ...] = ()  # keys that the user set and that `recipe` contains already
+
+    def __post_init__(self) -> None:
+        options = self.options
+        for minimum, value, message in (
+            (1, self.micro_batch_size, "micro_batch_size is the number of images at a time: at least 1."),
+            (0, self.workers, "workers is the number of processes that decode: 0 or more."),
+            (0, options.save_steps if options else None, "save_steps is a number of steps: 0 or more."),
+            (0, options.log_steps if options else None, "log_steps is a number of steps: 0 or more."),
+            (1, options.keep if options else None, "keep is the number of checkpoints on disk: at least 1."),
+            (0, options.save_seconds if options else None, "save_seconds is a time: 0 or more."),
+        ):
+            if value is not None and value < minimum:
+                raise UserError(message)
+
+    @property
+    def explicit_keys(self) -> tuple[str, ...]:
+        """The recipe keys that the user set; their values are not completed or replaced."""
+        return tuple(dict.fromkeys((*self.explicit, *map(upgrade_key, self.changes))))
+
+
+def resolve_recipe(request: TrainRequest, device_type: str) -> Recipe:
+    """The requested recipe with the changes applied; without a name, the default for the device."""
+    recipe, changes = request.recipe, request.changes
+    if recipe is None:
+        finetunes = any(upgrade_key(key) == "init.weights" and value for key, value in changes.items())
+        recipe = "finetune" if finetunes else "small" if device_type == "cuda" else "laptop"
+    resolved = lookup(recipe) if isinstance(recipe, str) else recipe
+    resolved = resolved.set(changes | ({"model": request.model} if request.model else {}))
+    if resolved.lr == 0:
+        raise UserError("optimizer.lr=0 never changes a weight: give a learning rate above 0.")
+    weights = locate_weights(os.path.expanduser(resolved.init.weights))
+    resolved = dataclasses.replace(resolved, init=dataclasses.replace(resolved.init, weights=weights))
+    if resolved.init.scope != "full" and not weights:
+        raise UserError(
+            f"init.scope={resolved.init.scope} would leave most of the network at its random initialization: give --from WEIGHTS."
+        )
+    resolved = find_task(resolved.task).resolve_recipe(resolved, frozenset(request.explicit_keys))
+    if resolved.init.pretrained_recipe and not weights:
+        raise UserError(
+            f"{resolved.name} starts from pre-trained weights, such as those of {resolved.init.pretrained_recipe}: "
+            "give --from WEIGHTS."
+        )
+    return resolved
+
+
+@dataclass(frozen=True)
+class OpenedData:
+    splits: Splits
+    recipe: Recipe  # fitted to the data
+    pretrained: VisionTransformer | None
+    messages: list[str]
+
+
+def open_data(request: TrainRequest, recipe: Recipe) -> OpenedData:
+    """Open the data and the pre-trained weights, check them, and fit the recipe to them."""
+    task = find_task(recipe.task)
+    splits = open_splits(request.source, validation_fraction=recipe.data.validation_fraction)
+    task.check_data(recipe, splits)
+    for part in (splits.train, splits.validation):
+        median_side(part)  # raises if no image can be read
+    pretrained = open_pretrained(recipe, request.model) if recipe.init.weights else None
+    if pretrained and request.model is not None:
+        recipe = with_token(recipe, pretrained, find_model(request.model)[1])
+    if pretrained and pretrained.name in list_models():
+        recipe = dataclasses.replace(recipe, model=pretrained.name)
+    recipe, messages = fit_to_data(recipe, splits.train, pretrained.preprocessing if pretrained else None)
+    sampler = make_sampler(recipe, splits.train)
+    if total_steps(recipe.schedule, sampler.steps) < 1:
+        raise UserError(
+            f"schedule.length={recipe.schedule.length!r} is less than one step, of which an epoch has {sampler.steps:,}: "
+            "give more."
+        )
+    counts = f"{len(splits.train):,} training and {len(splits.validation):,} validation images"
+    classes = f", {len(splits.train.classes)} classes" if splits.train.label is not None else ""
+    messages = [f"{splits.train.name}: {counts}{classes}", *messages, *task.describe(recipe)]
+    if recipe.data.repeats > 1 or recipe.data.round_to > 1:
+        epoch = sampler.epoch_size()
+        messages.append(f"an epoch is {epoch.steps:,} steps, {epoch.samples:,} samples of {epoch.distinct:,} images")
+    messages += describe_cooldown(recipe.schedule)
+    return OpenedData(splits, recipe, pretrained, messages)
+
+
+def describe_pretrained(pretrained: VisionTransformer, recipe: Recipe, class_names: list[str] | None) -> list[str]:
+    head = "a new" if needs_new_classifier(pretrained, recipe, class_names) else "its own"
+    image_size = format_size(pretrained.architecture.image_size)
+    name = pretrained.name or "a model"
+    messages = [f"starting from {recipe.init.weights}: {name} at {image_size} pixels, with {head} classifier"]
+    if adds_token(pretrained, recipe):
+        frozen = "" if recipe.init.scope == "full" else f"; init.scope={recipe.init.scope} does not train the token"
+        messages.append(
+            "these weights have no distillation token: the token, its position and its classifier are newly initialized, "
+            f"everything else is loaded{frozen}"
+        )
+    return messages
+
+
+def make_sampler(recipe: Recipe, source: Source) -> EpochSampler:
+    return EpochSampler(len(source), recipe.batch_size, repeats=recipe.data.repeats, round_to=recipe.data.round_to)
