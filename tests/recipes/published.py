@@ -3,15 +3,14 @@
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Column names that are shorter than the leaf they stand for.
+# Short column names, with the key they stand for.
 SHORT = {
     "batch": "batch_size",
-    "rate": "lr",
     "opt": "optimizer.kind",
     "wd": "optimizer.weight_decay",
     "drop": "architecture.drop_path",
 }
-SPANS = {
+DURATIONS = {
     "epochs": ("schedule.length", "epochs"),
     "steps": ("schedule.length", "steps"),
     "warmup": ("schedule.warmup", "epochs"),
@@ -27,7 +26,7 @@ class Cell(NamedTuple):
 
 
 def parse(text: str) -> Any:
-    """A printed cell as a plain value: a number, yes or no, several numbers, or words."""
+    """A printed cell as a plain value: a number, a bool, several numbers, or text."""
     if text in ("yes", "no"):
         return text == "yes"
     parts = text.split(",")
@@ -39,8 +38,8 @@ def parse(text: str) -> Any:
 
 
 def cell(title: str, recipe: str, column: str, text: str) -> Cell:
-    if column in SPANS:
-        leaf, unit = SPANS[column]
+    if column in DURATIONS:
+        leaf, unit = DURATIONS[column]
         return Cell(title, recipe, leaf, f"{text} {unit}")
     if column == "size":
         return Cell(title, recipe, "augmentation.image_size", (float(text), float(text)))

@@ -1,15 +1,15 @@
-"""What a recipe leaves to the images."""
+"""Image size, patch size and batch size that follow from the data."""
 
 import numpy as np
 import pytest
 
-from tests.images import make_folder, spoil
+from tests.images import make_folder, write_invalid_image
 from vitrail.data.datasets.lookup import open_source, open_splits
 from vitrail.data.source import Subset
 from vitrail.errors import UserError
 from vitrail.models.preprocessing import Preprocessing
 from vitrail.recipes import lookup
-from vitrail.recipes.data_defaults import LADDER, fit, usual_side
+from vitrail.recipes.data_defaults import SIZES, fit_to_data, median_side
 
 ANY = lookup("laptop")
 
@@ -24,55 +24,58 @@ def digits(count):
 )
 def test_size_and_patches_follow_the_images(side, size, patch, tmp_path):
     source = open_source(str(make_folder(tmp_path, ["a", "b"], 1, (side + 7, side))))
-    fitted, said = fit(ANY.set({"batch_size": 2}), source)
+    fitted, messages = fit_to_data(ANY.set({"batch_size": 2}), source)
     assert (fitted.augmentation.image_size, fitted.architecture["patch_size"]) == ((size, size), patch)
-    assert said == [f"the network sees {size} x {size} pixels, for images of about {side} pixels"]
+    assert messages == [f"image size set to {size} x {size}: the images' median shorter side is {side} pixels"]
 
 
-def test_the_ladder_grows_and_is_divisible():
-    assert list(LADDER) == sorted(LADDER)
-    assert all(size % patch == 0 and limit >= size for limit, size, patch in LADDER)
+def test_the_sizes_grow_and_are_divisible():
+    assert list(SIZES) == sorted(SIZES)
+    assert all(size % patch == 0 and limit >= size for limit, size, patch in SIZES)
 
 
-def test_what_the_user_has_chosen_stays():
+def test_values_set_by_the_user_are_kept():
     chosen = ANY.set({"augmentation.image_size": "24x32", "batch_size": 50})
-    assert fit(chosen, digits(100)) == (chosen, [])
-    assert fit(ANY.set({"architecture.patch_size": 4}), digits(100))[0].architecture["patch_size"] == 4
-    assert "patch_size" not in fit(ANY.set({"model": "lvvit_t"}), digits(100))[0].architecture  # a stem of its own
+    assert fit_to_data(chosen, digits(100)) == (chosen, [])
+    assert fit_to_data(ANY.set({"architecture.patch_size": 4}), digits(100))[0].architecture["patch_size"] == 4
+    assert "patch_size" not in fit_to_data(ANY.set({"model": "lvvit_t"}), digits(100))[0].architecture  # a stem of its own
 
 
-def test_weights_know_their_size_and_colors():
+def test_preprocessing_of_the_initial_weights_is_kept():
     trained = Preprocessing((48, 64), mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25))
-    fitted, said = fit(ANY.set({"batch_size": 50}), digits(100), trained)
+    fitted, messages = fit_to_data(ANY.set({"batch_size": 50}), digits(100), trained)
     assert fitted.augmentation.image_size == (48, 64)
     assert (fitted.augmentation.mean, fitted.augmentation.std) == (trained.mean, trained.std)
     assert "patch_size" not in fitted.architecture
-    assert said == ["the network sees 48 x 64 pixels, as its weights were trained"]
+    assert messages == ["image size set to 48 x 64: the size the weights were trained at"]
     chosen = ANY.set({"augmentation.image_size": 32, "batch_size": 50})
-    assert fit(chosen, digits(100), trained)[0] == chosen
+    assert fit_to_data(chosen, digits(100), trained)[0] == chosen
 
 
 @pytest.mark.parametrize(("count", "batch"), [(512, 64), (511, 32), (255, 16), (64, 16)])
-def test_an_epoch_of_our_own_recipes_has_some_steps(count, batch):
-    fitted, said = fit(ANY.set({"augmentation.image_size": 8}), digits(count))
+def test_minimum_number_of_steps_of_the_default_recipes(count, batch):
+    fitted, messages = fit_to_data(ANY.set({"augmentation.image_size": 8}), digits(count))
     assert fitted.batch_size == batch
-    assert said == ([] if batch == 64 else [f"batches of {batch} instead of 64, for an epoch to have some steps"])
-    assert fit(fitted, digits(count)) == (fitted, [])
+    message = (
+        f"batch size reduced from 64 to {batch}: the training set has {count} images, and an epoch should have at least 8 steps"
+    )
+    assert messages == ([] if batch == 64 else [message])
+    assert fit_to_data(fitted, digits(count)) == (fitted, [])
     paper = lookup("deit_small").set({"augmentation.image_size": 8, "batch_size": 64})
-    assert fit(paper, digits(count))[0].batch_size == 64
+    assert fit_to_data(paper, digits(count))[0].batch_size == 64
 
 
 @pytest.mark.parametrize(("count", "batch"), [(63, 8), (20, 4), (5, 4), (3, 2), (2, 2), (1, 1)])
-def test_a_batch_that_the_images_can_fill(count, batch):
-    fitted, said = fit(ANY.set({"augmentation.image_size": 8}), digits(count))
+def test_a_batch_size_above_the_number_of_images_is_reduced(count, batch):
+    fitted, messages = fit_to_data(ANY.set({"augmentation.image_size": 8}), digits(count))
     assert fitted.batch_size == batch
-    assert said == [f"there are fewer images than the batch of 64 takes: it is {batch} instead"]
+    assert messages == [f"batch size reduced from 64 to {batch}: the training set has {count} images"]
 
 
-def test_the_usual_side_is_the_median_of_what_can_be_read(tmp_path):
+def test_median_side_ignores_unreadable_images(tmp_path):
     for number, side in enumerate((10, 20, 30)):
         make_folder(tmp_path / f"{number}", ["a"], 1, (side, side + 50))
-    spoil(tmp_path / "3" / "a" / "bad.png")
-    assert usual_side(open_source(str(tmp_path))) == 20
-    with pytest.raises(UserError, match=r"None of the 1 images looked at in .* can be read"):
-        usual_side(Subset(open_source(str(tmp_path)), np.array([3])))
+    write_invalid_image(tmp_path / "3" / "a" / "bad.png")
+    assert median_side(open_source(str(tmp_path))) == 20
+    with pytest.raises(UserError, match=r"None of the 1 images sampled from .* is readable"):
+        median_side(Subset(open_source(str(tmp_path)), np.array([3])))

@@ -1,4 +1,4 @@
-"""Numbers that make no sense are refused where they are written, not after an hour of training."""
+"""Values out of range are rejected when the recipe is made, not after an hour of training."""
 
 import math
 
@@ -12,18 +12,18 @@ LEAVES = Recipe().leaves()
 
 
 def beyond(name):
-    """Values just outside of the limits of a leaf, in its own kind."""
+    """Values just outside of the limits of a key, of its type."""
     low, high = LIMITS[name]
-    whole = isinstance(LEAVES[name], int)
-    found = [low - 1 if whole else math.nextafter(low, -math.inf) or -1.0]
+    integer = isinstance(LEAVES[name], int)
+    values = [low - 1 if integer else math.nextafter(low, -math.inf) or -1.0]
     if high != math.inf:
-        found.append(high + 1 if whole else math.nextafter(high, math.inf))
-    kind = LEAVES[name]
-    return [[value] * len(kind) if isinstance(kind, tuple) else value for value in found]
+        values.append(high + 1 if integer else math.nextafter(high, math.inf))
+    default = LEAVES[name]
+    return [[value] * len(default) if isinstance(default, tuple) else value for value in values]
 
 
 @pytest.mark.parametrize("name", LIMITS)
-def test_just_outside_is_refused_and_the_edge_is_not(name):
+def test_values_outside_the_limits_are_rejected(name):
     for value in beyond(name):
         with pytest.raises(UserError, match=rf"{name} must"):
             Recipe().set({name: value})
@@ -32,24 +32,24 @@ def test_just_outside_is_refused_and_the_edge_is_not(name):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, ".nan", "1e999"])
-def test_what_is_no_number_is_refused_everywhere(value):
-    for name, usual in LEAVES.items():
-        if isinstance(usual, float):
+def test_nan_and_inf_are_rejected(value):
+    for name, default in LEAVES.items():
+        if isinstance(default, float):
             with pytest.raises(UserError):
                 Recipe().set({name: value})
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("changes", "message"),
     [
-        ({"augmentation.scale": [0.9, 0.1]}, "from a lower to a higher number, not from 0.9 to 0.1"),
-        ({"augmentation.mean": [0.5]}, "a number for each of red, green and blue"),
+        ({"augmentation.scale": [0.9, 0.1]}, r"must be \[minimum, maximum\], not \[0.9, 0.1\]"),
+        ({"augmentation.mean": [0.5]}, "must each have three numbers"),
         ({"augmentation.mean": 0.5}, "should be a list of numbers"),
-        ({"architecture.image_size": 32}, "augmentation.image_size is the network's size"),
+        ({"architecture.image_size": 32}, "set augmentation.image_size instead"),
         ({"architecture.classes": 10}, "follows from the data"),
-        ({"seed": -1}, "seed must be a whole number from 0"),
+        ({"seed": -1}, "seed must be an integer from 0"),
     ],
 )
-def test_what_else_makes_no_sense(changes, sentence):
-    with pytest.raises(UserError, match=sentence):
+def test_inconsistent_values_are_rejected(changes, message):
+    with pytest.raises(UserError, match=message):
         Recipe().set(changes)

@@ -1,7 +1,10 @@
-"""Every recipe: it builds, it survives JSON, its model exists, and its numbers are the published ones."""
+"""Every recipe: it is valid, it can be saved as JSON, its model exists, and its numbers are the published ones."""
 
+import importlib
 import json
 import re
+import subprocess
+import sys
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -11,19 +14,20 @@ import yaml
 
 import vitrail
 from tests.recipes.published import Cell, read
-from vitrail.cli.train import list_all, show_one
+from vitrail.cli.recipes import list_all, show_one
 from vitrail.errors import UserError
 from vitrail.models.registry import list_models
 from vitrail.models.registry import lookup as find_model
 from vitrail.recipes import Recipe, cait, list_recipes, lookup
-from vitrail.recipes.lookup import PAGES, recipes
-from vitrail.recipes.schema import parse_span
+from vitrail.recipes.lookup import INDEX, PAGES, make_index
+from vitrail.recipes.schema import parse_duration
 
 CELLS: dict[str, list[Cell]] = {}
 for _cell in read():
     CELLS.setdefault(_cell.recipe, []).append(_cell)
 DOCS = Path(__file__).parents[2] / "docs" / "papers"
-ABLATIONS = [(page.__name__.rpartition(".")[2], row) for page in PAGES for row in getattr(page, "ABLATIONS", {})]
+MODULES = {page: importlib.import_module(f"vitrail.recipes.{page}") for page in PAGES}
+ABLATIONS = [(page, row) for page, module in MODULES.items() for row in getattr(module, "ABLATIONS", {})]
 
 
 @cache
@@ -39,26 +43,26 @@ def build(architecture: vitrail.Architecture) -> None:
 
 
 @pytest.mark.parametrize("name", list_recipes())
-def test_a_recipe_is_whole(name):
+def test_a_recipe_is_complete(name):
     recipe = lookup(name)
     assert recipe.name == name
     assert Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
     assert recipe.about.paper
     assert recipe.about.row
-    parse_span(recipe.schedule.length)
+    parse_duration(recipe.schedule.length)
 
 
 @pytest.mark.parametrize("name", list_recipes())
-def test_its_model_exists_and_takes_its_changes(name):
+def test_the_model_exists_and_accepts_the_changes(name):
     recipe, found = lookup(name), parts(name)
     assert recipe.model in list_models()
     for field, value in recipe.architecture.items():
         assert getattr(found, field) == value
-    build(found.replace(drop_path=0.0, image_size=224))  # recipes that share a network share this
+    build(found.replace(drop_path=0.0, image_size=224))  # cached for recipes with the same network
 
 
 @pytest.mark.parametrize("name", [name for name in list_recipes() if lookup(name).init.pretrained_recipe])
-def test_what_it_starts_from_is_a_recipe_of_the_same_network(name):
+def test_the_pretrained_recipe_has_the_same_network(name):
     recipe = lookup(name)
     before = parts(recipe.init.pretrained_recipe)
     changed = set(before.differences(parts(name))) - {"image_size", "pre_logits"}
@@ -97,16 +101,16 @@ def check(cell: Cell, recipe: Recipe, leaves: dict) -> None:
 
 
 def test_every_recipe_of_a_paper_is_published():
-    """Nothing in the pages that the table of published numbers does not have."""
+    """The pages have no recipe that is not in published.txt."""
     own = {name for name in list_recipes() if lookup(name).about.paper == "vitrail"}
     assert own == {"laptop", "small", "finetune"}
     assert set(CELLS) == set(list_recipes()) - own
 
 
 def test_recipes_with_a_teacher():
-    """Who teaches is the user's to say; the row names whom the paper asked."""
+    """The teacher is given by the user; the row names the one of the paper."""
     found = {name: lookup(name) for name in list_recipes() if lookup(name).distillation.kind != "none"}
-    # CaiT's transfers start from distilled weights and go on by labels alone.
+    # CaiT's transfers start from distilled weights and are trained on labels alone.
     alone = {f"cait_{size}_distilled_to_{data}" for size in ("s36", "m36") for data in cait.TRANSFERS}
     distilled = {name for name in list_recipes() if re.search("_(distilled|soft|hard)(_|$)", name)}
     assert set(found) == distilled - alone
@@ -117,7 +121,7 @@ def test_recipes_with_a_teacher():
         assert parts(name).distillation == bool(re.search("^deit_.*_distilled|_token$", name)), name
 
 
-def test_recipes_with_labels_of_patches():
+def test_recipes_with_token_labels():
     found = {name: lookup(name) for name in list_recipes() if lookup(name).token_labels.target != "labels"}
     others = ("lvvit_t", "lvvit_s", "lvvit_m", "lvvit_l", "lvvit_deit_small")
     assert set(found) == {name for name in list_recipes("lvvit*") if name not in others}
@@ -125,12 +129,12 @@ def test_recipes_with_labels_of_patches():
         assert recipe.token_labels.store == "", name
         assert "annotator NFNet-F6" in recipe.about.row, name
         assert recipe.token_labels.weight == 0 or parts(name).dense_head, name
-        # A head that nobody teaches must not be heard.
+        # A head that is not trained must not count in evaluation.
         assert (parts(name).dense_weight > 0) == (recipe.token_labels.weight > 0), name
         assert not (recipe.token_labels.mixtoken and recipe.mixing.cutmix), name
 
 
-def test_the_list_says_what_a_recipe_needs(capsys):
+def test_the_list_shows_what_a_recipe_needs(capsys):
     list_all("deit_tiny*")
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
     teachers = [line.split()[0] for line, after in pairwise(lines) if after.startswith("with a teacher")]
@@ -138,22 +142,22 @@ def test_the_list_says_what_a_recipe_needs(capsys):
     assert sum("needs --teacher" in line for line in lines) == 1
     assert not any("--labels" in line for line in lines)
     list_all("lvvit_s_relabel")
-    said = capsys.readouterr().out
-    assert "    with labels of patches" in said
-    assert "needs --labels" in said
+    output = capsys.readouterr().out
+    assert "    with token labels" in output
+    assert "needs --labels" in output
     list_all("cait_s36_distilled_to_c*")
     assert "with a teacher" not in capsys.readouterr().out
     show_one("lvvit_s_tokens")
-    said = capsys.readouterr().out
-    assert said.startswith("# A recipe with labels of patches needs --labels")
-    assert Recipe.from_dict(yaml.safe_load(said)) == lookup("lvvit_s_tokens")
+    output = capsys.readouterr().out
+    assert output.startswith("# A recipe with token labels needs --labels")
+    assert Recipe.from_dict(yaml.safe_load(output)) == lookup("lvvit_s_tokens")
     show_one("deit_tiny")
     assert capsys.readouterr().out.startswith("name: deit_tiny")
 
 
 @pytest.mark.parametrize(("page", "row"), ABLATIONS)
 def test_ablations_apply(page, row):
-    table = next(module for module in PAGES if module.__name__.endswith(f".{page}")).ABLATIONS
+    table = MODULES[page].ABLATIONS
     name, changes, *scores = table[row]
     changed = lookup(name).set(changes)
     found = {key: value for key, value in changed.leaves().items() if key in changes}
@@ -162,7 +166,7 @@ def test_ablations_apply(page, row):
     assert all(0 < score < 100 for score in scores)
 
 
-# Table 3.8 of DeiT: what a row is called here, top-1 at 224 and at 384.
+# Table 3.8 of DeiT: name of the row here, top-1 at 224 and at 384.
 DEIT_ABLATIONS = """
 none                      81.8 83.1
 SGD                       74.5 77.3
@@ -181,7 +185,7 @@ EMA                       81.9 83.1
 
 
 def test_ablations_of_deit_are_those_of_its_table():
-    table = next(page for page in PAGES if page.__name__.endswith(".deit")).ABLATIONS
+    table = MODULES["deit"].ABLATIONS
     printed = {}
     for line in DEIT_ABLATIONS.strip().splitlines():
         row, first, second = line.rsplit(maxsplit=2)
@@ -200,7 +204,7 @@ yes no  yes no  82.8
 
 
 def test_ablations_of_lvvit_are_those_of_its_table():
-    table = next(page for page in PAGES if page.__name__.endswith(".lvvit")).ABLATIONS
+    table = MODULES["lvvit"].ABLATIONS
     found = set()
     for row, (name, changes, score) in table.items():
         if row.startswith("tokens") and "token_labels.weight" not in changes:
@@ -231,10 +235,37 @@ def test_an_unknown_name_suggests_the_nearest():
         lookup("ß")
 
 
-def test_a_recipe_from_the_catalogue_is_a_copy():
+def test_every_lookup_builds_a_new_recipe():
     lookup("deit_base").architecture["drop_path"] = 0.9
     assert lookup("deit_base").architecture == {"drop_path": 0.1}
-    assert lookup("DeiT_Base") == recipes()["deit_base"]
+    assert lookup("DeiT_Base") == lookup("deit_base")
+
+
+def test_the_index_is_current():
+    assert make_index() == INDEX.read_text(), "run `python -m vitrail.recipes`"
+
+
+LAZY = """
+import sys
+from vitrail.recipes import list_recipes, lookup
+from vitrail.recipes.lookup import summaries
+from vitrail.recipes.schema import Recipe
+
+validated, validate = [], Recipe.__post_init__
+Recipe.__post_init__ = lambda recipe: (validated.append(recipe.name), validate(recipe))
+assert len(list_recipes()) == len(summaries()) > 400 and not validated
+lookup("laptop")
+pages = [name.rpartition(".")[2] for name in sys.modules if name.startswith("vitrail.recipes.")]
+print(validated, "torch" in sys.modules, set(pages) & {"defaults", "deit", "vit", "cait"})
+lookup("deit3_small")
+print(validated)
+"""
+
+
+def test_recipes_are_built_when_looked_up():
+    """Listing needs neither torch nor a validation; a lookup validates that recipe and its bases."""
+    done = subprocess.run([sys.executable, "-c", LAZY], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["['laptop'] False {'defaults'}", "['laptop', 'deit_base', 'deit3_small']"]
 
 
 PAGES_OF_DOCS = {"vit": "vit", "deit": "deit", "cait": "cait", "resmlp": "resmlp", "patchconvnet": "patchconvnet"}
@@ -242,16 +273,15 @@ PAGES_OF_DOCS |= {"deit3": "deit3", "deit3_21k": "deit3", "three_things": "three
 
 
 @pytest.mark.parametrize("page", PAGES_OF_DOCS)
-def test_the_papers_pages_list_their_recipes(page):
-    """Names in the first column of the table are patterns; each finds some recipe, and together they find all."""
+def test_the_pages_of_the_docs_list_their_recipes(page):
+    """Names in the first column of the table are patterns; each matches some recipe, and together they match all."""
     text = (DOCS / f"{PAGES_OF_DOCS[page]}.md").read_text().split("## Recipes\n")[1].split("\n## ")[0]
     patterns = [name for row in re.findall(r"^\| (`.*?) \|", text, re.MULTILINE) for name in re.findall(r"`([^`]+)`", row)]
     found = [list_recipes(f"[{pattern[0]}]{pattern[1:]}") for pattern in patterns]
     assert all(found), [pattern for pattern, names in zip(patterns, found, strict=True) if not names]
-    module = next(module for module in PAGES if module.__name__.endswith(f".{page}"))
-    assert set(module.RECIPES) <= {name for names in found for name in names}
+    assert set(MODULES[page].RECIPES) <= {name for names in found for name in names}
 
 
 def test_size_of_the_pages():
-    for module in PAGES:
+    for module in MODULES.values():
         assert len(Path(module.__file__).read_text().splitlines()) <= 200, module.__name__

@@ -1,4 +1,4 @@
-"""Trainings as plain values: one page per paper, and a few of our own."""
+"""Recipes: complete training configurations, one module per paper, and the default recipes."""
 
 from vitrail.recipes.lookup import list_recipes, lookup
 from vitrail.recipes.schema import Recipe

@@ -1,33 +1,35 @@
-"""Parts of a recipe that can be left out, and the leaves that say so: what an ablation drops."""
+"""Parts of a recipe that an ablation can drop, and the changes that drop them."""
 
 import dataclasses
 import difflib
 from dataclasses import dataclass
 from typing import Any
 
-from vitrail.data.transforms.pipeline import Augmentation
+from vitrail.aliases import PARTS as OLD_PARTS
+from vitrail.aliases import upgrade_key
+from vitrail.data.transforms.config import Augmentation
 from vitrail.errors import UserError
 from vitrail.models.registry import lookup
-from vitrail.recipes.schema import Recipe, parse_span
+from vitrail.recipes.schema import Recipe, parse_duration
 
 NO_JITTER = [0.0, 0.0, 0.0, 0.0]
-STILL = ("center", "squash")  # crops without chance, which are not turned round either
+FIXED_CROPS = ("center", "squash")  # without random crop and horizontal flip
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part: what it is, and the leaves without it."""
+    """A part of a recipe: its description, and the values that turn it off."""
 
-    what: str
-    without: dict[str, Any]
+    description: str
+    off: dict[str, Any]
 
 
 PARTS = {
-    "mixing": Part("Mixup and CutMix together", {"mixing.mixup": 0.0, "mixing.cutmix": 0.0}),
-    "mixup": Part("Mixup; with CutMix on as well, every mixed step is CutMix", {"mixing.mixup": 0.0}),
-    "cutmix": Part("CutMix; with Mixup on as well, every mixed step is Mixup", {"mixing.cutmix": 0.0}),
+    "mixing": Part("Mixup and CutMix", {"mixing.mixup": 0.0, "mixing.cutmix": 0.0}),
+    "mixup": Part("Mixup; if CutMix is on as well, every mixed step is CutMix", {"mixing.mixup": 0.0}),
+    "cutmix": Part("CutMix; if Mixup is on as well, every mixed step is Mixup", {"mixing.cutmix": 0.0}),
     "augmentation": Part(
-        "everything that is done to an image but its crop: policy, color, erasing, mirror images",
+        "all augmentation but the crop: policy, color jitter, random erasing, horizontal flip",
         {
             "augmentation.policy": "none",
             "augmentation.color_jitter": NO_JITTER,
@@ -36,71 +38,70 @@ PARTS = {
         },
     ),
     "policy": Part("the policy: RandAugment, AutoAugment, 3-Augment, …", {"augmentation.policy": "none"}),
-    "jitter": Part("color jitter", {"augmentation.color_jitter": NO_JITTER}),
-    "erasing": Part("random erasing", {"augmentation.random_erasing": 0.0}),
-    "flip": Part("mirror images", {"augmentation.hflip": 0.0}),
-    "crop": Part(
-        "the random crop, and mirror images with it; the view of the validation instead", {"augmentation.crop": "center"}
-    ),
-    "smoothing": Part("label smoothing", {"loss.label_smoothing": 0.0}),
-    "binary": Part("the binary loss; cross-entropy instead", {"loss.kind": "cross_entropy", "loss.binary_sum": False}),
-    "ema": Part("the running mean of the weights", {"ema.decay": 0.0, "ema.evaluate": False}),
+    "color_jitter": Part("color jitter", {"augmentation.color_jitter": NO_JITTER}),
+    "random_erasing": Part("random erasing", {"augmentation.random_erasing": 0.0}),
+    "hflip": Part("horizontal flip", {"augmentation.hflip": 0.0}),
+    "crop": Part("random crop and horizontal flip; the validation crop instead", {"augmentation.crop": "center"}),
+    "label_smoothing": Part("label smoothing", {"loss.label_smoothing": 0.0}),
+    "binary_loss": Part("binary cross-entropy; cross-entropy instead", {"loss.kind": "cross_entropy", "loss.binary_sum": False}),
+    "ema": Part("EMA of the weights", {"ema.decay": 0.0, "ema.evaluate": False}),
     "repeats": Part("repeated augmentation; an epoch keeps its length", {"data.repeats": 1}),
-    "balanced": Part("class balance", {"data.class_balanced": False}),
+    "class_balanced": Part("class-balanced sampling", {"data.class_balanced": False}),
     "drop_path": Part("stochastic depth", {"architecture.drop_path": 0.0}),
     "dropout": Part("dropout, also in the attention", {"architecture.dropout": 0.0, "architecture.attention_dropout": 0.0}),
-    "layer_scale": Part("LayerScale or another scale of the residuals; plain ones instead", {"architecture.residual": "plain"}),
-    "decay": Part("weight decay", {"optimizer.weight_decay": 0.0}),
-    "clip": Part("gradient clipping", {"optimizer.clip_grad_norm": 0.0}),
-    "layer_decay": Part("smaller rates in lower layers", {"optimizer.layer_decay": 1.0}),
-    "warmup": Part("the warm-up", {"schedule.warmup": "0 epochs"}),
-    "schedule": Part("the fall of the rate; constant after the warm-up", {"schedule.kind": "constant"}),
-    "cooldown": Part("the cool-down; the training is as much shorter", {"schedule.cooldown": "0 epochs"}),
+    "layerscale": Part("LayerScale or another residual scale; plain residuals instead", {"architecture.residual": "plain"}),
+    "weight_decay": Part("weight decay", {"optimizer.weight_decay": 0.0}),
+    "clip_grad_norm": Part("gradient clipping", {"optimizer.clip_grad_norm": 0.0}),
+    "layer_decay": Part("layer-wise learning rate decay", {"optimizer.layer_decay": 1.0}),
+    "warmup": Part("warmup", {"schedule.warmup": "0 epochs"}),
+    "schedule": Part("learning rate decay; a constant learning rate after the warmup", {"schedule.kind": "constant"}),
+    "cooldown": Part("cooldown; the training is shorter by its length", {"schedule.cooldown": "0 epochs"}),
 }
-# A leaf's own name stands for the part that is nothing but that leaf.
-BY_LEAF = {next(iter(part.without)): name for name, part in PARTS.items() if len(part.without) == 1} | {
+# The key of a part that has only one, or its first key.
+BY_KEY = {next(iter(part.off)): name for name, part in PARTS.items() if len(part.off) == 1} | {
     "ema.decay": "ema",
-    "loss.kind": "binary",
+    "loss.kind": "binary_loss",
     "architecture.dropout": "dropout",
 }
 
 
-def part_named(name: str) -> str:
-    """The key in PARTS for what a user has written: a part's name, or the dotted name of its leaf."""
-    found = BY_LEAF.get(name, name)
-    if found in PARTS:
-        return found
+def find_part(name: str) -> str:
+    """The key in PARTS for a part's name, its old name, or the recipe key that it turns off."""
+    part = OLD_PARTS.get(name, name)
+    part = BY_KEY.get(upgrade_key(part), part)
+    if part in PARTS:
+        return part
     near = difflib.get_close_matches(name.rsplit(".", 1)[-1], PARTS, n=1, cutoff=0.6)
     hint = f" (did you mean {near[0]}?)" if near else ""
     raise UserError(f"--drop {name}: there is no such part{hint}; choose from {', '.join(PARTS)}.")
 
 
 def without(recipe: Recipe, name: str) -> dict[str, Any]:
-    """The leaves to set so that a recipe is without a part; {} where it never had it."""
-    leaves, augmentation = dict(PARTS[name].without), recipe.augmentation
-    absent = {
+    """Changes that turn off a part of a recipe; {} if it is off already."""
+    changes, augmentation = dict(PARTS[name].off), recipe.augmentation
+    is_off = {
         "policy": augmentation.policy == "none",
-        "crop": augmentation.crop in STILL,
-        "jitter": not jitters(augmentation),
-        "flip": augmentation.crop in STILL,
-        "binary": recipe.loss.kind != "binary",
-        "warmup": not parse_span(recipe.schedule.warmup)[0],
-        "cooldown": not parse_span(recipe.schedule.cooldown)[0],
+        "crop": augmentation.crop in FIXED_CROPS,
+        "color_jitter": not uses_color_jitter(augmentation),
+        "hflip": augmentation.crop in FIXED_CROPS,
+        "binary_loss": recipe.loss.kind != "binary",
+        "warmup": not parse_duration(recipe.schedule.warmup)[0],
+        "cooldown": not parse_duration(recipe.schedule.cooldown)[0],
     }
-    if absent.get(name):
+    if is_off.get(name):
         return {}
     if name == "crop":
-        leaves["augmentation.crop"] = "squash" if recipe.validation.resize == "square" else "center"
-        leaves["augmentation.crop_ratio"] = recipe.validation.crop_ratio
+        changes["augmentation.crop"] = "squash" if recipe.validation.resize == "square" else "center"
+        changes["augmentation.crop_ratio"] = recipe.validation.crop_ratio
     if name == "policy" and augmentation.policy != "three":
-        leaves["augmentation.color_jitter"] = NO_JITTER  # it is a part of the policy, or was asleep under it and would wake up
-    known, before = dataclasses.asdict(lookup(recipe.model)[1]), recipe.leaves()
-    changed = any(plain(before.get(leaf, known.get(leaf.split(".")[-1]))) != plain(value) for leaf, value in leaves.items())
-    return leaves if changed else {}
+        changes["augmentation.color_jitter"] = NO_JITTER  # part of the policy, or without effect under it
+    defaults, values = dataclasses.asdict(lookup(recipe.model)[1]), recipe.leaves()
+    is_on = any(plain(values.get(key, defaults.get(key.split(".")[-1]))) != plain(value) for key, value in changes.items())
+    return changes if is_on else {}
 
 
-def jitters(augmentation: Augmentation) -> bool:
-    """Whether colors are jittered: RandAugment and its kin do without."""
+def uses_color_jitter(augmentation: Augmentation) -> bool:
+    """Whether color jitter is applied: RandAugment, AutoAugment and TrivialAugment replace it."""
     return any(augmentation.color_jitter) and augmentation.policy in ("none", "three", "dino")
 
 

@@ -1,4 +1,4 @@
-"""What a recipe leaves to the data: the network's size, its patches, a batch that a small set can fill."""
+"""What a recipe leaves to the data: image size, patch size, and a batch size that a small data set can fill."""
 
 import dataclasses
 
@@ -9,58 +9,57 @@ from vitrail.data.source import Source
 from vitrail.errors import UserError
 from vitrail.models.preprocessing import Preprocessing
 from vitrail.models.registry import lookup
-from vitrail.recipes.defaults import RECIPES as HOUSE
+from vitrail.recipes.defaults import RECIPES as DEFAULTS
 from vitrail.recipes.schema import Recipe
 
-# Shorter side of the images up to -> the network's size and patch size.
-LADDER = ((12, 8, 2), (20, 16, 2), (30, 28, 4), (48, 32, 4), (72, 64, 8), (160, 128, 16))
+# Largest shorter side of the images, image size and patch size of the network.
+SIZES = ((12, 8, 2), (20, 16, 2), (30, 28, 4), (48, 32, 4), (72, 64, 8), (160, 128, 16))
+LARGEST = (224, 16)
 
-LEAST_STEPS, LEAST_BATCH = 8, 16  # in an epoch of our own recipes, which are for sets of any size
+MIN_STEPS, MIN_BATCH_SIZE = 8, 16  # per epoch, of the default recipes, which are for data sets of any size
 
 
-def fit(recipe: Recipe, source: Source, trained: Preprocessing | None = None) -> tuple[Recipe, list[str]]:
-    """The recipe with size (0, 0) replaced by one that suits the images, and sentences on what was chosen.
+def fit_to_data(recipe: Recipe, source: Source, trained: Preprocessing | None = None) -> tuple[Recipe, list[str]]:
+    """The recipe with image size (0, 0) replaced by one that suits the images, and messages about what was changed.
 
-    `trained` is how images were prepared for the weights to start from: those have learned what things look like at that size
-    and in those colors, so that images are brought to it, whatever theirs is.
+    `trained` is the preprocessing of the initial weights: their image size, mean and standard deviation are kept.
     """
-    said = []
+    messages = []
     if recipe.augmentation.image_size == (0, 0):
         changes: dict[str, object] = {}
         if trained is not None:
-            size, why = trained.image_size, "as its weights were trained"
+            size, reason = trained.image_size, "the size the weights were trained at"
             changes |= {"augmentation.mean": list(trained.mean), "augmentation.std": list(trained.std)}
         else:
-            side = usual_side(source)
-            length, patch = next(((size, patch) for limit, size, patch in LADDER if side <= limit), (224, 16))
-            size, why = (length, length), f"for images of about {side} pixels"
+            side = median_side(source)
+            length, patch = next(((size, patch) for limit, size, patch in SIZES if side <= limit), LARGEST)
+            size, reason = (length, length), f"the images' median shorter side is {side} pixels"
             stem = recipe.architecture.get("stem", lookup(recipe.model)[1].stem)
             if "patch_size" not in recipe.architecture and stem in ("linear", "conv", "basic", "hmlp"):
                 changes["architecture.patch_size"] = patch
         recipe = recipe.set(changes | {"augmentation.image_size": list(size)})
-        said.append(f"the network sees {size[0]} x {size[1]} pixels, {why}")
-    if recipe.batch_size > len(source):
-        before, batch = recipe.batch_size, 1 << int(np.log2(max(len(source) // 4, min(len(source), 4))))
-        recipe = dataclasses.replace(recipe, batch_size=batch)
-        said.append(f"there are fewer images than the batch of {before} takes: it is {batch} instead")
-    elif recipe.name in HOUSE and recipe.batch_size == HOUSE[recipe.name].batch_size:
-        batch = recipe.batch_size
-        while len(source) // batch < LEAST_STEPS and batch >= 2 * LEAST_BATCH:
-            batch //= 2
-        if batch != recipe.batch_size:
-            said.append(f"batches of {batch} instead of {recipe.batch_size}, for an epoch to have some steps")
-            recipe = dataclasses.replace(recipe, batch_size=batch)
-    return recipe, said
+        messages.append(f"image size set to {size[0]} x {size[1]}: {reason}")
+    batch_size, reason = recipe.batch_size, f"the training set has {len(source)} images"
+    if batch_size > len(source):
+        batch_size = 1 << int(np.log2(max(len(source) // 4, min(len(source), 4))))
+    elif recipe.name in DEFAULTS and batch_size == DEFAULTS[recipe.name]().batch_size:
+        reason += f", and an epoch should have at least {MIN_STEPS} steps"
+        while len(source) // batch_size < MIN_STEPS and batch_size >= 2 * MIN_BATCH_SIZE:
+            batch_size //= 2
+    if batch_size != recipe.batch_size:
+        messages.append(f"batch size reduced from {recipe.batch_size} to {batch_size}: {reason}")
+        recipe = dataclasses.replace(recipe, batch_size=batch_size)
+    return recipe, messages
 
 
-def usual_side(source: Source, sampled: int = 64) -> int:
+def median_side(source: Source, samples: int = 64) -> int:
     """The median shorter side of some images spread over the source."""
     sides = []
-    for index in np.unique(np.linspace(0, len(source) - 1, sampled).astype(np.int64)):
+    for index in np.unique(np.linspace(0, len(source) - 1, samples).astype(np.int64)):
         try:
             sides.append(min(decoded_size(source.encoded(int(index)), None)))
         except (OSError, ValueError):
-            continue  # the loader accounts for unreadable images
+            continue  # the loader reports unreadable images
     if not sides:
-        raise UserError(f"None of the {min(len(source), sampled)} images looked at in {source.name} can be read.")
+        raise UserError(f"None of the {min(len(source), samples)} images sampled from {source.name} is readable.")
     return int(np.median(sides))

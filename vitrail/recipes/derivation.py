@@ -1,11 +1,14 @@
-"""How a page writes its recipes: one base, and what differs."""
+"""Helpers for the papers' files: a table of recipe names, each with the function that builds the recipe from a base."""
 
 import dataclasses
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+from vitrail.recipes.lookup import lookup
 from vitrail.recipes.schema import Recipe
 
-# What the last part of a name stands for.
+# Data sets by the last part of a recipe's name.
 DATA = {
     "imagenet": "ImageNet",
     "cifar10": "CIFAR-10",
@@ -20,11 +23,24 @@ DATA = {
 }
 
 
-def change(base: Recipe, name: str, /, **changes: Any) -> Recipe:
-    """A copy under another name; a group of settings takes a dictionary of those that differ.
+class Page(dict[str, Callable[[], Recipe]]):
+    """The recipes of one paper by name; calling a value builds and validates that recipe."""
 
-    >>> change(DEIT, "deit_base_1000ep", schedule={"length": "1000 epochs"})
+    def add(self, name: str, build: Callable[..., Recipe], *args: Any, **kwargs: Any) -> None:
+        """`build(name, *args, **kwargs)` returns the recipe `name`."""
+        self[name] = partial(build, name, *args, **kwargs)
+
+    def derive(self, name: str, base: str, **changes: Any) -> None:
+        """`change(base, name, **changes)` returns the recipe `name`."""
+        self[name] = partial(change, base, name, **changes)
+
+
+def change(base: Recipe | str, name: str, /, **changes: Any) -> Recipe:
+    """A copy of a recipe, given itself or by name, under another name; a group of settings takes a dictionary of changes.
+
+    >>> change("deit_base", "deit_base_1000ep", schedule={"length": "1000 epochs"})
     """
+    base = lookup(base) if isinstance(base, str) else base
     values: dict[str, Any] = {"name": name}
     for key, value in changes.items():
         old = getattr(base, key)
@@ -36,15 +52,11 @@ def change(base: Recipe, name: str, /, **changes: Any) -> Recipe:
     return dataclasses.replace(base, **values)
 
 
-def named(*recipes: Recipe) -> dict[str, Recipe]:
-    return {recipe.name: recipe for recipe in recipes}
-
-
 def top1(value: float | None, data: str = "imagenet") -> str:
-    """The usual words of `about.expected`."""
+    """The text of `about.expected` for a top-1 accuracy."""
     return "not published" if value is None else f"{value} % top-1 on {DATA[data]}"
 
 
-def dropping(rate: float) -> dict[str, Any]:
-    """Stochastic depth; from a fifth on the work of dropped images is left out, which is faster on a GPU."""
+def drop_path_fields(rate: float) -> dict[str, Any]:
+    """Stochastic depth; from 0.2 on dropped images are not computed, which is faster on a GPU."""
     return {"drop_path": rate, "drop_path_kind": "skip" if rate >= 0.2 else "each"}

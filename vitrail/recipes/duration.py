@@ -1,33 +1,35 @@
-"""How long a training is, its cool-down included."""
+"""The total length of a training, including its cooldown."""
 
-from vitrail.recipes.schema import ScheduleConfig, parse_span
+from vitrail.recipes.schema import ScheduleConfig, parse_duration
 
 
-def whole_length(schedule: ScheduleConfig, epochs: float) -> dict[str, str]:
-    """Changes of leaves by which all of a training takes so many epochs; its cool-down keeps its share of the whole.
+def set_total_epochs(schedule: ScheduleConfig, epochs: float) -> dict[str, str]:
+    """Changes by which the training takes this many epochs in total; the cooldown keeps its fraction of the total.
 
-    A cool-down in another unit than the length has no such share before the data is known, and comes on top.
+    A cooldown in another unit than the length has no such fraction before the data is known; it is added to the total.
     """
-    length, unit = parse_span(schedule.length)
-    cooldown, its_unit = parse_span(schedule.cooldown)
-    if its_unit == "%":
-        return {"schedule.length": span(epochs / (1 + cooldown / 100))}
-    if not cooldown or its_unit != unit:
-        return {"schedule.length": span(epochs)}
-    share = cooldown / (length + cooldown)
-    return {"schedule.length": span(epochs * (1 - share)), "schedule.cooldown": span(epochs * share)}
+    length, unit = parse_duration(schedule.length)
+    cooldown, cooldown_unit = parse_duration(schedule.cooldown)
+    if cooldown_unit == "%":
+        return {"schedule.length": format_epochs(epochs / (1 + cooldown / 100))}
+    if not cooldown or cooldown_unit != unit:
+        return {"schedule.length": format_epochs(epochs)}
+    fraction = cooldown / (length + cooldown)
+    return {"schedule.length": format_epochs(epochs * (1 - fraction)), "schedule.cooldown": format_epochs(epochs * fraction)}
 
 
-def span(epochs: float) -> str:
+def format_epochs(epochs: float) -> str:
     return f"{epochs:.10g} epochs"  # exact to the step in trainings of any length
 
 
-def told(schedule: ScheduleConfig) -> list[str]:
-    """A sentence on the cool-down, if there is one: it is a part of the time that is said, and of what one waits for."""
-    length, unit = parse_span(schedule.length)
-    cooldown, its_unit = parse_span(schedule.cooldown)
+def describe_cooldown(schedule: ScheduleConfig) -> list[str]:
+    """A message about the cooldown, if there is one: it is included in the estimated time."""
+    length, unit = parse_duration(schedule.length)
+    cooldown, cooldown_unit = parse_duration(schedule.cooldown)
     if not cooldown:
         return []
-    cooldown, its_unit = (cooldown * length / 100, unit) if its_unit == "%" else (cooldown, its_unit)
-    whole = f"{length + cooldown:.4g} {unit}s in all: " if its_unit == unit else ""
-    return [f"{whole}{length:.4g} {unit}s of the schedule, then a cool-down of {cooldown:.4g} {its_unit}s at its lowest rate"]
+    cooldown, cooldown_unit = (cooldown * length / 100, unit) if cooldown_unit == "%" else (cooldown, cooldown_unit)
+    total = f"{length + cooldown:.4g} {unit}s in total: " if cooldown_unit == unit else ""
+    return [
+        f"{total}{length:.4g} {unit}s of schedule, then {cooldown:.4g} {cooldown_unit}s of cooldown at the minimum learning rate"
+    ]

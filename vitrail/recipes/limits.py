@@ -1,16 +1,16 @@
-"""Between what values the numbers of a recipe make sense; outside, a training would fail late or learn nothing."""
+"""Valid ranges of a recipe's numbers; values outside of them would make a training fail late or learn nothing."""
 
 import math
 from typing import Any
 
 from vitrail.errors import UserError
 
-ABOVE = math.ulp(0.0)  # the least number above zero
+ABOVE_ZERO = math.ulp(0.0)
 BELOW_ONE = math.nextafter(1.0, 0.0)
-SHARE = (0.0, 1.0)
-POSITIVE = (ABOVE, math.inf)
+FRACTION = (0.0, 1.0)
+POSITIVE = (ABOVE_ZERO, math.inf)
 NOT_NEGATIVE = (0.0, math.inf)
-# Of tuples every part. What is not here may be any number.
+# For tuples, of every element. Values that are not listed may be any number.
 LIMITS: dict[str, tuple[float, float]] = {
     "seed": (0, 2**63 - 1),
     "batch_size": (1, math.inf),
@@ -18,7 +18,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "data.round_to": (1, math.inf),
     "data.validation_fraction": (0.0, BELOW_ONE),
     "data.decode_scale": NOT_NEGATIVE,
-    "augmentation.scale": (ABOVE, 1.0),
+    "augmentation.scale": (ABOVE_ZERO, 1.0),
     "augmentation.ratio": POSITIVE,
     "augmentation.padding": NOT_NEGATIVE,
     "augmentation.magnitude": NOT_NEGATIVE,
@@ -27,14 +27,14 @@ LIMITS: dict[str, tuple[float, float]] = {
     "augmentation.color_jitter": NOT_NEGATIVE,
     "augmentation.std": POSITIVE,
     **{
-        f"augmentation.{name}": SHARE
+        f"augmentation.{name}": FRACTION
         for name in ("hflip", "color_jitter_prob", "grayscale", "blur", "solarize", "random_erasing")
     },
     "mixing.mixup": NOT_NEGATIVE,
     "mixing.cutmix": NOT_NEGATIVE,
-    "mixing.switch_prob": SHARE,
+    "mixing.switch_prob": FRACTION,
     "loss.label_smoothing": (0.0, BELOW_ONE),
-    "distillation.weight": SHARE,
+    "distillation.weight": FRACTION,
     "distillation.temperature": POSITIVE,
     "distillation.label_smoothing": (0.0, BELOW_ONE),
     "token_labels.weight": NOT_NEGATIVE,
@@ -47,37 +47,39 @@ LIMITS: dict[str, tuple[float, float]] = {
     "optimizer.weight_decay": NOT_NEGATIVE,
     "optimizer.clip_grad_norm": NOT_NEGATIVE,
     "optimizer.max_trust_ratio": NOT_NEGATIVE,
-    "optimizer.layer_decay": (ABOVE, 1.0),
+    "optimizer.layer_decay": (ABOVE_ZERO, 1.0),
     "schedule.warmup_lr": NOT_NEGATIVE,
     "schedule.min_lr": NOT_NEGATIVE,
     "schedule.lag_epochs": NOT_NEGATIVE,
-    "schedule.gamma": SHARE,
+    "schedule.gamma": FRACTION,
     "ema.decay": (0.0, BELOW_ONE),
-    "validation.crop_ratio": (ABOVE, 1.0),
+    "validation.crop_ratio": (ABOVE_ZERO, 1.0),
 }
-ORDERED = ("augmentation.scale", "augmentation.ratio")  # from, to
-FROM_DATA = ("classes", "channels", "image_size")  # parts of an architecture that are not a recipe's to choose
+ORDERED = ("augmentation.scale", "augmentation.ratio")  # minimum, maximum
+FROM_DATA = ("classes", "channels", "image_size")  # architecture fields that follow from the data
 
 
 def check_limits(leaves: dict[str, Any]) -> None:
+    """Raises an error for the first value that is out of range."""
     for name, (low, high) in LIMITS.items():
         value = leaves[name]
         if not all(low <= part <= high for part in (value if isinstance(value, tuple) else (value,))):
-            raise UserError(f"{name} must {in_words(low, high)}.")
+            raise UserError(f"{name} must {describe_range(low, high)}.")
     for name in ORDERED:
         if leaves[name][0] > leaves[name][1]:
-            raise UserError(f"{name} goes from a lower to a higher number, not from {leaves[name][0]} to {leaves[name][1]}.")
+            raise UserError(f"{name} must be [minimum, maximum], not [{leaves[name][0]}, {leaves[name][1]}].")
     if not len(leaves["augmentation.mean"]) == len(leaves["augmentation.std"]) == 3:
-        raise UserError("augmentation.mean and augmentation.std are a number for each of red, green and blue.")
-    for part in FROM_DATA:
-        if f"architecture.{part}" in leaves:
-            hint = "; augmentation.image_size is the network's size" if part == "image_size" else ""
-            raise UserError(f"architecture.{part} follows from the data and cannot be set{hint}.")
+        raise UserError("augmentation.mean and augmentation.std must each have three numbers: red, green and blue.")
+    for field in FROM_DATA:
+        if f"architecture.{field}" in leaves:
+            hint = "; set augmentation.image_size instead" if field == "image_size" else ""
+            raise UserError(f"architecture.{field} follows from the data and cannot be set{hint}.")
 
 
-def in_words(low: float, high: float) -> str:
+def describe_range(low: float, high: float) -> str:
+    """The end of the sentence "NAME must …"."""
     if high == math.inf:
-        return {0.0: "not be negative", ABOVE: "be greater than 0"}.get(low, f"be at least {low:g}")
+        return {0.0: "not be negative", ABOVE_ZERO: "be greater than 0"}.get(low, f"be at least {low:g}")
     if (low, high) == (0, 2**63 - 1):
-        return "be a whole number from 0 to 2^63 - 1"
-    return f"lie in {'(0' if low == ABOVE else f'[{low:g}'}, {'1)' if high == BELOW_ONE else f'{high:g}]'}"
+        return "be an integer from 0 to 2^63 - 1"
+    return f"lie in {'(0' if low == ABOVE_ZERO else f'[{low:g}'}, {'1)' if high == BELOW_ONE else f'{high:g}]'}"

@@ -1,34 +1,99 @@
-"""Every recipe by name: the papers' pages, the house's, the nearest guess."""
+"""Recipes by name. `index.json` lists all of them, so a page is imported and a recipe built only when it is looked up."""
 
 import difflib
 import fnmatch
+import importlib
+import json
+from collections.abc import Callable
 from functools import cache
-from types import ModuleType
+from pathlib import Path
+from typing import NamedTuple
 
 from vitrail.errors import UserError
-from vitrail.recipes import cait, defaults, deit, deit3, deit3_21k, grafit, lvvit, patchconvnet, resmlp, three_things, vit
 from vitrail.recipes.schema import Recipe
 
-PAGES: tuple[ModuleType, ...] = (defaults, vit, deit, cait, resmlp, patchconvnet, deit3, deit3_21k, three_things, lvvit, grafit)
+# In the order in which they are listed.
+PAGES = (
+    "defaults",
+    "vit",
+    "deit",
+    "cait",
+    "resmlp",
+    "patchconvnet",
+    "deit3",
+    "deit3_21k",
+    "three_things",
+    "lvvit",
+    "grafit",
+)
+INDEX = Path(__file__).with_name("index.json")
+
+
+class Summary(NamedTuple):
+    """What is known of a recipe without building it: its line in `vitrail recipes`."""
+
+    page: str  # the module that defines it
+    model: str
+    batch_size: int
+    length: str
+    paper: str
+    row: str
+    expected: str
+    pretrained_recipe: str
+    distillation: str  # distillation.kind
+    token_labels: bool  # needs a store of token labels
+
+
+EMPTY = Summary("", "", 0, "", "", "", "", "", "", False)
 
 
 @cache
-def recipes() -> dict[str, Recipe]:
-    return {name: recipe for page in PAGES for name, recipe in page.RECIPES.items()}
+def summaries() -> dict[str, Summary]:
+    """A summary of every recipe by name, read from the index; needs no torch and builds no recipe."""
+    return {name: Summary(*row) for name, row in json.loads(INDEX.read_text()).items()}
 
 
 def list_recipes(pattern: str = "*") -> list[str]:
     """Names that match a shell pattern (or contain the text), in the order of the papers."""
     if not any(sign in pattern for sign in "*?["):
         pattern = f"*{pattern}*"
-    return [name for name in recipes() if fnmatch.fnmatch(name, pattern.lower())]
+    return [name for name in summaries() if fnmatch.fnmatch(name, pattern.lower())]
 
 
 def lookup(name: str) -> Recipe:
-    """A recipe by its name."""
-    found = recipes().get(name.lower())
-    if found is None:
-        near = difflib.get_close_matches(name.lower(), recipes(), n=4, cutoff=0.4)
+    """A recipe by its name; builds and validates this recipe and its bases."""
+    summary = summaries().get(name.lower())
+    if summary is None:
+        near = difflib.get_close_matches(name.lower(), summaries(), n=4, cutoff=0.4)
         hint = f"; the nearest are {', '.join(near)}" if near else ""
         raise UserError(f"There is no recipe {name!r}{hint} (`vitrail recipes` lists all).")
-    return Recipe.from_dict(found.to_dict())  # a copy: an architecture is a dictionary, which anybody may write into
+    return load_page(summary.page)[name.lower()]()
+
+
+def load_page(page: str) -> dict[str, Callable[[], Recipe]]:
+    return importlib.import_module(f"vitrail.recipes.{page}").RECIPES  # type: ignore[no-any-return]
+
+
+def summarize(page: str, recipe: Recipe) -> Summary:
+    about, tokens = recipe.about, recipe.token_labels
+    return Summary(
+        page,
+        recipe.model,
+        recipe.batch_size,
+        recipe.schedule.length,
+        about.paper,
+        about.row,
+        about.expected,
+        recipe.init.pretrained_recipe,
+        recipe.distillation.kind,
+        tokens.weight > 0 or tokens.target != "labels",
+    )
+
+
+def make_index() -> str:
+    """The content of index.json, from the pages: `python -m vitrail.recipes` writes it after a change of a page."""
+    pages = {name: page for page in PAGES for name in load_page(page)}
+    for name, page in pages.items():  # a new recipe can be the base of another one
+        summaries()[name] = Summary(page, *summaries().get(name, EMPTY)[1:])
+    rows = (f"  {json.dumps(name)}: {json.dumps(summarize(page, lookup(name)))}" for name, page in pages.items())
+    return "{\n" + ",\n".join(rows) + "\n}\n"

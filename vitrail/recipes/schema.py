@@ -1,57 +1,54 @@
-"""What a training is, as a tree of plain values: written into the run folder and the artifact, read back, changed by leaf."""
+"""The recipe: one training as a tree of plain values, written to the run directory and the artifact, changed by dotted key."""
 
 import dataclasses
 import difflib
 import math
 import re
-import types
 import typing
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
 
-from vitrail.aliases import IN_EPOCHS, upgrade_key, upgrade_recipe
-from vitrail.data.transforms.pipeline import Augmentation
+from vitrail.aliases import USUAL, upgrade_changes, upgrade_recipe
+from vitrail.data.transforms.config import Augmentation
 from vitrail.errors import UserError
-from vitrail.models.config import check_fields
 from vitrail.recipes.limits import check_limits
 
-SPAN = re.compile(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*(epochs?|steps?|%)\s*")
-SPANS = ("schedule.length", "schedule.warmup", "schedule.cooldown", "schedule.step_size", "validation.every")
+DURATION = re.compile(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*(epochs?|steps?|%)\s*")
+DURATIONS = ("schedule.length", "schedule.warmup", "schedule.cooldown", "schedule.step_size", "validation.every")
+DURATION_FORMAT = "write '300 epochs', '20000 steps' or '5%'"
 SCOPES = ("full", "attention", "ffn", "head", "norm")
+Group = TypeVar("Group")  # a dataclass of settings
+OPEN_GROUPS = ("architecture", "task_options")  # their keys are defined by the model and by the task
 
 
 @dataclass(frozen=True)
 class About:
-    """Where a recipe comes from and what to expect of it."""
+    """Source and expected result of a recipe."""
 
     paper: str = ""
-    row: str = ""  # the table and row, or the command of the released code
+    row: str = ""  # table and row, or the command of the released code
     expected: str = ""  # the published (or measured) result
     hardware: str = ""
-    lr_grid: tuple[float, ...] = ()  # the rates among which the paper chose
-    validation_fraction: float = (
-        0.0  # the share of the training images by which it chose: data.validation_fraction of such a sweep
-    )
+    lr_grid: tuple[float, ...] = ()  # learning rates among which the paper chose
+    validation_fraction: float = 0.0  # fraction of the training images on which it chose: data.validation_fraction of a sweep
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """The order of the images."""
+    """Sampling and decoding of the images."""
 
     repeats: int = 1  # augmented copies of an image in a row (repeated augmentation)
-    round_to: int = 1  # an epoch's samples are cut to a multiple of this
+    round_to: int = 1  # an epoch's number of samples is rounded down to a multiple of this
     class_balanced: bool = False  # classes take turns
-    validation_fraction: float = (
-        0.0  # share of every training class to validate on, instead of the data's own validation images; 0: none
-    )
-    decode_scale: float = 1.5  # images are decoded to at least this many times the network's size; 0: in full
+    validation_fraction: float = 0.0  # fraction of each training class to validate on instead of the validation split; 0: none
+    decode_scale: float = 1.5  # images are decoded to at least this multiple of the input size; 0: full resolution
 
 
 @dataclass(frozen=True)
 class MixingConfig:
-    """Mixup and CutMix: the parameters of their Beta distributions, 0 for none; with both on, CutMix has probability `switch`."""
+    """Parameters of the Beta distributions of Mixup and CutMix, 0 for none; with both on, `switch_prob` is CutMix's."""
 
     mixup: float = 0.0
     cutmix: float = 0.0
@@ -60,93 +57,92 @@ class MixingConfig:
 
 @dataclass(frozen=True)
 class LossConfig:
-    """What is minimized."""
+    """The classification loss."""
 
     kind: Literal["cross_entropy", "binary"] = "cross_entropy"
     label_smoothing: float = 0.0
-    smoothing_over: Literal["all", "others"] = "all"  # who shares the smoothing: all classes, or all but the true one
-    binary_targets: Literal["present", "soft"] = "present"  # mixed targets above zero count as one, or stay what they are
+    smoothing_over: Literal["all", "others"] = "all"  # classes that share the smoothing: all, or all but the label
+    binary_targets: Literal["present", "soft"] = "present"  # mixed targets above zero become one, or keep their value
     binary_sum: bool = False  # sum over classes instead of the mean
 
 
 @dataclass(frozen=True)
 class DistillationConfig:
-    """What a teacher says about an image, as a second thing to learn; kind "none": no teacher.
+    """Distillation from a teacher; kind "none": no teacher.
 
-    The labels weigh 1 - `weight`. With a distillation token its head learns from the teacher and the other from the labels.
+    The loss on the labels has the weight 1 - `weight`. With a distillation token, its head is trained on the teacher's
+    predictions and the class head on the labels.
     """
 
-    kind: Literal["none", "soft", "hard"] = "none"  # its probabilities, or its first choice
-    teacher: str = ""  # a network of any known kind, asked about every augmented image, or a store of what one has said
+    kind: Literal["none", "soft", "hard"] = "none"  # the teacher's probabilities, or its top-1 class
+    teacher: str = ""  # a network, evaluated on every augmented image, or a label store of its predictions
     weight: float = 0.5
     temperature: float = 1.0  # of soft probabilities
-    label_smoothing: float = 0.0  # of the first choice
-    per_class: bool = False  # the released code's soft loss: divided by the number of classes, too
+    label_smoothing: float = 0.0  # of the top-1 class
+    per_class: bool = False  # the released code's soft loss: also divided by the number of classes
 
 
 @dataclass(frozen=True)
 class TokenLabelConfig:
-    """Labels from a teacher's map of the image: of its patches (token labelling), of what is seen of it (re-labelling)."""
+    """Labels from a teacher's map of the image: of its patches (token labeling), of the visible crop (re-labeling)."""
 
-    store: str = ""  # the store with the maps
-    weight: float = 0.0  # of the patches' loss, that of the image having 1; 0: patches have no labels
-    target: Literal["labels", "relabel", "blend"] = "labels"  # the image's own label: the data's, the mean of the map, or both
-    outside: Literal["spread", "zero"] = "spread"  # classes that a cell does not keep: equal parts of the rest, or a logit of 0
-    mixtoken: float = 0.0  # MixToken: the parameter of the Beta distribution that the box is drawn from; 0: none
-    mixtoken_on: Literal["predictions", "labels"] = (
-        "predictions"  # what is mixed to agree: answers are put back, or labels follow
-    )
+    store: str = ""  # the label store with the maps
+    weight: float = 0.0  # of the patches' loss relative to the image's; 0: patches have no labels
+    target: Literal["labels", "relabel", "blend"] = "labels"  # the image's target: its label, the mean of the map, or both
+    outside: Literal["spread", "zero"] = "spread"  # classes missing in a cell share the rest, or get a logit of 0
+    mixtoken: float = 0.0  # MixToken: parameter of the Beta distribution of the box; 0: none
+    mixtoken_on: Literal["predictions", "labels"] = "predictions"  # what is mixed so that predictions and labels agree
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """How gradients become steps."""
+    """The optimizer and its regularization."""
 
     kind: Literal["adamw", "adam", "sgd", "lamb", "adagrad"] = "adamw"
     lr: float = 1e-3
-    lr_batch_size: int = 0  # the rate is meant for this batch and scaled linearly to the real one; 0: absolute
+    lr_batch_size: int = 0  # the batch size that lr is given for; lr is scaled linearly to the actual one; 0: not scaled
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     momentum: float = 0.9
     nesterov: bool = True
     weight_decay: float = 0.05
-    weight_decay_coupled: bool = False  # added to the gradient (L2) instead of taken off the weights
+    weight_decay_coupled: bool = False  # added to the gradient (L2) instead of subtracted from the weights
     weight_decay_on: Literal["matrices", "kernels", "all"] = "matrices"
-    clip_grad_norm: float = 0.0  # largest global gradient norm; 0: none
-    trust_ratio_on: Literal["decayed", "all"] = "decayed"  # where LAMB scales by the norm of the weights
-    max_trust_ratio: float = 0.0  # largest ratio; 0: none
-    layer_decay: float = 1.0  # the rate's factor from one block to the one before it
+    clip_grad_norm: float = 0.0  # maximum global gradient norm; 0: none
+    trust_ratio_on: Literal["decayed", "all"] = "decayed"  # parameters that LAMB scales by the norm of the weights
+    max_trust_ratio: float = 0.0  # 0: none
+    layer_decay: float = 1.0  # factor of the learning rate from one block to the block before it
 
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """How long, and the learning rate on the way. Spans are "300 epochs", "20000 steps" or "5%" of the length."""
+    """Length of the training and the learning rate schedule. Durations are "300 epochs", "20000 steps" or "5%" of the length."""
 
     length: str = "300 epochs"
     warmup: str = "5 epochs"
     warmup_lr: float = 1e-6
     kind: Literal["cosine", "linear", "constant", "step"] = "cosine"
     min_lr: float = 0.0
-    warmup_prefix: bool = True  # the curve starts at the end of the warm-up; False: at step 0, under the warm-up
-    by_epoch: bool = False  # constant inside an epoch
-    lag_epochs: int = 0  # epochs by which the rate runs late
-    cooldown: str = "0 epochs"  # added after the length, at the floor
+    warmup_prefix: bool = True  # the schedule starts after the warmup; False: at step 0, with the warmup on top
+    by_epoch: bool = False  # constant within an epoch
+    lag_epochs: int = 0  # epochs by which the learning rate is late
+    cooldown: str = "0 epochs"  # added after the length, at min_lr
     step_size: str = "30 epochs"
     gamma: float = 0.1
 
 
 @dataclass(frozen=True)
 class EmaConfig:
-    """A running mean of the weights; decay 0: none."""
+    """Exponential moving average of the weights; decay 0: none."""
 
     decay: float = 0.0
-    evaluate: bool = False  # measured, chosen and shipped instead of the plain weights
-    warmup: bool = False  # decay after n steps at most (1 + n) / (10 + n): the weights of the start are soon forgotten
+    evaluate: bool = False  # validate, select and save the EMA instead of the trained weights
+    warmup: bool = False  # decay after n steps is at most (1 + n) / (10 + n), which discounts the initial weights early
 
 
 @dataclass(frozen=True)
 class ValidationConfig:
-    """The validation view, and how often."""
+    """Preprocessing and frequency of the validation."""
 
     every: str = "1 epochs"
     crop_ratio: float = 0.875
@@ -156,29 +152,31 @@ class ValidationConfig:
 
 @dataclass(frozen=True)
 class InitConfig:
-    """Where the weights come from."""
+    """Initial weights."""
 
-    weights: str = ""  # a checkpoint of any known kind; "": fresh
-    mode: Literal["train", "eval"] = "train"  # eval: nothing is dropped while fine-tuning
-    zero_head: bool = False  # a new classifier starts at zero
-    head_bias: float = 0.0  # where the bias of a new classifier starts; -10 for sigmoids over thousands of classes
+    weights: str = ""  # a checkpoint of any supported format; "": random initialization
+    mode: Literal["train", "eval"] = "train"  # eval: no dropout or stochastic depth while fine-tuning
+    zero_head: bool = False  # a new classifier is initialized to zero
+    head_bias: float = 0.0  # initial bias of a new classifier; -10 for sigmoids over thousands of classes
     scope: str = "full"  # what is trained: full, attention, ffn, head, norm or last:n, each with the classifier
-    pretrained_recipe: str = ""  # the recipe that such weights come from: with one, `weights` must be given
+    pretrained_recipe: str = ""  # the recipe that produces such weights; if set, `weights` is required
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A complete training: everything that changes a number, nothing that only changes the speed."""
+    """A complete training: every value that affects the result, none that affects only the speed."""
 
     name: str = "custom"
+    task: str = "classification"
+    task_options: dict[str, Any] = field(default_factory=dict)  # settings of the task, validated by the task
     model: str = "deit_small_patch16"
     architecture: dict[str, Any] = field(default_factory=dict)  # fields of the model's Architecture that differ
-    batch_size: int = 1024  # of all devices and accumulation steps together
+    batch_size: int = 1024  # over all devices and accumulation steps
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
     seed: int = 0
     init: InitConfig = InitConfig()
     data: DataConfig = DataConfig()
-    augmentation: Augmentation = field(default_factory=Augmentation)  # size (0, 0): chosen by the images
+    augmentation: Augmentation = field(default_factory=Augmentation)  # image_size (0, 0): chosen from the images
     mixing: MixingConfig = MixingConfig()
     loss: LossConfig = LossConfig()
     distillation: DistillationConfig = DistillationConfig()
@@ -190,23 +188,26 @@ class Recipe:
     about: About = About()
 
     def __post_init__(self) -> None:
-        check_fields(self.architecture)
-        for owner, name in ((self.schedule, "length"), (self.schedule, "warmup"), (self.schedule, "cooldown")):
-            parse_span(getattr(owner, name))
+        if self.architecture:
+            from vitrail.models.config import check_fields  # imports torch
+
+            check_fields(self.architecture)
+        schedule = self.schedule
+        for duration in (schedule.length, schedule.warmup, schedule.cooldown, schedule.step_size, self.validation.every):
+            parse_duration(duration)
+        if parse_duration(schedule.length)[1] == "%":
+            raise UserError("schedule.length cannot be a percentage: give it in epochs or steps.")
         parse_scope(self.init.scope)
-        parse_span(self.schedule.step_size)
-        parse_span(self.validation.every)
-        if parse_span(self.schedule.length)[1] == "%":
-            raise UserError("schedule.length is a share of itself: give it in epochs or steps.")
         check_limits(self.leaves())
         if self.loss.kind == "binary" and self.loss.binary_targets == "present" and self.loss.label_smoothing > 0:
             raise UserError(
-                "Binary targets count every class above zero as present, so they cannot be smoothed: set loss.label_smoothing=0."
+                "loss.binary_targets=present sets every class above zero to one, so label smoothing has no meaning: "
+                "set loss.label_smoothing=0."
             )
 
     @property
     def lr(self) -> float:
-        """The learning rate at this recipe's batch."""
+        """The learning rate at this recipe's batch size."""
         return self.optimizer.lr * (self.batch_size / self.optimizer.lr_batch_size if self.optimizer.lr_batch_size else 1)
 
     def to_dict(self) -> dict[str, Any]:
@@ -214,46 +215,48 @@ class Recipe:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Recipe":
-        """The inverse of `to_dict`, also after a trip through JSON; unknown keys are errors."""
+        """The inverse of `to_dict`, also of one saved as JSON or under old names; unknown keys are errors."""
         return _build(cls, upgrade_recipe(values) if isinstance(values, dict) else values, "")
 
     def set(self, changes: dict[str, Any]) -> "Recipe":
-        """A copy with leaves changed: {"optimizer.lr": 1e-3, "architecture.drop_path": 0.1}; text is parsed."""
+        """A copy with values changed by dotted key: {"optimizer.lr": 1e-3, "architecture.drop_path": 0.1}.
+
+        Strings are parsed. Old keys and the names of other libraries (`lr`, `epochs`) are accepted, see `vitrail.aliases`.
+        """
         tree = self.to_dict()
-        for typed, value in changes.items():
-            key = upgrade_key(typed)
-            if typed in IN_EPOCHS and re.fullmatch(r"\d+(\.\d+)?", str(value)):
-                value = f"{value} epochs"
+        for typed in changes:
+            ((key, value),) = upgrade_changes({typed: changes[typed]}).items()
             *path, leaf = key.split(".")
             node = tree
             for part in path:
                 node = node.get(part)  # type: ignore[assignment]
                 if not isinstance(node, dict):
-                    raise unknown_key(key, self)
-            if isinstance(node.get(leaf), dict):
+                    raise unknown_key(typed, self)
+            if isinstance(node.get(leaf), dict) and path[:1] != ["task_options"]:
                 raise UserError(f"{key} is a group of settings: set one of them, such as {key}.{example(key, self)}.")
-            if leaf not in node and path != ["architecture"]:
-                raise unknown_key(key, self)
+            if leaf not in node and (not path or path[0] not in OPEN_GROUPS):
+                raise unknown_key(typed, self)
             parsed = parse_value(value)
             is_text = isinstance(node.get(leaf), str) and isinstance(value, str)
-            node[leaf] = value if is_text and not isinstance(parsed, str) else parsed  # "last:" is text, though YAML sees more
+            node[leaf] = value if is_text and not isinstance(parsed, str) else parsed  # YAML reads "last:" as a mapping
         return Recipe.from_dict(tree)
 
     def leaves(self) -> dict[str, Any]:
-        """Every leaf by its dotted name."""
-        return dict(_leaves(self.to_dict(), ""))
+        """Every value by its dotted key."""
+        return dict(flatten(self.to_dict()))
 
 
-def _leaves(tree: dict[str, Any], prefix: str) -> typing.Iterator[tuple[str, Any]]:
+def flatten(tree: dict[str, Any], prefix: str = "") -> typing.Iterator[tuple[str, Any]]:
+    """Every value of nested dictionaries by its dotted key."""
     for key, value in tree.items():
         if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
+            yield from flatten(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value
 
 
 def parse_value(value: Any) -> Any:
-    """Text as typed on the command line to a plain value; 1e-3 is a number, 192x256 a size."""
+    """A command line string as a plain value; 1e-3 is a number, 192x256 a size."""
     if not isinstance(value, str):
         return value
     if re.fullmatch(r"[-+]?\d+(\.\d*)?e[-+]?\d+", value):
@@ -267,12 +270,12 @@ def parse_value(value: Any) -> Any:
         return value
 
 
-def parse_span(text: str) -> tuple[float, str]:
+def parse_duration(text: str) -> tuple[float, str]:
     """ "5 epochs" to (5.0, "epoch"); the other units are "step" and "%"."""
-    found = SPAN.fullmatch(str(text))
-    if not found:
-        raise UserError(f"{text!r} is not a span of time: write '300 epochs', '20000 steps' or '5%'.")
-    return float(found[1]), found[2].rstrip("s")
+    match = DURATION.fullmatch(str(text))
+    if not match:
+        raise UserError(f"{text!r} is not a duration: {DURATION_FORMAT}.")
+    return float(match[1]), match[2].rstrip("s")
 
 
 def parse_scope(text: str) -> tuple[str, int]:
@@ -286,69 +289,68 @@ def parse_scope(text: str) -> tuple[str, int]:
 
 
 def example(group: str, recipe: Recipe) -> str:
-    """A leaf of a group of settings."""
+    """A key of a group of settings."""
     inside = (name.removeprefix(f"{group}.") for name in recipe.leaves() if name.startswith(f"{group}."))
-    return next(inside, "drop_path")  # an architecture may be without changes
+    return next(inside, "drop_path" if group == "architecture" else "NAME")  # open groups may be empty
 
 
 def unknown_key(key: str, recipe: Recipe) -> UserError:
-    near = difflib.get_close_matches(key, recipe.leaves(), n=3, cutoff=0.3)
-    leaf = [name for name in recipe.leaves() if name.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
-    hint = ", ".join(dict.fromkeys(leaf + near))
+    leaves = recipe.leaves()
+    same_leaf = [name for name in leaves if name.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
+    near = difflib.get_close_matches(key, [*leaves, *USUAL], n=3, cutoff=0.3)
+    hint = ", ".join(dict.fromkeys(same_leaf + [USUAL.get(name, name) for name in near]))
     return UserError(f"A recipe has no {key!r}" + (f"; the nearest are {hint}" if hint else "") + ".")
 
 
-def _build(kind: type, values: Any, where: str) -> Any:
+def _build(kind: type[Group], values: Any, location: str) -> Group:
     if not isinstance(values, dict):
-        raise UserError(f"{where or 'The recipe'} is a group of settings, not {values!r}.")
+        raise UserError(f"{location or 'The recipe'} is a group of settings, not {values!r}.")
     hints = get_type_hints(kind)
-    known: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for name, value in values.items():
-        path = f"{where}.{name}" if where else name
+        path = f"{location}.{name}" if location else name
         if name not in hints:
             near = difflib.get_close_matches(str(name), hints, n=3, cutoff=0.3)
             raise UserError(f"A recipe has no {path!r}" + (f"; the nearest are {', '.join(near)}" if near else "") + ".")
-        known[name] = _convert(hints[name], value, path)
-    return kind(**known)
+        arguments[name] = _convert(hints[name], value, path)
+    return kind(**arguments)
 
 
-def _convert(hint: Any, value: Any, where: str) -> Any:
-    """A plain value as the type that a field declares, or one sentence."""
+KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
+
+
+def _convert(hint: Any, value: Any, location: str) -> Any:
+    """A plain value converted to the declared type of its field."""
     if dataclasses.is_dataclass(hint):
-        return _build(typing.cast(type, hint), value, where)
+        return _build(typing.cast(type, hint), value, location)
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Literal:
         if value not in arguments:
-            raise UserError(f"{where}={value!r} is not known; choose from {', '.join(map(str, arguments))}.")
+            raise UserError(f"{location}={value!r} is not known; choose from {', '.join(map(str, arguments))}.")
         return value
-    if origin in (types.UnionType, typing.Union):
-        for option in arguments:
-            try:
-                return None if option is type(None) and value is None else _convert(option, value, where)
-            except UserError:
-                continue
-        raise UserError(f"{where}={value!r} is of the wrong kind.")
     if origin is tuple:
         count = len(arguments)
         if arguments[-1] is Ellipsis:
             if isinstance(value, list | tuple):
-                return tuple(_convert(arguments[0], part, where) for part in value)
-            raise UserError(f"{where}={value!r} should be a list of numbers, such as [1, 2].")
+                return tuple(_convert(arguments[0], part, location) for part in value)
+            raise UserError(f"{location}={value!r} should be a list of numbers, such as [1, 2].")
         value = [value] * count if isinstance(value, int | float) and not isinstance(value, bool) else value
         if isinstance(value, list | tuple) and len(value) == count:
-            return tuple(_convert(part, each, where) for part, each in zip(arguments, value, strict=True))
-        raise UserError(f"{where}={value!r} should be {count} numbers, such as [{', '.join(['1'] * count)}].")
-    if origin is dict or hint is Any:
+            return tuple(_convert(part, each, location) for part, each in zip(arguments, value, strict=True))
+        raise UserError(f"{location}={value!r} should be {count} numbers, such as [{', '.join(['1'] * count)}].")
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise UserError(f"{location} is a group of settings, not {value!r}.")
         return value
     if hint is float:
-        value = parse_value(value)  # YAML takes 1e-3 for text
+        value = parse_value(value)  # YAML reads 1e-3 as text
     if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
         if not math.isfinite(value):
-            raise UserError(f"{where}={value!r} is not a finite number.")
+            raise UserError(f"{location}={value!r} is not a finite number.")
         return float(value)
     if hint is int and isinstance(value, float) and value.is_integer():
         return int(value)
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
-        text = "a span of time: write '300 epochs', '20000 steps' or '5%'" if where in SPANS else "text"
-        raise UserError(f"{where}={value!r} should be {text if hint is str else f'of the kind {hint.__name__}'}.")
+        kind = f"a duration: {DURATION_FORMAT}" if location in DURATIONS else KINDS[hint]
+        raise UserError(f"{location}={value!r} should be {kind}.")
     return value

@@ -1,19 +1,22 @@
-"""Three things everyone should know about ViTs (arXiv 2203.09795): parallel branches, attention-only tuning, stems.
+"""Three things everyone should know about ViTs (arXiv 2203.09795): parallel branches, attention-only fine-tuning, stems.
 
 Recipes are named like the models, `three_{size}_{N}x{B}[_ls][_{stem}]`: 300 epochs, or 400 with LayerScale (`_ls`); where a table
-has the other length too, it is said (`_400ep`, `_300ep`). `three_{size}_to_{384|data}[_attention|_mlp][_sgd]` tunes all weights,
-those of the attention, or those of the MLPs. The base is the procedure A2 of "ResNet strikes back".
+has the other length too, the name has it (`_400ep`, `_300ep`). `three_{size}_to_{384|data}[_attention|_mlp][_sgd]` fine-tunes all
+weights, those of the attention, or those of the MLPs. The base is the procedure A2 of "ResNet strikes back".
+
+    vitrail train imagenet/ --recipe three_base_18x2_ls
 """
 
-from vitrail.recipes.deit import INATURALIST, SGD
-from vitrail.recipes.deit3 import tuned
-from vitrail.recipes.deit3_21k import A2
-from vitrail.recipes.derivation import DATA, change, named, top1
+from vitrail.recipes import deit3
+from vitrail.recipes.deit import transfer_settings
+from vitrail.recipes.derivation import DATA, Page, change, top1
+from vitrail.recipes.lookup import lookup
 from vitrail.recipes.schema import About, Recipe
 
 PAPER = "Three things, arXiv 2203.09795"
+RECIPES = Page()
 
-RATES = {"tiny": 4e-3, "small": 4e-3, "base": 3e-3, "large": 3e-3}
+LEARNING_RATES = {"tiny": 4e-3, "small": 4e-3, "base": 3e-3, "large": 3e-3}
 DROP_PATH = {"tiny": 0.0, "small": 0.05, "base": 0.1, "large": 0.4}
 DEEP = {"36x1": 0.3, "18x2": 0.3, "48x1": 0.3, "24x2": 0.3}  # not published; CaiT's of that width and as many blocks
 # Tables 1, 2, 3 and 7.
@@ -52,24 +55,26 @@ OTHER_LENGTH = {
 }
 
 
-def scratch(name: str, score: float) -> Recipe:
-    size, blocks, *rest = name.split("_")
+def from_scratch(name: str, variant: str, score: float) -> Recipe:
+    """Tables 1, 2, 3 and 7, for example 82.2 % top-1 for B-12x1 and 84.1 % for B-18x2 with LayerScale."""
+    size, blocks, *rest = variant.split("_")
     return change(
-        A2,
-        f"three_{name}",
+        "deit3_small_as_a2",
+        name,
         model="_".join(["vit", size, "patch16", blocks, *rest]),
         architecture={"drop_path": DEEP.get(blocks, DROP_PATH[size])},
-        optimizer={"lr": RATES[size]},
+        optimizer={"lr": LEARNING_RATES[size]},
         schedule={"length": "400 epochs" if "ls" in rest else "300 epochs"},
         about=About(PAPER, "Tables 1, 2, 3 and 7", top1(score)),
     )
 
 
-RECIPES = named(*(scratch(name, score) for name, score in RESULTS.items()))
-for _short, _score in OTHER_LENGTH.items():
-    _name, _, _length = f"three_{_short}".rpartition("_")
-    _epochs = f"{_length.removesuffix('ep')} epochs"
-    RECIPES |= named(change(RECIPES[_name], f"three_{_short}", schedule={"length": _epochs}, about={"expected": top1(_score)}))
+for _variant, _score in RESULTS.items():
+    RECIPES.add(f"three_{_variant}", from_scratch, _variant, _score)
+for _variant, _score in OTHER_LENGTH.items():
+    _base, _, _length = f"three_{_variant}".rpartition("_")
+    _schedule = {"length": f"{_length.removesuffix('ep')} epochs"}
+    RECIPES.derive(f"three_{_variant}", _base, schedule=_schedule, about={"expected": top1(_score)})
 
 MODELS = {"small": "small_12x1", "base": "base_12x1", "large": "large_24x1"}
 SCOPES = {"": "full", "_attention": "attention", "_mlp": "ffn"}
@@ -79,18 +84,44 @@ LARGER = {
     "base": ((84.3, 84.3, 84.1), (84.3, 84.2, 84.0)),
     "large": ((85.5, 85.5, 85.2), (85.4, 85.3, 85.1)),
 }
-# Rates, length and augmentation are not given; DeiT III's, by the same authors, stand in, for SGD the rate of DeiT's transfers.
-for _size, _columns in LARGER.items():
-    _base = RECIPES[f"three_{MODELS[_size]}_ls"]
-    for _part, _score, _other in zip(SCOPES, *_columns, strict=True):
-        _name = f"three_{_size}_to_384{_part}"
-        _recipe = tuned(_base, _name, 384, _base.architecture["drop_path"], _score, "Table 5, AdamW")
-        _recipe = change(_recipe, _name, init={"scope": SCOPES[_part]})
-        _about = {"row": "Table 5, SGD", "expected": top1(_other)}
-        _steps = change(_recipe, f"{_name}_sgd", optimizer=SGD.optimizer, about=_about)
-        RECIPES |= named(_recipe, _steps)
 
-# Table 6, which gives no settings: DeiT's released ones stand in, SGD and, for iNaturalist, AdamW.
+
+def finetuned(name: str, pretrained: str, scope: str, score: float) -> Recipe:
+    """Table 5, AdamW. Learning rate, length and augmentation are not given; those of DeiT III, by the same authors, are used."""
+    drop_path = lookup(pretrained).architecture["drop_path"]
+    return deit3.finetuned(name, pretrained, 384, drop_path, score, "Table 5, AdamW", scope)
+
+
+def finetuned_sgd(name: str, base: str, score: float) -> Recipe:
+    """Table 5, SGD, with the learning rate of DeiT's transfers."""
+    optimizer = lookup("deit_base_to_cifar10").optimizer
+    return change(base, name, optimizer=optimizer, about={"row": "Table 5, SGD", "expected": top1(score)})
+
+
+for _size, _columns in LARGER.items():
+    for _part, _adamw, _sgd in zip(SCOPES, *_columns, strict=True):
+        _name = f"three_{_size}_to_384{_part}"
+        RECIPES.add(_name, finetuned, f"three_{MODELS[_size]}_ls", SCOPES[_part], _adamw)
+        RECIPES.add(f"{_name}_sgd", finetuned_sgd, _name, _sgd)
+
+
+def transfer(name: str, pretrained: str, data: str, scope: str, score: float) -> Recipe:
+    """Table 6, which gives no settings: DeiT's released ones are used."""
+    base = lookup(pretrained)
+    recipe = change("deit_base", name, **transfer_settings(data))
+    drop_path = base.architecture["drop_path"] if data.startswith("inat") else 0.0
+    return change(
+        recipe,
+        name,
+        model=base.model,
+        architecture=base.architecture | {"drop_path": drop_path},
+        init={"pretrained_recipe": pretrained, "scope": scope},
+        validation=base.validation,
+        about=About(PAPER, f"Table 6, {DATA[data]}", top1(score, data)),
+    )
+
+
+# Table 6: top-1 by data set.
 TARGETS = ("inat18", "inat19", "cifar10", "cifar100", "cars", "flowers")
 TRANSFERS = {
     "small": (68.0, 73.9, 98.9, 90.5, 89.7, 96.8),
@@ -105,18 +136,7 @@ TRANSFERS = {
 }
 for _row, _scores in TRANSFERS.items():
     _size, _, _part = _row.partition("_")
-    _base, _suffix = RECIPES[f"three_{MODELS[_size]}_ls"], f"_{_part}" if _part else ""
+    _suffix = f"_{_part}" if _part else ""
     for _data, _score in zip(TARGETS, _scores, strict=True):
-        _how = INATURALIST if _data.startswith("inat") else SGD
-        _drop = _base.architecture["drop_path"] if _how is INATURALIST else 0.0
-        RECIPES |= named(
-            change(
-                _how,
-                f"three_{_size}_to_{_data}{_suffix}",
-                model=_base.model,
-                architecture=_base.architecture | {"drop_path": _drop},
-                init={"pretrained_recipe": _base.name, "scope": SCOPES[_suffix]},
-                validation=_base.validation,
-                about=About(PAPER, f"Table 6, {DATA[_data]}", top1(_score, _data)),
-            )
-        )
+        _base = f"three_{MODELS[_size]}_ls"
+        RECIPES.add(f"three_{_size}_to_{_data}{_suffix}", transfer, _base, _data, SCOPES[_suffix], _score)

@@ -1,32 +1,23 @@
 """ViT: "An image is worth 16x16 words" (arXiv 2010.11929).
 
 Pre-training (Table 3) is `{model}_{data}[_{length}]` with the data sets `jft`, `21k` and `1k`; fine-tuning (Table 4) is
-`{model}_to_{data}[_{size}]`. Where the paper is silent the numbers are those of the released code: clipping at 1, weight decay
-on kernels alone, a linear decay that ends at 1e-5, sigmoids with a bias of -10 for the large data sets, values in [-1, 1].
+`{model}_to_{data}[_{size}]`. Values that the paper does not give are those of the released code: clipping at 1, weight decay on
+kernels alone, a linear decay to 1e-5, sigmoids with a bias of -10 for the large data sets, pixels in [-1, 1].
+
+    vitrail train imagenet/ --recipe vit_base_patch16_1k
 """
 
-from vitrail.data.transforms.pipeline import Augmentation
-from vitrail.models.vit import MODELS
-from vitrail.recipes.derivation import change, named, top1
+from typing import Any
+
+from vitrail.data.transforms.config import Augmentation
+from vitrail.recipes.derivation import Page, change, top1
 from vitrail.recipes.schema import About, InitConfig, LossConfig, OptimizerConfig, Recipe, ScheduleConfig, ValidationConfig
 
-PRETRAINING = Recipe(
-    name="vit_base_patch16_21k",
-    model="vit_base_patch16",
-    architecture={"dropout": 0.1, "pre_logits": 768},
-    batch_size=4096,
-    init=InitConfig(head_bias=-10.0),
-    augmentation=Augmentation(scale=(0.05, 1.0), ratio=(0.75, 1.33), interpolation="bilinear", mean=(0.5,) * 3, std=(0.5,) * 3),
-    loss=LossConfig(kind="binary", binary_sum=True),
-    optimizer=OptimizerConfig(
-        kind="adamw", lr=1e-3, betas=(0.9, 0.999), weight_decay=0.03, weight_decay_on="kernels", clip_grad_norm=1.0
-    ),
-    schedule=ScheduleConfig(length="90 epochs", warmup="10000 steps", warmup_lr=0.0, kind="linear", min_lr=1e-5),
-    validation=ValidationConfig(crop_ratio=1.0, resize="square", interpolation="bilinear"),
-    about=About("ViT, arXiv 2010.11929"),
-)
+WIDTHS = {"base": 768, "large": 1024, "huge": 1280}
+SOFTMAX: dict[str, Any] = {"loss": {"kind": "cross_entropy", "binary_sum": False}}
+RECIPES = Page()
 
-#                   epochs  rate  ImageNet after fine-tuning, exaFLOPs (Table 6)
+#                   epochs, learning rate, ImageNet after fine-tuning, exaFLOPs (Table 6)
 JFT = {
     "vit_base_patch16": (7, 8e-4, 84.15, 224),
     "vit_base_patch32": (7, 8e-4, 80.73, 55),
@@ -62,90 +53,112 @@ RESULTS = {
 }
 
 
-def pretraining(model: str, data: str, epochs: int, expects: str) -> Recipe:
-    """The head of pre-training has one hidden layer as wide as the model; the ResNets have none."""
-    return change(
-        PRETRAINING,
-        f"{model}_{data}",
+def pretraining(name: str, model: str, data: str, epochs: int, expected: str) -> Recipe:
+    """Table 3, by default on ImageNet-21k. The head has a hidden layer as wide as the model; the ResNets have none."""
+    return Recipe(
+        name=name,
         model=model,
-        architecture={"pre_logits": MODELS[model].width if MODELS[model].depth else 0},
-        schedule={"length": f"{epochs} epochs"},
-        about={"row": f"Table 3, {data}", "expected": expects},
+        architecture={"dropout": 0.1, "pre_logits": WIDTHS.get(model.split("_")[1], 0)},
+        batch_size=4096,
+        init=InitConfig(head_bias=-10.0),
+        augmentation=Augmentation(
+            scale=(0.05, 1.0), ratio=(0.75, 1.33), interpolation="bilinear", mean=(0.5,) * 3, std=(0.5,) * 3
+        ),
+        loss=LossConfig(kind="binary", binary_sum=True),
+        optimizer=OptimizerConfig(
+            kind="adamw", lr=1e-3, betas=(0.9, 0.999), weight_decay=0.03, weight_decay_on="kernels", clip_grad_norm=1.0
+        ),
+        schedule=ScheduleConfig(length=f"{epochs} epochs", warmup="10000 steps", warmup_lr=0.0, kind="linear", min_lr=1e-5),
+        validation=ValidationConfig(crop_ratio=1.0, resize="square", interpolation="bilinear"),
+        about=About("ViT, arXiv 2010.11929", f"Table 3, {data}", expected),
     )
 
 
-RECIPES: dict[str, Recipe] = {}
-for _name, (_epochs, _rate, _score, _cost) in JFT.items():
-    _recipe = change(
-        pretraining(_name, "jft", _epochs, f"{top1(_score)} after fine-tuning at 384"),
-        f"{_name}_jft",
+def jft(name: str, model: str, epochs: int, lr: float, score: float, cost: int) -> Recipe:
+    """Tables 3 and 6: JFT-300M."""
+    return change(
+        pretraining(name, model, "jft", epochs, f"{top1(score)} after fine-tuning at 384"),
+        name,
         architecture={"dropout": 0.0},
-        optimizer={"lr": _rate, "weight_decay": 0.1},
-        about={"hardware": f"{_cost} exaFLOPs"},
+        optimizer={"lr": lr, "weight_decay": 0.1},
+        about={"hardware": f"{cost} exaFLOPs"},
     )
-    RECIPES |= named(_recipe)
-for _name, _score in {"vit_large_patch16": 86.30, "vit_large_r50_s16": 86.60}.items():
-    _about = {"expected": f"{top1(_score)} after fine-tuning at 384", "hardware": ""}
-    RECIPES |= named(change(RECIPES[f"{_name}_jft"], f"{_name}_jft_7ep", schedule={"length": "7 epochs"}, about=_about))
-for _size, _precision in LARGE.items():
-    _expects = f"{_precision} % on the 21k classes, {top1(RESULTS[f'vit_{_size}']['imagenet'])} after fine-tuning at 384"
-    RECIPES |= named(pretraining(f"vit_{_size}", "21k", 90, _expects))
-for _name in ("vit_large_patch16_21k", "vit_large_patch32_21k"):
-    RECIPES |= named(change(RECIPES[_name], f"{_name}_30ep", schedule={"length": "30 epochs"}, about={"expected": top1(None)}))
-for _name, (_score, _later) in SMALL.items():
-    _recipe = change(
-        pretraining(_name, "1k", 300, f"{top1(_score)} at 224, {_later} % after fine-tuning at 384"),
-        f"{_name}_1k",
+
+
+def imagenet_1k(name: str, model: str, score: float, finetuned: float) -> Recipe:
+    """Tables 3 and 5: ImageNet-1k from scratch."""
+    return change(
+        pretraining(name, model, "1k", 300, f"{top1(score)} at 224, {finetuned} % after fine-tuning at 384"),
+        name,
+        **SOFTMAX,
         init={"head_bias": 0.0},
-        loss={"kind": "cross_entropy", "binary_sum": False},
         optimizer={"lr": 3e-3, "weight_decay": 0.3},
         schedule={"kind": "cosine", "min_lr": 0.0},
     )
-    RECIPES |= named(_recipe)
 
-RATES = (0.001, 0.003, 0.01, 0.03)
-#      steps, warm-up, rate; the rates tried, and on which share of the training images
+
+for _model, _row in JFT.items():
+    RECIPES.add(f"{_model}_jft", jft, _model, *_row)
+for _model, _score in {"vit_large_patch16": 86.30, "vit_large_r50_s16": 86.60}.items():
+    _about = {"expected": f"{top1(_score)} after fine-tuning at 384", "hardware": ""}
+    RECIPES.derive(f"{_model}_jft_7ep", f"{_model}_jft", schedule={"length": "7 epochs"}, about=_about)
+for _size, _precision in LARGE.items():
+    _expected = f"{_precision} % on the 21k classes, {top1(RESULTS[f'vit_{_size}']['imagenet'])} after fine-tuning at 384"
+    RECIPES.add(f"vit_{_size}_21k", pretraining, f"vit_{_size}", "21k", 90, _expected)
+for _name in ("vit_large_patch16_21k", "vit_large_patch32_21k"):
+    RECIPES.derive(f"{_name}_30ep", _name, schedule={"length": "30 epochs"}, about={"expected": top1(None), "hardware": ""})
+for _model, (_score, _finetuned) in SMALL.items():
+    RECIPES.add(f"{_model}_1k", imagenet_1k, _model, _score, _finetuned)
+
+
+LEARNING_RATES = (0.001, 0.003, 0.01, 0.03)
+#      steps, warmup, learning rate; the learning rates tried, and on which fraction of the training images
 TARGETS: dict[str, tuple[int, int, float, tuple[float, ...], float]] = {
     "imagenet": (20000, 500, 0.03, (0.003, 0.01, 0.03, 0.06), 0.01),
-    "cifar100": (10000, 500, 0.03, RATES, 0.02),
-    "cifar10": (10000, 500, 0.01, RATES, 0.02),
-    "pets": (500, 100, 0.03, RATES, 0.1),
-    "flowers": (500, 100, 0.03, RATES, 0.1),
-    "vtab": (2500, 500, 0.01, (0.01,), 0.2),  # one rate for all 19 tasks
+    "cifar100": (10000, 500, 0.03, LEARNING_RATES, 0.02),
+    "cifar10": (10000, 500, 0.01, LEARNING_RATES, 0.02),
+    "pets": (500, 100, 0.03, LEARNING_RATES, 0.1),
+    "flowers": (500, 100, 0.03, LEARNING_RATES, 0.1),
+    "vtab": (2500, 500, 0.01, (0.01,), 0.2),  # one for all 19 tasks
 }
-TUNING = change(
-    PRETRAINING,
-    "vit_base_patch16_to_imagenet",
-    architecture={"pre_logits": 0},
-    batch_size=512,
-    init={"zero_head": True, "head_bias": 0.0},
-    augmentation={"image_size": (384, 384)},
-    loss={"kind": "cross_entropy", "binary_sum": False},
-    optimizer={"kind": "sgd", "momentum": 0.9, "nesterov": False, "weight_decay": 0.0},
-    schedule={"kind": "cosine", "min_lr": 0.0},
-)
-for _model, _scores in RESULTS.items():
-    for _data, (_steps, _warmup, _rate, _tried, _held) in TARGETS.items():
-        _expects = f"{top1(_scores[_data], _data)} from ImageNet-21k" if _data in _scores else top1(None)
-        _recipe = change(
-            TUNING,
-            f"{_model}_to_{_data}",
-            model=_model,
-            architecture={"dropout": 0.1 if _model in ("vit_large_patch16", "vit_huge_patch14") else 0.0},
-            init={"pretrained_recipe": f"{_model}_21k"},
-            optimizer={"lr": _rate},
-            schedule={"length": f"{_steps} steps", "warmup": f"{_warmup} steps"},
-            about={"row": f"Table 4, {_data}", "expected": _expects, "lr_grid": _tried, "validation_fraction": _held},
-        )
-        RECIPES |= named(_recipe)
-# Table 2 tunes at a larger size and reports a running mean of the weights.
-for _model, _pixels, _score in (("vit_large_patch16", 512, 87.76), ("vit_huge_patch14", 518, 88.55)):
-    _recipe = change(
-        RECIPES[f"{_model}_to_imagenet"],
-        f"{_model}_to_imagenet_{_pixels}",
-        init={"pretrained_recipe": f"{_model}_jft"},
-        augmentation={"image_size": (_pixels, _pixels)},
-        ema={"decay": 0.9999, "evaluate": True},
-        about={"row": "Table 2, from JFT-300M", "expected": top1(_score)},
+
+
+def finetuned(name: str, model: str, data: str, score: float | None) -> Recipe:
+    """Table 4: SGD at 384 pixels, from ImageNet-21k."""
+    steps, warmup, lr, lr_grid, fraction = TARGETS[data]
+    return change(
+        f"{model}_21k",
+        name,
+        **SOFTMAX,
+        architecture={"pre_logits": 0, "dropout": 0.1 if model in ("vit_large_patch16", "vit_huge_patch14") else 0.0},
+        batch_size=512,
+        init={"zero_head": True, "head_bias": 0.0, "pretrained_recipe": f"{model}_21k"},
+        augmentation={"image_size": (384, 384)},
+        optimizer={"kind": "sgd", "lr": lr, "momentum": 0.9, "nesterov": False, "weight_decay": 0.0},
+        schedule={"kind": "cosine", "min_lr": 0.0, "length": f"{steps} steps", "warmup": f"{warmup} steps"},
+        about={
+            "row": f"Table 4, {data}",
+            "expected": f"{top1(score, data)} from ImageNet-21k" if score else top1(None),
+            "lr_grid": lr_grid,
+            "validation_fraction": fraction,
+        },
     )
-    RECIPES |= named(_recipe)
+
+
+def finetuned_from_jft(name: str, model: str, size: int, score: float) -> Recipe:
+    """Table 2: fine-tuning at a larger size; the EMA of the weights is reported."""
+    return change(
+        f"{model}_to_imagenet",
+        name,
+        init={"pretrained_recipe": f"{model}_jft"},
+        augmentation={"image_size": (size, size)},
+        ema={"decay": 0.9999, "evaluate": True},
+        about={"row": "Table 2, from JFT-300M", "expected": top1(score)},
+    )
+
+
+for _model, _scores in RESULTS.items():
+    for _data in TARGETS:
+        RECIPES.add(f"{_model}_to_{_data}", finetuned, _model, _data, _scores.get(_data))
+for _model, _pixels, _score in (("vit_large_patch16", 512, 87.76), ("vit_huge_patch14", 518, 88.55)):
+    RECIPES.add(f"{_model}_to_imagenet_{_pixels}", finetuned_from_jft, _model, _pixels, _score)
