@@ -1,4 +1,4 @@
-"""Where models differ, against counts by hand and published definitions."""
+"""Disagreement of models, against manual counts and published definitions."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import pytest
 from tests.images import make_folder
 from vitrail.data.datasets.lookup import open_source
 from vitrail.errors import UserError
-from vitrail.evaluation.disagreement import compare, differing, draw_sheet, kappa
+from vitrail.evaluation.disagreement import compare, draw_sheet, kappa, order_by_disagreement
 
 
 def reference_kappa(one, other):
@@ -36,54 +36,54 @@ def test_kappa_of_known_cases():
     assert np.isnan(kappa(np.zeros(4), np.zeros(4)))
 
 
-TRUTH = np.array([0, 0, 1, 1, 2, 2])
-GUESSES = np.array([[0, 0, 1, 1, 2, 2], [0, 1, 1, 0, 2, 1], [1, 1, 1, 0, 0, 1]])
+LABELS = np.array([0, 0, 1, 1, 2, 2])
+PREDICTIONS = np.array([[0, 0, 1, 1, 2, 2], [0, 1, 1, 0, 2, 1], [1, 1, 1, 0, 0, 1]])
 
 
-def test_the_matrix_has_the_truth_first():
-    found = compare(["a", "b", "c"], GUESSES, TRUTH, ["x", "y", "z"])
+def test_the_matrix_has_the_labels_first():
+    found = compare(["a", "b", "c"], PREDICTIONS, LABELS, ["x", "y", "z"])
     assert found.differ[0].tolist() == pytest.approx([0, 0, 3 / 6, 5 / 6])  # the first row is one minus the accuracies
     assert found.differ[2, 3] == pytest.approx(2 / 6)
     assert (found.differ == found.differ.T).all()
     assert found.pairs[2] == {
         "models": ["b", "c"],
-        "both_right": 1,
-        "first_right": 2,
-        "second_right": 0,
-        "both_wrong_alike": 3,
-        "both_wrong_differently": 0,
+        "both_correct": 1,
+        "only_first_correct": 2,
+        "only_second_correct": 0,
+        "same_error": 3,
+        "different_errors": 0,
     }
-    assert found.right == {"all": 1, "some": 5, "none": 0}
+    assert found.correct == {"all": 1, "some": 5, "none": 0}
     assert found.classes[0] == {"name": "x", "images": 2, "top1": {"a": 1.0, "b": 0.5, "c": 0.0}}
     assert found.to_dict()["error_consistency"][0] == [None, 0.0, 0.0]  # one that is never wrong is consistent by chance alone
 
 
 def test_error_consistency_is_that_of_geirhos():
     rng = np.random.default_rng(0)
-    truth = rng.integers(0, 4, 2000)
-    guesses = np.stack([np.where(rng.random(2000) < share, truth, rng.integers(0, 4, 2000)) for share in (0.8, 0.5)])
-    found = compare(["a", "b"], guesses, truth, list("wxyz"))
-    right = guesses == truth
-    shares = right.mean(1)
-    observed, chance = (right[0] == right[1]).mean(), shares[0] * shares[1] + (1 - shares[0]) * (1 - shares[1])
+    labels = rng.integers(0, 4, 2000)
+    predictions = np.stack([np.where(rng.random(2000) < share, labels, rng.integers(0, 4, 2000)) for share in (0.8, 0.5)])
+    found = compare(["a", "b"], predictions, labels, list("wxyz"))
+    correct = predictions == labels
+    shares = correct.mean(1)
+    observed, chance = (correct[0] == correct[1]).mean(), shares[0] * shares[1] + (1 - shares[0]) * (1 - shares[1])
     assert found.error_consistency[0, 1] == pytest.approx((observed - chance) / (1 - chance), abs=1e-12)
     assert abs(found.error_consistency[0, 1]) < 0.1  # they err independently
 
 
 def test_images_that_differ_most_and_from_all_classes_come_first():
-    chosen = differing(GUESSES, TRUTH)
+    chosen = order_by_disagreement(PREDICTIONS, LABELS)
     assert sorted(chosen.tolist()) == [0, 1, 3, 4, 5]
-    assert sorted(TRUTH[chosen[:3]].tolist()) == [0, 1, 2]
-    assert len(differing(GUESSES[:1].repeat(2, 0), TRUTH)) == 0
+    assert sorted(LABELS[chosen[:3]].tolist()) == [0, 1, 2]
+    assert len(order_by_disagreement(PREDICTIONS[:1].repeat(2, 0), LABELS)) == 0
 
 
-def test_the_sheet(tmp_path):
+def test_sheet_of_differing_images(tmp_path):
     source = open_source(str(make_folder(tmp_path, ("x", "y", "z"), 2)))
     arguments = (
         source,
         np.arange(6),
-        GUESSES,
-        TRUTH,
+        PREDICTIONS,
+        LABELS,
         ["one model", "two", "three"],
         ["x", "a very long name " * 5, "z"],
         "title",
@@ -95,7 +95,7 @@ def test_the_sheet(tmp_path):
     assert sheet.tobytes() == again.tobytes()
     colors = {color for _, color in sheet.getcolors(1 << 24)}
     assert {(26, 127, 90), (198, 47, 57)} <= colors  # right and wrong answers
-    alike = (source, np.arange(6), GUESSES[:1].repeat(2, 0), TRUTH, ["a", "b"], ["x", "y", "z"], "title")
+    alike = (source, np.arange(6), PREDICTIONS[:1].repeat(2, 0), LABELS, ["a", "b"], ["x", "y", "z"], "title")
     assert draw_sheet(*alike) is None
 
 

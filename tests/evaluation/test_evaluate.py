@@ -1,4 +1,4 @@
-"""Everything that is measured of a model on a source."""
+"""Evaluation of a model on a source."""
 
 import json
 
@@ -7,21 +7,22 @@ import pytest
 import torch
 
 import vitrail
-from tests.images import make_folder, spoil
+from tests.images import make_folder, write_invalid_image
+from vitrail.data.class_matching import match_classes
 from vitrail.data.datasets.lookup import open_source, open_splits
 from vitrail.data.source import Labels, Subset
 from vitrail.errors import UserError
-from vitrail.evaluation.accuracy import count_hits, summarize, test_view
-from vitrail.evaluation.class_matching import match
+from vitrail.evaluation.accuracy import count_hits, summarize
 from vitrail.evaluation.evaluate import (
+    EvaluationOptions,
     Scores,
+    adapt_model,
     calibrate,
     collect_scores,
-    feed_of,
-    judge,
-    open_part,
-    prepared,
-    sweep,
+    open_evaluation_data,
+    open_loader,
+    summarize_scores,
+    sweep_sizes,
 )
 
 NAMES = ["blue", "green", "red"]  # in the order that a folder gives them
@@ -47,21 +48,21 @@ def small(classes=10, distilled=False, **changes):
     return model.eval()
 
 
-def asked(model, source, among="subset", head="both", **options):
-    matching = match(model.class_names, model.architecture.classes, source.classes)
-    with feed_of(model, source, 0) as feed:
-        return collect_scores(model, feed, matching, among, head, **options), matching
+def compute(model, source, among="subset", head="both", **options):
+    matching = match_classes(model.class_names, model.architecture.classes, source.classes)
+    with open_loader(model, source, 0) as image_loader:
+        return collect_scores(model, image_loader, matching, EvaluationOptions(among, head, **options)), matching
 
 
-def test_accuracy_is_that_of_the_training(source):
+def test_accuracy_equals_that_of_the_trainer(source):
     model = small(3)
-    scores, matching = asked(model, source, batch=4)
-    found = judge(scores, matching, "colors", "everything")
-    with feed_of(model, source, 0) as feed:
-        hits = summarize(count_hits(model, feed, test_view(model.preprocessing), 5), 3)
+    scores, matching = compute(model, source, batch_size=4)
+    found = summarize_scores(scores, matching, "colors", "everything")
+    with open_loader(model, source, 0) as image_loader:
+        hits = summarize(count_hits(model, image_loader, model.preprocessing, 5), 3)
     assert found.top1 == pytest.approx(hits.top1)
     assert found.loss == pytest.approx(hits.loss, rel=1e-5)
-    assert (found.images, found.unread, found.unlabelled, found.top5) == (18, 0, 0, None)  # top-5 of three says nothing
+    assert (found.images, found.unreadable, found.unlabeled, found.top5) == (18, 0, 0, None)  # top-5 of three says nothing
     assert found.top1_error == pytest.approx((found.top1 * (1 - found.top1) / 18) ** 0.5)
     assert found.mean_per_class == pytest.approx(np.mean([each["top1"] for each in found.per_class]))
     json.dumps(found.to_dict(), allow_nan=False)
@@ -69,11 +70,11 @@ def test_accuracy_is_that_of_the_training(source):
 
 def test_among_a_few_classes_or_all(source):
     model = small()
-    few, matching = asked(model, source)
-    every, _ = asked(model, source, "all")
+    few, matching = compute(model, source)
+    every, _ = compute(model, source, "all")
     assert (few.values.shape, every.values.shape) == ((18, 3), (18, 10))
     assert torch.equal(every.values[:, :3], few.values)
-    among = judge(few, matching, "s", "test"), judge(every, matching, "s", "test", "all")
+    among = summarize_scores(few, matching, "s", "test"), summarize_scores(every, matching, "s", "test", "all")
     assert among[0].top1 >= among[1].top1
     assert among[0].loss < among[1].loss
     assert (among[0].top5, among[0].confusion["names"]) == (None, NAMES)
@@ -84,50 +85,50 @@ def test_among_a_few_classes_or_all(source):
 
 def test_the_heads_of_a_distilled_model(source):
     model = small(3, distilled=True)
-    both, main, other = (asked(model, source, head=head)[0].values for head in ("both", "class", "distillation"))
+    both, main, other = (compute(model, source, head=head)[0].values for head in ("both", "class", "distillation"))
     assert torch.allclose(both, (main + other) / 2, atol=1e-5)
     assert not torch.allclose(main, other)
     with pytest.raises(UserError, match="has no distillation head"):
-        asked(small(3), source, head="distillation")
-    assert torch.equal(asked(small(3), source, head="class")[0].values, asked(small(3), source)[0].values)
+        compute(small(3), source, head="distillation")
+    assert torch.equal(compute(small(3), source, head="class")[0].values, compute(small(3), source)[0].values)
 
 
-def test_unreadable_and_unlabelled_images(tmp_path):
+def test_unreadable_and_unlabeled_images(tmp_path):
     make_folder(tmp_path, NAMES, 2)
-    spoil(tmp_path / "red" / "bad.png")
+    write_invalid_image(tmp_path / "red" / "bad.png")
     source = open_source(str(tmp_path))
     some = Subset(source, np.arange(len(source)))
     values = source.label.values.copy()
     values[0] = -1
     some.label = Labels(values, source.label.names)
-    scores, matching = asked(small(3), some)
-    found = judge(scores, matching, "s", "test", labels=[frozenset([0, 1, 2])] * len(source))
-    assert (found.images, found.unread, found.unlabelled) == (5, 1, 1)
+    scores, matching = compute(small(3), some)
+    found = summarize_scores(scores, matching, "s", "test", valid_labels=[frozenset([0, 1, 2])] * len(source))
+    assert (found.images, found.unreadable, found.unlabeled) == (5, 1, 1)
     assert found.multilabel == (1.0, 6, 0)
     some.label = Labels(np.full(len(source), -1), source.label.names)
-    scores, matching = asked(small(3), some)
-    with pytest.raises(UserError, match="has a label to compare with"):
-        judge(scores, matching, "s", "test")
-    bad = Subset(source, np.array([index for index in range(len(source)) if "bad" in source.where(index)]))
+    scores, matching = compute(small(3), some)
+    with pytest.raises(UserError, match="has a label"):
+        summarize_scores(scores, matching, "s", "test")
+    bad = Subset(source, np.array([index for index in range(len(source)) if "bad" in source.location(index)]))
     with pytest.raises(UserError, match="could be read"):
-        asked(small(3), bad)
-    with pytest.raises(UserError, match="holds no images"):
-        asked(small(3), Subset(source, np.zeros(0, dtype=np.int64)))
+        compute(small(3), bad)
+    with pytest.raises(UserError, match="contains no images"):
+        compute(small(3), Subset(source, np.zeros(0, dtype=np.int64)))
 
 
-def test_weights_that_are_no_numbers(source):
+def test_nan_weights(source):
     model = small(3)
     model.head.weight.data[0] = torch.nan
-    with pytest.raises(UserError, match="18 of 18 images are no numbers"):
-        asked(model, source)
+    with pytest.raises(UserError, match="18 of 18 images are NaN or Inf"):
+        compute(model, source)
 
 
 def made(count, seed):
     rng = np.random.default_rng(seed)
     values = torch.from_numpy(rng.normal(0, 4, (count, 5))).float()
     chances = (values / 3).softmax(1).double().numpy()
-    truth = np.array([rng.choice(5, p=row / row.sum()) for row in chances])
-    return Scores(np.arange(count), truth, values, count)
+    label = np.array([rng.choice(5, p=row / row.sum()) for row in chances])
+    return Scores(np.arange(count), label, values, count)
 
 
 def test_the_temperature_comes_from_other_images():
@@ -139,25 +140,29 @@ def test_the_temperature_comes_from_other_images():
     assert sum(each.images for each in found.bins_after) == 2000
 
 
-def test_without_others_each_half_mends_the_other():
+def test_without_other_images_each_half_calibrates_the_other():
     scores = made(2000, 0)
     found = calibrate(scores)
     assert found.temperature == pytest.approx(3, rel=0.1)
-    assert "by turns" in found.fitted_on
+    assert "two halves" in found.fitted_on
     assert found.ece_after < found.ece / 3
     known = Scores(scores.image, scores.values.argmax(1).numpy(), scores.values, 2000)
-    every = calibrate(known)  # every image is recognized
+    every = calibrate(known)  # every prediction is correct
     assert (every.temperature, every.ece_after, every.bins_after) == (None, None, None)
-    assert "recognized" in every.fitted_on
-    assert "by turns" in calibrate(scores, known).fitted_on  # the others are: no temperature can be had from them
-    assert calibrate(Scores(scores.image[:1], scores.truth[:1], scores.values[:1], 1)).temperature is None
+    assert "correct" in every.fitted_on
+    assert "two halves" in calibrate(scores, known).fitted_on  # no temperature can be fitted on the others
+    assert calibrate(Scores(scores.image[:1], scores.label[:1], scores.values[:1], 1)).temperature is None
 
 
 def test_sizes_and_crops(source):
     model = small(3)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    matching = match(model.class_names, 3, source.classes)
-    rows = list(sweep(model, source, matching, [(16, 16), (24, 24), (16, 24)], [0.8, 1.0], workers=0, batch=7))
+    matching = match_classes(model.class_names, 3, source.classes)
+    rows = list(
+        sweep_sizes(
+            model, source, matching, [(16, 16), (24, 24), (16, 24)], [0.8, 1.0], EvaluationOptions(batch_size=7, workers=0)
+        )
+    )
     assert [(row["size"], row["crop_ratio"]) for row in rows] == [
         (size, ratio) for size in ("16", "24", "16x24") for ratio in (0.8, 1.0)
     ]
@@ -166,40 +171,40 @@ def test_sizes_and_crops(source):
     # A row is what the model resized by hand gives.
     by_hand = small(3).resize(16, 24)
     by_hand.preprocessing = by_hand.preprocessing._replace(crop_ratio=0.8)
-    with feed_of(by_hand, source, 0) as feed:
-        hits = summarize(count_hits(by_hand, feed, test_view(by_hand.preprocessing), 5), 3)
+    with open_loader(by_hand, source, 0) as image_loader:
+        hits = summarize(count_hits(by_hand, image_loader, by_hand.preprocessing, 5), 3)
     assert rows[4]["top1"] == pytest.approx(hits.top1)
     assert rows[4]["loss"] == pytest.approx(hits.loss, rel=1e-5)
-    (own,) = sweep(model, source, matching, [], [], workers=0)
+    (own,) = sweep_sizes(model, source, matching, [], [], EvaluationOptions(workers=0))
     assert (own["size"], own["crop_ratio"]) == ("16", 0.875)
 
 
-def test_what_cannot_be_swept():
+def test_invalid_sizes_and_crops():
     model = small(3)
     with pytest.raises(UserError, match=r"at most 1, not 1\.5"):
-        prepared(model, None, 1.5)
+        adapt_model(model, None, 1.5)
     with pytest.raises(UserError, match="2"):
-        prepared(model, (2, 2), None)
+        adapt_model(model, (2, 2), None)
     model.preprocessing = model.preprocessing._replace(resize="square")
     with pytest.raises(UserError, match="not cropped"):
-        prepared(model, None, 0.9)
+        adapt_model(model, None, 0.9)
 
 
-def test_which_images(tmp_path, folder):
-    digits = open_part("digits")
-    assert (digits.split, len(digits.source), digits.fitting) == ("test", 360, None)
-    here = open_part("digits", trained_here=True)
-    assert len(here.fitting) == 142  # those that a training sets aside
-    assert len(open_part("digits", "val").source) == 142
-    assert open_part("digits", "val").source.where(0) == open_splits("digits").validation.where(0)
-    assert len(open_part(str(folder)).source) == 18
-    assert open_part(str(folder)).split == "everything"
-    assert open_part(str(folder), trained_here=True).split == "validation"
+def test_default_split(tmp_path, folder):
+    digits = open_evaluation_data("digits")
+    assert (digits.split, len(digits.source), digits.calibration) == ("test", 360, None)
+    here = open_evaluation_data("digits", trained_on_it=True)
+    assert len(here.calibration) == 142  # those that a training sets aside
+    assert len(open_evaluation_data("digits", "val").source) == 142
+    assert open_evaluation_data("digits", "val").source.location(0) == open_splits("digits").validation.location(0)
+    assert len(open_evaluation_data(str(folder)).source) == 18
+    assert open_evaluation_data(str(folder)).split == "everything"
+    assert open_evaluation_data(str(folder), trained_on_it=True).split == "validation"
     for split in ("train", "val", "test"):
         make_folder(tmp_path / split, NAMES, 2)
-    parts = open_part(str(tmp_path))
-    assert (parts.split, "val" in parts.fitting.where(0)) == ("test", True)
+    parts = open_evaluation_data(str(tmp_path))
+    assert (parts.split, "val" in parts.calibration.location(0)) == ("test", True)
     with pytest.raises(UserError, match="no split called last"):
-        open_part("digits", "last")
+        open_evaluation_data("digits", "last")
     with pytest.raises(UserError, match="has no test split"):
-        open_part(str(folder), "test")
+        open_evaluation_data(str(folder), "test")

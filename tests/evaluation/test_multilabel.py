@@ -1,4 +1,4 @@
-"""Several right answers per image."""
+"""Several valid labels per image."""
 
 import json
 
@@ -8,7 +8,7 @@ import pytest
 from tests.images import make_folder, make_image
 from vitrail.data.datasets.lookup import open_source
 from vitrail.errors import UserError
-from vitrail.evaluation.multilabel import agreement, read_labels
+from vitrail.evaluation.multilabel import multilabel_accuracy, read_valid_labels
 
 
 @pytest.fixture
@@ -24,15 +24,15 @@ def written(tmp_path, content):
 
 def test_a_list_in_the_order_of_the_data(source, tmp_path):
     path = written(tmp_path, [[0], [0, 2], [], ["b"], ["c", 0], [2]])
-    assert read_labels(path, source) == [{0}, {0, 2}, set(), {1}, {2, 0}, {2}]
+    assert read_valid_labels(path, source) == [{0}, {0, 2}, set(), {1}, {2, 0}, {2}]
 
 
 def test_an_object_of_file_names(source, tmp_path):
     names = {f"{each}/{number:03}.png": [place] for place, each in enumerate("abc") for number in (0, 1)}
-    assert read_labels(written(tmp_path, names), source) == [{0}, {0}, {1}, {1}, {2}, {2}]
+    assert read_valid_labels(written(tmp_path, names), source) == [{0}, {0}, {1}, {1}, {2}, {2}]
     del names["b/001.png"]
     with pytest.raises(UserError, match=r"has no labels for .*b/001\.png"):
-        read_labels(written(tmp_path, names), source)
+        read_valid_labels(written(tmp_path, names), source)
 
 
 def test_the_order_of_the_published_file(tmp_path):
@@ -41,13 +41,13 @@ def test_the_order_of_the_published_file(tmp_path):
         make_image(tmp_path / "val" / name / f"ILSVRC2012_val_{number:08}.png")
     source = open_source(str(tmp_path / "val"))
     path = written(tmp_path, [[0], [1], [], [1]])
-    assert [(source.where(index)[-5:], set(labels)) for index, labels in enumerate(read_labels(path, source))] == [
+    assert [(source.location(index)[-5:], set(labels)) for index, labels in enumerate(read_valid_labels(path, source))] == [
         ("1.png", {0}),
         ("3.png", set()),
         ("2.png", {1}),
     ]
     with pytest.raises(UserError, match=r"2 lists of labels, .* an image number 3"):
-        read_labels(written(tmp_path, [[0], [1]]), source)
+        read_valid_labels(written(tmp_path, [[0], [1]]), source)
 
 
 @pytest.mark.parametrize(
@@ -63,17 +63,17 @@ def test_the_order_of_the_published_file(tmp_path):
         ("{", "cannot be read as JSON"),
     ],
 )
-def test_files_that_make_no_sense(source, tmp_path, content, words):
+def test_invalid_files(source, tmp_path, content, words):
     with pytest.raises(UserError, match=words):
-        read_labels(written(tmp_path, content), source)
+        read_valid_labels(written(tmp_path, content), source)
     with pytest.raises(UserError, match="There is no file"):
-        read_labels(tmp_path / "none.json", source)
+        read_valid_labels(tmp_path / "none.json", source)
 
 
-def test_images_without_a_right_answer_do_not_count():
+def test_images_without_valid_labels_are_not_counted():
     labels = [frozenset(each) for each in ([0], [0, 2], [], [1], [3])]
-    found = agreement(np.array([0, 1, 2, 3, 4]), np.array([0, 2, 0, 0, 1]), labels, np.array([0, 1, 2, -1]))
+    found = multilabel_accuracy(np.array([0, 1, 2, 3, 4]), np.array([0, 2, 0, 0, 1]), labels, np.array([0, 1, 2, -1]))
     assert found == (pytest.approx(2 / 3), 3, 2)  # class 3 is left out, so its image has no right answer either
-    some = agreement(np.array([3, 1]), np.array([1, 1]), labels, np.array([0, 1, 2, -1]))
+    some = multilabel_accuracy(np.array([3, 1]), np.array([1, 1]), labels, np.array([0, 1, 2, -1]))
     assert some == (0.5, 2, 0)
-    assert np.isnan(agreement(np.array([2]), np.array([0]), labels, np.arange(4)).top1)
+    assert np.isnan(multilabel_accuracy(np.array([2]), np.array([0]), labels, np.arange(4)).top1)

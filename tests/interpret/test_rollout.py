@@ -32,7 +32,7 @@ def test_rollout_is_the_product_of_attentions(pooling):
     assert torch.allclose(found.flatten(1), row / row.sum(1, keepdim=True), atol=1e-6)
 
 
-def test_rollout_of_attention_that_does_not_choose_is_even():
+def test_rollout_of_uniform_attention_is_uniform():
     model = small(pooling="mean")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -41,7 +41,7 @@ def test_rollout_of_attention_that_does_not_choose_is_even():
     assert torch.allclose(attention_rollout(model, IMAGES), torch.full((2, 4, 6), 1 / 24), atol=1e-6)
 
 
-def test_what_patches_say_adds_up_to_the_answer():
+def test_patch_evidence_sums_to_the_logit():
     model = small(pooling="mean")
     with torch.inference_mode():
         logits = model(IMAGES)
@@ -51,10 +51,10 @@ def test_what_patches_say_adds_up_to_the_answer():
     assert torch.allclose(parts.mean((1, 2)), logits[torch.arange(2), classes] - logits.mean(1), atol=1e-5)
 
 
-def test_models_that_cannot_be_looked_into_are_told():
+def test_unsupported_models_are_rejected():
     with pytest.raises(UserError, match="Block 0 of this model has no attention"):
         attention_rollout(small("vitrail_mini"), IMAGES)
-    with pytest.raises(UserError, match="not to the pooling 'class_attention'"):
+    with pytest.raises(UserError, match="this model has the pooling 'class_attention'"):
         attention_rollout(small("cait_xxs24"), IMAGES)
-    with pytest.raises(UserError, match="Only a mean of normed patches"):
+    with pytest.raises(UserError, match="Patch evidence needs mean pooling"):
         patch_evidence(small(pooling="class"), IMAGES, torch.tensor([0, 1]))

@@ -1,1 +1,1 @@
-"""How good a model is."""
+"""Predictions, metrics and probes."""

@@ -1,4 +1,4 @@
-"""Top-1, top-5 and loss over every image of a source."""
+"""Top-1 and top-5 accuracy and loss on a source."""
 
 import math
 from typing import NamedTuple
@@ -7,14 +7,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vitrail.data.feed import Feed
-from vitrail.data.transforms.pipeline import Augmentation, augment
+from vitrail.data.image_loader import ImageLoader
 from vitrail.errors import UserError
 from vitrail.models.preprocessing import Preprocessing
 
 
 class Accuracy(NamedTuple):
-    """Shares of 1, the mean loss, over how many images; no top-5 among five classes or fewer, where it says nothing."""
+    """Accuracies in [0, 1] and the mean loss; `top5` is None for five classes or fewer."""
 
     top1: float
     top5: float | None
@@ -22,44 +21,31 @@ class Accuracy(NamedTuple):
     images: int
 
 
-def test_view(preprocessing: Preprocessing) -> Augmentation:
-    """The one view that a model is tested with."""
-    return Augmentation(
-        image_size=preprocessing.image_size,
-        crop="squash" if preprocessing.resize == "square" else "center",
-        crop_ratio=preprocessing.crop_ratio,
-        interpolation=preprocessing.interpolation,
-        mean=preprocessing.mean,
-        std=preprocessing.std,
-    )
-
-
-test_view.__test__ = False  # type: ignore[attr-defined]  # not a test
-
-
-@torch.no_grad()  # not inference_mode: what sharded weights are gathered into there could not be trained with afterwards
-def count_hits(model: nn.Module, feed: Feed, view: Augmentation, batch: int, part: int = 0, parts: int = 1) -> Tensor:
-    """[4] on the device: hits, hits among the first five, summed loss, images; of every `parts`-th image from `part` on."""
-    total = torch.zeros(4, dtype=torch.float64, device=feed.device)
-    rounds = math.ceil(math.ceil(len(feed.source) / parts) / batch) if parts > 1 else 0
-    for raw in feed.sweep(batch, part, parts):
-        assert raw.labels is not None
-        known = raw.labels >= 0
-        images = augment(raw.pixels, raw.sizes, torch.zeros_like(raw.index), view).images
-        logits = model(images).float()
-        labels = raw.labels.clamp(min=0)
-        best = logits.topk(min(5, logits.shape[1]), 1).indices == labels[:, None]
+@torch.no_grad()  # not inference_mode: sharded weights gathered in it could not be trained afterwards
+def count_hits(
+    model: nn.Module, loader: ImageLoader, preprocessing: Preprocessing, batch_size: int, rank: int = 0, world_size: int = 1
+) -> Tensor:
+    """[4] float64 on the device: top-1 hits, top-5 hits, summed loss and number of images, of every `world_size`-th image."""
+    total = torch.zeros(4, dtype=torch.float64, device=loader.device)
+    missing = math.ceil(math.ceil(len(loader.source) / world_size) / batch_size) if world_size > 1 else 0
+    for batch in loader.iterate(batch_size, rank, world_size):
+        assert batch.labels is not None
+        labeled = batch.labels >= 0
+        logits = model(preprocessing.apply(batch.pixels, batch.sizes)).float()
+        labels = batch.labels.clamp(min=0)
+        hits = logits.topk(min(5, logits.shape[1]), 1).indices == labels[:, None]
         losses = F.cross_entropy(logits, labels, reduction="none")
-        total += torch.stack([(column * known).sum().double() for column in (best[:, 0], best.any(1), losses, known)])
-        rounds -= 1
-    for _ in range(rounds):
-        # Processes that share the weights compute together or not at all: one with fewer batches keeps the others company.
-        model(torch.zeros(1, 3, *view.image_size, device=feed.device))
+        total += torch.stack([(column * labeled).sum().double() for column in (hits[:, 0], hits.any(1), losses, labeled)])
+        missing -= 1
+    for _ in range(missing):
+        # Every process must run the same number of forward passes: sharded weights are gathered by collectives.
+        model(torch.zeros(1, 3, *preprocessing.image_size, device=loader.device))
     return total
 
 
 def summarize(total: Tensor, classes: int) -> Accuracy:
+    """The accuracy of the counts of `count_hits`, summed over all processes."""
     top1, top5, loss, count = total.tolist()
     if not count:
-        raise UserError("Not one of the images to test with could be read.")
+        raise UserError("None of the validation images could be read.")
     return Accuracy(top1 / count, top5 / count if classes > 5 else None, loss / count, int(count))

@@ -1,78 +1,93 @@
-"""What a model takes for what: its answer to every image of a source, and what follows from the wrong ones."""
+"""The predictions of a model on a source, the confusion matrix, per-class accuracies and the most confident mistakes."""
 
+import base64
+import io
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import nn
 
-from vitrail.data.feed import Feed
-from vitrail.data.transforms.pipeline import Augmentation, augment
+from vitrail.data.image_loader import ImageLoader
+from vitrail.models.preprocessing import Preprocessing
 
-MATRIX_LIMIT = 40  # classes up to which all counts are worth keeping
-PAIRS = 24
+MAX_MATRIX_CLASSES = 40  # with more classes the most frequent confusions are stored instead of the matrix
+MAX_PAIRS = 24
 
 
-class Answers(NamedTuple):
-    """One entry per image that could be read and has a label."""
+class Predictions(NamedTuple):
+    """One entry per readable image with a label."""
 
-    image: np.ndarray  # its number in the source
-    truth: np.ndarray
-    guess: np.ndarray
-    confidence: np.ndarray  # of the guess, in [0, 1]
+    image: np.ndarray  # index in the source
+    label: np.ndarray
+    prediction: np.ndarray
+    confidence: np.ndarray  # probability of the prediction
 
     @property
     def wrong(self) -> np.ndarray:
-        return self.guess != self.truth
+        wrong: np.ndarray = self.prediction != self.label
+        return wrong
 
 
 @torch.inference_mode()
-def collect_answers(model: nn.Module, feed: Feed, view: Augmentation, batch: int) -> Answers:
-    """The model's first guess for every image; nothing waits for the device before the end."""
-    found = []
-    for raw in feed.sweep(batch):
-        assert raw.labels is not None
-        images = augment(raw.pixels, raw.sizes, torch.zeros_like(raw.index), view).images
-        confidence, guess = model(images).float().nan_to_num().softmax(1).max(1)
-        found.append((raw.index, raw.labels, guess, confidence))
-    if not found:
-        return Answers(*(np.zeros(0, dtype=kind) for kind in (np.int64, np.int64, np.int64, np.float32)))
-    columns = [torch.cat(column).cpu().numpy() for column in zip(*found, strict=True)]
-    known = columns[1] >= 0
-    return Answers(*(column[known] for column in columns))
+def collect_predictions(model: nn.Module, loader: ImageLoader, preprocessing: Preprocessing, batch_size: int) -> Predictions:
+    """The top-1 prediction of every image, without a synchronization of the device before the last batch."""
+    batches = []
+    for batch in loader.iterate(batch_size):
+        assert batch.labels is not None
+        logits = model(preprocessing.apply(batch.pixels, batch.sizes)).float().nan_to_num()
+        confidence, prediction = logits.softmax(1).max(1)
+        batches.append((batch.index, batch.labels, prediction, confidence))
+    if not batches:
+        return Predictions(*(np.zeros(0, dtype=dtype) for dtype in (np.int64, np.int64, np.int64, np.float32)))
+    columns = [torch.cat(column).cpu().numpy() for column in zip(*batches, strict=True)]
+    labeled = columns[1] >= 0
+    return Predictions(*(column[labeled] for column in columns))
 
 
-def confusion(answers: Answers, names: Sequence[str]) -> dict[str, Any]:
-    """{"names", "matrix"} with a row per true class where the classes are few, {"pairs"} of the most frequent mistakes else."""
-    if len(names) <= MATRIX_LIMIT:
+def confusion(predictions: Predictions, names: Sequence[str]) -> dict[str, Any]:
+    """{"names", "matrix"} with a row per label for up to 40 classes, {"pairs"} of the most frequent mistakes for more."""
+    if len(names) <= MAX_MATRIX_CLASSES:
         matrix = np.zeros((len(names), len(names)), dtype=np.int64)
-        np.add.at(matrix, (answers.truth, answers.guess), 1)
+        np.add.at(matrix, (predictions.label, predictions.prediction), 1)
         return {"names": list(names), "matrix": matrix.tolist()}
-    totals = np.bincount(answers.truth, minlength=len(names))
-    keys, counts = np.unique(answers.truth[answers.wrong] * len(names) + answers.guess[answers.wrong], return_counts=True)
-    pairs = [(*divmod(int(keys[place]), len(names)), int(counts[place])) for place in np.argsort(-counts, kind="stable")[:PAIRS]]
+    totals = np.bincount(predictions.label, minlength=len(names))
+    wrong = predictions.wrong
+    keys, counts = np.unique(predictions.label[wrong] * len(names) + predictions.prediction[wrong], return_counts=True)
+    order = np.argsort(-counts, kind="stable")[:MAX_PAIRS]
+    pairs = [(*divmod(int(keys[row]), len(names)), int(counts[row])) for row in order]
     return {
         "pairs": [
-            {"truth": names[truth], "guess": names[guess], "count": count, "of": int(totals[truth])}
-            for truth, guess, count in pairs
+            {"label": names[label], "prediction": names[prediction], "count": count, "of": int(totals[label])}
+            for label, prediction, count in pairs
         ]
     }
 
 
-def class_accuracies(answers: Answers, names: Sequence[str]) -> list[dict[str, Any]]:
-    """Of every class that has images: its name, the share of them that is recognized, how many they are."""
-    totals = np.bincount(answers.truth, minlength=len(names))
-    right = np.bincount(answers.truth[~answers.wrong], minlength=len(names))
+def class_accuracies(predictions: Predictions, names: Sequence[str]) -> list[dict[str, Any]]:
+    """Name, top-1 accuracy and number of images of every class that has images."""
+    totals = np.bincount(predictions.label, minlength=len(names))
+    correct = np.bincount(predictions.label[~predictions.wrong], minlength=len(names))
     return [
-        {"name": name, "top1": int(right[place]) / int(totals[place]), "images": int(totals[place])}
-        for place, name in enumerate(names)
-        if totals[place]
+        {"name": name, "top1": int(correct[index]) / int(totals[index]), "images": int(totals[index])}
+        for index, name in enumerate(names)
+        if totals[index]
     ]
 
 
-def worst_mistakes(answers: Answers, count: int = 16) -> Answers:
-    """The wrong answers that the model was surest of, surest first."""
-    wrong = np.flatnonzero(answers.wrong)
-    chosen = wrong[np.argsort(-answers.confidence[wrong], kind="stable")[:count]]
-    return Answers(*(column[chosen] for column in answers))
+def worst_mistakes(predictions: Predictions, count: int = 16) -> Predictions:
+    """The wrong predictions with the highest confidence, highest first."""
+    wrong = np.flatnonzero(predictions.wrong)
+    order = wrong[np.argsort(-predictions.confidence[wrong], kind="stable")[:count]]
+    return Predictions(*(column[order] for column in predictions))
+
+
+def thumbnail(pixels: np.ndarray, side: int = 96) -> str:
+    """Return an image (uint8 [height, width, 3]) as base64 text for `run.json`, its longer side at most `side`."""
+    image = Image.fromarray(np.asarray(pixels, dtype=np.uint8))
+    image.thumbnail((side, side))
+    file = io.BytesIO()
+    image.save(file, "PNG" if max(image.size) <= 48 else "JPEG", quality=85)
+    return base64.b64encode(file.getvalue()).decode()

@@ -1,4 +1,4 @@
-"""Everything that is measured of a model on one source: from its answers to accuracy, confusion and calibration."""
+"""Evaluation of a model on a source: accuracy, confusion and calibration, also at other image sizes and crop ratios."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -10,57 +10,73 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vitrail.data.class_matching import OTHER, Among, ClassMatch
 from vitrail.data.datasets.folder import SPLITS
-from vitrail.data.datasets.lookup import open_parts, open_splits
-from vitrail.data.feed import Feed
+from vitrail.data.datasets.lookup import open_sources, open_splits
+from vitrail.data.image_loader import ImageLoader
 from vitrail.data.source import Source
-from vitrail.data.transforms.pipeline import augment
 from vitrail.errors import UserError
-from vitrail.evaluation.accuracy import test_view
-from vitrail.evaluation.calibration import Bin, adaptive_bins, calibration_error, certainty, equal_bins, fit_temperature
-from vitrail.evaluation.class_matching import OTHER, Among, Matching
-from vitrail.evaluation.confusion import Answers, class_accuracies, confusion
-from vitrail.evaluation.multilabel import Agreement, agreement
-from vitrail.evaluation.predict import detail
-from vitrail.models.config import show_size
+from vitrail.evaluation.calibration import (
+    Bin,
+    adaptive_bins,
+    calibration_error,
+    equal_bins,
+    fit_temperature,
+    measure_confidence,
+)
+from vitrail.evaluation.confusion import Predictions, class_accuracies, confusion
+from vitrail.evaluation.multilabel import MultilabelAccuracy, multilabel_accuracy
+from vitrail.models.config import format_size
+from vitrail.models.preprocessing import min_decode_side
 from vitrail.models.vision_transformer import VisionTransformer
 
 Head = Literal["both", "class", "distillation"]
 HEADS: tuple[Head, ...] = ("both", "class", "distillation")
-FIVE = 5
-WITHOUT = "the loss has no least value, as when every image to fit it on is recognized or the answers say nothing"
+TOP = 5
+NO_TEMPERATURE = "the loss has no minimum, as when every prediction is correct or all logits are equal"
 
 
-class Part(NamedTuple):
-    """The images to measure on: of which split, and others of the same data to fit the temperature on, if there are."""
+class EvaluationData(NamedTuple):
+    """The images to evaluate, the name of their split, and other images of the data to fit the temperature on, if any."""
 
     source: Source
     split: str
-    fitting: Source | None
+    calibration: Source | None
+
+
+@dataclass(frozen=True)
+class EvaluationOptions:
+    among: Among = "subset"  # predict among the classes of the data, or among all classes of the model
+    head: Head = "both"  # of a distilled model
+    batch_size: int = 64
+    workers: int | None = None
+
+
+OPTIONS = EvaluationOptions()
 
 
 @dataclass(frozen=True)
 class Scores:
-    """A model's scores for the readable images of a source: the first T columns are answers, further ones other classes."""
+    """Logits of the readable images of a source: the first T columns are the target classes, further ones other classes."""
 
-    image: np.ndarray  # [N] number in the source
-    truth: np.ndarray  # [N] right answer, -1 where unknown
+    image: np.ndarray  # [N] index in the source
+    label: np.ndarray  # [N] target class, -1 if unknown
     values: Tensor  # float32 [N, T or more], on the CPU
-    asked: int  # images of the source
+    images: int  # of the source, including unreadable ones
 
     @property
-    def guess(self) -> np.ndarray:
+    def prediction(self) -> np.ndarray:
         return self.values.argmax(1).numpy()
 
-    def known(self) -> "Scores":
-        """Those of images whose answer is known."""
-        rows = np.flatnonzero(self.truth >= 0)
-        return Scores(self.image[rows], self.truth[rows], self.values[torch.from_numpy(rows)], self.asked)
+    def labeled(self) -> "Scores":
+        """The scores of the images with a label."""
+        rows = np.flatnonzero(self.label >= 0)
+        return Scores(self.image[rows], self.label[rows], self.values[torch.from_numpy(rows)], self.images)
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Calibration errors before and after the temperature; the bins are those of equal width."""
+    """Calibration errors without and with a temperature; the bins have equal width."""
 
     confidence: float  # mean over the images
     ece: float
@@ -76,25 +92,25 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What is known about a model on one source; shares are of 1."""
+    """The results of a model on one source; accuracies are in [0, 1]."""
 
     source: str
     split: str
     images: int
-    unread: int
-    unlabelled: int
+    unreadable: int
+    unlabeled: int
     classes: int
-    matched: str
+    matched: str  # how the classes of model and data were matched
     among: Among
     top1: float
-    top1_error: float  # standard error of the share, from the number of images
-    top5: float | None  # None where there are no more than five answers
+    top1_error: float  # standard error from the number of images
+    top5: float | None  # None for five classes or fewer
     mean_per_class: float
     loss: float
     per_class: list[dict[str, Any]]
     confusion: dict[str, Any]
     calibration: Calibration
-    multilabel: Agreement | None
+    multilabel: MultilabelAccuracy | None
 
     def to_dict(self) -> dict[str, Any]:
         content = asdict(self)
@@ -105,86 +121,84 @@ class Evaluation:
         return content
 
 
-def open_part(path: str, split: str | None = None, trained_here: bool = False) -> Part:
-    """The split asked for; else test, validation, or everything where there are no splits.
+def open_evaluation_data(path: str, split: str | None = None, trained_on_it: bool = False) -> EvaluationData:
+    """The given split; by default test, else validation, else all images.
 
-    `trained_here`: the model saw this data, so where there are no splits those images count that its training set aside. Where
-    the data has no validation split, `validation` means them too.
+    `trained_on_it`: the model was trained on this data, so that data without splits is evaluated on the images that the training
+    held out. They are also the `validation` split of data without one.
     """
-    parts = open_parts(path)
+    sources = open_sources(path)
     if split is None:
-        split = next((name for name in ("test", "validation") if name in parts), "validation" if trained_here else "")
+        split = next((name for name in ("test", "validation") if name in sources), "validation" if trained_on_it else "")
         if not split:
-            return Part(parts["train"], "everything", None)
-    wanted = SPLITS.get(split.lower())
-    if wanted is None:
-        raise UserError(f"There is no split called {split}: ask for train, validation or test.")
-    if wanted == "validation" and wanted not in parts and "train" in parts:
-        return Part(open_splits(path).validation, wanted, None)
-    if wanted not in parts:
-        raise UserError(f"{path} has no {wanted} split, only {', '.join(parts)}.")
-    fitting = parts.get("validation") if wanted == "test" else None
-    if wanted == "test" and fitting is None and trained_here:  # of others' models nobody knows what they have seen
-        fitting = open_splits(path).validation
-    return Part(parts[wanted], wanted, fitting)
+            return EvaluationData(sources["train"], "everything", None)
+    name = SPLITS.get(split.lower())
+    if name is None:
+        raise UserError(f"There is no split called {split}: choose train, validation or test.")
+    if name == "validation" and name not in sources and "train" in sources:
+        return EvaluationData(open_splits(path).validation, name, None)
+    if name not in sources:
+        raise UserError(f"{path} has no {name} split, only {', '.join(sources)}.")
+    calibration = sources.get("validation") if name == "test" else None
+    if name == "test" and calibration is None and trained_on_it:  # other models may have been trained on these images
+        calibration = open_splits(path).validation
+    return EvaluationData(sources[name], name, calibration)
 
 
 def check_head(model: VisionTransformer, head: Head) -> None:
     if head not in HEADS:
         raise UserError(f"--head {head} is not known: choose from {', '.join(HEADS)}.")
     if head == "distillation" and model.head_distillation is None:
-        raise UserError(f"{model.name or 'This model'} has no distillation head: leave --head away.")
+        raise UserError(f"{model.name or 'This model'} has no distillation head: remove --head.")
 
 
 @contextmanager
-def feed_of(model: VisionTransformer, source: Source, workers: int | None = None) -> Iterator[Feed]:
-    """The source's images, decoded as large as this model needs them, on its device."""
+def open_loader(model: VisionTransformer, source: Source, workers: int | None = None) -> Iterator[ImageLoader]:
+    """A loader of the source on the model's device, with images decoded at the size that the model needs."""
     if not len(source):
-        raise UserError(f"{source.name} holds no images: add some.")
-    feed = Feed(source, next(model.parameters()).device, workers, detail(model), "skip", lambda sentence: None)
+        raise UserError(f"{source.name} contains no images: add some.")
+    min_side = min_decode_side(model.preprocessing, model.notes)
+    loader = ImageLoader(source, next(model.parameters()).device, workers, min_side, log=lambda message: None)
     try:
-        yield feed
+        yield loader
     finally:
-        feed.close()
+        loader.close()
 
 
 @torch.inference_mode()
 def collect_scores(
     model: VisionTransformer,
-    feed: Feed,
-    matching: Matching,
-    among: Among = "subset",
-    head: Head = "both",
-    batch: int = 64,
+    loader: ImageLoader,
+    matching: ClassMatch,
+    options: EvaluationOptions = OPTIONS,
     advance: Callable[[int], None] = lambda count: None,
 ) -> Scores:
-    """One sweep over all images; scores leave the device batch by batch, for all together may not fit there."""
-    check_head(model, head)
+    """The logits of all images, moved to the CPU batch by batch: together they may not fit on the device."""
+    check_head(model, options.head)
     model.eval()
-    view = test_view(model.preprocessing)
-    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    batches: list[tuple[Tensor, Tensor, Tensor]] = []
     try:
-        for raw in feed.sweep(batch):
-            images = augment(raw.pixels, raw.sizes, torch.zeros_like(raw.index), view).images
-            scores = matching.scores(logits_of(model, images, head).float(), among)
-            labels = raw.labels if raw.labels is not None else torch.full_like(raw.index, -1)
-            found.append((raw.index.cpu(), labels.cpu(), scores.cpu()))
+        for batch in loader.iterate(options.batch_size):
+            logits = compute_logits(model, model.preprocessing.apply(batch.pixels, batch.sizes), options.head)
+            scores = matching.scores(logits.float(), options.among)
+            labels = batch.labels if batch.labels is not None else torch.full_like(batch.index, -1)
+            batches.append((batch.index.cpu(), labels.cpu(), scores.cpu()))
             advance(len(labels))
     except torch.OutOfMemoryError:
-        raise UserError(f"The device's memory is too small for {batch} images at a time: give a smaller --batch.") from None
-    if not found:
-        raise UserError(f"Not one of the images of {feed.source.name} could be read.")
-    index, label, values = (torch.cat(column) for column in zip(*found, strict=True))
+        raise UserError(f"Out of GPU memory with a batch size of {options.batch_size}: give a smaller --batch-size.") from None
+    if not batches:
+        raise UserError(f"None of the images of {loader.source.name} could be read.")
+    index, labels, values = (torch.cat(column) for column in zip(*batches, strict=True))
     broken = int((~values.isfinite().all(1)).sum())
     if broken:
-        raise UserError(f"The model's answers to {broken:,} of {len(values):,} images are no numbers: its weights are damaged.")
-    given = label.numpy()
-    if given.max() >= len(matching.answer):
-        raise UserError(f"{feed.source.name} has the label {given.max()}, for {len(matching.answer)} classes.")
-    return Scores(index.numpy(), np.where(given >= 0, matching.answer[given], -1), values, len(feed.source))
+        raise UserError(f"The logits of {broken:,} of {len(values):,} images are NaN or Inf: the model's weights are damaged.")
+    given = labels.numpy()
+    if given.max() >= len(matching.targets):
+        raise UserError(f"{loader.source.name} has the label {given.max()}, but only {len(matching.targets)} classes.")
+    return Scores(index.numpy(), np.where(given >= 0, matching.targets[given], -1), values, len(loader.source))
 
 
-def logits_of(model: VisionTransformer, images: Tensor, head: Head) -> Tensor:
+def compute_logits(model: VisionTransformer, images: Tensor, head: Head) -> Tensor:
     outputs = model.outputs(images)
     if head == "distillation":
         assert outputs.distillation is not None
@@ -192,98 +206,111 @@ def logits_of(model: VisionTransformer, images: Tensor, head: Head) -> Tensor:
     return outputs.main if head == "class" else outputs.logits
 
 
-def judge(
+def summarize_scores(
     scores: Scores,
-    matching: Matching,
+    matching: ClassMatch,
     source: str,
     split: str,
     among: Among = "subset",
-    fitting: Scores | None = None,
-    labels: Sequence[frozenset[int]] | None = None,
+    calibration: Scores | None = None,
+    valid_labels: Sequence[frozenset[int]] | None = None,
 ) -> Evaluation:
-    """All measures of one set of scores; `fitting` are the same model's on images to fit the temperature on."""
-    known = scores.known()
-    if not len(known.truth):
-        raise UserError(f"None of the readable images of {source} has a label to compare with.")
-    truth = torch.from_numpy(known.truth)
-    several = known.values.shape[1]
-    best = known.values.topk(min(FIVE, several), 1).indices == truth[:, None]
-    names = matching.names
-    guess = known.guess
-    if (guess >= len(names)).any():
-        names, guess = [*names, OTHER], guess.clip(max=len(names))
-    plain = certainty(known.values, truth)
-    answers = Answers(known.image, known.truth, guess, plain.confidence)
-    per_class = class_accuracies(answers, names)
-    top1 = float(best[:, 0].double().mean())
+    """All metrics of the scores; `calibration` are the model's scores on images to fit the temperature on, `valid_labels` the
+    sets of valid classes per image for the multi-label accuracy."""
+    labeled = scores.labeled()
+    labels = labels_of(labeled, source)
+    classes = labeled.values.shape[1]
+    hits = labeled.values.topk(min(TOP, classes), 1).indices == labels[:, None]
+    names, prediction = matching.names, labeled.prediction
+    if (prediction >= len(names)).any():
+        names, prediction = [*names, OTHER], prediction.clip(max=len(names))
+    confidences = measure_confidence(labeled.values, labels)
+    predictions = Predictions(labeled.image, labeled.label, prediction, confidences.confidence)
+    per_class = class_accuracies(predictions, names)
+    top1 = float(hits[:, 0].double().mean())
+    multilabel = None
+    if valid_labels is not None:
+        multilabel = multilabel_accuracy(scores.image, scores.prediction, valid_labels, matching.targets)
     return Evaluation(
         source=source,
         split=split,
-        images=len(truth),
-        unread=scores.asked - len(scores.truth),
-        unlabelled=len(scores.truth) - len(truth),
+        images=len(labels),
+        unreadable=scores.images - len(scores.label),
+        unlabeled=len(scores.label) - len(labels),
         classes=len(matching.names),
-        matched=matching.how,
+        matched=matching.method,
         among=among,
         top1=top1,
-        top1_error=(top1 * (1 - top1) / len(truth)) ** 0.5,
-        top5=float(best.any(1).double().mean()) if several > FIVE else None,
+        top1_error=(top1 * (1 - top1) / len(labels)) ** 0.5,
+        top5=float(hits.any(1).double().mean()) if classes > TOP else None,
         mean_per_class=float(np.mean([each["top1"] for each in per_class])),
-        loss=plain.loss,
+        loss=confidences.loss,
         per_class=per_class,
-        confusion=confusion(answers, names),
-        calibration=calibrate(known, fitting),
-        multilabel=agreement(scores.image, scores.guess, labels, matching.answer) if labels is not None else None,
+        confusion=confusion(predictions, names),
+        calibration=calibrate(labeled, calibration),
+        multilabel=multilabel,
     )
 
 
-def calibrate(known: Scores, fitting: Scores | None = None) -> Calibration:
-    """Errors as they are, and with a temperature from other images.
+def labels_of(labeled: Scores, source: str) -> Tensor:
+    if not len(labeled.label):
+        raise UserError(f"None of the readable images of {source} has a label.")
+    return torch.from_numpy(labeled.label)
 
-    Without others, or where they are all recognized and no temperature is the best, each half of the images is measured with
-    the temperature of the other half; the one told is that of all.
+
+def calibrate(labeled: Scores, calibration: Scores | None = None) -> Calibration:
+    """Calibration errors without a temperature, and with one fitted on other images.
+
+    Without other images, or if all of them are classified correctly so that the loss has no minimum, each half of the images is
+    measured with the temperature of the other half; the reported temperature is that of all images.
     """
-    truth = torch.from_numpy(known.truth)
-    plain = certainty(known.values, truth)
-    bins = equal_bins(plain.confidence, plain.right)
-    before = Calibration(
-        float(plain.confidence.mean()),
+    labels = torch.from_numpy(labeled.label)
+    before = measure_confidence(labeled.values, labels)
+    bins = equal_bins(before.confidence, before.correct)
+    plain = Calibration(
+        float(before.confidence.mean()),
         calibration_error(bins),
-        calibration_error(adaptive_bins(plain.confidence, plain.right)),
+        calibration_error(adaptive_bins(before.confidence, before.correct)),
         bins,
     )
-    heat, words, applied = _temperature(known, truth, fitting)
-    if heat is None:
-        return replace(before, fitted_on=words)
-    mended = certainty(known.values, truth, applied)
-    after = equal_bins(mended.confidence, mended.right)
-    return Calibration(
-        *(before.confidence, before.ece, before.adaptive_ece, bins),
-        *(heat, words, calibration_error(after)),
-        *(calibration_error(adaptive_bins(mended.confidence, mended.right)), mended.loss, after),
+    temperature, fitted_on, per_image = _choose_temperature(labeled, labels, calibration)
+    if temperature is None:
+        return replace(plain, fitted_on=fitted_on)
+    after = measure_confidence(labeled.values, labels, per_image)
+    bins_after = equal_bins(after.confidence, after.correct)
+    return replace(
+        plain,
+        temperature=temperature,
+        fitted_on=fitted_on,
+        ece_after=calibration_error(bins_after),
+        adaptive_ece_after=calibration_error(adaptive_bins(after.confidence, after.correct)),
+        loss_after=after.loss,
+        bins_after=bins_after,
     )
 
 
-def _temperature(known: Scores, truth: Tensor, fitting: Scores | None) -> tuple[float | None, str, Tensor]:
-    """The temperature, what it was fitted on, and the one for every image [N]."""
-    if fitting is not None:
-        others = fitting.known()
-        heat = fit_temperature(others.values, torch.from_numpy(others.truth)) if len(others.truth) else None
-        if heat is not None:
-            return heat, f"{len(others.truth):,} validation images", torch.full((len(truth),), heat, dtype=torch.float64)
-    applied = torch.ones(len(truth), dtype=torch.float64)
-    half = torch.from_numpy(np.random.default_rng(0).permutation(len(truth)) % 2 == 0)
+def _choose_temperature(labeled: Scores, labels: Tensor, calibration: Scores | None) -> tuple[float | None, str, Tensor]:
+    """The temperature, what it was fitted on, and the temperature of every image [N]."""
+    if calibration is not None:
+        others = calibration.labeled()
+        temperature = fit_temperature(others.values, torch.from_numpy(others.label)) if len(others.label) else None
+        if temperature is not None:
+            per_image = torch.full((len(labels),), temperature, dtype=torch.float64)
+            return temperature, f"{len(others.label):,} validation images", per_image
+    per_image = torch.ones(len(labels), dtype=torch.float64)
+    half = torch.from_numpy(np.random.default_rng(0).permutation(len(labels)) % 2 == 0)
     for part in (half, ~half):
-        heat = fit_temperature(known.values[~part], truth[~part]) if bool(part.any() and (~part).any()) else None
-        if heat is None:
-            return None, WITHOUT, applied
-        applied[part] = heat
-    words = "the two halves of the images by turns" + (", for the validation images give none" if fitting is not None else "")
-    return fit_temperature(known.values, truth), words, applied
+        temperature = fit_temperature(labeled.values[~part], labels[~part]) if bool(part.any() and (~part).any()) else None
+        if temperature is None:
+            return None, NO_TEMPERATURE, per_image
+        per_image[part] = temperature
+    fitted_on = "two halves of the images, each for the other"
+    fitted_on += ", since it cannot be fitted on the validation images" if calibration is not None else ""
+    return fit_temperature(labeled.values, labels), fitted_on, per_image
 
 
-def prepared(model: VisionTransformer, size: tuple[int, int] | None, crop_ratio: float | None) -> VisionTransformer:
-    """A model for another size and crop; the given one stays as it is, so that tables are resampled once only."""
+def adapt_model(model: VisionTransformer, size: tuple[int, int] | None, crop_ratio: float | None) -> VisionTransformer:
+    """The model with another image size or crop ratio; the given model is not changed, so that tables are resampled once."""
     if size is not None and size != model.preprocessing.image_size:
         model = copy.deepcopy(model).resize(*size)
     elif crop_ratio is not None:
@@ -292,39 +319,34 @@ def prepared(model: VisionTransformer, size: tuple[int, int] | None, crop_ratio:
         if not 0.0 < crop_ratio <= 1.0:
             raise UserError(f"A crop ratio is above 0 and at most 1, not {crop_ratio:g}.")
         if model.preprocessing.resize == "square":
-            raise UserError("This model's images are squeezed into a square and not cropped: leave --crop-ratios away.")
+            raise UserError("This model's images are resized to a square and not cropped: remove --crop-ratios.")
         model.preprocessing = model.preprocessing._replace(crop_ratio=crop_ratio)
     return model
 
 
-def sweep(
+def sweep_sizes(
     model: VisionTransformer,
     source: Source,
-    matching: Matching,
+    matching: ClassMatch,
     sizes: Sequence[tuple[int, int]],
     crop_ratios: Sequence[float],
-    among: Among = "subset",
-    head: Head = "both",
-    batch: int = 64,
-    workers: int | None = None,
+    options: EvaluationOptions = OPTIONS,
     advance: Callable[[int], None] = lambda count: None,
 ) -> Iterator[dict[str, Any]]:
-    """Accuracy at every size with every crop ratio; the model's own where a list is empty."""
+    """The accuracy for every size with every crop ratio; the model's own for an empty list."""
     for size in sizes or [model.preprocessing.image_size]:
-        at_size = prepared(model, size, None)
-        with feed_of(at_size, source, workers) as feed:
-            for ratio in crop_ratios or [at_size.preprocessing.crop_ratio]:
-                here = prepared(at_size, None, ratio) if crop_ratios else at_size
-                known = collect_scores(here, feed, matching, among, head, batch, advance).known()
-                if not len(known.truth):
-                    raise UserError(f"None of the readable images of {source.name} has a label to compare with.")
-                truth = torch.from_numpy(known.truth)
-                best = known.values.topk(min(FIVE, known.values.shape[1]), 1).indices == truth[:, None]
+        resized = adapt_model(model, size, None)
+        with open_loader(resized, source, options.workers) as loader:
+            for ratio in crop_ratios or [resized.preprocessing.crop_ratio]:
+                adapted = adapt_model(resized, None, ratio) if crop_ratios else resized
+                labeled = collect_scores(adapted, loader, matching, options, advance).labeled()
+                labels = labels_of(labeled, source.name)
+                hits = labeled.values.topk(min(TOP, labeled.values.shape[1]), 1).indices == labels[:, None]
                 yield {
-                    "size": show_size(size),
-                    "crop_ratio": here.preprocessing.crop_ratio,
-                    "top1": float(best[:, 0].double().mean()),
-                    "top5": float(best.any(1).double().mean()) if known.values.shape[1] > FIVE else None,
-                    "loss": certainty(known.values, truth).loss,
-                    "images": len(truth),
+                    "size": format_size(size),
+                    "crop_ratio": adapted.preprocessing.crop_ratio,
+                    "top1": float(hits[:, 0].double().mean()),
+                    "top5": float(hits.any(1).double().mean()) if labeled.values.shape[1] > TOP else None,
+                    "loss": measure_confidence(labeled.values, labels).loss,
+                    "images": len(labels),
                 }

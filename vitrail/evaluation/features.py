@@ -1,4 +1,4 @@
-"""A model over every image of a source: one vector per image, with its labels and its number."""
+"""Features of a model for every image of a source: one vector per image, with its labels and its index."""
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -8,154 +8,144 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vitrail.data.feed import Feed
-from vitrail.data.loader import Batch, Canvas, Problem, Reader, make_batch
-from vitrail.data.sampler import Samples
-from vitrail.data.source import Source
-from vitrail.data.transforms.pipeline import augment
-from vitrail.data.workers import Workers, usual_workers
+from vitrail.data.image_loader import ImageLoader
+from vitrail.data.loader import Batch, Problem
+from vitrail.data.source import Labels, Source
 from vitrail.errors import UserError
-from vitrail.evaluation.accuracy import test_view
-from vitrail.evaluation.predict import FEW, detail
+from vitrail.evaluation.predict import DecodedImages, read_batches
 from vitrail.layers.layout import Layout
+from vitrail.models.preprocessing import min_decode_side
 from vitrail.models.vision_transformer import Features, VisionTransformer
 
 VECTORS = {
-    "pooled": "what the classifier reads",
+    "pooled": "the input of the classifier",
     "class": "the class token",
-    "mean": "the mean of the patches",
-    "class_mean": "class token and mean of the patches, one after the other",
+    "mean": "the mean of the patch tokens",
+    "class_mean": "class token and mean of the patch tokens, concatenated",
     "distillation": "the distillation token",
-    "penultimate": "what the last linear layer reads: after the pre-logits, where there are any",
-    "logits": "the classifier's answer",
+    "penultimate": "the input of the last linear layer: after the pre-logits, if any",
+    "logits": "the output of the classifier",
 }
 
 
-class Readout(NamedTuple):
-    """Which vector stands for an image."""
+class FeatureKind(NamedTuple):
+    """Which vector is used as the features of an image."""
 
     vector: str = "pooled"
-    before_norm: bool = False  # without the trunk's final norm
-    unit: bool = False  # scaled to length one
-    bf16: bool = False  # computed in bfloat16; the vectors are float32 all the same
+    before_norm: bool = False  # without the final norm of the backbone
+    normalize: bool = False  # L2-normalized
+    bf16: bool = False  # computed in bfloat16, returned in float32
 
 
-POOLED = Readout()
+POOLED = FeatureKind()
 
 
 class Embedding(NamedTuple):
-    """One row per image that could be read, in the order of the source."""
+    """One row per readable image, in the order of the source."""
 
     vectors: Tensor  # float32 [N, D]
-    image: Tensor  # int64 [N]: numbers in the source
+    image: Tensor  # int64 [N]: indices in the source
     labels: Tensor | None  # int64 [N], -1: unknown
-    extra: dict[str, Tensor]  # further columns of labels, int64 [N] each
-    problems: list[Problem]  # images that could not be read
+    extra: dict[str, Tensor]  # further label columns, int64 [N] each
+    problems: list[Problem]  # unreadable images
 
-    def pick(self, rows: Tensor) -> "Embedding":
+    def select(self, rows: Tensor) -> "Embedding":
         labels = self.labels[rows] if self.labels is not None else None
         extra = {name: values[rows] for name, values in self.extra.items()}
         return Embedding(self.vectors[rows], self.image[rows], labels, extra, self.problems)
+
+    def to(self, device: torch.device) -> "Embedding":
+        labels = self.labels.to(device) if self.labels is not None else None
+        extra = {name: values.to(device) for name, values in self.extra.items()}
+        return Embedding(self.vectors.to(device), self.image.to(device), labels, extra, self.problems)
 
 
 @torch.no_grad()
 def embed(
     model: VisionTransformer,
-    source: Source | Feed,
-    pooling: Readout = POOLED,
-    batch: int = 64,
+    source: Source | ImageLoader,
+    kind: FeatureKind = POOLED,
+    batch_size: int = 64,
     workers: int | None = None,
     advance: Callable[[int], None] = lambda count: None,
 ) -> Embedding:
-    """The vectors of all images, seen as the model is tested. Nothing waits for the device before the end.
+    """The features of all images, with the preprocessing of the model's validation.
 
-    They stay on the model's device while they take up less than half of its free memory, and go to the host otherwise.
+    They stay on the model's device if they take less than half of its free memory, and are moved to the CPU otherwise. The device
+    is not synchronized before the last batch.
     """
-    check_readout(model, pooling)
+    check_kind(model, kind)
     device = next(model.parameters()).device
-    view = test_view(model.preprocessing)
     problems: list[Problem] = []
-    if isinstance(source, Feed):
-        raw, batches = source.source, source.sweep(batch)
+    batches: Iterator[Batch] | Iterator[DecodedImages]
+    if isinstance(source, ImageLoader):
+        data, batches = source.source, source.iterate(batch_size)
     else:
-        raw, batches = source, sweep(source, device, detail(model), batch, workers, problems)
+        min_side = min_decode_side(model.preprocessing, model.notes)
+        data, batches = source, readable_batches(source, device, min_side, batch_size, workers, problems)
     vectors: Tensor | None = None
-    numbers, labels = [], []
-    extra: dict[str, list[Tensor]] = {name: [] for name in raw.extra}
-    before, count = model.training, 0
+    indices: list[Tensor] = []
+    was_training, count = model.training, 0
     model.eval()
     try:
-        for part in batches:
-            images = augment(part.pixels, part.sizes, torch.zeros_like(part.index), view).images
-            with torch.autocast(device.type, torch.bfloat16, enabled=pooling.bf16):
-                found = read_vectors(model, images, pooling)
-            found = F.normalize(found.float(), dim=1) if pooling.unit else found.float()
+        for batch in batches:
+            images = model.preprocessing.apply(batch.pixels, batch.sizes)
+            with torch.autocast(device.type, torch.bfloat16, enabled=kind.bf16):
+                features = compute_features(model, images, kind)
+            features = F.normalize(features.float(), dim=1) if kind.normalize else features.float()
             if vectors is None:
-                vectors = make_room(len(raw), found.shape[1], device)
-            vectors[count : count + len(found)] = found
-            count += len(found)
-            numbers.append(part.index)
-            if part.labels is not None:
-                labels.append(part.labels)
-            for name, values in part.extra.items():
-                extra[name].append(values)
-            advance(len(found))
+                vectors = allocate(len(data), features.shape[1], device)
+            vectors[count : count + len(features)] = features
+            count += len(features)
+            indices.append(torch.as_tensor(batch.index))
+            advance(len(features))
     finally:
-        model.train(before)
+        model.train(was_training)
     if vectors is None:
-        raise UserError(f"No image of {raw.name or 'those given'} could be read{first(problems)}.")
+        first = f" ({problems[0].location}: {problems[0].reason})" if problems else ""
+        raise UserError(f"No image of {data.name or 'the given images'} could be read{first}.")
     vectors = vectors[:count]
-    bad = int((~vectors.isfinite().all(1)).sum())
-    if bad:
+    broken = int((~vectors.isfinite().all(1)).sum())
+    if broken:
         raise UserError(
-            f"The features of {bad} of {count} images are not finite: the weights are damaged or overflow"
-            f"{' in bfloat16, so leave --bf16 out' if pooling.bf16 else ''}."
+            f"The features of {broken} of {count} images are NaN or Inf: the weights are damaged or overflow"
+            f"{' in bfloat16, so remove --bf16' if kind.bf16 else ''}."
         )
-    place = vectors.device
-    columns = {name: torch.cat(values).to(place) for name, values in extra.items() if values}
-    known = torch.cat(labels).to(place) if labels else None
-    return Embedding(vectors, torch.cat(numbers).to(place), known, columns, problems)
+    index = torch.cat(indices).cpu().numpy()
+
+    def select(labels: Labels) -> Tensor:
+        return torch.from_numpy(labels.values[index].astype(np.int64)).to(vectors.device)
+
+    labels = select(data.label) if data.label is not None else None
+    extra = {name: select(column) for name, column in data.extra.items()}
+    return Embedding(vectors, torch.from_numpy(index).to(vectors.device), labels, extra, problems)
 
 
-def first(problems: list[Problem]) -> str:
-    return f" ({problems[0].where}: {problems[0].reason})" if problems else ""
+def readable_batches(
+    source: Source, device: torch.device, min_side: int | None, batch_size: int, workers: int | None, problems: list[Problem]
+) -> Iterator[DecodedImages]:
+    """The readable images of a source; the others are appended to `problems`."""
+    for batch in read_batches(source, device, min_side, batch_size, workers):
+        problems += batch.problems.values()
+        if len(batch.index):
+            yield batch
 
 
-def sweep(
-    source: Source, device: torch.device, at_least: int | None, batch: int, workers: int | None, problems: list[Problem]
-) -> Iterator[Batch]:
-    """Every readable image once, decoded as it is needed; a `Feed` would first keep all of them."""
-    if workers is None:
-        workers = usual_workers() if len(source) > FEW else 0
-    pool = Workers(Reader(source, at_least, False).images, workers)
-    chunks = np.split(np.arange(len(source)), range(batch, len(source), batch)) if len(source) else []
-    try:
-        for canvas in pool.run(chunks):
-            problems += canvas.problems
-            good = np.flatnonzero(canvas.sizes[:, 0] > 0)
-            if len(good):
-                samples = Samples(canvas.samples.index[good], canvas.samples.repeat[good], canvas.samples.position[good])
-                readable = Canvas(canvas.pixels[torch.from_numpy(good)], canvas.sizes[good], None, samples, [])
-                yield make_batch(source, readable).to(device)
-    finally:
-        pool.close()
-
-
-def make_room(rows: int, width: int, device: torch.device) -> Tensor:
-    """Uninitialized float32 [rows, width] where there is room for it."""
+def allocate(rows: int, width: int, device: torch.device) -> Tensor:
+    """Uninitialized float32 [rows, width], on the CPU if it would take more than half of the GPU's free memory."""
     if device.type == "cuda" and rows * width * 4 > torch.cuda.mem_get_info(device)[0] // 2:
         device = torch.device("cpu")
     return torch.empty(rows, width, device=device)
 
 
-def read_vectors(model: VisionTransformer, images: Tensor, pooling: Readout) -> Tensor:
+def compute_features(model: VisionTransformer, images: Tensor, kind: FeatureKind) -> Tensor:
     """[B, 3, height, width] to [B, D]."""
     x, layout = model.encode(*model.embed(images))
-    features = bare(model, x, layout) if pooling.before_norm else model.read(x, layout)
+    features = read_without_norm(model, x, layout) if kind.before_norm else model.read(x, layout)
     a = model.architecture
-    # Models that pool before they norm have no normed patches: their normed mean is what the classifier reads.
-    mean = features.pooled if a.pool_norm and not pooling.before_norm else features.tokens.mean(1)
-    match pooling.vector:
+    # Models that pool before the norm have no normalized patch tokens: their normalized mean is the input of the classifier.
+    mean = features.pooled if a.pool_norm and not kind.before_norm else features.tokens.mean(1)
+    match kind.vector:
         case "class":
             return features.prefix[:, 0]
         case "mean":
@@ -165,15 +155,16 @@ def read_vectors(model: VisionTransformer, images: Tensor, pooling: Readout) -> 
         case "distillation":
             return features.prefix[:, 1]
         case "penultimate":
-            return model.pre_logits(features.pooled)
+            out: Tensor = model.pre_logits(features.pooled)
+            return out
         case "logits":
             return model.classify(features).logits
-    # One query per class gives one vector per class; their mean is what all of them saw.
+    # One query per class gives one vector per class: take their mean.
     return features.pooled.mean(1) if features.pooled.ndim == 3 else features.pooled
 
 
-def bare(model: VisionTransformer, x: Tensor, layout: Layout) -> Features:
-    """What `VisionTransformer.read` gives, without the final norm."""
+def read_without_norm(model: VisionTransformer, x: Tensor, layout: Layout) -> Features:
+    """The features of `VisionTransformer.read` before the final norm."""
     prefix, patches = x[:, : layout.prefix], x[:, layout.prefix :]
     if model.pooling is not None:
         prefix = model.pooling(x, layout)
@@ -183,23 +174,19 @@ def bare(model: VisionTransformer, x: Tensor, layout: Layout) -> Features:
     return Features(patches, layout.grid, prefix, pooled)
 
 
-def check_readout(model: VisionTransformer, pooling: Readout) -> None:
+def check_kind(model: VisionTransformer, kind: FeatureKind) -> None:
     a = model.architecture
-    if pooling.vector not in VECTORS:
-        raise UserError(f"There is no vector called {pooling.vector!r}: choose from {', '.join(VECTORS)}.")
-    if pooling.before_norm and pooling.vector in ("penultimate", "logits"):
-        raise UserError(f"The {pooling.vector} come after the final norm: ask for them without --before-norm.")
+    if kind.vector not in VECTORS:
+        raise UserError(f"There is no vector called {kind.vector!r}: choose from {', '.join(VECTORS)}.")
+    if kind.before_norm and kind.vector in ("penultimate", "logits"):
+        raise UserError(f"The vector {kind.vector} is computed after the final norm: remove --before-norm.")
     missing = {
-        "class": a.pooling in ("mean", "per_class"),
-        "class_mean": a.pooling in ("mean", "per_class"),
-        "distillation": not a.distillation,
-        "penultimate": a.pooling == "per_class",
-        "logits": not a.classes,
+        "class": ("class token", a.pooling in ("mean", "per_class")),
+        "class_mean": ("class token", a.pooling in ("mean", "per_class")),
+        "distillation": ("distillation token", not a.distillation),
+        "penultimate": ("single input vector of its last layer", a.pooling == "per_class"),
+        "logits": ("classifier", not a.classes),
     }
-    if missing.get(pooling.vector):
-        what = "classifier" if pooling.vector == "logits" else VECTORS[pooling.vector].split(":")[0].removeprefix("the ")
-        if pooling.vector == "penultimate":
-            what = "single vector that its last layer reads"
-        elif pooling.vector == "class_mean":
-            what = "class token"
-        raise UserError(f"This model has no {what}: ask for another vector, such as pooled.")
+    part, is_missing = missing.get(kind.vector, ("", False))
+    if is_missing:
+        raise UserError(f"This model has no {part}: choose another vector, such as pooled.")

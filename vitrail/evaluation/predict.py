@@ -1,191 +1,301 @@
-"""What a model sees in images: from paths to class names with probabilities, as fast as the images can be read."""
+"""Predictions for images: from files, folders, PIL images or arrays to the most probable classes."""
 
 import glob
-import json
 import os
-import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from vitrail.data.datasets.folder import EXTENSIONS, FolderSource, Paths, listing
-from vitrail.data.datasets.lookup import open_source
-from vitrail.data.loader import Canvas, Problem, Reader, make_batch
-from vitrail.data.sampler import Samples
-from vitrail.data.source import Source, Subset
-from vitrail.data.transforms.pipeline import augment
-from vitrail.data.workers import Workers, usual_workers
+from vitrail.atomic_files import describe_error
+from vitrail.data.datasets.folder import EXTENSIONS, Paths, listing
+from vitrail.data.decode import decode
+from vitrail.data.loader import ImageReader, Problem
+from vitrail.data.source import Encoded, Source, Subset
+from vitrail.data.workers import Workers, default_workers
 from vitrail.errors import UserError
-from vitrail.evaluation.accuracy import test_view
+from vitrail.models.preprocessing import list_images, min_decode_side, pad_images, to_pixels
 from vitrail.models.vision_transformer import VisionTransformer
 
-BUILT_IN = 16  # digits
-FEW = 64  # images that are read sooner than a process that helps is started
+if TYPE_CHECKING:
+    from vitrail.models.preprocessing import ImageInput
+
+    ImagesInput = ImageInput | Sequence[ImageInput]
+
+DIGITS = 16  # number of built-in images to predict
+IN_PROCESS = 64  # up to this many images are decoded in this process: starting workers would take longer
 
 
-class Guess(NamedTuple):
-    number: int  # of the class
+@dataclass(frozen=True)
+class ClassProbability:
+    index: int  # of the class
     name: str
     probability: float
 
 
 class Prediction(NamedTuple):
-    """One image: where it lies, what it may be, likeliest first, and what it is, where that is known."""
+    """The most probable classes of one image, highest probability first."""
 
-    where: str
-    guesses: list[Guess]
-    truth: str | None
+    image: str  # path, or "image 3" for the fourth image of a list without a path
+    classes: list[ClassProbability]
+    label: str | None  # of labeled data
+
+    @property
+    def name(self) -> str:
+        """The predicted class."""
+        return self.classes[0].name
+
+    @property
+    def probability(self) -> float:
+        """The probability of the predicted class."""
+        return self.classes[0].probability
 
 
-def open_images(paths: Iterable[str | Path]) -> tuple[Source, list[Problem]]:
-    """The images at paths, below folders and of patterns, in the order given, and what is not there.
+@dataclass(frozen=True)
+class DecodedImages:
+    """The readable images of a batch, and the problems of the others by index."""
 
-    `digits` are some built-in ones. A pattern (`photos/**/*.jpg`) is one that no file is called by.
+    index: np.ndarray  # int64 [B]: indices in the source
+    pixels: Tensor  # uint8 [B, 3, H, W], each image in the upper left corner
+    sizes: Tensor  # int64 [B, 2]
+    problems: dict[int, Problem]
+
+
+def predict(
+    weights: "str | Path | VisionTransformer",
+    images: "ImagesInput",
+    top: int = 5,
+    batch_size: int = 32,
+    workers: int | None = None,
+    device: str | torch.device | None = None,
+) -> list[Prediction]:
+    """The `top` most probable classes of each image.
+
+    `weights` is a checkpoint in any supported format, a run directory, the name of bundled weights, or a model. `images` is one
+    of, or a list of: a path, a folder, a pattern such as `photos/**/*.jpg`, a PIL image, a uint8 array [H, W, 3], a uint8 tensor
+    [3, H, W]. Images are preprocessed as in the model's validation. An image that cannot be read raises UserError.
     """
-    wanted = list(map(str, paths))
-    if "" in wanted:
-        raise UserError("The path to an image is empty: give files, folders or patterns such as 'photos/**/*.jpg'.")
-    if wanted == ["digits"] and not os.path.exists("digits"):
-        return Subset(open_source("digits", "test"), np.arange(BUILT_IN)), []
-    found: list[str] = []
+    model = weights if isinstance(weights, VisionTransformer) else open_model(weights, device)
+    source, problems = open_inputs(images)
+    predictions: list[Prediction] = []
+    for result in chain(problems, iterate_predictions(model, source, top, batch_size, workers)):
+        if isinstance(result, Problem):
+            raise UserError(f"{result.location} cannot be read: {result.reason}.")
+        predictions.append(result)
+    return predictions
+
+
+def open_model(weights: str | Path, device: str | torch.device | None = None) -> VisionTransformer:
+    """The model of a checkpoint, a run directory or bundled weights; by default on a GPU if one is available."""
+    from vitrail.checkpoints import load
+    from vitrail.devices import choose_device
+
+    return load(find_weights(weights), device=choose_device(str(device) if device is not None else None))
+
+
+def find_weights(path: str | Path) -> Path:
+    """The best weights of a run directory; any other path unchanged."""
+    path = Path(path)
+    return path / "best.safetensors" if (path / "run.json").is_file() else path
+
+
+class ImageList(Source):
+    """Images of a list: paths, PIL images, arrays, tensors."""
+
+    def __init__(self, images: "Sequence[ImageInput] | Paths") -> None:
+        self.name, self.label, self.extra = "", None, {}
+        self.images = images
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def encoded(self, index: int) -> Encoded:
+        image = self.images[index]
+        return Path(image).read_bytes() if isinstance(image, str | os.PathLike) else to_pixels(image)
+
+    def location(self, index: int) -> str:
+        image = self.images[index]
+        return os.fspath(image) if isinstance(image, str | os.PathLike) else f"image {index}"
+
+
+def open_inputs(images: "ImagesInput") -> tuple[Source, list[Problem]]:
+    """The images of a path, folder, pattern, PIL image, array, tensor or a list of these, and paths that are not images."""
+    items = list_images(images)
+    if all(isinstance(item, str | os.PathLike) for item in items):
+        return open_images(items)  # type: ignore[arg-type]
+    expanded: list[ImageInput] = []
     problems: list[Problem] = []
-    for path in map(os.path.expanduser, wanted):
-        places = expand(path)
-        for place in places:
-            if not os.path.isdir(place):
-                take(place, found, problems)
-            elif "**" in path and places != [path]:  # the pattern finds by itself what lies in the folder
-                if not below(place, []):
-                    problems.append(Problem(place, "a folder by the name of an image"))
+    for item in items:
+        if isinstance(item, str | os.PathLike):
+            source, missing = open_images([item])
+            expanded += [source.location(index) for index in range(len(source))]
+            problems += missing
+        else:
+            expanded.append(item)
+    return ImageList(expanded), problems
+
+
+def open_images(paths: "Iterable[str | os.PathLike[str]]") -> tuple[Source, list[Problem]]:
+    """The images of files, folders and patterns in the order given, and paths that are not images.
+
+    A path with wildcards (`photos/**/*.jpg`) is a pattern unless a file has this name. `digits` stands for built-in images.
+    """
+    given = [os.fspath(path) for path in paths]
+    if "" in given:
+        raise UserError("The path of an image is empty: give files, folders or patterns such as 'photos/**/*.jpg'.")
+    if given == ["digits"] and not os.path.exists("digits"):
+        from vitrail.data.datasets.lookup import open_source
+
+        return Subset(open_source("digits", "test"), np.arange(DIGITS)), []
+    files: list[str] = []
+    problems: list[Problem] = []
+    for path in map(os.path.expanduser, given):
+        matches = expand_pattern(path)
+        for match in matches:
+            if not os.path.isdir(match):
+                add_file(match, files, problems)
+            elif "**" in path and matches != [path]:  # the pattern itself matches the files of the folder
+                if not find_images(match, []):
+                    problems.append(Problem(match, "a folder with an image extension in its name"))
             else:
                 before = len(problems)
-                inside = below(place, problems)
-                found += inside
+                inside = find_images(match, problems)
+                files += inside
                 if not inside and len(problems) == before:
-                    problems.append(Problem(place, "the folder holds no images"))
-    return FolderSource("", Paths(found), None), problems
+                    problems.append(Problem(match, "the folder contains no images"))
+    return ImageList(files if len(files) <= IN_PROCESS else Paths(files)), problems
 
 
-def expand(path: str) -> list[str]:
-    """What a pattern stands for, in byte order; a path that exists, or that matches nothing, stands for itself.
+def expand_pattern(path: str) -> list[str]:
+    """The matches of a pattern in byte order; a path that exists, or a pattern without matches, is returned as it is.
 
-    `**` goes into every folder, so of what it finds only what is called like an image is meant.
+    `**` matches files of any kind in every subfolder, so only image extensions are kept.
     """
     if os.path.lexists(path) or not glob.has_magic(path):
         return [path]
-    found = sorted(glob.iglob(path, recursive=True), key=os.fsencode)
+    matches = sorted(glob.iglob(path, recursive=True), key=os.fsencode)
     if "**" in path:
-        found = [place for place in found if place.rpartition(".")[2].lower() in EXTENSIONS]
-    return found or [path]
+        matches = [match for match in matches if has_image_extension(match)]
+    return matches or [path]
 
 
-def take(path: str, found: list[str], problems: list[Problem]) -> None:
-    """To the images if it is a file; reading a pipe that nobody writes to would wait for ever."""
+def has_image_extension(path: str) -> bool:
+    return path.rpartition(".")[2].lower() in EXTENSIONS
+
+
+def add_file(path: str, files: list[str], problems: list[Problem]) -> None:
+    """Append a regular file or standard input to `files`, anything else to `problems`: reading a named pipe could block."""
     if os.path.isfile(path) or (os.path.exists(path) and path.startswith(("/dev/fd/", "/dev/stdin"))):
-        found.append(path)
+        files.append(path)
     elif os.path.exists(path):
         problems.append(Problem(path, "not a file"))
     else:
-        problems.append(Problem(path, "the link leads nowhere" if os.path.islink(path) else "there is no such file"))
+        problems.append(Problem(path, "broken symbolic link" if os.path.islink(path) else "no such file"))
 
 
-def read_list(content: bytes) -> list[str]:
-    """Paths, one a line, or with a zero byte after each, as `find -print0` writes them."""
-    lines = content.split(b"\0") if b"\0" in content else content.splitlines()
-    return [os.fsdecode(line) for line in lines if line]
-
-
-def below(folder: str, problems: list[Problem], above: frozenset[str] = frozenset()) -> list[str]:
-    """The images of a folder at any depth; a link back to a folder above is not followed. What cannot be one is noted."""
-    here = os.path.realpath(folder)
-    if here in above:
+def find_images(folder: str, problems: list[Problem], parents: frozenset[str] = frozenset()) -> list[str]:
+    """The images of a folder at any depth, in byte order; symbolic links to a parent folder are not followed."""
+    resolved = os.path.realpath(folder)
+    if resolved in parents:
         return []
     try:
         entries = listing(folder)
     except UserError as error:
         problems.append(Problem(folder, str(error)))
         return []
-    found: list[str] = []
+    files: list[str] = []
     for entry in entries:
-        like_a_image = entry.name.rpartition(".")[2].lower() in EXTENSIONS
         if os.path.isdir(entry.path):
             before = len(problems)
-            inside = below(entry.path, problems, above | {here})
-            found += inside
-            if like_a_image and not inside and len(problems) == before:
-                problems.append(Problem(entry.path, "a folder by the name of an image"))
-        elif like_a_image:
-            take(entry.path, found, problems)
-    return found
+            inside = find_images(entry.path, problems, parents | {resolved})
+            files += inside
+            if has_image_extension(entry.name) and not inside and len(problems) == before:
+                problems.append(Problem(entry.path, "a folder with an image extension in its name"))
+        elif has_image_extension(entry.name):
+            add_file(entry.path, files, problems)
+    return files
 
 
-def predict(
-    model: VisionTransformer, source: Source, top: int = 5, batch: int = 32, workers: int | None = None
+def parse_path_list(content: bytes) -> list[str]:
+    """Paths, one per line, or each ended by a zero byte as `find -print0` writes them."""
+    lines = content.split(b"\0") if b"\0" in content else content.splitlines()
+    return [os.fsdecode(line) for line in lines if line]
+
+
+def iterate_predictions(
+    model: VisionTransformer, source: Source, top: int = 5, batch_size: int = 32, workers: int | None = None
 ) -> Iterator[Prediction | Problem]:
-    """One answer per image of a source, in order: its likeliest classes, or why it cannot be read.
-
-    The model prepares images as it was tested with, on the device it lies on.
-    """
+    """A prediction for each image of a source in order, or the reason why the image cannot be read."""
     if not model.architecture.classes:
-        raise UserError("This model has no classifier: it cannot say what an image is.")
+        raise UserError("This model has no classifier: it cannot predict classes.")
     names = model.class_names or [f"class {index}" for index in range(model.architecture.classes)]
-    if workers is None:
-        workers = usual_workers() if len(source) > FEW else 0
-    chunks = np.split(np.arange(len(source)), range(batch, len(source), batch))
-    pool = Workers(Reader(source, detail(model), False).images, min(workers, len(chunks)))
+    device, min_side = next(model.parameters()).device, min_decode_side(model.preprocessing, model.notes)
+    was_training = model.training
     model.eval()
     try:
-        for canvas in pool.run(chunks if len(source) else []):
-            yield from answers(model, source, canvas, names, top)
+        for batch in read_batches(source, device, min_side, batch_size, workers):
+            results: dict[int, Prediction | Problem] = dict(batch.problems)
+            for index, probabilities, classes in zip(batch.index.tolist(), *top_classes(model, batch, top), strict=True):
+                label = int(source.label.values[index]) if source.label else -1
+                results[index] = Prediction(
+                    source.location(index),
+                    [ClassProbability(number, names[number], p) for p, number in zip(probabilities, classes, strict=True)],
+                    source.classes[label] if label >= 0 else None,
+                )
+            yield from (results[index] for index in sorted(results))
     except torch.OutOfMemoryError:
-        raise UserError(f"The device's memory is too small for {batch} images at a time: give a smaller --batch.") from None
+        raise UserError(f"Out of GPU memory with a batch size of {batch_size}: give a smaller --batch-size.") from None
+    finally:
+        model.train(was_training)
+
+
+@torch.inference_mode()
+def top_classes(model: VisionTransformer, batch: DecodedImages, top: int) -> tuple[list[list[float]], list[list[int]]]:
+    """Probabilities and indices of the `top` most probable classes: two lists [B, top]."""
+    if not len(batch.index):
+        return [], []
+    logits = model(model.preprocessing.apply(batch.pixels, batch.sizes)).float()
+    if not logits.isfinite().all():
+        raise UserError("The model's logits are NaN or Inf: its weights are damaged.")
+    probabilities, classes = logits.softmax(1).topk(min(top, logits.shape[1]), 1)
+    return probabilities.tolist(), classes.tolist()
+
+
+def read_batches(
+    source: Source, device: torch.device, min_side: int | None, batch_size: int, workers: int | None = None
+) -> Iterator[DecodedImages]:
+    """All images of a source in order, decoded by worker processes or in this one, without caching."""
+    if workers is None:
+        workers = default_workers() if len(source) > IN_PROCESS else 0
+    chunks = np.split(np.arange(len(source)), range(batch_size, len(source), batch_size)) if len(source) else []
+    if not workers:
+        yield from (decode_chunk(source, chunk, min_side, device) for chunk in chunks)
+        return
+    pool = Workers(ImageReader(source, min_side, False).read_images, min(workers, len(chunks)))
+    try:
+        for decoded in pool.run(chunks):
+            index, readable = decoded.samples.index, decoded.sizes[:, 0] > 0
+            pixels = decoded.pixels if readable.all() else decoded.pixels[torch.from_numpy(readable)]
+            sizes = torch.from_numpy(decoded.sizes[readable])
+            problems = dict(zip(index[~readable].tolist(), decoded.problems, strict=True))
+            yield DecodedImages(index[readable], pixels.permute(0, 3, 1, 2).to(device), sizes.to(device), problems)
     finally:
         pool.close()
 
 
-def answers(
-    model: VisionTransformer, source: Source, canvas: Canvas, names: Sequence[str], top: int
-) -> Iterator[Prediction | Problem]:
-    good = np.flatnonzero(canvas.sizes[:, 0] > 0)
-    found = iter(zip(*likeliest(model, source, canvas, good, min(top, len(names))), strict=True) if len(good) else ())
-    problems = iter(canvas.problems)
-    for row, index in enumerate(canvas.samples.index):
-        if canvas.sizes[row, 0] == 0:
-            yield in_words(next(problems))
-            continue
-        guesses = [Guess(place, names[place], chance) for chance, place in zip(*next(found), strict=True)]
-        label = int(source.label.values[index]) if source.label else -1
-        yield Prediction(source.where(int(index)), guesses, source.classes[label] if label >= 0 else None)
-
-
-def in_words(problem: Problem) -> Problem:
-    """The system's reasons without their numbers and without the path, which stands before them already."""
-    plain = re.fullmatch(r"\[Errno \d+\] ([^:]+): .*", problem.reason, re.DOTALL)
-    return Problem(problem.where, plain[1].lower()) if plain else problem
-
-
-@torch.inference_mode()
-def likeliest(model: VisionTransformer, source: Source, canvas: Canvas, good: np.ndarray, top: int) -> tuple[list, list]:
-    """Probabilities and classes of the readable images, a list of `top` each."""
-    samples = Samples(canvas.samples.index[good], canvas.samples.repeat[good], canvas.samples.position[good])
-    readable = Canvas(canvas.pixels[torch.from_numpy(good)], canvas.sizes[good], None, samples, [])
-    raw = make_batch(source, readable).to(next(model.parameters()).device)
-    view = test_view(model.preprocessing)
-    images = augment(raw.pixels, raw.sizes, torch.zeros_like(raw.index), view).images
-    logits = model(images).float()
-    if not logits.isfinite().all():
-        raise UserError("The model's answers are no numbers: its weights are damaged.")
-    chances, classes = logits.softmax(1).topk(top, 1)
-    return chances.tolist(), classes.tolist()
-
-
-def detail(model: VisionTransformer) -> int | None:
-    """How large JPEGs are decoded at least: as in the training, if the weights know."""
-    try:
-        share = float(json.loads(model.notes["recipe"])["data"]["decode_scale"])
-    except (KeyError, TypeError, ValueError):
-        share = 2.0
-    return round(max(model.preprocessing.image_size) * share) or None
+def decode_chunk(source: Source, chunk: np.ndarray, min_side: int | None, device: torch.device) -> DecodedImages:
+    """The images of a source with these indices, decoded in this process."""
+    images: dict[int, np.ndarray] = {}
+    problems: dict[int, Problem] = {}
+    for index in chunk.tolist():
+        try:
+            images[index] = decode(source.encoded(index), min_side)
+        except (OSError, ValueError) as error:
+            problems[index] = Problem(source.location(index), describe_error(error))
+    pixels, sizes = pad_images(list(images.values()))
+    return DecodedImages(np.array(list(images), dtype=np.int64), pixels.to(device), sizes.to(device), problems)

@@ -1,1 +1,1 @@
-"""Where in an image a prediction comes from."""
+"""Interpretation of predictions: attention rollout and patch evidence."""

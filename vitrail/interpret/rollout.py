@@ -1,4 +1,4 @@
-"""Where in an image a model's answer comes from: attention followed through all blocks, and what each patch says for a class."""
+"""Attention rollout, and the contribution of each patch to the logit of a class."""
 
 import torch
 from torch import Tensor
@@ -9,39 +9,41 @@ from vitrail.models.vision_transformer import VisionTransformer
 
 @torch.inference_mode()
 def attention_rollout(model: VisionTransformer, images: Tensor) -> Tensor:
-    """How much of each patch reaches the pooling: images [B, 3, H, W] to [B, rows, columns], each summing to one.
+    """The share of each patch in the pooled token: images [B, 3, H, W] to [B, rows, columns], each map summing to 1.
 
-    Attention rollout (Abnar and Zuidema, arXiv 2005.00928): the attention of a block, averaged over its heads and half-and-half
-    with what passes it by, multiplied over the blocks. A mean pooling asks from all patches alike, a class token from its own.
+    Attention rollout (Abnar and Zuidema, arXiv 2005.00928): the product over the blocks of (attention + identity) / 2, with the
+    attention averaged over the heads. The map is the row of the class token, or the mean row of the patches for mean pooling.
     """
     pooling = model.architecture.pooling
     if pooling not in ("mean", "class"):
-        raise UserError(f"Attention can be followed to a mean or a class token, not to the pooling {pooling!r}.")
+        raise UserError(f"Attention rollout needs mean pooling or a class token; this model has the pooling {pooling!r}.")
     trace = model.trace(images)
-    flow = None
+    rollout = None
     for index in sorted(trace.layers):
-        maps = trace.layers[index].attention
-        if maps is None:
-            raise UserError(f"Block {index} of this model has no attention to follow; take a model whose every block has.")
-        mixed = maps.float().mean(1)
+        attention = trace.layers[index].attention
+        if attention is None:
+            raise UserError(f"Block {index} of this model has no attention map: attention rollout needs one in every block.")
+        mixed = attention.float().mean(1)
         mixed = (mixed + torch.eye(mixed.shape[-1], device=mixed.device)) / 2
-        flow = mixed if flow is None else mixed @ flow
-    assert flow is not None
-    reached = flow[:, trace.prefix :].mean(1) if pooling == "mean" else flow[:, 0]
-    patches = reached[:, trace.prefix :]
-    return (patches / patches.sum(1, keepdim=True)).unflatten(1, trace.grid)
+        rollout = mixed if rollout is None else mixed @ rollout
+    assert rollout is not None
+    row = rollout[:, trace.prefix :].mean(1) if pooling == "mean" else rollout[:, 0]
+    patches = row[:, trace.prefix :]
+    out: Tensor = (patches / patches.sum(1, keepdim=True)).unflatten(1, trace.grid)
+    return out
 
 
 @torch.inference_mode()
 def patch_evidence(model: VisionTransformer, images: Tensor, classes: Tensor) -> Tensor:
-    """What each patch says for one class per image, classes [B], against the mean of all: [B, rows, columns].
+    """The logit of one class per image, classes [B], for each patch, minus the mean over all classes: [B, rows, columns].
 
-    A mean pooling's score is the mean of its patches' scores, so that these parts add up to it exactly.
+    With mean pooling the logits of an image are the mean of the logits of its patches, so the decomposition is exact.
     """
     a = model.architecture
     if a.pooling != "mean" or a.pool_norm or a.pre_logits or a.dense_head:
-        raise UserError("Only a mean of normed patches right before the classifier can be split into what each patch says.")
+        raise UserError("Patch evidence needs mean pooling of normalized patches directly before the classifier.")
     features = model.features(images)
-    scores = model.head(features.tokens).float()  # [B, N, C]
-    own = scores.gather(2, classes[:, None, None].expand(-1, scores.shape[1], 1))[..., 0]
-    return (own - scores.mean(2)).unflatten(1, features.grid)
+    logits = model.head(features.tokens).float()  # [B, N, C]
+    own = logits.gather(2, classes[:, None, None].expand(-1, logits.shape[1], 1))[..., 0]
+    out: Tensor = (own - logits.mean(2)).unflatten(1, features.grid)
+    return out

@@ -1,11 +1,11 @@
-"""Least squares in closed form, against normal equations, an iteration and big numbers of shots."""
+"""Few-shot probe: closed-form least squares against normal equations and an iterative solution."""
 
 import numpy as np
 import pytest
 import torch
 
 from tests.evaluation.probes.test_knn import clouds
-from vitrail.evaluation.probes.fewshot import classify_by_few, few_shots, least_squares, pick_shots
+from vitrail.evaluation.probes.fewshot import draw_shots, fewshot_accuracy, fewshot_scores, least_squares
 
 
 @pytest.mark.parametrize(("count", "width"), [(50, 6), (6, 50), (8, 8)])
@@ -30,32 +30,32 @@ def test_scores_are_those_of_the_published_procedure(width):
     x, z = (np.c_[(part - mean) / scale, np.full(len(part), 100.0)] for part in (x, queries.double().numpy()))
     y = 2 * np.eye(4)[labels.numpy()] - 1
     weight = np.linalg.inv(x.T @ x + 1024 * np.eye(width + 1)) @ x.T @ y
-    assert np.allclose(classify_by_few(few, labels, queries, 4).numpy(), z @ weight, rtol=1e-6, atol=1e-8)
+    assert np.allclose(fewshot_scores(few, labels, queries, 4).numpy(), z @ weight, rtol=1e-6, atol=1e-8)
 
 
 def test_shots_are_of_each_class_and_nested():
     labels = np.repeat([2, 0, 1], [9, 4, 30])
-    five, ten = (pick_shots(labels, 4, shots, 7) for shots in (5, 10))
+    five, ten = (draw_shots(labels, 4, shots, 7) for shots in (5, 10))
     assert np.bincount(labels[five], minlength=4).tolist() == [4, 5, 5, 0]
     assert set(five) <= set(ten)
     assert len(set(ten)) == len(ten)
-    assert np.array_equal(five, pick_shots(labels, 4, 5, 7))
-    assert not np.array_equal(five, pick_shots(labels, 4, 5, 8))
+    assert np.array_equal(five, draw_shots(labels, 4, 5, 7))
+    assert not np.array_equal(five, draw_shots(labels, 4, 5, 8))
 
 
-def test_accuracy_over_the_choices():
-    memory, labels, queries, truth = clouds(400, 300, noise=0.8)
-    found = few_shots(memory, labels, queries, truth, 4, shots=5, seeds=4)
+def test_accuracy_over_the_draws():
+    memory, labels, queries, query_labels = clouds(400, 300, noise=0.8)
+    found = fewshot_accuracy(memory, labels, queries, query_labels, 4, shots=5, seeds=4)
     by_hand = []
     for seed in range(4):
-        rows = torch.from_numpy(pick_shots(labels.numpy(), 4, 5, seed))
-        by_hand.append(float((classify_by_few(memory[rows], labels[rows], queries, 4).argmax(1) == truth).double().mean()))
+        rows = torch.from_numpy(draw_shots(labels.numpy(), 4, 5, seed))
+        by_hand.append(float((fewshot_scores(memory[rows], labels[rows], queries, 4).argmax(1) == query_labels).double().mean()))
     assert found.top1 == pytest.approx(by_hand)
     assert found.mean == pytest.approx(np.mean(by_hand))
-    assert found.spread == pytest.approx(np.std(by_hand, ddof=1))
-    assert found.spread > 0
-    many = few_shots(memory, labels, queries, truth, 4, shots=50, seeds=1)
+    assert found.sd == pytest.approx(np.std(by_hand, ddof=1))
+    assert found.sd > 0
+    many = fewshot_accuracy(memory, labels, queries, query_labels, 4, shots=50, seeds=1)
     assert many.mean > found.mean
-    assert many.spread == 0
-    every = few_shots(memory, labels, queries, truth, 4, shots=1000, seeds=1)
+    assert many.sd == 0
+    every = fewshot_accuracy(memory, labels, queries, query_labels, 4, shots=1000, seeds=1)
     assert every.shots == int(labels.bincount().max())  # no class has more to give

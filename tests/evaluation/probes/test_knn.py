@@ -1,4 +1,4 @@
-"""Neighbours and their votes, against loops in float64."""
+"""Nearest neighbors and their votes, against loops in float64."""
 
 import math
 
@@ -8,7 +8,7 @@ import torch
 
 from vitrail.errors import UserError
 from vitrail.evaluation.probes import knn
-from vitrail.evaluation.probes.knn import PROTOCOLS, choose_k, classify_by_neighbours, nearest, protocol_named, votes
+from vitrail.evaluation.probes.knn import PROTOCOLS, choose_k, get_protocol, knn_accuracy, nearest_neighbors, vote
 
 
 def clouds(count, queries, classes=4, width=6, seed=0, noise=1.5):
@@ -28,37 +28,37 @@ def cosines(memory, queries):
     return (b / np.linalg.norm(b, axis=1, keepdims=True)) @ (a / np.linalg.norm(a, axis=1, keepdims=True)).T
 
 
-def by_hand(memory, labels, queries, truth, classes, k, temperature):
+def by_hand(memory, labels, queries, query_labels, classes, k, temperature):
     """Top-1 and top-5, one query at a time."""
     similar = cosines(memory, queries)
     right = [0, 0]
-    for row, answer in zip(similar, truth.tolist(), strict=True):
+    for row, answer in zip(similar, query_labels.tolist(), strict=True):
         shares = [0.0] * classes
         for place in np.argsort(-row)[:k]:
             shares[int(labels[place])] += math.exp(row[place] / temperature)
         order = sorted(range(classes), key=lambda number: -shares[number])
         right[0] += order[0] == answer
         right[1] += answer in order[:5] and shares[answer] > 0
-    return right[0] / len(truth), right[1] / len(truth)
+    return right[0] / len(query_labels), right[1] / len(query_labels)
 
 
 @pytest.mark.parametrize(("rows", "elements"), [(1024, 1 << 25), (7, 70), (1, 1)])
 def test_nearest_against_a_full_sort(monkeypatch, rows, elements):
     monkeypatch.setattr(knn, "QUERIES", rows)
-    monkeypatch.setattr(knn, "ELEMENTS", elements)
+    monkeypatch.setattr(knn, "MAX_SIMILARITIES", elements)
     memory, _, queries, _ = clouds(101, 23)
-    cosine, index = nearest(memory, queries, 5)
+    cosine, index = nearest_neighbors(memory, queries, 5)
     similar = cosines(memory, queries)
     assert np.array_equal(index.numpy(), np.argsort(-similar, axis=1)[:, :5])
     assert np.allclose(cosine.numpy(), -np.sort(-similar, axis=1)[:, :5], atol=1e-6)
 
 
 @pytest.mark.parametrize("elements", [1 << 25, 60])
-def test_a_image_is_not_its_own_neighbour(monkeypatch, elements):
-    monkeypatch.setattr(knn, "ELEMENTS", elements)
+def test_an_excluded_image_is_not_a_neighbor(monkeypatch, elements):
+    monkeypatch.setattr(knn, "MAX_SIMILARITIES", elements)
     memory, *_ = clouds(40, 1)
     own = torch.tensor([3, 39, 0])
-    cosine, index = nearest(memory, memory[own], 40, exclude=own)
+    cosine, index = nearest_neighbors(memory, memory[own], 40, exclude=own)
     assert index.shape == (3, 39)
     assert cosine.isfinite().all()
     for row, number in zip(index.tolist(), own.tolist(), strict=True):
@@ -68,25 +68,25 @@ def test_a_image_is_not_its_own_neighbour(monkeypatch, elements):
 @pytest.mark.parametrize(("k", "temperature"), [(1, 0.07), (20, 0.07), (30, 0.05), (500, 0.07)])
 def test_classification_against_a_loop(monkeypatch, k, temperature):
     monkeypatch.setattr(knn, "QUERIES", 32)
-    memory, labels, queries, truth = clouds(200, 100, classes=7)
-    found = classify_by_neighbours(memory, labels, queries, truth, 7, [k], temperature)[k]
-    assert (found.top1, found.top5) == pytest.approx(by_hand(memory, labels, queries, truth, 7, k, temperature))
+    memory, labels, queries, query_labels = clouds(200, 100, classes=7)
+    found = knn_accuracy(memory, labels, queries, query_labels, 7, [k], temperature)[k]
+    assert (found.top1, found.top5) == pytest.approx(by_hand(memory, labels, queries, query_labels, 7, k, temperature))
     assert 0.2 < found.top1 < 0.95  # neither hopeless nor trivial: the comparison says something
     assert found.images == 100
 
 
 def test_several_k_at_once_are_each_k_alone():
     data = clouds(150, 60)
-    together = classify_by_neighbours(*data, 4, [1, 5, 20], 0.05)
-    assert together == {k: classify_by_neighbours(*data, 4, [k], 0.05)[k] for k in (1, 5, 20)}
+    together = knn_accuracy(*data, 4, [1, 5, 20], 0.05)
+    assert together == {k: knn_accuracy(*data, 4, [k], 0.05)[k] for k in (1, 5, 20)}
 
 
 def test_votes_are_shares_and_do_not_overflow():
     cosine = torch.tensor([[0.9, 0.8, 0.7]])
-    shares = votes(cosine, torch.tensor([[2, 0, 2]]), 4, 0.05)[0]
+    shares = vote(cosine, torch.tensor([[2, 0, 2]]), 4, 0.05)[0]
     weights = [math.exp(value / 0.05) for value in (0.9, 0.8, 0.7)]
     assert shares.tolist() == pytest.approx([weights[1] / sum(weights), 0, (weights[0] + weights[2]) / sum(weights), 0], rel=1e-5)
-    cold = votes(cosine, torch.tensor([[2, 0, 2]]), 4, 1e-6)[0]
+    cold = vote(cosine, torch.tensor([[2, 0, 2]]), 4, 1e-6)[0]
     assert cold.tolist() == [0, 0, 1, 0]
 
 
@@ -108,12 +108,12 @@ def test_protocols():
     assert (PROTOCOLS["dino"].k, PROTOCOLS["dino"].temperature) == (20, 0.07)
     assert PROTOCOLS["grafit"] == (0.05, None, (10, 15, 20, 25, 30))
     with pytest.raises(UserError, match="no protocol called 'dinosaur': choose from dino, grafit, snca"):
-        protocol_named("dinosaur")
+        get_protocol("dinosaur")
 
 
-def test_nobody_to_ask_and_nobody_asked():
+def test_empty_memory_and_empty_queries():
     memory, *_ = clouds(5, 1)
-    cosine, index = nearest(memory, memory[:0], 3)
+    cosine, index = nearest_neighbors(memory, memory[:0], 3)
     assert cosine.shape == index.shape == (0, 3)
-    with pytest.raises(UserError, match="no image to be a neighbour"):
-        nearest(memory[:0], memory, 3)
+    with pytest.raises(UserError, match="there is no neighbor"):
+        nearest_neighbors(memory[:0], memory, 3)

@@ -1,4 +1,4 @@
-"""Levels of labels: found, ordered, checked; the grid is the probes cell by cell."""
+"""Label hierarchies: levels, their order and consistency; every cell of the grid equals a single probe."""
 
 import numpy as np
 import pytest
@@ -11,15 +11,23 @@ from vitrail.data.datasets.lookup import open_source
 from vitrail.data.source import Labels
 from vitrail.errors import UserError
 from vitrail.evaluation.features import Embedding
-from vitrail.evaluation.probes.knn import classify_by_neighbours
-from vitrail.evaluation.probes.levels import NOTHING, Grid, Trained, level_of, levels_of, measure, strays
-from vitrail.evaluation.probes.protocol import Settings, Sides
+from vitrail.evaluation.probes.knn import knn_accuracy
+from vitrail.evaluation.probes.levels import (
+    NO_LEVEL,
+    EmbeddedModel,
+    Grid,
+    find_levels,
+    inconsistent_classes,
+    measure_grid,
+    training_level,
+)
+from vitrail.evaluation.probes.protocol import ProbeData, Settings
 from vitrail.evaluation.probes.retrieval import mean_average_precision
 
 PARENT = np.array([0, 0, 1, 1])
 
 
-class Labelled:
+class LabeledSource:
     """A source of labels alone; its images have been embedded already."""
 
     def __init__(self, fine):
@@ -35,8 +43,8 @@ def embedded(vectors, source):
 
 @pytest.fixture(scope="module")
 def made():
-    memory, labels, queries, truth = clouds(90, 50)
-    sides = Sides(Labelled(labels.numpy()), Labelled(truth.numpy()), "train", "test")
+    memory, labels, queries, query_labels = clouds(90, 50)
+    sides = ProbeData(LabeledSource(labels.numpy()), LabeledSource(query_labels.numpy()), "train", "test")
     return sides, embedded(memory, sides.memory), embedded(queries, sides.queries)
 
 
@@ -46,48 +54,48 @@ def test_levels_of_a_table_coarsest_first(tmp_path):
         make_image(tmp_path / f"{name}.png", place)
         rows += [f"{name}.png,{name},{'dog' if name == 'poodle' else 'cat'},"] * 2
     (tmp_path / "all.csv").write_text("\n".join(rows))
-    levels = levels_of(open_source(str(tmp_path / "all.csv")))
+    levels = find_levels(open_source(str(tmp_path / "all.csv")))
     assert [(level.name, level.classes) for level in levels] == [("coarse_label", 2), ("label", 3)]
-    assert strays(levels[1].labels, levels[0].labels) == []
-    assert strays(levels[0].labels, levels[1].labels) == ["cat"]
+    assert inconsistent_classes(levels[1].labels, levels[0].labels) == []
+    assert inconsistent_classes(levels[0].labels, levels[1].labels) == ["cat"]
 
 
 def test_a_single_class_is_no_level():
-    source = Labelled(np.zeros(5, dtype=np.int64))
-    with pytest.raises(UserError, match="no level to measure at"):
-        levels_of(source)
+    source = LabeledSource(np.zeros(5, dtype=np.int64))
+    with pytest.raises(UserError, match="no label column with two classes"):
+        find_levels(source)
 
 
 def test_the_level_a_model_was_trained_at(made):
-    levels = levels_of(made[0].memory)
+    levels = find_levels(made[0].memory)
     model = vitrail.create("deit_tiny_patch16", 4, 16, patch_size=4, width=16, depth=1, heads=2)
-    assert level_of(model, levels) == "label"
+    assert training_level(model, levels) == "label"
     model.class_names = ["a", "b", "c", "d"]
-    assert level_of(model, levels) == "label"
+    assert training_level(model, levels) == "label"
     model.class_names = ["some", "thing", "quite", "other"]
-    assert level_of(model, levels) is None
-    assert level_of(vitrail.create("deit_tiny_patch16", 2, 16, patch_size=4, depth=1), levels) == "coarse_label"
-    assert level_of(vitrail.create("deit_tiny_patch16", 7, 16, patch_size=4, depth=1), levels) is None
-    assert level_of(vitrail.create("deit_tiny_patch16", 0, 16, patch_size=4, depth=1), levels) == NOTHING
+    assert training_level(model, levels) is None
+    assert training_level(vitrail.create("deit_tiny_patch16", 2, 16, patch_size=4, depth=1), levels) == "coarse_label"
+    assert training_level(vitrail.create("deit_tiny_patch16", 7, 16, patch_size=4, depth=1), levels) is None
+    assert training_level(vitrail.create("deit_tiny_patch16", 0, 16, patch_size=4, depth=1), levels) == NO_LEVEL
 
 
-def test_every_cell_is_a_probe_of_its_own(made):
+def test_every_cell_equals_a_single_probe(made):
     sides, memory, queries = made
     other = memory._replace(vectors=memory.vectors[:, :3]), queries._replace(vectors=queries.vectors[:, :3])
-    models = [Trained("fine", "label", memory, queries), Trained("coarse", "coarse_label", *other)]
+    models = [EmbeddedModel("fine", "label", memory, queries), EmbeddedModel("coarse", "coarse_label", *other)]
     settings = Settings(protocol="snca", k=7)
     cells = []
-    grid = measure(sides, levels_of(sides.memory), models, ("knn", "map"), settings, cells.append)
+    grid = measure_grid(sides, find_levels(sides.memory), models, ("knn", "map"), settings, cells.append)
     assert (grid.models, grid.train, grid.test) == (["coarse", "fine"], ["coarse_label", "label"], ["coarse_label", "label"])
     assert sum(cells) == 8
     for number, (left, right) in enumerate((other, (memory, queries))):
-        for row, (labels, truth, classes) in enumerate(
+        for row, (labels, query_labels, classes) in enumerate(
             ((left.extra["coarse_label"], right.extra["coarse_label"], 2), (left.labels, right.labels, 4))
         ):
-            data = (left.vectors, labels, right.vectors, truth)
-            assert grid.scores["knn"][row][number] == classify_by_neighbours(*data, classes, [7], 0.05)[7].top1
+            data = (left.vectors, labels, right.vectors, query_labels)
+            assert grid.scores["knn"][row][number] == knn_accuracy(*data, classes, [7], 0.05)[7].top1
             assert grid.scores["map"][row][number] == mean_average_precision(*data).mean
-    assert grid.parts("knn") == pytest.approx(
+    assert grid.means("knn") == pytest.approx(
         {
             "same level": (grid.scores["knn"][0][0] + grid.scores["knn"][1][1]) / 2,
             "coarse to fine": grid.scores["knn"][1][0],
@@ -96,24 +104,24 @@ def test_every_cell_is_a_probe_of_its_own(made):
     )
 
 
-def test_parts_of_a_grid_with_models_of_no_and_of_another_level():
-    grid = Grid(["n", "x", "c"], [NOTHING, "unknown", "c"], ["c", "f"], {"knn": [[0.1, 0.9, 0.4], [0.2, 0.9, 0.3]]})
-    assert grid.parts("knn") == pytest.approx({"same level": 0.4, "coarse to fine": (0.1 + 0.2 + 0.3) / 3})
-    assert grid.to_dict()["parts"] == {"knn": grid.parts("knn")}
+def test_means_of_a_grid_with_models_of_no_level():
+    grid = Grid(["n", "x", "c"], [NO_LEVEL, "unknown", "c"], ["c", "f"], {"knn": [[0.1, 0.9, 0.4], [0.2, 0.9, 0.3]]})
+    assert grid.means("knn") == pytest.approx({"same level": 0.4, "coarse to fine": (0.1 + 0.2 + 0.3) / 3})
+    assert grid.to_dict()["means"] == {"knn": grid.means("knn")}
 
 
-def test_images_without_a_label_do_not_count(made):
+def test_images_without_a_label_are_not_counted(made):
     sides, memory, queries = made
     gaps = np.where(np.arange(50) < 10, -1, sides.queries.label.values)
-    holey = sides._replace(queries=Labelled(gaps))
-    models = [Trained("m", "label", memory, embedded(queries.vectors, holey.queries))]
-    rest = sides._replace(queries=Labelled(sides.queries.label.values[10:]))
-    only = [Trained("m", "label", memory, embedded(queries.vectors[10:], rest.queries))]
-    levels = levels_of(sides.memory)
-    assert measure(holey, levels, models).scores == measure(rest, levels, only).scores
+    holey = sides._replace(queries=LabeledSource(gaps))
+    models = [EmbeddedModel("m", "label", memory, embedded(queries.vectors, holey.queries))]
+    rest = sides._replace(queries=LabeledSource(sides.queries.label.values[10:]))
+    only = [EmbeddedModel("m", "label", memory, embedded(queries.vectors[10:], rest.queries))]
+    levels = find_levels(sides.memory)
+    assert measure_grid(holey, levels, models).scores == measure_grid(rest, levels, only).scores
 
 
-def test_scores_that_are_not_known(made):
+def test_unknown_scores(made):
     sides, memory, queries = made
-    with pytest.raises(UserError, match="no score 'auc': choose from knn, map, linear"):
-        measure(sides, levels_of(sides.memory), [Trained("m", "label", memory, queries)], ["auc"])
+    with pytest.raises(UserError, match="no score called 'auc': choose from knn, map, linear"):
+        measure_grid(sides, find_levels(sides.memory), [EmbeddedModel("m", "label", memory, queries)], ["auc"])

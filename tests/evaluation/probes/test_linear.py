@@ -1,4 +1,4 @@
-"""The linear classifier is the minimum of its loss, and its decay the best on what was held out."""
+"""Linear probe: the minimum of the loss, and the selection of the weight decay on held-out images."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from scipy.optimize import minimize
 
 from tests.evaluation.probes.test_knn import clouds
 from vitrail.evaluation.probes import linear
-from vitrail.evaluation.probes.linear import accuracy, choose, fit, hold_out
+from vitrail.evaluation.probes.linear import accuracy, fit, hold_out, select_classifier
 
 
 def reference(vectors, labels, classes, decay):
@@ -46,28 +46,28 @@ def test_the_minimum_of_the_loss(monkeypatch, decay, rows):
     assert torch.allclose(single.logits(queries).softmax(1).double(), found.logits(queries.double()).softmax(1), atol=2e-3)
 
 
-def test_a_start_changes_the_way_and_not_the_end():
+def test_initialization_does_not_change_the_minimum():
     vectors, labels, *_ = clouds(100, 1)
     near = fit(vectors.double(), labels, 4, 1e-2, fit(vectors.double(), labels, 4, 1.0))
     assert torch.allclose(near.weight, fit(vectors.double(), labels, 4, 1e-2).weight, atol=1e-3)
 
 
-def test_the_decay_is_the_best_on_what_was_held_out():
-    vectors, labels, queries, truth = clouds(60, 200, width=40, noise=2.5)  # few images, many features: decay matters
-    found = choose(vectors, labels, 4, (1e-5, 1e-1, 1.0), share=0.3)
-    assert found.held_out[found.decay] == max(found.held_out.values())
+def test_the_selected_weight_decay_is_the_best_on_held_out_images():
+    vectors, labels, queries, query_labels = clouds(60, 200, width=40, noise=2.5)  # few images, many features: decay matters
+    found = select_classifier(vectors, labels, 4, (1e-5, 1e-1, 1.0), fraction=0.3)
+    assert found.held_out[found.weight_decay] == max(found.held_out.values())
     assert len(set(found.held_out.values())) > 1
     held = hold_out(labels.numpy(), 0.3, 0)
     for decay, score in found.held_out.items():
         alone = fit(vectors[~held], labels[~held], 4, decay)
         assert accuracy(alone, vectors[held], labels[held]).top1 == pytest.approx(score, abs=1.01 / held.sum())
-    assert torch.allclose(found.model.weight, fit(vectors, labels, 4, found.decay).weight)  # of all images
-    again = choose(vectors, labels, 4, (1e-5, 1e-1, 1.0), share=0.3)
-    assert torch.equal(again.model.weight, found.model.weight)
-    assert accuracy(found.model, queries, truth).top1 > 0.4
+    assert torch.allclose(found.classifier.weight, fit(vectors, labels, 4, found.weight_decay).weight)  # of all images
+    again = select_classifier(vectors, labels, 4, (1e-5, 1e-1, 1.0), fraction=0.3)
+    assert torch.equal(again.classifier.weight, found.classifier.weight)
+    assert accuracy(found.classifier, queries, query_labels).top1 > 0.4
 
 
-def test_what_is_held_out():
+def test_held_out_images():
     labels = np.repeat([0, 1, 2, 3], [20, 10, 2, 1])
     held = hold_out(labels, 0.1, 0)
     assert np.bincount(labels[held], minlength=4).tolist() == [2, 1, 1, 0]
@@ -75,15 +75,15 @@ def test_what_is_held_out():
     assert not np.array_equal(held, hold_out(labels, 0.1, 1))
 
 
-def test_features_that_do_not_vary_do_no_harm():
-    vectors, labels, queries, truth = clouds(100, 50)
+def test_constant_features():
+    vectors, labels, queries, query_labels = clouds(100, 50)
     padded = [torch.cat([part, torch.full((len(part), 2), 7.0)], 1) for part in (vectors, queries)]
-    plain = accuracy(fit(vectors, labels, 4, 1e-2), queries, truth)
-    assert accuracy(fit(padded[0], labels, 4, 1e-2), padded[1], truth) == plain
+    plain = accuracy(fit(vectors, labels, 4, 1e-2), queries, query_labels)
+    assert accuracy(fit(padded[0], labels, 4, 1e-2), padded[1], query_labels) == plain
 
 
-def test_one_decay_needs_no_choice_and_the_edge_is_known():
+def test_a_single_weight_decay_and_the_edge_of_the_range():
     vectors, labels, *_ = clouds(60, 1)
-    alone = choose(vectors, labels, 4, [1e-2])
-    assert (alone.decay, alone.held_out, alone.at_edge) == (1e-2, {}, False)
-    assert choose(vectors, labels, 4, [1e4, 1e3]).at_edge
+    alone = select_classifier(vectors, labels, 4, [1e-2])
+    assert (alone.weight_decay, alone.held_out, alone.at_edge) == (1e-2, {}, False)
+    assert select_classifier(vectors, labels, 4, [1e4, 1e3]).at_edge

@@ -1,4 +1,4 @@
-"""Mean average precision, against a loop over ranks; Grafit's scores and what must hold between them."""
+"""Mean average precision against a loop over ranks, and relations between Grafit's scores."""
 
 import math
 
@@ -9,15 +9,15 @@ import torch
 from tests.evaluation.probes.test_knn import clouds, cosines
 from vitrail.errors import UserError
 from vitrail.evaluation.probes import retrieval
-from vitrail.evaluation.probes.retrieval import Conditioning, certain, coarse_chances, mean_average_precision
+from vitrail.evaluation.probes.retrieval import CoarseLabels, coarse_probabilities, mean_average_precision, one_hot
 
 PARENT = torch.tensor([0, 0, 1, 1, 1])  # coarse class of each of five fine ones
 
 
-def by_hand(scores, labels, truth):
+def by_hand(scores, labels, query_labels):
     """Precision at every rank that is right, averaged; a plain loop."""
     found = []
-    for row, answer in zip(np.asarray(scores), truth.tolist(), strict=True):
+    for row, answer in zip(np.asarray(scores), query_labels.tolist(), strict=True):
         right, total = 0, 0.0
         for rank, place in enumerate(sorted(range(len(row)), key=lambda number: -row[number]), 1):
             if int(labels[place]) == answer:
@@ -34,12 +34,12 @@ def data():
 
 
 @pytest.mark.parametrize("elements", [1 << 24, 500, 1])
-def test_against_a_loop_however_it_is_cut(monkeypatch, data, elements):
-    monkeypatch.setattr(retrieval, "ELEMENTS", elements)
-    memory, labels, queries, truth = data
-    found = mean_average_precision(memory, labels, queries, truth)
-    assert found.mean == pytest.approx(by_hand(cosines(memory, queries), labels, truth), rel=1e-6)
-    assert (found.queries, found.without) == (30, 0)
+def test_map_equals_a_loop_for_any_chunk_size(monkeypatch, data, elements):
+    monkeypatch.setattr(retrieval, "MAX_SCORES", elements)
+    memory, labels, queries, query_labels = data
+    found = mean_average_precision(memory, labels, queries, query_labels)
+    assert found.mean == pytest.approx(by_hand(cosines(memory, queries), labels, query_labels), rel=1e-6)
+    assert (found.queries, found.without_match) == (30, 0)
     assert 0.2 < found.mean < 0.9
 
 
@@ -51,39 +51,41 @@ def test_known_rankings():
 
 
 def test_conditional_score_against_a_loop(data):
-    memory, labels, queries, truth = data
-    chances = coarse_chances(memory, PARENT[labels], queries, 2)
-    found = mean_average_precision(memory, labels, queries, truth, Conditioning(PARENT[labels], chances))
+    memory, labels, queries, query_labels = data
+    chances = coarse_probabilities(memory, PARENT[labels], queries, 2)
+    found = mean_average_precision(memory, labels, queries, query_labels, CoarseLabels(PARENT[labels], chances))
     clamped = chances.double().numpy().clip(1e-6, 1 - 1e-6)
     odds = np.log(clamped / (1 - clamped))
     scores = cosines(memory, queries) + odds[:, PARENT[labels].numpy()]
-    assert found.mean == pytest.approx(by_hand(scores, labels, truth), rel=1e-6)
+    assert found.mean == pytest.approx(by_hand(scores, labels, query_labels), rel=1e-6)
 
 
 def test_the_oracle_sorts_by_coarse_label_then_cosine(data):
-    memory, labels, queries, truth = data
-    oracle = mean_average_precision(memory, labels, queries, truth, Conditioning(PARENT[labels], certain(PARENT[truth], 2)))
-    same = (PARENT[labels][None] == PARENT[truth][:, None]).numpy()
-    assert oracle.mean == pytest.approx(by_hand(cosines(memory, queries) + 10 * same, labels, truth), rel=1e-6)
-    plain = mean_average_precision(memory, labels, queries, truth)
-    chances = coarse_chances(memory, PARENT[labels], queries, 2)
-    conditional = mean_average_precision(memory, labels, queries, truth, Conditioning(PARENT[labels], chances))
+    memory, labels, queries, query_labels = data
+    oracle = mean_average_precision(
+        memory, labels, queries, query_labels, CoarseLabels(PARENT[labels], one_hot(PARENT[query_labels], 2))
+    )
+    same = (PARENT[labels][None] == PARENT[query_labels][:, None]).numpy()
+    assert oracle.mean == pytest.approx(by_hand(cosines(memory, queries) + 10 * same, labels, query_labels), rel=1e-6)
+    plain = mean_average_precision(memory, labels, queries, query_labels)
+    chances = coarse_probabilities(memory, PARENT[labels], queries, 2)
+    conditional = mean_average_precision(memory, labels, queries, query_labels, CoarseLabels(PARENT[labels], chances))
     assert oracle.mean > conditional.mean
     assert oracle.mean > plain.mean
 
 
 def test_one_coarse_class_changes_nothing(data):
-    memory, labels, queries, truth = data
+    memory, labels, queries, query_labels = data
     nothing = torch.zeros(len(labels), dtype=torch.int64)
-    alike = mean_average_precision(memory, labels, queries, truth, Conditioning(nothing, torch.ones(len(queries), 1)))
-    assert alike == mean_average_precision(memory, labels, queries, truth)
+    alike = mean_average_precision(memory, labels, queries, query_labels, CoarseLabels(nothing, torch.ones(len(queries), 1)))
+    assert alike == mean_average_precision(memory, labels, queries, query_labels)
 
 
 @pytest.mark.parametrize("k", [None, 10])
-def test_chances_of_coarse_labels_against_a_loop(monkeypatch, data, k):
-    monkeypatch.setattr(retrieval, "ELEMENTS", 400)
+def test_coarse_probabilities_equal_a_loop(monkeypatch, data, k):
+    monkeypatch.setattr(retrieval, "MAX_SCORES", 400)
     memory, labels, queries, _ = data
-    found = coarse_chances(memory, PARENT[labels], queries, 2, 0.05, k)
+    found = coarse_probabilities(memory, PARENT[labels], queries, 2, 0.05, k)
     for row, similar in zip(found.tolist(), cosines(memory, queries), strict=True):
         near = np.argsort(-similar)[: k or len(similar)]
         weights = [math.exp(similar[place] / 0.05) for place in near]
@@ -91,7 +93,7 @@ def test_chances_of_coarse_labels_against_a_loop(monkeypatch, data, k):
         assert row == pytest.approx([1 - second / sum(weights), second / sum(weights)], abs=1e-4)
 
 
-def test_a_query_does_not_find_itself(data):
+def test_excluded_images_are_not_ranked(data):
     memory, labels, *_ = data
     own = torch.arange(len(memory))
     found = mean_average_precision(memory, labels, memory, labels, exclude=own)
@@ -104,13 +106,13 @@ def test_a_query_does_not_find_itself(data):
     assert found.mean < mean_average_precision(memory, labels, memory, labels).mean
 
 
-def test_queries_without_an_answer_are_counted_and_nothing_but_them_is_an_error(data):
-    memory, labels, queries, truth = data
-    other = torch.where(torch.arange(30) < 10, 9, truth)
+def test_queries_without_a_match_are_counted(data):
+    memory, labels, queries, query_labels = data
+    other = torch.where(torch.arange(30) < 10, 9, query_labels)
     found = mean_average_precision(memory, labels, queries, other)
-    assert (found.queries, found.without) == (20, 10)
-    assert found.mean == pytest.approx(mean_average_precision(memory, labels, queries[10:], truth[10:]).mean)
-    with pytest.raises(UserError, match="nothing could be found"):
-        mean_average_precision(memory, labels, queries, torch.full_like(truth, 9))
-    with pytest.raises(UserError, match="is empty"):
-        mean_average_precision(memory[:0], labels[:0], queries, truth)
+    assert (found.queries, found.without_match) == (20, 10)
+    assert found.mean == pytest.approx(mean_average_precision(memory, labels, queries[10:], query_labels[10:]).mean)
+    with pytest.raises(UserError, match="that occurs in the memory"):
+        mean_average_precision(memory, labels, queries, torch.full_like(query_labels, 9))
+    with pytest.raises(UserError, match="contains no images"):
+        mean_average_precision(memory[:0], labels[:0], queries, query_labels)

@@ -1,33 +1,33 @@
-"""Random halves of classes: nothing to tell them apart by gives chance, a feature of their own gives all."""
+"""Separability of random halves of classes."""
 
 import numpy as np
 import pytest
 import torch
 
 from vitrail.evaluation.probes.linear import fit
-from vitrail.evaluation.probes.separability import answers, halves, separability, summary
+from vitrail.evaluation.probes.separability import mean_and_sd, measure_separability, predict_halves, random_halves
 
 
 def test_halves_are_even_and_random():
     labels = np.repeat([0, 1, 2], [10, 7, 1])
-    fine = halves(labels, 0)
+    fine = random_halves(labels, 0)
     assert np.array_equal(fine // 2, labels)
     assert np.bincount(fine).tolist() == [5, 5, 4, 3, 1]
-    assert np.array_equal(fine, halves(labels, 0))
-    assert not np.array_equal(fine, halves(labels, 1))
+    assert np.array_equal(fine, random_halves(labels, 0))
+    assert not np.array_equal(fine, random_halves(labels, 1))
 
 
-def test_the_class_and_nothing_finer_is_half_right():
+def test_features_of_the_class_alone_give_half():
     labels = torch.arange(4).repeat_interleave(100)
-    found = separability(torch.eye(4)[labels], labels, splits=3)
+    found = measure_separability(torch.eye(4)[labels], labels, splits=3)
     assert found.plain == pytest.approx([0.5] * 3)
     assert found.conditioned == pytest.approx([0.5] * 3)
     assert (found.images, found.classes) == (400, 4)
 
 
-def test_images_that_differ_in_as_many_ways_as_they_are_can_be_told_apart():
+def test_as_many_features_as_images_separate_any_halves():
     labels = torch.arange(2).repeat_interleave(20)
-    assert separability(torch.randn(40, 60), labels, splits=2).plain == [1.0, 1.0]
+    assert measure_separability(torch.randn(40, 60), labels, splits=2).plain == [1.0, 1.0]
 
 
 def test_richer_features_separate_better():
@@ -37,17 +37,17 @@ def test_richer_features_separate_better():
     scores = []
     for width in (2, 15, 60):
         vectors = torch.from_numpy(np.concatenate([centres, rng.normal(size=(200, width))], 1)).float()
-        scores.append(summary(separability(vectors, labels, splits=4).plain)[0])
+        scores.append(mean_and_sd(measure_separability(vectors, labels, splits=4).plain)[0])
     assert 0.5 < scores[0] < scores[1] < scores[2]
 
 
-def test_conditioning_multiplies_by_the_chance_of_the_class():
+def test_conditioning_multiplies_by_the_class_probability():
     rng = np.random.default_rng(1)
     labels = torch.arange(3).repeat_interleave(30)
     vectors = torch.from_numpy(rng.normal(size=(90, 8)) + 0.8 * np.eye(8)[labels.numpy()]).float()
-    truth = torch.from_numpy(halves(labels.numpy(), 0))
-    model, parent = fit(vectors, truth, 6, 1e-3), fit(vectors, labels, 3, 1e-3)
-    plain, conditioned = answers(model, parent, vectors)
+    query_labels = torch.from_numpy(random_halves(labels.numpy(), 0))
+    model, parent = fit(vectors, query_labels, 6, 1e-3), fit(vectors, labels, 3, 1e-3)
+    plain, conditioned = predict_halves(model, parent, vectors)
     by_hand = []
     for row in range(90):
         logits, coarse = model.logits(vectors[row : row + 1])[0].double(), parent.logits(vectors[row : row + 1])[0].double()
@@ -58,12 +58,12 @@ def test_conditioning_multiplies_by_the_chance_of_the_class():
     assert plain.tolist() == model.logits(vectors).argmax(1).tolist()
 
 
-def test_labels_need_not_be_numbered_through_and_may_be_one():
+def test_labels_with_gaps_and_a_single_class():
     vectors = torch.randn(30, 5)
     gaps = torch.tensor([3, 7, 900]).repeat_interleave(10)
-    same = separability(vectors, torch.arange(3).repeat_interleave(10), splits=2)
-    assert separability(vectors, gaps, splits=2) == same
-    alone = separability(vectors, torch.zeros(30, dtype=torch.int64), splits=2)
+    same = measure_separability(vectors, torch.arange(3).repeat_interleave(10), splits=2)
+    assert measure_separability(vectors, gaps, splits=2) == same
+    alone = measure_separability(vectors, torch.zeros(30, dtype=torch.int64), splits=2)
     assert alone.plain == alone.conditioned
-    assert summary([0.5, 0.7]) == pytest.approx((0.6, 0.2 / 2**0.5))
-    assert summary([0.5]) == (0.5, 0.0)
+    assert mean_and_sd([0.5, 0.7]) == pytest.approx((0.6, 0.2 / 2**0.5))
+    assert mean_and_sd([0.5]) == (0.5, 0.0)

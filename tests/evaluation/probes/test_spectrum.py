@@ -1,4 +1,4 @@
-"""Eigenvalues against numpy's singular values, and spectra that are known."""
+"""Eigenvalues against NumPy's singular values, and known spectra."""
 
 import math
 
@@ -7,16 +7,16 @@ import pytest
 import torch
 
 from vitrail.errors import UserError
-from vitrail.evaluation.probes import spectrum as room
-from vitrail.evaluation.probes.spectrum import draw, spectrum
+from vitrail.evaluation.probes import spectrum as spectrum_module
+from vitrail.evaluation.probes.spectrum import compute_spectrum, plot_spectra
 
 
 @pytest.mark.parametrize("rows", [1 << 14, 13])
 @pytest.mark.parametrize(("count", "width"), [(200, 7), (5, 12)])
 def test_eigenvalues_against_singular_values(monkeypatch, rows, count, width):
-    monkeypatch.setattr(room, "ROWS", rows)
+    monkeypatch.setattr(spectrum_module, "ROWS", rows)
     x = np.random.default_rng(0).normal(3.0, 2.0, (count, width)).astype(np.float32)
-    found = spectrum(torch.from_numpy(x))
+    found = compute_spectrum(torch.from_numpy(x))
     centred = x.astype(np.float64) - x.astype(np.float64).mean(0)
     expected = np.zeros(width)
     values = np.linalg.svd(centred, compute_uv=False) ** 2 / (count - 1)
@@ -28,10 +28,10 @@ def test_eigenvalues_against_singular_values(monkeypatch, rows, count, width):
 
 def test_spectra_that_are_known():
     axes = torch.eye(8).repeat(2, 1) * torch.tensor([1.0, -1.0]).repeat_interleave(8)[:, None]
-    flat = spectrum(axes)
+    flat = compute_spectrum(axes)
     assert flat.effective == pytest.approx(8)
     assert [flat.components(share) for share in (0.125, 0.5, 0.9, 1.0)] == [1, 4, 8, 8]
-    line = spectrum(torch.arange(10.0)[:, None] * torch.tensor([[1.0, 2.0, -1.0]]) + 5)
+    line = compute_spectrum(torch.arange(10.0)[:, None] * torch.tensor([[1.0, 2.0, -1.0]]) + 5)
     assert line.components(0.99) == 1
     assert line.effective == pytest.approx(1, abs=1e-6)
 
@@ -39,23 +39,23 @@ def test_spectra_that_are_known():
 def test_more_directions_make_a_flatter_curve():
     rng = np.random.default_rng(0)
     few, many = (torch.from_numpy(rng.normal(size=(300, rank)) @ rng.normal(size=(rank, 32))) for rank in (4, 20))
-    assert (spectrum(few).energy >= spectrum(many).energy - 1e-12).all()
-    assert spectrum(few).components(0.99) <= 4 < spectrum(many).components(0.99)
-    assert math.isclose(float(spectrum(few).energy[-1]), 1)
+    assert (compute_spectrum(few).energy >= compute_spectrum(many).energy - 1e-12).all()
+    assert compute_spectrum(few).components(0.99) <= 4 < compute_spectrum(many).components(0.99)
+    assert math.isclose(float(compute_spectrum(few).energy[-1]), 1)
 
 
-def test_what_has_no_spectrum():
+def test_features_without_variance():
     with pytest.raises(UserError, match="at least two images"):
-        spectrum(torch.ones(1, 3))
-    with pytest.raises(UserError, match="are the same"):
-        spectrum(torch.ones(5, 3))
+        compute_spectrum(torch.ones(1, 3))
+    with pytest.raises(UserError, match="are equal"):
+        compute_spectrum(torch.ones(5, 3))
 
 
 def test_curves_are_drawn(tmp_path):
-    found = {"a $b_c$": spectrum(torch.randn(20, 5)), "[x]": spectrum(torch.randn(20, 9))}
+    found = {"a $b_c$": compute_spectrum(torch.randn(20, 5)), "[x]": compute_spectrum(torch.randn(20, 9))}
     for ending in ("png", "svg"):
-        draw(found, tmp_path / f"curves.{ending}")
+        plot_spectra(found, tmp_path / f"curves.{ending}")
     assert (tmp_path / "curves.png").read_bytes()[1:4] == b"PNG"
     assert "principal directions" in (tmp_path / "curves.svg").read_text() or (tmp_path / "curves.svg").stat().st_size > 5000
-    with pytest.raises(UserError, match=r"ends in \.png"):
-        draw(found, tmp_path / "curves.txt")
+    with pytest.raises(UserError, match=r"is a \.png"):
+        plot_spectra(found, tmp_path / "curves.txt")

@@ -1,4 +1,4 @@
-"""A suite: read with care, kept task by task, gone on with."""
+"""Suites: reading, storing results per task, continuing."""
 
 import json
 from pathlib import Path
@@ -10,9 +10,9 @@ import yaml
 import vitrail
 from tests.images import make_folder
 from vitrail.errors import UserError
-from vitrail.evaluation.probes import suite as room
-from vitrail.evaluation.probes.protocol import Settings, embed_sides, known
-from vitrail.evaluation.probes.suite import PROBES, Row, group_means, read_suite, run_suite
+from vitrail.evaluation.probes import suite as suite_module
+from vitrail.evaluation.probes.protocol import Settings, embed_probe_data, select_labeled
+from vitrail.evaluation.probes.suite import PROBES, TaskResult, group_means, read_suite, run_suite
 
 
 def save_model(path, seed):
@@ -21,7 +21,7 @@ def save_model(path, seed):
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def suite_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("suite")
     make_folder(folder / "colors", count=20)
     make_folder(folder / "two", ["a", "b"], count=20)
@@ -46,43 +46,43 @@ TASKS = {
 }
 
 
-def test_tasks_of_a_file(place):
-    first, second, third = read_suite(write(place, TASKS))
+def test_tasks_of_a_file(suite_folder):
+    first, second, third = read_suite(write(suite_folder, TASKS))
     assert (first.name, first.probe, first.settings) == ("colors knn", "knn", Settings(k=3))
-    assert first.source == str(place / "colors")
+    assert first.source == str(suite_folder / "colors")
     assert second.settings == Settings(k=3, shots=2, seeds=2)
     assert len(third.open().memory) == 10
-    assert read_suite(write(place, json.dumps(TASKS), "tasks.json")) == [first, second, third]
+    assert read_suite(write(suite_folder, json.dumps(TASKS), "tasks.json")) == [first, second, third]
 
 
-def test_every_result_is_the_probe_and_is_kept(place, tmp_path, monkeypatch):
-    tasks = read_suite(write(place, TASKS))
-    weights = [place / "0.safetensors", place / "1.safetensors"]
+def test_results_equal_single_probes_and_are_stored(suite_folder, tmp_path, monkeypatch):
+    tasks = read_suite(write(suite_folder, TASKS))
+    weights = [suite_folder / "0.safetensors", suite_folder / "1.safetensors"]
     loaded = []
 
     def load(path):
         loaded.append(path)
         return vitrail.load(path)
 
-    rows = run_suite(tasks, weights, tmp_path, load, workers=0)
-    assert [(row.task, row.weights) for row in rows] == [(task.name, str(path)) for path in weights for task in tasks]
+    results = run_suite(tasks, weights, tmp_path, load, workers=0)
+    assert [(result.task, result.weights) for result in results] == [(task.name, str(path)) for path in weights for task in tasks]
     assert loaded == weights
     assert len(list(tmp_path.glob("*.json"))) == 6
     model, sides = vitrail.load(weights[1]), tasks[1].open()
-    memory, queries = embed_sides(model, sides, tasks[1].pooling(model), workers=0)
-    expected = PROBES["fewshot"](known(sides, memory, queries), tasks[1].settings)
-    assert (rows[4].score, rows[4].spread) == (expected.score, expected.spread)
+    memory, queries = embed_probe_data(model, sides, tasks[1].feature_kind(model), workers=0)
+    expected = PROBES["fewshot"](select_labeled(sides, memory, queries), tasks[1].settings)
+    assert (results[4].score, results[4].sd) == (expected.score, expected.sd)
 
-    monkeypatch.setattr(room, "run_task", None)  # nothing is computed again
-    assert run_suite(tasks, weights, tmp_path, load, workers=0) == rows
+    monkeypatch.setattr(suite_module, "run_task", None)  # nothing is computed again
+    assert run_suite(tasks, weights, tmp_path, load, workers=0) == results
     assert loaded == weights
 
 
-def test_an_interrupted_suite_goes_on(place, tmp_path, monkeypatch):
-    tasks = read_suite(write(place, TASKS))
-    weights = [place / "0.safetensors"]
+def test_an_interrupted_suite_continues(suite_folder, tmp_path, monkeypatch):
+    tasks = read_suite(write(suite_folder, TASKS))
+    weights = [suite_folder / "0.safetensors"]
     whole = run_suite(tasks, weights, tmp_path / "whole", vitrail.load, workers=0)
-    ran, run_task = [], room.run_task
+    ran, run_task = [], suite_module.run_task
 
     def interrupted(task, *rest):
         if len(ran) == 2:
@@ -90,7 +90,7 @@ def test_an_interrupted_suite_goes_on(place, tmp_path, monkeypatch):
         ran.append(task.name)
         return run_task(task, *rest)
 
-    monkeypatch.setattr(room, "run_task", interrupted)
+    monkeypatch.setattr(suite_module, "run_task", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run_suite(tasks, weights, tmp_path / "cut", vitrail.load, workers=0)
     damaged = next((tmp_path / "cut").glob("two*.json"))
@@ -100,9 +100,9 @@ def test_an_interrupted_suite_goes_on(place, tmp_path, monkeypatch):
     assert ran == ["two", "few images"]
 
 
-def test_what_was_changed_is_measured_again(place, tmp_path):
+def test_changed_tasks_are_computed_again(suite_folder, tmp_path):
     def names(content, weights="0.safetensors"):
-        run_suite(read_suite(write(place, content)), [place / weights], tmp_path, vitrail.load, workers=0)
+        run_suite(read_suite(write(suite_folder, content)), [suite_folder / weights], tmp_path, vitrail.load, workers=0)
         return {file.name for file in tmp_path.iterdir()}
 
     task = {"name": "t", "source": "two", "probe": "knn"}
@@ -122,42 +122,42 @@ def test_what_was_changed_is_measured_again(place, tmp_path):
         assert len(names({"tasks": [task | change]}, f"{weights}.safetensors")) == count
 
 
-def test_a_missing_source_is_told_before_anything_is_computed(place, tmp_path, monkeypatch):
-    monkeypatch.setattr(room, "run_task", None)
-    tasks = read_suite(write(place, {"tasks": [{"source": "colors"}, {"source": "nowhere"}]}))
-    with pytest.raises(UserError, match="There is nothing at nowhere"):
-        run_suite(tasks, [place / "0.safetensors"], tmp_path, vitrail.load)
+def test_a_missing_source_is_reported_before_any_computation(suite_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(suite_module, "run_task", None)
+    tasks = read_suite(write(suite_folder, {"tasks": [{"source": "colors"}, {"source": "nowhere"}]}))
+    with pytest.raises(UserError, match="nowhere does not exist"):
+        run_suite(tasks, [suite_folder / "0.safetensors"], tmp_path, vitrail.load)
     with pytest.raises(UserError, match="cannot be read"):
-        run_suite(tasks[:1], [place / "gone.safetensors"], tmp_path, vitrail.load)
+        run_suite(tasks[:1], [suite_folder / "gone.safetensors"], tmp_path, vitrail.load)
 
 
-def test_weights_that_come_with_the_package(place, tmp_path):
-    tasks = read_suite(write(place, {"tasks": [{"source": "two", "probe": "knn"}]}))
-    (row,) = run_suite(tasks, [Path("vitrail_tiny")], tmp_path, vitrail.load, workers=0)
-    assert row.weights == "vitrail_tiny"
+def test_bundled_weights(suite_folder, tmp_path):
+    tasks = read_suite(write(suite_folder, {"tasks": [{"source": "two", "probe": "knn"}]}))
+    (result,) = run_suite(tasks, [Path("vitrail_tiny")], tmp_path, vitrail.load, workers=0)
+    assert result.weights == "vitrail_tiny"
 
 
-def test_a_place_that_cannot_be_written_is_told_before_anything_is_computed(place, tmp_path, monkeypatch):
-    tasks = read_suite(write(place, {"tasks": [{"source": "two", "probe": "knn"}]}))
-    weights = [place / "0.safetensors"]
+def test_an_unwritable_folder_is_reported_before_any_computation(suite_folder, tmp_path, monkeypatch):
+    tasks = read_suite(write(suite_folder, {"tasks": [{"source": "two", "probe": "knn"}]}))
+    weights = [suite_folder / "0.safetensors"]
     (tmp_path / "file").write_text("")
     with monkeypatch.context() as patch:
-        patch.setattr(room, "run_task", None)
+        patch.setattr(suite_module, "run_task", None)
         with pytest.raises(UserError, match=r"file is a file: give a folder to write to"):
             run_suite(tasks, weights, tmp_path / "file", None)
-    rows = run_suite(tasks, weights, tmp_path / "kept", vitrail.load, workers=0)
+    results = run_suite(tasks, weights, tmp_path / "kept", vitrail.load, workers=0)
 
     def refuse(folder):
         raise AssertionError("what is only read need not be written")
 
-    monkeypatch.setattr(room, "check_folder", refuse)
-    assert run_suite(tasks, weights, tmp_path / "kept", None) == rows
+    monkeypatch.setattr(suite_module, "check_writable_folder", refuse)
+    assert run_suite(tasks, weights, tmp_path / "kept", None) == results
 
 
-def test_trouble_names_the_task_and_the_weights(place, tmp_path):
-    tasks = read_suite(write(place, {"tasks": [{"source": "two", "vector": "distillation"}]}))
-    with pytest.raises(UserError, match=r"task two linear cannot be done with .*0\.safetensors: This model has no distillation"):
-        run_suite(tasks, [place / "0.safetensors"], tmp_path, vitrail.load)
+def test_errors_name_the_task_and_the_weights(suite_folder, tmp_path):
+    tasks = read_suite(write(suite_folder, {"tasks": [{"source": "two", "vector": "distillation"}]}))
+    with pytest.raises(UserError, match=r"task two linear failed with .*0\.safetensors: This model has no distillation"):
+        run_suite(tasks, [suite_folder / "0.safetensors"], tmp_path, vitrail.load)
 
 
 @pytest.mark.parametrize(
@@ -168,32 +168,32 @@ def test_trouble_names_the_task_and_the_weights(place, tmp_path):
         ("[1, 2]", "has no tasks"),
         ("tasks: [", "is not YAML"),
         ("{tasks: [{source: two}], other: 1}", "unknown key 'other'"),
-        ("tasks: [two]", "Task 1 of .* is not a list"),
+        ("tasks: [two]", "Task 1 of .* is not a mapping"),
         ("tasks: [{name: x}]", "has no source"),
-        ("tasks: [{source: 3}]", "is no text"),
+        ("tasks: [{source: 3}]", "is not text"),
         ("tasks: [{source: two, probe: lienar}]", "unknown probe 'lienar'"),
         ("tasks: [{source: two, vector: x}]", "unknown vector 'x'"),
         ("tasks: [{source: two, exmaples: 3}]", "unknown key 'exmaples'"),
         ("tasks: [{source: two, examples: 1.5}]", "at least 2"),
-        ("tasks: [{source: two, settings: [1]}]", "settings of task 1"),
+        ("tasks: [{source: two, settings: [1]}]", "settings that are not a mapping"),
         ("tasks: [{source: two, settings: {kk: 1}}]", "Task 1 of .* unknown setting 'kk'"),
-        ("tasks: [{source: two}, {source: two}]", "Two tasks of .* called two linear"),
+        ("tasks: [{source: two}, {source: two}]", "Two tasks of .* have the name two linear"),
         ("{defaults: 3, tasks: [{source: two}]}", "defaults of the suite"),
     ],
 )
-def test_files_that_make_no_sense(place, content, reason):
+def test_invalid_files(suite_folder, content, reason):
     with pytest.raises(UserError, match=reason):
-        read_suite(write(place, content, "bad.yaml"))
+        read_suite(write(suite_folder, content, "bad.yaml"))
 
 
-def test_a_file_that_is_not_there(tmp_path):
+def test_missing_file(tmp_path):
     with pytest.raises(UserError, match="cannot be read: No such file"):
         read_suite(tmp_path / "gone.yaml")
 
 
-def test_means_of_groups(place):
-    tasks = read_suite(write(place, TASKS))
-    rows = [Row(task.name, "w", score, None, {}) for task, score in zip(tasks, (0.9, 0.3, 0.6), strict=True)]
-    assert group_means(tasks, [*rows, rows[0]._replace(weights="v", score=0.0)], "w") == pytest.approx(
+def test_means_of_groups(suite_folder):
+    tasks = read_suite(write(suite_folder, TASKS))
+    results = [TaskResult(task.name, "w", score, None, {}) for task, score in zip(tasks, (0.9, 0.3, 0.6), strict=True)]
+    assert group_means(tasks, [*results, results[0]._replace(weights="v", score=0.0)], "w") == pytest.approx(
         {"easy": 0.75, "hard": 0.3, "mean": 0.6}
     )

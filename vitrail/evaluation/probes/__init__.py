@@ -1,1 +1,1 @@
-"""Probes of frozen features: k-NN, linear, few-shot, retrieval and their grids."""
+"""Probes of frozen features: k-NN, linear, few-shot, retrieval, label hierarchies, spectrum."""

@@ -1,8 +1,7 @@
-"""How well features tell images of one class apart: random halves of every class, found again by a linear classifier.
+"""Separability of the images of one class: random halves of every class, predicted by a linear classifier.
 
-Grafit's measure (arXiv 2011.12982, Section 2.2.1): each class is cut at random into two equal halves, a linear classifier learns
-which half each image is in, and is asked about the images it learned from. Who knows the class and nothing finer is right
-half of the time.
+Grafit's metric (arXiv 2011.12982, Section 2.2.1): each class is split at random into two halves, a linear classifier is trained
+to predict the half of each image and evaluated on the same images. With the class alone its accuracy is 50 %.
 """
 
 import statistics
@@ -13,15 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitrail.evaluation.probes.linear import Linear, fit
+from vitrail.evaluation.probes.linear import LinearClassifier, fit
 
 SPLITS = 10
-DECAY = 1e-4
+WEIGHT_DECAY = 1e-4
 ROWS = 1 << 16
 
 
 class Separability(NamedTuple):
-    """Top-1 on the images learned from, one per split: of the classifier alone, and within the class a coarse one says."""
+    """Top-1 accuracy on the training images, one per split: of the halves, and of the halves given the predicted class."""
 
     plain: list[float]
     conditioned: list[float]
@@ -29,13 +28,12 @@ class Separability(NamedTuple):
     classes: int
 
 
-def summary(values: list[float]) -> tuple[float, float]:
-    """Mean and standard deviation."""
+def mean_and_sd(values: list[float]) -> tuple[float, float]:
     return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
 
 
-def halves(labels: np.ndarray, seed: int) -> np.ndarray:
-    """[N]: 2 * label or 2 * label + 1, at random and evenly in every class; of an odd class the first half has one more."""
+def random_halves(labels: np.ndarray, seed: int) -> np.ndarray:
+    """[N]: 2 * label or 2 * label + 1 at random, evenly in every class; the first half of an odd class has one more image."""
     rng = np.random.default_rng(seed)
     fine = 2 * labels
     for value in np.unique(labels):
@@ -44,37 +42,38 @@ def halves(labels: np.ndarray, seed: int) -> np.ndarray:
     return fine
 
 
-def separability(
+def measure_separability(
     vectors: Tensor,
     labels: Tensor,
     splits: int = SPLITS,
-    decay: float = DECAY,
+    weight_decay: float = WEIGHT_DECAY,
     advance: Callable[[int], None] = lambda count: None,
 ) -> Separability:
-    """Of features [N, D] with labels [N]."""
-    known, coarse = np.unique(labels.cpu().numpy(), return_inverse=True)
-    classes = len(known)
+    """The separability of features [N, D] with labels [N]."""
+    values, coarse = np.unique(labels.cpu().numpy(), return_inverse=True)
+    classes = len(values)
     groups = torch.from_numpy(coarse).to(vectors.device)
-    parent = fit(vectors, groups, classes, decay) if classes > 1 else None
+    parent = fit(vectors, groups, classes, weight_decay) if classes > 1 else None
     plain, conditioned = [], []
     for seed in range(splits):
-        truth = torch.from_numpy(halves(coarse, seed)).to(vectors.device)
-        model = fit(vectors, truth, 2 * classes, decay)
-        right = torch.zeros(2, dtype=torch.int64, device=vectors.device)
+        halves = torch.from_numpy(random_halves(coarse, seed)).to(vectors.device)
+        classifier = fit(vectors, halves, 2 * classes, weight_decay)
+        correct = torch.zeros(2, dtype=torch.int64, device=vectors.device)
         for start in range(0, len(vectors), ROWS):
             rows = slice(start, start + ROWS)
-            right += torch.stack([(answer == truth[rows]).sum() for answer in answers(model, parent, vectors[rows])])
-        first, second = right.tolist()
+            predictions = predict_halves(classifier, parent, vectors[rows])
+            correct += torch.stack([(prediction == halves[rows]).sum() for prediction in predictions])
+        first, second = correct.tolist()
         plain.append(first / len(vectors))
         conditioned.append(second / len(vectors))
         advance(1)
     return Separability(plain, conditioned, len(vectors), classes)
 
 
-def answers(model: Linear, parent: Linear | None, vectors: Tensor) -> tuple[Tensor, Tensor]:
-    """[N] each: the likeliest half of all, and the likeliest by p(class) p(half | class), the class by `parent`."""
-    logits = model.logits(vectors)
-    siblings = logits.unflatten(1, (-1, 2)).log_softmax(2)
+def predict_halves(classifier: LinearClassifier, parent: LinearClassifier | None, vectors: Tensor) -> tuple[Tensor, Tensor]:
+    """[N] each: the most probable half, and the most probable by p(class) p(half | class) with the classes of `parent`."""
+    logits = classifier.logits(vectors)
+    conditional = logits.unflatten(1, (-1, 2)).log_softmax(2)
     if parent is not None:
-        siblings = siblings + parent.logits(vectors).log_softmax(1)[:, :, None]
-    return logits.argmax(1), siblings.flatten(1).argmax(1)
+        conditional = conditional + parent.logits(vectors).log_softmax(1)[:, :, None]
+    return logits.argmax(1), conditional.flatten(1).argmax(1)

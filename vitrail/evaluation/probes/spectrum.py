@@ -1,7 +1,7 @@
-"""How many directions features use: the eigenvalues of their covariance, and the share of energy that the first ones hold.
+"""Spectrum of features: the eigenvalues of their covariance, and the share of the variance in the first principal directions.
 
-The flatter the curve, the richer the features; a classifier's features bend near its number of classes (Grafit, arXiv
-2011.12982, Figure 2.1).
+The flatter the curve, the richer the features; the curve of a classifier's features bends near its number of classes (Grafit,
+arXiv 2011.12982, Figure 2.1).
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vitrail.atomic_files import write_aside
+from vitrail.atomic_files import atomic_write
 from vitrail.errors import UserError
 
 ROWS = 1 << 14
@@ -24,55 +24,54 @@ class Spectrum(NamedTuple):
 
     @property
     def energy(self) -> Tensor:
-        """[D]: the share of all variance in the first 1, 2, ... D directions."""
+        """[D]: the share of the variance in the first 1, 2, ... D directions."""
         return self.eigenvalues.cumsum(0) / self.eigenvalues.sum()
 
     def components(self, share: float) -> int:
-        """How many directions hold that share of the variance."""
-        # A hair less than the share: sums of shares end in 1 - 1e-16.
-        return int(torch.searchsorted(self.energy, share - 1e-12)) + 1
+        """The number of directions that contain this share of the variance."""
+        return int(torch.searchsorted(self.energy, share - 1e-12)) + 1  # sums of shares are 1 only up to rounding
 
     @property
     def effective(self) -> float:
-        """exp of the entropy of the shares: as many equal directions would be as spread out."""
+        """The effective number of directions: exp of the entropy of their shares."""
         share = self.eigenvalues / self.eigenvalues.sum()
         return float(torch.special.entr(share).sum().exp())
 
 
-def spectrum(vectors: Tensor) -> Spectrum:
-    """Of features [N, D]; computed in float64, a part at a time."""
+def compute_spectrum(vectors: Tensor) -> Spectrum:
+    """The spectrum of features [N, D], in float64."""
     if len(vectors) < 2:
         raise UserError("A spectrum needs at least two images: give more.")
     width, device = vectors.shape[1], vectors.device
-    parts = vectors.split(ROWS)
+    chunks = vectors.split(ROWS)
     mean = torch.zeros(width, dtype=torch.float64, device=device)
-    for part in parts:
-        mean += part.double().sum(0)
+    for chunk in chunks:
+        mean += chunk.double().sum(0)
     mean /= len(vectors)
     covariance = torch.zeros(width, width, dtype=torch.float64, device=device)
-    for part in parts:
-        centred = part.double() - mean
-        covariance += centred.T @ centred
+    for chunk in chunks:
+        centered = chunk.double() - mean
+        covariance += centered.T @ centered
     values = torch.linalg.eigvalsh(covariance / (len(vectors) - 1)).flip(0).clamp(min=0).cpu()
     if not values[0] > 0:
-        raise UserError("The features of all images are the same: they have no spectrum.")
+        raise UserError("The features of all images are equal: their variance is 0.")
     return Spectrum(values, len(vectors))
 
 
-def check_figure(path: Path) -> None:
+def check_plot_path(path: Path) -> None:
     if path.suffix.lower() not in (".png", ".svg", ".pdf"):
-        raise UserError(f"A figure ends in .png, .svg or .pdf, not {path.name!r}.")
+        raise UserError(f"A plot is a .png, .svg or .pdf file, not {path.name!r}.")
 
 
-def draw(found: Mapping[str, Spectrum], path: Path) -> None:
-    """The curves of cumulative energy, one per name, as PNG, SVG or PDF by the path's ending."""
-    check_figure(path)
+def plot_spectra(spectra: Mapping[str, Spectrum], path: Path) -> None:
+    """Plot the cumulative shares of the variance, one curve per name, as PNG, SVG or PDF."""
+    check_plot_path(path)
     from matplotlib.figure import Figure
 
     figure = Figure((6, 4), layout="constrained")
     axes = figure.add_subplot(xscale="log", xlabel="principal directions", ylabel="share of the variance", ylim=(0, 1.02))
-    for name, each in found.items():
-        axes.plot(range(1, len(each.eigenvalues) + 1), each.energy.numpy(), label=name.replace("$", r"\$"))
+    for name, spectrum in spectra.items():
+        axes.plot(range(1, len(spectrum.eigenvalues) + 1), spectrum.energy.numpy(), label=name.replace("$", r"\$"))
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
-    write_aside(path, lambda side: figure.savefig(side, format=path.suffix[1:].lower(), dpi=150))
+    atomic_write(path, lambda file: figure.savefig(file, format=path.suffix[1:].lower(), dpi=150))
