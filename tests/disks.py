@@ -1,4 +1,4 @@
-"""Disks so small that they fill."""
+"""Small disks that can be filled in a test."""
 
 import os
 import subprocess
@@ -10,15 +10,15 @@ import pytest
 
 
 @contextmanager
-def small_disk(place: Path, size: str) -> Iterator[Callable[[str], None]]:
-    """A disk of `size` (400k, 4m) at `place`; gives what makes it another size. Skips where none can be mounted."""
+def small_disk(path: Path, size: str) -> Iterator[Callable[[str], None]]:
+    """Mount a tmpfs of `size` (400k, 4m) at `path`; yields a function that resizes it. Skips the test without permission."""
     if os.geteuid() != 0:
-        pytest.skip("mounting a small disk needs root")
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)]
+        pytest.skip("mounting a disk needs root")
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)]
     if subprocess.run(mount, check=False, capture_output=True).returncode:
-        pytest.skip("no small disk can be mounted here")
+        pytest.skip("cannot mount a disk")
     try:
-        yield lambda size: subprocess.run(["mount", "-o", f"remount,size={size}", str(place)], check=True)
+        yield lambda size: subprocess.run(["mount", "-o", f"remount,size={size}", str(path)], check=True)
     finally:
-        subprocess.run(["umount", "--lazy", str(place)], check=True)  # a test that fails may hold files open
+        subprocess.run(["umount", "--lazy", str(path)], check=True)  # a failing test may leave files open

@@ -1,4 +1,4 @@
-"""Every kind of source, opened by its path alone, gives the images and labels that were put in."""
+"""Every format, opened by its path, returns the images and labels that were written."""
 
 import csv
 import gzip
@@ -30,7 +30,7 @@ FEATURES = {
 
 
 def png(value: int, size: int = 4) -> bytes:
-    """An image of one color, another for every value."""
+    """An image of one color, different for every value."""
     buffer = io.BytesIO()
     Image.new("RGB", (size, size), (value % 256, value // 256, 7)).save(buffer, "PNG")
     return buffer.getvalue()
@@ -87,7 +87,7 @@ def write_idx(path: Path, array: np.ndarray) -> None:
 
 
 class OldPickler(pickle._Pickler):  # type: ignore[name-defined, misc]
-    """Writes bytes as Python 2 wrote its strings, as in the batches that the authors publish."""
+    """Writes bytes as Python 2 strings, as in the published batches."""
 
     def save_string(self, value: bytes) -> None:
         self.write(pickle.BINSTRING + len(value).to_bytes(4, "little") + value)
@@ -103,7 +103,7 @@ def old_pickle(value: object) -> bytes:
 
 
 def write_cifar(folder: Path, hundred: bool, binary: bool, per_file: int = 6) -> dict[str, np.ndarray]:
-    """Batches with random pixels; gives back the pixels [N, 3072] of every file."""
+    """Write batches with random pixels; returns the pixels [N, 3072] of every file."""
     folder.mkdir(parents=True)
     rng = np.random.default_rng(0)
     written = {}
@@ -117,7 +117,7 @@ def write_cifar(folder: Path, hundred: bool, binary: bool, per_file: int = 6) ->
             (folder / f"{name}.bin").write_bytes(rows.tobytes())
         else:
             keys = {b"fine_labels": labels, b"coarse_labels": [1] * per_file} if hundred else {b"labels": labels}
-            write = old_pickle if name != "data_batch_2" else pickle.dumps  # as the authors did, and as one would today
+            write = old_pickle if name != "data_batch_2" else pickle.dumps  # as published, and in the current protocol
             (folder / name).write_bytes(write({b"data": pixels, b"batch_label": b"some", **keys}))
     names, groups = ["apple", "bear", "cup"], ["fruit", "thing"]
     if binary:
@@ -149,7 +149,7 @@ def test_folder_of_classes(tmp_path: Path) -> None:
     assert source.classes == ["Zebra", "a", "b"]
     assert source.label is not None
     assert np.bincount(source.label.values).tolist() == [1, 12, 2]
-    places = [os.path.relpath(source.where(index), root) for index in range(len(source))]
+    places = [os.path.relpath(source.location(index), root) for index in range(len(source))]
     assert places[:4] == ["Zebra/0.png", "a/0.png", "a/1.png", "a/10.png"]  # byte order: 10 before 2
     assert source.encoded(places.index("a/deeper/x.JPEG")) == png(99)
     check_trainable(source)
@@ -161,14 +161,14 @@ def test_folder_with_splits(tmp_path: Path) -> None:
     write_folder(tmp_path, {"test": 4})
     splits = open_splits(str(tmp_path))
     assert splits.validation.label is not None
-    assert splits.validation.label.values.tolist() == [2, 2]  # numbered as in the training split
+    assert splits.validation.label.values.tolist() == [2, 2]  # class indices of the training split
     assert splits.test is not None
     assert len(splits.test) == 4
     assert splits.test.label is None
     assert len(open_source(str(tmp_path), "val")) == 2
 
 
-def test_a_class_may_be_called_train(tmp_path: Path) -> None:
+def test_a_class_may_be_named_train(tmp_path: Path) -> None:
     assert open_source(write_folder(tmp_path, {"bus": 1, "car": 1, "train": 1})).classes == ["bus", "car", "train"]
 
 
@@ -188,7 +188,7 @@ def test_flat_folder_has_no_labels(tmp_path: Path) -> None:
         {"compression": "snappy"},
     ],
 )
-def test_parquet_rows_however_they_are_written(tmp_path: Path, options: dict) -> None:
+def test_parquet_encodings(tmp_path: Path, options: dict) -> None:
     images = [png(number) for number in (1, 2, 1, 3, 4, 4, 5, 6, 7, 1)]
     path = write_parquet(tmp_path / "all.parquet", [0, 1] * 5, FEATURES, images, masks=True, **options)
     source = open_source(path)
@@ -198,13 +198,13 @@ def test_parquet_rows_however_they_are_written(tmp_path: Path, options: dict) ->
     for index in [9, 0, 5, 2, 7, 3, 9, 1]:
         assert source.encoded(index) == images[index]
         assert source.mask(index) == png(index, 2)
-    assert source.where(7) == f"row 7 of {path}"
+    assert source.location(7) == f"row 7 of {path}"
     with pytest.raises(IndexError):
         source.encoded(10)
 
 
-def test_parquet_keeps_only_some_decoded_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vitrail.data.datasets.parquet.KEPT_BYTES", 500)
+def test_parquet_limits_the_cached_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vitrail.data.datasets.parquet.CACHE_BYTES", 500)
     source = open_source(write_parquet(tmp_path / "all.parquet", [0, 1] * 20, compression="zstd"))
     order = np.random.default_rng(0).permutation(40).tolist()
     assert [source.encoded(index) for index in order] == [png(index) for index in order]
@@ -217,8 +217,8 @@ def test_parquet_shards_and_splits(tmp_path: Path) -> None:
     splits = open_splits(str(tmp_path))
     assert [len(splits.train), len(splits.validation)] == [4, 1]
     assert splits.test is not None
-    assert splits.test.label is None  # -1 throughout is the convention for labels that are kept secret
-    assert splits.train.where(3).endswith("train-1.parquet")
+    assert splits.test.label is None  # all -1: no labels
+    assert splits.train.location(3).endswith("train-1.parquet")
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_tar_shards(tmp_path: Path) -> None:
         write_tar(tmp_path / f"shard-{number:03d}.tar", samples(5 * number, 5))
     whole = open_source(str(tmp_path))
     assert everything(whole) == [(png(number), number % 3) for number in range(20)]
-    assert "000007" in whole.where(7)
+    assert "000007" in whole.location(7)
     part = open_source(str(tmp_path / "shard-{001..002}.tar"))
     assert everything(part) == everything(whole)[5:15]
     assert len(open_source(str(tmp_path / "shard-003.tar"))) == 5
@@ -259,13 +259,13 @@ def test_tar_labels_in_text_and_json(tmp_path: Path) -> None:
     assert everything(splits.validation) == [(png(3), 0)]
 
 
-def test_tar_index_is_kept_and_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tar_index_is_reused_and_rebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "one.tar"
     write_tar(path, samples(0, 3))
     assert len(open_source(str(path))) == 3
     (kept,) = tmp_path.glob(".vitrail-index-*.npz")
     with monkeypatch.context() as patch:
-        patch.setattr(tar, "_build", None)  # would fail if called
+        patch.setattr(tar, "_build_index", None)  # would fail if called
         assert len(open_source(str(path))) == 3
     write_tar(path, samples(0, 9))
     assert len(open_source(str(path))) == 9
@@ -273,7 +273,7 @@ def test_tar_index_is_kept_and_renewed(tmp_path: Path, monkeypatch: pytest.Monke
     assert len(open_source(str(path))) == 9
 
 
-def test_tar_index_elsewhere_if_the_folder_is_not_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tar_index_is_cached_if_the_folder_is_not_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data, cache = tmp_path / "data", tmp_path / "cache"
     data.mkdir()
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
@@ -289,7 +289,7 @@ def test_tar_index_elsewhere_if_the_folder_is_not_writable(tmp_path: Path, monke
     assert len(open_source(path)) == 3
     assert [file.name for file in data.iterdir()] == ["one.tar"]
     assert len(list(cache.rglob("*.npz"))) == 1
-    monkeypatch.setattr(tar, "_build", None)
+    monkeypatch.setattr(tar, "_build_index", None)
     assert len(open_source(path)) == 3
 
 
@@ -353,7 +353,7 @@ def test_digits() -> None:
     check_trainable(splits.train)
 
 
-def test_hub_asks_for_data_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_downloads_only_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple] = []
 
     def stand_in(repository: str, **options: object) -> str:
@@ -372,23 +372,23 @@ def test_hub_asks_for_data_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert match.groups() == ("a/b", "main", "c/d")
 
 
-def test_splits_by_seed_are_the_same_again_and_even(tmp_path: Path) -> None:
+def test_splits_by_seed_are_reproducible_and_stratified(tmp_path: Path) -> None:
     root = write_folder(tmp_path, {"a": 40, "b": 20, "c": 1})
     first, again, other = open_splits(root, seed=1), open_splits(root, seed=1), open_splits(root, seed=2)
     assert everything(first.validation) == everything(again.validation) != everything(other.validation)
     assert first.validation.label is not None
     assert np.bincount(first.validation.label.values, minlength=3).tolist() == [4, 2, 0]
-    places = [part.where(index) for part in (first.train, first.validation) for index in range(len(part))]
+    places = [part.location(index) for part in (first.train, first.validation) for index in range(len(part))]
     assert len(set(places)) == len(places) == 61
     assert first.test is None
 
 
-def test_an_empty_path_is_told() -> None:
+def test_an_empty_path_is_rejected() -> None:
     with pytest.raises(UserError, match="The path to the data is empty: give a folder of class folders"):
         open_source("")
 
 
-def test_every_kind_reaches_a_worker_process(tmp_path: Path) -> None:
+def test_every_format_works_in_a_worker_process(tmp_path: Path) -> None:
     write_folder(tmp_path / "folder", {"a": 3, "b": 3})
     write_parquet(tmp_path / "plain.parquet", [0, 1, 1, 0], FEATURES)
     write_parquet(tmp_path / "packed.parquet", [0, 1, 1, 0], FEATURES, compression="zstd")
@@ -396,8 +396,8 @@ def test_every_kind_reaches_a_worker_process(tmp_path: Path) -> None:
     write_cifar(tmp_path / "cifar", hundred=False, binary=False)
     (tmp_path / "list.csv").write_text("path,label\nfolder/a/0.png,u\nfolder/b/1.png,v\n")
     paths = [str(tmp_path / name) for name in ("folder", "plain.parquet", "packed.parquet", "one.tar", "cifar", "list.csv")]
-    sources = [open_source(path) for path in [*paths, "digits"]] + [open_splits(paths[0], share=0.5).validation]
-    here = [everything(source) for source in sources]  # read first, so that open files would have to travel
+    sources = [open_source(path) for path in [*paths, "digits"]] + [open_splits(paths[0], default_fraction=0.5).validation]
+    here = [everything(source) for source in sources]  # read first: open files must not be pickled
     assert len(pickle.dumps(sources[-2])) < 20_000  # labels, not pixels
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         assert list(pool.map(everything, sources)) == here

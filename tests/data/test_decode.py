@@ -1,4 +1,4 @@
-"""Every format and mode against pixels known beforehand, and every kind of damage against its message."""
+"""Decoding of every format and mode against known pixels, and the error messages for damaged files."""
 
 import io
 import struct
@@ -16,7 +16,7 @@ HEIGHT, WIDTH = 48, 64
 
 
 def smooth(height=HEIGHT, width=WIDTH):
-    """An image of soft gradients, which survives JPEG nearly unchanged: uint8 [height, width, 3]."""
+    """A smooth image that JPEG hardly changes, uint8 [height, width, 3]."""
     row, column = np.mgrid[0:height, 0:width]
     channels = [row * 255 / max(height - 1, 1), column * 255 / max(width - 1, 1), 255 - (row + column) * 255 / (height + width)]
     return np.stack(channels, axis=2).astype(np.uint8)
@@ -30,7 +30,7 @@ def encode(pixels, kind="PNG", mode=None, **options):
 
 
 def png(header, rows, *chunks):
-    """A PNG written by hand, for bit depths that Pillow does not write. `header`: width, height, depth, color type."""
+    """A PNG for bit depths that Pillow does not write. `header`: width, height, depth, color type."""
 
     def chunk(name, body):
         return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
@@ -41,7 +41,7 @@ def png(header, rows, *chunks):
 
 
 def tiff(values, bits, sample_format=1, photometric=1):
-    """A grey TIFF written by hand, little-endian, uncompressed."""
+    """A grayscale TIFF, little-endian, uncompressed."""
     height, width = values.shape
     body = values.tobytes()
     tags = [(256, width), (257, height), (258, bits), (259, 1), (262, photometric), (273, 8), (277, 1), (278, height)]
@@ -79,11 +79,11 @@ def test_jpeg(each_decoder, options):
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF"])
-def test_grey(each_decoder, kind):
-    grey = smooth()[:, :, 1]
-    found = decode(encode(grey, kind, **({"lossless": True} if kind == "WEBP" else {"quality": 98})))
+def test_grayscale(each_decoder, kind):
+    gray = smooth()[:, :, 1]
+    found = decode(encode(gray, kind, **({"lossless": True} if kind == "WEBP" else {"quality": 98})))
     assert np.array_equal(found[:, :, 0], found[:, :, 2])
-    assert np.abs(found[:, :, 0].astype(int) - grey).max() <= (4 if kind == "JPEG" else 0)
+    assert np.abs(found[:, :, 0].astype(int) - gray).max() <= (4 if kind == "JPEG" else 0)
 
 
 def test_one_bit():
@@ -100,7 +100,7 @@ def test_first_frame_of_an_animation():
 
 
 @pytest.mark.parametrize("kind", ["PNG", "WEBP", "TIFF"])
-def test_alpha_lies_over_white(kind):
+def test_alpha_is_composited_over_white(kind):
     alpha = np.tile(np.array([0, 51, 255, 128], dtype=np.uint8), (6, 2))
     colors = np.dstack([np.full((6, 8, 3), (200, 100, 0), dtype=np.uint8), alpha])
     weight = alpha[:, :, None] / 255
@@ -109,7 +109,7 @@ def test_alpha_lies_over_white(kind):
     assert np.abs(decode(encode(colors, kind, **options)) - expected).max() <= 1
 
 
-def test_grey_with_alpha():
+def test_grayscale_with_alpha():
     pixels = np.dstack([np.full((4, 4), 100, dtype=np.uint8), np.tile(np.array([0, 255], dtype=np.uint8), (4, 2))])
     found = decode(encode(Image.fromarray(pixels, "LA")))
     assert (found[:, 0] == 255).all()
@@ -131,7 +131,7 @@ def test_palettes_and_transparent_colors():
 
 
 def test_cmyk_and_its_inversions(each_decoder):
-    """Adobe's programs write CMYK inverted; so does Pillow, and it adds Adobe's marker."""
+    """Adobe's programs and Pillow write inverted CMYK with Adobe's marker."""
     ink = np.zeros((32, 32, 4), dtype=np.uint8)
     ink[:16] = (255, 0, 0, 0)  # cyan
     ink[16:] = (0, 0, 255, 128)  # dark yellow
@@ -143,9 +143,9 @@ def test_cmyk_and_its_inversions(each_decoder):
 
 
 def test_ycck_is_converted(each_decoder):
-    """The same file with Adobe's marker saying YCCK: the first three channels are then Y, Cb, Cr of the ink taken as color."""
+    """The same file with Adobe's marker set to YCCK: the first three channels are Y, Cb, Cr of the inverted color."""
     stored = np.zeros((16, 16, 4), dtype=np.uint8)
-    stored[:] = (76, 85, 255, 255)  # as they stand in the file: Y, Cb, Cr of (255, 0, 0), so all cyan, and no black
+    stored[:] = (76, 85, 255, 255)  # Y, Cb, Cr of (255, 0, 0): cyan without black
     encoded = encode(Image.fromarray(255 - stored, "CMYK"), "JPEG", quality=100, subsampling=0)
     place = encoded.index(b"Adobe") + 11
     assert encoded[place] == 0
@@ -180,7 +180,7 @@ def test_thirty_two_bits_and_floating_point():
     for scale in (1 / 255, 1):
         assert np.array_equal(decode(encode((expected * scale).astype(np.float32), "TIFF"))[:, :, 0], expected)
     for bad in (expected * 100.0, expected - 1.0, expected * np.nan):
-        with pytest.raises(ValueError, match="grey values"):
+        with pytest.raises(ValueError, match="gray values"):
             decode(encode(bad.astype(np.float32), "TIFF"))
 
 
@@ -188,7 +188,7 @@ def test_thirty_two_bits_and_floating_point():
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
 def test_orientation(each_decoder, orientation, kind):
     upright = smooth()
-    # How a camera that is held so would store the upright image: the inverse of each turn.
+    # The inverse of each orientation transform.
     stored = {
         1: upright,
         2: upright[:, ::-1],
@@ -218,29 +218,29 @@ def test_broken_metadata_does_not_lose_the_image():
 
 
 @pytest.mark.parametrize(
-    ("size", "at_least", "expected"),
+    ("size", "min_side", "expected"),
     [
         ((400, 300), None, (400, 300)),
         ((400, 300), 151, (400, 300)),
         ((400, 300), 150, (200, 150)),
         ((300, 400), 75, (75, 100)),
         ((401, 301), 75, (101, 76)),
-        ((1001, 801), 20, (126, 101)),  # 1/8 is the smallest there is
+        ((1001, 801), 20, (126, 101)),  # 1/8 is the smallest scale
         ((16, 9), 4, (8, 5)),
         ((5, 3), 1, (3, 2)),
     ],
 )
-def test_scaled_decoding(each_decoder, size, at_least, expected):
+def test_scaled_decoding(each_decoder, size, min_side, expected):
     image = smooth(*size)
     encoded = encode(image, "JPEG", quality=95)
-    found = decode(encoded, at_least)
+    found = decode(encoded, min_side)
     assert found.shape[:2] == expected
-    assert decoded_size(encoded, at_least) == expected
-    assert at_least is None or min(found.shape[:2]) >= min(at_least, *size)
+    assert decoded_size(encoded, min_side) == expected
+    assert min_side is None or min(found.shape[:2]) >= min(min_side, *size)
     reference = np.asarray(Image.fromarray(image).resize(expected[::-1], Image.Resampling.BOX))
-    if min(size) > 16:  # below, a pixel at the edge stands for much that lies outside
+    if min(size) > 16:  # below, edge pixels include much padding
         assert np.abs(found.astype(int) - reference).mean() < 3
-    assert decode(encode(image), at_least).shape == image.shape
+    assert decode(encode(image), min_side).shape == image.shape
 
 
 def test_both_decoders_agree(monkeypatch):
@@ -249,11 +249,11 @@ def test_both_decoders_agree(monkeypatch):
     noise = np.random.default_rng(0).integers(0, 256, (75, 101, 3), dtype=np.uint8)
     for options in ({}, {"progressive": True}, {"subsampling": 1}, {"subsampling": 0}, {"optimize": True}):
         encoded = encode(noise, "JPEG", quality=80, **options)
-        for at_least in (None, 30, 10):
+        for min_side in (None, 30, 10):
             with monkeypatch.context() as patch:
-                fast = decode(encoded, at_least)
+                fast = decode(encoded, min_side)
                 patch.setattr(module, "simplejpeg", None)
-                assert np.array_equal(decode(encoded, at_least), fast)
+                assert np.array_equal(decode(encoded, min_side), fast)
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF"])
@@ -270,7 +270,7 @@ def test_truncated_and_empty(each_decoder, kind):
         decode(b"")
 
 
-def test_damage_never_brings_another_exception():
+def test_damaged_files_raise_only_value_error():
     rng = np.random.default_rng(1)
     for kind in ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF"):
         encoded = bytearray(encode(smooth(), kind))
@@ -300,11 +300,11 @@ def test_decompression_bombs(monkeypatch):
         decode(encode(smooth()))
 
 
-def test_stored_pixels():
+def test_pixel_arrays():
     assert np.array_equal(decode(smooth()[::-1]), smooth()[::-1])
     assert decode(smooth()[::-1]).flags.c_contiguous
     for wrong in (smooth()[:, :, 0], smooth().astype(np.float32), smooth()[:, :, :2]):
-        with pytest.raises(ValueError, match="stored pixels"):
+        with pytest.raises(ValueError, match="pixels are"):
             decode(wrong)
 
 
@@ -323,15 +323,15 @@ def test_masks_keep_their_ids():
         assert np.array_equal(decode_mask(png((8, 6, depth, 0), [row.tobytes() for row in packed])), small)
     with pytest.raises(ValueError, match="in color"):
         decode_mask(encode(smooth()))
-    with pytest.raises(ValueError, match="class ids reach 300"):
+    with pytest.raises(ValueError, match="class ids up to 300"):
         decode_mask(encode(np.full((4, 4), 300, dtype=np.uint16)))
 
 
-def test_masks_follow_scaled_images():
+def test_masks_are_scaled_with_their_images():
     mask = np.zeros((40, 60), dtype=np.uint8)
     mask[20:] = 7
     fitted = fit_mask(mask, np.zeros((20, 30, 3), dtype=np.uint8))
     assert (fitted[:10] == 0).all()
     assert (fitted[10:] == 7).all()
-    with pytest.raises(ValueError, match="proportions"):
+    with pytest.raises(ValueError, match="aspect ratio"):
         fit_mask(mask, np.zeros((30, 20, 3), dtype=np.uint8))

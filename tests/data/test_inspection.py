@@ -1,4 +1,4 @@
-"""What `vitrail data inspect` finds: every planted fault, and nothing that was not planted."""
+"""`vitrail data inspect` finds every planted problem and nothing else."""
 
 import json
 import multiprocessing
@@ -14,25 +14,25 @@ from tests.data.test_datasets import png, write_folder, write_parquet
 from vitrail.cli import data as commands
 from vitrail.data.contact_sheet import MARGIN, TILE, augmented_views, contact_sheet
 from vitrail.data.datasets.digits import PixelSource
-from vitrail.data.datasets.lookup import open_parts, open_source
+from vitrail.data.datasets.lookup import open_source, open_sources
 from vitrail.data.decode import decode
 from vitrail.data.duplicates import NEAR_BITS, exact_groups, fingerprint, near_groups
 from vitrail.data.inspection import inspect
-from vitrail.data.inspection_report import bytes_text, findings, percent
+from vitrail.data.inspection_report import findings, percent_of
 from vitrail.data.source import Labels
 from vitrail.data.transforms.pipeline import Augmentation
 from vitrail.errors import UserError
 
 
 def scene(seed: int, width: int = 120, height: int = 90) -> Image.Image:
-    """Soft colored shapes, like nothing else: what a photograph is to a perceptual hash."""
+    """Smooth random colors, which have a unique perceptual hash like a photograph."""
     coarse = np.random.default_rng(seed).integers(0, 256, (6, 8, 3), dtype=np.uint8)
     return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
 
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory):
-    """Train and val with three classes; one fault of every kind."""
+    """Train and val with three classes and one problem of every kind."""
     root = tmp_path_factory.mktemp("planted") / "data"
     seed = 0
     for split, counts in {"train": {"ant": 12, "bee": 30, "cow": 3}, "val": {"ant": 4, "bee": 4}}.items():
@@ -57,7 +57,7 @@ def planted(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def report(planted):
-    return inspect(planted, open_parts(planted), workers=2)
+    return inspect(planted, open_sources(planted), workers=2)
 
 
 def test_counts_of_splits(report):
@@ -65,31 +65,33 @@ def test_counts_of_splits(report):
     assert (train.images, validation.images) == (50, 12)
     assert train.classes == {"ant": 14, "bee": 33, "cow": 3}
     assert validation.classes == {"ant": 5, "bee": 7, "cow": 0}
-    assert train.kinds == {"PNG RGB": 47, "JPEG RGB": 1}
+    assert train.formats == {"PNG RGB": 47, "JPEG RGB": 1}
     assert train.resolution["width"] == [100, 300, 300, 300, 300]
     assert train.resolution["height"] == [240] * 5
     assert train.resolution["aspect"][0] == pytest.approx(100 / 240)
     assert train.resolution["megapixels"][-1] == pytest.approx(0.072)
-    assert train.below_usual_side == 3
+    assert train.below_default_size == 3
     assert train.bytes > 10_000
 
 
-def test_broken_files_are_named_with_the_reason(report):
-    broken = {problem.where.rpartition("/")[2]: problem.reason for split in report.splits.values() for problem in split.broken}
-    assert set(broken) == {"empty.jpg", "text.png", "torn.png"}
-    assert broken["empty.jpg"] == "the file is empty"
-    assert "truncated" in broken["torn.png"]
+def test_unreadable_files_are_listed_with_the_reason(report):
+    unreadable = {
+        problem.location.rpartition("/")[2]: problem.reason for split in report.splits.values() for problem in split.unreadable
+    }
+    assert set(unreadable) == {"empty.jpg", "text.png", "torn.png"}
+    assert unreadable["empty.jpg"] == "the file is empty"
+    assert "truncated" in unreadable["torn.png"]
 
 
-def test_duplicates_leaks_and_contradictions(report):
-    found = {frozenset(member.where.rpartition("/")[2] for member in group.members): group for group in report.groups}
+def test_duplicates_leaks_and_different_labels(report):
+    found = {frozenset(member.location.rpartition("/")[2] for member in group.members): group for group in report.groups}
     assert {names: group.exact for names, group in found.items()} == {
         frozenset({"05.png", "same_pixels.bmp"}): True,
         frozenset({"07.png", "smaller.jpg"}): False,
         frozenset({"06.png", "other_label.png"}): True,
         frozenset({"08.png", "brighter.jpg"}): False,
     }
-    assert [group.contradicts for group in found.values()].count(True) == 1
+    assert [group.labels_differ for group in found.values()].count(True) == 1
     leak = report.leaks["train", "validation"]
     assert (leak.exact, leak.near) == (1, 1)
     repeats = report.repeats["train"]
@@ -97,7 +99,7 @@ def test_duplicates_leaks_and_contradictions(report):
     assert report.repeats["validation"].total == 0
 
 
-def test_images_that_are_all_alike_are_no_leak(tmp_path):
+def test_very_similar_images_are_not_a_leak(tmp_path):
     noise = np.random.default_rng(0)
     base = np.asarray(scene(1), dtype=np.int64)
     for split, count in (("train", 110), ("val", 20)):
@@ -106,83 +108,83 @@ def test_images_that_are_all_alike_are_no_leak(tmp_path):
             folder.mkdir(parents=True, exist_ok=True)
             pixels = (base + noise.integers(-3, 4, base.shape)).clip(0, 255).astype(np.uint8)
             Image.fromarray(pixels).save(folder / f"{number}.png")
-    sentences = list(findings(inspect(str(tmp_path), open_parts(str(tmp_path)), workers=0)))
-    assert any("too alike" in sentence for sentence in sentences)
-    assert not any("LEAK" in sentence for sentence in sentences)
+    messages = list(findings(inspect(str(tmp_path), open_sources(str(tmp_path)), workers=0)))
+    assert any("too similar" in message for message in messages)
+    assert not any("LEAK" in message for message in messages)
 
 
-def test_findings_say_the_gravest_first(report):
-    sentences = list(findings(report))
-    assert sentences[0].startswith("LEAK: 1 image of validation (9.09 %) also in train, pixel for pixel")
-    assert sentences[1].startswith("Possible LEAK: 1 image of validation")
-    text = " ".join(sentences)
-    assert "1 group of duplicates carries different labels" in text
+def test_findings_are_sorted_by_importance(report):
+    messages = list(findings(report))
+    assert messages[0].startswith("LEAK: 1 image of validation (9.09 %) also in train (equal pixels)")
+    assert messages[1].startswith("Possible LEAK: 1 image of validation")
+    text = " ".join(messages)
+    assert "1 group of duplicates has different labels" in text
     assert "2 of 50 train images cannot be read" in text
     assert "1 class of train with fewer than 10 images: cow." in text
     assert "The largest class of train has 11 times as many images as the smallest." in text
     assert "1 class without an image in validation: cow." in text
 
 
-def test_workers_change_nothing(planted, report):
-    assert inspect(planted, open_parts(planted), workers=0) == report
+def test_workers_do_not_change_the_report(planted, report):
+    assert inspect(planted, open_sources(planted), workers=0) == report
 
 
-def test_an_interrupt_ends_the_workers(planted):
+def test_an_interrupt_stops_the_workers(planted):
     def interrupt(count: int) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        inspect(planted, open_parts(planted), workers=2, advance=interrupt)
+        inspect(planted, open_sources(planted), workers=2, advance=interrupt)
     assert not multiprocessing.active_children()
 
 
-def test_labels_masks_and_stored_pixels(tmp_path):
+def test_labels_masks_and_pixel_arrays(tmp_path):
     features = {"label": {"names": ["cat", "dog"], "_type": "ClassLabel"}, "coarse_label": {"names": ["animal"]}}
     images = [png(number, 4) for number in range(6)]
     path = write_parquet(tmp_path / "train.parquet", [0, 0, 0, 0, 0, 1], features, images, masks=True)
-    split = inspect(path, open_parts(path), workers=0).splits["train"]
-    assert split.further_labels == {"coarse_label": 1}
-    assert split.masks == 0  # the masks of that helper are colored, which no mask is
-    assert split.broken[0].reason.startswith("its mask: ")
+    split = inspect(path, open_sources(path), workers=0).splits["train"]
+    assert split.extra_labels == {"coarse_label": 1}
+    assert split.masks == 0  # the masks of the helper are color images, which are rejected
+    assert split.unreadable[0].reason.startswith("mask: ")
     assert "No class labels in train" in " ".join(findings(inspect_folder_without_labels(tmp_path)))
-    digits = inspect("digits", open_parts("digits"), workers=0)
-    assert digits.splits["train"].kinds == {"pixels RGB": 1437}
+    digits = inspect("digits", open_sources("digits"), workers=0)
+    assert digits.splits["train"].formats == {"pixels RGB": 1437}
     assert digits.leaks["train", "test"].exact == 0
 
 
 def inspect_folder_without_labels(tmp_path):
     (tmp_path / "flat").mkdir()
     scene(1).save(tmp_path / "flat" / "one.png")
-    return inspect("flat", open_parts(str(tmp_path / "flat")), workers=0)
+    return inspect("flat", open_sources(str(tmp_path / "flat")), workers=0)
 
 
-def test_the_index_finds_what_comparing_all_with_all_finds():
+def test_the_index_finds_all_near_pairs():
     rng = np.random.default_rng(0)
     count = 600
     hashes = rng.integers(0, 1 << 63, count, dtype=np.uint64)
-    for place in range(count // 2, count):  # the second half: the first with 0 ... 9 bits changed
+    for row in range(count // 2, count):  # the second half: the first with 0 ... 9 bits changed
         flips = rng.choice(63, rng.integers(0, 10), replace=False)
-        hashes[place] = np.bitwise_xor.reduce([hashes[place - count // 2], *(np.uint64(1 << int(bit)) for bit in flips)])
+        hashes[row] = np.bitwise_xor.reduce([hashes[row - count // 2], *(np.uint64(1 << int(bit)) for bit in flips)])
     thumbnails = np.tile(rng.integers(0, 256, (1, 8, 8, 3), dtype=np.uint8), (count, 1, 1, 1))
     group = near_groups(np.arange(count), hashes, thumbnails)
-    for place in range(count // 2, count):
-        distance = (int(hashes[place]) ^ int(hashes[place - count // 2])).bit_count()
-        assert (group[place] == group[place - count // 2]) == (distance <= NEAR_BITS)
-    # Hashes alone do not make twins, and images of one color have none.
+    for row in range(count // 2, count):
+        distance = (int(hashes[row]) ^ int(hashes[row - count // 2])).bit_count()
+        assert (group[row] == group[row - count // 2]) == (distance <= NEAR_BITS)
+    # Equal hashes alone are not enough, and images of a single color are never near duplicates.
     noise = rng.integers(0, 256, thumbnails.shape, dtype=np.uint8)
     assert len(np.unique(near_groups(np.arange(count), hashes, noise))) == count
     plain = np.full_like(thumbnails, 200)
     assert len(np.unique(near_groups(np.arange(count), hashes, plain))) == count
 
 
-def test_chains_of_near_twins_are_one_group():
+def test_chains_of_near_duplicates_are_one_group():
     thumbnails = np.tile(np.arange(192, dtype=np.uint8).reshape(1, 8, 8, 3), (4, 1, 1, 1))
     hashes = np.array([0b0, 0b11111, 0b1111111111, 1 << 62 | 0xFFFF0000], dtype=np.uint64)
     assert near_groups(np.arange(4), hashes, thumbnails).tolist() == [0, 0, 0, 3]
     assert exact_groups(np.array([b"b", b"a", b"b", b"a"])).tolist() == [0, 1, 0, 1]
 
 
-def test_fingerprints_tell_size_and_pixels_apart():
+def test_fingerprints_depend_on_size_and_pixels():
     pixels = np.asarray(scene(3))
     changed = pixels.copy()
     changed[0, 0, 0] ^= 1
@@ -204,18 +206,18 @@ def test_the_command_prints_80_plain_columns_and_draws(planted, tmp_path):
         assert sheet.width == 2 * MARGIN + 12 * TILE + 11 * 4
 
 
-def test_the_command_as_json(planted, typed):
-    content = json.loads(typed("data", "inspect", planted, "--json").stdout)
+def test_the_command_as_json(planted, run_cli):
+    content = json.loads(run_cli("data", "inspect", planted, "--json").stdout)
     assert content["splits"]["train"]["classes"]["bee"] == 33
     assert content["leaks"] == [{"from": "train", "to": "validation", "exact": 1, "near": 1}]
     assert len(content["duplicates"]) == 4
-    assert len(content["splits"]["train"]["broken"]) == 2
+    assert len(content["splits"]["train"]["unreadable"]) == 2
     assert content["findings"][0].startswith("LEAK")
 
 
-def test_bad_input_gets_one_sentence(refused, tmp_path):
-    assert "There is nothing at" in refused("data", "inspect", tmp_path / "missing")
-    with pytest.raises(UserError, match="a PNG image"):
+def test_invalid_input_is_rejected(cli_error, tmp_path):
+    assert "does not exist" in cli_error("data", "inspect", tmp_path / "missing")
+    with pytest.raises(UserError, match="must be a PNG file"):
         commands.inspect("digits", out=tmp_path / "sheet.jpg")
 
 
@@ -226,8 +228,8 @@ def source_of(classes: int, per_class: int, name: str = "a class with a rather l
 
 
 @pytest.mark.parametrize("classes", [1, 2, 5, 10, 20, 30, 50, 300])
-def test_contact_sheets_are_of_a_size_and_clip_nothing(classes):
-    source = source_of(classes, 9, "Ünïcödé, 猫 and a name that is far too long for the little room that it has here " * 2)
+def test_contact_sheets_have_a_limited_size_and_clip_nothing(classes):
+    source = source_of(classes, 9, "Ünïcödé, 猫 and a name that is far too long for the space that it has here " * 2)
     sheet = np.asarray(contact_sheet(source, "a title that is much too long for its sheet " * 9))
     assert sheet.shape[1] < 1800
     assert sheet.shape[0] < 3000
@@ -237,7 +239,7 @@ def test_contact_sheets_are_of_a_size_and_clip_nothing(classes):
     assert (sheet[inside] < 255).any()
 
 
-def test_contact_sheets_follow_their_seed_and_leave_bad_images_out(tmp_path):
+def test_contact_sheets_depend_on_the_seed_and_skip_unreadable_images(tmp_path):
     source = open_source(write_folder(tmp_path / "data", {"a": 30, "b": 30}))
     first, again, other = (np.asarray(contact_sheet(source, "x", seed)) for seed in (0, 0, 1))
     assert (first == again).all()
@@ -248,22 +250,24 @@ def test_contact_sheets_follow_their_seed_and_leave_bad_images_out(tmp_path):
     assert contact_sheet(source, "x").size == (first.shape[1], first.shape[0])
 
 
-def test_views_are_what_the_network_sees():
-    """A view that changes nothing shows the stored image, pixel for pixel and class by class."""
+def test_augmented_views_are_the_network_inputs():
+    """Without augmentation the views equal the stored images, one class after the other."""
     source = source_of(10, 4)
-    how = Augmentation(image_size=(6, 9), crop="squash", hflip=0.0)
-    sheet = np.asarray(augmented_views(source, how, "as they are", count=4, views=2))
+    augmentation = Augmentation(image_size=(6, 9), crop="squash", hflip=0.0)
+    sheet = np.asarray(augmented_views(source, augmentation, "as they are", count=4, views=2))
     tiles = [tuple(decode(source.encoded(index)).reshape(-1).tolist()) for index in range(len(source))]
-    found = [index for index, tile in enumerate(tiles) if shown(sheet, np.array(tile, dtype=np.uint8).reshape(6, 9, 3)) == 3]
+    found = [
+        index for index, tile in enumerate(tiles) if occurrences(sheet, np.array(tile, dtype=np.uint8).reshape(6, 9, 3)) == 3
+    ]
     assert len(found) == 4
     assert len({index // 4 for index in found}) == 4
-    mixed = np.asarray(augmented_views(source, how, "as they are", count=4, views=2, mixup=0.8, cutmix=1.0))
+    mixed = np.asarray(augmented_views(source, augmentation, "as they are", count=4, views=2, mixup=0.8, cutmix=1.0))
     assert mixed.shape == sheet.shape
-    assert sum(shown(mixed, np.array(tiles[index], dtype=np.uint8).reshape(6, 9, 3)) for index in found) < 12
+    assert sum(occurrences(mixed, np.array(tiles[index], dtype=np.uint8).reshape(6, 9, 3)) for index in found) < 12
 
 
-def shown(sheet: np.ndarray, tile: np.ndarray) -> int:
-    """How often an enlarged tile stands in the sheet."""
+def occurrences(sheet: np.ndarray, tile: np.ndarray) -> int:
+    """Count the occurrences of an enlarged tile in the sheet."""
     factor = -(-128 // 6)
     large = tile.repeat(factor, axis=0).repeat(factor, axis=1)
     corners = np.argwhere((sheet[: -large.shape[0], : -large.shape[1]] == large[0, 0]).all(axis=2))
@@ -271,29 +275,23 @@ def shown(sheet: np.ndarray, tile: np.ndarray) -> int:
     return sum((sheet[top : top + height, left : left + width] == large).all() for top, left in corners)
 
 
-def test_views_of_a_policy_follow_their_seed(tmp_path):
+def test_augmented_views_depend_on_the_seed(tmp_path):
     for number in range(3):
         scene(number).save(tmp_path / f"{number}.jpg")
     source = open_source(str(tmp_path))
-    how = Augmentation(image_size=(64, 48), policy="rand", random_erasing=0.5)
+    augmentation = Augmentation(image_size=(64, 48), policy="rand", random_erasing=0.5)
     state = torch.get_rng_state()
-    first, again, other = (augmented_views(source, how, "rand", seed, views=3) for seed in (0, 0, 1))
+    first, again, other = (augmented_views(source, augmentation, "rand", seed, views=3) for seed in (0, 0, 1))
     assert first.tobytes() == again.tobytes() != other.tobytes()
     assert torch.equal(state, torch.get_rng_state())
 
 
-def test_numbers_in_words():
-    assert [percent(part, 10_000_000) for part in (0, 1, 50_000, 1_234_567, 9_999_999, 10_000_000)] == [
+def test_percent():
+    assert [percent_of(part, 10_000_000) for part in (0, 1, 50_000, 1_234_567, 9_999_999, 10_000_000)] == [
         "0 %",
         "< 0.01 %",
         "0.5 %",
         "12.3 %",
         "> 99.9 %",
         "100 %",
-    ]
-    assert [bytes_text(count) for count in (999, 1500, 99_960_000, 999_600_000)] == [
-        "999 bytes",
-        "1.5 kB",
-        "100.0 MB",
-        "1,000 MB",
     ]

@@ -1,4 +1,4 @@
-"""The stream is the order's, whatever the workers, the cut and the start; damage is accounted for; nothing is left behind."""
+"""Batches do not depend on the workers, the micro-batches or the starting step; unreadable images are replaced; workers exit."""
 
 import io
 import os
@@ -16,8 +16,8 @@ import torch
 from PIL import Image
 
 from vitrail.data.decode import decode
-from vitrail.data.loader import IGNORE, Batch, Loader, Plan, StoredLoader, choose_store, fill_store, free_memory
-from vitrail.data.sampler import Order
+from vitrail.data.loader import IGNORE, Batch, CachedLoader, CachePlan, WorkerLoader, build_cache, free_memory, plan_cache
+from vitrail.data.sampler import EpochSampler
 from vitrail.data.source import Labels, Source
 from vitrail.errors import UserError
 
@@ -26,7 +26,7 @@ COUNT, BATCH = 37, 8
 
 @dataclass
 class Images(Source):
-    """Images of many sizes made of their number, in memory; those in `broken` are damaged."""
+    """Generated images of many sizes; those in `broken` are truncated."""
 
     count: int = COUNT
     broken: tuple[int, ...] = ()
@@ -56,7 +56,7 @@ class Images(Source):
     def mask(self, index: int) -> bytes | None:
         return None if index % 3 == 0 else file(np.full(self.size(index), index, dtype=np.uint8), "PNG")
 
-    def where(self, index: int) -> str:
+    def location(self, index: int) -> str:
         return f"image {index}"
 
 
@@ -66,10 +66,16 @@ def file(pixels, kind):
     return buffer.getvalue()
 
 
-def stream(loader, epoch=0, start_step=0):
-    found = list(loader.batches(epoch, start_step))
+def epoch_batches(loader, epoch=0, start_step=0):
+    """The batches of an epoch from `start_step` on."""
+    steps = loader.sampler.steps
+    return loader.iterate_steps(epoch * steps + start_step, (epoch + 1) * steps)
+
+
+def load(loader, epoch=0, start_step=0):
+    batches = list(epoch_batches(loader, epoch, start_step))
     loader.close()
-    return found
+    return batches
 
 
 def same(first: list[Batch], second: list[Batch]) -> bool:
@@ -86,16 +92,16 @@ def same(first: list[Batch], second: list[Batch]) -> bool:
 
 
 @pytest.fixture
-def order():
-    return Order(COUNT, BATCH, seed=3)
+def sampler():
+    return EpochSampler(COUNT, BATCH, seed=3)
 
 
-def test_a_batch_holds_what_the_order_says(order):
+def test_a_batch_contains_the_samples_of_the_sampler(sampler):
     source = Images()
-    batches = stream(Loader(source, order, workers=0, masks=True), epoch=2)
-    assert len(batches) == order.steps
+    batches = load(WorkerLoader(source, sampler, workers=0, masks=True), epoch=2)
+    assert len(batches) == sampler.steps
     for step, batch in enumerate(batches):
-        samples = order.micro_batch(2, step)
+        samples = sampler.micro_batch(2, step)
         assert np.array_equal(batch.index, samples.index)
         assert np.array_equal(batch.repeat, samples.repeat)
         assert np.array_equal(batch.position, samples.position)
@@ -112,23 +118,23 @@ def test_a_batch_holds_what_the_order_says(order):
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_any_number_of_workers_gives_the_same_stream(order, workers):
-    alone = Loader(Images(), order, workers=0, masks=True)
-    loader = Loader(Images(), order, workers=workers, masks=True)
-    for epoch, start_step in ((0, 0), (1, 0), (1, 3), (0, order.steps)):
-        assert same(list(loader.batches(epoch, start_step)), list(alone.batches(epoch, start_step)))
-    assert same(list(alone.batches(1, 3)), list(alone.batches(1))[3:])
+def test_batches_do_not_depend_on_the_number_of_workers(sampler, workers):
+    alone = WorkerLoader(Images(), sampler, workers=0, masks=True)
+    loader = WorkerLoader(Images(), sampler, workers=workers, masks=True)
+    for epoch, start_step in ((0, 0), (1, 0), (1, 3), (0, sampler.steps)):
+        assert same(list(epoch_batches(loader, epoch, start_step)), list(epoch_batches(alone, epoch, start_step)))
+    assert same(list(epoch_batches(alone, 1, 3)), list(epoch_batches(alone, 1))[3:])
     loader.close()
 
 
 @pytest.mark.parametrize("broken", [(), (1, 2, 3, 17)])
-@pytest.mark.parametrize("units", [2, 4])
-def test_any_cut_gives_the_same_stream(order, micro_batches, broken):
+@pytest.mark.parametrize("micro_batches", [2, 4])
+def test_batches_do_not_depend_on_the_number_of_micro_batches(sampler, micro_batches, broken):
     source = Images(broken=broken)
-    whole = stream(Loader(source, order, workers=0, warn=print))
+    whole = load(WorkerLoader(source, sampler, workers=0, log=print))
     for micro_batch in range(micro_batches):
         for part, batch in zip(
-            stream(Loader(source, order, micro_batch, micro_batches, workers=0, warn=print)), whole, strict=True
+            load(WorkerLoader(source, sampler, [micro_batch], micro_batches, workers=0, log=print)), whole, strict=True
         ):
             assert torch.equal(part.index, batch.index[micro_batch::micro_batches])
             assert torch.equal(part.repeat, batch.repeat[micro_batch::micro_batches])
@@ -137,21 +143,21 @@ def test_any_cut_gives_the_same_stream(order, micro_batches, broken):
             assert torch.equal(part.pixels, batch.pixels[micro_batch::micro_batches, :, :height, :width])
 
 
-def test_a_loop_may_be_left_early(order):
-    loader = Loader(Images(), order, workers=2)
-    first = next(iter(loader.batches(0)))
-    assert same([first], list(loader.batches(0))[:1])
+def test_an_iteration_can_be_abandoned(sampler):
+    loader = WorkerLoader(Images(), sampler, workers=2)
+    first = next(iter(epoch_batches(loader, 0)))
+    assert same([first], list(epoch_batches(loader, 0))[:1])
     loader.close()
 
 
-def test_large_images_come_scaled(order):
+def test_large_jpegs_are_decoded_at_reduced_size(sampler):
     class Large(Images):
         def size(self, index):
             return 120, 160
 
     source = Large()
-    jpegs = Order(COUNT, COUNT, shuffle=False)
-    (batch,) = stream(Loader(source, jpegs, workers=0, at_least=50, masks=True))
+    jpegs = EpochSampler(COUNT, COUNT, shuffle=False)
+    (batch,) = load(WorkerLoader(source, jpegs, workers=0, min_side=50, masks=True))
     assert batch.sizes[1].tolist() == [60, 80]
     assert batch.sizes[0].tolist() == [120, 160]
     assert (batch.masks[1, :60, :80] == 1).all()
@@ -159,52 +165,52 @@ def test_large_images_come_scaled(order):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_bad_images_are_replaced_and_told(workers):
-    order = Order(COUNT, 6, shuffle=False)
-    told = []
-    loader = Loader(Images(broken=(1, 2, 5, 36)), order, workers=workers, warn=told.append)
-    batch, *_ = list(loader.batches(0))
-    assert batch.index.tolist() == [0, 3, 3, 3, 4, 0]  # the next readable one, round the end of the step
+def test_unreadable_images_are_replaced_and_reported(workers):
+    sampler = EpochSampler(COUNT, 6, shuffle=False)
+    messages = []
+    loader = WorkerLoader(Images(broken=(1, 2, 5, 36)), sampler, workers=workers, log=messages.append)
+    batch, *_ = list(epoch_batches(loader, 0))
+    assert batch.index.tolist() == [0, 3, 3, 3, 4, 0]  # the next readable image, wrapping around at the end of the step
     assert batch.position.tolist() == list(range(6))
     assert batch.labels.tolist() == [0, 3, 3, 3, 4, 0]
-    assert [problem.where for problem in loader.problems] == ["image 1", "image 2", "image 5"]
+    assert [problem.location for problem in loader.problems] == ["image 1", "image 2", "image 5"]
     assert all("truncated" in problem.reason for problem in loader.problems)
-    assert len(told) == 1
-    assert told[0].startswith("images: 3 images could not be read and others stood in; the first: image 1 (")
-    list(loader.batches(1))
+    assert len(messages) == 1
+    assert messages[0].startswith("images: 3 unreadable images were replaced by others, first image 1 (")
+    list(epoch_batches(loader, 1))
     assert len(loader.problems) == 3
-    assert len(told) == 1
+    assert len(messages) == 1
     loader.close()
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_bad_images_may_be_fatal(workers):
-    loader = Loader(Images(broken=(9,)), Order(COUNT, 6, shuffle=False), workers=workers, bad="fatal")
-    batches = loader.batches(0)
+def test_unreadable_images_can_be_fatal(workers):
+    loader = WorkerLoader(Images(broken=(9,)), EpochSampler(COUNT, 6, shuffle=False), workers=workers, unreadable="fatal")
+    batches = epoch_batches(loader, 0)
     assert next(batches).index.tolist() == list(range(6))
-    with pytest.raises(UserError, match=r"^image 9 cannot be read: damaged or truncated .*skipped\.$"):
+    with pytest.raises(UserError, match=r"^image 9 cannot be read: damaged or truncated .*skip unreadable images\.$"):
         list(batches)
 
 
-def test_nothing_readable_and_impossible_cuts():
+def test_no_readable_image_and_indivisible_batch_size():
     with pytest.raises(UserError, match="None of the 8 images"):
-        stream(Loader(Images(broken=tuple(range(COUNT))), Order(COUNT, 8), workers=1, warn=print))
-    with pytest.raises(UserError, match="does not divide"):
-        Loader(Images(), Order(COUNT, 8), 0, 3)
+        load(WorkerLoader(Images(broken=tuple(range(COUNT))), EpochSampler(COUNT, 8), workers=1, log=print))
+    with pytest.raises(UserError, match="not divisible"):
+        WorkerLoader(Images(), EpochSampler(COUNT, 8), [0], 3)
 
 
-def test_a_bug_in_a_source_is_shown(order):
+def test_an_exception_in_a_source_is_raised(sampler):
     class Wrong(Images):
         def encoded(self, index):
             raise KeyError("a bug")
 
     with pytest.raises(RuntimeError, match="a bug"):
-        stream(Loader(Wrong(), order, workers=1))
+        load(WorkerLoader(Wrong(), sampler, workers=1))
 
 
-def test_a_killed_worker_is_one_sentence(order):
-    loader = Loader(Images(wait=0.02), order, workers=2)
-    batches = loader.batches(0)
+def test_a_killed_worker_raises_a_user_error(sampler):
+    loader = WorkerLoader(Images(wait=0.02), sampler, workers=2)
+    batches = epoch_batches(loader, 0)
     next(batches)
     started = time.monotonic()
     processes = [process for process, _ in loader._workers.processes]
@@ -213,22 +219,23 @@ def test_a_killed_worker_is_one_sentence(order):
         list(batches)
     assert time.monotonic() - started < 5
     assert not any(process.is_alive() for process in processes)
-    assert len(list(loader.batches(0))) == order.steps
+    assert len(list(epoch_batches(loader, 0))) == sampler.steps
     loader.close()
 
 
 SCRIPT = """
 import signal
 import sys
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are born deaf to it
-from tests.data.test_loader import Images
-from vitrail.data.loader import Loader
-from vitrail.data.sampler import Order
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore SIGINT
+from tests.data.test_loader import Images, epoch_batches
+from vitrail.data.loader import WorkerLoader
+from vitrail.data.sampler import EpochSampler
 
-loader = Loader(Images(wait=0.01), Order(37, 8), workers=3)
+sampler = EpochSampler(37, 8)
+loader = WorkerLoader(Images(wait=0.01), sampler, workers=3)
 try:
     for epoch in range(1000):
-        for batch in loader.batches(epoch):
+        for batch in epoch_batches(loader, epoch):
             if epoch == 0 and int(batch.position[0]) == 0:
                 print(*(process.pid for process, _ in loader._workers.processes), flush=True)
 except KeyboardInterrupt:
@@ -237,16 +244,16 @@ except KeyboardInterrupt:
 
 
 def alive(pid):
-    """Neither gone nor a dead child that nobody has collected."""
+    """Whether the process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
         return False
 
 
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_ctrl_c_and_sudden_death_leave_nothing_behind(how):
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
+def test_sigint_and_sigkill_leave_no_worker_processes(sent):
     run = subprocess.Popen(
         [sys.executable, "-c", SCRIPT],
         stdout=subprocess.PIPE,
@@ -258,57 +265,57 @@ def test_ctrl_c_and_sudden_death_leave_nothing_behind(how):
     workers = [int(pid) for pid in run.stdout.readline().split()]
     assert len(workers) == 3
     assert all(map(alive, workers))
-    if how == signal.SIGINT:
-        os.killpg(run.pid, how)  # as a terminal does: to the workers too
+    if sent == signal.SIGINT:
+        os.killpg(run.pid, sent)  # as a terminal does: also to the workers
     else:
         run.kill()
     _, errors = run.communicate(timeout=30)
     assert "Traceback" not in errors
-    assert run.returncode == (130 if how == signal.SIGINT else -how)
+    assert run.returncode == (130 if sent == signal.SIGINT else -sent)
     deadline = time.monotonic() + 10
     while any(map(alive, workers)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(alive, workers))
 
 
-def test_everything_can_be_pickled(order):
-    loader = Loader(Images(), order, workers=2)
-    expected = list(loader.batches(0))
-    assert same(stream(pickle.loads(pickle.dumps(loader))), expected)
+def test_loaders_and_batches_can_be_pickled(sampler):
+    loader = WorkerLoader(Images(), sampler, workers=2)
+    expected = list(epoch_batches(loader, 0))
+    assert same(load(pickle.loads(pickle.dumps(loader))), expected)
     assert same(pickle.loads(pickle.dumps(expected)), expected)
     loader.close()
 
 
 @pytest.mark.parametrize("broken", [(), (0, 1, 9, 36)])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_stored_images_are_the_decoded_ones(order, broken, workers):
+def test_cached_batches_equal_decoded_batches(sampler, broken, workers):
     source = Images(broken=broken)
-    told = []
-    store = fill_store(source, workers=workers, masks=True)
+    messages = []
+    cache = build_cache(source, workers=workers, masks=True)
     for micro_batch, micro_batches in ((0, 1), (1, 2)):
-        stored = StoredLoader(store, order, micro_batch, micro_batches, warn=told.append)
-        decoding = Loader(source, order, micro_batch, micro_batches, workers=0, masks=True, warn=print)
+        cached = CachedLoader(cache, sampler, [micro_batch], micro_batches, log=messages.append)
+        decoding = WorkerLoader(source, sampler, [micro_batch], micro_batches, workers=0, masks=True, log=print)
         for epoch, start_step in ((0, 0), (4, 2)):
-            assert same(list(stored.batches(epoch, start_step)), list(decoding.batches(epoch, start_step)))
-        assert {problem.where for problem in stored.problems} == {f"image {index}" for index in broken}
-    assert len(told) == (2 if broken else 0)
+            assert same(list(epoch_batches(cached, epoch, start_step)), list(epoch_batches(decoding, epoch, start_step)))
+        assert {problem.location for problem in cached.problems} == {f"image {index}" for index in broken}
+    assert len(messages) == (2 if broken else 0)
     if broken:
         with pytest.raises(UserError, match="image 0 cannot be read"):
-            StoredLoader(store, order, bad="fatal")
+            CachedLoader(cache, sampler, unreadable="fatal")
 
 
-def test_a_store_grows_and_survives_a_chunk_of_damage():
+def test_a_cache_grows_and_handles_a_chunk_of_unreadable_images():
     source = Images(count=140, broken=tuple(range(64)))
-    store = fill_store(source, workers=0)
-    assert (store.sizes[:64] == 0).all()
-    assert store.pixels.shape == (140, 26, 40, 3)
+    cache = build_cache(source, workers=0)
+    assert (cache.sizes[:64] == 0).all()
+    assert cache.pixels.shape == (140, 26, 40, 3)
 
 
-def test_the_store_is_chosen_by_what_is_free():
-    plan = choose_store(Images(broken=(0,)))
-    assert plan.place == "memory"
-    assert plan.sentence.startswith("images: 37 images, 0.00 GB decoded, kept in memory (")
-    assert "\n" not in plan.sentence
-    assert choose_store(Images(), memory_share=0).place == "files"
-    assert isinstance(plan, Plan)
+def test_the_cache_location_depends_on_free_memory():
+    plan = plan_cache(Images(broken=(0,)))
+    assert plan.location == "memory"
+    assert plan.message.startswith("images: 37 images, 0.00 GB decoded, cached in memory (")
+    assert "\n" not in plan.message
+    assert plan_cache(Images(), memory_fraction=0).location == "files"
+    assert isinstance(plan, CachePlan)
     assert 0 < free_memory() < 1 << 50

@@ -1,4 +1,4 @@
-"""`vitrail data pack`: what goes in comes out, however often it is killed on the way."""
+"""`vitrail data pack` preserves the data, also if it is killed and resumed."""
 
 import contextlib
 import errno
@@ -20,30 +20,30 @@ from pyarrow import parquet
 from tests.data.test_datasets import png, write_cifar, write_folder, write_parquet, write_tar
 from tests.data.test_inspection import scene
 from tests.disks import small_disk
-from vitrail.atomic_files import aside
+from vitrail.atomic_files import atomic_replace
 from vitrail.cli import data as commands
 from vitrail.data import parquet_export
-from vitrail.data.datasets.folder import Parts
-from vitrail.data.datasets.lookup import open_parts
+from vitrail.data.datasets.folder import SourceDict
+from vitrail.data.datasets.lookup import open_sources
 from vitrail.data.decode import decode, decode_mask
 from vitrail.data.parquet_export import pack, parse_bytes
-from vitrail.data.parquet_shard import ShardWriter, schema_of
-from vitrail.data.reencoding import Recoding
+from vitrail.data.parquet_shard import ShardWriter, make_schema
+from vitrail.data.reencoding import Reencoding
 from vitrail.errors import UserError
 
-PLAIN = Recoding()
+PLAIN = Reencoding()
 SHARD = 100_000
 
 
-def packed(path: str, out: Path, how: Recoding = PLAIN, shard_size: int = SHARD, **options) -> parquet_export.Result:
-    return pack(path, open_parts(path), out, how, shard_size, **{"workers": 0, **options})
+def packed(path: str, out: Path, reencoding: Reencoding = PLAIN, shard_size: int = SHARD, **options) -> parquet_export.Result:
+    return pack(path, open_sources(path), out, reencoding, shard_size, **{"workers": 0, **options})
 
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
 
 
-def same(first: Parts, second: Parts) -> None:
+def same(first: SourceDict, second: SourceDict) -> None:
     assert set(first) == set(second)
     for split, source in first.items():
         other = second[split]
@@ -62,7 +62,7 @@ def same(first: Parts, second: Parts) -> None:
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory):
-    """Sixty images of noise, so that a task's rows are larger than a pipe: about 1 MB."""
+    """Sixty images of noise, about 1 MB, so that the rows of a task exceed the buffer of a pipe."""
     root = tmp_path_factory.mktemp("photos") / "photos"
     rng = np.random.default_rng(0)
     for number in range(60):
@@ -73,8 +73,8 @@ def photos(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def whole(photos, tmp_path_factory):
-    """The pack that no one has interrupted."""
+def expected_files(photos, tmp_path_factory):
+    """The files of an uninterrupted run."""
     out = tmp_path_factory.mktemp("whole") / "out"
     packed(photos, out)
     return contents(out)
@@ -97,7 +97,7 @@ def parquet_with_everything(root: Path) -> str:
     root.mkdir()
     names = {"label": {"names": ["cat", "dog", "eel"]}, "coarse_label": {"names": ["animal"]}}
     write_parquet(root / "train.parquet", [0, 1, 0, 1, 0], names)
-    write_parquet(root / "test.parquet", [-1, -1], names)  # a test split whose labels are kept secret
+    write_parquet(root / "test.parquet", [-1, -1], names)  # a test split without labels
     return str(root)
 
 
@@ -113,14 +113,14 @@ def cifar(root: Path) -> str:
 
 
 @pytest.mark.parametrize("make", [folder_without_labels, parquet_with_everything, tar_with_masks, cifar])
-def test_what_goes_in_comes_out(make, tmp_path):
+def test_images_labels_and_masks_are_preserved(make, tmp_path):
     path = make(tmp_path / "in")
-    before = open_parts(path)
+    before = open_sources(path)
     packed(path, tmp_path / "out", shard_size=200)
-    same(before, open_parts(str(tmp_path / "out")))
+    same(before, open_sources(str(tmp_path / "out")))
 
 
-def test_shards_are_named_sized_and_described_as_hugging_face_does(photos, tmp_path):
+def test_shards_follow_the_hugging_face_convention(photos, tmp_path):
     result = packed(photos, tmp_path / "out")
     names = sorted(os.listdir(tmp_path / "out" / "data"))
     count = sum(name.startswith("train") for name in names)
@@ -135,44 +135,44 @@ def test_shards_are_named_sized_and_described_as_hugging_face_does(photos, tmp_p
     assert table["image"][0].as_py()["path"].startswith("class ")
     features = json.loads(table.schema.metadata[b"huggingface"])["info"]["features"]
     assert features["label"] == {"names": ["class 0", "class 1", "class 2"], "_type": "ClassLabel"}
-    same(open_parts(photos), open_parts(str(tmp_path / "out")))
+    same(open_sources(photos), open_sources(str(tmp_path / "out")))
 
 
-def test_smaller_images(tmp_path):
+def test_resize(tmp_path):
     (tmp_path / "in").mkdir()
     large, small = scene(1, 200, 100), scene(2, 40, 30)
     large.convert("L").save(tmp_path / "in" / "0.png")
     large.save(tmp_path / "in" / "1.jpg", quality=95)
     small.save(tmp_path / "in" / "2.png")
     path = str(tmp_path / "in")
-    packed(path, tmp_path / "png", Recoding(resize=50, format="png"))
-    source = open_parts(str(tmp_path / "png"))["train"]
+    packed(path, tmp_path / "png", Reencoding(resize=50, format="png"))
+    source = open_sources(str(tmp_path / "png"))["train"]
     assert [decode(source.encoded(index)).shape[:2] for index in range(3)] == [(50, 100), (50, 100), (30, 40)]
     expected = np.asarray(large.convert("L").resize((100, 50), Image.Resampling.BICUBIC))
     assert (decode(source.encoded(0))[:, :, 1] == expected).all()
     assert source.encoded(2) == (tmp_path / "in" / "2.png").read_bytes()
-    packed(path, tmp_path / "jpeg", Recoding(resize=50, quality=80))
-    source = open_parts(str(tmp_path / "jpeg"))["train"]
+    packed(path, tmp_path / "jpeg", Reencoding(resize=50, quality=80))
+    source = open_sources(str(tmp_path / "jpeg"))["train"]
     assert source.encoded(0).startswith(b"\xff\xd8")
     paths = [row["path"] for row in parquet.read_table(tmp_path / "jpeg" / "data")["image"].to_pylist()]
     assert paths == ["0.jpg", "1.jpg", "2.png"]
 
 
-def test_masks_shrink_without_new_ids(tmp_path):
+def test_resized_masks_have_no_new_ids(tmp_path):
     ids = np.random.default_rng(0).integers(0, 4, (90, 120), dtype=np.uint8)
     buffer = io.BytesIO()
     Image.fromarray(ids).save(buffer, "PNG")
     image = io.BytesIO()
     scene(1, 120, 90).save(image, "PNG")
     path = write_tar(tmp_path / "one.tar", [("0.png", image.getvalue()), ("0.cls", b"0"), ("0.mask.png", buffer.getvalue())])
-    packed(path, tmp_path / "out", Recoding(resize=30))
-    found = decode_mask(open_parts(str(tmp_path / "out"))["train"].mask(0) or b"")
+    packed(path, tmp_path / "out", Reencoding(resize=30))
+    found = decode_mask(open_sources(str(tmp_path / "out"))["train"].mask(0) or b"")
     assert found.shape == (30, 40)
     assert set(np.unique(found)) <= {0, 1, 2, 3}
 
 
 def killed_after(photos: str, out: Path, step: int, workers: int) -> None:
-    """Packs, and kills its own process at the given call of `advance` or of anything that changes the folder."""
+    """Pack, and kill the own process at the given call of `advance` or of a function that changes the folder."""
     calls = 0
 
     def count(*_: object) -> None:
@@ -188,28 +188,28 @@ def killed_after(photos: str, out: Path, step: int, workers: int) -> None:
 
 
 def kill(photos: str, out: Path, step: int, workers: int) -> int | None:
-    """The exit code of a run that kills itself; its workers are gone, too, when this returns."""
+    """Return the exit code of a run that kills itself, after its workers have exited."""
     watched, held = os.pipe()
     child = multiprocessing.get_context("fork").Process(target=killed_after, args=(photos, out, step, workers))
     child.start()
-    os.close(held)  # now only the child and its workers hold that end, and the last of them lets it go
+    os.close(held)  # now only the child and its workers hold that end
     child.join()
-    assert select.select([watched], [], [], 20)[0], "a worker has outlived its run"
+    assert select.select([watched], [], [], 20)[0], "a worker is still running"
     os.close(watched)
     return child.exitcode
 
 
 @pytest.mark.parametrize(("step", "workers"), [(1, 0), (2, 0), (3, 0), (30, 0), (50, 0), (40, 2), (75, 2)])
-def test_killed_and_run_again_is_the_same_to_the_byte(photos, whole, step, workers, tmp_path):
+def test_a_killed_and_resumed_run_is_byte_identical(photos, expected_files, step, workers, tmp_path):
     out = tmp_path / "out"
     assert kill(photos, out, step, workers) == -signal.SIGKILL
     assert not (out / "data").exists()
     packed(photos, out, workers=workers)
-    assert contents(out) == whole
+    assert contents(out) == expected_files
 
 
-def test_killed_again_and_again(photos, whole, tmp_path):
-    """At the first step, the second, the third ... each time from where the last one came to, until a run comes through."""
+def test_killed_many_times(photos, expected_files, tmp_path):
+    """Killed at the first step, then at the second, and so on, resuming each time, until a run completes."""
     out = tmp_path / "out"
     codes = [kill(photos, out, 1, 0)]
     while codes[-1] == -signal.SIGKILL:
@@ -217,23 +217,23 @@ def test_killed_again_and_again(photos, whole, tmp_path):
         codes.append(kill(photos, out, len(codes) + 1, 0))
     assert codes[-1] == 0
     assert len(codes) > 20
-    assert contents(out) == whole
+    assert contents(out) == expected_files
 
 
-def test_the_command_killed_from_outside(photos, whole, tmp_path):
+def test_the_command_can_be_killed(photos, expected_files, tmp_path):
     out = tmp_path / "out"
-    words = ["data", "pack", photos, str(out), "--shard-size", str(SHARD)]
-    process = subprocess.Popen([sys.executable, "-m", "vitrail.cli.main", *words])
+    args = ["data", "pack", photos, str(out), "--shard-size", str(SHARD)]
+    process = subprocess.Popen([sys.executable, "-m", "vitrail.cli.main", *args])
     while process.poll() is None and not list(out.glob(".packing/*.parquet")):
-        with contextlib.suppress(subprocess.TimeoutExpired):  # looking all the time would take the core that it needs
+        with contextlib.suppress(subprocess.TimeoutExpired):  # do not busy-wait
             process.wait(0.005)
     process.kill()
     process.wait()
     packed(photos, out)
-    assert contents(out) == whole
+    assert contents(out) == expected_files
 
 
-def test_an_interrupt_keeps_what_is_finished(photos, whole, tmp_path):
+def test_an_interrupt_keeps_finished_shards(photos, expected_files, tmp_path):
     done = 0
 
     def interrupt(count: int) -> None:
@@ -247,7 +247,7 @@ def test_an_interrupt_keeps_what_is_finished(photos, whole, tmp_path):
     assert not multiprocessing.active_children()
     assert not list(tmp_path.rglob("*.part"))
     assert packed(photos, tmp_path / "out").kept > 2
-    assert contents(tmp_path / "out") == whole
+    assert contents(tmp_path / "out") == expected_files
 
 
 def interrupted(photos: str, out: Path) -> None:
@@ -259,64 +259,64 @@ def interrupted(photos: str, out: Path) -> None:
         packed(photos, out, advance=stop)
 
 
-def test_damaged_shards_are_made_again(photos, whole, tmp_path):
+def test_damaged_shards_are_written_again(photos, expected_files, tmp_path):
     out = tmp_path / "out"
     interrupted(photos, out)
     first, second, *_ = sorted(out.glob(".packing/*.parquet"))
     first.write_bytes(first.read_bytes()[:-1] + b"x")
     second.unlink()
-    told: list[str] = []
+    messages: list[str] = []
     other_spelling = os.path.relpath(photos) + "/"
-    assert packed(other_spelling, out, warn=told.append).kept == 1
-    assert len(told) == 2
-    assert "image 0 of train is damaged or gone and is packed again" in told[0]
-    assert contents(out) == whole
+    assert packed(other_spelling, out, log=messages.append).kept == 1
+    assert len(messages) == 2
+    assert "The train shard from image 0 on is damaged or missing and is written again" in messages[0]
+    assert contents(out) == expected_files
 
 
-def test_other_data_or_options_are_refused(photos, tmp_path):
+def test_other_data_or_options_are_rejected(photos, tmp_path):
     out = tmp_path / "out"
     interrupted(photos, out)
     before = contents(out)
-    with pytest.raises(UserError, match="begun with shard size 100000, not 200000: give the same options"):
+    with pytest.raises(UserError, match="started with shard size 100000, not 200000: give the same options"):
         packed(photos, out, shard_size=200_000)
-    with pytest.raises(UserError, match="begun with resize none, not 10"):
-        packed(photos, out, Recoding(resize=10))
-    with pytest.raises(UserError, match="begun with splits train, validation, not train"):
-        pack(photos, {"train": open_parts(photos)["train"]}, out, PLAIN, SHARD)
+    with pytest.raises(UserError, match="started with resize none, not 10"):
+        packed(photos, out, Reencoding(resize=10))
+    with pytest.raises(UserError, match="started with splits train, validation, not train"):
+        pack(photos, {"train": open_sources(photos)["train"]}, out, PLAIN, SHARD)
     other = write_folder(tmp_path / "other" / "train", {"a": 2, "b": 2})
     write_folder(tmp_path / "other" / "val", {"a": 2, "b": 2})
-    with pytest.raises(UserError, match="begun from other data"):
+    with pytest.raises(UserError, match="started from other data"):
         packed(os.path.dirname(other), out)
     assert contents(out) == before
 
 
-def test_a_finished_pack_is_checked_and_left(photos, whole, tmp_path):
+def test_a_finished_pack_is_verified_and_unchanged(photos, expected_files, tmp_path):
     out = tmp_path / "out"
     packed(photos, out)
     stamps = {file: file.stat().st_mtime_ns for file in out.rglob("*")}
-    assert packed(photos, out).kept == len(whole) - 1
+    assert packed(photos, out).kept == len(expected_files) - 1
     assert {file: file.stat().st_mtime_ns for file in out.rglob("*")} == stamps
     next(iter(out.rglob("*.parquet"))).write_bytes(b"")
-    with pytest.raises(UserError, match=r"is damaged or gone: remove .* and pack again"):
+    with pytest.raises(UserError, match=r"is damaged or missing: remove .* and pack again"):
         packed(photos, out)
 
 
-def test_foreign_places_are_refused(photos, tmp_path):
+def test_folders_with_other_files_are_rejected(photos, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match="was not made by this command: give a new or empty folder"):
+    with pytest.raises(UserError, match="was not written by this command: give a new or empty folder"):
         packed(photos, tmp_path)
     with pytest.raises(UserError, match="is a file: give a folder"):
         packed(photos, tmp_path / "notes.txt")
-    with pytest.raises(UserError, match=r"lies inside .* give a folder elsewhere"):
+    with pytest.raises(UserError, match=r"is inside of .* give another folder"):
         packed(photos, Path(photos) / "packed")
-    with pytest.raises(UserError, match=r"could not be written, Not a directory .* choose another place"):
+    with pytest.raises(UserError, match=r"could not be written, Not a directory .* choose another path"):
         packed(photos, tmp_path / "notes.txt" / "out")
     assert sorted(os.listdir(tmp_path)) == ["notes.txt"]
 
 
-def test_two_runs_at_once_are_refused(photos, whole, tmp_path):
+def test_concurrent_runs_are_rejected(photos, expected_files, tmp_path):
     def second(count: int) -> None:
-        # In a process of its own: a process never locks itself out.
+        # In another process: record locks do not exclude the same process.
         child = multiprocessing.get_context("fork").Process(target=packed_quietly, args=(photos, tmp_path / "out"))
         child.start()
         child.join()
@@ -324,7 +324,7 @@ def test_two_runs_at_once_are_refused(photos, whole, tmp_path):
 
     once = [second]
     packed(photos, tmp_path / "out", advance=lambda count: once.pop()(count) if once else None)
-    assert contents(tmp_path / "out") == whole
+    assert contents(tmp_path / "out") == expected_files
 
 
 def packed_quietly(photos: str, out: Path) -> None:
@@ -334,20 +334,20 @@ def packed_quietly(photos: str, out: Path) -> None:
         os._exit(7 if "Another process is packing" in str(error) else 1)
 
 
-def test_unreadable_images_are_left_out_and_told_or_fatal(typed, tmp_path):
+def test_unreadable_images_are_skipped_and_reported_or_fatal(run_cli, tmp_path):
     root = tmp_path / "in"
     path = write_folder(root, {"a": 4, "b": 4})
     (root / "a" / "1.png").write_bytes(b"")
     (root / "b" / "3.png").write_bytes(png(3)[:40])
     out = tmp_path / "out"
-    result = typed("data", "pack", path, out, "--shard-size", "150")
+    result = run_cli("data", "pack", path, out, "--shard-size", "150")
     assert result.returncode == 0
     assert "6 images in" in result.stdout
-    assert "unreadable: 2 images" in result.stderr
+    assert "Skipped 2 unreadable images." in result.stderr
     assert "a/1.png: the file is empty" in result.stderr
     manifest = json.loads((out / "data" / "_pack.json").read_text())
-    assert [problem["where"][-7:] for shard in manifest["shards"] for problem in shard["skipped"]] == ["a/1.png", "b/3.png"]
-    assert open_parts(str(out))["train"].label.values.tolist() == [0, 0, 0, 1, 1, 1]
+    assert [problem["location"][-7:] for shard in manifest["shards"] for problem in shard["skipped"]] == ["a/1.png", "b/3.png"]
+    assert open_sources(str(out))["train"].label.values.tolist() == [0, 0, 0, 1, 1, 1]
     with pytest.raises(UserError, match=r"a/1.png cannot be read: the file is empty"):
         packed(path, out, shard_size=150, fatal=True)
     with pytest.raises(UserError, match=r"a/1.png cannot be read"):
@@ -358,10 +358,10 @@ def test_unreadable_images_are_left_out_and_told_or_fatal(typed, tmp_path):
         packed(path, tmp_path / "none")
 
 
-FULL = r"No space left on device \(.* MiB free\): make room and run the same command again"
+FULL = r"No space left on device \(.* MiB free\): free disk space and run the same command again"
 
 
-def test_a_full_disk_loses_nothing(photos, whole, tmp_path):
+def test_a_full_disk_keeps_finished_shards(photos, expected_files, tmp_path):
     disk = tmp_path / "disk"
     with small_disk(disk, "400k") as resize:
         with pytest.raises(UserError, match=f"{FULL}, the finished shards are kept"):
@@ -371,54 +371,54 @@ def test_a_full_disk_loses_nothing(photos, whole, tmp_path):
         assert finished > 1
         resize("4m")
         assert packed(photos, disk / "out").kept == finished
-        assert contents(disk / "out") == whole
+        assert contents(disk / "out") == expected_files
 
 
 def fill_at(monkeypatch, ending):
-    """The disk is full as a file of that ending gets its name."""
+    """Simulate a full disk when a file with that ending is renamed."""
 
     @contextlib.contextmanager
     def full(path):
-        with aside(path) as side:
-            yield side
+        with atomic_replace(path) as temporary:
+            yield temporary
             if path.name.endswith(ending):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(parquet_export, "aside", full)
+    monkeypatch.setattr(parquet_export, "atomic_replace", full)
 
 
 @pytest.mark.parametrize("ending", ["_pack.json", ".parquet"])
-def test_a_disk_that_is_full_before_the_first_shard(ending, photos, tmp_path, monkeypatch):
-    """Nothing is left, nothing is said to be kept, and the next try may make the images smaller."""
+def test_a_full_disk_before_the_first_shard(ending, photos, tmp_path, monkeypatch):
+    """Nothing is left, and the next run may use other options."""
     out = tmp_path / "new" / "out"
     with monkeypatch.context() as patch:
         fill_at(patch, ending)
         with pytest.raises(UserError, match=rf"{FULL}\.$"):
             packed(photos, out)
     assert not list(tmp_path.iterdir())
-    assert packed(photos, out, Recoding(resize=10)).rows == 60
+    assert packed(photos, out, Reencoding(resize=10)).rows == 60
 
 
-def test_a_run_that_was_killed_before_its_first_shard_binds_nobody(photos, whole, tmp_path):
+def test_a_run_killed_before_its_first_shard_is_ignored(photos, expected_files, tmp_path):
     folder = tmp_path / "out" / ".packing"
     folder.mkdir(parents=True)
-    others = {"layout": 1, "source": "other", "options": {"splits": ["train"]}, "shards": []}
-    (folder / "_pack.json").write_text(json.dumps(others))
-    (folder / "train-000000007.parquet").write_bytes(b"not noted")
+    manifest = {"layout": 1, "source": "other", "options": {"splits": ["train"]}, "shards": []}
+    (folder / "_pack.json").write_text(json.dumps(manifest))
+    (folder / "train-000000007.parquet").write_bytes(b"not recorded")
     packed(photos, tmp_path / "out")
-    assert contents(tmp_path / "out") == whole
+    assert contents(tmp_path / "out") == expected_files
 
 
-def test_a_shard_that_was_not_noted_does_not_come_along(photos, whole, tmp_path):
+def test_an_unrecorded_shard_is_removed(photos, expected_files, tmp_path):
     out = tmp_path / "out"
     interrupted(photos, out)
     (out / ".packing" / "train-000000047.parquet").write_bytes(b"of images that are in other shards now")
     assert packed(photos, out).kept == 3
-    assert contents(out) == whole
+    assert contents(out) == expected_files
 
 
-def test_a_disk_that_says_late_that_it_is_full(tmp_path):
-    """Network disks do as a file is closed."""
+def test_a_write_error_on_close(tmp_path):
+    """Network file systems may report a full disk only when the file is closed."""
 
     class Late(io.FileIO):
         def close(self):
@@ -426,39 +426,39 @@ def test_a_disk_that_says_late_that_it_is_full(tmp_path):
                 super().close()
                 raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
-    class Place:
+    class Target:
         def open(self, mode):
             return io.BufferedWriter(Late(tmp_path / "shard.parquet", mode))
 
-    parts = open_parts("digits")
-    with pytest.raises(OSError, match=os.strerror(errno.EDQUOT)), ShardWriter(Place(), schema_of(parts)) as writer:
-        writer.add(Recoding().row(parts["train"], 0), parts["train"], 0)
+    parts = open_sources("digits")
+    with pytest.raises(OSError, match=os.strerror(errno.EDQUOT)), ShardWriter(Target(), make_schema(parts)) as writer:
+        writer.add(Reencoding().encode(parts["train"], 0), parts["train"], 0)
 
 
-def test_ctrl_c_before_the_first_shard(photos, typed, tmp_path, monkeypatch):
-    def stop(*words):
+def test_ctrl_c_before_the_first_shard(photos, run_cli, tmp_path, monkeypatch):
+    def stop(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(ShardWriter, "add", stop)
-    done = typed("data", "pack", photos, tmp_path / "out", "--workers", 0)
-    assert (done.returncode, done.stderr) == (130, "Stopped; nothing was kept.\n")
+    done = run_cli("data", "pack", photos, tmp_path / "out", "--workers", 0)
+    assert (done.returncode, done.stderr) == (130, "Interrupted; nothing was written.\n")
     assert not list(tmp_path.iterdir())
 
 
-def test_sizes_and_options_in_words():
+def test_invalid_sizes_and_options():
     sizes = {"500MB": 500_000_000, "64MiB": 64 << 20, "1.5 gb": 1_500_000_000, "12": 12, "3k": 3000}
     assert {text: parse_bytes(text) for text in sizes} == sizes
     for text in ("", "much", "-5MB", "0", "5 bananas", "1e5"):
         with pytest.raises(UserError, match="write 500MB"):
             parse_bytes(text)
-    for wrong in ({"resize": 0}, {"quality": 0}, {"format": "gif"}):
+    for invalid in ({"resize": 0}, {"quality": 0}, {"format": "gif"}):
         with pytest.raises(UserError):
-            Recoding(**wrong)
+            Reencoding(**invalid)
     with pytest.raises(UserError, match="digits has no validation split, only train, test"):
-        parquet_export.choose("digits", open_parts("digits"), ["val"])
-    assert list(parquet_export.choose("digits", open_parts("digits"), ["testing"])) == ["test"]
+        parquet_export.select_splits("digits", open_sources("digits"), ["val"])
+    assert list(parquet_export.select_splits("digits", open_sources("digits"), ["testing"])) == ["test"]
 
 
-def test_bad_input_gets_one_sentence(tmp_path):
+def test_an_unknown_option_value_is_rejected(tmp_path):
     with pytest.raises(UserError, match="choose skip or fatal"):
         commands.pack("digits", tmp_path / "out", bad="maybe")

@@ -10,7 +10,7 @@ from PIL import Image
 
 import vitrail
 from tests.images import make_folder
-from vitrail.data.datasets.lookup import open_parts, open_source, open_splits
+from vitrail.data.datasets.lookup import open_source, open_sources, open_splits
 from vitrail.data.datasets.pets import PETS
 from vitrail.data.decode import decode
 from vitrail.data.duplicates import exact_groups, fingerprint, near_groups
@@ -23,25 +23,25 @@ def elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def test_they_are_small_enough_to_ship_and_say_whose_they_are():
+def test_the_file_is_small_and_has_a_license():
     assert PETS.stat().st_size <= 4_000_000
     words = PETS.with_suffix(".md").read_text()
     for part in ("Oxford-IIIT Pet", "Parkhi", "Vedaldi", "Zisserman", "Jawahar", "CC BY-SA 4.0", "Changes"):
         assert part in words
 
 
-def test_every_breed_has_as_many():
-    parts = open_parts("pets")
+def test_number_of_images_per_breed():
+    parts = open_sources("pets")
     assert {split: len(part) for split, part in parts.items()} == {"train": 600, "validation": 120, "test": 300}
     for part, each in zip(parts.values(), (50, 10, 25), strict=True):
         assert part.name == "pets"
         assert len(part.classes) == 12
         assert np.bincount(part.label.values).tolist() == [each] * 12
-    assert parts["test"].where(0) == "image 720 of pets"
+    assert parts["test"].location(0) == "image 720 of pets"
 
 
-def test_no_image_is_there_twice():
-    found = [fingerprint(decode(part.encoded(index))) for part in open_parts("pets").values() for index in range(len(part))]
+def test_no_duplicates():
+    found = [fingerprint(decode(part.encoded(index))) for part in open_sources("pets").values() for index in range(len(part))]
     exact = exact_groups(np.array([each.digest for each in found]))
     hashes, thumbnails = np.array([each.hash for each in found], dtype=np.uint64), np.stack([each.thumbnail for each in found])
     assert np.array_equal(near_groups(exact, hashes, thumbnails), np.arange(1020))
@@ -55,35 +55,35 @@ def test_images_are_square_and_in_color():
     assert pickle.loads(pickle.dumps(source)).encoded(7) == source.encoded(7)
 
 
-def test_a_training_takes_the_splits_as_they_are():
+def test_open_splits_uses_the_given_splits():
     assert [len(part) for part in open_splits("pets")] == [600, 120, 300]
 
 
 @pytest.mark.parametrize("name", ["pets", "digits"])
-def test_a_folder_by_that_name_comes_first_and_is_named_once(tmp_path, capfd, name):
+def test_a_folder_of_that_name_is_used_and_reported_once(tmp_path, capfd, name):
     built_in = open_source(name).classes
     make_folder(tmp_path / name)
     assert open_source(f"./{name}").classes == ["blue", "green", "red"]
     assert capfd.readouterr().err == ""
     for _ in range(2):
         assert open_source(name).classes == ["blue", "green", "red"]
-    said = f"The folder {name} that lies here is taken, not the built-in {name}: for that, run elsewhere.\n"
-    assert capfd.readouterr().err == said
+    message = f"Using the folder {name} in the current directory instead of the built-in {name}.\n"
+    assert capfd.readouterr().err == message
     (tmp_path / name).rename("elsewhere")
     assert open_source(name).classes == built_in
 
 
 @pytest.mark.parametrize("name", ["pets", "digits"])
-def test_a_file_by_that_name(tmp_path, capfd, name):
+def test_a_file_of_that_name(tmp_path, capfd, name):
     (tmp_path / name).write_text("")
-    with pytest.raises(vitrail.UserError, match="unknown kind"):
+    with pytest.raises(vitrail.UserError, match="unknown format"):
         open_source(name)
-    assert f"The file {name} that lies here is taken" in capfd.readouterr().err
+    assert f"Using the file {name} in the current directory" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["pets", "digits"])
 @pytest.mark.parametrize("inside", ["run.json", "seed-0/run.json"])
-def test_the_folder_of_a_run_hides_nothing(tmp_path, capfd, name, inside):
+def test_a_run_directory_is_not_data(tmp_path, capfd, name, inside):
     """`vitrail train pets --out pets`, and then `vitrail resume pets`."""
     (tmp_path / name / inside).parent.mkdir(parents=True)
     (tmp_path / name / inside).write_text("{}")
@@ -91,7 +91,7 @@ def test_the_folder_of_a_run_hides_nothing(tmp_path, capfd, name, inside):
     assert capfd.readouterr().err == ""
 
 
-def test_of_several_processes_one_says_it(tmp_path, capfd, monkeypatch):
+def test_only_one_process_reports_it(tmp_path, capfd, monkeypatch):
     make_folder(tmp_path / "pets")
     monkeypatch.setenv("LOCAL_RANK", "1")
     open_source("pets")
@@ -103,7 +103,7 @@ def tool(monkeypatch):
     spec = importlib.util.spec_from_file_location("make_pets", TOOL)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    monkeypatch.setattr(module, "EACH", {"train": 1, "validation": 1, "test": 1})
+    monkeypatch.setattr(module, "IMAGES_PER_BREED", {"train": 1, "validation": 1, "test": 1})
     return module
 
 
@@ -116,7 +116,7 @@ def noise(folder, breeds, count):
             Image.fromarray(pixels).resize((180, 135)).save(folder / breed / f"{number}.png")
 
 
-def test_the_script_takes_the_first_of_each_breed_and_cuts_them(tool, tmp_path, monkeypatch, capsys):
+def test_make_pets(tool, tmp_path, monkeypatch, capsys):
     breeds = [*tool.BREEDS, "a breed that is not taken"]
     noise(tmp_path / "all" / "train", breeds, 3)
     noise(tmp_path / "all" / "test", breeds, 2)

@@ -1,16 +1,16 @@
-"""The order is a pure function of seed, epoch and position, whatever the cut into devices, steps and workers."""
+"""The samples are a pure function of seed, epoch and position, independent of the division into micro-batches."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vitrail.data.sampler import Order, permute
+from vitrail.data.sampler import EpochSampler, permute
 from vitrail.errors import UserError
 
 
-def released(permutation, ranks, repeats=3):
-    """The sampler of the DeiT code, written out: rank -> its images of one epoch."""
+def deit_sampler(permutation, ranks, repeats=3):
+    """The repeated-augmentation sampler of the DeiT code: the images of one epoch for each rank."""
     count = len(permutation)
     stream = np.repeat(permutation, repeats)
     total = -(-len(stream) // ranks) * ranks
@@ -36,34 +36,34 @@ def test_permutations_are_bijections(size, key):
     seed=st.integers(0, 2**40),
     epoch=st.integers(0, 10**6),
 )
-def test_the_stream_does_not_depend_on_the_cut(count, micro_batches, each, repeats, balanced, seed, epoch):
+def test_samples_do_not_depend_on_the_number_of_micro_batches(count, micro_batches, each, repeats, balanced, seed, epoch):
     labels = np.arange(count) % 7 if balanced else None
-    order = Order(count, batch=8 * each, seed=seed, repeats=repeats, labels=labels)
-    whole = order.at(epoch, np.arange(3 * order.batch))
+    sampler = EpochSampler(count, batch_size=8 * each, seed=seed, repeats=repeats, labels=labels)
+    whole = sampler.at(epoch, np.arange(3 * sampler.batch_size))
     for step in range(3):
-        one = order.micro_batch(epoch, step)
-        parts = [order.micro_batch(epoch, step, micro_batch, micro_batches) for micro_batch in range(micro_batches)]
+        one = sampler.micro_batch(epoch, step)
+        parts = [sampler.micro_batch(epoch, step, micro_batch, micro_batches) for micro_batch in range(micro_batches)]
         for field in ("index", "repeat", "position"):
             joined = np.stack([getattr(part, field) for part in parts], 1).reshape(-1)
             assert np.array_equal(joined, getattr(one, field))
-            assert np.array_equal(joined, getattr(whole, field)[step * order.batch : (step + 1) * order.batch])
+            assert np.array_equal(joined, getattr(whole, field)[step * sampler.batch_size : (step + 1) * sampler.batch_size])
     assert whole.index.min() >= 0
     assert whole.index.max() < count
 
 
-def test_an_epoch_sees_each_image_once_and_epochs_differ():
-    order = Order(1000, batch=10)
-    first, second = (order.at(epoch, np.arange(1000)).index for epoch in (0, 1))
+def test_an_epoch_contains_each_image_once_and_epochs_differ():
+    sampler = EpochSampler(1000, batch_size=10)
+    first, second = (sampler.at(epoch, np.arange(1000)).index for epoch in (0, 1))
     assert sorted(first) == sorted(second) == list(range(1000))
     assert (first == second).mean() < 0.01
-    assert not np.array_equal(first, Order(1000, batch=10, seed=1).at(0, np.arange(1000)).index)
-    assert np.array_equal(Order(5, batch=5, shuffle=False).at(3, np.arange(7)).index, [0, 1, 2, 3, 4, 0, 1])
+    assert not np.array_equal(first, EpochSampler(1000, batch_size=10, seed=1).at(0, np.arange(1000)).index)
+    assert np.array_equal(EpochSampler(5, batch_size=5, shuffle=False).at(3, np.arange(7)).index, [0, 1, 2, 3, 4, 0, 1])
 
 
 def test_positions_are_uniform():
-    """Chi-square over 400 epochs: where image p lands, and who follows whom."""
-    order = Order(20, batch=20)
-    streams = np.stack([order.at(epoch, np.arange(20)).index for epoch in range(4000)])
+    """Chi-square over 400 epochs: the position of an image, and the image after it."""
+    sampler = EpochSampler(20, batch_size=20)
+    streams = np.stack([sampler.at(epoch, np.arange(20)).index for epoch in range(4000)])
     for image in (0, 7, 19):
         counts = np.bincount(np.argmax(streams == image, 1), minlength=20)
         assert ((counts - 200) ** 2 / 200).sum() < 43.8  # 19 degrees of freedom, p = 0.001
@@ -74,15 +74,15 @@ def test_positions_are_uniform():
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-def test_repeated_augmentation_is_the_released_arithmetic(ranks):
+def test_repeated_augmentation_matches_the_deit_code(ranks):
     count, batch = 2000, 64
-    order = Order(count, batch, repeats=3, round_to=256)
-    permutation = Order(count, batch).at(5, np.arange(count)).index
-    expected = released(permutation, ranks)
+    sampler = EpochSampler(count, batch, repeats=3, round_to=256)
+    permutation = EpochSampler(count, batch).at(5, np.arange(count)).index
+    expected = deit_sampler(permutation, ranks)
     steps = count // 256 * 256 // batch
-    assert order.steps == steps
+    assert sampler.steps == steps
     for rank in range(ranks):
-        mine = np.concatenate([order.micro_batch(5, step, rank, ranks).index for step in range(steps)])
+        mine = np.concatenate([sampler.micro_batch(5, step, rank, ranks).index for step in range(steps)])
         assert np.array_equal(mine, expected[rank])
 
 
@@ -90,44 +90,44 @@ def test_repeated_augmentation_is_the_released_arithmetic(ranks):
     ("count", "samples", "distinct"),
     [(1_281_167, 1_281_024, 427_008), (50_000, 49_920, 16_640), (8_144, 7_936, 2_646), (2_040, 1_792, 598)],
 )
-def test_true_epochs(count, samples, distinct):
+def test_epoch_size(count, samples, distinct):
     """ImageNet, CIFAR, Cars, Flowers: samples and distinct images of an epoch with three repeats."""
-    order = Order(count, batch=256, repeats=3, round_to=256)
-    accounting = order.accounting()
-    assert (accounting.samples, accounting.distinct) == (samples, distinct)
+    sampler = EpochSampler(count, batch_size=256, repeats=3, round_to=256)
+    size = sampler.epoch_size()
+    assert (size.samples, size.distinct) == (samples, distinct)
     if count < 60_000:
-        index = order.at(0, np.arange(samples)).index
+        index = sampler.at(0, np.arange(samples)).index
         assert len(np.unique(index)) == distinct
-    assert Order(1_281_167, batch=1024, repeats=3, round_to=256).steps == 1251
+    assert EpochSampler(1_281_167, batch_size=1024, repeats=3, round_to=256).steps == 1251
 
 
 def test_class_balance():
     labels = np.array([0] * 90 + [1] * 9 + [5])
-    order = Order(100, batch=30, labels=labels)
-    index = order.at(0, np.arange(270)).index
+    sampler = EpochSampler(100, batch_size=30, labels=labels)
+    index = sampler.at(0, np.arange(270)).index
     assert np.array_equal(np.bincount(labels[index])[[0, 1, 5]], [90, 90, 90])
     assert sorted(index[labels[index] == 0]) == list(range(90))
     assert np.array_equal(np.bincount(index)[90:99], [10] * 9)
 
 
-def test_a_set_smaller_than_a_batch_goes_round():
-    order = Order(3, batch=8)
-    assert order.steps == 1
-    index = order.micro_batch(0, 0).index
+def test_a_set_smaller_than_a_batch_repeats_images():
+    sampler = EpochSampler(3, batch_size=8)
+    assert sampler.steps == 1
+    index = sampler.micro_batch(0, 0).index
     assert sorted(index[:3]) == sorted(index[3:6]) == [0, 1, 2]
 
 
-def test_any_step_is_reached_at_once():
-    order = Order(10**9, batch=1024, repeats=3)
-    late = order.micro_batch(10**6, 976_000, micro_batch=3, micro_batches=8)
+def test_any_step_can_be_computed_directly():
+    sampler = EpochSampler(10**9, batch_size=1024, repeats=3)
+    late = sampler.micro_batch(10**6, 976_000, micro_batch=3, micro_batches=8)
     assert late.index.shape == (128,)
     assert 0 <= late.index.min() <= late.index.max() < 10**9
 
 
-def test_bad_orders():
+def test_invalid_arguments():
     with pytest.raises(UserError, match="at least one image"):
-        Order(0, batch=1)
-    with pytest.raises(UserError, match="does not divide"):
-        Order(10, batch=10).micro_batch(0, 0, 0, 3)
+        EpochSampler(0, batch_size=1)
+    with pytest.raises(UserError, match="not divisible"):
+        EpochSampler(10, batch_size=10).micro_batch(0, 0, 0, 3)
     with pytest.raises(UserError, match="labels"):
-        Order(10, batch=1, labels=np.zeros(3))
+        EpochSampler(10, batch_size=1, labels=np.zeros(3))

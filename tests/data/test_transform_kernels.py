@@ -1,4 +1,4 @@
-"""The Triton kernels against the passes in plain torch: on a GPU, or where Triton is installed with TRITON_INTERPRET=1."""
+"""Triton kernels against the reference in plain torch, on a GPU or, with Triton installed, with TRITON_INTERPRET=1."""
 
 import os
 
@@ -21,8 +21,8 @@ SIZES = torch.tensor([[61, 83], [40, 40], [61, 30], [25, 83], [50, 64], [3, 2]])
 KEY = rng.sample_key(0, 0, torch.arange(6), torch.zeros(6, dtype=torch.int64))
 
 
-def canvas(layout: str) -> torch.Tensor:
-    """Six images of `SIZES` on a canvas, as decoders lay them out (channels last) or plane by plane."""
+def padded(layout: str) -> torch.Tensor:
+    """Six padded images of `SIZES`, channels last (as decoders write them) or channels first."""
     batch = images(6, 61, 83)
     return batch.to(memory_format=torch.channels_last) if layout == "channels last" else batch
 
@@ -36,32 +36,32 @@ def on_device(value):
 
 
 def both(name: str, *arguments):
-    """What the reference and the kernel make of the same arguments."""
+    """Results of the reference and of the kernel."""
     return getattr(reference, name)(*arguments), getattr(kernels, name)(*map(on_device, arguments)).cpu()
 
 
-def off(found, expected, sizes=None):
-    """The largest difference, and the share of values that differ at all; within the images' own sizes."""
-    apart = (found.float() - expected.float()).abs()
+def difference(found, expected, sizes=None):
+    """The largest difference and the fraction of values that differ, without the padding."""
+    delta = (found.float() - expected.float()).abs()
     if sizes is not None:
-        inside = torch.zeros_like(apart, dtype=torch.bool)
-        for place, (height, width) in enumerate(sizes.tolist()):
-            inside[place, :, :height, :width] = True
-        apart = apart[inside]
-    return apart.max().item(), (apart > 0).float().mean().item()
+        inside = torch.zeros_like(delta, dtype=torch.bool)
+        for row, (height, width) in enumerate(sizes.tolist()):
+            inside[row, :, :height, :width] = True
+        delta = delta[inside]
+    return delta.max().item(), (delta > 0).float().mean().item()
 
 
 def test_random_numbers_are_the_same():
     for name, count in (("crop.area", 10), ("flip", 1), ("mask", 196)):
-        number = rng.name_hash(name)
-        assert torch.equal(kernels.bits(KEY.to(DEVICE), number, count).cpu(), rng.bits(KEY, name, count))
+        number = rng.hash_name(name)
+        assert torch.equal(kernels.random_bits(KEY.to(DEVICE), number, count).cpu(), rng.random_bits(KEY, name, count))
         assert torch.equal(kernels.uniform(KEY.to(DEVICE), number, count).cpu(), rng.uniform(KEY, name, count))
     index, repeat = torch.tensor([0, 5, 2**33 + 7, 2**31 + 1]), torch.tensor([0, 1, 2, 3])
-    start = rng.scramble(12345)
-    found = kernels.fold(start, index.to(DEVICE), repeat.to(DEVICE)).cpu()
+    start = rng.hash32(12345)
+    found = kernels.fold_keys(start, index.to(DEVICE), repeat.to(DEVICE)).cpu()
     expected = start
     for part in (index & rng.MASK, index >> 32, repeat):
-        expected = rng.scramble(expected * 3 + part + rng.GOLDEN)
+        expected = rng.hash32(expected * 3 + part + rng.GOLDEN)
     assert torch.equal(found, expected)
 
 
@@ -75,43 +75,43 @@ def test_crops(layout, filter, crop):
         "squash": lambda: crops.squash(SIZES, (7, 9)),
         "large": lambda: crops.squash(SIZES, (80, 100)),
     }[crop]()
-    view = crops.turned(view, torch.arange(6) % 2 == 0)
-    expected, found = both("render", canvas(layout), view, filter, torch.arange(6) % 3 == 0)
-    assert off(found, expected)[0] == 0
+    view = crops.flip_view(view, torch.arange(6) % 2 == 0)
+    expected, found = both("crop_resize", padded(layout), view, filter, torch.arange(6) % 3 == 0)
+    assert difference(found, expected)[0] == 0
 
 
 @pytest.mark.parametrize("layout", ["planes", "channels last"])
 def test_blur(layout):
-    expected, found = both("blur", canvas(layout), SIZES, torch.tensor([0.0, 0.1, 0.3, 0.8, 2.0, 1.5]))
-    assert off(found, expected, SIZES)[0] == 0
+    expected, found = both("blur", padded(layout), SIZES, torch.tensor([0.0, 0.1, 0.3, 0.8, 2.0, 1.5]))
+    assert difference(found, expected, SIZES)[0] == 0
 
 
 @pytest.mark.parametrize("layout", ["planes", "channels last"])
 @pytest.mark.parametrize("operation", reference.OPERATIONS)
 def test_operations(layout, operation):
-    """All that is whole-number arithmetic to the bit."""
-    pixels = canvas(layout)
+    """Integer operations are exact."""
+    pixels = padded(layout)
     pixels[2, 1] = 7  # a channel of one value
-    drawn = torch.full((6,), reference.NUMBER[operation])
-    drawn[1] = reference.NONE
+    drawn = torch.full((6,), reference.OPERATION_INDEX[operation])
+    drawn[1] = reference.IDENTITY
     signs, magnitude = torch.tensor([1.0, -1, 1, -1, -1, 1]), torch.tensor([3.0, 9.0, 8.5, 9.9, 1.0, 9.2])
     value = policies.arguments(policies.INCREASING, drawn, magnitude, signs)
     layer = reference.Layer(drawn, value, torch.arange(6) % 3 == 0, torch.arange(6) % 2 == 0)
-    expected, found = both("operate", pixels, SIZES, layer)
-    most, share = off(found, expected, SIZES)
+    expected, found = both("apply_operations", pixels, SIZES, layer)
+    largest, fraction = difference(found, expected, SIZES)
     if operation in reference.WARPS:
-        assert most <= 1 or share < 1e-3, "but for places on the very edge"
-        assert share < 5e-3
+        assert largest <= 1 or fraction < 1e-3, "except at the edge"
+        assert fraction < 5e-3
     else:
-        assert most == 0
+        assert largest == 0
 
 
-def test_finishing():
-    pixels = canvas("planes")
+def test_normalize():
+    pixels = padded("planes")
     mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-    expected, found = both("finish", pixels, mean, std, None, KEY)
+    expected, found = both("normalize", pixels, mean, std, None, KEY)
     torch.testing.assert_close(found, expected)
     boxes = mixup.erasing_boxes(KEY, (61, 83), probability=0.7)
     assert 0 < (boxes.sum(1) > 0).sum() < 6
-    expected, found = both("finish", pixels, mean, std, boxes, KEY)
+    expected, found = both("normalize", pixels, mean, std, boxes, KEY)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

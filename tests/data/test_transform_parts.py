@@ -1,4 +1,4 @@
-"""Every part of the augmentation against Pillow or its definition."""
+"""The parts of the augmentation against Pillow or their definition."""
 
 import math
 
@@ -30,7 +30,7 @@ def by_pillow(batch, function):
 
 
 def histogram(batch):
-    return color.histogram(batch, affine.whole_canvas(batch))
+    return color.histogram(batch, affine.full_sizes(batch))
 
 
 def gap(found, expected):
@@ -41,7 +41,7 @@ FACTORS = torch.tensor([0.1, 0.7, 1.0, 1.9])
 
 
 @pytest.mark.parametrize("name", ["Brightness", "Contrast", "Color", "Sharpness"])
-def test_enhancements_are_pillows(name):
+def test_enhancements_equal_pillow(name):
     batch = images()
     expected = torch.stack(
         [from_pil(getattr(ImageEnhance, name)(to_pil(p)).enhance(float(f))) for p, f in zip(batch, FACTORS, strict=True)]
@@ -55,7 +55,7 @@ def test_enhancements_are_pillows(name):
     assert gap(found, expected) <= 1
 
 
-def test_tables_are_pillows_to_the_bit():
+def test_tables_equal_pillow_exactly():
     batch = images()
     batch[0, 0] = 7  # a channel of one value
     counts = histogram(batch)[:, :3]
@@ -73,12 +73,12 @@ def test_tables_are_pillows_to_the_bit():
     added = color.apply_table(batch, color.solarize_add_table(torch.full((4,), 110)))
     assert torch.equal(added, torch.where(batch < 128, (batch.int() + 110).clamp(max=255), batch.int()).to(torch.uint8))
     assert torch.equal(
-        color.grey(batch)[:, 0], torch.stack([torch.from_numpy(np.asarray(to_pil(p).convert("L")).copy()) for p in batch])
+        color.luma(batch)[:, 0], torch.stack([torch.from_numpy(np.asarray(to_pil(p).convert("L")).copy()) for p in batch])
     )
 
 
 @pytest.mark.parametrize("filter", ["nearest", "bilinear", "bicubic"])
-def test_warps_are_pillows(filter):
+def test_warps_equal_pillow(filter):
     batch = images(4, 40, 50)
     shears = torch.tensor([[[1, 0.21, 3.1], [0, 1, 0]], [[1, 0, 0], [-0.31, 1, -7.4]]])
     matrices = torch.cat([affine.rotation(torch.tensor([17.0, -30.0]), 40, 50), shears])
@@ -95,7 +95,7 @@ def test_warps_are_pillows(filter):
     assert wrong < 0.002, "only pixels on the very edge may fall on the other side of it"
 
 
-def test_rotation_is_pillows():
+def test_rotation_equals_pillow():
     batch = images(3, 41, 41)
     angles = torch.tensor([12.0, -27.0, 90.0])
     expected = torch.stack([from_pil(to_pil(p).rotate(float(a), Image.BILINEAR)) for p, a in zip(batch, angles, strict=True)])
@@ -116,12 +116,12 @@ def still(count):
 
 @pytest.mark.parametrize("filter", ["bilinear", "bicubic", "lanczos"])
 @pytest.mark.parametrize("out", [(24, 24), (64, 80)])
-def test_crop_and_resize_are_pillows(filter, out):
+def test_crop_and_resize_equal_pillow(filter, out):
     batch = images(3, 60, 90)
     boxes = torch.tensor([[0, 0, 60, 90], [5, 11, 31, 40], [50, 80, 10, 10]])  # top, left, height, width
     rows = crops._axis(boxes[:, 0], boxes[:, 2], out[0], still(3))
     columns = crops._axis(boxes[:, 1], boxes[:, 3], out[1], torch.tensor([False, True, False]))
-    found = reference.render(batch, crops.View(rows, columns), filter, None)
+    found = reference.crop_resize(batch, crops.View(rows, columns), filter, None)
     method = {"bilinear": Image.BILINEAR, "bicubic": Image.BICUBIC, "lanczos": Image.LANCZOS}[filter]
     for index, (top, left, height, width) in enumerate(boxes.tolist()):
         image = to_pil(batch[index]).crop((left, top, left + width, top + height)).resize((out[1], out[0]), method)
@@ -129,20 +129,20 @@ def test_crop_and_resize_are_pillows(filter, out):
         assert gap(found[index], from_pil(image)) == 0
 
 
-def test_the_canvas_beyond_a_image_is_never_seen():
+def test_padding_is_never_read():
     batch = images(2, 60, 90)
     sizes = torch.tensor([[40, 50], [60, 33]])
-    clean = reference.render(batch, crops.squash(sizes, (32, 32)), "bicubic", None)
+    clean = reference.crop_resize(batch, crops.squash(sizes, (32, 32)), "bicubic", None)
     for index, (height, width) in enumerate(sizes.tolist()):
         batch[index, :, height:] = 255
         batch[index, :, :, width:] = 255
-    assert torch.equal(reference.render(batch, crops.squash(sizes, (32, 32)), "bicubic", None), clean)
+    assert torch.equal(reference.crop_resize(batch, crops.squash(sizes, (32, 32)), "bicubic", None), clean)
 
 
-def test_the_test_view_is_resize_and_centre_crop():
+def test_center_crop_is_resize_and_crop():
     batch = images(2, 300, 400)
-    view = crops.centre_crop(torch.tensor([[300, 400], [300, 280]]), (224, 224), 0.875)
-    found = reference.render(batch, view, "bicubic", None)
+    view = crops.center_crop(torch.tensor([[300, 400], [300, 280]]), (224, 224), 0.875)
+    found = reference.crop_resize(batch, view, "bicubic", None)
     for index, width in enumerate((400, 280)):
         image = to_pil(batch[index][:, :, :width])
         short = 256 / min(image.size)
@@ -151,12 +151,12 @@ def test_the_test_view_is_resize_and_centre_crop():
         assert gap(found[index], from_pil(image.crop((left, top, left + 224, top + 224)))) == 0
 
 
-def test_simple_random_crop_mirrors_at_the_border():
+def test_simple_random_crop_reflects_at_the_border():
     batch = images(64, 32, 32)
     sizes = torch.tensor([[32, 32]]).expand(64, 2)
     key = rng.sample_key(0, 0, torch.arange(64), torch.zeros(64, dtype=torch.int64))
     view = crops.simple_random_crop(sizes, key, (32, 32))
-    found = reference.render(batch, view, "bicubic", None)
+    found = reference.crop_resize(batch, view, "bicubic", None)
     padded = torch.nn.functional.pad(batch.float(), (4, 4, 4, 4), mode="reflect").to(torch.uint8)
     for index in range(64):
         top, left = view.rows.offset[index] + 4, view.columns.offset[index] + 4
@@ -166,7 +166,7 @@ def test_simple_random_crop_mirrors_at_the_border():
 
 
 def test_crop_statistics():
-    """Area uniform in 8 % ... 100 %, aspect log-uniform in 3/4 ... 4/3, places uniform; nothing outside the image."""
+    """Area uniform in 8 % ... 100 %, aspect log-uniform in 3/4 ... 4/3, positions uniform; nothing outside the image."""
     count = 20000
     sizes = torch.tensor([[400, 400]]).expand(count, 2)
     key = rng.sample_key(3, 1, torch.arange(count), torch.zeros(count, dtype=torch.int64))
@@ -177,7 +177,7 @@ def test_crop_statistics():
     assert (top + height <= 400).all()
     assert (left + width <= 400).all()
     area, aspect = height * width / 400**2, (width / height).log()
-    small = area < 0.6  # larger boxes are refused when too oblong
+    small = area < 0.6  # larger boxes are rejected more often
     assert area.min() > 0.075
     assert np.histogram(area[small], 4, (0.08, 0.6))[0] == pytest.approx([int(small.sum()) / 4] * 4, rel=0.06)
     assert np.histogram(aspect[small], 4, (math.log(3 / 4), math.log(4 / 3)))[0] == pytest.approx(
@@ -187,7 +187,7 @@ def test_crop_statistics():
     assert np.histogram(free, 4, (0, 1))[0] == pytest.approx([int(small.sum()) / 4] * 4, rel=0.1)
 
 
-def test_oblong_images_fall_back_to_the_middle():
+def test_oblong_images_fall_back_to_the_center():
     sizes = torch.tensor([[10, 4000], [4000, 10]])
     key = rng.sample_key(0, 0, torch.arange(2), torch.zeros(2, dtype=torch.int64))
     view = crops.random_resized_crop(sizes, key, (8, 8), scale=(0.9, 1.0))
@@ -196,15 +196,15 @@ def test_oblong_images_fall_back_to_the_middle():
     assert view.columns.start[0] == (4000 - 13) // 2
 
 
-def test_the_matrix_follows_the_image():
-    """A ramp of coordinates, rendered, has at each output pixel the source place that the matrix says."""
+def test_the_view_matrix_matches_the_crop():
+    """In a cropped ramp of coordinates, each output pixel holds the source coordinates given by the matrix."""
     y, x = torch.meshgrid(torch.arange(120.0) + 0.5, torch.arange(200.0) + 0.5, indexing="ij")
     ramp = torch.stack([x, y, torch.zeros_like(x)])[None].expand(16, -1, -1, -1).to(torch.uint8)
     sizes = torch.tensor([[120, 200]]).expand(16, 2)
     key = rng.sample_key(0, 0, torch.arange(16), torch.zeros(16, dtype=torch.int64))
     crop = crops.random_resized_crop(sizes, key, (56, 56), scale=(0.2, 0.6))
-    view = crops.turned(crop, torch.arange(16) % 2 == 0)
-    found = reference.render(ramp, view, "bilinear", None) + 0.5
+    view = crops.flip_view(crop, torch.arange(16) % 2 == 0)
+    found = reference.crop_resize(ramp, view, "bilinear", None) + 0.5
     out = torch.stack(torch.meshgrid(torch.arange(56.0) + 0.5, torch.arange(56.0) + 0.5, indexing="xy"), 0)
     places = torch.einsum("bij,jhw->bihw", view.matrix()[:, :2], torch.cat([out, torch.ones(1, 56, 56)]))
     middle = slice(8, 48)
@@ -213,7 +213,7 @@ def test_the_matrix_follows_the_image():
 
 @pytest.mark.parametrize("radius", [0.0, 0.1, 0.7, 1.3, 2.0])
 def test_blur(radius):
-    """Against an exact Gaussian; Pillow's own is three box filters, and stays within a few levels of it."""
+    """Against an exact Gaussian. Pillow approximates it by three box filters, within a few levels."""
     batch = images(2, 48, 40)
     sigma, sizes = torch.full((2,), radius), torch.tensor([[48, 40], [30, 25]])
     found = reference.blur(batch, sizes, sigma)
@@ -248,7 +248,7 @@ def test_random_numbers_are_a_pure_function_of_their_key():
     normal = rng.normal(key, "noise", 2)
     assert abs(normal.mean()) < 0.01
     assert normal.std() == pytest.approx(1, abs=0.01)
-    whole = rng.integers(key, "choice", 15)[:, 0]
+    whole = rng.randint(key, "choice", 15)[:, 0]
     assert whole.min() == 0
     assert whole.max() == 14
     assert torch.bincount(whole).float() == pytest.approx(torch.full((15,), 50000 / 15), rel=0.06)
@@ -257,4 +257,4 @@ def test_random_numbers_are_a_pure_function_of_their_key():
 def test_random_numbers_are_pinned():
     """These values must never change: a resumed run depends on them."""
     key = rng.sample_key(1, 2, torch.tensor([3, 2**40]), torch.tensor([0, 1]))
-    assert rng.bits(key, "crop", 2).tolist() == [[3112370437, 2208522513], [1073017788, 1899793155]]
+    assert rng.random_bits(key, "crop", 2).tolist() == [[3112370437, 2208522513], [1073017788, 1899793155]]

@@ -1,4 +1,4 @@
-"""Whole pipelines: keyed by image, true to Pillow operation by operation, followed by masks, compiled."""
+"""Whole pipelines: deterministic per image, equal to Pillow operation by operation, with label maps and torch.compile."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from tests.tasks.labels import make_targets
 from vitrail.data.rng import sample_key
 from vitrail.data.transforms import masks, mixup, policies, reference
 from vitrail.data.transforms.crops import random_resized_crop
-from vitrail.data.transforms.pipeline import Augmentation, augment, augment_views, flips, follow, look
+from vitrail.data.transforms.pipeline import Augmentation, augment, augment_views, reproject, sample_flips, sample_view
 from vitrail.errors import UserError
 from vitrail.recipes.schema import LossConfig
 
@@ -44,19 +44,19 @@ def sizes_of(batch):
 
 
 @pytest.mark.parametrize("name", PIPELINES)
-def test_a_image_is_augmented_alike_in_any_company(name):
-    """Alone, in a batch, in another order: the same numbers. Another epoch: other numbers, but for the test views."""
-    how, batch = PIPELINES[name], images(12, 60, 80)
+def test_augmentation_does_not_depend_on_the_batch(name):
+    """Alone, in a batch or in another order: the same result. Another epoch gives another result, except for validation crops."""
+    augmentation, batch = PIPELINES[name], images(12, 60, 80)
     sizes = sizes_of(batch) - torch.arange(12)[:, None]
-    together = augment(batch, sizes, keys(12), how)
-    assert together.images.shape == (12, 3, *how.size)
+    together = augment(batch, sizes, keys(12), augmentation)
+    assert together.images.shape == (12, 3, *augmentation.image_size)
     order = torch.randperm(12)
-    shuffled = augment(batch[order], sizes[order], keys(12)[order], how)
+    shuffled = augment(batch[order], sizes[order], keys(12)[order], augmentation)
     assert torch.equal(shuffled.images, together.images[order])
     assert torch.equal(shuffled.matrix, together.matrix[order])
-    alone = torch.cat([augment(batch[i : i + 1], sizes[i : i + 1], keys(12)[i : i + 1], how).images for i in range(12)])
+    alone = torch.cat([augment(batch[i : i + 1], sizes[i : i + 1], keys(12)[i : i + 1], augmentation).images for i in range(12)])
     assert torch.equal(alone, together.images)
-    later = augment(batch, sizes, keys(12, epoch=1), how)
+    later = augment(batch, sizes, keys(12, epoch=1), augmentation)
     assert torch.equal(later.images, together.images) == ("test" in name)
 
 
@@ -85,23 +85,27 @@ def affine(image, matrix):
 
 @pytest.mark.parametrize("operation", reference.OPERATIONS)
 @pytest.mark.parametrize("magnitude", [3.7, 9.0])
-def test_operations_of_a_policy_are_pillows(operation, magnitude):
-    """Each on its own single of its own size, whatever lies beyond it on the canvas."""
+def test_operations_equal_pillow(operation, magnitude):
+    """Each operation on images of their own size, independent of the padding."""
     batch, sizes = images(3, 40, 50), torch.tensor([[40, 50], [25, 30], [31, 44]])
-    drawn = torch.full((3,), reference.NUMBER[operation])
+    drawn = torch.full((3,), reference.OPERATION_INDEX[operation])
     values = policies.arguments(policies.INCREASING, drawn, torch.full((3,), magnitude), torch.tensor([1.0, -1.0, 1.0]))
-    found = reference.operate(batch, sizes, reference.Layer(drawn, values))
+    found = reference.apply_operations(batch, sizes, reference.Layer(drawn, values))
     for single, value, ours, (height, width) in zip(batch, values, found, sizes.tolist(), strict=True):
         expected = from_pil(PILLOW[operation](to_pil(single[:, :height, :width]), float(value)))
         wrong = ((ours[:, :height, :width].int() - expected.int()).abs() > 1).float().mean()
         assert wrong < 0.01
-    assert torch.equal(reference.operate(batch, sizes, reference.Layer(torch.full((3,), reference.NONE), values)), batch)
+    assert torch.equal(
+        reference.apply_operations(batch, sizes, reference.Layer(torch.full((3,), reference.IDENTITY), values)), batch
+    )
 
 
 def test_levels():
     """Magnitude 9 of 10, RandAugment's "increasing" levels: 27 degrees, 0.27, 0.405 of the side, 1 +- 0.81, 1 bit, 26, 99."""
-    number = torch.arange(reference.NONE)
-    found = policies.arguments(policies.INCREASING, number, torch.full((reference.NONE,), 9.0), torch.ones(reference.NONE))
+    number = torch.arange(reference.IDENTITY)
+    found = policies.arguments(
+        policies.INCREASING, number, torch.full((reference.IDENTITY,), 9.0), torch.ones(reference.IDENTITY)
+    )
     expected = {
         "rotate": 27,
         "shear_x": 0.27,
@@ -111,59 +115,66 @@ def test_levels():
         "solarize": 26,
         "solarize_add": 99,
     }
-    assert {name: found[reference.NUMBER[name]].item() for name in expected} == pytest.approx(expected)
-    minus = policies.arguments(policies.INCREASING, number, torch.full((reference.NONE,), 9.0), -torch.ones(reference.NONE))
-    assert minus[reference.NUMBER["rotate"]] == -27
-    assert minus[reference.NUMBER["sharpness"]] == pytest.approx(0.19)
-    assert minus[reference.NUMBER["posterize"]] == 1
-    found = policies.arguments(policies.ORIGINAL, number, torch.full((reference.NONE,), 3.0), -torch.ones(reference.NONE))
+    assert {name: found[reference.OPERATION_INDEX[name]].item() for name in expected} == pytest.approx(expected)
+    minus = policies.arguments(
+        policies.INCREASING, number, torch.full((reference.IDENTITY,), 9.0), -torch.ones(reference.IDENTITY)
+    )
+    assert minus[reference.OPERATION_INDEX["rotate"]] == -27
+    assert minus[reference.OPERATION_INDEX["sharpness"]] == pytest.approx(0.19)
+    assert minus[reference.OPERATION_INDEX["posterize"]] == 1
+    found = policies.arguments(policies.ORIGINAL, number, torch.full((reference.IDENTITY,), 3.0), -torch.ones(reference.IDENTITY))
     expected = {"rotate": -9, "saturation": 0.64, "posterize": 5, "solarize": 76}
-    assert {name: found[reference.NUMBER[name]].item() for name in expected} == pytest.approx(expected)
+    assert {name: found[reference.OPERATION_INDEX[name]].item() for name in expected} == pytest.approx(expected)
 
 
-def test_draws_of_rand_augment():
-    """Each of two layers is applied to half of the images, all 15 operations alike."""
+def test_rand_augment_draws():
+    """Each of two layers is applied to half of the images, all 15 operations equally often."""
     count = 6000
     key = keys(count)
-    chosen = policies.integers(key, "rand.0.operation", 15)[:, 0]
+    chosen = policies.randint(key, "rand.0.operation", 15)[:, 0]
     assert torch.bincount(chosen).tolist() == pytest.approx([count / 15] * 15, rel=0.15)
-    assert policies.chance(key, "rand.0.apply", 0.5).float().mean() == pytest.approx(0.5, abs=0.02)
-    other = policies.integers(key, "rand.1.operation", 15)[:, 0]
+    assert policies.bernoulli(key, "rand.0.apply", 0.5).float().mean() == pytest.approx(0.5, abs=0.02)
+    other = policies.randint(key, "rand.1.operation", 15)[:, 0]
     assert (chosen == other).float().mean() == pytest.approx(1 / 15, abs=0.015)
 
 
 def test_three_augment_draws_one_of_three():
-    how = Augmentation(image_size=(24, 24), crop="squash", policy="three", hflip=0.0)
+    augmentation = Augmentation(image_size=(24, 24), crop="squash", policy="three", hflip=0.0)
     batch = images(90, 24, 24)
     plain = augment(batch, sizes_of(batch), keys(90), Augmentation(image_size=(24, 24), crop="squash")).images
-    seen = augment(batch, sizes_of(batch), keys(90), how).images
-    mean, std = torch.tensor(how.mean)[:, None, None], torch.tensor(how.std)[:, None, None]
+    seen = augment(batch, sizes_of(batch), keys(90), augmentation).images
+    mean, std = torch.tensor(augmentation.mean)[:, None, None], torch.tensor(augmentation.std)[:, None, None]
     values = (seen * std + mean) * 255
-    grey = ((values[:, 0] - values[:, 1]).abs().amax((1, 2)) < 1e-2) & ((values[:, 0] - values[:, 2]).abs().amax((1, 2)) < 1e-2)
+    gray = ((values[:, 0] - values[:, 1]).abs().amax((1, 2)) < 1e-2) & ((values[:, 0] - values[:, 2]).abs().amax((1, 2)) < 1e-2)
     original = (plain * std + mean) * 255
     solarized = torch.where(original < 127.5, original, 255 - original)
     inverted = (values - solarized).abs().amax((1, 2, 3)) < 1e-2
-    blurred = ~grey & ~inverted
-    assert [grey.sum().item(), inverted.sum().item(), blurred.sum().item()] == pytest.approx([30, 30, 30], abs=15)
+    blurred = ~gray & ~inverted
+    assert [gray.sum().item(), inverted.sum().item(), blurred.sum().item()] == pytest.approx([30, 30, 30], abs=15)
     texture = lambda x: (x[..., 1:] - x[..., :-1]).abs().mean((1, 2, 3))  # noqa: E731
     assert (texture(values)[blurred] <= texture(original)[blurred] + 1e-3).all()
 
 
-SIZES = torch.tensor([[60, 80], [33, 80], [60, 41], [50, 50]])  # of images on a canvas of 60 x 80
+SIZES = torch.tensor([[60, 80], [33, 80], [60, 41], [50, 50]])  # of images padded to 60 x 80
 
 
-def test_lvvit_flips_operates_on_the_whole_image_and_crops_last():
+def test_lvvit_order_is_flip_policy_crop():
     """Step by step the same as Pillow on each image of its own size: the crop of the operations of the flipped image."""
-    how = Augmentation(image_size=(48, 48), policy="rand", crop_last=True, scale=(0.3, 0.8), mean=(0.0,) * 3, std=(1 / 255,) * 3)
+    augmentation = Augmentation(
+        image_size=(48, 48), policy="rand", crop_last=True, scale=(0.3, 0.8), mean=(0.0,) * 3, std=(1 / 255,) * 3
+    )
     batch, sizes, key = images(48, 60, 80), SIZES.repeat(12, 1), keys(48)
-    seen = augment(batch, sizes, key, how)
-    flip, crop = flips(key, how), random_resized_crop(sizes, key, how.image_size, how.scale, how.ratio)
+    seen = augment(batch, sizes, key, augmentation)
+    flip, crop = (
+        sample_flips(key, augmentation),
+        random_resized_crop(sizes, key, augmentation.image_size, augmentation.scale, augmentation.ratio),
+    )
     off = []
     for row, (height, width) in enumerate(sizes.tolist()):
         image = to_pil(batch[row, :, :height, :width])
         image = ImageOps.mirror(image) if flip[row] else image
         for layer in seen.layers:
-            if layer.operation[row] != reference.NONE:
+            if layer.operation[row] != reference.IDENTITY:
                 image = PILLOW[reference.OPERATIONS[layer.operation[row]]](image, float(layer.value[row]))
         top, left = int(crop.rows.start[row]), int(crop.columns.start[row])
         image = image.crop((left, top, left + int(crop.columns.length[row]), top + int(crop.rows.length[row])))
@@ -176,25 +187,27 @@ def test_lvvit_flips_operates_on_the_whole_image_and_crops_last():
 
 @pytest.mark.parametrize("crop_last", [False, True])
 @pytest.mark.parametrize("crop", ["random_resized", "simple"])
-def test_the_matrix_is_exact_through_warps(crop_last, crop):
-    """An image of its own coordinates and a map of them: both show the same place everywhere, and both are filled alike."""
+def test_the_matrix_is_exact_with_warps(crop_last, crop):
+    """An image of its own coordinates and a map of them agree everywhere and are filled at the same pixels."""
     y, x = torch.meshgrid(torch.arange(60) + 0.5, torch.arange(80) + 0.5, indexing="ij")
     ramp = torch.stack([x * 3, y * 4, torch.zeros_like(x)])
     batch, sizes, key = ramp.to(torch.uint8).repeat(60, 1, 1, 1), SIZES.repeat(15, 1), keys(60)
     for row, (height, width) in enumerate(sizes.tolist()):
         batch[row, :, height:] = batch[row, :, :, width:] = 255
-    how = Augmentation(
+    augmentation = Augmentation(
         image_size=(64, 48), crop=crop, policy="rand", crop_last=crop_last, scale=(0.4, 1.0), mean=(0.0,) * 3, std=(1 / 255,) * 3
     )
-    done = augment(batch, sizes, key, how)
+    done = augment(batch, sizes, key, augmentation)
     operations = torch.stack([layer.operation for layer in done.layers])
-    warped = torch.stack([operations == reference.NUMBER[name] for name in reference.WARPS]).any(0)
-    rows = (warped | (operations == reference.NONE)).all(0).nonzero()[:, 0]  # no color was touched
+    warped = torch.stack([operations == reference.OPERATION_INDEX[name] for name in reference.WARPS]).any(0)
+    rows = (warped | (operations == reference.IDENTITY)).all(0).nonzero()[:, 0]  # only geometry
     assert warped[:, rows].all(0).any(), "some went through two warps"
     # Each image's map of coordinates has its own scale, as label maps have: 12 x 16 cells over the whole image.
     share_y, share_x = torch.meshgrid((torch.arange(12) + 0.5) / 12, (torch.arange(16) + 0.5) / 16, indexing="ij")
     maps = torch.stack([share_x * sizes[:, 1, None, None] * 3, share_y * sizes[:, 0, None, None] * 4], 1)
-    found = follow(maps, done.matrix, how.image_size, sizes, how.image_size, filter="bilinear", fill=-1.0, steps=done.steps)
+    found = reproject(
+        maps, done.matrix, augmentation.image_size, sizes, augmentation.image_size, filter="bilinear", fill=-1.0, steps=done.steps
+    )
     for row in rows.tolist():
         height, width = sizes[row].tolist()
         shown, mapped = done.images[row], found[row]
@@ -217,26 +230,26 @@ def near(mask):
 
 
 @pytest.mark.parametrize("policy", ["none", "rand", "auto", "trivial"])
-def test_masks_follow_their_images(policy):
-    """A single of its own class map: after the augmentation, the map says what the pixels show."""
+def test_reprojected_masks_match_their_images(policy):
+    """An image drawn from a class map: after the augmentation, the reprojected map matches the pixels."""
     cells = torch.randint(0, 2, (16, 1, 4, 5))
     single = (cells * 255).to(torch.uint8).repeat_interleave(20, 2).repeat_interleave(20, 3).expand(-1, 3, -1, -1).contiguous()
-    how = Augmentation(image_size=(64, 64), policy=policy, scale=(0.3, 0.9), mean=(0.0,) * 3, std=(1.0,) * 3)
+    augmentation = Augmentation(image_size=(64, 64), policy=policy, scale=(0.3, 0.9), mean=(0.0,) * 3, std=(1.0,) * 3)
     sizes = sizes_of(single)
-    done = augment(single, sizes, keys(16), how)
-    followed = follow(cells.float(), done.matrix, (64, 64), sizes, (64, 64), fill=-1.0)
-    moved = follow(single[:, :1].float(), done.matrix, (64, 64), sizes, (64, 64), fill=-255.0)
+    done = augment(single, sizes, keys(16), augmentation)
+    followed = reproject(cells.float(), done.matrix, (64, 64), sizes, (64, 64), fill=-1.0)
+    moved = reproject(single[:, :1].float(), done.matrix, (64, 64), sizes, (64, 64), fill=-255.0)
     agree = ((moved / 255).round() == followed).float().mean()
     assert agree > 0.97, "a map of cells and a map of pixels are moved alike"
     if policy == "none":
         inside = followed[:, 0] >= 0
         same = (done.images[:, 0].round() == followed[:, 0])[inside].float().mean()
         assert same > 0.95, "but for the edges of cells, where the single is smooth"
-    coarse = follow(cells.float(), done.matrix, (4, 4), sizes, (64, 64), filter="bilinear")
+    coarse = reproject(cells.float(), done.matrix, (4, 4), sizes, (64, 64), filter="bilinear")
     assert coarse.shape == (16, 1, 4, 4)
 
 
-def test_views_have_keys_of_their_own():
+def test_views_have_their_own_keys():
     batch = images(3, 40, 40)
     large, small = Augmentation(image_size=(32, 32), scale=(0.4, 1.0)), Augmentation(image_size=(16, 16), scale=(0.05, 0.4))
     views = augment_views(batch, sizes_of(batch), keys(3), [large, large, small, small])
@@ -254,15 +267,15 @@ def test_mixup_and_cutmix():
         mixed, targets = mixup.mix_images(images, draw), make_targets(labels, 4, draw, LossConfig(label_smoothing=0.1))
         torch.testing.assert_close(targets.sum(1), torch.ones(8))
         plain = torch.nn.functional.one_hot(labels, 4) * 0.9 + 0.025
-        torch.testing.assert_close(targets, draw.share * plain + (1 - draw.share) * plain.flip(0))
+        torch.testing.assert_close(targets, draw.lam * plain + (1 - draw.lam) * plain.flip(0))
         if draw.box is None:
-            torch.testing.assert_close(mixed, draw.share * images + (1 - draw.share) * images.flip(0))
+            torch.testing.assert_close(mixed, draw.lam * images + (1 - draw.lam) * images.flip(0))
         else:
             kept = (mixed == images).float().mean().item()
-            assert kept == pytest.approx(draw.share, abs=1e-6)
-    assert mixup.draw_mix(0, 0, 0, 0, (20, 30), 0.0, 0.0).share == 1.0
+            assert kept == pytest.approx(draw.lam, abs=1e-6)
+    assert mixup.draw_mix(0, 0, 0, 0, (20, 30), 0.0, 0.0).lam == 1.0
     assert all(mixup.draw_mix(0, 0, step, 0, (20, 30), 0.0, 1.0).box for step in range(50))
-    shares = np.array([mixup.draw_mix(0, 0, step, 0, (9, 9), 0.8, 0.0).share for step in range(4000)])
+    shares = np.array([mixup.draw_mix(0, 0, step, 0, (9, 9), 0.8, 0.0).lam for step in range(4000)])
     assert shares.mean() == pytest.approx(0.5, abs=0.02)
     assert shares.var() == pytest.approx(1 / (4 * (2 * 0.8 + 1)), abs=0.01)
 
@@ -270,7 +283,7 @@ def test_mixup_and_cutmix():
 def test_erasing():
     images = torch.full((4000, 3, 32, 32), 7.0)
     boxes = mixup.erasing_boxes(keys(4000), (32, 32))
-    erased = reference.finish(images.to(torch.uint8), (0.0,) * 3, (1 / 255,) * 3, boxes, keys(4000))
+    erased = reference.normalize(images.to(torch.uint8), (0.0,) * 3, (1 / 255,) * 3, boxes, keys(4000))
     changed = erased != 7.0
     hit = changed.flatten(1).any(1)
     assert hit.float().mean() == pytest.approx(0.25, abs=0.02)
@@ -294,16 +307,16 @@ def test_random_masks():
 
 def test_block_masks():
     index, repeat = np.arange(200), np.zeros(200, dtype=np.int64)
-    found = masks.block_mask(0, 0, index, repeat, (14, 14), target=75)
+    found = masks.block_mask(0, 0, index, repeat, (14, 14), num_masked=75)
     counts = found.sum((1, 2))
     assert counts.max() <= 75
     assert counts.float().mean() > 70
-    assert torch.equal(found[5:9], masks.block_mask(0, 0, index[5:9], repeat[5:9], (14, 14), target=75))
+    assert torch.equal(found[5:9], masks.block_mask(0, 0, index[5:9], repeat[5:9], (14, 14), num_masked=75))
     neighbours = (found[:, :, 1:] & found[:, :, :-1]).sum() / found[:, :, 1:].sum()
     assert neighbours > 0.6, "blocks, not dots"
 
 
-def test_unknown_parts_of_a_pipeline():
+def test_unknown_names_are_rejected():
     with pytest.raises(UserError, match="choose from none, rand"):
         Augmentation(policy="magic")
     with pytest.raises(UserError, match="random_resized"):
@@ -312,5 +325,5 @@ def test_unknown_parts_of_a_pipeline():
         Augmentation(crop_ratio=1.5)
 
 
-def test_the_test_view_needs_no_key():
-    assert look(torch.tensor([[40, 50]]), keys(1), PIPELINES["test"]).columns.flip.sum() == 0
+def test_the_center_crop_needs_no_key():
+    assert sample_view(torch.tensor([[40, 50]]), keys(1), PIPELINES["test"]).columns.flip.sum() == 0

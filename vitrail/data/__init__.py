@@ -1,1 +1,1 @@
-"""Sources of images and the deterministic order in which they are seen."""
+"""Image sources, deterministic sampling, decoding, loading and augmentation."""

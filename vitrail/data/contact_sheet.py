@@ -1,4 +1,4 @@
-"""Images of data: a contact sheet of the classes, and what a network sees of an image in training."""
+"""Contact sheets of a data set: images of every class, and the augmented images that a network is trained on."""
 
 import unicodedata
 from bisect import bisect_right
@@ -22,169 +22,169 @@ from vitrail.data.transforms.pipeline import Augmentation, augment
 from vitrail.errors import UserError
 from vitrail.formatting import percent
 
-PAPER, INK, QUIET, MOUNT, EDGE = "#ffffff", "#1d1d1f", "#86868b", "#f2f2f4", "#e2e2e6"
-MARGIN, GAP, ALLEY = 40, 4, 28  # round the sheet, between images, between classes
-TITLE, TEXT, SMALL = 30, 16, 14  # sizes of letters
-LINE = 28  # of a caption
-TILE = 128  # a whole multiple of the small sizes that data sets like
-MOST_CLASSES = 60
-LEAST_SIDE = 128  # of a view that is drawn; smaller ones are enlarged by whole factors
-WIDE_FONTS = ("DejaVuSans.ttf", "NotoSans-Regular.ttf", "Arial.ttf", "NotoSansCJK-Regular.ttc", "PingFang.ttc", "msyh.ttc")
+BACKGROUND, TEXT_COLOR, MUTED_COLOR, TILE_COLOR, BORDER_COLOR = "#ffffff", "#1d1d1f", "#86868b", "#f2f2f4", "#e2e2e6"
+MARGIN, GAP, CLASS_GAP = 40, 4, 28  # around the sheet, between images, between classes
+TITLE_SIZE, TEXT_SIZE, SMALL_SIZE = 30, 16, 14  # font sizes
+CAPTION_HEIGHT = 28
+TILE = 128  # a multiple of 32 and 64, the usual sizes of small images
+MAX_CLASSES = 60
+MIN_VIEW_SIDE = 128  # smaller views are enlarged by integer factors
+UNICODE_FONTS = ("DejaVuSans.ttf", "NotoSans-Regular.ttf", "Arial.ttf", "NotoSansCJK-Regular.ttc", "PingFang.ttc", "msyh.ttc")
 
 
-class Arrangement(NamedTuple):
-    """How many classes stand side by side, and the tiles of each."""
+class Layout(NamedTuple):
+    """The number of classes side by side, and the rows and columns of tiles of each class."""
 
     blocks: int
     rows: int
     columns: int
 
 
-def arrange(classes: int) -> Arrangement:
-    """Few classes get many images each, many classes few: the sheet stays about as large as a screen."""
-    for most, arrangement in (
-        (1, Arrangement(1, 8, 12)),
-        (3, Arrangement(1, 3, 12)),
-        (6, Arrangement(1, 2, 12)),
-        (12, Arrangement(1, 1, 12)),
-        (24, Arrangement(2, 1, 6)),
-        (36, Arrangement(3, 1, 4)),
+def choose_layout(classes: int) -> Layout:
+    """Choose a layout of about the size of a screen: the more classes, the fewer images of each."""
+    for max_classes, layout in (
+        (1, Layout(1, 8, 12)),
+        (3, Layout(1, 3, 12)),
+        (6, Layout(1, 2, 12)),
+        (12, Layout(1, 1, 12)),
+        (24, Layout(2, 1, 6)),
+        (36, Layout(3, 1, 4)),
     ):
-        if classes <= most:
-            return arrangement
-    return Arrangement(4, 1, 3)
+        if classes <= max_classes:
+            return layout
+    return Layout(4, 1, 3)
 
 
 def contact_sheet(source: Source, title: str, seed: int = 0) -> Image.Image:
-    """Some images of every class, or of the `MOST_CLASSES` that the seed picks."""
+    """Draw random images of every class, or of `MAX_CLASSES` random classes."""
     rng = np.random.default_rng(seed)
     values = source.label.values if source.label else np.zeros(len(source), dtype=np.int64)
     classes = np.unique(values[values >= 0])
-    shown = np.sort(rng.permutation(classes)[:MOST_CLASSES])
-    blocks, most_rows, columns = arrange(len(shown))
+    shown = np.sort(rng.permutation(classes)[:MAX_CLASSES])
+    blocks, max_rows, columns = choose_layout(len(shown))
     members = [np.flatnonzero(values == value) for value in shown]
-    caption = LINE if source.label else 0
+    caption = CAPTION_HEIGHT if source.label else 0
     block_width = columns * TILE + (columns - 1) * GAP
     tops, bottom = [], MARGIN + header_height()
     for line in range(0, len(shown), blocks):
-        rows = min(-(-max(len(each) for each in members[line : line + blocks]) // columns), most_rows)
+        rows = min(-(-max(len(images) for images in members[line : line + blocks]) // columns), max_rows)
         tops.append(bottom)
-        bottom += caption + rows * (TILE + GAP) - GAP + ALLEY
-    width = 2 * MARGIN + blocks * block_width + (blocks - 1) * ALLEY
-    sheet = Image.new("RGB", (width, bottom - ALLEY + MARGIN), PAPER)
+        bottom += caption + rows * (TILE + GAP) - GAP + CLASS_GAP
+    width = 2 * MARGIN + blocks * block_width + (blocks - 1) * CLASS_GAP
+    sheet = Image.new("RGB", (width, bottom - CLASS_GAP + MARGIN), BACKGROUND)
     draw = ImageDraw.Draw(sheet)
 
-    facts = [f"{len(source):,} images"]
+    counts = [f"{len(source):,} images"]
     if source.label:
-        facts.append(f"{len(shown):,} of {len(classes):,} classes" if len(shown) < len(classes) else f"{len(classes):,} classes")
-    write_header(draw, width, title, ", ".join([*facts, f"chosen with seed {seed}"]))
+        counts.append(f"{len(shown):,} of {len(classes):,} classes" if len(shown) < len(classes) else f"{len(classes):,} classes")
+    draw_header(draw, width, title, ", ".join([*counts, f"seed {seed}"]))
     for block, own in enumerate(members):
-        left, top = MARGIN + block % blocks * (block_width + ALLEY), tops[block // blocks]
+        left, top = MARGIN + block % blocks * (block_width + CLASS_GAP), tops[block // blocks]
         if source.label:
             count = f"{len(own):,}"
-            room = block_width - letters(count, SMALL)[0].getlength(count) - 12
-            write(draw, (left, top), class_name(source, own[0]), TEXT, INK, room)
-            write(draw, (left + block_width, top), count, SMALL, QUIET, block_width, right=True)
-        for number, (_, pixels) in enumerate(islice(readable(source, rng.permutation(own)), most_rows * columns)):
+            max_width = block_width - choose_font(count, SMALL_SIZE)[0].getlength(count) - 12
+            draw_text(draw, (left, top), class_name(source, own[0]), TEXT_SIZE, TEXT_COLOR, max_width)
+            draw_text(draw, (left + block_width, top), count, SMALL_SIZE, MUTED_COLOR, block_width, right=True)
+        for number, (_, pixels) in enumerate(islice(readable_images(source, rng.permutation(own)), max_rows * columns)):
             row, column = divmod(number, columns)
-            mount(sheet, (left + column * (TILE + GAP), top + caption + row * (TILE + GAP)), pixels, (TILE, TILE))
+            draw_image(sheet, (left + column * (TILE + GAP), top + caption + row * (TILE + GAP)), pixels, (TILE, TILE))
     return sheet
 
 
 def augmented_views(
     source: Source,
-    how: Augmentation,
+    augmentation: Augmentation,
     title: str,
     seed: int = 0,
     mixup: float = 0.0,
     cutmix: float = 0.0,
-    switch: float = 0.5,
+    switch_prob: float = 0.5,
     count: int = 6,
     views: int = 6,
 ) -> Image.Image:
-    """Rows of images: each as it is stored, then as the network sees it in the first epochs, mixed as the alphas say.
+    """Draw one row per image: the stored image, then its augmented and mixed versions in the first epochs.
 
-    A column is a batch of its own: with mixing, an image takes its share from the one in the mirrored row.
+    Each column is one batch: mixup and CutMix mix an image with the one in the opposite row.
     """
-    chosen = spread(source, count, seed)
+    chosen = sample_images(source, count, seed)
     names = [class_name(source, number) for number, _ in chosen]
-    factor = max(-(-LEAST_SIDE // min(how.image_size)), 1)
-    height, width = (side * factor for side in how.image_size)
-    caption = LINE if any(names) or mixup > 0 or cutmix > 0 else 0
+    factor = max(-(-MIN_VIEW_SIDE // min(augmentation.image_size)), 1)
+    height, width = (side * factor for side in augmentation.image_size)
+    caption = CAPTION_HEIGHT if any(names) or mixup > 0 or cutmix > 0 else 0
     step_x, step_y = width + GAP * 2, height + caption + GAP * 2
-    header = header_height() + LINE
-    total = (2 * MARGIN + (views + 1) * step_x - GAP * 2 + ALLEY, 2 * MARGIN + header + len(chosen) * step_y - GAP * 2)
-    sheet = Image.new("RGB", total, PAPER)
+    header = header_height() + CAPTION_HEIGHT
+    total = (2 * MARGIN + (views + 1) * step_x - GAP * 2 + CLASS_GAP, 2 * MARGIN + header + len(chosen) * step_y - GAP * 2)
+    sheet = Image.new("RGB", total, BACKGROUND)
     draw = ImageDraw.Draw(sheet)
-    write_header(draw, total[0], title, f"the network sees {how.image_size[0]} x {how.image_size[1]}, seed {seed}")
+    draw_header(draw, total[0], title, "image size {} x {}, seed {}".format(*augmentation.image_size, seed))
 
-    above = MARGIN + header - LINE
-    write(draw, (MARGIN, above), "as stored", SMALL, QUIET, width)
+    above = MARGIN + header - CAPTION_HEIGHT
+    draw_text(draw, (MARGIN, above), "original", SMALL_SIZE, MUTED_COLOR, width)
     for row, (_, pixels) in enumerate(chosen):
         corner = (MARGIN, MARGIN + header + row * step_y)
-        mount(sheet, corner, pixels, (width, height))
-        write(draw, (corner[0], corner[1] + height), names[row], SMALL, INK, width + ALLEY - GAP)
+        draw_image(sheet, corner, pixels, (width, height))
+        draw_text(draw, (corner[0], corner[1] + height), names[row], SMALL_SIZE, TEXT_COLOR, width + CLASS_GAP - GAP)
     for epoch in range(views):
-        images = torch.cat([view(pixels, number, how, seed, epoch) for number, pixels in chosen])
-        mix = draw_mix(seed, epoch, 0, 0, how.image_size, mixup, cutmix, switch)
-        left = MARGIN + ALLEY + (epoch + 1) * step_x
-        write(draw, (left, above), f"epoch {epoch}" + kind_of(mix), SMALL, QUIET, width)
-        for row, pixels in enumerate(stored(mix_images(images, mix), how)):
+        images = torch.cat([augmented_image(pixels, number, augmentation, seed, epoch) for number, pixels in chosen])
+        mix = draw_mix(seed, epoch, 0, 0, augmentation.image_size, mixup, cutmix, switch_prob)
+        left = MARGIN + CLASS_GAP + (epoch + 1) * step_x
+        draw_text(draw, (left, above), f"epoch {epoch}" + mix_name(mix), SMALL_SIZE, MUTED_COLOR, width)
+        for row, pixels in enumerate(denormalize(mix_images(images, mix), augmentation)):
             top = MARGIN + header + row * step_y
-            place(sheet, (left, top), Image.fromarray(pixels).resize((width, height), Image.Resampling.NEAREST))
-            write(draw, (left, top + height), admixture(names[-1 - row], mix), SMALL, INK, width)
+            paste(sheet, (left, top), Image.fromarray(pixels).resize((width, height), Image.Resampling.NEAREST))
+            draw_text(draw, (left, top + height), mix_caption(names[-1 - row], mix), SMALL_SIZE, TEXT_COLOR, width)
     return sheet
 
 
-def view(pixels: np.ndarray, number: int, how: Augmentation, seed: int, epoch: int) -> Tensor:
-    """[1, 3, height, width], normalized; one image at a time, so that large ones of all sizes need no common canvas."""
+def augmented_image(pixels: np.ndarray, number: int, augmentation: Augmentation, seed: int, epoch: int) -> Tensor:
+    """Augment one image, float [1, 3, height, width]; one at a time, so that images of any size need no padding."""
     image = torch.from_numpy(pixels).permute(2, 0, 1)[None]
     key = sample_key(seed, epoch, torch.tensor([number]), torch.zeros(1, dtype=torch.int64))
-    return augment(image, torch.tensor([pixels.shape[:2]]), key, how).images
+    return augment(image, torch.tensor([pixels.shape[:2]]), key, augmentation).images
 
 
-def stored(images: Tensor, how: Augmentation) -> np.ndarray:
-    """Normalized [B, 3, height, width] back to uint8 [B, height, width, 3]."""
-    mean, std = (torch.tensor(values)[:, None, None] for values in (how.mean, how.std))
+def denormalize(images: Tensor, augmentation: Augmentation) -> np.ndarray:
+    """Convert normalized images [B, 3, height, width] to uint8 [B, height, width, 3]."""
+    mean, std = (torch.tensor(values)[:, None, None] for values in (augmentation.mean, augmentation.std))
     return ((images * std + mean) * 255).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).numpy()
 
 
-def kind_of(mix: Mix) -> str:
-    if mix.share == 1.0:
+def mix_name(mix: Mix) -> str:
+    if mix.lam == 1.0:
         return ""
     return ", mixup" if mix.box is None else ", CutMix"
 
 
-def admixture(other: str, mix: Mix) -> str:
-    """What a view holds besides its own class."""
-    return "" if mix.share == 1.0 else f"+ {percent(1 - mix.share)} {other or 'another'}"
+def mix_caption(other: str, mix: Mix) -> str:
+    """Describe the other image of a mixed one."""
+    return "" if mix.lam == 1.0 else f"+ {percent(1 - mix.lam)} {other or 'another'}"
 
 
-def spread(source: Source, count: int, seed: int) -> list[tuple[int, np.ndarray]]:
-    """Readable images (number, pixels), from as many classes as there are."""
+def sample_images(source: Source, count: int, seed: int) -> list[tuple[int, np.ndarray]]:
+    """Choose random readable images (index, pixels) of as many classes as possible."""
     rng = np.random.default_rng(seed)
     order = rng.permutation(len(source))
     if source.label:
-        # The first image of every class comes before the second of any.
+        # The first image of every class comes before the second image of any class.
         values = source.label.values[order]
         by_class = np.argsort(values, kind="stable")
         starts = np.flatnonzero(np.diff(values[by_class], prepend=-2))
         turn = np.empty(len(order), dtype=np.int64)
         turn[by_class] = np.arange(len(order)) - np.repeat(starts, np.diff(starts, append=len(order)))
         order = order[np.argsort(turn, kind="stable")]
-    found = list(islice(readable(source, order, whole=True), count))
-    if not found:
-        raise UserError(f"None of the images of {source.name} that were tried can be read.")
-    return found
+    images = list(islice(readable_images(source, order, full_size=True), count))
+    if not images:
+        raise UserError(f"None of the images of {source.name} can be read.")
+    return images
 
 
-def readable(source: Source, order: np.ndarray, whole: bool = False) -> Iterator[tuple[int, np.ndarray]]:
-    """(number, pixels) of the images that can be read, in that order; `whole`: large JPEGs at their full size too."""
+def readable_images(source: Source, order: np.ndarray, full_size: bool = False) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield (index, pixels) of the readable images. Large JPEGs are decoded at reduced size unless `full_size`."""
     for index in order.tolist():
         try:
-            yield index, decode(source.encoded(index), None if whole else 2 * TILE)
+            yield index, decode(source.encoded(index), None if full_size else 2 * TILE)
         except (OSError, ValueError):
-            continue  # the report names it
+            continue  # the report lists it
 
 
 def class_name(source: Source, index: int) -> str:
@@ -192,71 +192,71 @@ def class_name(source: Source, index: int) -> str:
     return source.classes[value] if value >= 0 else ""
 
 
-def mount(sheet: Image.Image, corner: tuple[int, int], pixels: np.ndarray, box: tuple[int, int]) -> None:
-    """The whole image in the middle of its box; tiny ones are enlarged by a whole factor so that pixels stay pixels."""
+def draw_image(sheet: Image.Image, corner: tuple[int, int], pixels: np.ndarray, box: tuple[int, int]) -> None:
+    """Draw the whole image centered in its box. Small images are enlarged by an integer factor without interpolation."""
     image = Image.fromarray(pixels)
     scale = min(box[0] / image.width, box[1] / image.height)
-    tiny = scale >= 3
-    scale = int(scale) if tiny else scale
+    enlarge = scale >= 3
+    scale = int(scale) if enlarge else scale
     size = (max(round(image.width * scale), 1), max(round(image.height * scale), 1))
-    image = image.resize(size, Image.Resampling.NEAREST if tiny else Image.Resampling.LANCZOS)
-    ground = Image.new("RGB", box, MOUNT)
-    ground.paste(image, ((box[0] - size[0]) // 2, (box[1] - size[1]) // 2))
-    place(sheet, corner, ground)
+    image = image.resize(size, Image.Resampling.NEAREST if enlarge else Image.Resampling.LANCZOS)
+    background = Image.new("RGB", box, TILE_COLOR)
+    background.paste(image, ((box[0] - size[0]) // 2, (box[1] - size[1]) // 2))
+    paste(sheet, corner, background)
 
 
-def place(sheet: Image.Image, corner: tuple[int, int], image: Image.Image) -> None:
-    """With a hairline round it, so that white images do not run into the paper."""
+def paste(sheet: Image.Image, corner: tuple[int, int], image: Image.Image) -> None:
+    """Paste an image with a thin border, so that white images are separated from the background."""
     left, top = corner
-    ImageDraw.Draw(sheet).rectangle((left - 1, top - 1, left + image.width, top + image.height), outline=EDGE)
+    ImageDraw.Draw(sheet).rectangle((left - 1, top - 1, left + image.width, top + image.height), outline=BORDER_COLOR)
     sheet.paste(image, corner)
 
 
 def header_height() -> int:
-    return TITLE + TEXT + 36
+    return TITLE_SIZE + TEXT_SIZE + 36
 
 
-def write_header(draw: ImageDraw.ImageDraw, width: int, title: str, subtitle: str) -> None:
-    write(draw, (MARGIN, MARGIN - 6), title, TITLE, INK, width - 2 * MARGIN)
-    write(draw, (MARGIN, MARGIN + TITLE + 4), subtitle, TEXT, QUIET, width - 2 * MARGIN)
+def draw_header(draw: ImageDraw.ImageDraw, width: int, title: str, subtitle: str) -> None:
+    draw_text(draw, (MARGIN, MARGIN - 6), title, TITLE_SIZE, TEXT_COLOR, width - 2 * MARGIN)
+    draw_text(draw, (MARGIN, MARGIN + TITLE_SIZE + 4), subtitle, TEXT_SIZE, MUTED_COLOR, width - 2 * MARGIN)
 
 
-def write(
-    draw: ImageDraw.ImageDraw, start: tuple[float, float], text: str, size: int, color: str, room: float, right: bool = False
+def draw_text(
+    draw: ImageDraw.ImageDraw, start: tuple[float, float], text: str, size: int, color: str, max_width: float, right: bool = False
 ) -> None:
-    """One line, its baseline the same for every text of a size; what is too long for the room ends in dots."""
-    font, text = letters(text, size)
-    if font.getlength(text) > room:
-        fitting = bisect_right(range(len(text)), room, key=lambda length: font.getlength(text[:length] + "..."))
+    """Draw one line of text; text wider than `max_width` is truncated with an ellipsis."""
+    font, text = choose_font(text, size)
+    if font.getlength(text) > max_width:
+        fitting = bisect_right(range(len(text)), max_width, key=lambda length: font.getlength(text[:length] + "..."))
         text = text[: max(fitting - 1, 0)].rstrip() + "..."
     draw.text((start[0], start[1] + size + 3), text, fill=color, font=font, anchor="rs" if right else "ls")
 
 
 @cache
-def letters(text: str, size: int) -> tuple[ImageFont.FreeTypeFont, str]:
-    """A font that has the letters, and the text: in plain letters where this machine has no such font."""
+def choose_font(text: str, size: int) -> tuple[ImageFont.FreeTypeFont, str]:
+    """Return a font that contains all characters, and the text, reduced to ASCII if no installed font contains them."""
     text = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
-    plain = ImageFont.load_default(size)
-    assert isinstance(plain, ImageFont.FreeTypeFont)
+    default = ImageFont.load_default(size)
+    assert isinstance(default, ImageFont.FreeTypeFont)
     if text.isascii():
-        return plain, text
-    for font in wide_fonts(size):
-        absent = bytes(font.getmask("\uffff"))
-        if all(bytes(font.getmask(letter)) != absent for letter in set(text) - {" "}):
+        return default, text
+    for font in unicode_fonts(size):
+        missing = bytes(font.getmask("\uffff"))
+        if all(bytes(font.getmask(letter)) != missing for letter in set(text) - {" "}):
             return font, text
-    return plain, unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode().strip() or "?"
+    return default, unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode().strip() or "?"
 
 
 @cache
-def wide_fonts(size: int) -> list[ImageFont.FreeTypeFont]:
-    """Those of this machine with letters beyond the plain ones."""
-    found = []
-    for name in WIDE_FONTS:
+def unicode_fonts(size: int) -> list[ImageFont.FreeTypeFont]:
+    """Return the installed fonts with characters beyond ASCII."""
+    fonts = []
+    for name in UNICODE_FONTS:
         with suppress(OSError):
-            found.append(ImageFont.truetype(name, size))
-    return found
+            fonts.append(ImageFont.truetype(name, size))
+    return fonts
 
 
 def base_name(path: str) -> str:
-    """What a sheet calls a data set: the last part of its path."""
+    """Return the name of a data set: the last part of its path."""
     return Path(path.rstrip("/")).name or path

@@ -1,4 +1,4 @@
-"""A look at a whole data set: what is in it, what is broken, what occurs twice and where."""
+"""Inspection of a data set: classes, sizes, formats, unreadable images, duplicates and leaks between splits."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -7,17 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from vitrail.atomic_files import reason
-from vitrail.data.datasets.folder import Parts
-from vitrail.data.decode import decode_mask, fit_mask, read, stored_pixels, to_pixels
+from vitrail.atomic_files import describe_error
+from vitrail.data.datasets.folder import SourceDict
+from vitrail.data.decode import check_pixels, decode_mask, fit_mask, open_and_convert, to_pixels
 from vitrail.data.duplicates import THUMBNAIL, exact_groups, fingerprint, near_groups
 from vitrail.data.loader import Problem
 from vitrail.data.source import Source
-from vitrail.data.workers import Workers, usual_workers
+from vitrail.data.workers import Workers, default_workers
 
-USUAL_SIDE = 224  # what most networks look at; smaller images have to be enlarged
-CHUNK = 32  # images per task: few enough for a steady progress bar, many enough for the pipe
-FACTS = np.dtype(
+DEFAULT_SIZE = 224  # default input size of most networks; smaller images are enlarged
+CHUNK = 32  # images per task: a compromise between a steady progress bar and communication
+IMAGE_RECORD = np.dtype(
     [
         ("height", np.int32),  # 0: unreadable
         ("width", np.int32),
@@ -32,106 +32,106 @@ FACTS = np.dtype(
 
 @dataclass
 class Scan:
-    """What was seen of some images of one split."""
+    """The scan of some images of one split."""
 
-    facts: np.ndarray  # FACTS [N]
-    kinds: Counter[str] = field(default_factory=Counter)  # "JPEG RGB" -> images
+    records: np.ndarray  # IMAGE_RECORD [N]
+    formats: Counter[str] = field(default_factory=Counter)  # "JPEG RGB" -> images
     mask_ids: set[int] = field(default_factory=set)
     problems: list[Problem] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Scanner:
-    """Decodes images and notes what they are; all that a worker process needs to know about the data."""
+    """Decodes images and records their properties; sent to the worker processes."""
 
-    parts: Parts
+    sources: SourceDict
 
     def __call__(self, task: tuple[str, int, int]) -> Scan:
         split, start, stop = task
-        source = self.parts[split]
-        scan = Scan(np.zeros(stop - start, FACTS))
+        source = self.sources[split]
+        scan = Scan(np.zeros(stop - start, IMAGE_RECORD))
         for row, index in enumerate(range(start, stop)):
             try:
-                self._look(source, index, scan, scan.facts[row])
+                self._scan_image(source, index, scan, scan.records[row])
             except (OSError, ValueError) as error:
-                scan.problems.append(Problem(source.where(index), reason(error)))
-                scan.facts[row]["height"] = 0
+                scan.problems.append(Problem(source.location(index), describe_error(error)))
+                scan.records[row]["height"] = 0
         return scan
 
-    def _look(self, source: Source, index: int, scan: Scan, fact: Any) -> None:
+    def _scan_image(self, source: Source, index: int, scan: Scan, record: Any) -> None:
         encoded = source.encoded(index)
         if isinstance(encoded, np.ndarray):
-            kind, pixels = "pixels RGB", stored_pixels(encoded)
-            fact["bytes"] = encoded.nbytes
+            format, pixels = "pixels RGB", check_pixels(encoded)
+            record["bytes"] = encoded.nbytes
         else:
-            kind = ""
+            format = ""
 
-            def decoded(image: Any) -> np.ndarray:
-                nonlocal kind
-                kind = f"{image.format} {image.mode}"
+            def convert(image: Any) -> np.ndarray:
+                nonlocal format
+                format = f"{image.format} {image.mode}"
                 return to_pixels(image, encoded, None)
 
-            fact["bytes"] = len(encoded)
-            pixels = read(encoded, decoded)
+            record["bytes"] = len(encoded)
+            pixels = open_and_convert(encoded, convert)
         mask = source.mask(index)
         if mask is not None:
             try:
                 ids = fit_mask(decode_mask(mask), pixels)
             except ValueError as error:
-                raise ValueError(f"its mask: {error}") from None
+                raise ValueError(f"mask: {error}") from None
             scan.mask_ids.update(np.unique(ids).tolist())
-            fact["bytes"] += len(mask)
-            fact["mask"] = True
-        scan.kinds[kind] += 1
-        fact["height"], fact["width"] = pixels.shape[:2]
-        fact["digest"], fact["hash"], fact["thumbnail"] = fingerprint(pixels)
+            record["bytes"] += len(mask)
+            record["mask"] = True
+        scan.formats[format] += 1
+        record["height"], record["width"] = pixels.shape[:2]
+        record["digest"], record["hash"], record["thumbnail"] = fingerprint(pixels)
 
 
 @dataclass(frozen=True)
 class SplitReport:
     images: int
     bytes: int
-    kinds: dict[str, int]
-    classes: dict[str, int] | None  # images of every class that has a name; None: no labels
-    further_labels: dict[str, int]  # columns, and how many classes each has
+    formats: dict[str, int]
+    classes: dict[str, int] | None  # images per class; None: no labels
+    extra_labels: dict[str, int]  # number of classes per column
     masks: int
     mask_ids: list[int]
-    resolution: dict[str, list[float]]  # smallest, quartiles, largest
-    below_usual_side: int
-    broken: list[Problem]
+    resolution: dict[str, list[float]]  # minimum, quartiles, maximum
+    below_default_size: int
+    unreadable: list[Problem]
 
     @property
     def readable(self) -> int:
-        return self.images - len(self.broken)
+        return self.images - len(self.unreadable)
 
 
 @dataclass(frozen=True)
-class Member:
+class DuplicateImage:
     split: str
     index: int
-    where: str
+    location: str
     label: str | None
 
 
 @dataclass(frozen=True)
-class Group:
-    """Images that are the same (`exact`: pixel for pixel) or nearly."""
+class DuplicateGroup:
+    """Images with equal pixels (`exact`) or nearly equal ones."""
 
     exact: bool
-    members: list[Member]
+    members: list[DuplicateImage]
 
     @property
     def splits(self) -> set[str]:
         return {member.split for member in self.members}
 
     @property
-    def contradicts(self) -> bool:
+    def labels_differ(self) -> bool:
         return len({member.label for member in self.members if member.label is not None}) > 1
 
 
 @dataclass(frozen=True)
-class Twins:
-    """How many images, and how many of them pixel for pixel."""
+class DuplicateCounts:
+    """Numbers of exact and near duplicates."""
 
     exact: int
     near: int
@@ -145,112 +145,117 @@ class Twins:
 class Report:
     source: str
     splits: dict[str, SplitReport]
-    repeats: dict[str, Twins]  # images of a split that an earlier one of the same split has shown
-    leaks: dict[tuple[str, str], Twins]  # images of the second split that the first holds too
-    groups: list[Group]  # all images that occur more than once
+    repeats: dict[str, DuplicateCounts]  # images that duplicate an earlier image of the same split
+    leaks: dict[tuple[str, str], DuplicateCounts]  # images of the second split that duplicate an image of the first
+    groups: list[DuplicateGroup]  # of duplicates
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON; nothing is left out."""
+        """Return the complete report as plain values for JSON."""
         splits = {
-            split: asdict(each) | {"broken": [problem._asdict() for problem in each.broken]}
+            split: asdict(each) | {"unreadable": [problem._asdict() for problem in each.unreadable]}
             for split, each in self.splits.items()
         }
-        leaks = [{"from": first, "to": second, **asdict(twins)} for (first, second), twins in self.leaks.items()]
+        leaks = [{"from": first, "to": second, **asdict(counts)} for (first, second), counts in self.leaks.items()]
         groups = [
             {
                 "exact": group.exact,
                 "across_splits": len(group.splits) > 1,
-                "labels_differ": group.contradicts,
+                "labels_differ": group.labels_differ,
                 "images": [asdict(member) for member in group.members],
             }
             for group in self.groups
         ]
-        repeats = {split: asdict(twins) for split, twins in self.repeats.items()}
+        repeats = {split: asdict(counts) for split, counts in self.repeats.items()}
         return {"source": self.source, "splits": splits, "leaks": leaks, "repeats": repeats, "duplicates": groups}
 
 
-def inspect(name: str, parts: Parts, workers: int | None = None, advance: Callable[[int], Any] = lambda count: None) -> Report:
-    """Decodes every image of every split once; `advance` is told how many more are done."""
-    parts = {split: parts[split] for split in ("train", "validation", "test") if split in parts}
-    pool = Workers(Scanner(parts), usual_workers() if workers is None else workers)
-    scans: dict[str, list[Scan]] = {split: [] for split in parts}
+def inspect(
+    name: str, sources: SourceDict, workers: int | None = None, advance: Callable[[int], Any] = lambda count: None
+) -> Report:
+    """Decode every image of every split once and report on them. `advance` is called with the number of images just scanned."""
+    sources = {split: sources[split] for split in ("train", "validation", "test") if split in sources}
+    pool = Workers(Scanner(sources), default_workers() if workers is None else workers)
+    scans: dict[str, list[Scan]] = {split: [] for split in sources}
     try:
-        for (split, start, stop), scan in zip(_tasks(parts), pool.run(_tasks(parts)), strict=True):
+        for (split, start, stop), scan in zip(_tasks(sources), pool.run(_tasks(sources)), strict=True):
             scans[split].append(scan)
             advance(stop - start)
     finally:
         pool.close()
-    whole = {split: _gather(found) for split, found in scans.items()}
-    return Report(name, {split: _describe(parts[split], scan) for split, scan in whole.items()}, *_compare(parts, whole))
+    merged = {split: _merge(parts) for split, parts in scans.items()}
+    splits = {split: _describe_split(sources[split], scan) for split, scan in merged.items()}
+    return Report(name, splits, *_compare(sources, merged))
 
 
-def _tasks(parts: Parts) -> Iterator[tuple[str, int, int]]:
-    for split, source in parts.items():
+def _tasks(sources: SourceDict) -> Iterator[tuple[str, int, int]]:
+    for split, source in sources.items():
         for start in range(0, len(source), CHUNK):
             yield split, start, min(start + CHUNK, len(source))
 
 
-def _gather(scans: list[Scan]) -> Scan:
-    whole = Scan(np.concatenate([scan.facts for scan in scans]))
+def _merge(scans: list[Scan]) -> Scan:
+    merged = Scan(np.concatenate([scan.records for scan in scans]))
     for scan in scans:
-        whole.kinds += scan.kinds
-        whole.mask_ids |= scan.mask_ids
-        whole.problems += scan.problems
-    return whole
+        merged.formats += scan.formats
+        merged.mask_ids |= scan.mask_ids
+        merged.problems += scan.problems
+    return merged
 
 
-def _describe(source: Source, scan: Scan) -> SplitReport:
-    facts = scan.facts[scan.facts["height"] > 0]
-    height, width = facts["height"].astype(np.float64), facts["width"].astype(np.float64)
+def _describe_split(source: Source, scan: Scan) -> SplitReport:
+    records = scan.records[scan.records["height"] > 0]
+    height, width = records["height"].astype(np.float64), records["width"].astype(np.float64)
     measures = {"width": width, "height": height, "aspect": width / height, "megapixels": width * height / 1e6}
     label = source.label
     counts = np.bincount(label.values[label.values >= 0], minlength=len(label.names)).tolist() if label else []
     return SplitReport(
         images=len(source),
-        bytes=int(scan.facts["bytes"].sum()),
-        kinds=dict(scan.kinds.most_common()),
+        bytes=int(scan.records["bytes"].sum()),
+        formats=dict(scan.formats.most_common()),
         classes=dict(zip(label.names, counts, strict=True)) if label else None,
-        further_labels={name: len(labels.names) for name, labels in source.extra.items()},
-        masks=int(facts["mask"].sum()),
+        extra_labels={name: len(labels.names) for name, labels in source.extra.items()},
+        masks=int(records["mask"].sum()),
         mask_ids=sorted(scan.mask_ids),
         resolution={name: np.quantile(values, (0, 0.25, 0.5, 0.75, 1)).tolist() for name, values in measures.items()}
-        if len(facts)
+        if len(records)
         else {},
-        below_usual_side=int((np.minimum(height, width) < USUAL_SIDE).sum()),
-        broken=scan.problems,
+        below_default_size=int((np.minimum(height, width) < DEFAULT_SIZE).sum()),
+        unreadable=scan.problems,
     )
 
 
-def _compare(parts: Parts, scans: dict[str, Scan]) -> tuple[dict[str, Twins], dict[tuple[str, str], Twins], list[Group]]:
-    """Repeats, leaks and groups over the readable images of all splits."""
-    rows = {split: np.flatnonzero(scan.facts["height"] > 0) for split, scan in scans.items()}
-    facts = np.concatenate([scans[split].facts[chosen] for split, chosen in rows.items()])
+def _compare(
+    sources: SourceDict, scans: dict[str, Scan]
+) -> tuple[dict[str, DuplicateCounts], dict[tuple[str, str], DuplicateCounts], list[DuplicateGroup]]:
+    """Find the repeats, leaks and groups of duplicates among the readable images of all splits."""
+    rows = {split: np.flatnonzero(scan.records["height"] > 0) for split, scan in scans.items()}
+    records = np.concatenate([scans[split].records[chosen] for split, chosen in rows.items()])
     owner = np.repeat(np.arange(len(rows)), [len(chosen) for chosen in rows.values()])
     index = np.concatenate(list(rows.values()))
-    exact = exact_groups(facts["digest"])
-    near = near_groups(exact, facts["hash"], facts["thumbnail"])
+    exact = exact_groups(records["digest"])
+    near = near_groups(exact, records["hash"], records["thumbnail"])
 
-    names = list(parts)
+    names = list(sources)
     own = {split: (exact[owner == number], near[owner == number]) for number, split in enumerate(names)}
     repeats, leaks = {}, {}
     for number, split in enumerate(names):
-        same, alike = own[split]
-        repeats[split] = Twins(len(same) - len(np.unique(same)), len(np.unique(same)) - len(np.unique(alike)))
+        same, similar = own[split]
+        repeats[split] = DuplicateCounts(len(same) - len(np.unique(same)), len(np.unique(same)) - len(np.unique(similar)))
         for first in names[:number]:
-            known, resembling = np.isin(same, own[first][0]), np.isin(alike, own[first][1])
-            leaks[first, split] = Twins(int(known.sum()), int((resembling & ~known).sum()))
+            is_exact, is_near = np.isin(same, own[first][0]), np.isin(similar, own[first][1])
+            leaks[first, split] = DuplicateCounts(int(is_exact.sum()), int((is_near & ~is_exact).sum()))
 
-    def member(place: int) -> Member:
-        split = names[owner[place]]
-        source, row = parts[split], int(index[place])
+    def duplicate(position: int) -> DuplicateImage:
+        split = names[owner[position]]
+        source, row = sources[split], int(index[position])
         value = int(source.label.values[row]) if source.label else -1
-        return Member(split, row, source.where(row), source.classes[value] if value >= 0 else None)
+        return DuplicateImage(split, row, source.location(row), source.classes[value] if value >= 0 else None)
 
     order = np.argsort(near, kind="stable")
     starts = np.flatnonzero(np.diff(near[order], prepend=-1))
     groups = [
-        Group(bool((exact[places] == exact[places[0]]).all()), [member(int(place)) for place in places])
-        for places in np.split(order, starts[1:])
-        if len(places) > 1
+        DuplicateGroup(bool((exact[members] == exact[members[0]]).all()), [duplicate(int(position)) for position in members])
+        for members in np.split(order, starts[1:])
+        if len(members) > 1
     ]
     return repeats, leaks, groups

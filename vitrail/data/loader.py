@@ -1,7 +1,7 @@
-"""From a source and an order to batches of uint8 images, the same stream with any number of workers or none.
+"""Loaders of training batches of uint8 images. The batches do not depend on the number of workers or on the starting step.
 
-Worker processes (`workers.py`) take whole batches in turn; a step is reached without running through those before it.
-Data sets that fit are decoded once and stay resident (`choose_store`, `Store`); `StoredLoader` then gives the same stream.
+`WorkerLoader` decodes whole micro-batches in worker processes (`workers.py`). Data sets that fit into memory are decoded once
+(`plan_cache`, `ImageCache`); `CachedLoader` yields the same batches from the cache.
 """
 
 import multiprocessing
@@ -14,62 +14,67 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-import torch.multiprocessing  # teaches pipes to hand tensors over in shared memory
+import torch.multiprocessing  # registers the transfer of tensors through shared memory
 from torch import Tensor
 from torch.nn.functional import pad
 
-from vitrail.atomic_files import reason
+from vitrail.atomic_files import describe_error
 from vitrail.data.decode import decode, decode_mask, decoded_size, fit_mask
-from vitrail.data.sampler import Order, Samples
+from vitrail.data.sampler import EpochSampler, Samples, first_samples
 from vitrail.data.source import Source
-from vitrail.data.workers import Workers, usual_workers
+from vitrail.data.workers import Workers, default_workers
 from vitrail.errors import UserError
 
-IGNORE = 255  # what a mask holds where there is no image or no mask: the usual id of "no class"
+IGNORE = 255  # class id of mask pixels outside the image and of images without a mask
 
 
 @dataclass(frozen=True)
 class Batch:
-    """B images on a common canvas, each in the upper left corner, zero elsewhere; masks likewise, `IGNORE` elsewhere.
+    """B images padded to a common size: each is in the upper left corner, padded with 0 (masks with `IGNORE`).
 
-    `pixels` has the shape [B, 3, H, W] and lies in memory channels last, as decoders write it.
+    `pixels` has the shape [B, 3, H, W] in channels-last memory format, as the decoders write it.
     """
 
     pixels: Tensor  # uint8 [B, 3, H, W]
     sizes: Tensor  # int64 [B, 2]: height, width
-    index: Tensor  # int64 [B]: which images of the source
-    repeat: Tensor  # int64 [B]: which copy of each
-    position: Tensor  # int64 [B]: places in the epoch's stream
+    index: Tensor  # int64 [B]: images of the source
+    repeat: Tensor  # int64 [B]: repeat numbers (repeated augmentation)
+    position: Tensor  # int64 [B]: positions in the epoch
     labels: Tensor | None  # int64 [B]
-    extra: dict[str, Tensor]  # further columns of labels, int64 [B] each
+    extra: dict[str, Tensor]  # extra label columns, int64 [B] each
     masks: Tensor | None  # uint8 [B, H, W]
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> "Batch":
-        return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "Batch":
-        return self._each(lambda tensor: tensor.pin_memory())
+        return self._map(lambda tensor: tensor.pin_memory())
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
-        changed: dict[str, Any] = {"extra": {name: change(tensor) for name, tensor in self.extra.items()}}
+    def _map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
+        changes: dict[str, Any] = {"extra": {name: function(tensor) for name, tensor in self.extra.items()}}
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, Tensor):
-                changed[field.name] = change(value)
-        return replace(self, **changed)
+                changes[field.name] = function(value)
+        return replace(self, **changes)
 
 
 class Problem(NamedTuple):
-    where: str
+    """An unreadable image."""
+
+    location: str
     reason: str
 
 
-def unreadable(problem: Problem) -> UserError:
-    return UserError(f"{problem.where} cannot be read: {problem.reason}; mend or remove it, or let bad images be skipped.")
+def unreadable_error(problem: Problem) -> UserError:
+    return UserError(f"{problem.location} cannot be read: {problem.reason}; fix or remove it, or skip unreadable images.")
 
 
-class Canvas(NamedTuple):
-    """What a worker hands over: images [B, H, W, 3] (a bad one has the size 0, 0), the samples they are, what was bad."""
+DecodedImage = tuple[np.ndarray, np.ndarray | None]  # pixels [H, W, 3] and mask [H, W]
+
+
+class DecodedBatch(NamedTuple):
+    """The result of a worker: images [B, H, W, 3] with their samples. Unreadable images have the size (0, 0)."""
 
     pixels: Tensor
     sizes: np.ndarray
@@ -79,92 +84,91 @@ class Canvas(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Reader:
-    """Reads and decodes; all that a worker process needs to know about the data."""
+class ImageReader:
+    """Reads and decodes images of a source; sent to the worker processes."""
 
     source: Source
-    at_least: int | None
+    min_side: int | None
     masks: bool
 
-    def image(self, index: int) -> tuple[np.ndarray, np.ndarray | None] | Problem:
-        """Pixels [H, W, 3] and, if asked for, the mask [H, W]; or why not."""
+    def read_image(self, index: int) -> DecodedImage | Problem:
+        """Return the pixels [H, W, 3] and, with `masks`, the mask [H, W], or the problem if the image is unreadable."""
         try:
-            pixels = decode(self.source.encoded(index), self.at_least)
+            pixels = decode(self.source.encoded(index), self.min_side)
             encoded = self.source.mask(index) if self.masks else None
             return pixels, fit_mask(decode_mask(encoded), pixels) if encoded is not None else None
         except (OSError, ValueError) as error:
-            return Problem(self.source.where(index), reason(error))
+            return Problem(self.source.location(index), describe_error(error))
 
-    def images(self, indices: np.ndarray) -> Canvas:
-        found = [self.image(int(index)) for index in indices]
-        still = np.zeros_like(indices)
-        problems = [image for image in found if isinstance(image, Problem)]
-        return self._canvas(found, Samples(indices, still, still), problems)
+    def read_images(self, indices: np.ndarray) -> DecodedBatch:
+        images = [self.read_image(int(index)) for index in indices]
+        problems = [image for image in images if isinstance(image, Problem)]
+        return self._collate(images, first_samples(indices), problems)
 
-    def _canvas(self, found: list, samples: Samples, problems: list[Problem]) -> Canvas:
-        good = [(row, image) for row, image in enumerate(found) if not isinstance(image, Problem)]
-        sizes = np.zeros((len(found), 2), dtype=np.int64)
-        for row, (pixels, _) in good:
+    def _collate(self, images: Sequence[DecodedImage | Problem], samples: Samples, problems: list[Problem]) -> DecodedBatch:
+        readable = [(row, image) for row, image in enumerate(images) if not isinstance(image, Problem)]
+        sizes = np.zeros((len(images), 2), dtype=np.int64)
+        for row, (pixels, _) in readable:
             sizes[row] = pixels.shape[:2]
-        shape = (len(found), *sizes.max(axis=0))
-        canvas = shared((*shape, 3))
-        masks = shared(shape).fill_(IGNORE) if self.masks else None
-        for row, (pixels, mask) in good:
+        shape = (len(images), *sizes.max(axis=0))
+        padded = shared_zeros((*shape, 3))
+        masks = shared_zeros(shape).fill_(IGNORE) if self.masks else None
+        for row, (pixels, mask) in readable:
             height, width = sizes[row]
-            canvas.numpy()[row, :height, :width] = pixels
+            padded.numpy()[row, :height, :width] = pixels
             if masks is not None and mask is not None:
                 masks.numpy()[row, :height, :width] = mask
-        return Canvas(canvas, sizes, masks, samples, problems)
+        return DecodedBatch(padded, sizes, masks, samples, problems)
 
 
 @dataclass(frozen=True)
-class StepReader(Reader):
-    """Reads the unit's part of a step of the order."""
+class MicroBatchReader(ImageReader):
+    """Reads one micro-batch of a training step."""
 
-    order: Order
+    sampler: EpochSampler
     micro_batches: int
     fatal: bool
 
-    def __call__(self, task: tuple[int, int, int]) -> Canvas:
+    def __call__(self, task: tuple[int, int, int]) -> DecodedBatch:
         epoch, step, micro_batch = task
-        seen: dict[int, Any] = {}
+        images: dict[int, DecodedImage | Problem] = {}
 
         def readable(index: int) -> bool:
-            if index not in seen:
-                seen[index] = self.image(index)
-                if self.fatal and isinstance(seen[index], Problem):
-                    raise unreadable(seen[index])
-            return not isinstance(seen[index], Problem)
+            if index not in images:
+                image = images[index] = self.read_image(index)
+                if self.fatal and isinstance(image, Problem):
+                    raise unreadable_error(image)
+            return not isinstance(images[index], Problem)
 
-        samples = readable_samples(self.order, epoch, step, micro_batch, self.micro_batches, readable, self.source.name)
-        problems = [image for image in seen.values() if isinstance(image, Problem)]
-        return self._canvas([seen[int(index)] for index in samples.index], samples, problems)
+        samples = readable_samples(self.sampler, epoch, step, micro_batch, self.micro_batches, readable, self.source.name)
+        problems = [image for image in images.values() if isinstance(image, Problem)]
+        return self._collate([images[int(index)] for index in samples.index], samples, problems)
 
 
 def readable_samples(
-    order: Order, epoch: int, step: int, micro_batch: int, micro_batches: int, readable: Callable[[int], bool], name: str
+    sampler: EpochSampler, epoch: int, step: int, micro_batch: int, micro_batches: int, readable: Callable[[int], bool], name: str
 ) -> Samples:
-    """The unit's samples; an unreadable one gives its place to the next readable one of the whole step, round its end.
+    """Return the samples of a micro-batch, with each unreadable image replaced by the next readable sample of the step.
 
-    The place keeps its position; index and repeat are the replacement's. The step is that of all units together, so that
-    the stream still does not depend on how it is cut.
+    The search wraps around at the end of the step. The position stays; index and repeat are those of the replacement. The search
+    covers all micro-batches of the step, so the result does not depend on their number.
     """
-    samples = order.micro_batch(epoch, step, micro_batch, micro_batches)
+    samples = sampler.micro_batch(epoch, step, micro_batch, micro_batches)
     index, repeat = samples.index.copy(), samples.repeat.copy()
     for row in range(len(index)):
         if not readable(int(index[row])):
-            start = step * order.batch
-            after = start + (samples.position[row] - start + np.arange(1, order.batch)) % order.batch
-            others = order.at(epoch, after)
-            found = next((place for place, other in enumerate(others.index) if readable(int(other))), None)
-            if found is None:
-                raise UserError(f"None of the {order.batch} images of a step of {name} can be read.")
-            index[row], repeat[row] = others.index[found], others.repeat[found]
+            start, size = step * sampler.batch_size, sampler.batch_size
+            following = start + (samples.position[row] - start + np.arange(1, size)) % size
+            others = sampler.at(epoch, following)
+            replacement = next((number for number, other in enumerate(others.index) if readable(int(other))), None)
+            if replacement is None:
+                raise UserError(f"None of the {size} images of a step of {name} can be read.")
+            index[row], repeat[row] = others.index[replacement], others.repeat[replacement]
     return Samples(index, repeat, samples.position)
 
 
-def shared(shape: tuple[int, ...]) -> Tensor:
-    """uint8 zeros; in a worker they lie in shared memory from the start, which spares a copy."""
+def shared_zeros(shape: tuple[int, ...]) -> Tensor:
+    """Return uint8 zeros; in a worker process they are allocated in shared memory, which avoids a copy."""
     if multiprocessing.parent_process() is None:
         return torch.zeros(shape, dtype=torch.uint8)
     count = int(np.prod(shape))
@@ -172,151 +176,150 @@ def shared(shape: tuple[int, ...]) -> Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage)[:count].view(shape)
 
 
-def to_stderr(sentence: str) -> None:
-    print(sentence, file=sys.stderr)
+def log_to_stderr(message: str) -> None:
+    print(message, file=sys.stderr)
 
 
-def make_batch(source: Source, canvas: Canvas) -> Batch:
-    """Images with the labels that belong to them."""
-    index = canvas.samples.index
+def make_batch(source: Source, decoded: DecodedBatch) -> Batch:
+    """Return the decoded images together with their labels."""
+    index = decoded.samples.index
     label, extra = source.label, source.extra
     return Batch(
-        canvas.pixels.permute(0, 3, 1, 2),
-        torch.from_numpy(canvas.sizes),
+        decoded.pixels.permute(0, 3, 1, 2),
+        torch.from_numpy(decoded.sizes),
         torch.from_numpy(index),
-        torch.from_numpy(canvas.samples.repeat),
-        torch.from_numpy(canvas.samples.position),
+        torch.from_numpy(decoded.samples.repeat),
+        torch.from_numpy(decoded.samples.position),
         torch.from_numpy(label.values[index].astype(np.int64)) if label else None,
         {name: torch.from_numpy(labels.values[index].astype(np.int64)) for name, labels in extra.items()},
-        canvas.masks,
+        decoded.masks,
     )
 
 
-class Stream(ABC):
-    """What both loaders share: labels, and the account of unreadable images.
+class TrainLoader(ABC):
+    """Base class of the loaders: yields the micro-batches of a process and records unreadable images.
 
-    Of the `micro_batches` parts of every step a process computes one, or several one after the other (gradient accumulation).
-    """
-
-    def __init__(
-        self, source: Source, order: Order, micro_batch: int | Sequence[int], micro_batches: int, warn: Callable[[str], None]
-    ) -> None:
-        self.source, self.order, self.micro_batches, self.warn = source, order, micro_batches, warn
-        self.mine = (micro_batch,) if isinstance(micro_batch, int) else tuple(micro_batch)
-        order.micro_batch(
-            0, 0, self.mine[0], micro_batches
-        )  # complains here, not in a worker, about a batch that cannot be divided
-        self.problems: list[Problem] = []  # each unreadable image once
-        self._told = 0
-
-    @abstractmethod
-    def run(self, start: int, stop: int) -> Iterator[Batch]:
-        """The steps `start` ... `stop`, counted from the first epoch's first, each in its units."""
-
-    def batches(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
-        """The steps `start_step` ... of an epoch, each in its units."""
-        return self.run(epoch * self.order.steps + start_step, (epoch + 1) * self.order.steps)
-
-    def _record(self, problems: Iterable[Problem]) -> None:
-        known = {problem.where for problem in self.problems}
-        for problem in problems:
-            if problem.where not in known:
-                self.problems.append(problem)
-                known.add(problem.where)
-
-    def _report(self) -> None:
-        new, self._told = self.problems[self._told :], len(self.problems)
-        if new:
-            first = "{} ({})".format(*new[0])
-            what = "1 image" if len(new) == 1 else f"{len(new)} images"
-            self.warn(
-                f"{self.source.name}: {what} could not be read and others stood in; the first: {first}. "
-                f"`vitrail data inspect` lists them all."
-            )
-
-
-class Loader(Stream):
-    """Batches decoded by worker processes (0: in this one), in page-locked memory where there is a GPU.
-
-    `bad="skip"` lets another image of the same step stand in for an unreadable one (`readable_samples` says which), notes it in
-    `problems` and tells through `warn` at the end of the epoch how many were new; "fatal" raises UserError at the first.
+    A process computes one or, with gradient accumulation, several of the `micro_batches` micro-batches of every step.
     """
 
     def __init__(
         self,
         source: Source,
-        order: Order,
-        micro_batch: int | Sequence[int] = 0,
+        sampler: EpochSampler,
+        own_micro_batches: Sequence[int],
+        micro_batches: int,
+        log: Callable[[str], None],
+    ) -> None:
+        self.source, self.sampler, self.micro_batches, self.log = source, sampler, micro_batches, log
+        self.own_micro_batches = tuple(own_micro_batches)
+        sampler.micro_batch(0, 0, 0, micro_batches)  # raise here, not in a worker, if the batch size is not divisible
+        self.problems: list[Problem] = []  # each unreadable image once
+        self._reported = 0
+
+    @abstractmethod
+    def iterate_steps(self, start: int, stop: int) -> Iterator[Batch]:
+        """Yield the micro-batches of the steps `start` ... `stop - 1`, counted from the beginning of the first epoch."""
+
+    def _record(self, problems: Iterable[Problem]) -> None:
+        known = {problem.location for problem in self.problems}
+        for problem in problems:
+            if problem.location not in known:
+                self.problems.append(problem)
+                known.add(problem.location)
+
+    def _report(self) -> None:
+        new, self._reported = self.problems[self._reported :], len(self.problems)
+        if new:
+            images = "1 unreadable image was" if len(new) == 1 else f"{len(new)} unreadable images were"
+            self.log(
+                f"{self.source.name}: {images} replaced by others, first {new[0].location} ({new[0].reason}). "
+                f"`vitrail data inspect` lists all of them."
+            )
+
+
+class WorkerLoader(TrainLoader):
+    """Decodes batches in worker processes (0: in this process), into pinned memory if a GPU is available.
+
+    With `unreadable="skip"` an unreadable image is replaced by another one of the same step (`readable_samples`), recorded in
+    `problems` and reported through `log` at the end of the epoch. "fatal" raises UserError at the first one.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        sampler: EpochSampler,
+        own_micro_batches: Sequence[int] = (0,),
         micro_batches: int = 1,
         workers: int | None = None,
-        at_least: int | None = None,
-        bad: Literal["skip", "fatal"] = "skip",
+        min_side: int | None = None,
+        unreadable: Literal["skip", "fatal"] = "skip",
         masks: bool = False,
-        warn: Callable[[str], None] = to_stderr,
+        log: Callable[[str], None] = log_to_stderr,
     ) -> None:
-        super().__init__(source, order, micro_batch, micro_batches, warn)
-        work = StepReader(source, at_least, masks, order, micro_batches, bad == "fatal")
-        self._workers = Workers(work, usual_workers() if workers is None else workers)
+        super().__init__(source, sampler, own_micro_batches, micro_batches, log)
+        reader = MicroBatchReader(source, min_side, masks, sampler, micro_batches, unreadable == "fatal")
+        self._workers = Workers(reader, default_workers() if workers is None else workers)
         self._pin = torch.cuda.is_available()
 
-    def run(self, start: int, stop: int) -> Iterator[Batch]:
-        """The steps `start` ... `stop`, counted from the first epoch's first, each in its units."""
-        tasks = ((*divmod(step, self.order.steps), micro_batch) for step in range(start, stop) for micro_batch in self.mine)
+    def iterate_steps(self, start: int, stop: int) -> Iterator[Batch]:
+        own, steps_per_epoch = self.own_micro_batches, self.sampler.steps
+        tasks = ((*divmod(step, steps_per_epoch), micro_batch) for step in range(start, stop) for micro_batch in own)
         try:
-            for number, canvas in enumerate(self._workers.run(tasks)):
-                self._record(canvas.problems)
-                batch = make_batch(self.source, canvas)
+            for number, decoded in enumerate(self._workers.run(tasks)):
+                self._record(decoded.problems)
+                batch = make_batch(self.source, decoded)
                 yield batch.pin_memory() if self._pin else batch
-                if (start + (number + 1) // len(self.mine)) % self.order.steps == 0:
+                if (start + (number + 1) // len(own)) % steps_per_epoch == 0:
                     self._report()
         finally:
             self._report()
 
     def close(self) -> None:
-        """Ends the workers; they start again when batches are asked for again."""
+        """Stop the worker processes; the next iteration starts them again."""
         self._workers.close()
 
 
-class Plan(NamedTuple):
-    """Where the images of a data set stay, and the line that says so."""
+class CachePlan(NamedTuple):
+    """Where the decoded images are kept, and the message about it."""
 
-    place: Literal["device", "memory", "files"]
-    sentence: str
+    location: Literal["device", "memory", "files"]
+    message: str
 
 
-def choose_store(
+def plan_cache(
     source: Source,
     device: torch.device | str = "cpu",
-    at_least: int | None = None,
-    device_share: float = 0.25,
-    memory_share: float = 0.5,
+    min_side: int | None = None,
+    device_fraction: float = 0.25,
+    memory_fraction: float = 0.5,
     masks: bool = False,
-    sampled: int = 256,
-) -> Plan:
-    """On the device if the decoded images take at most that share of what is free there, else in memory, else in files.
+    num_samples: int = 256,
+) -> CachePlan:
+    """Choose the device if the decoded images fit into `device_fraction` of its free memory, else main memory, else no cache.
 
-    The size is judged by the headers of `sampled` images spread over the set.
+    The decoded size is estimated from the headers of `num_samples` images spread over the source.
     """
     sizes = []
-    for index in np.unique(np.linspace(0, len(source) - 1, sampled).astype(np.int64)):
+    for index in np.unique(np.linspace(0, len(source) - 1, num_samples).astype(np.int64)):
         try:
-            sizes.append(decoded_size(source.encoded(int(index)), at_least))
+            sizes.append(decoded_size(source.encoded(int(index)), min_side))
         except (OSError, ValueError):
-            continue  # the loader will meet it again and account for it
-    need = len(source) * (4 if masks else 3) * int(np.prod(np.max(sizes, axis=0))) if sizes else sys.maxsize
+            continue  # the loader reports it
+    required = len(source) * (4 if masks else 3) * int(np.prod(np.max(sizes, axis=0))) if sizes else sys.maxsize
     free = {"device": 0, "memory": free_memory()}
     if torch.device(device).type == "cuda":
         free["device"] = torch.cuda.mem_get_info(torch.device(device))[0]
-    size = f"{len(source):,} images, {need / 1e9:.2f} GB decoded"
-    if need <= device_share * free["device"]:
-        return Plan("device", f"{source.name}: {size}, kept on the device ({free['device'] / 1e9:.1f} GB free there).")
-    if need <= memory_share * free["memory"]:
-        return Plan("memory", f"{source.name}: {size}, kept in memory ({free['memory'] / 1e9:.1f} GB free).")
-    return Plan("files", f"{source.name}: {size}, decoded from files each time ({free['memory'] / 1e9:.1f} GB of memory free).")
+    size = f"{source.name}: {len(source):,} images, {required / 1e9:.2f} GB decoded"
+    free_gb = {name: f"{count / 1e9:.1f} GB" for name, count in free.items()}
+    if required <= device_fraction * free["device"]:
+        return CachePlan("device", f"{size}, cached on the device ({free_gb['device']} free).")
+    if required <= memory_fraction * free["memory"]:
+        return CachePlan("memory", f"{size}, cached in memory ({free_gb['memory']} free).")
+    return CachePlan("files", f"{size}, not cached but decoded every epoch ({free_gb['memory']} of memory free).")
 
 
 def free_memory() -> int:
-    """Bytes this process may still take, within the limit of its control group; 0 where the system does not say."""
+    """Return the bytes of memory available to this process, within the limit of its control group; 0 if unknown."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
@@ -325,13 +328,13 @@ def free_memory() -> int:
     try:
         group = Path("/sys/fs/cgroup")
         return max(min(free, int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())), 0)
-    except (OSError, ValueError):  # no such group, or "max": no limit
+    except (OSError, ValueError):  # no control group, or "max": no limit
         return free
 
 
 @dataclass(frozen=True)
-class Store:
-    """A whole source as pixels on one device."""
+class ImageCache:
+    """All decoded images of a source on one device."""
 
     source: Source
     pixels: Tensor  # uint8 [N, H, W, 3]
@@ -339,71 +342,74 @@ class Store:
     masks: Tensor | None  # uint8 [N, H, W]
     problems: list[Problem]
 
+    def select(self, samples: Samples) -> DecodedBatch:
+        """Return the images of `samples`, padded to their largest size."""
+        sizes = self.sizes[samples.index]
+        height, width = sizes.max(axis=0)
+        rows = torch.from_numpy(samples.index).to(self.pixels.device, non_blocking=True)
+        pixels = self.pixels.index_select(0, rows)[:, :height, :width].contiguous()
+        masks = self.masks.index_select(0, rows)[:, :height, :width].contiguous() if self.masks is not None else None
+        return DecodedBatch(pixels, sizes, masks, samples, [])
 
-def fill_store(
+
+def build_cache(
     source: Source,
     device: torch.device | str = "cpu",
     workers: int | None = None,
-    at_least: int | None = None,
+    min_side: int | None = None,
     masks: bool = False,
-) -> Store:
-    """Decodes all images once; `choose_store` tells whether they fit."""
-    pool = Workers(Reader(source, at_least, masks).images, usual_workers() if workers is None else workers)
+) -> ImageCache:
+    """Decode all images of a source. `plan_cache` estimates whether they fit."""
+    pool = Workers(ImageReader(source, min_side, masks).read_images, default_workers() if workers is None else workers)
     pixels = torch.zeros((len(source), 0, 0, 3), dtype=torch.uint8, device=device)
-    kept = torch.zeros((len(source), 0, 0), dtype=torch.uint8, device=device)
+    all_masks = torch.zeros((len(source), 0, 0), dtype=torch.uint8, device=device)
     sizes, problems = np.zeros((len(source), 2), dtype=np.int64), []
-    for part in pool.run(np.split(np.arange(len(source)), range(64, len(source), 64))):
-        rows = slice(part.samples.index[0], part.samples.index[-1] + 1)
-        height, width = part.pixels.shape[1:3]
-        lower, right = max(height - pixels.shape[1], 0), max(width - pixels.shape[2], 0)
-        if lower or right:
-            pixels = pad(pixels, (0, 0, 0, right, 0, lower))
-            kept = pad(kept, (0, right, 0, lower), value=IGNORE) if masks else kept
-        pixels[rows, :height, :width] = part.pixels.to(device)
-        if part.masks is not None:
-            kept[rows, :height, :width] = part.masks.to(device)
-        sizes[rows] = part.sizes
-        problems += part.problems
+    for chunk in pool.run(np.split(np.arange(len(source)), range(64, len(source), 64))):
+        rows = slice(chunk.samples.index[0], chunk.samples.index[-1] + 1)
+        height, width = chunk.pixels.shape[1:3]
+        bottom, right = max(height - pixels.shape[1], 0), max(width - pixels.shape[2], 0)
+        if bottom or right:
+            pixels = pad(pixels, (0, 0, 0, right, 0, bottom))
+            all_masks = pad(all_masks, (0, right, 0, bottom), value=IGNORE) if masks else all_masks
+        pixels[rows, :height, :width] = chunk.pixels.to(device)
+        if chunk.masks is not None:
+            all_masks[rows, :height, :width] = chunk.masks.to(device)
+        sizes[rows] = chunk.sizes
+        problems += chunk.problems
     pool.close()
-    return Store(source, pixels, sizes, kept if masks else None, problems)
+    return ImageCache(source, pixels, sizes, all_masks if masks else None, problems)
 
 
-class StoredLoader(Stream):
-    """The same stream as `Loader`'s, picked from a store on the store's device."""
+class CachedLoader(TrainLoader):
+    """Yields the same batches as `WorkerLoader` from a cache, on the device of the cache."""
 
     def __init__(
         self,
-        store: Store,
-        order: Order,
-        micro_batch: int | Sequence[int] = 0,
+        cache: ImageCache,
+        sampler: EpochSampler,
+        own_micro_batches: Sequence[int] = (0,),
         micro_batches: int = 1,
-        bad: Literal["skip", "fatal"] = "skip",
-        warn: Callable[[str], None] = to_stderr,
+        unreadable: Literal["skip", "fatal"] = "skip",
+        log: Callable[[str], None] = log_to_stderr,
     ) -> None:
-        super().__init__(store.source, order, micro_batch, micro_batches, warn)
-        if bad == "fatal" and store.problems:
-            raise unreadable(store.problems[0])
-        self.store = store
-        self._record(store.problems)
+        super().__init__(cache.source, sampler, own_micro_batches, micro_batches, log)
+        if unreadable == "fatal" and cache.problems:
+            raise unreadable_error(cache.problems[0])
+        self.cache = cache
+        self._record(cache.problems)
 
-    def run(self, start: int, stop: int) -> Iterator[Batch]:
-        """The steps `start` ... `stop`, counted from the first epoch's first, each in its units."""
-        store, device = self.store, self.store.pixels.device
-        readable = store.sizes[:, 0] > 0
-        whole = bool(readable.all())
+    def iterate_steps(self, start: int, stop: int) -> Iterator[Batch]:
+        readable = self.cache.sizes[:, 0] > 0
+        all_readable = bool(readable.all())
         self._report()
-        for step, micro_batch in ((step, micro_batch) for step in range(start, stop) for micro_batch in self.mine):
-            part = (*divmod(step, self.order.steps), micro_batch, self.micro_batches)
-            if whole:
-                samples = self.order.micro_batch(*part)
-            else:
-                samples = readable_samples(self.order, *part, lambda index: bool(readable[index]), self.source.name)
-            sizes = store.sizes[samples.index]
-            height, width = sizes.max(axis=0)
-            rows = torch.from_numpy(samples.index).to(device, non_blocking=True)
-            pixels = store.pixels.index_select(0, rows)[:, :height, :width].contiguous()
-            masks = store.masks.index_select(0, rows)[:, :height, :width].contiguous() if store.masks is not None else None
-            yield make_batch(store.source, Canvas(pixels, sizes, masks, samples, [])).to(device)
+        for step in range(start, stop):
+            for micro_batch in self.own_micro_batches:
+                task = (*divmod(step, self.sampler.steps), micro_batch, self.micro_batches)
+                if all_readable:
+                    samples = self.sampler.micro_batch(*task)
+                else:
+                    samples = readable_samples(self.sampler, *task, lambda index: bool(readable[index]), self.source.name)
+                yield make_batch(self.source, self.cache.select(samples)).to(self.cache.pixels.device)
 
     def close(self) -> None:
-        """Nothing to end: there are no workers."""
+        """Do nothing: there are no worker processes."""

@@ -1,8 +1,8 @@
-"""A data set as Parquet shards in the Hugging Face convention, so written that what is there is whole.
+"""Writes a data set as Parquet shards in the Hugging Face convention. An interrupted run can be resumed.
 
-Shards are made in `OUT/.packing`, each beside its place, flushed, renamed and noted in a manifest, `_pack.json`. When all are
-there, that folder becomes `OUT/data`: in one step, so that nobody meets half a data set. What an interrupted run has finished is
-checked and kept, and the result is the same to the byte.
+Shards are written atomically to `OUT/.packing` and recorded in a manifest, `_pack.json`. When all are complete, that folder is
+renamed to `OUT/data`, so an incomplete data set is never visible. A resumed run verifies and keeps the finished shards, and its
+result is byte-identical to that of an uninterrupted run.
 """
 
 import fcntl
@@ -18,27 +18,28 @@ from typing import Any
 
 import numpy as np
 
-from vitrail.atomic_files import aside, flush, reason, removing_folders, unwritten
-from vitrail.data.datasets.folder import SPLITS, Parts
-from vitrail.data.loader import Problem, unreadable
-from vitrail.data.parquet_shard import ShardWriter, schema_of
-from vitrail.data.reencoding import Recoding, Row
+from vitrail.aliases import upgrade_skipped
+from vitrail.atomic_files import atomic_replace, create_folder, describe_error, file_sha256, fsync_path, shard_write_error
+from vitrail.data.datasets.folder import SPLITS, SourceDict
+from vitrail.data.loader import Problem, unreadable_error
+from vitrail.data.parquet_shard import ShardWriter, make_schema
+from vitrail.data.reencoding import Reencoding, Row
 from vitrail.data.source import Source
-from vitrail.data.workers import Workers, usual_workers
+from vitrail.data.workers import Workers, default_workers
 from vitrail.errors import UserError
-from vitrail.interrupts import work_begins
+from vitrail.interrupts import require_cleanup
 
-LAYOUT = 1  # of the manifest
-CHUNK = 8  # images per task: a worker holds them all, and they may be large
-SAMPLED = 64  # images of a split whose bytes are part of the source's fingerprint
+LAYOUT = 1  # version of the manifest
+CHUNK = 8  # images per task, all in the memory of a worker
+FINGERPRINT_IMAGES = 64  # images per split whose bytes are hashed into the fingerprint of the source
 UNFINISHED, FINISHED, LOCK = ".packing", "data", "lock"
-MANIFEST = "_pack.json"  # readers of a folder of Parquet files pass over names that begin like this
-ORDER = ("train", "validation", "test")
+MANIFEST = "_pack.json"  # readers of Parquet folders ignore names that start with an underscore
+SPLIT_ORDER = ("train", "validation", "test")
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A finished file: which images of the split it covers, and what was left out of it."""
+    """A finished file: the range of images of the split, and the skipped images in it."""
 
     split: str
     start: int
@@ -49,15 +50,15 @@ class Shard:
     skipped: tuple[Problem, ...]
 
     @property
-    def side_name(self) -> str:
-        # How many there will be is not known yet.
+    def temporary_name(self) -> str:
+        # The final name contains the number of shards, which is not known yet.
         return f"{self.split}-{self.start:09d}.parquet"
 
 
 @dataclass(frozen=True)
 class Result:
     shards: dict[str, Shard]  # by final name
-    kept: int  # shards that an earlier run had finished
+    kept: int  # shards finished by an earlier run
 
     @property
     def rows(self) -> int:
@@ -74,68 +75,69 @@ class Result:
 
 def pack(
     name: str,
-    parts: Parts,
+    sources: SourceDict,
     out: Path,
-    how: Recoding,
+    reencoding: Reencoding,
     shard_size: int = 500_000_000,
     fatal: bool = False,
     workers: int | None = None,
     advance: Callable[[int], Any] = lambda count: None,
-    warn: Callable[[str], Any] = lambda sentence: None,
+    log: Callable[[str], Any] = lambda message: None,
 ) -> Result:
-    """Writes all splits of `parts` below `out`; `name` is what the user called the data.
+    """Write all splits to `out`; `name` is the path that the user gave.
 
-    A shard takes images, in their order, until the next would bring it above `shard_size` bytes. Unreadable images are left
-    out and noted, or `fatal`. `advance` is told how many more images are done.
+    A shard contains consecutive images with at most `shard_size` bytes. Unreadable images are skipped and recorded or, if
+    `fatal`, raise UserError. `advance` is called with the number of images just finished.
     """
     try:
-        import pyarrow  # noqa: F401 - only to say early, and in words, that it is missing
+        import pyarrow  # noqa: F401 - for a clear error message
     except ImportError:
-        raise UserError("To write Parquet files, install pyarrow: pip install pyarrow.") from None
-    parts = {split: parts[split] for split in ORDER if split in parts}
-    check_place(name, out)
-    # Format and quality matter only to images that are made smaller.
-    options = {"splits": list(parts), "shard_size": shard_size, "resize": None} | (asdict(how) if how.resize else {})
-    wanted = {"layout": LAYOUT, "source": fingerprint(parts), "options": options}
+        raise UserError("Writing Parquet files needs pyarrow: pip install pyarrow.") from None
+    sources = {split: sources[split] for split in SPLIT_ORDER if split in sources}
+    check_output(name, out)
+    # Format and quality have no effect without resize.
+    options = {"splits": list(sources), "shard_size": shard_size, "resize": None}
+    options |= asdict(reencoding) if reencoding.resize else {}
+    expected = {"layout": LAYOUT, "source": fingerprint(sources), "options": options}
     if (out / FINISHED / MANIFEST).exists():
-        return _check_finished(out / FINISHED, wanted, fatal, advance)
+        return _check_finished(out / FINISHED, expected, fatal, advance)
     folder = out / UNFINISHED
-    work_begins()
+    require_cleanup()
     try:
-        with removing_folders(folder), _alone(out), _begun(folder):
-            result = _Pack(parts, folder, wanted, how, shard_size, fatal, advance, warn).run(workers)
+        with create_folder(folder), _exclusive_lock(out), _cleanup_without_shards(folder):
+            result = _PackRun(sources, folder, expected, reencoding, shard_size, fatal, advance, log).run(workers)
         folder.rename(out / FINISHED)
-        flush(out)
+        fsync_path(out)
     except OSError as error:
-        raise unwritten(out, error, is_begun(out)) from None
+        raise shard_write_error(out, error, has_partial_output(out)) from None
     return result
 
 
-def is_begun(out: Path) -> bool:
-    """Whether there is something to go on with: a manifest that knows of no shard binds nobody to what it says."""
+def has_partial_output(out: Path) -> bool:
+    """Return whether an interrupted run has finished at least one shard."""
     try:
         return bool(json.loads((out / UNFINISHED / MANIFEST).read_text())["shards"])
     except FileNotFoundError:
         return False
-    except (OSError, ValueError, KeyError, TypeError):  # damaged: not ours to touch
+    except (OSError, ValueError, KeyError, TypeError):  # damaged: do not overwrite it
         return True
 
 
 @dataclass
-class _Pack:
-    """One run: what is there is checked, what is missing is made."""
+class _PackRun:
+    """One run: verifies the shards of an earlier run and writes the missing ones."""
 
-    parts: Parts
+    sources: SourceDict
     folder: Path
-    wanted: dict[str, Any]  # what the manifest must say of source and options
-    how: Recoding
+    expected: dict[str, Any]  # layout, source and options that the manifest must have
+    reencoding: Reencoding
     shard_size: int
     fatal: bool
     advance: Callable[[int], Any]
-    warn: Callable[[str], Any]
+    log: Callable[[str], Any]
 
     def __post_init__(self) -> None:
-        self.schema = schema_of(self.parts)
+        self.schema = make_schema(self.sources)
         self.shards: list[Shard] = []
 
     def run(self, workers: int | None) -> Result:
@@ -143,123 +145,124 @@ class _Pack:
             leftover.unlink()
         self._resume()
         kept = len(self.shards)
-        pool = Workers(Packer(self.parts, self.how), usual_workers() if workers is None else workers)
+        pool = Workers(RowEncoder(self.sources, self.reencoding), default_workers() if workers is None else workers)
         try:
-            for split, source in self.parts.items():
+            for split, source in self.sources.items():
                 for start, stop in self._missing(split, len(source)):
-                    self._make(pool, split, start, stop)
+                    self._write_shards(pool, split, start, stop)
         finally:
             pool.close()
-        self._note()
+        self._write_manifest()
         names = final_names(self.shards)
         for final, shard in names.items():
-            (self.folder / shard.side_name).rename(self.folder / final)
+            (self.folder / shard.temporary_name).rename(self.folder / final)
         (self.folder / LOCK).unlink()
-        flush(self.folder)
+        fsync_path(self.folder)
         return Result(names, kept)
 
     def _resume(self) -> None:
-        """Takes over the shards of an earlier run that are what their manifest says."""
-        if not is_begun(self.folder.parent):  # what is there is of a run that was killed before it could tidy up
+        """Keep the shards of an earlier run that match the manifest."""
+        if not has_partial_output(self.folder.parent):  # leftovers of a run that was killed before its first shard
             _clear(self.folder)
-            self._note()
+            self._write_manifest()
             return
-        noted = _read_manifest(self.folder / MANIFEST, self.wanted)
-        for final, shard in final_names(noted).items():
-            if (self.folder / final).exists():  # that run was stopped while it gave the files their names
-                (self.folder / final).rename(self.folder / shard.side_name)
-        for stray in {*self.folder.glob("*.parquet")} - {self.folder / shard.side_name for shard in noted}:
-            stray.unlink()  # of a run that could not note it any more; the next to come may be cut otherwise
-        for shard in noted:
-            if _sound(self.folder / shard.side_name, shard):
+        recorded = _read_manifest(self.folder / MANIFEST, self.expected)
+        for final, shard in final_names(recorded).items():
+            if (self.folder / final).exists():  # the run was stopped while renaming the files
+                (self.folder / final).rename(self.folder / shard.temporary_name)
+        for stray in {*self.folder.glob("*.parquet")} - {self.folder / shard.temporary_name for shard in recorded}:
+            stray.unlink()  # not recorded before the run was stopped; the new shards may have other ranges
+        for shard in recorded:
+            if _is_intact(self.folder / shard.temporary_name, shard):
                 self.shards.append(shard)
                 self.advance(shard.stop - shard.start)
-                self._refuse(shard.skipped)
+                self._check_fatal(shard.skipped)
             else:
-                self.warn(f"The shard with image {shard.start} of {shard.split} is damaged or gone and is packed again.")
+                self.log(f"The {shard.split} shard from image {shard.start} on is damaged or missing and is written again.")
 
     def _missing(self, split: str, count: int) -> Iterator[tuple[int, int]]:
-        """The stretches of a split that no shard covers."""
+        """Yield the ranges of a split that no shard covers."""
         position = 0
-        for start, stop in [*sorted((each.start, each.stop) for each in self.shards if each.split == split), (count, count)]:
+        for start, stop in [*sorted((shard.start, shard.stop) for shard in self.shards if shard.split == split), (count, count)]:
             if start > position:
                 yield position, start
             position = stop
 
-    def _make(self, pool: Workers, split: str, start: int, stop: int) -> None:
-        """Packs one stretch into as many shards as it takes."""
-        tasks = [(split, each, min(each + CHUNK, stop)) for each in range(start, stop, CHUNK)]
+    def _write_shards(self, pool: Workers, split: str, start: int, stop: int) -> None:
+        """Write the images `start` ... `stop - 1` of a split to one or more shards."""
+        tasks = [(split, first, min(first + CHUNK, stop)) for first in range(start, stop, CHUNK)]
         items = ((index, item) for task in zip(tasks, pool.run(tasks), strict=True) for index, item in _numbered(*task))
-        ahead = next(items, None)
-        while ahead is not None:
+        pending = next(items, None)
+        while pending is not None:
             skipped: list[Problem] = []
             path = self.folder / f"{split}-{start:09d}.parquet"
-            with aside(path) as side, ShardWriter(side, self.schema) as writer:
-                while ahead is not None:
-                    index, item = ahead
+            with atomic_replace(path) as side, ShardWriter(side, self.schema) as writer:
+                while pending is not None:
+                    index, item = pending
                     if isinstance(item, Problem):
-                        self._refuse([item])
+                        self._check_fatal([item])
                         skipped.append(item)
                     elif writer.rows and writer.size + item.size > self.shard_size:
                         break
                     else:
-                        writer.add(item, self.parts[split], index)
+                        writer.add(item, self.sources[split], index)
                     self.advance(1)
-                    ahead = next(items, None)
+                    pending = next(items, None)
                 if not writer.rows:
-                    where, why = skipped[0]
-                    raise UserError(f"None of the images {start} to {stop - 1} of {split} can be read; {where}: {why}.")
-            until = ahead[0] if ahead is not None else stop
-            size, digest = path.stat().st_size, _digest(path)
+                    problem = skipped[0]
+                    reason = f"{problem.location}: {problem.reason}"
+                    raise UserError(f"None of the images {start} to {stop - 1} of {split} can be read; {reason}.")
+            until = pending[0] if pending is not None else stop
+            size, digest = path.stat().st_size, file_sha256(path)
             self.shards.append(Shard(split, start, until, writer.rows, size, digest, tuple(skipped)))
-            self._note()
+            self._write_manifest()
             start = until
 
-    def _refuse(self, problems: list[Problem] | tuple[Problem, ...]) -> None:
+    def _check_fatal(self, problems: list[Problem] | tuple[Problem, ...]) -> None:
         if problems and self.fatal:
-            raise unreadable(problems[0])
+            raise unreadable_error(problems[0])
 
-    def _note(self) -> None:
-        self.shards.sort(key=lambda shard: (ORDER.index(shard.split), shard.start))
+    def _write_manifest(self) -> None:
+        self.shards.sort(key=lambda shard: (SPLIT_ORDER.index(shard.split), shard.start))
         shards = [asdict(shard) | {"skipped": [problem._asdict() for problem in shard.skipped]} for shard in self.shards]
-        with aside(self.folder / MANIFEST) as side:
-            side.write_text(json.dumps(self.wanted | {"shards": shards}, indent=1) + "\n")
+        with atomic_replace(self.folder / MANIFEST) as side:
+            side.write_text(json.dumps(self.expected | {"shards": shards}, indent=1) + "\n")
 
 
 @dataclass(frozen=True)
-class Packer:
-    """Reads, checks and re-encodes images; all that a worker process needs to know about the data."""
+class RowEncoder:
+    """Reads, checks and re-encodes images; sent to the worker processes."""
 
-    parts: Parts
-    how: Recoding
+    sources: SourceDict
+    reencoding: Reencoding
 
     def __call__(self, task: tuple[str, int, int]) -> list[Row | Problem]:
         split, start, stop = task
-        source = self.parts[split]
+        source = self.sources[split]
         rows: list[Row | Problem] = []
         for index in range(start, stop):
             try:
-                rows.append(self.how.row(source, index))
+                rows.append(self.reencoding.encode(source, index))
             except (OSError, ValueError) as error:
-                rows.append(Problem(source.where(index), reason(error)))
+                rows.append(Problem(source.location(index), describe_error(error)))
         return rows
 
 
-def choose(name: str, parts: Parts, splits: list[str]) -> Parts:
-    """The splits that were asked for, by any of their names; all if none was."""
-    wanted = [SPLITS.get(split.lower(), split) for split in splits] or list(parts)
-    missing = next((split for split in wanted if split not in parts), None)
+def select_splits(name: str, sources: SourceDict, splits: list[str]) -> SourceDict:
+    """Return the given splits, by any of their names; all splits if none is given."""
+    selected = [SPLITS.get(split.lower(), split) for split in splits] or list(sources)
+    missing = next((split for split in selected if split not in sources), None)
     if missing is not None:
-        raise UserError(f"{name} has no {missing} split, only {', '.join(parts)}.")
-    return {split: parts[split] for split in ORDER if split in wanted}
+        raise UserError(f"{name} has no {missing} split, only {', '.join(sources)}.")
+    return {split: sources[split] for split in SPLIT_ORDER if split in selected}
 
 
 def parse_bytes(text: str) -> int:
-    """500MB, 1.5 GB, 64MiB or a plain number of bytes."""
+    """Parse 500MB, 1.5 GB, 64MiB or a plain number of bytes."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(k|m|g|t)?(i)?b?\s*", text.lower())
     size = round(float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2] or " ")) if match else 0
     if size < 1:
-        raise UserError(f"{text!r} is no number of bytes: write 500MB, 1GB or 64MiB.")
+        raise UserError(f"{text!r} is not a number of bytes: write 500MB, 1GB or 64MiB.")
     return size
 
 
@@ -268,48 +271,48 @@ def _numbered(task: tuple[str, int, int], rows: list[Row | Problem]) -> Iterator
 
 
 def final_names(shards: list[Shard]) -> dict[str, Shard]:
-    """What the shards are called when all are there: train-00000-of-00007.parquet."""
+    """Return the shards by their final names, such as train-00000-of-00007.parquet."""
     names: dict[str, Shard] = {}
-    for split in ORDER:
+    for split in SPLIT_ORDER:
         own = sorted((shard for shard in shards if shard.split == split), key=lambda shard: shard.start)
         names |= {f"{split}-{number:05d}-of-{len(own):05d}.parquet": shard for number, shard in enumerate(own)}
     return names
 
 
-def check_place(name: str, out: Path) -> None:
-    """Refuses to write over, beside or into anything that `pack` has not made itself."""
+def check_output(name: str, out: Path) -> None:
+    """Raise UserError if `out` contains anything that was not written by `pack`, or is inside of the data set."""
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file: give a folder to write to.")
     source = Path(os.path.expanduser(name))
     if source.is_dir() and Path(os.path.realpath(out)).is_relative_to(source.resolve()):
-        raise UserError(f"{out} lies inside {name} and would become a part of it: give a folder elsewhere.")
+        raise UserError(f"{out} is inside of {name} and would become a part of it: give another folder.")
     try:
-        inside = {entry.name for entry in out.iterdir()} if out.exists() else set()
+        entries = {entry.name for entry in out.iterdir()} if out.exists() else set()
     except OSError as error:
         raise UserError(f"{out} cannot be read: {error.strerror}.") from None
-    begun = (out / UNFINISHED / MANIFEST).exists() and FINISHED not in inside
-    if not (begun or inside <= {UNFINISHED} or (out / FINISHED / MANIFEST).exists()):
-        raise UserError(f"{out} is not empty, and what is in it was not made by this command: give a new or empty folder.")
+    started = (out / UNFINISHED / MANIFEST).exists() and FINISHED not in entries
+    if not (started or entries <= {UNFINISHED} or (out / FINISHED / MANIFEST).exists()):
+        raise UserError(f"{out} is not empty and was not written by this command: give a new or empty folder.")
 
 
-def fingerprint(parts: Parts) -> str:
-    """What the source is: its splits, labels, the names of its images, and the bytes of some images of each split."""
+def fingerprint(sources: SourceDict) -> str:
+    """Return a hash of the splits, the labels, the locations of all images and the bytes of some images of each split."""
     digest = hashlib.sha256()
-    for split, source in parts.items():
+    for split, source in sources.items():
         columns = {"": source.label, **source.extra}
         names = {column: labels.names for column, labels in columns.items() if labels}
         digest.update(json.dumps([split, len(source), names]).encode())
         for labels in columns.values():
             digest.update(labels.values.astype("<i8").tobytes() if labels else b"")
         for index in range(len(source)):
-            # Without what the user typed: the same folder may be called otherwise the next time.
-            digest.update(os.fsencode(source.where(index).replace(source.name.rstrip("/"), "", 1)) + b"\0")
-        for index in np.unique(np.linspace(0, len(source) - 1, SAMPLED).astype(np.int64)).tolist():
-            digest.update(_bytes_of(source, index))
+            # Without the path that the user typed: the same folder may be given by another path.
+            digest.update(os.fsencode(source.location(index).replace(source.name.rstrip("/"), "", 1)) + b"\0")
+        for index in np.unique(np.linspace(0, len(source) - 1, FINGERPRINT_IMAGES).astype(np.int64)).tolist():
+            digest.update(_image_digest(source, index))
     return digest.hexdigest()
 
 
-def _bytes_of(source: Source, index: int) -> bytes:
+def _image_digest(source: Source, index: int) -> bytes:
     try:
         encoded = source.encoded(index)
         return hashlib.sha256(encoded if isinstance(encoded, bytes) else encoded.tobytes()).digest()
@@ -317,71 +320,66 @@ def _bytes_of(source: Source, index: int) -> bytes:
         return b"unreadable"
 
 
-def _read_manifest(path: Path, wanted: dict[str, Any]) -> list[Shard]:
-    """The shards that a manifest notes; a manifest of other data or options is refused."""
-    place = path.parent.parent
+def _read_manifest(path: Path, expected: dict[str, Any]) -> list[Shard]:
+    """Read the shards of a manifest; a manifest of other data or options is rejected."""
+    out = path.parent.parent
     try:
-        found = json.loads(path.read_text())
-        shards = [Shard(**each | {"skipped": tuple(Problem(**one) for one in each["skipped"])}) for each in found["shards"]]
-        layout, source, options = found["layout"], found["source"], dict(found["options"])
+        manifest = json.loads(path.read_text())
+        skipped = [tuple(Problem(**upgrade_skipped(entry)) for entry in shard["skipped"]) for shard in manifest["shards"]]
+        shards = [Shard(**shard | {"skipped": problems}) for shard, problems in zip(manifest["shards"], skipped, strict=True)]
+        layout, source, options = manifest["layout"], manifest["source"], dict(manifest["options"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        raise UserError(f"{path} is damaged: remove {place} and pack again.") from None
+        raise UserError(f"{path} is damaged: remove {out} and pack again.") from None
     if layout != LAYOUT:
-        raise UserError(f"{place} was packed by another version of Vitrail: give another folder, or remove it.")
-    for name, value in wanted["options"].items():
+        raise UserError(f"{out} was written by another version of Vitrail: give another folder, or remove it.")
+    for name, value in expected["options"].items():
         if options.get(name) != value:
             before, now = (", ".join(each) if isinstance(each, list) else each or "none" for each in (options.get(name), value))
-            raise UserError(
-                f"{place} was begun with {name.replace('_', ' ')} {before}, not {now}: give the same options, or another folder."
-            )
-    if source != wanted["source"]:
-        raise UserError(f"{place} was begun from other data, or the data has changed since: give another folder, or remove it.")
+            option = name.replace("_", " ")
+            raise UserError(f"{out} was started with {option} {before}, not {now}: give the same options, or another folder.")
+    if source != expected["source"]:
+        raise UserError(f"{out} was started from other data, or the data has changed: give another folder, or remove it.")
     return shards
 
 
-def _check_finished(folder: Path, wanted: dict[str, Any], fatal: bool, advance: Callable[[int], Any]) -> Result:
-    shards = final_names(_read_manifest(folder / MANIFEST, wanted))
+def _check_finished(folder: Path, expected: dict[str, Any], fatal: bool, advance: Callable[[int], Any]) -> Result:
+    shards = final_names(_read_manifest(folder / MANIFEST, expected))
     for name, shard in shards.items():
-        if not _sound(folder / name, shard):
-            raise UserError(f"{folder / name} is damaged or gone: remove {folder} and pack again.")
+        if not _is_intact(folder / name, shard):
+            raise UserError(f"{folder / name} is damaged or missing: remove {folder} and pack again.")
         if fatal and shard.skipped:
-            raise unreadable(shard.skipped[0])
+            raise unreadable_error(shard.skipped[0])
         advance(shard.stop - shard.start)
     return Result(shards, len(shards))
 
 
-def _sound(path: Path, shard: Shard) -> bool:
-    return path.is_file() and path.stat().st_size == shard.bytes and _digest(path) == shard.sha256
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _is_intact(path: Path, shard: Shard) -> bool:
+    return path.is_file() and path.stat().st_size == shard.bytes and file_sha256(path) == shard.sha256
 
 
 @contextmanager
-def _begun(folder: Path) -> Iterator[None]:
-    """What fails or is stopped before its first shard leaves nothing: the next one to come may want something else."""
+def _cleanup_without_shards(folder: Path) -> Iterator[None]:
+    """Remove everything if the run fails before its first shard, so that the next run may use other options."""
     try:
         yield
     except BaseException:
-        if not is_begun(folder.parent):
+        if not has_partial_output(folder.parent):
             _clear(folder)
             (folder / LOCK).unlink(missing_ok=True)
         raise
 
 
 def _clear(folder: Path) -> None:
-    for each in (folder / MANIFEST, *folder.glob("*.parquet")):
-        each.unlink(missing_ok=True)
+    for path in (folder / MANIFEST, *folder.glob("*.parquet")):
+        path.unlink(missing_ok=True)
 
 
 @contextmanager
-def _alone(out: Path) -> Iterator[None]:
-    """Only one run at a time writes here; the lock goes with the process, however it ends."""
+def _exclusive_lock(out: Path) -> Iterator[None]:
+    """Lock the folder for one run at a time. The lock is released when the process ends."""
     with (out / UNFINISHED / LOCK).open("w") as file:
         try:
-            # A record lock: unlike flock's, it is not inherited by the workers, who may outlive a killed run by a moment.
+            # A record lock: unlike flock, it is not inherited by the workers, which may outlive a killed run for a moment.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise UserError(f"Another process is packing into {out}: wait for it, or stop it.") from None

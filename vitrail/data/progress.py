@@ -1,4 +1,4 @@
-"""A bar on standard error for work that takes a while: how far, how fast, how long still. Only a terminal gets to see it."""
+"""A progress bar on standard error, shown only on a terminal."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ class Rate(ProgressColumn):
 
 @contextmanager
 def progress(text: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Gives the function to call with the number of things just done."""
+    """Show a progress bar; yields a function to call with the number of items just finished."""
     columns = (TextColumn(text), BarColumn(), MofNCompleteColumn(), Rate(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task("", total=total)

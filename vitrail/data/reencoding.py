@@ -1,4 +1,4 @@
-"""From a stored image to the one that is packed: as it is, or smaller, checked in either case."""
+"""Checks images and reduces their size for `vitrail data pack`."""
 
 import io
 import os
@@ -17,7 +17,7 @@ FORMATS = ("jpeg", "png")
 
 
 class Row(NamedTuple):
-    """What a shard keeps of an image besides its labels."""
+    """The columns of an image in a shard, without its labels."""
 
     image: bytes
     path: str | None
@@ -29,10 +29,10 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Recoding:
-    """Images whose shorter side is above `resize` are scaled down to it and written in `format`; others keep their bytes.
+class Reencoding:
+    """Reduces images whose shorter side exceeds `resize` and encodes them as `format`; other files are kept unchanged.
 
-    Images that are stored as pixels become PNG. `quality` is that of JPEG.
+    Pixel arrays are encoded as PNG. `quality` is the JPEG quality.
     """
 
     resize: int | None = None
@@ -41,20 +41,20 @@ class Recoding:
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
-            raise UserError(f"The format {self.format} is not known: choose jpeg or png.")
+            raise UserError(f"Unknown format {self.format}: choose jpeg or png.")
         if not 1 <= self.quality <= 100:
-            raise UserError(f"A quality of {self.quality} is out of range: give 1 to 100.")
+            raise UserError(f"The quality {self.quality} is out of range: give 1 to 100.")
         if self.resize is not None and self.resize < 1:
-            raise UserError(f"A shorter side of {self.resize} pixels is no size: give 1 or more.")
+            raise UserError(f"The size {self.resize} is out of range: give 1 or more.")
 
-    def row(self, source: Source, index: int) -> Row:
-        """The image, decoded once to be sure of it; what cannot be read raises OSError or ValueError."""
+    def encode(self, source: Source, index: int) -> Row:
+        """Decode an image to check it, and reduce it if needed. An unreadable image raises OSError or ValueError."""
         encoded, mask = source.encoded(index), source.mask(index)
         pixels = decode(encoded, self.resize and 2 * self.resize)
         try:
             ids = fit_mask(decode_mask(mask), pixels) if mask is not None else None
         except ValueError as error:
-            raise ValueError(f"its mask: {error}") from None
+            raise ValueError(f"mask: {error}") from None
         path = relative_path(source, index)
         height, width = pixels.shape[:2]
         if self.resize is not None and min(height, width) > self.resize:
@@ -62,14 +62,14 @@ class Recoding:
             size = (max(round(width * scale), 1), max(round(height * scale), 1))
             pixels = np.asarray(Image.fromarray(pixels).resize(size, Image.Resampling.BICUBIC))
             if ids is not None:
-                mask = written(np.asarray(Image.fromarray(ids).resize(size, Image.Resampling.NEAREST)), "png")
-            ending = "jpg" if self.format == "jpeg" else "png"
-            return Row(written(pixels, self.format, self.quality), path and f"{os.path.splitext(path)[0]}.{ending}", mask)
-        return Row(written(pixels, "png") if isinstance(encoded, np.ndarray) else encoded, path, mask)
+                mask = encode_image(np.asarray(Image.fromarray(ids).resize(size, Image.Resampling.NEAREST)), "png")
+            extension = "jpg" if self.format == "jpeg" else "png"
+            return Row(encode_image(pixels, self.format, self.quality), path and f"{os.path.splitext(path)[0]}.{extension}", mask)
+        return Row(encode_image(pixels, "png") if isinstance(encoded, np.ndarray) else encoded, path, mask)
 
 
-def written(pixels: np.ndarray, format: str, quality: int = 0) -> bytes:
-    """Encoded; grey where all channels agree, which is read as the same image and takes a third of the bytes."""
+def encode_image(pixels: np.ndarray, format: str, quality: int = 0) -> bytes:
+    """Encode pixels; as grayscale if all channels are equal, which decodes to the same image and is smaller."""
     if pixels.ndim == 3 and (pixels == pixels[:, :, :1]).all():
         pixels = pixels[:, :, 0].copy()
     buffer = io.BytesIO()
@@ -78,7 +78,7 @@ def written(pixels: np.ndarray, format: str, quality: int = 0) -> bytes:
 
 
 def relative_path(source: Source, index: int) -> str | None:
-    """The name of a file below the data's folder; only files have one."""
+    """Return the path of an image relative to its data set; None if it is not a file."""
     if not isinstance(source, FolderSource):
         return None
-    return os.fsencode(os.path.relpath(source.where(index), source.name)).decode("utf-8", "replace")
+    return os.fsencode(os.path.relpath(source.location(index), source.name)).decode("utf-8", "replace")

@@ -1,11 +1,11 @@
-"""The order in which images are seen: a pure function of (seed, epoch, position).
+"""Deterministic sampling: the image at every position of an epoch is a pure function of (seed, epoch, position).
 
-Nothing is stored and nothing is shuffled in memory: a permutation of N images is evaluated at the positions one asks for, so
-that a run may start at any step of any epoch at once, and every process of a run computes its own part of the same stream.
+No shuffled list is kept in memory. A permutation of N images is evaluated only at the positions that are needed, so a run can
+start at any step of any epoch, and every process computes its own part of the same sequence.
 
-An epoch is a stream of positions 0, 1, 2, ... A step takes the next `batch` of them. When a step is cut into units
-(micro-batches: devices x accumulation steps), unit u takes every `micro_batches`-th position from u on. The stream does not depend on
-the cut.
+An epoch is a sequence of positions 0, 1, 2, ... A step takes the next `batch_size` of them. If a step is divided into
+micro-batches (devices x accumulation steps), micro-batch m takes every `micro_batches`-th position, starting at m. The sequence
+does not depend on the number of micro-batches.
 """
 
 from dataclasses import dataclass, field
@@ -19,34 +19,40 @@ from vitrail.errors import UserError
 
 @dataclass(frozen=True)
 class Samples:
-    """Which images, and which copy of each: the key of its augmentation."""
+    """The images of a batch and the repeat number of each, which is part of its augmentation key."""
 
-    index: np.ndarray  # [n] images
+    index: np.ndarray  # [n] images of the source
     repeat: np.ndarray  # [n] 0 ... repeats - 1
-    position: np.ndarray  # [n] places in the epoch's stream
+    position: np.ndarray  # [n] positions in the epoch
 
 
-class Accounting(NamedTuple):
-    """What one epoch really is."""
+def first_samples(index: np.ndarray) -> Samples:
+    """Return samples for images that are loaded outside of an epoch: repeat and position are 0."""
+    zeros = np.zeros_like(index)
+    return Samples(index, zeros, zeros)
+
+
+class EpochSize(NamedTuple):
+    """The size of one epoch."""
 
     samples: int  # augmented images
-    steps: int  # of the global batch
-    distinct: int  # different images among them
-    passes: float  # samples / images: how often an image is seen per epoch on average
+    steps: int  # optimizer steps
+    distinct: int  # distinct images among the samples
+    passes: float  # samples / images: the average number of samples per image and epoch
 
 
 @dataclass(frozen=True)
-class Order:
-    """The stream of one training: `count` images, a global `batch`.
+class EpochSampler:
+    """The sample sequence of a training run over `num_images` images with a global batch size.
 
-    `repeats` copies of an image follow each other (repeated augmentation), so that neighbouring units see them in the same step;
-    the epoch keeps its length, so it covers `1 / repeats` of the images. `round_to` cuts an epoch to a multiple of that number
-    of samples before it is cut into steps (256 in the DeiT code). `labels` turns on class balance: classes take turns, each in a
-    fresh random order every round, and each class runs through its own images.
+    `repeats` consecutive positions hold the same image (repeated augmentation), so neighboring micro-batches of a step hold its
+    copies. The length of the epoch does not change, so an epoch covers `1 / repeats` of the images. `round_to` truncates an epoch
+    to a multiple of that number of samples before it is divided into steps (256 in the DeiT code). `labels` turns on class
+    balance: every round contains each class once, in random order, and each class cycles through its own images.
     """
 
-    count: int
-    batch: int
+    num_images: int
+    batch_size: int
     seed: int = 0
     shuffle: bool = True
     repeats: int = 1
@@ -54,75 +60,77 @@ class Order:
     labels: np.ndarray | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        if min(self.count, self.batch, self.repeats, self.round_to) < 1:
-            raise UserError("An order needs at least one image, and a batch, repeats and round_to of at least 1.")
-        if self.labels is not None and len(self.labels) != self.count:
-            raise UserError(f"There are {len(self.labels)} labels for {self.count} images.")
+        if min(self.num_images, self.batch_size, self.repeats, self.round_to) < 1:
+            raise UserError("Sampling needs at least one image, and a batch size, repeats and round_to of at least 1.")
+        if self.labels is not None and len(self.labels) != self.num_images:
+            raise UserError(f"There are {len(self.labels)} labels for {self.num_images} images.")
 
     @property
     def steps(self) -> int:
-        """Steps per epoch: whole batches only; a set smaller than one batch makes one step and repeats images."""
-        samples = self.count // self.round_to * self.round_to or self.count
-        return max(samples // self.batch, 1)
+        """Steps per epoch: full batches only. A set smaller than one batch gives one step with repeated images."""
+        samples = self.num_images // self.round_to * self.round_to or self.num_images
+        return max(samples // self.batch_size, 1)
 
-    def accounting(self) -> Accounting:
-        samples = self.steps * self.batch
-        distinct = min(-(-samples // self.repeats), self.count)
-        return Accounting(samples, self.steps, distinct, samples / self.count)
+    def epoch_size(self) -> EpochSize:
+        samples = self.steps * self.batch_size
+        distinct = min(-(-samples // self.repeats), self.num_images)
+        return EpochSize(samples, self.steps, distinct, samples / self.num_images)
 
     def at(self, epoch: int, positions: np.ndarray) -> Samples:
-        """The stream of an epoch at these positions, which may lie anywhere, also beyond the epoch's end."""
+        """Return the samples at the given positions of an epoch; positions beyond the end of the epoch are allowed."""
         positions = np.asarray(positions, dtype=np.int64)
-        place, repeat = positions // self.repeats, positions % self.repeats
-        index = self._balanced(epoch, place) if self.labels is not None else self._plain(epoch, place)
+        slot, repeat = positions // self.repeats, positions % self.repeats
+        index = self._balanced(epoch, slot) if self.labels is not None else self._shuffled(epoch, slot)
         return Samples(index, repeat, positions)
 
     def micro_batch(self, epoch: int, step: int, micro_batch: int = 0, micro_batches: int = 1) -> Samples:
-        """The part of a step that unit `micro_batch` of `micro_batches` computes."""
-        if self.batch % micro_batches:
+        """Return the samples of one micro-batch of a step."""
+        if self.batch_size % micro_batches:
             raise UserError(
-                f"The global batch of {self.batch} does not divide into {micro_batches} parts; change batch or devices."
+                f"The batch size {self.batch_size} is not divisible by {micro_batches} micro-batches: "
+                "change the batch size or the number of devices."
             )
-        return self.at(epoch, step * self.batch + np.arange(micro_batch, self.batch, micro_batches))
+        return self.at(epoch, step * self.batch_size + np.arange(micro_batch, self.batch_size, micro_batches))
 
-    def _plain(self, epoch: int, place: np.ndarray) -> np.ndarray:
+    def _shuffled(self, epoch: int, slot: np.ndarray) -> np.ndarray:
         if not self.shuffle:
-            return place % self.count
-        # A stream longer than the set goes on with another permutation.
-        lap, within = place // self.count, place % self.count
-        return permute(within, np.full_like(place, self.count), self._key(epoch, lap, 0))
+            return slot % self.num_images
+        # Beyond the last image the sequence continues with another permutation.
+        cycle, within = slot // self.num_images, slot % self.num_images
+        return permute(within, np.full_like(slot, self.num_images), self._key(epoch, cycle, 0))
 
-    def _balanced(self, epoch: int, place: np.ndarray) -> np.ndarray:
+    def _balanced(self, epoch: int, slot: np.ndarray) -> np.ndarray:
         members, starts, sizes = self._members
         classes = len(sizes)
-        turn = place // classes
-        order = permute(place % classes, np.full_like(place, classes), self._key(epoch, turn, 1))
-        lap, within = turn // sizes[order], turn % sizes[order]
-        chosen = permute(within, sizes[order], self._key(epoch, lap, 2 + order))
-        return members[starts[order] + chosen]
+        turn = slot // classes
+        label = permute(slot % classes, np.full_like(slot, classes), self._key(epoch, turn, 1))
+        cycle, within = turn // sizes[label], turn % sizes[label]
+        chosen = permute(within, sizes[label], self._key(epoch, cycle, 2 + label))
+        index: np.ndarray = members[starts[label] + chosen]
+        return index
 
     @cached_property
     def _members(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Images sorted by class, where each present class starts, how many it has."""
+        """Return (images sorted by class, the start of each class in them, the number of images of each class)."""
         assert self.labels is not None
         members = np.argsort(self.labels, kind="stable")
         _, starts, sizes = np.unique(self.labels[members], return_index=True, return_counts=True)
         return members, starts, sizes
 
-    def _key(self, epoch: int, lap: np.ndarray, purpose: int | np.ndarray) -> np.ndarray:
-        key = mix(np.uint64(self.seed & MASK))
-        for part in (np.asarray(epoch), lap, np.asarray(purpose)):
-            key = mix(key ^ (part.astype(np.uint64) + GOLDEN))
+    def _key(self, epoch: int, cycle: np.ndarray, purpose: int | np.ndarray) -> np.ndarray:
+        key: np.ndarray = hash64(np.uint64(self.seed & MASK))
+        for part in (np.asarray(epoch), cycle, np.asarray(purpose)):
+            key = hash64(key ^ (part.astype(np.uint64) + GOLDEN))
         return key
 
 
 MASK = (1 << 64) - 1
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-ROUNDS = [np.uint64(turn * int(GOLDEN) & MASK) for turn in range(1, 7)]
+ROUNDS = [np.uint64(number * int(GOLDEN) & MASK) for number in range(1, 7)]
 
 
-def mix(value: Any) -> Any:
-    """A bijective scramble of 64 bits (the finaliser of SplitMix64)."""
+def hash64(value: Any) -> Any:
+    """Bijective 64-bit hash (the finalizer of SplitMix64)."""
     with np.errstate(over="ignore"):
         value = np.asarray(value, dtype=np.uint64)
         value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -130,20 +138,21 @@ def mix(value: Any) -> Any:
         return value ^ (value >> np.uint64(31))
 
 
-def permute(place: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """A pseudo-random permutation of 0 ... size-1, evaluated at `place`; each element has its own size and key.
+def permute(position: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
+    """Evaluate a pseudo-random permutation of 0 ... size-1 at `position`; each element has its own size and key.
 
-    A Feistel network on the next even number of bits, walked until it falls inside: a bijection of the smaller set.
+    A Feistel network permutes the next even number of bits. It is applied again until the value is below `size` (cycle walking),
+    which makes it a permutation of the smaller set.
     """
-    place, size, key = np.broadcast_arrays(place, size, key)
+    position, size, key = np.broadcast_arrays(position, size, key)
     half = np.maximum((np.ceil(np.log2(np.maximum(size, 2))).astype(np.int64) + 1) // 2, 1).astype(np.uint64)
     mask = (np.uint64(1) << half) - np.uint64(1)
-    value = place.astype(np.uint64)
-    waiting = np.ones(place.shape, dtype=bool)
-    while waiting.any():
-        left, right = value[waiting] >> half[waiting], value[waiting] & mask[waiting]
+    value = position.astype(np.uint64)
+    outside = np.ones(position.shape, dtype=bool)
+    while outside.any():
+        left, right = value[outside] >> half[outside], value[outside] & mask[outside]
         for constant in ROUNDS:
-            left, right = right, left ^ (mix(key[waiting] ^ mix(right + constant)) & mask[waiting])
-        value[waiting] = (left << half[waiting]) | right
-        waiting = value >= size.astype(np.uint64)
+            left, right = right, left ^ (hash64(key[outside] ^ hash64(right + constant)) & mask[outside])
+        value[outside] = (left << half[outside]) | right
+        outside = value >= size.astype(np.uint64)
     return value.astype(np.int64)

@@ -1,33 +1,32 @@
-"""What every source of images looks like from outside: numbered encoded images, labels, names.
+"""The interface of image sources: encoded images by index, labels and class names.
 
-A source is one split of a data set. It is cheap to open, cheap to send to a worker process (files are opened where they are
-read) and never decodes by itself.
+A source is one split of a data set. Opening it and sending it to a worker process are cheap: files are opened by the process
+that reads them. A source does not decode images.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
-Encoded = bytes | np.ndarray  # a file's bytes, or pixels uint8 [height, width, 3] where the data set stores pixels
+Encoded = bytes | np.ndarray  # the bytes of an image file, or pixels uint8 [height, width, 3] if the data set stores pixels
 
 
 @dataclass(frozen=True)
 class Labels:
-    """One column of integer labels: values [N] (-1: unknown) and the names of the classes."""
+    """One column of integer labels: `values` [N] (-1: unknown) and the class names."""
 
     values: np.ndarray
     names: list[str]
 
 
 class Source(ABC):
-    """Images 0 ... N-1 with labels; subclasses say where the bytes are."""
+    """N images with labels. Subclasses implement the storage."""
 
-    name: str  # what the user gave, for messages
-    label: Labels | None  # the main label; None for data without labels
-    extra: dict[str, Labels]  # further label columns by name, such as "coarse_label"
+    name: str  # the path or name that the user gave, for messages
+    label: Labels | None  # the main label, None for unlabeled data
+    extra: dict[str, Labels]  # extra label columns by name, such as "coarse_label"
     has_masks: bool = False
 
     @abstractmethod
@@ -35,15 +34,15 @@ class Source(ABC):
 
     @abstractmethod
     def encoded(self, index: int) -> Encoded:
-        """The image, still encoded; an unreadable file raises OSError or ValueError."""
+        """Return the encoded image. An unreadable file raises OSError or ValueError."""
 
     def mask(self, index: int) -> bytes | None:
-        """The encoded mask that belongs to the image, None if there is none."""
+        """Return the encoded segmentation mask of the image, or None."""
         return None
 
     @abstractmethod
-    def where(self, index: int) -> str:
-        """Where the image lies, for messages: a path, a row of a file."""
+    def location(self, index: int) -> str:
+        """Return the location of the image for messages: a path, or a row of a file."""
 
     @property
     def classes(self) -> list[str]:
@@ -52,7 +51,7 @@ class Source(ABC):
 
 @dataclass(eq=False)
 class Subset(Source):
-    """Some images of another source, in the order given."""
+    """The images of another source at `indices`, in that order."""
 
     source: Source
     indices: np.ndarray
@@ -61,8 +60,8 @@ class Subset(Source):
     def __post_init__(self) -> None:
         self.name = self.source.name
         self.has_masks = self.source.has_masks
-        self.label = pick(self.source.label, self.indices) if self.source.label else None
-        self.extra = {key: pick(labels, self.indices) for key, labels in self.source.extra.items()}
+        self.label = select_labels(self.source.label, self.indices) if self.source.label else None
+        self.extra = {key: select_labels(labels, self.indices) for key, labels in self.source.extra.items()}
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -73,11 +72,11 @@ class Subset(Source):
     def mask(self, index: int) -> bytes | None:
         return self.source.mask(int(self.indices[index]))
 
-    def where(self, index: int) -> str:
-        return self.source.where(int(self.indices[index]))
+    def location(self, index: int) -> str:
+        return self.source.location(int(self.indices[index]))
 
 
-def pick(labels: Labels, indices: np.ndarray) -> Labels:
+def select_labels(labels: Labels, indices: np.ndarray) -> Labels:
     return Labels(labels.values[indices], labels.names)
 
 
@@ -87,24 +86,18 @@ class Splits(NamedTuple):
     test: Source | None
 
 
-def split_by_seed(source: Source, share: float, seed: int) -> tuple[Source, Source]:
-    """(the rest, `share` of every class), the same for the same seed.
+def split_by_seed(source: Source, fraction: float, seed: int) -> tuple[Source, Source]:
+    """Split a source into (training, validation), stratified by class: validation gets `fraction` of every class.
 
-    Every class of two images or more gives at least one; classes of one image stay in the first part.
+    The same seed gives the same split. Every class with at least two images has at least one in each part; the image of a class
+    with a single image stays in the training part.
     """
     rng = np.random.default_rng(seed)
     values = source.label.values if source.label else np.zeros(len(source), dtype=np.int64)
-    held: list[np.ndarray] = []
+    per_class: list[np.ndarray] = []
     for value in np.unique(values):
         members = rng.permutation(np.flatnonzero(values == value))
-        held.append(members[: max(round(len(members) * share), 1) if len(members) > 1 and share > 0 else 0])
-    chosen = np.sort(np.concatenate(held)) if held else np.zeros(0, dtype=np.int64)
-    rest = np.setdiff1d(np.arange(len(source)), chosen)
-    return Subset(source, rest), Subset(source, chosen)
-
-
-def names_of(values: Sequence[str]) -> Labels:
-    """Labels from class names as they stand beside the images, classes in sorted order."""
-    names = sorted(set(values))
-    place = {name: index for index, name in enumerate(names)}
-    return Labels(np.array([place[value] for value in values], dtype=np.int64), names)
+        per_class.append(members[: max(round(len(members) * fraction), 1) if len(members) > 1 and fraction > 0 else 0])
+    validation = np.sort(np.concatenate(per_class)) if per_class else np.zeros(0, dtype=np.int64)
+    training = np.setdiff1d(np.arange(len(source)), validation)
+    return Subset(source, training), Subset(source, validation)

@@ -1,7 +1,7 @@
-"""Processes that decode: task n is always waited for at worker n mod workers, so nothing needs sorting.
+"""A pool of worker processes that returns results in the order of the tasks.
 
-Each worker has a pipe of its own; pixels come back in shared memory, only their handle goes through the pipe. A pipe that closes
-is a worker that died, noticed at once.
+Task n is always sent to worker n mod `num_workers`, so results need no sorting. Each worker has its own pipe. Tensors are
+returned in shared memory; only their handles go through the pipe. A closed pipe shows at once that a worker has died.
 """
 
 import multiprocessing
@@ -17,79 +17,79 @@ from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
-import torch.multiprocessing  # teaches pipes to hand tensors over in shared memory
+import torch.multiprocessing  # registers the transfer of tensors through shared memory
 
 from vitrail.errors import UserError
 
-AHEAD = 2  # tasks a worker may be ahead: one in its hands, one done
+PREFETCH = 2  # tasks in flight per worker: one being processed, one finished
 
 
 class Workers:
-    """Processes that apply `work` to tasks; with 0 of them this one does it."""
+    """Worker processes that apply `function` to tasks; with `num_workers=0` the current process does it."""
 
-    def __init__(self, work: Callable[[Any], Any], count: int) -> None:
-        self.work, self.count = work, count
-        self.processes: list[tuple[Any, Any]] = []  # process, our end of its pipe
+    def __init__(self, function: Callable[[Any], Any], num_workers: int) -> None:
+        self.function, self.num_workers = function, num_workers
+        self.processes: list[tuple[Any, Any]] = []  # (process, our end of its pipe)
 
     def run(self, tasks: Iterable[Any]) -> Iterator[Any]:
-        """The results in the order of the tasks."""
-        if self.count == 0:
-            yield from map(self.work, tasks)
+        """Yield the results in the order of the tasks."""
+        if self.num_workers == 0:
+            yield from map(self.function, tasks)
             return
         self._start()
-        waiting, given, taken, complete = iter(tasks), 0, 0, False
+        pending, sent, received, complete = iter(tasks), 0, 0, False
         try:
             while True:
-                for task in islice(waiting, self.count * AHEAD - (given - taken)):
-                    with self._pipe(given) as pipe:
+                for task in islice(pending, self.num_workers * PREFETCH - (sent - received)):
+                    with self._pipe(sent) as pipe:
                         pipe.send(task)
-                    given += 1
-                if given == taken:
+                    sent += 1
+                if sent == received:
                     break
-                with self._pipe(taken) as pipe:
+                with self._pipe(received) as pipe:
                     failure, result = pipe.recv()
-                taken += 1
+                received += 1
                 if failure:
                     raise failure
                 yield result
             complete = True
         finally:
-            if not complete:  # results still on their way would be taken for those of the next run
+            if not complete:  # otherwise the next run would receive the results that are still in the pipes
                 self.close()
 
     def _start(self) -> None:
-        if not self.processes:  # at the end of the program at the latest, before it would wait for them
-            Finalize(self, end, (self.processes,), exitpriority=10)
-        while len(self.processes) < self.count:
+        if not self.processes:  # kill the workers at exit, before multiprocessing joins them
+            Finalize(self, kill_workers, (self.processes,), exitpriority=10)
+        while len(self.processes) < self.num_workers:
             ours, theirs = multiprocessing.Pipe()
-            process = multiprocessing.Process(target=serve, args=(self.work, theirs), daemon=True)
-            with interrupts_held():  # until it is known whom to end
+            process = multiprocessing.Process(target=worker_loop, args=(self.function, theirs), daemon=True)
+            with sigint_blocked():  # until the process is in the list of those to kill
                 process.start()
-                theirs.close()  # before the next fork: a pipe held open by a sibling would not show that its worker died
+                theirs.close()  # before the next fork: a sibling's copy would keep the pipe of a dead worker open
                 self.processes.append((process, ours))
 
     @contextmanager
-    def _pipe(self, turn: int) -> Iterator[Any]:
-        process, pipe = self.processes[turn % self.count]
+    def _pipe(self, task: int) -> Iterator[Any]:
+        process, pipe = self.processes[task % self.num_workers]
         try:
             yield pipe
         except (EOFError, OSError) as error:
             process.join(2)
             code = process.exitcode
-            how = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
+            cause = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
             raise UserError(
-                f"A loading process died ({how}); memory or shared memory often ran out: use fewer workers or smaller batches."
+                f"A loading process died ({cause}), probably out of (shared) memory: use fewer workers or smaller batches."
             ) from error
 
     def close(self) -> None:
-        end(self.processes)
+        kill_workers(self.processes)
 
-    def __getstate__(self) -> dict:
-        return {"work": self.work, "count": self.count, "processes": []}
+    def __getstate__(self) -> dict[str, Any]:
+        return {"function": self.function, "num_workers": self.num_workers, "processes": []}
 
 
-def end(processes: list[tuple[Any, Any]]) -> None:
-    """Killed, for they are deaf to anything less."""
+def kill_workers(processes: list[tuple[Any, Any]]) -> None:
+    """Kill and join the workers. They ignore SIGINT and SIGTERM."""
     for process, pipe in processes:
         pipe.close()
         process.kill()
@@ -99,8 +99,8 @@ def end(processes: list[tuple[Any, Any]]) -> None:
 
 
 @contextmanager
-def interrupts_held() -> Iterator[None]:
-    """Ctrl-C waits, so that a worker is born deaf to it: only the main process answers, and ends its workers."""
+def sigint_blocked() -> Iterator[None]:
+    """Block SIGINT while a worker is forked: only the main process handles Ctrl-C, and it kills its workers."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
@@ -111,43 +111,43 @@ def interrupts_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def serve(work: Callable[[Any], Any], pipe: Any) -> None:
-    # Terminals and clusters ask every process of a job to stop and mean the main one, which needs its workers to the end.
+def worker_loop(function: Callable[[Any], Any], pipe: Any) -> None:
+    # Terminals and clusters signal every process of a job. The main process handles the signal and needs its workers until then.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if hasattr(os, "setpgid"):
-        os.setpgid(0, 0)  # torchrun asks the whole process group to stop; the main process still needs its workers then
-    sys.excepthook = without_broken_pipes
+        os.setpgid(0, 0)  # torchrun signals the whole process group
+    sys.excepthook = ignore_broken_pipes
     torch.set_num_threads(1)
-    threading.Thread(target=end_with, args=(multiprocessing.parent_process(),), daemon=True).start()
+    threading.Thread(target=exit_with_parent, args=(multiprocessing.parent_process(),), daemon=True).start()
     try:
         while True:
             task = pipe.recv()
-            answer: tuple[Exception | None, Any]
+            reply: tuple[Exception | None, Any]
             try:
-                answer = (None, work(task))
+                reply = (None, function(task))
             except UserError as error:
-                answer = (error, None)
+                reply = (error, None)
             except Exception as error:
-                answer = (RuntimeError("in a loading process:\n" + "".join(traceback.format_exception(error))), None)
-            pipe.send(answer)
+                reply = (RuntimeError("in a loading process:\n" + "".join(traceback.format_exception(error))), None)
+            pipe.send(reply)
     except (EOFError, OSError):
-        return  # the main process has closed the pipe or is gone
+        return  # the main process has closed the pipe or has exited
 
 
-def end_with(parent: Any) -> None:
-    """When the main process is killed. Workers forked later hold its end of a pipe open, so that reading it would never end."""
+def exit_with_parent(parent: Any) -> None:
+    """Exit when the main process dies. Workers forked later hold a copy of its end of the pipe, so EOF may never arrive."""
     parent.join()
     os._exit(1)
 
 
-def without_broken_pipes(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """The thread that hands memory over complains when the main process goes away in the middle; nobody needs to read that."""
+def ignore_broken_pipes(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """Exception hook that hides the errors of the tensor-sharing thread when the main process exits during a transfer."""
     if not issubclass(kind, OSError | EOFError):
         sys.__excepthook__(kind, error, trace)
 
 
-def usual_workers() -> int:
-    """The cores this process may use, shared with the other processes of its run on this machine; 16 feed any one device."""
+def default_workers() -> int:
+    """Return the number of CPU cores per process of this machine's run, at most 16, which is enough for any device."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(max(cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1), 16)

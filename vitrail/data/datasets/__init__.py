@@ -1,1 +1,1 @@
-"""Readers of data sets: folders, Parquet, tar shards, CIFAR, MNIST, tables, the hub."""
+"""Data set formats: folders, Parquet, tar shards, CIFAR, IDX (MNIST), tables and the Hugging Face hub."""

@@ -1,4 +1,4 @@
-"""Several sources as one."""
+"""Concatenation of sources."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -8,26 +8,26 @@ import numpy as np
 from vitrail.data.source import Encoded, Source
 
 
-class Joined(Source):
-    """Images of one source after those of the other, without labels."""
+class ConcatSource(Source):
+    """The images of several sources one after the other, without labels."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self.sources = list(sources)
         self.name = sources[0].name
         self.label = sources[0].label if len(sources) == 1 else None
         self.extra = {}
-        self._starts = np.cumsum([0] + [len(source) for source in sources]).tolist()
+        self._starts: list[int] = np.cumsum([0] + [len(source) for source in sources]).tolist()
 
     def __len__(self) -> int:
         return self._starts[-1]
 
     def encoded(self, index: int) -> Encoded:
-        source, inside = self._find(index)
-        return source.encoded(inside)
+        source, local = self._find(index)
+        return source.encoded(local)
 
-    def where(self, index: int) -> str:
-        source, inside = self._find(index)
-        return source.where(inside)
+    def location(self, index: int) -> str:
+        source, local = self._find(index)
+        return source.location(local)
 
     @property
     def classes(self) -> list[str]:
@@ -39,4 +39,4 @@ class Joined(Source):
 
 
 def join(sources: Sequence[Source]) -> Source:
-    return sources[0] if len(sources) == 1 else Joined(sources)
+    return sources[0] if len(sources) == 1 else ConcatSource(sources)

@@ -1,4 +1,4 @@
-"""Data sets that are small enough to lie in memory as pixels; and the one that comes with the package: handwritten digits."""
+"""Sources of pixels in memory, and the built-in set of handwritten digits."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,18 +7,19 @@ from typing import Any
 
 import numpy as np
 
-from vitrail.data.datasets.folder import Parts
+from vitrail.data.datasets.folder import SourceDict
 from vitrail.data.source import Labels, Source
 
 DIGITS = Path(__file__).with_name("digits.npz")
-TRAINING_DIGITS = 1437  # in the order of the file: neighbours may be from one hand, and mixing would test on seen hands
+# In file order: neighbors may be by the same writer, so a shuffled split would leak writers into the test split.
+TRAINING_DIGITS = 1437
 
 
 class PixelSource(Source):
-    """Pixels uint8 [N, height, width, 3], or [N, height, width] for grey, that each process reads for itself."""
+    """Pixels uint8 [N, height, width, 3], or [N, height, width] for grayscale. Each process reads its own copy."""
 
     def __init__(self, name: str, label: Labels, read: Callable[[], np.ndarray], extra: dict[str, Labels] | None = None) -> None:
-        """`read` gives the pixels; it must be picklable, because it is sent to the worker instead of them."""
+        """`read` returns the pixels. It must be picklable: it is sent to worker processes instead of the pixels."""
         self.name = name
         self.label: Labels = label
         self.extra = extra or {}
@@ -39,12 +40,12 @@ class PixelSource(Source):
         image = self._pixels[index]
         return image if image.ndim == 3 else np.repeat(image[..., None], 3, axis=2)
 
-    def where(self, index: int) -> str:
+    def location(self, index: int) -> str:
         return f"image {index} of {self.name}"
 
 
-def open_digits() -> Parts:
-    """1,797 grey images of 8 x 8 pixels: 1,437 to train and 360 to test, always the same."""
+def open_digits() -> SourceDict:
+    """Open the built-in digits: 1,797 grayscale images of 8 x 8 pixels, 1,437 for training and 360 for testing."""
     with np.load(DIGITS) as file:
         values = file["labels"].astype(np.int64)
     names = [str(digit) for digit in range(10)]
@@ -56,4 +57,5 @@ def open_digits() -> Parts:
 
 def _read_digits(start: int, stop: int) -> np.ndarray:
     with np.load(DIGITS) as file:
-        return file["pixels"][start:stop]
+        pixels: np.ndarray = file["pixels"][start:stop]
+        return pixels

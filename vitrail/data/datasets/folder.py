@@ -1,6 +1,6 @@
-"""Folders of images, and how every other source lists a directory.
+"""Folders of images, and the directory listing used by all formats.
 
-A folder per class, with or without `train/`, `val/`, `test/` around them; or images without class folders, which have no label.
+A folder has one subfolder per class, optionally below `train/`, `val/` and `test/`. Images without class folders have no labels.
 """
 
 import os
@@ -24,16 +24,16 @@ SPLITS = {
     "test": "test",
     "testing": "test",
 }
-Parts = dict[str, Source]  # the splits of a data set by canonical name: "train", "validation", "test"
+SourceDict = dict[str, Source]  # the splits of a data set: "train", "validation", "test"
 
 
 class Paths:
-    """Many paths as one block of bytes: a million of them reach a worker process as one copy, not a million objects."""
+    """A sequence of paths stored as one bytes object, so that a million paths are sent to a worker process in one copy."""
 
     def __init__(self, paths: Iterable[str]) -> None:
         encoded = [os.fsencode(path) for path in paths]
         self._ends = np.cumsum([len(path) for path in encoded], dtype=np.int64)
-        self._block = b"".join(encoded)
+        self._bytes = b"".join(encoded)
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -42,11 +42,11 @@ class Paths:
         if not 0 <= index < len(self._ends):
             raise IndexError(index)
         start = self._ends[index - 1] if index else 0
-        return os.fsdecode(self._block[start : self._ends[index]])
+        return os.fsdecode(self._bytes[start : self._ends[index]])
 
 
 class FolderSource(Source):
-    """Image files below one folder, in byte order."""
+    """Image files below a folder, sorted by the bytes of their names."""
 
     def __init__(self, root: str, paths: Paths, label: Labels | None, extra: dict[str, Labels] | None = None) -> None:
         self.name = root
@@ -58,52 +58,52 @@ class FolderSource(Source):
         return len(self._paths)
 
     def encoded(self, index: int) -> bytes:
-        with open(self.where(index), "rb") as file:
+        with open(self.location(index), "rb") as file:
             return file.read()
 
-    def where(self, index: int) -> str:
+    def location(self, index: int) -> str:
         return os.path.join(self.name, self._paths[index])
 
 
-def open_folder(path: str) -> Parts:
-    """The splits of a folder of images; a folder without split folders is all "train"."""
+def open_folder(path: str) -> SourceDict:
+    """Open the splits of a folder of images. A folder without split folders is one "train" split."""
     split_folders = _split_folders(path)
     if not split_folders:
-        return {"train": _open_part(path, None)}
-    # The classes of the training images number those of every other split.
-    order = sorted(split_folders, key=lambda split: (split != "train", split))
-    parts: Parts = {}
-    for split in order:
-        known = parts["train"].label if "train" in parts else None
-        parts[split] = _open_part(split_folders[split], known.names if known else None)
-    return parts
+        return {"train": _open_split(path, None)}
+    # The class indices of all splits are those of the training split.
+    splits = sorted(split_folders, key=lambda split: (split != "train", split))
+    sources: SourceDict = {}
+    for split in splits:
+        known = sources["train"].label if "train" in sources else None
+        sources[split] = _open_split(split_folders[split], known.names if known else None)
+    return sources
 
 
 def _split_folders(path: str) -> dict[str, str]:
-    """Where the splits lie; {} if the folders are classes ("train" may be one, beside "bus" and "car")."""
+    """Return the split folders by split name; {} if the folders are classes ("train" may be a class next to "bus" and "car")."""
     names = [entry.name for entry in listing(path) if _is_folder(entry)]
-    found: dict[str, str] = {}
+    folders: dict[str, str] = {}
     for name in names:
         split = SPLITS.get(name.lower())
         if split is None:
             continue
-        if split in found:
+        if split in folders:
             raise UserError(
-                f"{path} holds two folders for the {split} split, {os.path.basename(found[split])} and {name}: keep one of them."
+                f"{path} contains two folders for the {split} split, {os.path.basename(folders[split])} and {name}: keep one."
             )
-        found[split] = os.path.join(path, name)
-    all_are_splits = len(found) == len(names)
-    return found if found and (all_are_splits or ("train" in found and len(found) > 1)) else {}
+        folders[split] = os.path.join(path, name)
+    all_are_splits = len(folders) == len(names)
+    return folders if folders and (all_are_splits or ("train" in folders and len(folders) > 1)) else {}
 
 
-def _open_part(path: str, known: list[str] | None) -> FolderSource:
+def _open_split(path: str, known: list[str] | None) -> FolderSource:
     folders = [entry.name for entry in listing(path) if _is_folder(entry)]
     _check_class_names(path, folders)
     files = [(folder, list(_images(os.path.join(path, folder), folder))) for folder in folders]
     if not any(members for _, members in files):
         flat = [entry.name for entry in listing(path) if _is_image(entry)]
         if not flat:
-            raise UserError(f"{path} holds no images: give a folder with one folder of {_some_extensions()} files per class.")
+            raise UserError(f"{path} holds no images: give a folder with one folder of .jpg, .png or .webp files per class.")
         return FolderSource(path, Paths(flat), None)
 
     names = known if known is not None else [_class_name(folder) for folder in folders]
@@ -111,16 +111,16 @@ def _open_part(path: str, known: list[str] | None) -> FolderSource:
     values: list[int] = []
     for folder, members in files:
         if not members and known is None:
-            raise UserError(f"The class folder {os.path.join(path, folder)} holds no images: fill it or remove it.")
+            raise UserError(f"The class folder {os.path.join(path, folder)} holds no images: add some or remove it.")
         if members and _class_name(folder) not in number:
-            raise UserError(f"The class {folder} of {path} is not among the training classes: add it there or remove it.")
+            raise UserError(f"The class {folder} of {path} is not a class of the training split: add it there or remove it.")
         values += [number[_class_name(folder)]] * len(members) if members else []
     paths = Paths(member for _, members in files for member in members)
     return FolderSource(path, paths, Labels(np.array(values, dtype=np.int64), names))
 
 
 def _class_name(folder: str) -> str:
-    # File systems differ in how they spell accents; a class must be called the same wherever the folder was copied.
+    # File systems normalize accents differently; a class name must not depend on where the folder was copied.
     return unicodedata.normalize("NFC", os.fsencode(folder).decode("utf-8", "replace"))
 
 
@@ -130,37 +130,37 @@ def _check_class_names(path: str, folders: list[str]) -> None:
         key = _class_name(folder).casefold()
         if key in seen:
             same = _class_name(folder) == _class_name(seen[key])
-            why = "are spelled the same, which makes duplicate class names" if same else "differ only in upper and lower case"
-            raise UserError(f"The class folders {seen[key]} and {folder} of {path} {why}: join or rename them.")
+            reason = "have the same name after Unicode normalization" if same else "differ only in case"
+            raise UserError(f"The class folders {seen[key]} and {folder} of {path} {reason}: merge or rename them.")
         seen[key] = folder
 
 
-def _images(folder: str, relative: str, above: frozenset[tuple[int, int]] = frozenset()) -> Iterator[str]:
-    """Relative paths of the images at any depth; a link back to a folder above is not followed."""
+def _images(folder: str, relative: str, parents: frozenset[tuple[int, int]] = frozenset()) -> Iterator[str]:
+    """Yield the relative paths of the images at any depth. Links to a parent folder are not followed."""
     status = os.stat(folder)
     here = (status.st_dev, status.st_ino)
-    if here in above:
+    if here in parents:
         return
     for entry in listing(folder):
         inside = f"{relative}/{entry.name}"
         if _is_image(entry):
             yield inside
         elif _is_folder(entry):
-            yield from _images(entry.path, inside, above | {here})
+            yield from _images(entry.path, inside, parents | {here})
 
 
 def listing(path: str | Path) -> list[os.DirEntry[str]]:
-    """What a directory shows, hidden entries left out, in byte order: the same on every file system."""
+    """List a directory without hidden entries, sorted by the bytes of the names, so that the order is the same everywhere."""
     try:
         with os.scandir(path) as entries:
-            shown = [entry for entry in entries if not entry.name.startswith((".", "__MACOSX"))]
+            visible = [entry for entry in entries if not entry.name.startswith((".", "__MACOSX"))]
     except FileNotFoundError:
-        raise UserError(f"There is nothing at {path}: check the spelling.") from None
+        raise UserError(f"{path} does not exist: check the spelling.") from None
     except PermissionError:
-        raise UserError(f"The folder {path} may not be read: change its permissions.") from None
+        raise UserError(f"The folder {path} cannot be read: change its permissions.") from None
     except OSError as error:
         raise UserError(f"The folder {path} cannot be read: {error.strerror or error}.") from None
-    return sorted(shown, key=lambda entry: os.fsencode(entry.name))
+    return sorted(visible, key=lambda entry: os.fsencode(entry.name))
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
@@ -179,43 +179,39 @@ def _is_image(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def _some_extensions() -> str:
-    return ".jpg, .png or .webp"
-
-
 def split_of(name: str) -> str | None:
-    """The split that a file, folder or table entry is named after: "val-00000.parquet" is "validation"."""
+    """Return the split that a file, folder or table entry is named after: "validation" for "val-00000.parquet"."""
     word = re.match(r"[a-z]*", name.lower())
     return SPLITS.get(word.group()) if word else None
 
 
 def shards(path: str, suffix: str) -> dict[str, list[str]]:
-    """The files of one kind below a folder by split; the name of the file or else of its folder says which."""
-    found: dict[str, list[str]] = {}
+    """Return the files with a suffix below a folder by split, which is taken from the name of the file or of its folder."""
+    files: dict[str, list[str]] = {}
     unnamed: list[str] = []
     for file, split in _files(path, suffix, None, 0):
         if split is None:
             unnamed.append(file)
         else:
-            found.setdefault(split, []).append(file)
-    if found and unnamed:
+            files.setdefault(split, []).append(file)
+    if files and unnamed:
         raise UserError(
-            f"{path} holds {suffix} files with a split in their name and others without ({os.path.basename(unnamed[0])}): "
+            f"{path} contains {suffix} files with and without a split in their name ({os.path.basename(unnamed[0])}): "
             f"rename or move the others."
         )
-    return found or ({"train": unnamed} if unnamed else {})
+    return files or ({"train": unnamed} if unnamed else {})
 
 
 def _files(path: str, suffix: str, split: str | None, depth: int) -> Iterator[tuple[str, str | None]]:
     for entry in listing(path):
         own = split_of(entry.name) or split
         if _is_folder(entry):
-            if depth < 3:  # deep enough for data/train/0000.parquet, and an end to links that go round
+            if depth < 3:  # deep enough for data/train/0000.parquet; stops at cyclic links
                 yield from _files(entry.path, suffix, own, depth + 1)
         elif entry.name.lower().endswith(suffix):
             yield entry.path, own
 
 
 def cache_folder() -> Path:
-    """Where what can be computed again is kept when there is no place beside the data."""
+    """Return the user's cache folder, used if the folder of the data is not writable."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vitrail"

@@ -1,4 +1,4 @@
-"""Which source a path is. There are no flags: what lies at the path says it."""
+"""Opens a data set by its path. The format is detected from the files at the path."""
 
 import os
 import sys
@@ -9,7 +9,7 @@ import numpy as np
 
 from vitrail.data.datasets.cifar import cifar_folder, open_cifar
 from vitrail.data.datasets.digits import open_digits
-from vitrail.data.datasets.folder import SPLITS, Parts, listing, open_folder, shards
+from vitrail.data.datasets.folder import SPLITS, SourceDict, listing, open_folder, shards
 from vitrail.data.datasets.hub import PREFIX, open_hub
 from vitrail.data.datasets.idx import is_idx, open_idx
 from vitrail.data.datasets.parquet import open_parquet
@@ -20,7 +20,7 @@ from vitrail.data.source import Source, Splits, split_by_seed
 from vitrail.errors import UserError
 from vitrail.formatting import percent
 
-UNDERSTOOD = (
+SUPPORTED = (
     "a folder of class folders, Parquet files, WebDataset tars, CIFAR batches, IDX files, a CSV or TSV table, "
     "hf://owner/name, pets or digits"
 )
@@ -29,66 +29,71 @@ COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 
 
 def open_source(path: str | Path, split: str | None = None) -> Source:
-    """One split of the data at the path; without a name the training split, which is everything if there are no splits."""
-    parts = open_parts(path)
+    """Open one split of a data set. The default is the training split, which is everything if there are no splits."""
+    sources = open_sources(path)
     if split is None:
-        return parts["train"] if "train" in parts else next(iter(parts.values()))
-    wanted = SPLITS.get(split.lower())
-    if wanted is None:
-        raise UserError(f"There is no split called {split}: ask for train, validation or test.")
-    if wanted not in parts:
-        raise UserError(f"{path} has no {wanted} split, only {', '.join(parts)}.")
-    return parts[wanted]
+        return sources["train"] if "train" in sources else next(iter(sources.values()))
+    name = SPLITS.get(split.lower())
+    if name is None:
+        raise UserError(f"Unknown split {split}: choose train, validation or test.")
+    if name not in sources:
+        raise UserError(f"{path} has no {name} split, only {', '.join(sources)}.")
+    return sources[name]
 
 
-def open_splits(path: str | Path, seed: int = 0, share: float = 0.1, held_out: float = 0.0) -> Splits:
-    """Train, validation and test; where the data has no validation split, `share` of every training class is set aside.
+def open_splits(path: str | Path, seed: int = 0, default_fraction: float = 0.1, validation_fraction: float = 0.0) -> Splits:
+    """Open the training, validation and test splits.
 
-    With `held_out` that share of every training class is validated on even where there is a validation split, which then stands
-    in for a missing test split: what is chosen by the validation must not have been chosen by the images it is reported on.
+    If the data has no validation split, `default_fraction` of every training class is used for validation. With
+    `validation_fraction`, that fraction of every training class is used for validation even if there is a validation split, which
+    then becomes the test split if there is none: a model selected on the validation images is reported on other images.
     """
-    parts = open_parts(path)
-    if "train" not in parts and len(parts) > 1:
-        raise UserError(f"{path} has only {' and '.join(parts)} splits: add a train split.")
-    train = parts["train"] if "train" in parts else next(iter(parts.values()))
-    test = parts.get("test") if "train" in parts else None
-    if "train" in parts and "validation" in parts:
-        if not held_out:
-            return Splits(train, parts["validation"], test)
-        test = test if test is not None else parts["validation"]
-    share = held_out or share
-    rest, held = split_by_seed(train, share, seed)
-    if not len(held):
-        raise UserError(f"{train.name} has too few images per class to set {percent(share)} aside: add images or a val folder.")
-    return Splits(rest, held, test)
+    sources = open_sources(path)
+    if "train" not in sources and len(sources) > 1:
+        raise UserError(f"{path} has only {' and '.join(sources)} splits: add a train split.")
+    train = sources["train"] if "train" in sources else next(iter(sources.values()))
+    test = sources.get("test") if "train" in sources else None
+    if "train" in sources and "validation" in sources:
+        if not validation_fraction:
+            return Splits(train, sources["validation"], test)
+        test = test if test is not None else sources["validation"]
+    fraction = validation_fraction or default_fraction
+    training, validation = split_by_seed(train, fraction, seed)
+    if not len(validation):
+        raise UserError(
+            f"{train.name} has too few images per class to use {percent(fraction)} for validation: add images or a val folder."
+        )
+    return Splits(training, validation, test)
 
 
 def check_trainable(source: Source) -> None:
-    """Refuses what no classifier can learn from: no images, no labels, a single class."""
+    """Raise UserError if no classifier can be trained on the source: no images, no labels or a single class."""
     if not len(source):
         raise UserError(f"{source.name} holds no images: add some.")
     if source.label is None:
-        raise UserError(f"{source.name} has no labels: put the images into one folder per class, or give a table with a label.")
+        raise UserError(
+            f"{source.name} has no labels: put the images into one folder per class, or add a label column to the table."
+        )
     present = np.unique(source.label.values[source.label.values >= 0])
     if len(present) < 2:
         only = source.label.names[int(present[0])] if len(present) else "none"
         if len(source.label.names) > 1 and len(present):
             raise UserError(
-                f"{source.name} has too few images: of its {len(source.label.names)} classes only {only} is both learned and "
-                "validated; give every class at least two."
+                f"{source.name} has too few images: of its {len(source.label.names)} classes only {only} is in both the training "
+                "and the validation split; add images until every class has at least two."
             )
         raise UserError(f"{source.name} has only one class ({only}): give the folder that holds the class folders, at least two.")
 
 
-def open_parts(path: str | Path) -> Parts:
-    """All the splits of the data at the path, by name."""
+def open_sources(path: str | Path) -> SourceDict:
+    """Open all splits of a data set, by name."""
     path = os.fspath(path)
     if is_built_in(path):
         return open_digits() if path == "digits" else open_pets()
     if path in BUILT_IN:
-        tell_hidden(os.path.abspath(path))
+        warn_shadowed(os.path.abspath(path))
     if not path:
-        raise UserError(f"The path to the data is empty: give {UNDERSTOOD}.")
+        raise UserError(f"The path to the data is empty: give {SUPPORTED}.")
     if path.startswith(PREFIX):
         return open_hub(path)
     path = os.path.expanduser(path)
@@ -98,54 +103,56 @@ def open_parts(path: str | Path) -> Parts:
     if os.path.isdir(path):
         return _open_directory(path)
     if not os.path.exists(path):
-        raise UserError(f"There is nothing at {path}: check the spelling, or give {UNDERSTOOD}.")
+        raise UserError(f"{path} does not exist: check the spelling, or give {SUPPORTED}.")
     if lower.endswith(COMPRESSED):
-        raise UserError(f"{path} is a compressed tar, in which no image can be reached: unpack it to .tar or to a folder.")
+        raise UserError(
+            f"{path} is a compressed tar, which has no random access: decompress it to .tar or unpack it to a folder."
+        )
     if lower.endswith((".csv", ".tsv")):
         return open_table(path)
     if lower.endswith(".parquet"):
         return open_parquet(path)
     if is_idx(os.path.basename(path)):
         return open_idx(path)
-    raise UserError(f"{path} is of an unknown kind: give {UNDERSTOOD}.")
+    raise UserError(f"{path} has an unknown format: give {SUPPORTED}.")
 
 
 def is_built_in(path: str) -> bool:
-    """Whether the name stands for a set of the package: what lies here by that name comes first, as with weights.
+    """Return whether `path` names a built-in data set and no file or folder of that name exists.
 
-    A folder that `--out` made, of one training or of several, may be called like the data, and is no data.
+    A folder of one or several runs of the same name (`--out digits`) is not data and does not count.
     """
     if path not in BUILT_IN:
         return False
     return not os.path.exists(path) or any(any(Path(path).glob(pattern)) for pattern in ("run.json", "*/run.json"))
 
 
-@cache  # a command may open its data more than once
-def tell_hidden(path: str) -> None:
-    if os.environ.get("LOCAL_RANK", "0") == "0":  # of the processes on a machine one says it
+@cache  # report it once, even if a command opens its data several times
+def warn_shadowed(path: str) -> None:
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # one process per machine
         name, kind = os.path.basename(path), "folder" if os.path.isdir(path) else "file"
-        print(f"The {kind} {name} that lies here is taken, not the built-in {name}: for that, run elsewhere.", file=sys.stderr)
+        print(f"Using the {kind} {name} in the current directory instead of the built-in {name}.", file=sys.stderr)
 
 
-def _open_directory(path: str) -> Parts:
+def _open_directory(path: str) -> SourceDict:
     names = [entry.name for entry in listing(path)]
     if any(is_idx(name) for name in names):
         return open_idx(path)
     if cifar_folder(path) is not None:
         return open_cifar(path)
-    # Shards lie at the top, or below folders that a data set's own tools make; class folders are not searched for them.
-    likely = ["", "data", *(name for name in names if name.lower() in SPLITS)]
-    inside = {
-        each.name.lower()
-        for folder in likely
+    # Shards are in the folder itself, in data/ or in split folders. Class folders are not searched.
+    folders = ["", "data", *(name for name in names if name.lower() in SPLITS)]
+    names_inside = {
+        entry.name.lower()
+        for folder in folders
         if os.path.isdir(os.path.join(path, folder))
-        for each in listing(os.path.join(path, folder))
+        for entry in listing(os.path.join(path, folder))
     }
-    if any(name.endswith(".parquet") for name in inside):
+    if any(name.endswith(".parquet") for name in names_inside):
         return open_parquet(path)
-    if any(name.endswith(".tar") for name in inside) and shards(path, ".tar"):
+    if any(name.endswith(".tar") for name in names_inside) and shards(path, ".tar"):
         return open_tar(path)
-    packed = next((name for name in sorted(inside) if name.endswith(COMPRESSED)), None)
+    packed = next((name for name in sorted(names_inside) if name.endswith(COMPRESSED)), None)
     if packed is not None:
-        raise UserError(f"{path} holds a compressed tar, {packed}, in which no image can be reached: unpack it to .tar.")
+        raise UserError(f"{path} contains a compressed tar, {packed}, which has no random access: decompress it to .tar.")
     return open_folder(path)

@@ -1,8 +1,8 @@
-"""Parquet files in the Hugging Face convention: a column of encoded images, columns of labels, names in the metadata.
+"""Parquet files in the Hugging Face convention: a column of encoded images, label columns, class names in the metadata.
 
-Labels are read at once. Images are read where they lie: a row group is decoded once to learn where its values stand in the
-mapped file, and from then on an image is a slice of that file. Compressed columns cannot be sliced; their decoded row groups
-are kept for a while instead.
+Labels are read when the file is opened. For images, a row group is decoded once to find the offsets of its values in the
+memory-mapped file; afterwards an image is a slice of that file. Compressed columns cannot be sliced: their decoded row groups are
+cached instead.
 """
 
 import hashlib
@@ -15,31 +15,35 @@ from typing import Any
 
 import numpy as np
 
-from vitrail.data.datasets.folder import Parts, shards
+from vitrail.data.datasets.folder import SourceDict, shards
 from vitrail.data.datasets.table import Column, class_labels, label_columns
 from vitrail.data.datasets.tar import MappedFiles
 from vitrail.data.source import Labels, Source
 from vitrail.errors import UserError
 
-IMAGE_COLUMNS = ("image", "img", "image", "jpg", "png", "webp")
+IMAGE_COLUMNS = ("image", "img", "picture", "jpg", "png", "webp")
 BATCH_ROWS = 256
-KEPT_BYTES = 128 * 2**20  # of decoded row groups, per process; only for compressed columns
+CACHE_BYTES = 128 * 2**20  # of decoded row groups per process, for compressed columns
 
 
 @dataclass(frozen=True)
-class Shape:
-    """What a file's schema says: the leaf columns of images and masks, and the columns of labels with their names."""
+class Columns:
+    """The columns of a file: the leaf columns of images and masks, the label columns and their class names."""
 
     image: str
     mask: str | None
     main: str | None
-    further: tuple[str, ...]
+    extra: tuple[str, ...]
     names: dict[str, list[str]]
+
+    @property
+    def labels(self) -> list[str]:
+        return [*([self.main] if self.main else []), *self.extra]
 
 
 @dataclass(frozen=True)
 class RowGroup:
-    """One row group's column: which file, which group, and the span of the column's bytes in the file."""
+    """A column chunk: its file, row group and byte range in the file."""
 
     file: int
     number: int
@@ -49,18 +53,18 @@ class RowGroup:
 
 
 class ParquetSource(Source):
-    """Rows of some Parquet files, numbered through."""
+    """The rows of one or several Parquet files."""
 
     def __init__(
-        self, name: str, files: list[str], metadata: list[Any], shape: Shape, label: Labels | None, extra: dict[str, Labels]
+        self, name: str, files: list[str], metadata: list[Any], columns: Columns, label: Labels | None, extra: dict[str, Labels]
     ) -> None:
         self.name = name
         self.label = label
         self.extra = extra
-        self.has_masks = shape.mask is not None
+        self.has_masks = columns.mask is not None
         self._files = MappedFiles(files)
-        self._images = ByteColumn(self._files, shape.image, metadata)
-        self._masks = ByteColumn(self._files, shape.mask, metadata) if shape.mask else None
+        self._images = ByteColumn(self._files, columns.image, metadata)
+        self._masks = ByteColumn(self._files, columns.mask, metadata) if columns.mask else None
         self._file_starts = np.cumsum([0] + [each.num_rows for each in metadata]).tolist()
 
     def __len__(self) -> int:
@@ -69,19 +73,19 @@ class ParquetSource(Source):
     def encoded(self, index: int) -> bytes:
         value = self._images.read(index)
         if value is None:
-            raise ValueError(f"{self.where(index)} has no image")
+            raise ValueError(f"{self.location(index)} has no image")
         return value
 
     def mask(self, index: int) -> bytes | None:
         return self._masks.read(index) if self._masks else None
 
-    def where(self, index: int) -> str:
+    def location(self, index: int) -> str:
         file = bisect_right(self._file_starts, index) - 1
         return f"row {index - self._file_starts[file]} of {self._files.paths[file]}"
 
 
 class ByteColumn:
-    """Random access to one column of bytes."""
+    """Random access to a column of bytes."""
 
     def __init__(self, files: MappedFiles, leaf: str, metadata: list[Any]) -> None:
         self.leaf = leaf
@@ -113,73 +117,73 @@ class ByteColumn:
         if spans is None:
             values = self._decoded.pop(group, None)
             if values is not None:
-                self._decoded[group] = values  # last in the queue again
-                return values[row].as_py()
+                self._decoded[group] = values  # most recently used
+                return _as_bytes(values[row])
             spans = None if self._groups[group].compressed else self._locate(group)
             if spans is None:
-                values = self._remember(group)
-                return values[row].as_py()
+                values = self._cache_group(group)
+                return _as_bytes(values[row])
             self._spans[group] = spans
         start, stop = spans[row].tolist()
         return None if start < 0 else self._files[self._groups[group].file][start:stop]
 
     def _batches(self, group: int) -> Iterator[Any]:
-        """The values of a row group as Arrow arrays of bytes, some rows at a time: a row group may be gigabytes."""
+        """Yield the values of a row group as Arrow arrays of bytes, `BATCH_ROWS` at a time: a row group may have gigabytes."""
         import pyarrow
         from pyarrow import parquet
 
-        place = self._groups[group]
-        path = self._files.paths[place.file]
+        chunk = self._groups[group]
+        path = self._files.paths[chunk.file]
         rows = 0
         try:
-            # Opened anew each time: it happens once per row group, and an open reader is neither picklable nor for threads.
+            # Opened once per row group: an open reader is neither picklable nor thread-safe.
             with parquet.ParquetFile(path, memory_map=True) as file:
-                for batch in file.iter_batches(BATCH_ROWS, row_groups=[place.number], columns=[self.leaf], use_threads=False):
+                for batch in file.iter_batches(BATCH_ROWS, row_groups=[chunk.number], columns=[self.leaf], use_threads=False):
                     column = batch.column(0)
                     rows += len(column)
-                    # flatten() and not field(): an image that is null as a whole must stay null.
+                    # flatten() instead of field(): a null struct must stay null.
                     yield column.flatten()[0] if pyarrow.types.is_struct(column.type) else column
         except (pyarrow.ArrowException, OSError) as error:
             raise OSError(f"{path} cannot be read: {_first_line(error)}") from None
         if rows != self._starts[group + 1] - self._starts[group]:
-            raise OSError(f"{path} is damaged: row group {place.number} has {rows} rows, not as many as it says")
+            raise OSError(f"{path} is damaged: row group {chunk.number} has {rows} rows, not the number in its metadata")
 
     def _locate(self, group: int) -> np.ndarray | None:
-        """[rows, (start, stop)] of every value in the file, -1 for null; None if a value is not found as it is.
+        """Return the file offsets [rows, (start, stop)] of every value, -1 for null; None if a value is not stored plainly.
 
-        Parquet writes bytes plainly, each after its length, page after page; a value that occurs again may be written once.
-        So the next value begins right after the last, or a page header later, or has been seen.
+        Plain encoding stores each value after its length, page by page; a repeated value may be stored once. So a value starts
+        right after the previous one, after a page header, or has occurred before.
         """
-        place = self._groups[group]
-        mapped = self._files[place.file]
+        chunk = self._groups[group]
+        mapped = self._files[chunk.file]
         spans: list[tuple[int, int]] = []
         seen: dict[bytes, int] = {}
-        position = place.start
+        position = chunk.start
         for value in (value for values in self._batches(group) for value in values.to_pylist()):
             if value is None:
                 spans.append((-1, -1))
                 continue
-            written = len(value).to_bytes(4, "little") + value
-            if mapped[position : position + len(written)] == written:
+            stored = len(value).to_bytes(4, "little") + value
+            if mapped[position : position + len(stored)] == stored:
                 start = position + 4
             else:
-                start = seen.get(_digest(value), 0) or mapped.find(written, position, place.stop) + 4
-                if start < 4 or mapped[start - 4 : start + len(value)] != written:
+                start = seen.get(_digest(value), 0) or mapped.find(stored, position, chunk.stop) + 4
+                if start < 4 or mapped[start - 4 : start + len(value)] != stored:
                     return None
             seen.setdefault(_digest(value), start)
             position = max(position, start + len(value))
             spans.append((start, start + len(value)))
         return np.array(spans, dtype=np.int64)
 
-    def _remember(self, group: int) -> Any:
-        """Decodes a row group and keeps it; lets the oldest go when there are too many bytes."""
+    def _cache_group(self, group: int) -> Any:
+        """Decode and cache a row group; the least recently used ones are dropped above `CACHE_BYTES`."""
         import pyarrow
 
         values = pyarrow.chunked_array(list(self._batches(group)))
-        kept = list(self._decoded.items())
-        size = values.nbytes + sum(value.nbytes for _, value in kept)
-        for oldest, value in kept:
-            if size <= KEPT_BYTES:
+        cached = list(self._decoded.items())
+        size = values.nbytes + sum(value.nbytes for _, value in cached)
+        for oldest, value in cached:
+            if size <= CACHE_BYTES:
                 break
             self._decoded.pop(oldest, None)
             size -= value.nbytes
@@ -188,94 +192,95 @@ class ByteColumn:
 
 
 def _digest(value: bytes) -> bytes:
-    # Remembered instead of the value, so that finding the places does not hold a whole row group.
+    # Stored instead of the value, so that the offsets are found without keeping a whole row group in memory.
     return hashlib.blake2b(value, digest_size=16).digest()
 
 
-def open_parquet(path: str) -> Parts:
-    """The splits of a file or of a folder of shards."""
+def open_parquet(path: str) -> SourceDict:
+    """Open the splits of a file or of a folder of shards."""
     try:
-        import pyarrow  # noqa: F401 - only to say early, and in words, that it is missing
+        import pyarrow  # noqa: F401 - for a clear error message
     except ImportError:
-        raise UserError(f"To read {path}, install pyarrow: pip install pyarrow.") from None
-    found = shards(path, ".parquet") if os.path.isdir(path) else {"train": [path]}
-    shape: Shape | None = None
+        raise UserError(f"{path} needs pyarrow: pip install pyarrow.") from None
+    split_files = shards(path, ".parquet") if os.path.isdir(path) else {"train": [path]}
+    columns: Columns | None = None
     first = ""
     metadata: dict[str, list[Any]] = {}
     tables: dict[str, list[Any]] = {}
-    for split, files in found.items():
+    for split, files in split_files.items():
         for file in files:
-            each, own, table = _open_file(file, shape)
-            if shape is not None and own != shape:
-                raise UserError(f"{first} and {file} have other columns or class names: put them into folders of their own.")
-            shape, first = own, first or file
-            metadata.setdefault(split, []).append(each)
+            file_metadata, own, table = _open_file(file, columns)
+            if columns is not None and own != columns:
+                raise UserError(f"{first} and {file} have different columns or class names: put them into separate folders.")
+            columns, first = own, first or file
+            metadata.setdefault(split, []).append(file_metadata)
             tables.setdefault(split, []).append(table)
-    if shape is None or not any(each.num_rows for group in metadata.values() for each in group):
-        raise UserError(f"{path} holds no images: give Parquet files with a column called image.")
+    if columns is None or not any(each.num_rows for group in metadata.values() for each in group):
+        raise UserError(f"{path} holds no images: give Parquet files with a column named image.")
 
     labels: dict[str, dict[str, Labels | None]] = {}
-    for name in ([shape.main] if shape.main else []) + list(shape.further):
-        columns = {split: _column(group, name, path) for split, group in tables.items()}
-        labels[name] = class_labels(columns, shape.names.get(name), f"the column {name} of {path}", required=name == shape.main)
+    for name in columns.labels:
+        values = {split: _label_column(group, name, path) for split, group in tables.items()}
+        labels[name] = class_labels(
+            values, columns.names.get(name), f"the column {name} of {path}", required=name == columns.main
+        )
     return {
         split: ParquetSource(
             path,
             files,
             metadata[split],
-            shape,
-            labels[shape.main][split] if shape.main else None,
-            {name: column for name in shape.further if (column := labels[name][split]) is not None},
+            columns,
+            labels[columns.main][split] if columns.main else None,
+            {name: column for name in columns.extra if (column := labels[name][split]) is not None},
         )
-        for split, files in found.items()
+        for split, files in split_files.items()
         if any(each.num_rows for each in metadata[split])
     }
 
 
-def _open_file(path: str, known: Shape | None) -> tuple[Any, Shape, Any]:
-    """(metadata, shape, table of the label columns) of one file."""
+def _open_file(path: str, known: Columns | None) -> tuple[Any, Columns, Any]:
+    """Return (metadata, columns, table of the label columns) of a file."""
     import pyarrow
     from pyarrow import parquet
 
     try:
         with parquet.ParquetFile(path, memory_map=True) as file:
-            shape = _shape(path, file.schema_arrow, known)
-            columns = ([shape.main] if shape.main else []) + list(shape.further)
-            return file.metadata, shape, file.read(columns=columns) if columns else None
+            columns = _find_columns(path, file.schema_arrow, known)
+            return file.metadata, columns, file.read(columns=columns.labels) if columns.labels else None
     except PermissionError:
-        raise UserError(f"{path} may not be read: change its permissions.") from None
+        raise UserError(f"{path} cannot be read: change its permissions.") from None
     except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path} is damaged or no Parquet file ({_first_line(error)}): download it again.") from None
+        raise UserError(f"{path} is damaged or not a Parquet file ({_first_line(error)}): download it again.") from None
 
 
-def _shape(path: str, schema: Any, known: Shape | None) -> Shape:
+def _find_columns(path: str, schema: Any, known: Columns | None) -> Columns:
     from pyarrow import types
 
     features = _features(path, schema)
     leaves = {field.name: leaf for field in schema if (leaf := _leaf(field))}
-    marked = [name for name in leaves if features.get(name, {}).get("_type") == "Image" and name != "mask"]
-    candidates = [name for name in IMAGE_COLUMNS if name in leaves] + marked + [name for name in leaves if name != "mask"]
+    typed = [name for name in leaves if features.get(name, {}).get("_type") == "Image" and name != "mask"]
+    candidates = [name for name in IMAGE_COLUMNS if name in leaves] + typed + [name for name in leaves if name != "mask"]
     if not candidates:
-        raise UserError(f"{path} has no column of images (only {', '.join(schema.names)}): name a column of bytes image.")
+        raise UserError(f"{path} has no image column (only {', '.join(schema.names)}): rename a column of bytes to image.")
     classes = {name: feature["names"] for name, feature in features.items() if isinstance(feature.get("names"), list)}
-    named = {name: [str(each) for each in names] for name, names in classes.items() if name in schema.names}
+    class_names = {name: [str(each) for each in names] for name, names in classes.items() if name in schema.names}
     usable = []
     for field in schema:
         kind = field.type.value_type if types.is_dictionary(field.type) else field.type
         if types.is_integer(kind) or types.is_boolean(kind) or types.is_string(kind) or types.is_large_string(kind):
             usable.append(field.name)
-    main, further = label_columns(usable, list(named))
-    wrong = next((name for name in ("label", "labels", "fine_label", "class") if name in schema.names), None)
-    if main is None and wrong is not None:
-        kind = schema.field(wrong).type
-        raise UserError(f"The column {wrong} of {path} holds {kind} and not one class per image: use whole numbers or text.")
-    if known is not None and not named and known.names:
-        named = known.names  # shards that were added later often come without the metadata
-    return Shape(leaves[candidates[0]], leaves.get("mask"), main, tuple(further), named)
+    main, extra = label_columns(usable, list(class_names))
+    unusable = next((name for name in ("label", "labels", "fine_label", "class") if name in schema.names), None)
+    if main is None and unusable is not None:
+        kind = schema.field(unusable).type
+        raise UserError(f"The column {unusable} of {path} has the type {kind}, not one class per image: use integers or text.")
+    if known is not None and not class_names and known.names:
+        class_names = known.names  # shards that were added later often have no metadata
+    return Columns(leaves[candidates[0]], leaves.get("mask"), main, tuple(extra), class_names)
 
 
 def _features(path: str, schema: Any) -> dict[str, dict[str, Any]]:
-    """The description of the columns that Hugging Face's library leaves in a file; {} if there is none."""
+    """Return the feature description that the datasets library writes into the metadata; {} if there is none."""
     text = (schema.metadata or {}).get(b"huggingface")
     if text is None:
         return {}
@@ -283,31 +288,39 @@ def _features(path: str, schema: Any) -> dict[str, dict[str, Any]]:
         features = json.loads(text)["info"]["features"]
         return {name: feature for name, feature in features.items() if isinstance(feature, dict)}
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise UserError(f"The description of the columns in {path} is damaged: write its huggingface metadata again.") from None
+        raise UserError(f"The huggingface metadata of {path} is damaged: write the file again.") from None
+
+
+def _as_bytes(value: Any) -> bytes | None:
+    """Convert a value of pyarrow."""
+    content: bytes | None = value.as_py()
+    return content
 
 
 def _leaf(field: Any) -> str | None:
-    """The dotted name of the bytes in a column of images, None for other columns."""
+    """Return the dotted name of the leaf with the bytes of an image column; None for other columns."""
     from pyarrow import types
 
     if types.is_binary(field.type) or types.is_large_binary(field.type):
-        return field.name
+        return str(field.name)
     if types.is_struct(field.type) and field.type.get_field_index("bytes") >= 0:
         inner = field.type.field("bytes").type
         return f"{field.name}.bytes" if types.is_binary(inner) or types.is_large_binary(inner) else None
     return None
 
 
-def _column(tables: list[Any], name: str, path: str) -> Column:
-    """One column of labels over several files: numbers as an array, text as a list."""
+def _label_column(tables: list[Any], name: str, path: str) -> Column:
+    """Concatenate a label column over several files: integers as an array, text as a list."""
     import pyarrow
     from pyarrow import types
 
     chunks = [table.column(name) for table in tables]
-    kinds = {chunk.type for chunk in chunks}
-    if len({types.is_integer(kind) for kind in kinds}) > 1:
-        raise UserError(f"The column {name} of {path} is text in some files and numbers in others: write them alike.")
-    if all(types.is_integer(kind) or types.is_boolean(kind) for kind in kinds) and not any(chunk.null_count for chunk in chunks):
+    formats = {chunk.type for chunk in chunks}
+    if len({types.is_integer(kind) for kind in formats}) > 1:
+        raise UserError(f"The column {name} of {path} is text in some files and integers in others: use one type.")
+    if all(types.is_integer(kind) or types.is_boolean(kind) for kind in formats) and not any(
+        chunk.null_count for chunk in chunks
+    ):
         return np.concatenate([chunk.cast(pyarrow.int64()).to_numpy() for chunk in chunks])
     return [value for chunk in chunks for value in chunk.to_pylist()]
 

@@ -1,4 +1,4 @@
-"""A table of images: CSV or TSV with a header, one row per file; and how columns of labels become classes."""
+"""Tables of images (CSV or TSV with a header, one row per file), and the conversion of label columns to classes."""
 
 import csv
 import os
@@ -6,28 +6,28 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from vitrail.data.datasets.folder import FolderSource, Parts, Paths, split_of
+from vitrail.data.datasets.folder import FolderSource, Paths, SourceDict, split_of
 from vitrail.data.source import Labels
 from vitrail.errors import UserError
 
 PATH_COLUMNS = ("path", "file", "image", "filename", "file_name", "filepath", "image_path")
 MAIN_LABELS = ("label", "labels", "fine_label", "class")
 SPLIT_COLUMNS = ("split", "subset", "set", "partition")
-MOST_CLASSES = 100_000  # more, and more than images, is a column of numbers and not of classes
+MAX_CLASSES = 100_000  # a larger label that also exceeds the number of images is not a class index
 
 Column = Sequence[str | int | None] | np.ndarray
 
 
-def open_table(path: str) -> Parts:
-    """The splits of a table; paths are relative to the table's folder."""
+def open_table(path: str) -> SourceDict:
+    """Open the splits of a table. Paths are relative to the folder of the table."""
     header, rows = _read(path)
     path_column = next((name for name in PATH_COLUMNS if name in header), None)
     if path_column is None:
-        raise UserError(f"{path} has no column of paths: name one of its columns ({', '.join(header)}) path, file or image.")
+        raise UserError(f"{path} has no path column: rename one of its columns ({', '.join(header)}) to path, file or image.")
     if not rows:
-        raise UserError(f"{path} has a header and no rows: add one row per image.")
-    place = header.index(path_column)
-    files = [row[place] for _, row in rows]
+        raise UserError(f"{path} has no rows: add one row per image.")
+    column = header.index(path_column)
+    files = [row[column] for _, row in rows]
     _check_files(path, files, [line for line, _ in rows])
 
     split_column = next((name for name in SPLIT_COLUMNS if name in header), None)
@@ -38,26 +38,26 @@ def open_table(path: str) -> Parts:
             raise UserError(f"Line {line} of {path} has an unknown split: write train, validation or test in {split_column}.")
         members.setdefault(split, []).append(index)
 
-    main, further = label_columns(header)
+    main, extra = label_columns(header)
     labels: dict[str, dict[str, Labels | None]] = {}
-    for name in ([main] if main else []) + further:
+    for name in ([main] if main else []) + extra:
         column = header.index(name)
         texts = {split: [rows[index][1][column].strip() for index in indices] for split, indices in members.items()}
-        labels[name] = class_labels(numbers_if_all(texts), None, f"the column {name} of {path}", required=name == main)
+        labels[name] = class_labels(integers_if_all(texts), None, f"the column {name} of {path}", required=name == main)
     root = os.path.dirname(path) or "."
     return {
         split: FolderSource(
             root,
             Paths(files[index] for index in indices),
             labels[main][split] if main else None,
-            {name: found for name in further if (found := labels[name][split]) is not None},
+            {name: values for name in extra if (values := labels[name][split]) is not None},
         )
         for split, indices in members.items()
     }
 
 
 def _read(path: str) -> tuple[list[str], list[tuple[int, list[str]]]]:
-    """The column names in lower case, and the rows with their line numbers."""
+    """Return the column names in lower case and the rows with their line numbers."""
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
             first = file.readline()
@@ -71,15 +71,15 @@ def _read(path: str) -> tuple[list[str], list[tuple[int, list[str]]]]:
     except csv.Error as error:
         raise UserError(f"{path} is not a readable table ({error}): save it again as CSV or TSV.") from None
     except PermissionError:
-        raise UserError(f"{path} may not be read: change its permissions.") from None
+        raise UserError(f"{path} cannot be read: change its permissions.") from None
     if not header:
         raise UserError(f"{path} is empty: write a header such as path,label and one row per image.")
-    twice = next((name for name in header if header.count(name) > 1), None)
-    if twice is not None:
-        raise UserError(f"{path} has two columns called {twice}: rename one of them.")
+    duplicate = next((name for name in header if header.count(name) > 1), None)
+    if duplicate is not None:
+        raise UserError(f"{path} has two columns named {duplicate}: rename one of them.")
     for line, row in rows:
         if len(row) != len(header):
-            raise UserError(f"Line {line} of {path} has {len(row)} fields where the header has {len(header)}: correct that line.")
+            raise UserError(f"Line {line} of {path} has {len(row)} fields but the header has {len(header)}: correct that line.")
     return header, rows
 
 
@@ -89,7 +89,9 @@ def _check_files(path: str, files: list[str], lines: list[int]) -> None:
         if not file:
             raise UserError(f"Line {line} of {path} has no path: fill it in or remove the line.")
         if "\0" in file or (not os.path.isabs(file) and os.path.normpath(file).split(os.sep)[0] == os.pardir):
-            raise UserError(f"Line {line} of {path} leads above the table's folder ({file!r}): move the images beside the table.")
+            raise UserError(
+                f"Line {line} of {path} refers to a path outside of its folder ({file!r}): move the images into that folder."
+            )
     missing = [file for file in files if not os.path.isfile(os.path.join(root, file))]
     if missing:
         raise UserError(
@@ -98,31 +100,31 @@ def _check_files(path: str, files: list[str], lines: list[int]) -> None:
 
 
 def label_columns(names: Sequence[str], known: Sequence[str] = ()) -> tuple[str | None, list[str]]:
-    """(the main label, further labels) among column names; `known` ones are labels whatever they are called."""
-    likely = [name for name in names if name in known or any(part in name.lower() for part in ("label", "class", "category"))]
-    main = next((name for name in MAIN_LABELS if name in likely), None)
-    if main is None and len(likely) == 1:
-        main = likely[0]
-    return main, [name for name in likely if name != main]
+    """Return (main label, extra labels) among column names. Columns in `known` are labels regardless of their name."""
+    labels = [name for name in names if name in known or any(part in name.lower() for part in ("label", "class", "category"))]
+    main = next((name for name in MAIN_LABELS if name in labels), None)
+    if main is None and len(labels) == 1:
+        main = labels[0]
+    return main, [name for name in labels if name != main]
 
 
-def numbers_if_all(columns: dict[str, list[str]]) -> dict[str, Column]:
-    """Text that is whole numbers throughout all splits as numbers; empty text as None."""
-    numeric = all(is_number(text) for texts in columns.values() for text in texts if text)
+def integers_if_all(columns: dict[str, list[str]]) -> dict[str, Column]:
+    """Convert text to integers if all splits contain only integers; empty text becomes None."""
+    numeric = all(is_integer(text) for texts in columns.values() for text in texts if text)
     return {split: [(int(text) if numeric else text) if text else None for text in texts] for split, texts in columns.items()}
 
 
-def is_number(text: str) -> bool:
+def is_integer(text: str) -> bool:
     return text.removeprefix("-").isdecimal() and len(text) < 18
 
 
 def class_labels(
     columns: dict[str, Column], names: list[str] | None, what: str, required: bool = True
 ) -> dict[str, Labels | None]:
-    """Labels of every split over one list of classes; a split without any label (all missing or -1) has None.
+    """Convert a label column to class indices over one list of classes; a split without labels (all missing or -1) has None.
 
-    Numbers count classes from 0 and are their own names if there are no `names`; text names its class. Where labels are not
-    `required`, missing ones are -1.
+    Integers are class indices from 0, which are also the class names if `names` is None. Text is a class name. Missing labels are
+    -1 unless `required`.
     """
     _check_names(names, what)
     present: dict[str, Column] = {split: values for split, values in columns.items() if not _all_missing(values)}
@@ -134,16 +136,16 @@ def class_labels(
     numbers: dict[str, np.ndarray] = {}
     for split, values in present.items():
         if text:
-            place = {name: index for index, name in enumerate(names or [])}
-            unknown = next((value for value in values if value is not None and str(value) not in place), None)
+            index_of = {name: index for index, name in enumerate(names or [])}
+            unknown = next((value for value in values if value is not None and str(value) not in index_of), None)
             if unknown is not None:
-                raise UserError(f"The label {unknown} in {what} is not among its class names: correct one of the two.")
-            values = [None if value is None else place[str(value)] for value in values]
-        numbers[split] = _numbers(values, what, required)
+                raise UserError(f"The label {unknown} in {what} is not one of its class names: correct the label or the names.")
+            values = [None if value is None else index_of[str(value)] for value in values]
+        numbers[split] = _indices(values, what, required)
     highest = max(int(values.max()) for values in numbers.values())
     if names is None:
-        if highest >= max(MOST_CLASSES, sum(len(values) for values in numbers.values())):
-            raise UserError(f"The labels in {what} go up to {highest}, which cannot be a class: number the classes from 0.")
+        if highest >= max(MAX_CLASSES, sum(len(values) for values in numbers.values())):
+            raise UserError(f"The labels in {what} go up to {highest}, which is not a class index: number the classes from 0.")
         names = [str(number) for number in range(highest + 1)]
     elif highest >= len(names):
         raise UserError(f"The label {highest} in {what} is out of range: only {len(names)} classes have names.")
@@ -152,8 +154,8 @@ def class_labels(
 
 def _check_names(names: list[str] | None, what: str) -> None:
     if names and len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise UserError(f"The class name {twice} occurs twice in {what}: rename one of the two classes.")
+        duplicate = next(name for name in names if names.count(name) > 1)
+        raise UserError(f"The class name {duplicate} occurs twice in {what}: rename one of the two classes.")
 
 
 def _all_missing(values: Column) -> bool:
@@ -162,7 +164,7 @@ def _all_missing(values: Column) -> bool:
     return all(value is None or value == -1 for value in values)
 
 
-def _numbers(values: Column, what: str, required: bool) -> np.ndarray:
+def _indices(values: Column, what: str, required: bool) -> np.ndarray:
     if not isinstance(values, np.ndarray):
         missing = [index for index, value in enumerate(values) if value is None]
         if missing and required:
@@ -171,7 +173,7 @@ def _numbers(values: Column, what: str, required: bool) -> np.ndarray:
             )
         values = np.array([-1 if value is None else value for value in values], dtype=np.int64)
     values = values.astype(np.int64, copy=False)
-    wrong = np.flatnonzero(values < (0 if required else -1))
-    if len(wrong):
-        raise UserError(f"Row {wrong[0]} of {what} has the negative label {values[wrong[0]]}: number the classes from 0.")
+    negative = np.flatnonzero(values < (0 if required else -1))
+    if len(negative):
+        raise UserError(f"Row {negative[0]} of {what} has the negative label {values[negative[0]]}: number the classes from 0.")
     return values

@@ -1,6 +1,6 @@
-"""Tar shards in the WebDataset layout: `000123.jpg` with `000123.cls`, `.json` or `.txt` beside it.
+"""Tar shards in the WebDataset layout: `000123.jpg` with `000123.cls`, `.json` or `.txt`.
 
-Nothing is ever extracted. The shards are read through once; where every image lies is kept in an index beside them.
+Nothing is extracted. The shards are scanned once; the offsets of the images are stored in an index file next to them.
 """
 
 import hashlib
@@ -16,20 +16,20 @@ from typing import Any
 
 import numpy as np
 
-from vitrail.data.datasets.folder import EXTENSIONS, Parts, Paths, cache_folder, shards
-from vitrail.data.datasets.table import class_labels, label_columns, numbers_if_all
+from vitrail.data.datasets.folder import EXTENSIONS, Paths, SourceDict, cache_folder, shards
+from vitrail.data.datasets.table import class_labels, integers_if_all, label_columns
 from vitrail.data.source import Labels, Source
 from vitrail.errors import UserError
 
-LAYOUT = 1  # of the index file; another number is another layout, and the index is built again
-LARGEST_TEXT = 1 << 20  # bytes of a .cls, .json or .txt member that are looked at
-LONGEST_LABEL = 256  # characters; longer text is a caption
-MOST_SHARDS = 100_000
-MOST_OPEN = 256  # mapped files hold a descriptor each, and a process may have few
+LAYOUT = 1  # version of the index file; an index of another version is rebuilt
+MAX_TEXT_BYTES = 1 << 20  # larger .cls, .json and .txt members are ignored
+MAX_LABEL_LENGTH = 256  # characters; longer text is a caption
+MAX_SHARDS = 100_000
+MAX_OPEN_FILES = 256  # each mapped file uses a file descriptor
 
 
 class MappedFiles:
-    """Files mapped into memory where they are read: each process opens its own, at the first use."""
+    """Memory-mapped files; each process opens them at the first use."""
 
     def __init__(self, paths: list[str]) -> None:
         self.paths = paths
@@ -39,12 +39,12 @@ class MappedFiles:
         return {"paths": self.paths, "_open": {}}
 
     def __getitem__(self, number: int) -> mmap.mmap:
-        # Single dictionary operations only: threads may come here at once, and at worst map a file twice.
+        # Only atomic dictionary operations: concurrent threads at worst map a file twice.
         mapped = self._open.get(number)
         if mapped is None:
             with open(self.paths[number], "rb") as file:
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            if len(self._open) >= MOST_OPEN:
+            if len(self._open) >= MAX_OPEN_FILES:
                 self._open.pop(next(iter(list(self._open))), None)
             self._open[number] = mapped
         return mapped
@@ -52,7 +52,7 @@ class MappedFiles:
 
 @dataclass
 class Index:
-    """Where the images of some shards lie: arrays [N], in the order of the shards and of their members."""
+    """The positions of the images in the shards: arrays [N], in the order of the shards and their members."""
 
     keys: np.ndarray  # text
     shard: np.ndarray
@@ -60,11 +60,11 @@ class Index:
     size: np.ndarray
     mask_offset: np.ndarray  # 0: no mask
     mask_size: np.ndarray
-    columns: dict[str, np.ndarray]  # label columns as text, "" where there is none
+    columns: dict[str, np.ndarray]  # label columns as text, "" if missing
 
 
 class TarSource(Source):
-    """Images of some tar shards; a part of an index."""
+    """The images of some tar shards: rows of an index."""
 
     def __init__(
         self, name: str, files: list[str], index: Index, rows: np.ndarray, label: Labels | None, extra: dict[str, Labels]
@@ -74,53 +74,53 @@ class TarSource(Source):
         self.extra = extra
         self._files = MappedFiles(files)
         self._keys = Paths(index.keys[rows].tolist())
-        self._places = np.stack(
+        self._entries = np.stack(
             [index.shard[rows], index.offset[rows], index.size[rows], index.mask_offset[rows], index.mask_size[rows]], axis=1
         )
-        self.has_masks = bool(self._places[:, 3].any())
+        self.has_masks = bool(self._entries[:, 3].any())
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._entries)
 
     def encoded(self, index: int) -> bytes:
-        shard, offset, size, _, _ = self._places[index].tolist()
+        shard, offset, size, _, _ = self._entries[index].tolist()
         return self._read(index, shard, offset, size)
 
     def mask(self, index: int) -> bytes | None:
-        shard, _, _, offset, size = self._places[index].tolist()
+        shard, _, _, offset, size = self._entries[index].tolist()
         return self._read(index, shard, offset, size) if offset else None
 
-    def where(self, index: int) -> str:
-        return f"{self._keys[index]} in {self._files.paths[self._places[index, 0]]}"
+    def location(self, index: int) -> str:
+        return f"{self._keys[index]} in {self._files.paths[self._entries[index, 0]]}"
 
     def _read(self, index: int, shard: int, offset: int, size: int) -> bytes:
         data = self._files[shard][offset : offset + size]
         if len(data) != size:
-            raise ValueError(f"{self.where(index)} ends too early: the shard has changed since it was indexed")
+            raise ValueError(f"{self.location(index)} is truncated: the shard has changed since it was indexed")
         return data
 
 
-def open_tar(path: str) -> Parts:
-    """The splits of a shard, a folder of shards or a pattern such as `shard-{000..003}.tar`."""
+def open_tar(path: str) -> SourceDict:
+    """Open the splits of a shard, a folder of shards or a pattern such as `shard-{000..003}.tar`."""
     if os.path.isdir(path):
-        found = shards(path, ".tar")
+        split_files = shards(path, ".tar")
     else:
         files = expand(path)
         missing = [file for file in files if not os.path.isfile(file)]
         if missing:
             raise UserError(f"{len(missing)} of the {len(files)} shards of {path} do not exist, first {missing[0]}.")
-        found = {"train": files}
-    files = [file for members in found.values() for file in members]
+        split_files = {"train": files}
+    files = [file for members in split_files.values() for file in members]
     index = _index(files)
     if not len(index.keys):
-        raise UserError(f"{path} holds no images: give tars with members such as 000123.jpg and 000123.cls.")
-    split_of_shard = np.array([split for split, members in found.items() for _ in members])
-    rows = {split: np.flatnonzero(split_of_shard[index.shard] == split) for split in found}
-    main, further = label_columns(sorted(index.columns))
+        raise UserError(f"{path} holds no images: give tar files with members such as 000123.jpg and 000123.cls.")
+    split_of_shard = np.array([split for split, members in split_files.items() for _ in members])
+    rows = {split: np.flatnonzero(split_of_shard[index.shard] == split) for split in split_files}
+    main, extra = label_columns(sorted(index.columns))
     labels: dict[str, dict[str, Labels | None]] = {}
-    for name in ([main] if main else []) + further:
+    for name in ([main] if main else []) + extra:
         texts = {split: index.columns[name][members].tolist() for split, members in rows.items()}
-        labels[name] = class_labels(numbers_if_all(texts), None, f"{name} of {path}", required=name == main)
+        labels[name] = class_labels(integers_if_all(texts), None, f"{name} of {path}", required=name == main)
     return {
         split: TarSource(
             path,
@@ -128,7 +128,7 @@ def open_tar(path: str) -> Parts:
             index,
             members,
             labels[main][split] if main else None,
-            {name: column for name in further if (column := labels[name][split]) is not None},
+            {name: column for name in extra if (column := labels[name][split]) is not None},
         )
         for split, members in rows.items()
         if len(members)
@@ -136,70 +136,70 @@ def open_tar(path: str) -> Parts:
 
 
 def expand(pattern: str) -> list[str]:
-    """The paths that `{000..003}` and `{a,b}` in a pattern stand for."""
+    """Expand `{000..003}` and `{a,b}` in a pattern to paths."""
     match = re.search(r"\{(?:(\d+)\.\.(\d+)|([^{}]*,[^{}]*))\}", pattern)
     if match is None:
         return [pattern]
-    first, last, words = match.groups()
-    if words is None:
+    first, last, alternatives = match.groups()
+    if alternatives is None:
         count = int(last) - int(first) + 1
-        if not 0 < count <= MOST_SHARDS:
-            raise UserError(f"The pattern {pattern} stands for {max(count, 0)} shards: write it as in shard-{{000..003}}.tar.")
+        if not 0 < count <= MAX_SHARDS:
+            raise UserError(f"The pattern {pattern} expands to {max(count, 0)} shards: write it as in shard-{{000..003}}.tar.")
         options = [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     else:
-        options = words.split(",")
+        options = alternatives.split(",")
     return [path for option in options for path in expand(pattern[: match.start()] + option + pattern[match.end() :])]
 
 
 def _index(files: list[str]) -> Index:
-    """The index of the shards: the one that was kept, if no shard has changed since, or a new one."""
+    """Load the index of the shards if no shard has changed since it was written, else build it."""
     try:
         states = [os.stat(file) for file in files]
     except OSError as error:
         raise UserError(f"{error.filename} cannot be read: {error.strerror}.") from None
     stamp = np.array([(state.st_size, state.st_mtime_ns) for state in states], dtype=np.int64)
-    # Another choice of shards has another index, so that opening a part does not undo the index of the whole.
+    # Each selection of shards has its own index, so that opening a part does not overwrite the index of all shards.
     parent = Path(files[0]).parent
     digest = hashlib.sha256(b"\n".join(os.fsencode(os.path.relpath(file, parent)) for file in files)).hexdigest()
-    beside = parent / f".vitrail-index-{digest[:12]}.npz"
+    sidecar = parent / f".vitrail-index-{digest[:12]}.npz"
     folder = hashlib.sha256(os.fsencode(os.path.abspath(files[0]))).hexdigest()
-    elsewhere = cache_folder() / "tar" / f"{digest[:12]}-{folder[:12]}.npz"
-    for place in (beside, elsewhere):
-        kept = _load(place, stamp)
-        if kept is not None:
-            return kept
-    index = _build(files)
-    mode = states[0].st_mode & 0o666  # whoever may read the shards may read their index
-    for place in (beside, elsewhere):
-        if _keep(place, stamp, index, mode):
+    cached = cache_folder() / "tar" / f"{digest[:12]}-{folder[:12]}.npz"
+    for path in (sidecar, cached):
+        index = _load_index(path, stamp)
+        if index is not None:
+            return index
+    index = _build_index(files)
+    mode = states[0].st_mode & 0o666  # the index is as readable as the shards
+    for path in (sidecar, cached):
+        if _save_index(path, stamp, index, mode):
             break
     return index
 
 
-def _load(place: Path, stamp: np.ndarray) -> Index | None:
+def _load_index(path: Path, stamp: np.ndarray) -> Index | None:
     try:
-        with np.load(place, allow_pickle=False) as file:
+        with np.load(path, allow_pickle=False) as file:
             if int(file["layout"]) != LAYOUT or not np.array_equal(file["stamp"], stamp):
                 return None
             columns = {name.removeprefix("column_"): file[name] for name in file.files if name.startswith("column_")}
             names = ("keys", "shard", "offset", "size", "mask_offset", "mask_size")
             return Index(**{name: file[name] for name in names}, columns=columns)
-    except Exception:  # absent, unreadable or damaged: it is built again
+    except Exception:  # missing, unreadable or damaged: it is rebuilt
         return None
 
 
-def _keep(place: Path, stamp: np.ndarray, index: Index, mode: int) -> bool:
-    """Writes the index beside its place and renames it, so that nobody reads half a file; False if that is not allowed."""
+def _save_index(path: Path, stamp: np.ndarray, index: Index, mode: int) -> bool:
+    """Write the index atomically; return False if the folder is not writable."""
     arrays = {name: value for name, value in vars(index).items() if name != "columns"}
     arrays |= {f"column_{name}": column for name, column in index.columns.items()}
     temporary = None
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=place.parent, prefix=".vitrail-", delete=False) as file:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".vitrail-", delete=False) as file:
             temporary = file.name
             np.savez(file, layout=np.array(LAYOUT), stamp=stamp, **arrays)
         os.chmod(temporary, mode)
-        os.replace(temporary, place)
+        os.replace(temporary, path)
     except OSError:
         if temporary is not None and os.path.exists(temporary):
             os.unlink(temporary)
@@ -207,7 +207,7 @@ def _keep(place: Path, stamp: np.ndarray, index: Index, mode: int) -> bool:
     return True
 
 
-def _build(files: list[str]) -> Index:
+def _build_index(files: list[str]) -> Index:
     samples: list[dict[str, Any]] = []
     for number, file in enumerate(files):
         samples += (sample for sample in _samples(file, number) if "offset" in sample)
@@ -224,55 +224,57 @@ def _build(files: list[str]) -> Index:
 
 
 def _samples(file: str, number: int) -> list[dict[str, Any]]:
-    """What belongs together in one shard, by the name up to the first dot."""
+    """Group the members of a shard by their name up to the first dot."""
     size = os.path.getsize(file)
-    found: dict[str, dict[str, Any]] = {}
+    samples: dict[str, dict[str, Any]] = {}
     try:
         with tarfile.open(file, "r:") as archive:
             while (member := archive.next()) is not None:
-                archive.members = []  # type: ignore[attr-defined] # or it would keep every member
+                archive.members = []  # type: ignore[attr-defined] # do not accumulate the members
                 _check_member(file, member, size)
                 folder, _, base = member.name.rpartition("/")
                 stem, _, kind = base.partition(".")
                 if not member.isreg() or not stem or not kind:
                     continue
                 key = f"{folder}/{stem}" if folder else stem
-                sample = found.setdefault(key, {"key": key, "shard": number, "columns": {}})
-                _add(file, archive, member, kind.lower(), sample)
+                sample = samples.setdefault(key, {"key": key, "shard": number, "columns": {}})
+                _add_member(file, archive, member, kind.lower(), sample)
             end = archive.offset
         with open(file, "rb") as stream:
             stream.seek(end)
             complete = not any(stream.read(tarfile.BLOCKSIZE))
     except tarfile.ReadError:
-        raise UserError(f"{file} is damaged or no uncompressed tar: download it again, or unpack .tar.gz to .tar.") from None
+        raise UserError(
+            f"{file} is damaged or not an uncompressed tar: download it again, or decompress .tar.gz to .tar."
+        ) from None
     except PermissionError:
-        raise UserError(f"{file} may not be read: change its permissions.") from None
-    # Python's reader takes a damaged header for the end of the file, which would lose the rest without a word.
+        raise UserError(f"{file} cannot be read: change its permissions.") from None
+    # tarfile treats a damaged header as the end of the archive, which would silently drop the rest.
     if not complete or size % tarfile.BLOCKSIZE:
         raise UserError(f"{file} is truncated or damaged at byte {end}: download it again.")
-    return list(found.values())
+    return list(samples.values())
 
 
 def _check_member(file: str, member: tarfile.TarInfo, size: int) -> None:
     if member.name.startswith("/") or ".." in member.name.split("/"):
-        raise UserError(f"{file} has a member that leads out of it, {member.name!r}: pack it again with plain names.")
+        raise UserError(f"{file} has a member with an unsafe path, {member.name!r}: create it again with relative paths.")
     if member.isreg() and (member.issparse() or member.offset_data + member.size > size):
         raise UserError(f"{file} is truncated or damaged at {member.name!r}: download it again.")
 
 
-def _add(file: str, archive: tarfile.TarFile, member: tarfile.TarInfo, kind: str, sample: dict[str, Any]) -> None:
-    """Puts one member where it belongs: the image, its mask, or a label in text, number or JSON."""
+def _add_member(file: str, archive: tarfile.TarFile, member: tarfile.TarInfo, kind: str, sample: dict[str, Any]) -> None:
+    """Add a member to its sample: the image, its mask, or labels as text or JSON."""
     extension = kind.rpartition(".")[2]
     if kind in EXTENSIONS:
         sample |= {"offset": member.offset_data, "size": member.size}
     elif extension in EXTENSIONS and kind.startswith(("mask.", "seg.")):
         sample |= {"mask_offset": member.offset_data, "mask_size": member.size}
     elif kind in ("cls", "txt", "json"):
-        stream = archive.extractfile(member) if member.size <= LARGEST_TEXT else None
+        stream = archive.extractfile(member) if member.size <= MAX_TEXT_BYTES else None
         text = stream.read().decode("utf-8", "replace").strip() if stream else ""
         columns = {"label": text} if kind != "json" else _json_labels(file, member.name, text)
-        columns = {name: value for name, value in columns.items() if len(value) <= LONGEST_LABEL}
-        # Shards often have all three: the number in .cls is the class, and .txt may be a caption.
+        columns = {name: value for name, value in columns.items() if len(value) <= MAX_LABEL_LENGTH}
+        # Shards often have all three: .cls is the class index, and .txt may be a caption.
         rank = ("cls", "json", "txt").index(kind)
         if rank > sample.get("rank", rank):
             columns.pop("label", None)
@@ -285,7 +287,7 @@ def _json_labels(file: str, member: str, text: str) -> dict[str, str]:
     try:
         content = json.loads(text)
     except ValueError:
-        raise UserError(f"{member!r} in {file} is not readable JSON: write the shard again.") from None
-    main, further = label_columns([str(name) for name in content] if isinstance(content, dict) else [])
-    names = ({main: "label"} if main else {}) | {name: name for name in further}
-    return {ours: str(content[name]) for name, ours in names.items() if isinstance(content[name], str | int)}
+        raise UserError(f"{member!r} in {file} is not valid JSON: create the shard again.") from None
+    main, extra = label_columns([str(name) for name in content] if isinstance(content, dict) else [])
+    names = ({main: "label"} if main else {}) | {name: name for name in extra}
+    return {column: str(content[name]) for name, column in names.items() if isinstance(content[name], str | int)}

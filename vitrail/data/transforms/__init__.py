@@ -1,1 +1,1 @@
-"""Augmentation in batches on the device: every image has its own parameters, keyed by (seed, epoch, image, repeat)."""
+"""Augmentation of batches on the device. The parameters of every image are drawn from its key (seed, epoch, index, repeat)."""

@@ -1,15 +1,15 @@
-"""Affine warps of uint8 images, with Pillow's arithmetic: output pixel centres are looked up in the input, filled outside."""
+"""Affine warps of uint8 images with Pillow's arithmetic: output pixels are mapped to the input and filled outside of it."""
 
 import torch
 from torch import Tensor
 
 
 def warp(pixels: Tensor, matrix: Tensor, fill: Tensor, filter: str = "bicubic", sizes: Tensor | None = None) -> Tensor:
-    """pixels uint8 [B, K, height, width]; matrix [B, 2, 3] from output (x, y, 1) to input; fill [K].
+    """Warp uint8 [B, K, height, width] by `matrix` [B, 2, 3], which maps output (x, y, 1) to input; `fill` [K] is used outside.
 
-    `sizes` [B, 2] are the heights and widths of images that lie in the upper left corners of a larger canvas.
+    `sizes` [B, 2] are the heights and widths of the images if they are padded.
     """
-    sizes = whole_canvas(pixels) if sizes is None else sizes
+    sizes = full_sizes(pixels) if sizes is None else sizes
     height, width = sizes[:, 0, None, None], sizes[:, 1, None, None]
     y, x = (torch.arange(side, device=pixels.device) + 0.5 for side in pixels.shape[-2:])
     y = y[:, None]
@@ -17,7 +17,7 @@ def warp(pixels: Tensor, matrix: Tensor, fill: Tensor, filter: str = "bicubic", 
     source_x, source_y = a * x + b * y + c, d * x + e * y + f  # [B, height, width]
     inside = (source_x >= 0) & (source_x < width) & (source_y >= 0) & (source_y < height)
     if filter == "nearest":
-        value = take(pixels, source_x.floor().long(), source_y.floor().long(), sizes).float()
+        value = gather_pixels(pixels, source_x.floor().long(), source_y.floor().long(), sizes).float()
     else:
         weights = cubic_weights if filter == "bicubic" else linear_weights
         source_x, source_y = source_x - 0.5, source_y - 0.5
@@ -28,21 +28,21 @@ def warp(pixels: Tensor, matrix: Tensor, fill: Tensor, filter: str = "bicubic", 
         for row, weight_y in enumerate(rows):
             line = torch.zeros(pixels.shape, device=pixels.device)
             for column, weight_x in enumerate(columns):
-                line += weight_x[:, None] * take(pixels, left.long() + first + column, top.long() + first + row, sizes)
+                line += weight_x[:, None] * gather_pixels(pixels, left.long() + first + column, top.long() + first + row, sizes)
             value += weight_y[:, None] * line
-        # Pillow rounds a bicubic value and cuts a bilinear one.
+        # Pillow rounds bicubic values and truncates bilinear ones.
         value = (value + 0.5).floor() if filter == "bicubic" else value.floor()
     value = value.clamp(0, 255).to(torch.uint8)
     return torch.where(inside[:, None], value, fill.to(torch.uint8)[:, None, None])
 
 
-def whole_canvas(pixels: Tensor) -> Tensor:
-    """Sizes [B, 2] of images that fill their canvas."""
+def full_sizes(pixels: Tensor) -> Tensor:
+    """Sizes [B, 2] of images without padding."""
     return torch.stack([torch.full((len(pixels),), side, device=pixels.device) for side in pixels.shape[-2:]], 1)
 
 
-def take(pixels: Tensor, x: Tensor, y: Tensor, sizes: Tensor) -> Tensor:
-    """Values at whole positions [B, height, width], the edge going on beyond the ends."""
+def gather_pixels(pixels: Tensor, x: Tensor, y: Tensor, sizes: Tensor) -> Tensor:
+    """Pixel values at integer coordinates [B, height, width]; edge pixels are repeated outside of the image."""
     limit = (sizes - 1)[:, :, None, None]
     index = torch.minimum(y.clamp(min=0), limit[:, 0]) * pixels.shape[-1] + torch.minimum(x.clamp(min=0), limit[:, 1])
     index = index.flatten(1)[:, None].expand(-1, pixels.shape[1], -1)
@@ -50,7 +50,7 @@ def take(pixels: Tensor, x: Tensor, y: Tensor, sizes: Tensor) -> Tensor:
 
 
 def cubic_weights(d: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Pillow's cubic for warps, sharper than the one for resizing."""
+    """Pillow's cubic filter for warps, which is sharper than its filter for resizing."""
     return -d + 2 * d**2 - d**3, 1 - 2 * d**2 + d**3, d + d**2 - d**3, -(d**2) + d**3
 
 
@@ -59,28 +59,30 @@ def linear_weights(d: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rotation(degrees: Tensor, height: Tensor | int, width: Tensor | int) -> Tensor:
-    """Counter-clockwise about the middle, as an output-to-input matrix [B, 2, 3]."""
+    """Counter-clockwise rotation about the image center, as output-to-input matrix [B, 2, 3]."""
     angle = -torch.deg2rad(degrees)
     cos, sin = torch.cos(angle), torch.sin(angle)
-    centre_x, centre_y = width / 2.0, height / 2.0
-    c = -cos * centre_x - sin * centre_y + centre_x
-    f = sin * centre_x - cos * centre_y + centre_y
-    return torch.stack([cos, sin, c, -sin, cos, f], -1).unflatten(-1, (2, 3))
+    center_x, center_y = width / 2.0, height / 2.0
+    c = -cos * center_x - sin * center_y + center_x
+    f = sin * center_x - cos * center_y + center_y
+    out: Tensor = torch.stack([cos, sin, c, -sin, cos, f], -1).unflatten(-1, (2, 3))
+    return out
 
 
-def mirrored(matrix: Tensor, widths: Tensor) -> Tensor:
-    """What a warp [B, 2, 3] of images turned round left to right does to the images as they lie."""
+def mirror_warp(matrix: Tensor, widths: Tensor) -> Tensor:
+    """Conjugate a warp [B, 2, 3] by a horizontal flip: the warp of the flipped image, expressed for the unflipped image."""
     (a, b, c), (d, e, f) = (row.unbind(-1) for row in matrix.unbind(1))
-    return torch.stack([a, -b, widths - a * widths - c, -d, e, f + d * widths], -1).unflatten(-1, (2, 3))
+    out: Tensor = torch.stack([a, -b, widths - a * widths - c, -d, e, f + d * widths], -1).unflatten(-1, (2, 3))
+    return out
 
 
 def square(matrix: Tensor) -> Tensor:
-    """[B, 2, 3] to [B, 3, 3]."""
+    """Extend matrices [B, 2, 3] to [B, 3, 3]."""
     last = torch.zeros_like(matrix[:, :1])
     last[:, :, 2] = 1
     return torch.cat([matrix, last], 1)
 
 
 def compose(first: Tensor, second: Tensor) -> Tensor:
-    """The product of matrices [B, 3, 3], in full precision whatever the device's products are set to."""
+    """Matrix product of [B, 3, 3], always in full float32 precision (no TF32)."""
     return (first[:, :, :, None] * second[:, None]).sum(2)

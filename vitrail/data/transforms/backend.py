@@ -1,4 +1,4 @@
-"""Which implementation works on a tensor: plain torch anywhere, Triton kernels on a GPU (torch brings Triton along there)."""
+"""Selection of the implementation for a tensor: Triton kernels on GPUs, plain torch elsewhere."""
 
 from importlib.util import find_spec
 from types import ModuleType
@@ -9,7 +9,7 @@ HAS_TRITON = find_spec("triton") is not None
 
 
 def kernels_for(tensor: Tensor) -> ModuleType | None:
-    """The module `kernels` if the tensor lies on a GPU, else None."""
+    """Return the module `kernels` if the tensor is on a GPU and Triton is installed, else None."""
     if not (tensor.is_cuda and HAS_TRITON):
         return None
     from vitrail.data.transforms import kernels
@@ -17,8 +17,8 @@ def kernels_for(tensor: Tensor) -> ModuleType | None:
     return kernels
 
 
-def passes_for(pixels: Tensor) -> ModuleType:
-    """The passes over pixels: the module `kernels` on a GPU, else `passes`, the reference."""
+def backend_for(pixels: Tensor) -> ModuleType:
+    """Return the module with the pixel operations for this tensor: `kernels` on a GPU, else `reference`."""
     from vitrail.data.transforms import reference
 
     kernels = kernels_for(pixels)

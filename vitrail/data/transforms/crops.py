@@ -1,4 +1,4 @@
-"""Where the network looks: crops and flips. A `View` keeps what was done, so that label maps and masks can follow exactly."""
+"""Crops and flips. A `View` records the geometry, so that label maps and masks can be transformed in exactly the same way."""
 
 import math
 from typing import NamedTuple
@@ -6,12 +6,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vitrail.data.rng import integers, uniform
+from vitrail.data.rng import randint, uniform
 
 
 class Axis(NamedTuple):
-    """One direction of a view, per image [B]: take `length` source pixels from `start`, resize them to `resized`, take `out`
-    of those from `offset` on (beyond the ends: mirrored), turn round if `flip`."""
+    """One axis of a view, per image [B].
+
+    `length` source pixels from `start` on are resized to `resized` pixels; `out` of those are taken from `offset` on (reflected
+    beyond the ends) and flipped if `flip`.
+    """
 
     start: Tensor
     length: Tensor
@@ -22,30 +25,32 @@ class Axis(NamedTuple):
 
 
 class View(NamedTuple):
-    """What the network sees of each image."""
+    """The crop of each image."""
 
     rows: Axis
     columns: Axis
 
     def matrix(self) -> Tensor:
-        """[B, 3, 3]: a pixel centre (x, y, 1) of the output to its place in the source image, in pixels."""
+        """Matrices [B, 3, 3] from output coordinates (x, y, 1) to coordinates in the source image, in pixels."""
         values = []
         for axis in (self.columns, self.rows):
-            scale, back = axis.length / axis.resized, axis.flip.float()
-            values += [scale * (1 - 2 * back), axis.start + (axis.offset + axis.out * back) * scale]
-        still, one = torch.zeros_like(values[0]), torch.ones_like(values[0])
-        return torch.stack([values[0], still, values[1], still, values[2], values[3], still, still, one], 1).unflatten(1, (3, 3))
+            scale, flip = axis.length / axis.resized, axis.flip.float()
+            values += [scale * (1 - 2 * flip), axis.start + (axis.offset + axis.out * flip) * scale]
+        zero, one = torch.zeros_like(values[0]), torch.ones_like(values[0])
+        entries = [values[0], zero, values[1], zero, values[2], values[3], zero, zero, one]
+        out: Tensor = torch.stack(entries, 1).unflatten(1, (3, 3))
+        return out
 
-    def mirrored(self, widths: Tensor, flip: Tensor) -> "View":
-        """The same view of images of these `widths` [B] that were turned round first where `flip` [B], seen as they lie."""
+    def after_flip(self, widths: Tensor, flip: Tensor) -> "View":
+        """The view of unflipped images of `widths` [B] that equals this view of the images flipped where `flip` [B]."""
         axis = self.columns
         start = torch.where(flip, widths - axis.start - axis.length, axis.start)
         offset = torch.where(flip, axis.resized - axis.out - axis.offset, axis.offset)
         return View(self.rows, Axis(start, axis.length, axis.resized, offset, axis.flip ^ flip, axis.out))
 
 
-def _axis(start, length, out: int, flip) -> Axis:
-    """A box resized to the output: nothing cut, nothing mirrored."""
+def _axis(start: Tensor, length: Tensor, out: int, flip: Tensor) -> Axis:
+    """The axis of a box that is resized to the output without cropping or reflection."""
     return Axis(start, length, torch.full_like(start, out), torch.zeros_like(start), flip, out)
 
 
@@ -57,7 +62,7 @@ def random_resized_crop(
     ratio: tuple[float, float] = (3 / 4, 4 / 3),
     name: str = "crop",
 ) -> View:
-    """A box of random area (share of the image) and aspect (log-uniform), ten tries, else the largest allowed centre box."""
+    """A box of random area (fraction of the image) and log-uniform aspect ratio; after ten failed tries a center box."""
     height, width = sizes[:, :1].float(), sizes[:, 1:].float()
     area = height * width * (scale[0] + (scale[1] - scale[0]) * uniform(key, f"{name}.area", 10))
     aspect = torch.exp(math.log(ratio[0]) + (math.log(ratio[1]) - math.log(ratio[0])) * uniform(key, f"{name}.aspect", 10))
@@ -65,61 +70,61 @@ def random_resized_crop(
     valid = (tries_w > 0) & (tries_w <= width) & (tries_h > 0) & (tries_h <= height)
     first = valid.to(torch.uint8).argmax(1, keepdim=True)
     box_w, box_h = tries_w.gather(1, first)[:, 0].long(), tries_h.gather(1, first)[:, 0].long()
-    place = uniform(key, f"{name}.place", 2)
+    offset = uniform(key, f"{name}.place", 2)
     rows, columns = sizes[:, 0], sizes[:, 1]
-    top = (place[:, 0] * (rows - box_h + 1)).long()
-    left = (place[:, 1] * (columns - box_w + 1)).long()
+    top = (offset[:, 0] * (rows - box_h + 1)).long()
+    left = (offset[:, 1] * (columns - box_w + 1)).long()
     shape = columns / rows
-    centre_w = torch.where(shape > ratio[1], (rows * ratio[1]).round().long(), columns)
-    centre_h = torch.where(shape < ratio[0], (columns / ratio[0]).round().long(), rows)
-    found = valid.any(1)
-    box_h, box_w = torch.where(found, box_h, centre_h), torch.where(found, box_w, centre_w)
-    top = torch.where(found, top, (rows - centre_h) // 2)
-    left = torch.where(found, left, (columns - centre_w) // 2)
-    still = torch.zeros_like(found)
-    return View(_axis(top, box_h, out[0], still), _axis(left, box_w, out[1], still))
+    center_w = torch.where(shape > ratio[1], (rows * ratio[1]).round().long(), columns)
+    center_h = torch.where(shape < ratio[0], (columns / ratio[0]).round().long(), rows)
+    success = valid.any(1)
+    box_h, box_w = torch.where(success, box_h, center_h), torch.where(success, box_w, center_w)
+    top = torch.where(success, top, (rows - center_h) // 2)
+    left = torch.where(success, left, (columns - center_w) // 2)
+    no_flip = torch.zeros_like(success)
+    return View(_axis(top, box_h, out[0], no_flip), _axis(left, box_w, out[1], no_flip))
 
 
 def simple_random_crop(sizes: Tensor, key: Tensor, out: tuple[int, int], padding: int = 4) -> View:
-    """The shorter side to the output's, then a crop at a random place of the image mirrored by `padding` pixels."""
-    resized = shorter_side(sizes, out)
+    """Resize so that the image just covers the output, then crop at a random position, with `padding` reflected pixels."""
+    resized = cover_size(sizes, out)
     offsets = [
-        integers(key, f"crop.{name}", resized[:, place] + 2 * padding - out[place] + 1)[:, 0] - padding
-        for place, name in enumerate(("top", "left"))
+        randint(key, f"crop.{name}", resized[:, axis] + 2 * padding - out[axis] + 1)[:, 0] - padding
+        for axis, name in enumerate(("top", "left"))
     ]
-    return _cut(sizes, resized, offsets, out)
+    return _crop_resized(sizes, resized, offsets, out)
 
 
-def centre_crop(sizes: Tensor, out: tuple[int, int], crop_ratio: float = 0.875) -> View:
-    """The test view: the shorter side to size / crop_ratio (whole part), then the middle."""
+def center_crop(sizes: Tensor, out: tuple[int, int], crop_ratio: float = 0.875) -> View:
+    """Resize so that the image just covers int(out / crop_ratio), then crop the center."""
     target = (int(out[0] / crop_ratio), int(out[1] / crop_ratio))
-    resized = shorter_side(sizes, target)
-    offsets = [torch.round((resized[:, place] - out[place]) / 2.0).long() for place in (0, 1)]
-    return _cut(sizes, resized, offsets, out)
+    resized = cover_size(sizes, target)
+    offsets = [torch.round((resized[:, axis] - out[axis]) / 2.0).long() for axis in (0, 1)]
+    return _crop_resized(sizes, resized, offsets, out)
 
 
 def squash(sizes: Tensor, out: tuple[int, int]) -> View:
-    """The whole image to the output's size, aspect not kept."""
-    zeros, still = torch.zeros_like(sizes[:, 0]), torch.zeros_like(sizes[:, 0], dtype=torch.bool)
-    return View(_axis(zeros, sizes[:, 0], out[0], still), _axis(zeros, sizes[:, 1], out[1], still))
+    """Resize the whole image to the output size without keeping its aspect ratio."""
+    zeros, no_flip = torch.zeros_like(sizes[:, 0]), torch.zeros_like(sizes[:, 0], dtype=torch.bool)
+    return View(_axis(zeros, sizes[:, 0], out[0], no_flip), _axis(zeros, sizes[:, 1], out[1], no_flip))
 
 
-def shorter_side(sizes: Tensor, out: tuple[int, int]) -> Tensor:
-    """[B, 2] sizes after resizing so that the image just covers `out`, aspect kept, the other side cut to whole pixels."""
+def cover_size(sizes: Tensor, out: tuple[int, int]) -> Tensor:
+    """Sizes [B, 2] after resizing so that the image just covers `out`; the aspect ratio is kept, the other side truncated."""
     rows, columns = sizes[:, 0], sizes[:, 1]
-    by_rows = rows * out[1] <= columns * out[0]  # the rows are the shorter ones, in terms of the output
+    by_rows = rows * out[1] <= columns * out[0]  # the height is the shorter side relative to the output
     new_rows = torch.where(by_rows, out[0], out[1] * rows // columns.clamp(min=1))
     new_columns = torch.where(by_rows, out[0] * columns // rows.clamp(min=1), out[1])
     return torch.stack([new_rows, new_columns], 1)
 
 
-def _cut(sizes: Tensor, resized: Tensor, offsets: list[Tensor], out: tuple[int, int]) -> View:
-    zeros, still = torch.zeros_like(sizes[:, 0]), torch.zeros_like(sizes[:, 0], dtype=torch.bool)
-    rows, columns = (Axis(zeros, sizes[:, i], resized[:, i], offsets[i], still, out[i]) for i in (0, 1))
+def _crop_resized(sizes: Tensor, resized: Tensor, offsets: list[Tensor], out: tuple[int, int]) -> View:
+    zeros, no_flip = torch.zeros_like(sizes[:, 0]), torch.zeros_like(sizes[:, 0], dtype=torch.bool)
+    rows, columns = (Axis(zeros, sizes[:, i], resized[:, i], offsets[i], no_flip, out[i]) for i in (0, 1))
     return View(rows, columns)
 
 
-def turned(view: View, flip: Tensor) -> View:
-    """Left and right of what is seen exchanged where `flip` [B]."""
+def flip_view(view: View, flip: Tensor) -> View:
+    """Flip the view horizontally where `flip` [B]."""
     axis = view.columns
     return View(view.rows, Axis(axis.start, axis.length, axis.resized, axis.offset, axis.flip ^ flip, axis.out))

@@ -1,7 +1,6 @@
-"""The whole way of a batch from stored bytes to what the network sees."""
+"""The augmentation pipeline: from padded uint8 images to normalized network inputs."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import reduce
 from typing import NamedTuple
 
@@ -9,161 +8,123 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vitrail.data.rng import GOLDEN, between, chance, scramble
+from vitrail.data.rng import GOLDEN, bernoulli, hash32, uniform_between
 from vitrail.data.transforms import color, crops, policies
-from vitrail.data.transforms.affine import compose, square, whole_canvas
-from vitrail.data.transforms.backend import passes_for
+from vitrail.data.transforms.affine import compose, full_sizes, square
+from vitrail.data.transforms.backend import backend_for
+from vitrail.data.transforms.config import Augmentation as Augmentation
 from vitrail.data.transforms.mixup import erasing_boxes
 from vitrail.data.transforms.reference import Layer
-from vitrail.data.transforms.resize import FILTERS
-from vitrail.errors import UserError
-
-CROPS = ("random_resized", "simple", "center", "squash")
-POLICIES = ("none", "rand", "auto", "trivial", "three", "dino")
-IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-
-
-@dataclass(frozen=True)
-class Augmentation:
-    """What is done to an image, as plain values. The defaults are a plain random resized crop and a flip."""
-
-    image_size: tuple[int, int] = (224, 224)
-    crop: str = "random_resized"
-    scale: tuple[float, float] = (0.08, 1.0)
-    ratio: tuple[float, float] = (3 / 4, 4 / 3)
-    crop_ratio: float = 0.875  # of the centre crop
-    padding: int = 4  # of the simple random crop
-    interpolation: str = "bicubic"  # of the crop; "random" draws bilinear or bicubic for each image, and for each of its warps
-    hflip: float = 0.5
-    crop_last: bool = False  # LV-ViT's order: flip, policy on the whole image, then the crop
-    policy: str = "none"
-    magnitude: float = 9.0
-    magnitude_std: float = 0.5
-    num_ops: int = 2
-    color_jitter: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)  # brightness, contrast, saturation, hue
-    color_jitter_prob: float = 1.0
-    grayscale: float = 0.0  # probabilities of the "dino" policy
-    blur: float = 0.0
-    solarize: float = 0.0
-    random_erasing: float = 0.0
-    mean: tuple[float, ...] = IMAGENET_MEAN
-    std: tuple[float, ...] = IMAGENET_STD
-
-    def __post_init__(self) -> None:
-        for name, value, choices in (
-            ("crop", self.crop, CROPS),
-            ("policy", self.policy, POLICIES),
-            ("filter", self.interpolation, FILTERS),
-        ):
-            if value not in choices:
-                raise UserError(f"{name}={value!r} is not known; choose from {', '.join(choices)}.")
-        if not 0 < self.crop_ratio <= 1:
-            raise UserError(f"crop_ratio={self.crop_ratio} is not a share of the image; give a number above 0, at most 1.")
 
 
 class Augmented(NamedTuple):
+    """Augmented images and the geometry of their augmentation."""
+
     images: Tensor  # float [B, 3, height, width], normalized
     view: crops.View  # the crop
-    layers: tuple[Layer, ...]  # of the policy, first to last
+    layers: tuple[Layer, ...]  # of the policy, in the order of application
     sizes: Tensor  # int64 [B, 2], of the source images
     crop_last: bool
 
     @property
     def steps(self) -> list[tuple[Tensor, Tensor]]:
-        """From the output back to the source: the matrix [B, 3, 3] of each operation and the sizes [B, 2] of what it reads."""
-        sizes = self.sizes if self.crop_last else whole_canvas(self.images)
+        """For every operation, last to first: its output-to-input matrix [B, 3, 3] and the sizes [B, 2] of its input."""
+        sizes = self.sizes if self.crop_last else full_sizes(self.images)
         warps = [(square(layer.matrix(sizes)), sizes) for layer in reversed(self.layers)]
         crop = [(self.view.matrix(), self.sizes)]
         return crop + warps if self.crop_last else warps + crop
 
     @property
     def matrix(self) -> Tensor:
-        """[B, 3, 3]: a place in the output (x, y, 1) to its place in the source image, pixel centres at .5."""
+        """Matrices [B, 3, 3] from output coordinates (x, y, 1) to source coordinates; pixel centers are at .5."""
         return reduce(lambda after, before: compose(before, after), (matrix for matrix, _ in self.steps))
 
 
-def augment(pixels: Tensor, sizes: Tensor, key: Tensor, how: Augmentation) -> Augmented:
-    """uint8 [B, 3, H, W] with sizes [B, 2] and keys [B] to what the network sees; the host never waits for a GPU."""
-    passes = passes_for(pixels)
-    view, cubic = look(sizes, key, how), policies.random_cubic(key, "crop", how.interpolation)
-    if how.crop_last:
-        changed = change(policies.Canvas(pixels, sizes, flips(key, how)), key, how)
-        seen = passes.render(changed.pixels, view, how.interpolation, cubic)
+def augment(pixels: Tensor, sizes: Tensor, key: Tensor, augmentation: Augmentation) -> Augmented:
+    """Augment uint8 images [B, 3, H, W] of `sizes` [B, 2] with the random keys [B]; does not synchronize with the GPU."""
+    backend = backend_for(pixels)
+    view, cubic = sample_view(sizes, key, augmentation), policies.sample_cubic(key, "crop", augmentation.interpolation)
+    if augmentation.crop_last:
+        output = apply_policy(policies.PaddedImages(pixels, sizes, sample_flips(key, augmentation)), key, augmentation)
+        cropped = backend.crop_resize(output.pixels, view, augmentation.interpolation, cubic)
     else:
-        seen = passes.render(pixels, view, how.interpolation, cubic)
-        changed = change(policies.Canvas(seen, whole_canvas(seen)), key, how)
-        seen = changed.pixels
-    boxes = erasing_boxes(key, how.image_size, how.random_erasing) if how.random_erasing > 0 else None
-    images = passes.finish(seen, how.mean, how.std, boxes, key)
-    return Augmented(images, view, changed.layers, sizes, how.crop_last)
+        cropped = backend.crop_resize(pixels, view, augmentation.interpolation, cubic)
+        output = apply_policy(policies.PaddedImages(cropped, full_sizes(cropped)), key, augmentation)
+        cropped = output.pixels
+    boxes = erasing_boxes(key, augmentation.image_size, augmentation.random_erasing) if augmentation.random_erasing > 0 else None
+    images = backend.normalize(cropped, augmentation.mean, augmentation.std, boxes, key)
+    return Augmented(images, view, output.layers, sizes, augmentation.crop_last)
 
 
-def look(sizes: Tensor, key: Tensor, how: Augmentation) -> crops.View:
-    """What is seen of images of `sizes` [B, 2], turned round or not."""
-    match how.crop:
+def sample_view(sizes: Tensor, key: Tensor, augmentation: Augmentation) -> crops.View:
+    """Draw the crop and the flip of images of `sizes` [B, 2]."""
+    match augmentation.crop:
         case "random_resized":
-            view = crops.random_resized_crop(sizes, key, how.image_size, how.scale, how.ratio)
+            view = crops.random_resized_crop(sizes, key, augmentation.image_size, augmentation.scale, augmentation.ratio)
         case "simple":
-            view = crops.simple_random_crop(sizes, key, how.image_size, how.padding)
+            view = crops.simple_random_crop(sizes, key, augmentation.image_size, augmentation.padding)
         case "center":
-            view = crops.centre_crop(sizes, how.image_size, how.crop_ratio)
+            view = crops.center_crop(sizes, augmentation.image_size, augmentation.crop_ratio)
         case _:
-            view = crops.squash(sizes, how.image_size)
-    flip = flips(key, how)
+            view = crops.squash(sizes, augmentation.image_size)
+    flip = sample_flips(key, augmentation)
     if flip is None:
         return view
-    return view.mirrored(sizes[:, 1], flip) if how.crop_last else crops.turned(view, flip)
+    return view.after_flip(sizes[:, 1], flip) if augmentation.crop_last else crops.flip_view(view, flip)
 
 
-def flips(key: Tensor, how: Augmentation) -> Tensor | None:
-    """Which images are turned round left to right [B]; test views never are."""
-    return chance(key, "flip", how.hflip) if how.crop in ("random_resized", "simple") else None
+def sample_flips(key: Tensor, augmentation: Augmentation) -> Tensor | None:
+    """Draw which images are flipped horizontally [B]; None for the deterministic crops."""
+    return bernoulli(key, "flip", augmentation.hflip) if augmentation.crop in ("random_resized", "simple") else None
 
 
-def change(canvas: policies.Canvas, key: Tensor, how: Augmentation) -> policies.Changed:
-    """The policy."""
-    match how.policy:
+def apply_policy(padded: policies.PaddedImages, key: Tensor, augmentation: Augmentation) -> policies.PolicyOutput:
+    """Apply the policy and the color jitter."""
+    match augmentation.policy:
         case "rand":
-            return policies.rand_augment(canvas, key, how.magnitude, how.magnitude_std, how.num_ops, how.interpolation)
+            strength = (augmentation.magnitude, augmentation.magnitude_std, augmentation.num_ops)
+            return policies.rand_augment(padded, key, *strength, augmentation.interpolation)
         case "auto":
-            return policies.auto_augment(canvas, key, how.interpolation)
+            return policies.auto_augment(padded, key, augmentation.interpolation)
         case "trivial":
-            return policies.trivial_augment(canvas, key, how.interpolation)
+            return policies.trivial_augment(padded, key, augmentation.interpolation)
         case "three":
-            canvas = canvas._replace(pixels=policies.three_augment(canvas, key))
-            return policies.Changed(jittered(canvas, key, how))
+            padded = padded._replace(pixels=policies.three_augment(padded, key))
+            return policies.PolicyOutput(apply_color_jitter(padded, key, augmentation))
         case "dino":
-            return policies.Changed(dino(canvas, key, how))
-    return policies.Changed(jittered(canvas, key, how))
+            return policies.PolicyOutput(apply_dino(padded, key, augmentation))
+    return policies.PolicyOutput(apply_color_jitter(padded, key, augmentation))
 
 
-def jittered(canvas: policies.Canvas, key: Tensor, how: Augmentation) -> Tensor:
-    *strengths, turn = how.color_jitter
+def apply_color_jitter(padded: policies.PaddedImages, key: Tensor, augmentation: Augmentation) -> Tensor:
+    *strengths, max_hue_shift = augmentation.color_jitter
     if not any(strengths):
-        return canvas.pixels
-    some = chance(key, "jitter", how.color_jitter_prob)
-    pixels = policies.color_jitter(canvas, key, *strengths, some=some)
-    if turn:
-        turned = color.hue(pixels, between(key, "jitter.hue", -turn, turn))
-        pixels = torch.where(some[:, None, None, None], turned, pixels)
+        return padded.pixels
+    selected = bernoulli(key, "jitter", augmentation.color_jitter_prob)
+    pixels = policies.color_jitter(padded, key, *strengths, selected=selected)
+    if max_hue_shift:
+        shifted = color.hue(pixels, uniform_between(key, "jitter.hue", -max_hue_shift, max_hue_shift))
+        pixels = torch.where(selected[:, None, None, None], shifted, pixels)
     return pixels
 
 
-def dino(canvas: policies.Canvas, key: Tensor, how: Augmentation) -> Tensor:
-    """Jitter, grey, blur, solarize, each with its probability."""
-    canvas = canvas._replace(pixels=jittered(canvas, key, how))
-    pixels = policies.apply_some(canvas, chance(key, "grey", how.grayscale), "saturation", 0.0)
-    sigma = torch.where(chance(key, "blur", how.blur), between(key, "blur.sigma", 0.1, 2.0), 0.0)
-    pixels = passes_for(pixels).blur(pixels, canvas.sizes, sigma)
-    return policies.apply_some(canvas._replace(pixels=pixels), chance(key, "solarize", how.solarize), "solarize", 128.0)
+def apply_dino(padded: policies.PaddedImages, key: Tensor, augmentation: Augmentation) -> Tensor:
+    """The augmentation of DINO: color jitter, grayscale, blur and solarize, each with its own probability."""
+    padded = padded._replace(pixels=apply_color_jitter(padded, key, augmentation))
+    pixels = policies.apply_masked(padded, bernoulli(key, "grey", augmentation.grayscale), "saturation", 0.0)
+    sigma = torch.where(bernoulli(key, "blur", augmentation.blur), uniform_between(key, "blur.sigma", 0.1, 2.0), 0.0)
+    pixels = backend_for(pixels).blur(pixels, padded.sizes, sigma)
+    solarized = bernoulli(key, "solarize", augmentation.solarize)
+    return policies.apply_masked(padded._replace(pixels=pixels), solarized, "solarize", 128.0)
 
 
 def augment_views(pixels: Tensor, sizes: Tensor, key: Tensor, views: list[Augmentation]) -> list[Augmented]:
-    """Several views of every image (two for an instance loss, two large and many small for DINO), each with keys of its own."""
-    return [augment(pixels, sizes, scramble(key + GOLDEN * (number + 1)), how) for number, how in enumerate(views)]
+    """Several views of every image, each with its own keys: two for an instance loss, two global and many local ones for DINO."""
+    keys = [hash32(key + GOLDEN * (number + 1)) for number in range(len(views))]
+    return [augment(pixels, sizes, own_key, view) for own_key, view in zip(keys, views, strict=True)]
 
 
-def follow(
+def reproject(
     maps: Tensor,
     matrix: Tensor,
     out: tuple[int, int],
@@ -173,11 +134,11 @@ def follow(
     fill: float = 0.0,
     steps: Sequence[tuple[Tensor, Tensor]] = (),
 ) -> Tensor:
-    """Re-project maps that lie over the source images to where `augment` put their pixels.
+    """Apply the geometry of an augmentation to label maps [B, K, h, w] of the source images.
 
-    maps [B, K, h, w] cover the source images, which have `sizes` [B, 2] in pixels; `matrix` is what `augment` returned for
-    outputs of `image` pixels; the result has `out` cells over the same view. Outside the source: `fill`. With the `steps` that
-    `augment` returned, `fill` is also where the image was filled because an earlier operation had lost what would be there.
+    `sizes` [B, 2] are the sizes of the source images in pixels, `matrix` and `steps` those of `Augmented`, and `image` the size
+    of the augmented images. The result has `out` cells over the same view. Cells outside of the source image get `fill`; with
+    `steps`, also cells that the image lost in an earlier operation.
     """
     height, width = out
     y = (torch.arange(height, device=maps.device) + 0.5) * (image[0] / height)
@@ -185,22 +146,22 @@ def follow(
     rows, columns = torch.meshgrid(y, x, indexing="ij")
     start = torch.stack([columns, rows, torch.ones_like(rows)], -1).expand(len(maps), -1, -1, -1)
     known = torch.ones(len(maps), height, width, dtype=torch.bool, device=maps.device)
-    places = start
+    points = start
     for step, size in steps:
-        places = transform(step, places)
-        known = known & within(places, size)
-    places = transform(matrix, start)
-    normal = places[..., :2] / sizes.flip(1)[:, None, None].float() * 2 - 1
-    found = F.grid_sample(maps.float() - fill, normal, mode=filter, padding_mode="border", align_corners=False) + fill
-    return torch.where((known & within(places, sizes))[:, None], found, fill).to(maps.dtype)
+        points = transform_points(step, points)
+        known = known & inside_image(points, size)
+    points = transform_points(matrix, start)
+    grid = points[..., :2] / sizes.flip(1)[:, None, None].float() * 2 - 1
+    sampled = F.grid_sample(maps.float() - fill, grid, mode=filter, padding_mode="border", align_corners=False) + fill
+    return torch.where((known & inside_image(points, sizes))[:, None], sampled, fill).to(maps.dtype)
 
 
-def transform(matrix: Tensor, places: Tensor) -> Tensor:
-    """Places [B, h, w, 3] through matrices [B, 3, 3]; no product of matrices, which a device may be set to round."""
-    return (matrix[:, None, None] * places[:, :, :, None]).sum(-1)
+def transform_points(matrix: Tensor, points: Tensor) -> Tensor:
+    """Apply matrices [B, 3, 3] to points [B, h, w, 3], in full float32 precision (no TF32)."""
+    return (matrix[:, None, None] * points[:, :, :, None]).sum(-1)
 
 
-def within(places: Tensor, sizes: Tensor) -> Tensor:
-    """Which places (x, y, 1) [B, h, w, 3] lie in images of `sizes` [B, 2]."""
-    inside = (places[..., :2] >= 0) & (places[..., :2] <= sizes.flip(1)[:, None, None])
+def inside_image(points: Tensor, sizes: Tensor) -> Tensor:
+    """Mask of the points (x, y, 1) [B, h, w, 3] inside of images of `sizes` [B, 2]."""
+    inside = (points[..., :2] >= 0) & (points[..., :2] <= sizes.flip(1)[:, None, None])
     return inside.all(-1)

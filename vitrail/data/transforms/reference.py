@@ -1,8 +1,8 @@
-"""The passes over the pixels of a batch in plain torch, the reference; `kernels` has the same four for GPUs.
+"""Reference implementation of the pixel operations in plain torch: crop_resize, blur, apply_operations, normalize.
 
-A pass does one kind of thing to every image, with parameters of its own; here, image by image or to those alike together.
-Images lie in the upper left corners of a common canvas; `sizes` [B, 2] are their heights and widths. What lies beyond an image
-is neither read nor worth reading afterwards.
+`kernels` implements the same four functions for GPUs. Every image of a batch has its own parameters. Images are padded at the
+bottom and on the right to a common size; `sizes` [B, 2] are their heights and widths. The padding is not read, and its values
+in the output are undefined.
 """
 
 import math
@@ -12,14 +12,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vitrail.data.rng import scramble
+from vitrail.data.rng import hash32
 from vitrail.data.transforms import color
-from vitrail.data.transforms.affine import mirrored, rotation, warp
+from vitrail.data.transforms.affine import mirror_warp, rotation, warp
 from vitrail.data.transforms.crops import View
 from vitrail.data.transforms.resize import axis_taps, blur_taps, resample
 
-# What a layer can do to an image, in the order in which timm's "increasing" RandAugment lists it. Those that are neither
-# saturation nor sharpness nor warps map a value to a value.
+# The operations of a policy, in the order of timm's "increasing" RandAugment. All except saturation, sharpness and the warps are
+# lookup tables.
 OPERATIONS = (
     "autocontrast",
     "equalize",
@@ -37,62 +37,62 @@ OPERATIONS = (
     "translate_x",
     "translate_y",
 )
-NUMBER = {name: number for number, name in enumerate(OPERATIONS)}
-NONE = len(OPERATIONS)  # the number of no operation
+OPERATION_INDEX = {name: index for index, name in enumerate(OPERATIONS)}
+IDENTITY = len(OPERATIONS)  # index of "no operation"
 WARPS = ("rotate", "shear_x", "shear_y", "translate_x", "translate_y")
-FILL = (124, 116, 104)  # the rounded ImageNet mean, where a warp finds nothing
+FILL = (124, 116, 104)  # the rounded ImageNet mean, outside of the image
 
 
 class Layer(NamedTuple):
     """One operation per image."""
 
-    operation: Tensor  # int64 [B], by number
-    value: Tensor  # float32 [B]: its argument (a factor, a threshold, bits, degrees, a share of a side, ...)
-    flip: Tensor | None = None  # bool [B]: those whose warp means the image turned round left to right; None: no image
-    cubic: Tensor | None = None  # bool [B]: warps are bicubic, else bilinear; None: all bicubic
+    operation: Tensor  # int64 [B], index in `OPERATIONS`, or `IDENTITY`
+    value: Tensor  # float32 [B]: its argument (a factor, a threshold, bits, degrees, a fraction of a side, ...)
+    flip: Tensor | None = None  # bool [B]: the warp applies to the horizontally flipped image; None: to no image
+    cubic: Tensor | None = None  # bool [B]: the warp is bicubic, else bilinear; None: all bicubic
 
     def matrix(self, sizes: Tensor) -> Tensor:
-        """Output to input places [B, 2, 3] in images of `sizes` [B, 2], the identity where no warp was drawn."""
-        degrees, shear_x, shear_y, share_x, share_y = (self.value * (self.operation == NUMBER[name]) for name in WARPS)
+        """Affine matrices [B, 2, 3] from output to input pixels for images of `sizes` [B, 2]; the identity without a warp."""
+        degrees, shear_x, shear_y, shift_x, shift_y = (self.value * (self.operation == OPERATION_INDEX[name]) for name in WARPS)
         height, width = sizes.unbind(1)
-        still = torch.zeros_like(degrees)
-        moves = torch.stack([still, shear_x, share_x * width, shear_y, still, share_y * height], 1)
-        matrix = rotation(degrees, height, width) + moves.unflatten(1, (2, 3))
-        return matrix if self.flip is None else torch.where(self.flip[:, None, None], mirrored(matrix, width), matrix)
+        zeros = torch.zeros_like(degrees)
+        offsets = torch.stack([zeros, shear_x, shift_x * width, shear_y, zeros, shift_y * height], 1)
+        matrix = rotation(degrees, height, width) + offsets.unflatten(1, (2, 3))
+        return matrix if self.flip is None else torch.where(self.flip[:, None, None], mirror_warp(matrix, width), matrix)
 
-    def of(self, some: Tensor) -> "Layer":
-        return Layer(*(None if drawn is None else drawn[some] for drawn in self))  # type: ignore[arg-type]
+    def select(self, rows: Tensor) -> "Layer":
+        return Layer(*(None if values is None else values[rows] for values in self))  # type: ignore[arg-type]
 
 
-def render(pixels: Tensor, view: View, filter: str, cubic: Tensor | None) -> Tensor:
-    """What the views see: uint8 [B, 3, H, W] to uint8 [B, 3, out, out]; `cubic` [B] belongs to the filter "random"."""
+def crop_resize(pixels: Tensor, view: View, filter: str, cubic: Tensor | None) -> Tensor:
+    """Crop and resize uint8 [B, 3, H, W] to uint8 [B, 3, out, out]; `cubic` [B] is used with the filter "random"."""
     height, width = pixels.shape[-2:]
-    wide = resample(pixels, axis_taps(view.columns, width, filter, cubic), 3)
-    return resample(wide, axis_taps(view.rows, height, filter, cubic), 2)
+    horizontal = resample(pixels, axis_taps(view.columns, width, filter, cubic), 3)
+    return resample(horizontal, axis_taps(view.rows, height, filter, cubic), 2)
 
 
 def blur(pixels: Tensor, sizes: Tensor, sigma: Tensor) -> Tensor:
-    """Gaussian blur with sigma [B] (0: none; at most 2) of uint8 [B, 3, H, W], whole numbers between its two directions."""
-    done, some = pixels.clone(), sigma.nonzero()[:, 0]
-    if not len(some):
-        return done
-    columns, rows = (blur_taps(sigma[some], sizes[some, dim - 2], pixels.shape[dim]) for dim in (3, 2))
-    done[some] = resample(resample(pixels[some], columns, 3), rows, 2)
-    return done
+    """Gaussian blur of uint8 [B, 3, H, W] with sigma [B] (0: none; at most 2), rounded to uint8 after each direction."""
+    out, blurred = pixels.clone(), sigma.nonzero()[:, 0]
+    if not len(blurred):
+        return out
+    columns, rows = (blur_taps(sigma[blurred], sizes[blurred, dim - 2], pixels.shape[dim]) for dim in (3, 2))
+    out[blurred] = resample(resample(pixels[blurred], columns, 3), rows, 2)
+    return out
 
 
-def operate(pixels: Tensor, sizes: Tensor, layer: Layer) -> Tensor:
-    """One operation per image on uint8 [B, 3, H, W]."""
-    done = pixels.clone()
-    for number in layer.operation.unique().tolist():
-        if number != NONE:
-            some = (layer.operation == number).nonzero()[:, 0]
-            done[some] = apply_operation(OPERATIONS[number], pixels[some], sizes[some], layer.of(some))
-    return done
+def apply_operations(pixels: Tensor, sizes: Tensor, layer: Layer) -> Tensor:
+    """Apply one operation per image to uint8 [B, 3, H, W]."""
+    out = pixels.clone()
+    for index in layer.operation.unique().tolist():
+        if index != IDENTITY:
+            rows = (layer.operation == index).nonzero()[:, 0]
+            out[rows] = apply_operation(OPERATIONS[index], pixels[rows], sizes[rows], layer.select(rows))
+    return out
 
 
 def apply_operation(name: str, pixels: Tensor, sizes: Tensor, layer: Layer) -> Tensor:
-    """The same operation on every image, each with its own argument."""
+    """Apply the same operation to every image, each with its own argument."""
     value = layer.value
     match name:
         case "saturation":
@@ -125,11 +125,11 @@ def apply_operation(name: str, pixels: Tensor, sizes: Tensor, layer: Layer) -> T
     return color.apply_table(pixels, table)
 
 
-def finish(pixels: Tensor, mean: Sequence[float], std: Sequence[float], boxes: Tensor | None, key: Tensor) -> Tensor:
-    """uint8 [B, 3, H, W] to normalized float32; noise in `boxes` [B, 4] (top, bottom, left, right)."""
-    middle = torch.tensor(mean, device=pixels.device)[:, None, None] * 255
-    spread = torch.tensor(std, device=pixels.device)[:, None, None] * 255
-    images = (pixels.float() - middle) / spread
+def normalize(pixels: Tensor, mean: Sequence[float], std: Sequence[float], boxes: Tensor | None, key: Tensor) -> Tensor:
+    """Normalize uint8 [B, 3, H, W] to float32 and fill `boxes` [B, 4] (top, bottom, left, right) with noise."""
+    center = torch.tensor(mean, device=pixels.device)[:, None, None] * 255
+    scale = torch.tensor(std, device=pixels.device)[:, None, None] * 255
+    images = (pixels.float() - center) / scale
     for image, (top, bottom, left, right) in enumerate([] if boxes is None else boxes.tolist()):
         if bottom > top:
             box = (image, slice(None), slice(top, bottom), slice(left, right))
@@ -138,9 +138,9 @@ def finish(pixels: Tensor, mean: Sequence[float], std: Sequence[float], boxes: T
 
 
 def pixel_noise(images: Tensor, key: Tensor) -> Tensor:
-    """Standard normal numbers for every value, keyed by image and place."""
-    place = torch.arange(images[0].numel(), device=images.device).reshape(images.shape[1:])
-    first = scramble(scramble(key[:, None, None, None] + place * 2) ^ 0x5BD1E995)
-    second = scramble(first + 0x9E3779B9)
+    """Standard normal numbers for every value of images [B, 3, H, W], keyed by image and position."""
+    position = torch.arange(images[0].numel(), device=images.device).reshape(images.shape[1:])
+    first = hash32(hash32(key[:, None, None, None] + position * 2) ^ 0x5BD1E995)
+    second = hash32(first + 0x9E3779B9)
     radius = torch.sqrt(-2.0 * torch.log1p(-(first >> 8).float() * 2.0**-24))
     return radius * torch.cos(2.0 * math.pi * (second >> 8).float() * 2.0**-24)

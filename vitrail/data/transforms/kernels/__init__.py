@@ -1,13 +1,13 @@
-"""The passes of `passes.py`, which says what they do, and random numbers, as Triton kernels.
+"""Triton implementations of the pixel operations in `reference.py` and of the random numbers in `data/rng.py`.
 
-A program works on some pixels of one image and branches on what that image drew, so that an image costs what it needs: half
-of them leave a RandAugment layer as a copy. Launches go to the current device, which has to be that of the tensors
-(`torch.cuda.set_device`). Only this folder and `layers/kernels` import Triton.
+Each program works on some pixels of one image and branches on the operation drawn for that image, so an image without an
+operation costs only a copy. Launches go to the current device, which must be that of the tensors (`torch.cuda.set_device`). Only
+this package and `layers/kernels` import Triton.
 """
 
-from vitrail.data.transforms.kernels.normalize import finish
-from vitrail.data.transforms.kernels.operations import operate
-from vitrail.data.transforms.kernels.resize import blur, render
-from vitrail.data.transforms.kernels.rng import bits, fold, uniform
+from vitrail.data.transforms.kernels.normalize import normalize
+from vitrail.data.transforms.kernels.operations import apply_operations
+from vitrail.data.transforms.kernels.resize import blur, crop_resize
+from vitrail.data.transforms.kernels.rng import fold_keys, random_bits, uniform
 
-__all__ = ["bits", "blur", "finish", "fold", "operate", "render", "uniform"]
+__all__ = ["apply_operations", "blur", "crop_resize", "fold_keys", "normalize", "random_bits", "uniform"]

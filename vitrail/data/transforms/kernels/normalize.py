@@ -1,4 +1,4 @@
-"""Normalization and erasing."""
+"""Normalization and random erasing."""
 
 import math
 from collections.abc import Sequence
@@ -8,13 +8,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vitrail.data.transforms.kernels.rng import TINY, scramble
+from vitrail.data.transforms.kernels.rng import TINY, hash32
 
 PI = tl.constexpr(math.pi)
 
 
 @triton.jit(do_not_specialize=["height", "width"])
-def finish_kernel(
+def normalize_kernel(
     pixels,
     out,
     boxes,
@@ -32,33 +32,33 @@ def finish_kernel(
 ):
     image = tl.program_id(1).to(tl.int64)
     plane = height * width
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = place < plane
+    offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = offset < plane
     if ERASE:
-        y, x = place // width, place % width
+        y, x = offset // width, offset % width
         box = boxes + image * 4
         inside = (y >= tl.load(box)) & (y < tl.load(box + 1)) & (x >= tl.load(box + 2)) & (x < tl.load(box + 3))
-        some = tl.max(inside.to(tl.int32), 0) > 0
+        any_inside = tl.max(inside.to(tl.int32), 0) > 0
     for channel in tl.static_range(3):
         mean = mean_red if channel == 0 else mean_green if channel == 1 else mean_blue
         std = std_red if channel == 0 else std_green if channel == 1 else std_blue
-        target = image * 3 * plane + channel * plane + place
+        target = image * 3 * plane + channel * plane + offset
         value = tl.load(pixels + target, mask, 0).to(tl.float32) - mean.to(tl.float32)
-        value = tl.div_rn(value, std.to(tl.float32))  # a compiled caller hands float64 over
+        value = tl.div_rn(value, std.to(tl.float32))  # torch.compile passes float64
         if ERASE:  # noqa: SIM102
-            if some:  # see `passes.pixel_noise`
-                first = scramble(scramble(tl.load(key + image) + (channel * plane + place) * 2) ^ 0x5BD1E995)
-                second = scramble(first + 0x9E3779B9)
+            if any_inside:  # see `reference.pixel_noise`
+                first = hash32(hash32(tl.load(key + image) + (channel * plane + offset) * 2) ^ 0x5BD1E995)
+                second = hash32(first + 0x9E3779B9)
                 radius = tl.sqrt(-2.0 * tl.log(1.0 - (first >> 8).to(tl.float32) * TINY))
                 noise = radius * tl.cos((second >> 8).to(tl.float32) * (2 * PI * TINY))
                 value = tl.where(inside, noise, value)
         tl.store(out + target, value, mask)
 
 
-def finish(pixels: Tensor, mean: Sequence[float], std: Sequence[float], boxes: Tensor | None, key: Tensor) -> Tensor:
+def normalize(pixels: Tensor, mean: Sequence[float], std: Sequence[float], boxes: Tensor | None, key: Tensor) -> Tensor:
     height, width = pixels.shape[-2:]
     out = torch.empty(pixels.shape, dtype=torch.float32, device=pixels.device)
-    finish_kernel[(triton.cdiv(height * width, 1024), len(pixels))](
+    normalize_kernel[(triton.cdiv(height * width, 1024), len(pixels))](
         pixels.contiguous(),
         out,
         key if boxes is None else boxes.contiguous(),

@@ -1,4 +1,4 @@
-"""One operation per image, out of a policy's list."""
+"""One operation of a policy per image."""
 
 import math
 
@@ -10,17 +10,17 @@ from torch import Tensor
 from vitrail.data.transforms import reference
 
 
-def numbers(*names: str) -> list:
-    return [tl.constexpr(reference.NUMBER[name]) for name in names]
+def operation_indices(*names: str) -> list[tl.constexpr]:
+    return [tl.constexpr(reference.OPERATION_INDEX[name]) for name in names]
 
 
-AUTOCONTRAST, EQUALIZE, CONTRAST = numbers("autocontrast", "equalize", "contrast")
-INVERT, POSTERIZE, SOLARIZE, SOLARIZE_ADD = numbers("invert", "posterize", "solarize", "solarize_add")
-BRIGHTNESS, SATURATION, SHARPNESS = numbers("brightness", "saturation", "sharpness")
-ROTATE, SHEAR_X, SHEAR_Y, TRANSLATE_X, TRANSLATE_Y = numbers(*reference.WARPS)
-NONE = tl.constexpr(reference.NONE)
+AUTOCONTRAST, EQUALIZE, CONTRAST = operation_indices("autocontrast", "equalize", "contrast")
+INVERT, POSTERIZE, SOLARIZE, SOLARIZE_ADD = operation_indices("invert", "posterize", "solarize", "solarize_add")
+BRIGHTNESS, SATURATION, SHARPNESS = operation_indices("brightness", "saturation", "sharpness")
+ROTATE, SHEAR_X, SHEAR_Y, TRANSLATE_X, TRANSLATE_Y = operation_indices(*reference.WARPS)
+IDENTITY = tl.constexpr(reference.IDENTITY)
 PI = tl.constexpr(math.pi)
-SHAPES = ["stride_b", "stride_c", "stride_y", "height", "width"]  # canvases vary from batch to batch: one kernel for all of them
+SHAPES = ["stride_b", "stride_c", "stride_y", "height", "width"]  # they vary from batch to batch: compile one kernel for all
 
 
 @triton.jit
@@ -30,7 +30,7 @@ def luma(red, green, blue):
 
 @triton.jit
 def blend(base, value, factor):
-    """As `color.blend`; the product goes through float64 so that no compiler can leave its rounding out."""
+    """See `color.blend`. The product is computed in float64 so that the compiler cannot fuse away its rounding."""
     product = (factor.to(tl.float64) * (value - base).to(tl.float64)).to(tl.float32)
     mixed = tl.floor(base.to(tl.float32) + product)
     return tl.minimum(tl.maximum(mixed, 0.0), 255.0).to(tl.int32)
@@ -40,13 +40,13 @@ def blend(base, value, factor):
 def histogram_kernel(
     pixels, sizes, operation, counts, stride_b, stride_c, stride_y, stride_x, height, width, BLOCK: tl.constexpr
 ):
-    """Counts [B, 4, 256] of the values of red, green and blue, and the sum of all lumas, if the operation asks for them."""
+    """Histograms of red, green and blue and the sum of all lumas, in counts [B, 4, 256], if the operation needs them."""
     image = tl.program_id(1).to(tl.int64)
     drawn = tl.load(operation + image)
     if (drawn != AUTOCONTRAST) & (drawn != EQUALIZE) & (drawn != CONTRAST):
         return
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    y, x = place // width, place % width
+    offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    y, x = offset // width, offset % width
     mask = (y < tl.load(sizes + image * 2)) & (x < tl.load(sizes + image * 2 + 1))
     source = pixels + image * stride_b + y * stride_y + x * stride_x
     red, green = tl.load(source, mask, 0), tl.load(source + stride_c, mask, 0)
@@ -62,7 +62,7 @@ def histogram_kernel(
 
 @triton.jit
 def table_kernel(sizes, operation, value, counts, table):
-    """What becomes of each grey level, uint8 [B, 3, 256], a program for each channel; see `passes.apply_operation`."""
+    """Lookup tables uint8 [B, 3, 256], one program per image and channel; see `reference.apply_operation`."""
     image, channel = tl.program_id(0).to(tl.int64), tl.program_id(1)
     drawn, argument, v = tl.load(operation + image), tl.load(value + image), tl.arange(0, 256)
     count = tl.load(counts + image * 1024 + channel * 256 + v)
@@ -71,7 +71,7 @@ def table_kernel(sizes, operation, value, counts, table):
     if drawn == AUTOCONTRAST:
         if high > low:
             scale = tl.full([1], 255.0, tl.float64) / (high - low).to(tl.float64)
-            # The condition always holds, which compilers do not know: so they cannot leave the rounding of the products out.
+            # The condition is always true. It keeps the compiler from fusing away the rounding of the products.
             raised = tl.where(total > 0, v.to(tl.float64) * scale, 0.0)
             new = (raised - tl.where(total > 0, low.to(tl.float64) * scale, 0.0)).to(tl.int32)
     elif drawn == EQUALIZE:
@@ -96,34 +96,34 @@ def table_kernel(sizes, operation, value, counts, table):
 
 @triton.jit
 def warp_weight(distance, bicubic):
-    """See `warp.cubic_weights` and `warp.linear_weights`."""
+    """See `affine.cubic_weights` and `affine.linear_weights`."""
     x = tl.abs(distance)
     cubic = tl.where(x < 1, (x - 2) * x * x + 1, ((5 - x) * x - 8) * x + 4)
     return tl.where(bicubic, cubic, tl.maximum(1 - x, 0.0))
 
 
 @triton.jit
-def whole(value, bicubic):
-    """Pillow rounds a bicubic value and cuts a bilinear one."""
+def to_uint8_range(value, bicubic):
+    """Pillow rounds bicubic values and truncates bilinear ones."""
     return tl.minimum(tl.maximum(tl.floor(value + tl.where(bicubic, 0.5, 0.0)), 0.0), 255.0).to(tl.int32)
 
 
 @triton.jit
-def warp_place(x, y, drawn, value, rows, columns, turned):
-    """Where an output place lies in the input; see `passes.Layer.matrix`."""
+def warp_coordinates(x, y, drawn, value, rows, columns, flipped):
+    """Input coordinates of an output pixel; see `reference.Layer.matrix`."""
     angle = tl.where(drawn == ROTATE, value, 0.0) * (-PI / 180)
     cos, sin = tl.cos(angle), tl.sin(angle)
-    middle_x, middle_y = columns / 2.0, rows / 2.0
+    center_x, center_y = columns / 2.0, rows / 2.0
     b, d = sin + tl.where(drawn == SHEAR_X, value, 0.0), -sin + tl.where(drawn == SHEAR_Y, value, 0.0)
-    c = -cos * middle_x - sin * middle_y + middle_x + tl.where(drawn == TRANSLATE_X, value * columns, 0.0)
-    f = sin * middle_x - cos * middle_y + middle_y + tl.where(drawn == TRANSLATE_Y, value * rows, 0.0)
-    if turned:
+    c = -cos * center_x - sin * center_y + center_x + tl.where(drawn == TRANSLATE_X, value * columns, 0.0)
+    f = sin * center_x - cos * center_y + center_y + tl.where(drawn == TRANSLATE_Y, value * rows, 0.0)
+    if flipped:
         b, c, d, f = -b, columns - cos * columns - c, -d, f + d * columns
     return cos * x + b * y + c, d * x + cos * y + f
 
 
 @triton.jit(do_not_specialize=SHAPES)
-def operate_kernel(
+def operations_kernel(
     pixels,
     out,
     sizes,
@@ -149,17 +149,17 @@ def operate_kernel(
     image = tl.program_id(1).to(tl.int64)
     rows, columns = tl.load(sizes + image * 2).to(tl.int32), tl.load(sizes + image * 2 + 1).to(tl.int32)
     drawn, argument = tl.load(operation + image), tl.load(value + image)
-    turned = tl.load(flips + image) != 0 if FLIPS else False
+    flipped = tl.load(flips + image) != 0 if FLIPS else False
     bicubic = tl.load(cubics + image) != 0 if CUBICS else True
     plane, source = height * width, pixels + image * stride_b
     for block in range(BLOCKS):
-        place = (tl.program_id(0) * BLOCKS + block) * BLOCK + tl.arange(0, BLOCK)
-        y, x = place // width, place % width
+        offset = (tl.program_id(0) * BLOCKS + block) * BLOCK + tl.arange(0, BLOCK)
+        y, x = offset // width, offset % width
         mask = (y < rows) & (x < columns)
         own = source + y * stride_y + x * stride_x
-        target = out + image * 3 * plane + place
+        target = out + image * 3 * plane + offset
         if (drawn == ROTATE) | (drawn == SHEAR_X) | (drawn == SHEAR_Y) | (drawn == TRANSLATE_X) | (drawn == TRANSLATE_Y):
-            source_x, source_y = warp_place(x + 0.5, y + 0.5, drawn, argument, rows, columns, turned)
+            source_x, source_y = warp_coordinates(x + 0.5, y + 0.5, drawn, argument, rows, columns, flipped)
             inside = (source_x >= 0) & (source_x < columns) & (source_y >= 0) & (source_y < rows) & mask
             left, top = tl.floor(source_x - 0.5), tl.floor(source_y - 0.5)
             part_x, part_y = source_x - 0.5 - left, source_y - 0.5 - top
@@ -171,34 +171,34 @@ def operate_kernel(
                 line_green, line_blue = line_red, line_red
                 line = source + tl.minimum(tl.maximum(top + row, 0), rows - 1) * stride_y
                 for column in range(4):
-                    found = line + tl.minimum(tl.maximum(left + column, 0), columns - 1) * stride_x
+                    pointer = line + tl.minimum(tl.maximum(left + column, 0), columns - 1) * stride_x
                     factor = warp_weight(part_x + 1 - column, bicubic)
-                    line_red += factor * tl.load(found, inside, 0).to(tl.float32)
-                    line_green += factor * tl.load(found + stride_c, inside, 0).to(tl.float32)
-                    line_blue += factor * tl.load(found + 2 * stride_c, inside, 0).to(tl.float32)
+                    line_red += factor * tl.load(pointer, inside, 0).to(tl.float32)
+                    line_green += factor * tl.load(pointer + stride_c, inside, 0).to(tl.float32)
+                    line_blue += factor * tl.load(pointer + 2 * stride_c, inside, 0).to(tl.float32)
                 factor = warp_weight(part_y + 1 - row, bicubic)
                 red, green, blue = red + factor * line_red, green + factor * line_green, blue + factor * line_blue
-            red = tl.where(inside, whole(red, bicubic), FILL_RED)
-            green = tl.where(inside, whole(green, bicubic), FILL_GREEN)
-            blue = tl.where(inside, whole(blue, bicubic), FILL_BLUE)
+            red = tl.where(inside, to_uint8_range(red, bicubic), FILL_RED)
+            green = tl.where(inside, to_uint8_range(green, bicubic), FILL_GREEN)
+            blue = tl.where(inside, to_uint8_range(blue, bicubic), FILL_BLUE)
         else:
             red, green = tl.load(own, mask, 0).to(tl.int32), tl.load(own + stride_c, mask, 0).to(tl.int32)
             blue = tl.load(own + 2 * stride_c, mask, 0).to(tl.int32)
             if drawn == SATURATION:
-                grey = luma(red, green, blue)
-                red, green, blue = blend(grey, red, argument), blend(grey, green, argument), blend(grey, blue, argument)
+                gray = luma(red, green, blue)
+                red, green, blue = blend(gray, red, argument), blend(gray, green, argument), blend(gray, blue, argument)
             elif drawn == SHARPNESS:
                 inner = (y > 0) & (y < rows - 1) & (x > 0) & (x < columns - 1)
                 smooth_red, smooth_green, smooth_blue = 4 * red, 4 * green, 4 * blue
-                for neighbour in tl.static_range(9):
-                    found = own + (neighbour // 3 - 1) * stride_y + (neighbour % 3 - 1) * stride_x
-                    smooth_red += tl.load(found, inner, 0).to(tl.int32)
-                    smooth_green += tl.load(found + stride_c, inner, 0).to(tl.int32)
-                    smooth_blue += tl.load(found + 2 * stride_c, inner, 0).to(tl.int32)
+                for neighbor in tl.static_range(9):
+                    pointer = own + (neighbor // 3 - 1) * stride_y + (neighbor % 3 - 1) * stride_x
+                    smooth_red += tl.load(pointer, inner, 0).to(tl.int32)
+                    smooth_green += tl.load(pointer + stride_c, inner, 0).to(tl.int32)
+                    smooth_blue += tl.load(pointer + 2 * stride_c, inner, 0).to(tl.int32)
                 red = blend(tl.where(inner, (2 * smooth_red + 13) // 26, red), red, argument)
                 green = blend(tl.where(inner, (2 * smooth_green + 13) // 26, green), green, argument)
                 blue = blend(tl.where(inner, (2 * smooth_blue + 13) // 26, blue), blue, argument)
-            elif drawn != NONE:
+            elif drawn != IDENTITY:
                 entries = table + image * 768
                 red = tl.load(entries + red, mask, 0).to(tl.int32)
                 green = tl.load(entries + 256 + green, mask, 0).to(tl.int32)
@@ -208,7 +208,7 @@ def operate_kernel(
         tl.store(target + 2 * plane, blue.to(tl.uint8), mask)
 
 
-def operate(pixels: Tensor, sizes: Tensor, layer: reference.Layer) -> Tensor:
+def apply_operations(pixels: Tensor, sizes: Tensor, layer: reference.Layer) -> Tensor:
     batch, (height, width) = len(pixels), pixels.shape[-2:]
     operation, value, flips, cubics = layer
     operation, value, sizes = operation.contiguous(), value.contiguous(), sizes.contiguous()
@@ -218,7 +218,7 @@ def operate(pixels: Tensor, sizes: Tensor, layer: reference.Layer) -> Tensor:
     table = torch.empty(batch, 3, 256, dtype=torch.uint8, device=pixels.device)
     table_kernel[(batch, 3)](sizes, operation, value, counts, table)
     out = torch.empty(pixels.shape, dtype=torch.uint8, device=pixels.device)
-    operate_kernel[(triton.cdiv(height * width, 2048), batch)](
+    operations_kernel[(triton.cdiv(height * width, 2048), batch)](
         pixels,
         out,
         sizes,

@@ -1,4 +1,4 @@
-"""Crops, resizing and blurring (`augment/resampling.py`): a kernel for the taps of an axis, and one for the sums."""
+"""Crops, resizing and blurring (see `transforms/resize.py`): one kernel for the taps of an axis, one for the weighted sums."""
 
 import math
 
@@ -9,11 +9,11 @@ from torch import Tensor
 
 from vitrail.data.transforms import resize
 from vitrail.data.transforms.crops import Axis, View
-from vitrail.data.transforms.resize import BLUR_RADIUS, FILTERS, SUPPORT, Taps, most_taps
+from vitrail.data.transforms.resize import BLUR_RADIUS, FILTERS, SUPPORT, Taps, max_taps
 
 NEAREST, BILINEAR, BICUBIC, LANCZOS, RANDOM, GAUSSIAN = (tl.constexpr(number) for number in range(len(FILTERS) + 1))
 PI, UNIT = tl.constexpr(math.pi), tl.constexpr(resize.UNIT)
-SHAPES = ["stride_b", "stride_c", "stride_y", "height", "width"]  # canvases vary from batch to batch: one kernel for all of them
+SHAPES = ["stride_b", "stride_c", "stride_y", "height", "width"]  # they vary from batch to batch: compile one kernel for all
 
 
 @triton.jit
@@ -30,7 +30,7 @@ def sinc(x):
 
 @triton.jit
 def filter_weight(distance, shape, FILTER: tl.constexpr):
-    """How much a source pixel counts at a distance (float64), before the division by the sum of all."""
+    """Unnormalized weight of a source pixel at a distance (float64)."""
     x = tl.abs(distance)
     if FILTER == BILINEAR:
         weight = tl.maximum(1 - x, 0.0)
@@ -40,38 +40,38 @@ def filter_weight(distance, shape, FILTER: tl.constexpr):
         weight = tl.where(x < 3, sinc(x) * sinc(x / 3), 0.0)
     elif FILTER == RANDOM:
         weight = tl.where(shape != 0, cubic_filter(x), tl.maximum(1 - x, 0.0))
-    elif FILTER == GAUSSIAN:  # folded with a pixel
+    elif FILTER == GAUSSIAN:  # convolved with a pixel
         weight = tl.erf((distance + 0.5) / shape) - tl.erf((distance - 0.5) / shape)
-    else:  # nearest: the one tap there is
+    else:  # nearest: a single tap
         weight = x * 0 + 1
     return weight
 
 
-@triton.jit(do_not_specialize=["size", "most"])
+@triton.jit(do_not_specialize=["size", "num_taps"])
 def taps_kernel(
-    axes,  # int64 [B, 5]: see `geometry.Axis`
-    shapes,  # float32 [B]: of the Gaussian, its standard deviation; of the filter "random", whether it is cubic
-    first,  # these four: see `resampling.Taps`
+    axes,  # int64 [B, 5]: see `crops.Axis`
+    shapes,  # float32 [B]: standard deviation of the Gaussian; whether the filter "random" is bicubic
+    first,  # the next four: see `resize.Taps`
     weights,
     used,
     last,
     size,
-    most,
+    num_taps,
     REACH: tl.constexpr,
     FILTER: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """`resampling.axis_taps` and `resampling.blur_taps`."""
+    """See `resize.axis_taps` and `resize.blur_taps`."""
     image = tl.program_id(1).to(tl.int64)
     axis = axes + image * 5
     start, length, resized = tl.load(axis), tl.load(axis + 1), tl.load(axis + 2)
     out = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    place = tl.where(tl.load(axis + 4) != 0, size - 1 - out, out) + tl.load(axis + 3)
+    position = tl.where(tl.load(axis + 4) != 0, size - 1 - out, out) + tl.load(axis + 3)
     period = tl.maximum(2 * (resized - 1), 1)
-    place = (place % period + period) % period
-    place = tl.where(place >= resized, period - place, place)
+    position = (position % period + period) % period
+    position = tl.where(position >= resized, period - position, position)
     scale = length.to(tl.float64) / resized.to(tl.float64)
-    centre = start.to(tl.float64) + (place.to(tl.float64) + 0.5) * scale
+    center = start.to(tl.float64) + (position.to(tl.float64) + 0.5) * scale
     shape = tl.load(shapes + image).to(tl.float64)
     stretch = tl.maximum(scale, 1.0)
     low, high = start, start + length
@@ -79,38 +79,38 @@ def taps_kernel(
         variance = shape * shape - 1 / 12
         radius = tl.where(variance > 1e-6, tl.minimum(tl.ceil(5 * shape), REACH), 0.0).to(tl.int32)
         shape = tl.sqrt(2 * tl.where(variance > 1e-6, variance, 1.0))
-        begin, own = place - radius, 2 * radius + 1
-        low, high = begin, begin + own  # the edges go on
+        begin, own = position - radius, 2 * radius + 1
+        low, high = begin, begin + own  # edge pixels are repeated
     elif FILTER == NEAREST:
-        begin, own = tl.minimum(tl.floor(centre).to(tl.int64), high - 1), tl.full([], 1, tl.int32)
+        begin, own = tl.minimum(tl.floor(center).to(tl.int64), high - 1), tl.full([], 1, tl.int32)
     else:
-        begin, own = tl.floor(centre - REACH * stretch + 0.5).to(tl.int64), tl.ceil(2 * REACH * stretch).to(tl.int32)
+        begin, own = tl.floor(center - REACH * stretch + 0.5).to(tl.int64), tl.ceil(2 * REACH * stretch).to(tl.int32)
     total = tl.zeros([BLOCK], tl.float64)
     for tap in range(own):
         source = begin + tap
-        weight = filter_weight((source.to(tl.float64) + 0.5 - centre) / stretch, shape, FILTER)
+        weight = filter_weight((source.to(tl.float64) + 0.5 - center) / stretch, shape, FILTER)
         total += tl.where((source >= low) & (source < high), weight, 0.0)
     for tap in range(own):
         source = begin + tap
-        weight = filter_weight((source.to(tl.float64) + 0.5 - centre) / stretch, shape, FILTER)
+        weight = filter_weight((source.to(tl.float64) + 0.5 - center) / stretch, shape, FILTER)
         weight = tl.where((source >= low) & (source < high), weight, 0.0) / total
         fixed = tl.floor(weight * UNIT + 0.5).to(tl.int32)
-        tl.store(weights + (image * most + tap) * size + out, fixed, out < size)
+        tl.store(weights + (image * num_taps + tap) * size + out, fixed, out < size)
     tl.store(first + image * size + out, begin.to(tl.int64), out < size)
     tl.store(used + image, own.to(tl.int64))
     tl.store(last + image, start + length - 1)
 
 
-def make_taps(axis: Axis, shapes: Tensor, most: int, reach: float, filter: int) -> Taps:
+def make_taps(axis: Axis, shapes: Tensor, num_taps: int, reach: float, filter: int) -> Taps:
     batch = len(axis.start)
     first, used, last = (torch.empty(batch, *shape, dtype=torch.int64, device=shapes.device) for shape in ((axis.out,), (), ()))
-    taps = Taps(first, torch.empty(batch, most, axis.out, dtype=torch.int32, device=shapes.device), used, last)
+    taps = Taps(first, torch.empty(batch, num_taps, axis.out, dtype=torch.int32, device=shapes.device), used, last)
     taps_kernel[(triton.cdiv(axis.out, 128), batch)](
         torch.stack([axis.start, axis.length, axis.resized, axis.offset, axis.flip.long()], 1),
         shapes,
         *taps,
         axis.out,
-        most,
+        num_taps,
         REACH=reach,
         FILTER=filter,
         BLOCK=128,
@@ -126,9 +126,9 @@ def resample_kernel(
     weights,
     used,
     last,
-    begins,  # int64 [B], with `ends`: the rows that anybody will look at
+    begins,  # int64 [B]: with `ends`, the range of rows to compute
     ends,
-    most,
+    num_taps,
     stride_b,
     stride_c,
     stride_y,
@@ -138,36 +138,36 @@ def resample_kernel(
     ALONG_X: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    place, image = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1).to(tl.int64)
+    position, image = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1).to(tl.int64)
     top, bottom = tl.program_id(0) * BLOCK // width, (tl.program_id(0) * BLOCK + BLOCK - 1) // width
     if (top >= tl.load(ends + image)) | (bottom < tl.load(begins + image)):
         return
     plane = height * width
-    y, x, mask = place // width, place % width, place < plane
+    y, x, mask = position // width, position % width, position < plane
     source = pixels + image * stride_b
     if ALONG_X:
         along, size, step, source = x, width, stride_x, source + y * stride_y
     else:
         along, size, step, source = y, height, stride_y, source + x * stride_x
     start = tl.load(first + image * size + along, mask, 0).to(tl.int32)
-    weight = weights + image * most * size + along
+    weight = weights + image * num_taps * size + along
     limit = tl.load(last + image).to(tl.int32)
     red = tl.full([BLOCK], 1 << 21, tl.int32)
     green, blue = red, red
     for tap in range(tl.load(used + image).to(tl.int32)):
-        taken = source + tl.minimum(tl.maximum(start + tap, 0), limit) * step
+        pointer = source + tl.minimum(tl.maximum(start + tap, 0), limit) * step
         factor = tl.load(weight + tap * size, mask, 0)
-        red += factor * tl.load(taken, mask, 0).to(tl.int32)
-        green += factor * tl.load(taken + stride_c, mask, 0).to(tl.int32)
-        blue += factor * tl.load(taken + 2 * stride_c, mask, 0).to(tl.int32)
-    target = out + image * 3 * plane + place
+        red += factor * tl.load(pointer, mask, 0).to(tl.int32)
+        green += factor * tl.load(pointer + stride_c, mask, 0).to(tl.int32)
+        blue += factor * tl.load(pointer + 2 * stride_c, mask, 0).to(tl.int32)
+    target = out + image * 3 * plane + position
     tl.store(target, tl.minimum(tl.maximum(red >> 22, 0), 255).to(tl.uint8), mask)
     tl.store(target + plane, tl.minimum(tl.maximum(green >> 22, 0), 255).to(tl.uint8), mask)
     tl.store(target + 2 * plane, tl.minimum(tl.maximum(blue >> 22, 0), 255).to(tl.uint8), mask)
 
 
 def resample(pixels: Tensor, out: Tensor, taps: Taps, along_x: bool, begins: Tensor, ends: Tensor) -> Tensor:
-    """One axis of uint8 [B, 3, height, width] into `out`, of which only the rows from `begins` [B] to `ends` [B] are written."""
+    """Resample one axis of uint8 [B, 3, height, width] into `out`; only the rows from `begins` [B] to `ends` [B] are written."""
     height, width = out.shape[-2:]
     resample_kernel[(triton.cdiv(height * width, 512), len(pixels))](
         pixels,
@@ -185,26 +185,27 @@ def resample(pixels: Tensor, out: Tensor, taps: Taps, along_x: bool, begins: Ten
     return out
 
 
-def render(pixels: Tensor, view: View, filter: str, cubic: Tensor | None) -> Tensor:
+def crop_resize(pixels: Tensor, view: View, filter: str, cubic: Tensor | None) -> Tensor:
     shapes, number = (view.rows.start if cubic is None else cubic).float(), FILTERS.index(filter)
     columns, rows = (
-        make_taps(axis, shapes, most_taps(filter, size, axis.out), SUPPORT[filter], number)
+        make_taps(axis, shapes, max_taps(filter, size, axis.out), SUPPORT[filter], number)
         for axis, size in ((view.columns, pixels.shape[3]), (view.rows, pixels.shape[2]))
     )
-    top, still = view.rows.start, torch.zeros_like(view.rows.start)
-    wide, seen = (pixels.new_empty(len(pixels), 3, height, view.columns.out) for height in (pixels.shape[2], view.rows.out))
-    resample(pixels, wide, columns, True, top, top + view.rows.length)
-    return resample(wide, seen, rows, False, still, view.rows.resized)
+    top, zeros = view.rows.start, torch.zeros_like(view.rows.start)
+    heights = (pixels.shape[2], view.rows.out)
+    horizontal, resized = (pixels.new_empty(len(pixels), 3, height, view.columns.out) for height in heights)
+    resample(pixels, horizontal, columns, True, top, top + view.rows.length)
+    return resample(horizontal, resized, rows, False, zeros, view.rows.resized)
 
 
 def blur(pixels: Tensor, sizes: Tensor, sigma: Tensor) -> Tensor:
     height, width = (side.contiguous() for side in sizes.unbind(1))
-    still, most = torch.zeros_like(height), 2 * BLUR_RADIUS + 1
+    zeros, num_taps = torch.zeros_like(height), 2 * BLUR_RADIUS + 1
     rows, columns = (
-        make_taps(Axis(still, side, side, still, still, size), sigma, most, BLUR_RADIUS, len(FILTERS))
+        make_taps(Axis(zeros, side, side, zeros, zeros, size), sigma, num_taps, BLUR_RADIUS, len(FILTERS))
         for side, size in ((height, pixels.shape[2]), (width, pixels.shape[3]))
     )
-    touched = height * (sigma > 0)  # no row of an image that stays sharp
-    done = pixels.clone(memory_format=torch.contiguous_format)
-    wide = resample(pixels, torch.empty_like(done), columns, True, still, touched)
-    return resample(wide, done, rows, False, still, touched)
+    blurred_rows = height * (sigma > 0)  # none of an image without blur
+    out = pixels.clone(memory_format=torch.contiguous_format)
+    horizontal = resample(pixels, torch.empty_like(out), columns, True, zeros, blurred_rows)
+    return resample(horizontal, out, rows, False, zeros, blurred_rows)

@@ -1,0 +1,79 @@
+"""Batches of a source on one device: from a cache of decoded images if they fit into memory, else decoded by worker processes."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+
+from vitrail.data.loader import (
+    Batch,
+    CachedLoader,
+    DecodedBatch,
+    ImageCache,
+    ImageReader,
+    TrainLoader,
+    WorkerLoader,
+    build_cache,
+    log_to_stderr,
+    make_batch,
+    plan_cache,
+)
+from vitrail.data.sampler import EpochSampler, first_samples
+from vitrail.data.source import Source
+from vitrail.data.workers import Workers, default_workers
+
+
+class ImageLoader:
+    """Loads a source to one device: `train_loader` for training steps, `iterate` for every image once."""
+
+    def __init__(
+        self,
+        source: Source,
+        device: torch.device | str = "cpu",
+        workers: int | None = None,
+        min_side: int | None = None,
+        unreadable: Literal["skip", "fatal"] = "skip",
+        log: Callable[[str], None] = log_to_stderr,
+    ) -> None:
+        self.source, self.device = source, torch.device(device)
+        self.min_side, self.unreadable, self.log = min_side, unreadable, log
+        self.workers = default_workers() if workers is None else workers
+        fraction = 0.5 / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # every process on this machine has its own cache
+        plan = plan_cache(source, self.device, min_side, memory_fraction=fraction)
+        self.message = plan.message
+        self.cache: ImageCache | None = None
+        if plan.location != "files":
+            self.cache = build_cache(source, self.device if plan.location == "device" else "cpu", self.workers, min_side)
+        self._pool: Workers | None = None
+
+    def train_loader(self, sampler: EpochSampler, own_micro_batches: Sequence[int], micro_batches: int) -> TrainLoader:
+        """Return the loader of the micro-batches `own_micro_batches`, out of `micro_batches` per step."""
+        if self.cache is not None:
+            return CachedLoader(self.cache, sampler, own_micro_batches, micro_batches, self.unreadable, self.log)
+        return WorkerLoader(
+            self.source, sampler, own_micro_batches, micro_batches, self.workers, self.min_side, self.unreadable, log=self.log
+        )
+
+    def iterate(self, batch_size: int, rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
+        """Yield every `world_size`-th image once, starting at `rank`, in batches on the device; unreadable images are skipped."""
+        images = np.arange(rank, len(self.source), world_size)
+        chunks = [images[start : start + batch_size] for start in range(0, len(images), batch_size)]
+        if self.cache is not None:
+            decoded_batches: Iterator[DecodedBatch] = map(self.cache.select, map(first_samples, chunks))
+        else:
+            if self._pool is None:
+                self._pool = Workers(ImageReader(self.source, self.min_side, False).read_images, self.workers)
+            decoded_batches = self._pool.run(chunks)
+        for decoded in decoded_batches:
+            readable = decoded.sizes[:, 0] > 0
+            if readable.any():
+                rows = torch.from_numpy(np.flatnonzero(readable))
+                pixels = decoded.pixels if readable.all() else decoded.pixels[rows.to(decoded.pixels.device)]
+                samples = first_samples(decoded.samples.index[readable])
+                yield make_batch(self.source, DecodedBatch(pixels, decoded.sizes[readable], None, samples, [])).to(self.device)
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
