@@ -1,4 +1,4 @@
-"""The weights that come with the package: taken by name wherever weights are taken."""
+"""The bundled weights, which all commands accept by name."""
 
 import json
 import runpy
@@ -11,11 +11,13 @@ from PIL import Image
 
 import vitrail
 from tests.training.runs import make_run
+from vitrail.aliases import upgrade_name, upgrade_tensor
 from vitrail.checkpoints import bundled
 from vitrail.checkpoints.bundled import NAMES, find_bundled
 from vitrail.checkpoints.readers import read_safetensors
 from vitrail.errors import UserError
-from vitrail.runs.prepare import is_artifact, resolve
+from vitrail.runs.initial_model import states_architecture
+from vitrail.runs.request import TrainRequest, resolve_recipe
 from vitrail.teachers.lookup import open_teacher
 
 PACKAGE = Path(vitrail.__file__).parent
@@ -33,12 +35,12 @@ def image(tmp_path):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_file_is_small_half_and_complete(name):
+def test_file_size_dtype_and_header(name):
     file = find_bundled(name)
     assert file.stat().st_size <= 12_000_000
     tensors, metadata = read_safetensors(file)
     header = json.loads(metadata["vitrail"])
-    assert header["name"] == name
+    assert upgrade_name(header["name"]) == name  # the file was written before the rename
     assert len(header["class_names"]) == header["architecture"]["classes"] == 200
     matrices = [tensor for tensor in tensors.values() if tensor.dim() > 1]
     assert {tensor.dtype for tensor in matrices} == {torch.float16}
@@ -46,64 +48,75 @@ def test_the_file_is_small_half_and_complete(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_float16_on_the_disk_is_float32_in_memory(name):
+def test_float16_tensors_are_loaded_as_float32(name):
     model = vitrail.load(name)
     assert not model.training
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    stored = read_safetensors(find_bundled(name))[0]
+    stored = {upgrade_tensor(key): tensor for key, tensor in read_safetensors(find_bundled(name))[0].items()}
+    assert stored.keys() == model.state_dict().keys()
     assert all(torch.equal(tensor, stored[key].to(tensor.dtype)) for key, tensor in model.state_dict().items())
     assert model.architecture.differences(vitrail.create(name, classes=200).architecture) == []
 
 
-def test_it_is_declared_as_data_of_the_package():
+def test_old_name_is_accepted():
+    model, old = vitrail.load("vitrail_tiny"), vitrail.load("house_tiny")
+    assert old.name == model.name == "vitrail_tiny"
+    assert all(torch.equal(tensor, model.state_dict()[key]) for key, tensor in old.state_dict().items())
+    assert open_teacher("house_tiny").name == "vitrail_tiny"
+    assert resolve_recipe(TrainRequest(changes={"init.weights": "house_tiny"}), "cpu").init.weights == "vitrail_tiny"
+    assert json.loads(model.notes["recipe"])["optimizer"]["lr"] > 0
+
+
+def test_package_data():
     declared = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["vitrail"]
     shipped = {path for pattern in declared for path in PACKAGE.glob(pattern)}
     assert {find_bundled(name) for name in NAMES} <= shipped
-    assert {PACKAGE / "data" / "pets.parquet", PACKAGE / "data" / "pets.md"} <= shipped
+    assert {PACKAGE / "data" / "datasets" / name for name in ("pets.parquet", "pets.md")} <= shipped
 
 
-def test_what_lies_in_the_current_folder_comes_first(tmp_path):
+def test_current_folder_takes_precedence(tmp_path):
     (tmp_path / "vitrail_tiny").mkdir()
     vitrail.save(vitrail.create("vitrail_mini", classes=3, depth=1), tmp_path / "vitrail_tiny" / "best.safetensors")
     assert find_bundled("vitrail_tiny") is None
     assert vitrail.load("vitrail_tiny").architecture.classes == 3
     assert vitrail.load("./vitrail_tiny").architecture.classes == 3
-    recipe = resolve(None, None, {"init.weights": "vitrail_tiny"}, "cpu")
+    recipe = resolve_recipe(TrainRequest(changes={"init.weights": "vitrail_tiny"}), "cpu")
     assert recipe.init.weights == str(tmp_path / "vitrail_tiny" / "best.safetensors")
 
 
-def test_a_training_keeps_the_name_and_not_the_place():
-    recipe = resolve(None, None, {"init.weights": "vitrail_tiny", "init.scope": "attention"}, "cpu")
+def test_recipe_contains_the_name_and_not_the_path():
+    recipe = resolve_recipe(TrainRequest(changes={"init.weights": "vitrail_tiny", "init.scope": "attention"}), "cpu")
     assert (recipe.name, recipe.init.weights) == ("finetune", "vitrail_tiny")
-    assert is_artifact("vitrail_tiny")
+    assert states_architecture("vitrail_tiny")
 
 
-def test_commands_take_it_by_name(typed, image, tmp_path):
-    shown = typed("info", "vitrail_tiny", "--json")
+def test_commands_accept_the_name(run_cli, image, tmp_path):
+    shown = run_cli("info", "vitrail_tiny", "--json")
     assert shown.returncode == 0, shown.stderr
     facts = json.loads(shown.stdout)
     assert (facts["format"], len(facts["class_names"])) == ("vitrail", 200)
-    answered = typed("predict", "vitrail_tiny", image, "--json")
+    answered = run_cli("predict", "vitrail_tiny", image, "--json")
     assert answered.returncode == 0, answered.stderr
     assert json.loads(answered.stdout)["classes"][0]["name"] in facts["class_names"]
-    assert typed("embed", "vitrail_tiny", tmp_path, "--out", "features.npy").returncode == 0
-    assert typed("convert", "vitrail_tiny", "copy.safetensors", "--check").returncode == 0
+    assert run_cli("embed", "vitrail_tiny", tmp_path, "--out", "features.npy").returncode == 0
+    assert run_cli("convert", "vitrail_tiny", "copy.safetensors", "--check").returncode == 0
     assert vitrail.load("copy.safetensors").class_names == facts["class_names"]
 
 
-def test_it_is_the_base_of_a_delta(typed):
+def test_base_of_a_delta(run_cli):
     tuned = vitrail.load("vitrail_tiny")
     with torch.no_grad():
         tuned.head.bias += 1
     vitrail.save(tuned, "tuned.safetensors")
-    assert typed("delta", "make", "vitrail_tiny", "tuned.safetensors", "--out", "delta.safetensors").returncode == 0
+    assert run_cli("delta", "make", "vitrail_tiny", "tuned.safetensors", "--out", "delta.safetensors").returncode == 0
     again = vitrail.load("vitrail_tiny+delta.safetensors")
     assert torch.equal(again.head.bias, tuned.head.bias)
 
 
-def test_it_can_teach():
+def test_teacher():
     assert open_teacher("vitrail_tiny").classes == 200
-    assert resolve("laptop", None, {"distillation.teacher": "vitrail_tiny"}, "cpu").distillation.teacher == "vitrail_tiny"
+    request = TrainRequest(recipe="laptop", changes={"distillation.teacher": "vitrail_tiny"})
+    assert resolve_recipe(request, "cpu").distillation.teacher == "vitrail_tiny"
 
 
 def test_other_names_are_files():
@@ -113,12 +126,12 @@ def test_other_names_are_files():
         vitrail.load("vitrail_mini")
 
 
-def test_a_damaged_file_is_refused(tmp_path, monkeypatch):
+def test_damaged_file_is_rejected(tmp_path, monkeypatch):
     data = bytearray(find_bundled("vitrail_tiny").read_bytes())
     data[6_000_000] ^= 1
     (tmp_path / "vitrail_tiny.safetensors").write_bytes(data)
     monkeypatch.setattr(bundled, "__file__", str(tmp_path / "__init__.py"))
-    bundled.whole.cache_clear()
+    bundled.verified_file.cache_clear()
     try:
         with pytest.raises(UserError, match="are damaged: install Vitrail again"):
             vitrail.load("vitrail_tiny")
@@ -126,12 +139,12 @@ def test_a_damaged_file_is_refused(tmp_path, monkeypatch):
         with pytest.raises(UserError, match="are missing"):
             vitrail.load("vitrail_tiny")
     finally:
-        bundled.whole.cache_clear()
+        bundled.verified_file.cache_clear()
 
 
-def test_a_name_that_is_nearly_right():
-    with pytest.raises(UserError, match=r"no file house_tinny\. Weights that come with the package: vitrail_tiny\."):
-        vitrail.load("house_tinny")
+def test_misspelled_name():
+    with pytest.raises(UserError, match=r"no file vitrail_tinny\. Weights included in the package: vitrail_tiny\."):
+        vitrail.load("vitrail_tinny")
 
 
 def test_what_is_bundled_from_now_on_keeps_the_commit_that_trained_it(tmp_path):

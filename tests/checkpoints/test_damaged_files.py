@@ -83,10 +83,13 @@ def test_missing_files_and_folders(tmp_path):
 @pytest.mark.parametrize(
     ("tensors", "says"),
     [
-        ({"conv1.weight": (64, 3, 7, 7)}, r"other\.safetensors \(the first is .*\) is that of a known vision transformer"),
-        ({"patch_embed.proj.weight": (64, 3, 16, 16)}, "lacks the tensor"),
-        ({"embeddings.patch_embeddings.projection.weight": (64, 3, 16, 16)}, "lacks the tensor"),
-        ({"patch_embed.proj.weight": (64,), "norm.weight": (64,)}, "lacks|shapes"),
+        (
+            {"conv1.weight": (64, 3, 7, 7)},
+            r"other\.safetensors is not a checkpoint of a supported vision transformer: .*the first is",
+        ),
+        ({"patch_embed.proj.weight": (64, 3, 16, 16)}, "is missing"),
+        ({"embeddings.patch_embeddings.projection.weight": (64, 3, 16, 16)}, "is missing"),
+        ({"patch_embed.proj.weight": (64,), "norm.weight": (64,)}, "is missing|shapes"),
     ],
 )
 def test_tensors_of_something_else(tensors, says, tmp_path):
@@ -109,7 +112,7 @@ def test_one_tensor_missing_surplus_or_misshapen(tmp_path):
         with pytest.raises(vitrail.UserError):
             vitrail.load(path)
     torch.save(state | {"blocks.0.attn.extra": torch.zeros(3)}, path)
-    with pytest.raises(vitrail.UserError, match=r"no place.*blocks\.0\.attn\.extra"):
+    with pytest.raises(vitrail.UserError, match=r"do not belong to .*blocks\.0\.attn\.extra"):
         vitrail.load(path)
     torch.save(state | {"blocks.1.mlp.fc2.weight": torch.zeros(3, 3)}, path)
     with pytest.raises(vitrail.UserError, match=r"blocks\.1\.mlp\.fc2\.weight.*\(3, 3\)"):

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 import vitrail
 from tests.models.test_every_model import randomize
 from tests.small import structures
-from vitrail.checkpoints.delta import Delta, attach, fingerprint, make_delta, read_delta, save_delta, summary
-from vitrail.checkpoints.model_io import DELTA
+from vitrail.checkpoints.artifact import DELTA
+from vitrail.checkpoints.delta import Delta, attach, fingerprint, make_delta, read_delta, save_delta, summarize
 from vitrail.errors import UserError
 from vitrail.training.scope import apply_scope
 
@@ -72,7 +72,7 @@ def test_base_and_delta_are_the_trained_model_to_the_bit(files):
         assert not loaded.training
     assert vitrail.load(base, delta=delta, drop_path=0.2).architecture.drop_path == 0.2
     assert vitrail.load(base, delta=delta, image_size=48).architecture.image_size == (48, 48)
-    with pytest.raises(UserError, match="heads cannot be replaced"):
+    with pytest.raises(UserError, match="heads cannot be changed"):
         vitrail.load(base, delta=delta, heads=4)
 
 
@@ -81,12 +81,12 @@ def test_a_delta_holds_what_was_trained_and_no_more(files):
     model = vitrail.load(files / "base.safetensors")
     apply_scope(model, "attention")
     assert set(delta.tensors) == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    facts = summary(delta)
-    assert facts["recipe"]["init"]["scope"] == "attention"
-    assert facts["class_names"] == [f"class {index}" for index in range(7)]
-    assert facts["preprocessing"]["crop_ratio"] == 0.9
-    assert facts["parts"]["blocks.*.mix.branches.*.body.qkv.weight"]["tensors"] == 3
-    assert facts["base"]["sha256"] == fingerprint(model.state_dict())
+    content = summarize(delta)
+    assert content["recipe"]["init"]["scope"] == "attention"
+    assert content["class_names"] == [f"class {index}" for index in range(7)]
+    assert content["preprocessing"]["crop_ratio"] == 0.9
+    assert content["parts"]["blocks.*.mix.branches.*.body.qkv.weight"]["tensors"] == 3
+    assert content["base"]["sha256"] == fingerprint(model.state_dict())
 
 
 @pytest.mark.parametrize("format", ["deit", "timm", "hf"])
@@ -149,18 +149,18 @@ def test_a_delta_of_a_delta(files, tmp_path):
 
 
 def test_other_weights_are_refused(files, tmp_path):
-    with pytest.raises(UserError, match=r"was made for the weights \w{12} .* and those given are \w{12}"):
+    with pytest.raises(UserError, match=r"was made from the weights \w{12} .*, not from \w{12}"):
         attach(make_base(seed=1), files / "delta.safetensors")
     one_bit = make_base()
     raw = one_bit.blocks[1].ffn.branches[0].body.fc1.bias.data.view(torch.int32)
     raw[3] ^= 1
-    with pytest.raises(UserError, match="was made for the weights"):
+    with pytest.raises(UserError, match="was made from the weights"):
         attach(one_bit, files / "delta.safetensors")
 
 
 def test_a_delta_alone_and_what_is_none(files, tmp_path):
     delta = str(files / "delta.safetensors")
-    with pytest.raises(UserError, match="holds only what a training has changed"):
+    with pytest.raises(UserError, match="is a delta: give the weights"):
         vitrail.load(delta)
     with pytest.raises(UserError, match="is not a delta"):
         read_delta(files / "base.safetensors")
@@ -175,7 +175,7 @@ def test_a_delta_alone_and_what_is_none(files, tmp_path):
         make_delta(base, base)
     with pytest.raises(UserError, match="Every tensor differs"):
         make_delta(base, make_base(width=48))
-    with pytest.raises(UserError, match=r"ends in \.safetensors"):
+    with pytest.raises(UserError, match=r"must end in \.safetensors"):
         save_delta(make_delta(base, tune(base, "head", 1)), tmp_path / "delta.pth")
 
 
@@ -193,22 +193,28 @@ def test_damage_is_refused(files, tmp_path):
     cut, flipped = tmp_path / "cut.safetensors", tmp_path / "flipped.safetensors"
     cut.write_bytes(whole[:-100])
     flipped.write_bytes(whole[:-100] + bytes([whole[-100] ^ 1]) + whole[-99:])
-    for path, words in ((cut, "damaged or cut-off"), (flipped, "is damaged")):
+    for path, words in ((cut, "damaged or incomplete"), (flipped, "is damaged")):
         with pytest.raises(UserError, match=words):
             read_delta(path)
     tensors = load_file(files / "delta.safetensors")
     with safe_open(files / "delta.safetensors", "pt") as file:
-        facts = json.loads(file.metadata()[DELTA])
-    wrong = [{**facts, "base": facts["base"][::-1]}, {**facts, "header": "{}"}, {"layout": 1}, [], {**facts, "base_bytes": "x"}]
-    wrong += [{**facts, "header": facts["header"].replace("class 0", "class O")}]
+        content = json.loads(file.metadata()[DELTA])
+    wrong = [
+        {**content, "base": content["base"][::-1]},
+        {**content, "header": "{}"},
+        {"layout": 1},
+        [],
+        {**content, "base_bytes": "x"},
+    ]
+    wrong += [{**content, "header": content["header"].replace("class 0", "class O")}]
     for content in wrong:
         save_file(tensors, flipped, {DELTA: json.dumps(content)})
         with pytest.raises(UserError, match="is damaged"):
             read_delta(flipped)
-    save_file(tensors, flipped, {DELTA: json.dumps(facts | {"layout": 99})})
-    with pytest.raises(UserError, match="newer Vitrail"):
+    save_file(tensors, flipped, {DELTA: json.dumps(content | {"layout": 99})})
+    with pytest.raises(UserError, match="newer version of Vitrail"):
         read_delta(flipped)
-    save_file({key: tensors[key] for key in list(tensors)[1:]}, flipped, {DELTA: json.dumps(facts)})
+    save_file({key: tensors[key] for key in list(tensors)[1:]}, flipped, {DELTA: json.dumps(content)})
     with pytest.raises(UserError, match="is damaged"):
         read_delta(flipped)
 
@@ -218,7 +224,7 @@ def test_parts_that_do_not_fit_are_told(files):
     base = vitrail.load(files / "base.safetensors")
     delta = read_delta(files / "delta.safetensors")
     tensors = delta.tensors | {"head.weight": torch.zeros(9, 64)}
-    with pytest.raises(UserError, match=r"do not make a whole model: head\.weight"):
+    with pytest.raises(UserError, match=r"are not a complete model: head\.weight"):
         attach(base, Delta(tensors, delta.header, delta.base, delta.base_name, delta.base_bytes))
 
 

@@ -6,7 +6,7 @@ import torch
 import vitrail
 from tests.models.test_every_model import randomize
 from tests.small import structures
-from vitrail.checkpoints.codecs import CannotHold
+from vitrail.checkpoints.codecs import UnsupportedByFormat
 from vitrail.checkpoints.model_io import FORMATS
 from vitrail.models.registry import build, lookup
 
@@ -60,7 +60,7 @@ def test_round_trip_or_refusal(name, format, tmp_path):
     model = little(name, **changes)
     path = tmp_path / f"weights{SUFFIX[format]}"
     if format not in HOLDS[name]:
-        with pytest.raises(CannotHold, match=r"cannot hold .*[a-z_]+=|cannot hold this model"):
+        with pytest.raises(UnsupportedByFormat, match=r"cannot represent .*[a-z_]+=|cannot represent this model"):
             vitrail.save(model, path, format)
         assert not path.exists()
         return
@@ -89,7 +89,7 @@ def test_timm_hybrids_hold_a_model_with_erf_gelu(name, tmp_path):
 
 def test_refusal_names_the_part_and_approximate_writes_numerics(tmp_path):
     model = little("vit_base_patch16")
-    with pytest.raises(CannotHold, match=r"activation=gelu_tanh .*approximate"):
+    with pytest.raises(UnsupportedByFormat, match=r"activation=gelu_tanh .*approximate"):
         vitrail.save(model, tmp_path / "google.pth", "deit")
     vitrail.save(model, tmp_path / "google.pth", "deit", approximate=True)
     image = torch.randn(2, 3, 32, 32)
@@ -97,9 +97,9 @@ def test_refusal_names_the_part_and_approximate_writes_numerics(tmp_path):
     assert not torch.equal(model(image), back)
     torch.testing.assert_close(model(image), back, rtol=0.05, atol=0.05)
     odd = little("deit_base_patch16", heads=6)
-    with pytest.raises(CannotHold, match="heads=6"):
+    with pytest.raises(UnsupportedByFormat, match="heads=6"):
         vitrail.save(odd, tmp_path / "odd.pth", "deit", approximate=True)
-    with pytest.raises(CannotHold, match=r"mixer=talking_heads|pooling=class_attention"):
+    with pytest.raises(UnsupportedByFormat, match=r"mixer=talking_heads|pooling=class_attention"):
         vitrail.save(little("cait_xxs24"), tmp_path / "folder", "hf")
 
 
@@ -120,7 +120,7 @@ def test_rectangular_models_need_their_size_where_the_file_has_none(tmp_path):
     path = vitrail.save(model, tmp_path / "wide.pth", "deit")
     with pytest.raises(vitrail.UserError, match="image_size"):
         vitrail.load(path)
-    with pytest.raises(vitrail.UserError, match="do not fit"):
+    with pytest.raises(vitrail.UserError, match="does not match an image size"):
         vitrail.load(path, image_size=(64, 64))
     image = torch.randn(2, 3, 32, 80)
     assert torch.equal(vitrail.load(path, image_size=(32, 80))(image), model(image))

@@ -6,7 +6,8 @@ import torch
 
 import vitrail
 from tests.golden import fill
-from vitrail.checkpoints import model_io
+from vitrail.checkpoints import conversion
+from vitrail.checkpoints.assembly import assemble
 from vitrail.checkpoints.readers import Checkpoint
 
 LOGITS = np.load(fill.FOLDER / "logits.npz")
@@ -53,9 +54,9 @@ def test_every_released_key_has_its_place(name):
     """Strict both ways: no tensor too many, none missing, all shapes right; on the meta device."""
     shapes = fill.MODELS[name]["keys"]
     tensors = {key: torch.empty(shape, device="meta", dtype=None if shape else torch.int64) for key, shape in shapes.items()}
-    kind, tensors = model_io.recognize(Checkpoint(tensors))
-    architecture = model_io.infer(kind, model_io.shapes_of(tensors))
-    model = model_io.assemble(architecture, tensors, model_io.TO_PAIR[kind], name)
+    kind, tensors = conversion.recognize(Checkpoint(tensors))
+    architecture = conversion.infer(kind, conversion.shapes_of(tensors))
+    model = assemble(architecture, tensors, name, conversion.TO_PAIR[kind])
     assert sum(parameter.numel() for parameter in model.parameters()) == fill.MODELS[name]["params"]
     assert model.name, "the architecture is one of the catalogue's"
     grid = model.stem.grid(*fill.MODELS[name]["size"])

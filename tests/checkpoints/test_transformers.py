@@ -7,7 +7,7 @@ import transformers
 import vitrail
 from tests.checkpoints.test_formats import little
 from vitrail.checkpoints.formats import huggingface
-from vitrail.checkpoints.parity import logit_difference
+from vitrail.checkpoints.model_io import logit_difference
 
 SIZES = {
     "hidden_size": 64,
@@ -111,7 +111,7 @@ def test_names_in_use_since_2026(tmp_path):
     """In memory their blocks are `layers.i.attention.q_proj`; a state dict saved by hand has those names."""
     model = little("deit_base_patch16")
     vitrail.save(model, tmp_path / "hub", "hf")
-    state = vitrail.checkpoints.readers.read(tmp_path / "hub").tensors
+    state = vitrail.checkpoints.readers.read_weights(tmp_path / "hub").tensors
     changes = {
         "encoder.layer.": "layers.",
         "attention.attention.query": "attention.q_proj",

@@ -8,11 +8,11 @@ import torch
 from PIL import Image
 
 from vitrail.data.datasets.lookup import open_source
-from vitrail.models.convnets.resnet import ResNet, ResNetPlan
+from vitrail.models.convnets.resnet import ResNet, ResNetConfig
 from vitrail.models.preprocessing import Preprocessing
 from vitrail.teachers import open_teacher
-from vitrail.teachers.annotation import Wanted, annotate
-from vitrail.teachers.label_store import Store
+from vitrail.teachers.annotation import AnnotationRequest, annotate
+from vitrail.teachers.label_store import LabelStore
 
 PREPARED = Preprocessing(image_size=(16, 16), crop_ratio=0.8, interpolation="bilinear")
 
@@ -20,7 +20,7 @@ PREPARED = Preprocessing(image_size=(16, 16), crop_ratio=0.8, interpolation="bil
 def network(classes=7, seed=0):
     """A ResNet that answers differently for different images."""
     torch.manual_seed(seed)
-    made = ResNet(ResNetPlan((1, 1), False, classes, planes=8, inner=8, stem=(8,))).eval()
+    made = ResNet(ResNetConfig((1, 1), False, classes, planes=8, inner_width=8, stem_widths=(8,))).eval()
     torch.nn.init.normal_(made.fc.weight, std=4.0)
     return made
 
@@ -40,9 +40,9 @@ def make_source(folder, count=12, size=(24, 20)):
     return open_source(str(folder))
 
 
-def make_store(folder, teacher, source, shard=10, **wanted):
-    annotate(teacher, source, folder, Wanted(**({"batch": 4} | wanted)), workers=0, shard=shard)
-    return Store.open(folder)
+def make_store(folder, teacher, source, shard_size=10, **request):
+    annotate(teacher, source, folder, AnnotationRequest(**({"batch_size": 4} | request)), workers=0, shard_size=shard_size)
+    return LabelStore.open(folder)
 
 
 def contents(folder: Path):

@@ -1,4 +1,4 @@
-"""Writing a store that is cut short: killed, on a full disk, by a network that fails; it goes on to the same bytes."""
+"""Interrupted annotation: by a kill, a full disk, a failing network; the next run continues to the same bytes."""
 
 import errno
 import os
@@ -12,11 +12,11 @@ import torch
 
 from tests.disks import small_disk
 from tests.teachers.predictions import contents, in_a_process, make_source, make_store, make_teacher
-from vitrail.atomic_files import aside
+from vitrail.atomic_files import atomic_replace
 from vitrail.errors import UserError
 from vitrail.teachers import label_store_writer, open_teacher
-from vitrail.teachers.annotation import Wanted, annotate
-from vitrail.teachers.label_store import Store
+from vitrail.teachers.annotation import AnnotationRequest, annotate
+from vitrail.teachers.label_store import LabelStore
 
 ALL = ("logits", "tokens", "features")
 
@@ -26,7 +26,7 @@ def die():
 
 
 def dies_after(images):
-    """A watch that ends the process when so many images are annotated."""
+    """A progress function that kills the process after a number of images."""
 
     @contextmanager
     def watch(title, total):
@@ -44,13 +44,13 @@ def dies_after(images):
 
 
 def dies_while_writing(files, length):
-    """`aside` that ends the process at the given file: with `length` bytes of it on the disk; None: whole, but not noted."""
+    """`atomic_replace` that kills the process at a file: after `length` bytes; None: after the file, before the manifest."""
     written = []
 
     @contextmanager
     def write(path, side=None):
         written.append(path)
-        with aside(path, side) as place:
+        with atomic_replace(path, side) as place:
             yield place
             if len(written) == files and length is not None:
                 place.write_bytes(place.read_bytes()[:length])
@@ -62,40 +62,50 @@ def dies_while_writing(files, length):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_killed_at_random_moments_it_goes_on_to_the_same_bytes(seed, tmp_path, monkeypatch):
+def test_killed_at_random_times_it_continues_to_the_same_bytes(seed, tmp_path, monkeypatch):
     source, teacher = make_source(tmp_path / "p", 16), make_teacher()
 
-    def run(folder, watch=label_store_writer.unwatched):
-        annotate(teacher, source, tmp_path / folder, Wanted(ALL, 3, 2, batch=4), workers=0, watch=watch, shard=8)
+    def run(folder, watch=label_store_writer.no_progress):
+        annotate(
+            teacher,
+            source,
+            tmp_path / folder,
+            AnnotationRequest(ALL, 3, 2, batch_size=4),
+            workers=0,
+            progress=watch,
+            shard_size=8,
+        )
 
     run("whole")
     draw = random.Random(seed)
     killed = 0
     for _ in range(6):
-        watch = label_store_writer.unwatched
+        watch = label_store_writer.no_progress
         with monkeypatch.context() as patch:
             if draw.random() < 0.5:
                 watch = dies_after(draw.randrange(1, 24))
             else:
-                patch.setattr(label_store_writer, "aside", dies_while_writing(draw.randrange(1, 6), draw.choice([None, 1, 40])))
+                patch.setattr(
+                    label_store_writer, "atomic_replace", dies_while_writing(draw.randrange(1, 6), draw.choice([None, 1, 40]))
+                )
             code = in_a_process(partial(run, "cut", watch))
         assert code in (0, -signal.SIGKILL)
         if code == 0:
             break
         killed += 1
-        with pytest.raises(UserError, match=r"not finished|no store"):
-            Store.open(tmp_path / "cut")
+        with pytest.raises(UserError, match=r"is incomplete|no label store"):
+            LabelStore.open(tmp_path / "cut")
     assert killed >= 2, "nothing was interrupted"
     run("cut")
     assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
 
 
 def full_at(name):
-    """`aside` of a disk that is full as the file of that name would get it."""
+    """`atomic_replace` of a disk that is full as the file of that name would get it."""
 
     @contextmanager
     def full(path, side=None):
-        with aside(path, side) as place:
+        with atomic_replace(path, side) as place:
             yield place
             if path.name == name:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -103,14 +113,14 @@ def full_at(name):
     return full
 
 
-AGAIN = r"No space left on device \(.* MiB free\): make room and run the same command again"
+AGAIN = r"No space left on device \(.* MiB free\): free disk space and run the same command again"
 
 
-def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
+def test_full_disk_keeps_finished_shards(tmp_path, monkeypatch):
     source, teacher = make_source(tmp_path / "p", 10), make_teacher()
     make_store(tmp_path / "whole", teacher, source)
     with monkeypatch.context() as patch:
-        patch.setattr(label_store_writer, "aside", full_at("shard-00001.safetensors"))
+        patch.setattr(label_store_writer, "atomic_replace", full_at("shard-00001.safetensors"))
         with pytest.raises(UserError, match=f"{AGAIN}, the finished shards are kept"):
             make_store(tmp_path / "s", teacher, source)
     assert sorted(contents(tmp_path / "s")) == ["manifest.json", "shard-00000.safetensors"]
@@ -118,12 +128,12 @@ def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
     assert contents(tmp_path / "s") == contents(tmp_path / "whole")
     for name in ("shard-00000.safetensors", "manifest.json"):
         with monkeypatch.context() as patch:
-            patch.setattr(label_store_writer, "aside", full_at(name))
+            patch.setattr(label_store_writer, "atomic_replace", full_at(name))
             with pytest.raises(UserError, match=rf"{AGAIN}\.$"):
                 make_store(tmp_path / "new" / "none", teacher, source)
         assert not (tmp_path / "new").exists()
     monkeypatch.setattr(label_store_writer, "free_space", lambda out: 100)
-    with pytest.raises(UserError, match=r"needs 900 bytes for 30 images, and 100 bytes are free"):
+    with pytest.raises(UserError, match=r"needs .* for 30 images, but .* are free"):
         make_store(tmp_path / "tight", teacher, source)
 
 
@@ -131,7 +141,7 @@ def test_a_disk_that_fills_while_a_store_is_written(tmp_path):
     source, teacher = make_source(tmp_path / "p", 10), make_teacher()
 
     def run(out):
-        return annotate(teacher, source, out, Wanted(batch=4), workers=0, shard=2)
+        return annotate(teacher, source, out, AnnotationRequest(batch_size=4), workers=0, shard_size=2)
 
     run(tmp_path / "whole")
     disk = tmp_path / "disk"
@@ -139,15 +149,15 @@ def test_a_disk_that_fills_while_a_store_is_written(tmp_path):
         with pytest.raises(UserError, match=f"{AGAIN}, the finished shards are kept"):
             run(disk / "s")
         assert not list(disk.rglob(".*"))
-        with pytest.raises(UserError, match="is not finished"):
-            Store.open(disk / "s")
+        with pytest.raises(UserError, match="is incomplete"):
+            LabelStore.open(disk / "s")
         resize("1m")
-        assert run(disk / "s").kept > 1
+        assert run(disk / "s").reused_shards > 1
         assert contents(disk / "s") == contents(tmp_path / "whole")
 
 
 class Broken(torch.nn.Module):
-    """Answers until it is asked about a batch, as a network that does not fit beside so many images."""
+    """Fails on batches of more than two images."""
 
     def __init__(self, error):
         super().__init__()
@@ -160,7 +170,7 @@ class Broken(torch.nn.Module):
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("no"), KeyboardInterrupt(), RuntimeError("odd")])
-def test_what_fails_before_its_first_shard_leaves_nothing(error, tmp_path):
+def test_failure_before_the_first_shard_leaves_no_files(error, tmp_path):
     source, broken = make_source(tmp_path / "p", 4), open_teacher(Broken(error), preprocessing={"image_size": 16})
     out = tmp_path / "new" / "folder"
     with pytest.raises(UserError if isinstance(error, torch.OutOfMemoryError) else type(error)):
@@ -173,11 +183,11 @@ def test_what_fails_before_its_first_shard_leaves_nothing(error, tmp_path):
     assert len(make_store(out, make_teacher(), source, top_k=2)) == 12
 
 
-def test_what_was_killed_before_its_first_shard_binds_nobody(tmp_path, monkeypatch):
+def test_kill_before_the_first_shard_allows_other_options(tmp_path, monkeypatch):
     source = make_source(tmp_path / "p", 4)
     with monkeypatch.context() as patch:
         patch.setattr(
-            label_store_writer, "aside", dies_while_writing(2, None)
+            label_store_writer, "atomic_replace", dies_while_writing(2, None)
         )  # the manifest, then a shard that it does not know of
         assert in_a_process(partial(make_store, tmp_path / "s", make_teacher(), source, 5)) == -signal.SIGKILL
     assert sorted(contents(tmp_path / "s")) == [".lock", "manifest.json", "shard-00000.safetensors"]
@@ -187,8 +197,8 @@ def test_what_was_killed_before_its_first_shard_binds_nobody(tmp_path, monkeypat
     assert contents(tmp_path / "s") == contents(tmp_path / "whole")
 
 
-def test_a_shard_that_cannot_be_kept_is_the_last(tmp_path, monkeypatch):
-    """Those before it are, though the next are computed while it is written."""
+def test_no_shard_is_written_after_one_that_failed(tmp_path, monkeypatch):
+    """Although the next shards are already computed."""
     source, teacher = make_source(tmp_path / "p", 16), make_teacher()
     whole, asked = label_store_writer.write_shard, []
 
@@ -200,6 +210,6 @@ def test_a_shard_that_cannot_be_kept_is_the_last(tmp_path, monkeypatch):
 
     monkeypatch.setattr(label_store_writer, "write_shard", failing)
     with pytest.raises(UserError, match="no more"):
-        make_store(tmp_path / "s", teacher, source, shard=4)
+        make_store(tmp_path / "s", teacher, source, shard_size=4)
     assert asked == [f"shard-{number:05}.safetensors" for number in range(3)]
     assert sorted(contents(tmp_path / "s")) == ["manifest.json", "shard-00000.safetensors", "shard-00001.safetensors"]

@@ -7,11 +7,12 @@ import vitrail
 from tests.teachers.predictions import make_source
 from tests.teachers.test_teacher import HALF, Little
 from vitrail.teachers import Teacher, match_teacher
-from vitrail.teachers.class_index import match_data
+from vitrail.teachers.class_index import match_source
+from vitrail.teachers.network import ConvNetwork
 
 
 def teacher(names, classes=None):
-    return Teacher(Little(), HALF, classes or len(names), names)
+    return Teacher(ConvNetwork(Little()), HALF, classes or len(names), names)
 
 
 def test_by_name_in_another_order():
@@ -33,25 +34,25 @@ def test_imagenet_without_names_by_wordnet_id():
     assert match_teacher(teacher(None, 1000), ["fish", "tench"], ids={"fish": "n01443537"}).tolist() == [1, 0]
 
 
-def test_the_ids_beside_the_data_are_used(tmp_path):
+def test_wordnet_ids_of_the_data_are_used(tmp_path):
     source = make_source(tmp_path / "photos", 1)
-    with pytest.raises(vitrail.UserError, match=r"unknown to the model are 3 of 3.*; paint them\.$"):
-        match_data(teacher(None, 1000), source, "paint them")
+    with pytest.raises(vitrail.UserError, match=r"3 of 3 are unknown to the model.*; paint them\.$"):
+        match_source(teacher(None, 1000), source, "paint them")
     (tmp_path / "photos" / "wordnet_ids.json").write_text(
         '{"blue": "n01443537", "green": "n01440764", "red": "n03126707", "x": 1}'
     )
-    found = match_data(teacher(None, 1000), source, "paint them")
-    assert (found.numbers.tolist(), found.names, found.how) == ([1, 0, 517], ["blue", "green", "red"], "by WordNet id")
+    found = match_source(teacher(None, 1000), source, "paint them")
+    assert (found.indices.tolist(), found.names, found.method) == ([1, 0, 517], ["blue", "green", "red"], "by WordNet id")
 
 
-def test_advice_that_can_be_followed():
-    with pytest.raises(vitrail.UserError, match=r"134 and 517: say which is which with mapping=.*, or give WordNet ids"):
+def test_ambiguous_names():
+    with pytest.raises(vitrail.UserError, match=r"134 and 517: give mapping=.*, or WordNet ids"):
         match_teacher(teacher(None, 1000), ["crane", "goldfish"])
     assert match_teacher(teacher(None, 1000), ["crane", "goldfish"], {"crane": 517}).tolist() == [517, 1]
     assert match_teacher(teacher(None, 1000), ["crane", "goldfish"], ids={"crane": "n02012849"}).tolist() == [134, 1]
 
 
-def test_as_a_map_says():
+def test_mapping():
     names = ["cat", "dog", "ant", "bee"]
     assert match_teacher(teacher(names), ["insect", "dog"], {"insect": "ant"}).tolist() == [2, 1]
     assert match_teacher(teacher(None, 4), ["a", "b"], {"a": 3, "b": 0}).tolist() == [3, 0]
@@ -61,13 +62,13 @@ def test_as_a_map_says():
     ("students", "mapping", "says"),
     [
         (["cat", "cow", "pig"], None, r"'cow', 'pig'.*'dog', 'ant', 'bee'"),
-        (["insect", "dog"], {"insect": ["ant", "bee"]}, "2 classes of the teacher; give it one"),
-        (["insect", "dog", "cat"], {"insect": None}, "0 classes of the teacher; give it one"),
+        (["insect", "dog"], {"insect": ["ant", "bee"]}, "2 classes of the teacher: give exactly one"),
+        (["insect", "dog", "cat"], {"insect": None}, "0 classes of the teacher: give exactly one"),
         (["insect", "fly", "dog"], {"insect": "ant", "fly": "ant"}, "'insect' and 'fly' the same class"),
         (["cat", "dog"], {"cow": "ant"}, "'cow'"),
         ([], None, "no classes"),
     ],
 )
-def test_a_mismatch_says_what_differs(students, mapping, says):
+def test_mismatches(students, mapping, says):
     with pytest.raises(vitrail.UserError, match=says):
         match_teacher(teacher(["cat", "dog", "ant", "bee"]), students, mapping)

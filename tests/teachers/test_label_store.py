@@ -1,4 +1,4 @@
-"""Reading: rows by content, values and class numbers as they were given, on a device or from files, damage told."""
+"""Label stores: rows by content, values and classes from files or on a device, damaged files."""
 
 import json
 
@@ -11,8 +11,8 @@ from tests.teachers.predictions import make_source, make_store, make_teacher
 from vitrail.data.datasets.lookup import open_source
 from vitrail.data.source import Subset
 from vitrail.errors import UserError
-from vitrail.teachers.label_store import Store
-from vitrail.teachers.topk_logits import expand, probabilities
+from vitrail.teachers.label_store import LabelStore
+from vitrail.teachers.topk_logits import class_probabilities, expand_top_k
 
 NAMES = ["red", "green", "blue", "cyan", "pink", "grey", "black"]
 
@@ -22,10 +22,10 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("store")
     source = make_source(folder / "images")
     teacher = make_teacher(names=NAMES)
-    return folder, source, make_store(folder / "few", teacher, source, what=("logits", "tokens", "features"), top_k=3, views=2)
+    return folder, source, make_store(folder / "few", teacher, source, outputs=("logits", "tokens", "features"), top_k=3, views=2)
 
 
-def test_rows_follow_the_images_wherever_they_lie(place, tmp_path):
+def test_rows_are_found_by_content(place, tmp_path):
     _, source, store = place
     assert store.rows(source).tolist() == list(range(36))
     shuffled = Subset(source, np.random.default_rng(0).permutation(36))
@@ -36,7 +36,7 @@ def test_rows_follow_the_images_wherever_they_lie(place, tmp_path):
     assert store.rows(open_source(str(tmp_path / "elsewhere"))).tolist() == [35, 34, 33]
 
 
-def test_images_that_are_not_there_are_counted_and_the_first_is_named(place, tmp_path):
+def test_missing_images_are_counted_and_the_first_is_named(place, tmp_path):
     _, source, store = place
     make_image(tmp_path / "new" / "a" / "known.png").write_bytes(source.encoded(0))
     for name in "xyz":
@@ -45,22 +45,22 @@ def test_images_that_are_not_there_are_counted_and_the_first_is_named(place, tmp
         store.rows(open_source(str(tmp_path / "new")))
 
 
-def test_one_bit_of_a_image_makes_it_another(place, tmp_path):
+def test_one_changed_bit_is_another_image(place, tmp_path):
     _, source, store = place
     make_folder(tmp_path / "p", count=1)
     content = bytearray(source.encoded(5))
     content[-20] ^= 1
     (tmp_path / "p" / "red" / "000.png").write_bytes(content)
-    with pytest.raises(UserError, match="knows nothing of 3 of the 3"):
+    with pytest.raises(UserError, match="no predictions for 3 of the 3"):
         store.rows(open_source(str(tmp_path / "p")))
 
 
 @pytest.mark.parametrize("what", ["logits", "tokens"])
-def test_a_resident_store_gives_what_the_files_give(place, what):
+def test_resident_store_equals_files(place, what):
     _, _, store = place
     resident = store.to("cpu")
     assert resident.resident is not None
-    assert store.to("cpu", share=0.0).resident is None
+    assert store.to("cpu", max_fraction=0.0).resident is None
     rows, views = torch.tensor([35, 0, 9, 10, 11, 9]), torch.tensor([0, 1, 1, 0, 1, 0])
     for one, other in zip(getattr(store, what)(rows, views), getattr(resident, what)(rows, views), strict=True):
         assert torch.equal(one, other)
@@ -81,12 +81,12 @@ def test_shapes_and_types(place):
     assert (store.classes, store.class_names, store.views, store.covers, len(store)) == (7, NAMES, 2, "whole", 36)
 
 
-def test_class_numbers_above_half_precision_and_above_sixteen_bits(place, tmp_path):
+def test_classes_above_half_precision_and_above_sixteen_bits(place, tmp_path):
     _, source, _ = place
     few = Subset(source, np.arange(3))
     for classes, kind in ((40_000, "uint16"), (70_000, "uint32")):
         teacher = make_teacher(classes)
-        teacher.network.fc.bias.data[classes - 1] = 1e4  # the largest number of all is the answer
+        teacher.network.model.fc.bias.data[classes - 1] = 1e4  # the last class is predicted
         store = make_store(tmp_path / kind, teacher, few, top_k=2)
         assert store.manifest["arrays"]["logits.classes"]["dtype"] == kind
         for each in (store, store.to("cpu")):
@@ -95,7 +95,7 @@ def test_class_numbers_above_half_precision_and_above_sixteen_bits(place, tmp_pa
 
 def test_targets_of_the_kept_classes_are_the_teachers_own(place, tmp_path):
     _, source, few = place
-    whole = make_store(tmp_path / "all", make_teacher(), source, what=("logits", "tokens"))
+    whole = make_store(tmp_path / "all", make_teacher(), source, outputs=("logits", "tokens"))
     rows = torch.arange(36)
     truth = whole.class_targets(rows)
     assert whole.manifest["top_k"] == 0
@@ -128,25 +128,25 @@ def test_targets_in_the_students_order(place):
     assert store.dense_targets(rows, index, "drop").isfinite().all()
     with pytest.raises(UserError, match=r"'teal'.*'red'"):
         store.match(["teal", "green"])
-    with pytest.raises(UserError, match="7 classes, not 5"):
+    with pytest.raises(UserError, match="has 7 classes, not 5"):
         store.dense_targets(rows, 5)
 
 
-def test_where_none_of_the_kept_classes_is_the_students_all_are_alike():
-    scores = expand(torch.tensor([[3.0]]), torch.tensor([[0]]), 4, "drop", None)[:, 1:]
-    assert probabilities(scores, "drop").tolist() == [[pytest.approx(1 / 3)] * 3]
-    with pytest.raises(UserError, match="does not know how much"):
-        expand(torch.tensor([[3.0]]), torch.tensor([[0]]), 4, "spread", None)
+def test_uniform_if_none_of_the_stored_classes_is_the_students():
+    scores = expand_top_k(torch.tensor([[3.0]]), torch.tensor([[0]]), 4, "drop", None)[:, 1:]
+    assert class_probabilities(scores, "drop").tolist() == [[pytest.approx(1 / 3)] * 3]
+    with pytest.raises(UserError, match="probability outside the stored classes"):
+        expand_top_k(torch.tensor([[3.0]]), torch.tensor([[0]]), 4, "spread", None)
     with pytest.raises(UserError, match="choose from zero, drop, spread"):
-        expand(torch.tensor([[3.0]]), torch.tensor([[0]]), 4, "equal", None)
+        expand_top_k(torch.tensor([[3.0]]), torch.tensor([[0]]), 4, "equal", None)
 
 
-def test_what_is_not_kept_cannot_be_asked_for(place, tmp_path):
+def test_outputs_views_and_rows_that_do_not_exist(place, tmp_path):
     _, source, store = place
     plain = make_store(tmp_path / "plain", make_teacher(), source)
-    with pytest.raises(UserError, match="keeps logits, not tokens"):
+    with pytest.raises(UserError, match="contains logits, not tokens"):
         plain.tokens(torch.arange(2))
-    with pytest.raises(UserError, match="no number 1"):
+    with pytest.raises(UserError, match="not view 1"):
         plain.logits(torch.arange(2), 1)
     for bad in (-1, 36):
         for each in (store, store.to("cpu")):
@@ -155,7 +155,7 @@ def test_what_is_not_kept_cannot_be_asked_for(place, tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["bit", "cut", "gone"])
-def test_damage_is_told_and_mended(damage, tmp_path):
+def test_damage_is_detected_and_repaired(damage, tmp_path):
     source, teacher = make_source(tmp_path / "p", 6), make_teacher()
     make_store(tmp_path / "s", teacher, source)
     shard = tmp_path / "s" / "shard-00001.safetensors"
@@ -166,21 +166,21 @@ def test_damage_is_told_and_mended(damage, tmp_path):
         shard.unlink()
     else:
         shard.write_bytes(content if damage == "bit" else content[:-1])
-    with pytest.raises(UserError, match=r"shard-00001\.safetensors is damaged or gone"):
-        Store.open(tmp_path / "s")
+    with pytest.raises(UserError, match=r"shard-00001\.safetensors is damaged or missing"):
+        LabelStore.open(tmp_path / "s")
     if damage == "bit":
-        Store.open(tmp_path / "s", check=False)
+        LabelStore.open(tmp_path / "s", check=False)
     make_store(tmp_path / "s", teacher, source)
     assert {file.name: file.read_bytes() for file in (tmp_path / "s").iterdir()} == before
 
 
-def test_what_is_no_store_says_so(tmp_path):
-    with pytest.raises(UserError, match="There is no store at"):
-        Store.open(tmp_path)
+def test_folders_that_are_not_stores(tmp_path):
+    with pytest.raises(UserError, match="There is no label store at"):
+        LabelStore.open(tmp_path)
     for content in ("", "[]", "{}", '{"format": 1}'):
         (tmp_path / "manifest.json").write_text(content)
         with pytest.raises(UserError, match="is damaged"):
-            Store.open(tmp_path)
+            LabelStore.open(tmp_path)
 
 
 def test_a_manifest_that_does_not_fit_its_shards(tmp_path):
@@ -188,10 +188,10 @@ def test_a_manifest_that_does_not_fit_its_shards(tmp_path):
     file = tmp_path / "s" / "manifest.json"
     manifest = json.loads(file.read_text())
     for change, words in (
-        ({"complete": False}, "not finished"),
+        ({"complete": False}, "is incomplete"),
         ({"layout": 99}, "another version"),
-        ({"arrays": {"logits.values": {"dtype": "float16", "shape": [1, 8]}}}, "does not hold what its manifest says"),
+        ({"arrays": {"logits.values": {"dtype": "float16", "shape": [1, 8]}}}, "does not match its manifest"),
     ):
         file.write_text(json.dumps(manifest | change))
         with pytest.raises(UserError, match=words):
-            Store.open(tmp_path / "s")
+            LabelStore.open(tmp_path / "s")

@@ -1,8 +1,9 @@
-"""Every way to a teacher, and what is said where there is none."""
+"""Teachers from files, folders, names and modules, and error messages."""
 
 import json
 import os
 import pickle
+import subprocess
 import sys
 import types
 
@@ -15,12 +16,12 @@ from torch import nn
 import vitrail
 from tests.small import structures
 from tests.teachers.test_teacher import HALF, TimmLike
-from vitrail.models.convnets.resnet import ResNet, ResNetPlan
+from vitrail.models.convnets.resnet import ResNet, ResNetConfig
 from vitrail.models.preprocessing import Preprocessing
 from vitrail.models.registry import build
 from vitrail.teachers import open_teacher
 
-SMALL = ResNetPlan((1, 1), False, 4, planes=8, inner=8, stem=(8,))
+SMALL = ResNetConfig((1, 1), False, 4, planes=8, inner_width=8, stem_widths=(8,))
 
 
 def little(name="deit_tiny_patch16"):
@@ -63,7 +64,7 @@ def test_a_module_with_its_preprocessing():
     torch.testing.assert_close(teacher(images), module(images).detach())
     assert (teacher.classes, teacher.class_names, teacher.preprocessing) == (4, None, HALF)
     for ask in (teacher.dense, teacher.features):
-        with pytest.raises(vitrail.UserError, match="take a convnet or a Vitrail model"):
+        with pytest.raises(vitrail.UserError, match="use a convnet or a Vitrail model"):
             ask(images)
 
 
@@ -76,49 +77,49 @@ def test_a_module_of_transformers():
     torch.testing.assert_close(teacher(images), module.eval()(images).logits)
 
 
-def test_preprocessing_in_the_units_of_others():
+def test_preprocessing_in_other_units():
     given = {"image_size": 8, "mean": [104, 117, 124], "std": [1, 2, 4], "order": "bgr", "range": 255}
     teacher = open_teacher(plain(), preprocessing=given, classes=4)
     assert teacher.preprocessing.image_size == (8, 8)
     pixels = torch.randint(0, 256, (2, 3, 8, 8)).float()
     expected = (pixels.flip(1) - torch.tensor([104.0, 117, 124])[:, None, None]) / torch.tensor([1.0, 2, 4])[:, None, None]
-    torch.testing.assert_close(teacher.see(pixels / 255, (0, 0, 0), (1, 1, 1)), expected, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(teacher.adapt(pixels / 255, (0, 0, 0), (1, 1, 1)), expected, rtol=1e-4, atol=1e-3)
 
 
-def test_what_is_not_said_is_kept(tmp_path):
+def test_other_settings_are_kept(tmp_path):
     torch.save(ResNet(SMALL).state_dict(), tmp_path / "it.pth")
     teacher = open_teacher(tmp_path / "it.pth", preprocessing={"crop_ratio": 0.95}, size=48)
     assert teacher.preprocessing == Preprocessing(crop_ratio=0.95, interpolation="bilinear")
-    assert teacher.see(torch.zeros(1, 3, 64, 64)).shape == (1, 3, 48, 48)
+    assert teacher.adapt(torch.zeros(1, 3, 64, 64)).shape == (1, 3, 48, 48)
 
 
-KERAS = ResNetPlan((1, 1, 1, 1), classes=4, planes=8, inner=8, stem=(8,))
+KERAS = ResNetConfig((1, 1, 1, 1), classes=4, planes=8, inner_width=8, stem_widths=(8,))
 
 
-def test_what_a_kind_says_is_kept(tmp_path):
-    """Blue first, above all, unless the preprocessing itself says another order."""
+def test_settings_of_a_kind_are_kept(tmp_path):
+    """The order is BGR unless the preprocessing contains another one."""
     torch.save(ResNet(KERAS).state_dict(), tmp_path / "it.pth")
 
     def opened(**prepared):
         return open_teacher(tmp_path / "it.pth", kind="resnet_keras", preprocessing=prepared or None)
 
     plain = opened()
-    assert plain.order == "bgr"
+    assert plain.channel_order == "bgr"
     for some in ({"crop_ratio": 1.0}, {"image_size": 64}, {"resize": "square"}):
         teacher = opened(**some)
-        assert (teacher.order, teacher.preprocessing.mean) == ("bgr", plain.preprocessing.mean)
-    assert open_teacher(tmp_path / "it.pth", kind="resnet_keras", preprocessing=HALF).order == "bgr"
+        assert (teacher.channel_order, teacher.preprocessing.mean) == ("bgr", plain.preprocessing.mean)
+    assert open_teacher(tmp_path / "it.pth", kind="resnet_keras", preprocessing=HALF).channel_order == "bgr"
     turned = opened(order="rgb")
-    assert (turned.order, turned.preprocessing) == ("rgb", plain.preprocessing)
+    assert (turned.channel_order, turned.preprocessing) == ("rgb", plain.preprocessing)
     own = opened(mean=[103.939, 116.779, 123.68], range=255)  # in the network's own order
-    assert own.order == "bgr"
+    assert own.channel_order == "bgr"
     assert own.preprocessing.mean == pytest.approx(plain.preprocessing.mean)
     with pytest.raises(vitrail.UserError, match='"range": 255'):
         opened(mean=[103.939, 116.779, 123.68])
 
 
-def test_images_that_a_resnet_cannot_have_seen(tmp_path):
-    """A batch norm that has seen values to 255: opened as what it is not, it would guess."""
+def test_statistics_that_contradict_the_preprocessing(tmp_path):
+    """The batch norm of a network trained on values up to 255."""
     network = ResNet(KERAS)
     images = torch.rand(16, 3, 64, 64)
     outside = torch.rand(16, 3, 1, 1).expand(-1, -1, 64, 64)
@@ -127,10 +128,10 @@ def test_images_that_a_resnet_cannot_have_seen(tmp_path):
         network.bn1.momentum = None
         network.bn1.reset_running_stats()
         with torch.no_grad():
-            network.maps((0.2 * images + 0.8 * outside - 0.45) * scale)
+            network.forward_features((0.2 * images + 0.8 * outside - 0.45) * scale)
         torch.save(network.state_dict(), tmp_path / "it.pth")
         if usual:
-            assert open_teacher(tmp_path / "it.pth").order == "rgb"
+            assert open_teacher(tmp_path / "it.pth").channel_order == "rgb"
             continue
         with pytest.raises(vitrail.UserError, match=r"other values .* \(resnet_keras\) .* in .*it\.pth\.teacher\.json\.$"):
             open_teacher(tmp_path / "it.pth")
@@ -138,28 +139,28 @@ def test_images_that_a_resnet_cannot_have_seen(tmp_path):
             assert open_teacher(tmp_path / "it.pth", **said).classes == 4
 
 
-def test_what_is_said_beside_a_file(tmp_path):
+def test_sidecar_of_a_file(tmp_path):
     torch.save(ResNet(KERAS).state_dict(), tmp_path / "it.pth")
     (tmp_path / "names.txt").write_text("a\nb\nc\nd\n")
     said = {"kind": "resnet_keras", "classes": "names.txt", "preprocessing": {"crop_ratio": 1.0}, "size": [40, 48]}
     (tmp_path / "it.pth.teacher.json").write_text(json.dumps(said))
     teacher = open_teacher(tmp_path / "it.pth")
-    assert (teacher.order, teacher.class_names, teacher.size) == ("bgr", list("abcd"), (40, 48))
-    assert teacher.network.plan.early
+    assert (teacher.channel_order, teacher.class_names, teacher.size) == ("bgr", list("abcd"), (40, 48))
+    assert teacher.network.model.config.stride_in_1x1
     assert teacher.preprocessing.crop_ratio == 1.0
     other = open_teacher(tmp_path / "it.pth", classes=list("wxyz"), preprocessing={"image_size": 64}, kind="checkpoint", size=32)
-    assert (other.order, other.class_names, other.size) == ("rgb", list("wxyz"), (32, 32))
+    assert (other.channel_order, other.class_names, other.size) == ("rgb", list("wxyz"), (32, 32))
     assert other.preprocessing[:2] == ((64, 64), 1.0)  # arguments go first, and what they do not say stays
     (tmp_path / "it.pth.teacher.json").write_text('{"classes": ["k", "l", "m", "n"], "size": null}')
     assert open_teacher(tmp_path / "it.pth").class_names == list("klmn")
 
 
-def test_a_name_too_long_for_a_file_beside_it(tmp_path):
+def test_name_too_long_for_a_sidecar(tmp_path):
     torch.save(ResNet(KERAS).state_dict(), tmp_path / ("n" * 250))
     assert open_teacher(tmp_path / ("n" * 250)).classes == 4
 
 
-def test_what_is_said_in_a_folder(tmp_path):
+def test_sidecar_of_a_folder(tmp_path):
     vitrail.save(little(), tmp_path / "best.safetensors")
     (tmp_path / "teacher.json").write_text('{"size": 32, "classes": ["a", "b", "c", "d", "e"]}')
     teacher = open_teacher(tmp_path)
@@ -171,20 +172,20 @@ def test_what_is_said_in_a_folder(tmp_path):
     ("text", "says"),
     [
         ("{", "not valid JSON"),
-        ("[]", "not hold a JSON object"),
-        ('{"knd": "onnx"}', "'knd', which says nothing about a teacher; did you mean kind"),
-        ('{"kind": "robot"}', "'robot' is no kind of teacher"),
+        ("[]", "not a JSON object"),
+        ('{"knd": "onnx"}', "the unknown entry 'knd'; did you mean kind"),
+        ('{"kind": "robot"}', "Unknown kind of teacher 'robot'"),
         ('{"classes": "none.txt"}', "There is no file .*none.txt"),
         ('{"classes": "../none.txt"}', "a file in the same folder"),
-        ('{"classes": true}', "classes are a list of names"),
-        ('{"classes": [1, 2, 3, 4]}', "classes are a list of names"),
-        ('{"classes": 5}', "has 4 classes, but 5 were named"),
-        ('{"size": [1, 2, 3]}', "size is a number of pixels"),
-        ('{"size": 1.5}', "size is a number of pixels"),
+        ('{"classes": true}', "classes must be a list of names"),
+        ('{"classes": [1, 2, 3, 4]}', "classes must be a list of names"),
+        ('{"classes": 5}', "has 4 classes, but 5 were given"),
+        ('{"size": [1, 2, 3]}', "size must be a number of pixels"),
+        ('{"size": 1.5}', "size must be a number of pixels"),
         ('{"preprocessing": "plain"}', "a Preprocessing or a dictionary"),
     ],
 )
-def test_a_sentence_for_what_makes_no_sense_beside_a_file(text, says, tmp_path):
+def test_invalid_sidecar_files(text, says, tmp_path):
     torch.save(ResNet(KERAS).state_dict(), tmp_path / "it.pth")
     (tmp_path / "it.pth.teacher.json").write_text(text)
     with pytest.raises(vitrail.UserError, match=says) as caught:
@@ -201,24 +202,24 @@ class Refusing(nn.Module):
     ("what", "options", "says"),
     [
         ("nowhere.pth", {}, "no file nowhere.pth"),
-        (plain(), {}, "Say how a module's images are prepared"),
-        (plain(), {"preprocessing": HALF, "classes": list("abc")}, "has 4 classes, but 3 were named"),
+        (plain(), {}, "A module needs its preprocessing"),
+        (plain(), {"preprocessing": HALF, "classes": list("abc")}, "has 4 classes, but 3 were given"),
         (plain(), {"preprocessing": HALF, "classes": 5}, "has 4 classes, but 5"),
-        (plain(), {"preprocessing": HALF, "kind": "densenet"}, "'densenet' is no kind of teacher"),
+        (plain(), {"preprocessing": HALF, "kind": "densenet"}, "Unknown kind of teacher 'densenet'"),
         (plain(), {"preprocessing": "imagenet"}, "a Preprocessing or a dictionary"),
         (plain(), {"preprocessing": {"men": [0.5]}}, "did you mean mean"),
-        (plain(), {"preprocessing": {"mean": [0.5]}}, "as many numbers in mean as in std"),
+        (plain(), {"preprocessing": {"mean": [0.5]}}, "one value per channel"),
         (plain(), {"preprocessing": {"std": [0.5, 0, 0.5]}}, "above 0"),
-        (plain(), {"preprocessing": {"mean": "grey"}}, "as many numbers"),
+        (plain(), {"preprocessing": {"mean": "grey"}}, "one value per channel"),
         (plain(), {"preprocessing": {"order": "grb"}}, "rgb or bgr"),
         (plain(), {"preprocessing": {"range": 0, "mean": [1, 2, 3]}}, "range"),
         (plain(), {"preprocessing": HALF, "device": "abacus"}, "abacus"),
-        (nn.Conv2d(3, 4, 3), {"preprocessing": HALF}, "not two rows of logits"),
-        (Refusing(), {"preprocessing": HALF}, r"fails on images of .* \(no images, please\)"),
+        (nn.Conv2d(3, 4, 3), {"preprocessing": HALF}, r"not logits \[2, classes\]"),
+        (Refusing(), {"preprocessing": HALF}, r"fails on images of shape .* \(no images, please\)"),
         ("timm:resnet50@nowhere.pth", {}, "no file nowhere.pth|needs timm"),
     ],
 )
-def test_a_sentence_for_what_is_no_teacher(what, options, says, tmp_path, monkeypatch):
+def test_invalid_teachers(what, options, says, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(vitrail.UserError, match=says) as caught:
         open_teacher(what, **options)
@@ -282,7 +283,7 @@ def test_timm_by_name_with_the_weights_of_a_file(tmp_path, monkeypatch):
         open_teacher("timm:dm_nfnet_f6", classes=3)
     assert asked[-1] == ("dm_nfnet_f6", {"pretrained": True})
     torch.save({**module.state_dict(), "fc.bias": torch.zeros(9)}, tmp_path / "it.pth")
-    with pytest.raises(vitrail.UserError, match=r"does not fit timm's dm_nfnet_f6 \(size mismatch for fc.bias") as caught:
+    with pytest.raises(vitrail.UserError, match=r"does not match timm's dm_nfnet_f6 \(size mismatch for fc.bias") as caught:
         open_teacher(f"timm:dm_nfnet_f6@{tmp_path / 'it.pth'}")
     assert "\n" not in str(caught.value)
 
@@ -292,7 +293,7 @@ def test_timm_that_fails(tmp_path, monkeypatch):
         raise RuntimeError(f"Unknown model ({name})\nmore")
 
     fake_timm(monkeypatch, refuse)
-    with pytest.raises(vitrail.UserError, match=r"could not make resnet999 \(Unknown model \(resnet999\)\)"):
+    with pytest.raises(vitrail.UserError, match=r"cannot create resnet999 \(Unknown model \(resnet999\)\)"):
         open_teacher("timm:resnet999")
     monkeypatch.setitem(sys.modules, "timm", None)
     with pytest.raises(vitrail.UserError, match="needs timm"):
@@ -320,9 +321,9 @@ def test_timms_own_models(name, tmp_path):
         torch.testing.assert_close(open_teacher(tmp_path / "it.pth").dense(images), dense, rtol=1e-3, atol=1e-4)
 
 
-def test_onnxruntime_is_not_needed_until_it_is(tmp_path, monkeypatch):
+def test_onnxruntime_is_imported_only_when_used(tmp_path, monkeypatch):
     (tmp_path / "it.onnx").write_bytes(b"x")
-    with pytest.raises(vitrail.UserError, match="does not say how its images are prepared"):
+    with pytest.raises(vitrail.UserError, match="does not contain its preprocessing"):
         open_teacher(tmp_path / "it.onnx")
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.raises(vitrail.UserError, match="pip install onnxruntime"):
@@ -355,3 +356,14 @@ def test_an_onnx_file(shape, tmp_path):
     (tmp_path / "bad.onnx").write_bytes(pickle.dumps(b"no graph"))
     with pytest.raises(vitrail.UserError, match="cannot be opened as an ONNX file"):
         open_teacher(tmp_path / "bad.onnx", preprocessing=HALF)
+
+
+def test_networks_are_imported_only_when_used():
+    """A training without a teacher imports the lookup, but none of the networks of other projects."""
+    code = (
+        "import sys, vitrail.teachers.lookup, vitrail.teachers.label_store\n"
+        "unused = ('vitrail.models.convnets', 'vitrail.teachers.onnx', 'vitrail.teachers.torch_export', 'onnxruntime',\n"
+        "          'vitrail.checkpoints.conversion', 'vitrail.checkpoints.formats')\n"
+        "assert not [name for name in sys.modules if name.startswith(unused)]\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,4 +1,4 @@
-"""What every teacher does, whatever is inside it."""
+"""The interface of teachers, for all kinds of networks."""
 
 import pytest
 import torch
@@ -6,11 +6,12 @@ from torch import nn
 
 import vitrail
 from tests.small import structures
-from vitrail.models.convnets.regnet import RegNet, RegNetPlan
+from vitrail.models.convnets.convnet import ConvNet
+from vitrail.models.convnets.regnet import RegNet, RegNetConfig
 from vitrail.models.preprocessing import Preprocessing
 from vitrail.models.registry import build
 from vitrail.teachers import Teacher, open_teacher
-from vitrail.teachers.network import ConvNet, Timm
+from vitrail.teachers.network import ConvNetwork, TimmNetwork
 
 HALF = Preprocessing((8, 8), mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
 STUDENT = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -22,10 +23,10 @@ class Little(ConvNet):
         self.conv, self.fc = nn.Conv2d(3, 6, 3, 2, 1), nn.Linear(6, 4)
         self.dropout = nn.Dropout(0.5)
 
-    def maps(self, images):
+    def forward_features(self, images):
         return self.dropout(self.conv(images).relu())
 
-    def classifier(self):
+    def get_classifier(self):
         return self.fc
 
 
@@ -33,37 +34,37 @@ def normalized(pixels, mean, std):
     return (pixels - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
 
 
-def test_it_sees_the_students_view_in_its_own_colors():
-    teacher = Teacher(Little(), HALF, 4)
+def test_images_are_renormalized():
+    teacher = Teacher(ConvNetwork(Little()), HALF, 4)
     pixels = torch.rand(2, 3, 8, 8)
-    seen = teacher.see(normalized(pixels, *STUDENT), *STUDENT)
+    seen = teacher.adapt(normalized(pixels, *STUDENT), *STUDENT)
     torch.testing.assert_close(seen, normalized(pixels, HALF.mean, HALF.std))
     torch.testing.assert_close(teacher(normalized(pixels, *STUDENT), *STUDENT), teacher(normalized(pixels, HALF.mean, HALF.std)))
     own = torch.randn(2, 3, 8, 8)
-    assert teacher.see(own) is own
+    assert teacher.adapt(own) is own
 
 
-def test_blue_first():
-    teacher = Teacher(Little(), HALF, 4, order="bgr")
+def test_bgr():
+    teacher = Teacher(ConvNetwork(Little()), HALF, 4, channel_order="bgr")
     pixels = torch.rand(1, 3, 4, 4)
-    torch.testing.assert_close(teacher.see(pixels), pixels[:, [2, 1, 0]])
+    torch.testing.assert_close(teacher.adapt(pixels), pixels[:, [2, 1, 0]])
     torch.testing.assert_close(
-        teacher.see(normalized(pixels, *STUDENT), *STUDENT), normalized(pixels, HALF.mean, HALF.std)[:, [2, 1, 0]]
+        teacher.adapt(normalized(pixels, *STUDENT), *STUDENT), normalized(pixels, HALF.mean, HALF.std)[:, [2, 1, 0]]
     )
 
 
-def test_the_size_is_the_students_unless_said_otherwise():
-    teacher = Teacher(Little(), HALF, 4)
+def test_images_keep_their_size_unless_size_is_set():
+    teacher = Teacher(ConvNetwork(Little()), HALF, 4)
     images = torch.randn(2, 3, 20, 12)
-    assert teacher.see(images).shape == (2, 3, 20, 12)
-    teacher = Teacher(Little(), HALF, 4, size=8)
-    assert teacher.see(images).shape == (2, 3, 8, 8)
+    assert teacher.adapt(images).shape == (2, 3, 20, 12)
+    teacher = Teacher(ConvNetwork(Little()), HALF, 4, size=8)
+    assert teacher.adapt(images).shape == (2, 3, 8, 8)
     flat = torch.full((1, 3, 30, 30), 0.25)
-    torch.testing.assert_close(teacher.see(flat), flat[:, :, :8, :8])  # a resized plain image is as plain
+    torch.testing.assert_close(teacher.adapt(flat), flat[:, :, :8, :8])  # a resized plain image is as plain
 
 
 def test_it_is_frozen_and_stays_in_evaluation_mode():
-    teacher = Teacher(Little(), HALF, 4)
+    teacher = Teacher(ConvNetwork(Little()), HALF, 4)
     around = nn.ModuleList([teacher]).train()
     assert around.training
     assert not any(module.training for module in teacher.modules())
@@ -73,8 +74,8 @@ def test_it_is_frozen_and_stays_in_evaluation_mode():
 
 
 @pytest.mark.parametrize("ask", ["forward", "dense", "features"])
-def test_its_answers_are_targets_of_losses(ask):
-    teacher = Teacher(Little(), HALF, 4)
+def test_outputs_can_be_targets_of_losses(ask):
+    teacher = Teacher(ConvNetwork(Little()), HALF, 4)
     images = torch.randn(2, 3, 8, 8, requires_grad=True)
     target = getattr(teacher, ask)(images)
     assert not target.requires_grad
@@ -84,8 +85,8 @@ def test_its_answers_are_targets_of_losses(ask):
     assert images.grad is None
 
 
-def test_half_precision_around_it_does_not_reach_it():
-    teacher = Teacher(Little(), HALF, 4)
+def test_autocast_around_it_has_no_effect():
+    teacher = Teacher(ConvNetwork(Little()), HALF, 4)
     images = torch.randn(2, 3, 8, 8)
     plain = teacher(images)
     with torch.autocast("cpu", torch.bfloat16):
@@ -94,7 +95,7 @@ def test_half_precision_around_it_does_not_reach_it():
 
 
 def test_the_mean_of_dense_logits_is_the_logits_of_a_convnet():
-    teacher = Teacher(RegNet(RegNetPlan((1, 1), (8, 16), 8, 8, classes=5)), HALF, 5)
+    teacher = Teacher(ConvNetwork(RegNet(RegNetConfig((1, 1), (8, 16), 8, 8, classes=5))), HALF, 5)
     images = torch.randn(2, 3, 40, 64)
     dense = teacher.dense(images)
     assert dense.shape == (2, 5, 5, 8)
@@ -107,16 +108,16 @@ def test_the_mean_of_dense_logits_is_the_logits_of_a_convnet():
     [
         (torch.zeros(3, 8, 8), (), r"\[B, 3, height, width\]"),
         (torch.zeros(2, 1, 8, 8), (), r"not \[2, 1, 8, 8\]"),
-        (torch.zeros(2, 3, 8, 8), ((0.5,), (0.5,)), "3 numbers each, not 1 and 1"),
+        (torch.zeros(2, 3, 8, 8), ((0.5,), (0.5,)), "3 values each, not 1 and 1"),
     ],
 )
-def test_wrong_images_get_a_sentence(images, colors, says):
+def test_invalid_images(images, colors, says):
     with pytest.raises(vitrail.UserError, match=says):
-        Teacher(Little(), HALF, 4)(images, *colors)
+        Teacher(ConvNetwork(Little()), HALF, 4)(images, *colors)
 
 
 @pytest.mark.parametrize("name", structures())
-def test_every_vitrail_model_teaches(name):
+def test_every_vitrail_model_can_be_a_teacher(name):
     architecture = structures()[name]
     model = build(architecture, name=name).eval()
     for parameter in model.parameters():
@@ -148,7 +149,7 @@ def test_every_vitrail_model_teaches(name):
         assert teacher.dense(larger).shape[2:] == model.grid  # brought to the size it is tied to
 
 
-def test_a_distilled_model_answers_at_patches_with_both_heads():
+def test_dense_logits_of_a_distilled_model_use_both_heads():
     model = build(structures()["deit_tiny_distilled_patch16"]).eval()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.1)
@@ -159,13 +160,13 @@ def test_a_distilled_model_answers_at_patches_with_both_heads():
 
 
 def together_and_apart(teacher, images, what):
-    """Both of them; the network may be asked once for the first."""
+    """The outputs of one call, and of one call each."""
     asked = {"logits": teacher, "tokens": teacher.dense, "features": teacher.features}
-    return teacher.answers(images, what), {name: asked[name](images) for name in what}
+    return teacher.predict(images, what), {name: asked[name](images) for name in what}
 
 
 @pytest.mark.parametrize("name", ["deit_tiny_patch16", "deit_tiny_distilled_patch16", "lvvit_t", "cait_xxs24", "resmlp_s12"])
-def test_several_answers_of_a_model_in_one_pass(name):
+def test_several_outputs_in_one_forward_pass(name):
     model = build(structures()[name]).eval()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.1)
@@ -183,7 +184,7 @@ class Patches(nn.Module):
 
 
 class TimmLike(nn.Module):
-    """timm's manners: convnets with a norm before the classifier, channels last, tokens of which two are prefix."""
+    """the interface of timm: convnets with a norm before the classifier, channels last, tokens of which two are prefix."""
 
     num_prefix_tokens = 2
 
@@ -210,10 +211,10 @@ class TimmLike(nn.Module):
 
 
 @pytest.mark.parametrize("form", ["first", "last", "tokens"])
-def test_modules_in_timms_manner(form):
+def test_modules_with_the_interface_of_timm(form):
     module = TimmLike(form)
     teacher = open_teacher(module, preprocessing=HALF, classes=list("abcd"))
-    assert isinstance(teacher.network, Timm)
+    assert isinstance(teacher.network, TimmNetwork)
     images = torch.randn(2, 3, 8, 12)
     torch.testing.assert_close(teacher(images), module(images).detach())
     assert teacher.features(images).shape == (2, 6)

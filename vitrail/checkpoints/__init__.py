@@ -1,4 +1,4 @@
-"""The Rosetta stone: every checkpoint format in and out, and the project's own single-file artifact."""
+"""Checkpoints of all supported formats, and Vitrail's single-file artifact."""
 
 from vitrail.checkpoints.model_io import FORMATS, load, save
 

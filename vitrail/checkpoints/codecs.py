@@ -1,4 +1,4 @@
-"""Two-way adapters between our tensors and another project's: reshapes, transposes and joins, never arithmetic."""
+"""Invertible conversions between our tensors and those of another project: reshape, transpose, concatenate; no arithmetic."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -11,12 +11,12 @@ from torch import Tensor
 from vitrail.errors import UserError
 
 Shapes = dict[str, tuple[int, ...]]
-Known = dict[str, Any]  # fields of the architecture that the caller knows, for what a file does not say
+Hints = dict[str, Any]  # fields of the architecture that the caller gives, for what a file does not contain
 
 
 @dataclass(frozen=True)
 class Codec:
-    """`read` makes our tensor from theirs, `write` makes theirs from ours; both must be exact inverses."""
+    """`read` converts their tensors to ours, `write` ours to theirs; each is the exact inverse of the other."""
 
     read: Callable[[list[Tensor]], Tensor]
     write: Callable[[Tensor], list[Tensor]]
@@ -24,15 +24,15 @@ class Codec:
 
 @dataclass(frozen=True)
 class Pair:
-    """One of our tensors and the one or several of theirs that hold the same numbers."""
+    """The name of one of our tensors, and of the one or more tensors of theirs with the same values."""
 
     ours: str
     theirs: tuple[str, ...]
     codec: Codec
 
 
-class CannotHold(UserError):
-    """A format has no place for a part of a model."""
+class UnsupportedByFormat(UserError):
+    """A format cannot represent a part of a model."""
 
 
 def _single(read: Callable[[Tensor], Tensor], write: Callable[[Tensor], Tensor]) -> Codec:
@@ -46,10 +46,14 @@ POINTWISE = _single(lambda t: t[:, :, 0, 0], lambda t: t[:, :, None, None])  # 1
 VECTOR = _single(lambda t: t.reshape(-1), lambda t: t)  # old files have [1, 1, 1, C]; [C] is written
 TRANSPOSED = _single(lambda t: t.T, lambda t: t.T)  # Flax dense kernels
 CONV = _single(lambda t: t.permute(3, 2, 0, 1), lambda t: t.permute(2, 3, 1, 0))  # [H, W, I, O] <-> [O, I, H, W]
-STACKED = Codec(torch.cat, lambda t: list(t.chunk(3)))  # query, key, value one after the other
+STACKED = Codec(torch.cat, lambda t: list(t.chunk(3)))  # query, key, value <-> qkv
 TOKENS = Codec(lambda ts: torch.cat([t.reshape(1, -1) for t in ts]), lambda t: [row[None, None] for row in t])
 ROWS = Codec(torch.cat, lambda t: list(t.split(1)))  # one row per file tensor
-HEADS_OUT = lambda heads: _single(lambda t: t.flatten(0, 1).T, lambda t: t.T.unflatten(0, (heads, -1)))  # noqa: E731
+
+
+def flax_proj(heads: int) -> Codec:
+    """Kernel of the output projection [H, D/H, D] <-> [D, D]."""
+    return _single(lambda t: t.flatten(0, 1).T, lambda t: t.T.unflatten(0, (heads, -1)))
 
 
 def flax_qkv(heads: int) -> Codec:
@@ -72,8 +76,8 @@ def pair(ours: str, theirs: str | Iterable[str], codec: Codec = SAME) -> Pair:
     return Pair(ours, (theirs,) if isinstance(theirs, str) else tuple(theirs), codec)
 
 
-def count(shapes: Iterable[str], prefix: str) -> int:
-    """How many numbered members (prefix.0, prefix.1, ...) there are."""
+def count_members(shapes: Iterable[str], prefix: str) -> int:
+    """The number of indexed members (prefix.0, prefix.1, ...)."""
     numbers = {int(key[len(prefix) :].split(".")[0]) for key in shapes if key.startswith(prefix) and key[len(prefix)].isdigit()}
     return max(numbers) + 1 if numbers else 0
 
@@ -83,9 +87,9 @@ def square_grid(rows: int) -> tuple[int, int] | None:
     return (side, side) if side * side == rows and side > 0 else None
 
 
-def grid_of(rows: int, prefixes: Iterable[int], patch: int, known: Known) -> tuple[tuple[int, int], int]:
-    """(image size, prefix rows) of a position table with so many rows; a square grid unless the size is given."""
-    image_size = known.get("image_size")
+def infer_image_size(rows: int, prefixes: Iterable[int], patch: int, hints: Hints) -> tuple[tuple[int, int], int]:
+    """(image size, prefix rows) of a position table with `rows` rows; a square grid unless `hints` has an image size."""
+    image_size = hints.get("image_size")
     for prefix in prefixes:
         if image_size is not None:
             if (image_size[0] // patch) * (image_size[1] // patch) == rows - prefix:
@@ -93,19 +97,20 @@ def grid_of(rows: int, prefixes: Iterable[int], patch: int, known: Known) -> tup
         elif grid := square_grid(rows - prefix):
             return (grid[0] * patch, grid[1] * patch), prefix
     if image_size is None:
-        raise UserError(f"The file's {rows} positions fit no square image; load it with image_size=(height, width).")
+        raise UserError(f"The position table of {rows} rows is not that of a square image: load with image_size=(height, width).")
     size = f"{image_size[0]}x{image_size[1]}"
-    raise UserError(f"The file's {rows} positions do not fit an image of {size} in patches of {patch} pixels.")
+    raise UserError(f"The position table of {rows} rows does not match an image size of {size} with patch size {patch}.")
 
 
-def heads_of(width: int, known: Known) -> int:
-    """Heads are not written in ViT-like files: 64 channels each, but 16 heads in the largest models."""
-    if "heads" in known:
-        return known["heads"]
+def infer_num_heads(width: int, hints: Hints) -> int:
+    """The number of heads, which ViT files do not contain: 64 channels per head; 16 heads in the largest models."""
+    if "heads" in hints:
+        heads: int = hints["heads"]
+        return heads
     if width in (1280, 1408, 1664):
         return 16
     if width % 64:
         raise UserError(
-            f"The number of heads is not in the file and {width} channels are not a multiple of 64; load it with heads=…."
+            f"The file does not contain the number of heads, and its width {width} is not a multiple of 64: load with heads=…."
         )
     return width // 64

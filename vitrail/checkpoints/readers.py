@@ -1,4 +1,4 @@
-"""Opening checkpoint files by their content, safely: no pickle may run code, a broken file gets one sentence."""
+"""Reading of checkpoint files, recognized by their content. No pickle can run code; damaged files raise a `UserError`."""
 
 import argparse
 import difflib
@@ -20,17 +20,19 @@ from torch import Tensor
 from vitrail.checkpoints.bundled import NAMES, find_bundled
 from vitrail.errors import UserError
 
-# Where projects put the weights inside their training files, in the order of trust.
+# Entries of training files that hold the weights, in order of precedence.
 WRAPPERS = ("model", "state_dict", "module", "teacher", "student", "params")
 EMA = ("model_ema", "state_dict_ema", "ema", "module_ema")
 FOLDER_FILES = ("model.safetensors", "pytorch_model.bin")  # of a Hugging Face or timm folder
-BEST = "best.safetensors"  # of the folder of a training
+BEST = "best.safetensors"  # of a run directory
+TRAINING_HEADER = "vitrail_checkpoint"  # the metadata entry of a training checkpoint in one file
+SHARDED = ".sharded"  # the suffix of the folder of a sharded training checkpoint
 PREFIXES = ("module.", "_orig_mod.", "backbone.", "model.")
 
 
 @dataclass
 class Checkpoint:
-    """Flat tensors by name, and what lay beside them."""
+    """Tensors by name, and the metadata and configuration files stored with them."""
 
     tensors: dict[str, Tensor]
     metadata: dict[str, str] = field(default_factory=dict)  # of a safetensors file
@@ -38,13 +40,15 @@ class Checkpoint:
     preprocessor: dict[str, Any] | None = None
 
 
-def read(path: str | Path, ema: bool = False) -> Checkpoint:
-    """Read a file or folder of any of the known kinds, or the weights of a bundled name."""
+def read_weights(path: str | Path, ema: bool = False) -> Checkpoint:
+    """The weights in a file or folder of any supported format, or bundled weights by name; `ema` selects the EMA weights."""
     path = find_bundled(path) or Path(path)
     if not path.exists():
         meant = difflib.get_close_matches(str(path), NAMES, 1, 0.6)
-        hint = f" Weights that come with the package: {', '.join(NAMES)}." if meant else ""
+        hint = f" Weights included in the package: {', '.join(NAMES)}." if meant else ""
         raise UserError(f"There is no file {path}.{hint}")
+    if path.suffix == SHARDED and path.is_dir():
+        return read_training_checkpoint(path, ema)
     if path.is_dir():
         return read_folder(path, ema)
     try:
@@ -55,40 +59,48 @@ def read(path: str | Path, ema: bool = False) -> Checkpoint:
     config = read_json(path.with_name("config.json")) if path.name in FOLDER_FILES else None
     preprocessor = read_json(path.with_name("preprocessor_config.json")) if path.name in FOLDER_FILES else None
     if len(head) < 16:
-        raise UserError(f"{path} is too short to be a checkpoint; was the download cut off?")
+        raise UserError(f"{path} is too short to be a checkpoint: it may be an incomplete download.")
     header = int.from_bytes(head[:8], "little")
     safetensors = head[8:9] == b"{" and (header < path.stat().st_size or head[:1] != b"\x80")
     if not safetensors and (head[:1] == b"\x80" or (head[:2] == b"PK" and not is_npz(path))):
         return Checkpoint(read_torch(path, ema), {}, config, preprocessor)
+    tensors, metadata = read_safetensors(path) if safetensors else ({}, {})
+    if TRAINING_HEADER in metadata:
+        return read_training_checkpoint(path, ema)
     if ema:
-        raise UserError(f"{path} holds no averaged (EMA) weights.")
+        raise UserError(f"{path} contains no EMA weights.")
+    if safetensors:
+        return Checkpoint(tensors, metadata, config, preprocessor)
     if head[:2] == b"PK":
         return Checkpoint(read_npz(path))
-    if safetensors:
-        tensors, metadata = read_safetensors(path)
-        return Checkpoint(tensors, metadata, config, preprocessor)
     raise UserError(f"{path} is not a safetensors, PyTorch or npz file.")
+
+
+def read_training_checkpoint(path: Path, ema: bool) -> Checkpoint:
+    from vitrail.checkpoints.training_checkpoints import read_training_weights  # which imports this module
+
+    return read_training_weights(path, ema)
 
 
 def read_folder(path: Path, ema: bool) -> Checkpoint:
     for name in (*FOLDER_FILES, BEST):
         if (path / name).exists():
-            return read(path / name, ema)  # which looks at config.json beside it
+            return read_weights(path / name, ema)  # and the config.json next to it
     index = read_json(path / "model.safetensors.index.json")
     if index is None:
-        known = f"{', '.join(FOLDER_FILES)} or, of a run, {BEST}"
-        raise UserError(f"The folder {path} has none of {known}: give a folder with weights, or their file.")
+        known = f"{', '.join(FOLDER_FILES)} or {BEST}"
+        raise UserError(f"The folder {path} contains none of {known}: give a folder with weights, or a file.")
     return Checkpoint(read_shards(path, index), {}, read_json(path / "config.json"), read_json(path / "preprocessor_config.json"))
 
 
 def read_shards(path: Path, index: dict[str, Any]) -> dict[str, Tensor]:
-    """The files that an index names, which must lie in the same folder."""
+    """The tensors of all files in an index; the files must be in the same folder."""
     names = sorted(set(map(str, (index.get("weight_map") or {}).values())))
     if not names or any(Path(name).name != name for name in names):
-        raise UserError(f"The index in {path} does not name files of that folder.")
+        raise UserError(f"The index in {path} does not list files of that folder.")
     tensors: dict[str, Tensor] = {}
     for name in names:
-        tensors |= read(path / name).tensors
+        tensors |= read_weights(path / name).tensors
     return tensors
 
 
@@ -100,7 +112,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except (ValueError, OSError, RecursionError) as error:
         raise UserError(f"{path} is not valid JSON: {error}.") from None
     if not isinstance(value, dict):
-        raise UserError(f"{path} does not hold a JSON object.")
+        raise UserError(f"{path} is not a JSON object.")
     return value
 
 
@@ -109,7 +121,7 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         with safe_open(path, framework="pt") as file:
             return {key: file.get_tensor(key) for key in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
     except (SafetensorError, OSError, ValueError) as error:
-        raise UserError(f"{path} is a damaged or cut-off safetensors file ({error}).") from None
+        raise UserError(f"{path} is a damaged or incomplete safetensors file ({error}).") from None
 
 
 def is_npz(path: Path) -> bool:
@@ -117,7 +129,7 @@ def is_npz(path: Path) -> bool:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
     except (zipfile.BadZipFile, OSError) as error:
-        raise UserError(f"{path} is a damaged or cut-off archive ({error}).") from None
+        raise UserError(f"{path} is a damaged or incomplete archive ({error}).") from None
     return any(name.endswith(".npy") for name in names) and not any(name.endswith("data.pkl") for name in names)
 
 
@@ -126,7 +138,7 @@ def read_npz(path: Path) -> dict[str, Tensor]:
         with zipfile.ZipFile(path) as archive_file:
             inflated = sum(member.file_size for member in archive_file.infolist())
         if inflated > 50 * path.stat().st_size + (1 << 20):
-            raise ValueError("it would grow more than fifty times when opened")
+            raise ValueError("its content is more than fifty times its size")
         with np.load(path, allow_pickle=False) as archive:
             return {name: from_numpy(archive[name]) for name in archive.files}
     except (ValueError, OSError, zipfile.BadZipFile, EOFError, MemoryError) as error:
@@ -142,33 +154,32 @@ def from_numpy(array: np.ndarray) -> Tensor:
 
 
 def read_torch(path: Path, ema: bool) -> dict[str, Tensor]:
-    # Training files of the DeiT line keep their command line beside the weights; a Namespace holds values only.
-    allowed: list = [argparse.Namespace]
-    mapped = zipfile.is_zipfile(path) and path.suffix != ".safetensors"  # by that name torch takes it for something else
+    mapped = zipfile.is_zipfile(path) and path.suffix != ".safetensors"  # torch reads a file of that suffix as another format
     try:
-        with torch.serialization.safe_globals(allowed), warnings.catch_warnings(), path.open("rb") as file:
+        # Training files of DeiT contain the command line options; a Namespace holds values only.
+        with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings(), path.open("rb") as file:
             warnings.simplefilter("ignore")  # about pickle protocols
             content = torch.load(path if mapped else file, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
-        wanted = re.search(r"(?:GLOBAL|global:?) ([\w.]+)", str(error))
-        if wanted:
+        blocked = re.search(r"(?:GLOBAL|global:?) ([\w.]+)", str(error))
+        if blocked:
             raise UserError(
-                f"{path} holds {wanted[1]} beside its tensors, which could run code, and was not opened; ask for tensors only."
+                f"{path} contains {blocked[1]}, which could run code, and was not opened: use a file of tensors only."
             ) from None
-        raise UserError(f"{path} is a damaged PyTorch file or no checkpoint at all.") from None
+        raise UserError(f"{path} is a damaged PyTorch file, or not a checkpoint.") from None
     except (RuntimeError, EOFError, OSError, ValueError, KeyError, AttributeError, IndexError, TypeError) as error:
         raise UserError(
-            f"{path} is a damaged or cut-off PyTorch file ({str(error).splitlines()[0] if str(error) else error!r})."
+            f"{path} is a damaged or incomplete PyTorch file ({str(error).splitlines()[0] if str(error) else error!r})."
         ) from None
     return unwrap(content, path, ema)
 
 
 def unwrap(content: Any, path: Path, ema: bool) -> dict[str, Tensor]:
-    """The state dict inside a training file, prefixes of wrappers taken off its names."""
+    """The state dict inside a training file, without the name prefixes of wrappers."""
     if ema:
         inner = next((content[name] for name in EMA if isinstance(content, Mapping) and name in content), None)
         if inner is None:
-            raise UserError(f"{path} holds no averaged (EMA) weights.")
+            raise UserError(f"{path} contains no EMA weights.")
         content = inner
     for _ in range(3):
         inner = next(
@@ -178,25 +189,27 @@ def unwrap(content: Any, path: Path, ema: bool) -> dict[str, Tensor]:
             break
         content = inner
     if not isinstance(content, Mapping):
-        raise UserError(f"{path} holds a {type(content).__name__}, not a dictionary of tensors.")
+        raise UserError(f"{path} contains a {type(content).__name__}, not a dictionary of tensors.")
     tensors = {str(key): value for key, value in content.items() if isinstance(value, Tensor)}
     if not tensors:
-        averaged = isinstance(content, Mapping) and any(name in content for name in EMA)
-        raise UserError(f"{path} holds no tensors{' but averaged ones; load it with ema=True (--ema)' if averaged else ''}.")
+        has_ema = any(name in content for name in EMA)
+        raise UserError(f"{path} contains no tensors{' except EMA weights: load it with ema=True (--ema)' if has_ema else ''}.")
     for name, tensor in tensors.items():
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_complex():
-            raise UserError(f"{path}: the tensor {name!r} is sparse, quantized, complex or empty of data; ask for plain numbers.")
+            raise UserError(
+                f"{path}: the tensor {name!r} is sparse, quantized, complex or without data; only dense tensors are supported."
+            )
         if tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
-            raise UserError(f"{path}: the tensor {name!r} claims more numbers than the file holds.")
+            raise UserError(f"{path}: the shape of the tensor {name!r} is larger than its data.")
     return strip_prefixes(tensors)
 
 
 def strip_prefixes(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Take `module.` and the like off, as long as every tensor (or all but a training head's) has it."""
+    """Tensors without prefixes such as `module.` that all names (or all but those of a projection head) have."""
     while True:
         prefix = next((p for p in PREFIXES if all(key.startswith(p) for key in tensors)), None)
         if prefix is None and any(key.startswith("backbone.") for key in tensors):
-            # DINO keeps its projection head beside the backbone; a classifier beside it stays.
+            # DINO files contain a projection head, which is dropped; a classifier is kept.
             tensors = {key: value for key, value in tensors.items() if not key.startswith(("head.mlp.", "head.last_layer."))}
             if all(key.startswith(("backbone.", "head.")) for key in tensors):
                 return {key.removeprefix("backbone."): value for key, value in tensors.items()}

@@ -1,8 +1,8 @@
-"""From a teacher and images to a store of its answers."""
+"""Annotation: a teacher's predictions for all images of a source, written to a label store."""
 
 import hashlib
 import json
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,322 +13,326 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitrail.data.loader import Canvas, Problem, Reader
+from vitrail.data.loader import DecodedBatch, ImageReader, Problem
 from vitrail.data.source import Source
-from vitrail.data.transforms.pipeline import Augmentation, augment, look
-from vitrail.data.workers import Workers, usual_workers
+from vitrail.data.workers import Workers, default_workers
 from vitrail.errors import UserError
-from vitrail.evaluation.accuracy import test_view
-from vitrail.evaluation.predict import FEW
-from vitrail.teachers.class_index import Chosen
-from vitrail.teachers.fixed_shape import Fixed, first_line
-from vitrail.teachers.label_store import WHAT
+from vitrail.models.preprocessing import DECODE_SCALE
+from vitrail.teachers.class_index import ClassSubset
+from vitrail.teachers.fixed_shape import FixedShapeNetwork, first_line
+from vitrail.teachers.label_store import OUTPUTS
 from vitrail.teachers.label_store_writer import (
-    SHARD,
+    SHARD_SIZE,
     Advance,
+    AnnotationResult,
     Arrays,
-    Finish,
-    Part,
-    Shelf,
+    PendingShard,
+    Progress,
+    Shard,
     Span,
-    Watch,
-    Written,
-    shelve,
-    unwatched,
+    UniqueImages,
+    Warn,
+    find_unique_images,
+    no_progress,
+    no_warning,
     write_store,
 )
 from vitrail.teachers.network import Size
-from vitrail.teachers.prefetch import ahead
+from vitrail.teachers.prefetch import prefetch
 from vitrail.teachers.teacher import Teacher
 
 VIEWS = ("plain", "mirrored")
-CHUNK = 64  # images that one process decodes at a time, so that several share a large batch
-DETAIL = 2  # JPEGs are decoded at this many times the teacher's size at least, as for a model that is tested
+CHUNK = 64  # images that a process decodes at a time, so that several processes decode a large batch
+MIN_FOR_WORKERS = 64  # starting worker processes takes longer than decoding fewer images
+# Classes are stored as unsigned integers; torch computes with signed integers of the same width.
+DTYPES = {"float16": torch.float16, "uint16": torch.int16, "uint32": torch.int32}
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What is kept of a teacher's answers."""
+class AnnotationRequest:
+    """The predictions to store."""
 
-    what: tuple[str, ...] = ("logits",)
+    outputs: tuple[str, ...] = ("logits",)
     top_k: int = 0  # 0: all classes
-    views: int = 1  # 1: the image; 2: and its mirror image
-    batch: int = 64  # images computed at a time
+    views: int = 1  # 1: the image; 2: the image and its horizontal flip
+    batch_size: int = 64
 
     def __post_init__(self) -> None:
-        unknown = next((name for name in self.what if name not in WHAT), None)
-        if unknown is not None or not self.what:
-            raise UserError(f"A teacher is asked for {', '.join(WHAT)}, one or several of them, not {unknown or 'nothing'!r}.")
+        unknown = next((name for name in self.outputs if name not in OUTPUTS), None)
+        if unknown is not None or not self.outputs:
+            raise UserError(f"The outputs are one or more of {', '.join(OUTPUTS)}, not {unknown or 'nothing'!r}.")
         if self.views not in (1, 2):
-            raise UserError(f"There are 1 or 2 views, the image and its mirror image, not {self.views}.")
-        if self.top_k < 0 or self.batch < 1:
-            raise UserError("top_k is 0 for all classes or a number above it, and batch a number above 0.")
+            raise UserError(f"views must be 1, or 2 with the horizontal flip, not {self.views}.")
+        if self.top_k < 0 or self.batch_size < 1:
+            raise UserError("top_k must be 0 (all classes) or positive, and batch_size positive.")
 
 
 def annotate(
     teacher: Teacher,
     source: Source,
     out: Path,
-    wanted: Wanted = Wanted(),  # noqa: B008 - frozen
+    request: AnnotationRequest = AnnotationRequest(),  # noqa: B008 - frozen
     workers: int | None = None,
-    watch: Watch = unwatched,
-    warn: Callable[[str], Any] = lambda sentence: None,
+    progress: Progress = no_progress,
+    warn: Warn = no_warning,
     file: Path | None = None,
-    shard: int = SHARD,
-    chosen: Chosen | None = None,
-) -> Written:
-    """Asks the teacher about every image of a source once and keeps what it says below `out`.
+    shard_size: int = SHARD_SIZE,
+    class_subset: ClassSubset | None = None,
+) -> AnnotationResult:
+    """Run the teacher on every unique image of a source and write its predictions into the folder `out`.
 
-    Equal images are asked about once. Logits and features are of the image as the teacher is tested with it; maps are of
-    the whole image, squashed to the teacher's size, so that every crop of it finds its part. Interrupted and called again, it
-    goes on and gives the same to the byte: batches are cut within a shard. `file` is where a program comes from, whose weights
-    cannot be looked at. Of `chosen` classes alone answers are kept, in their order and by their names: all others are left out
-    before the largest are taken.
+    Logits and features are of the image with the teacher's preprocessing; maps are of the full image, resized to the teacher's
+    size without a crop, so that they cover every training crop. An interrupted call can be repeated and gives the same bytes:
+    batches do not cross shards. `file` is the file of an exported program, whose weights are not in its state dict. With a
+    `class_subset`, only these classes are stored, in that order, and `top_k` is of these classes.
     """
-    annotator = Annotator(teacher, wanted, workers, chosen)  # complains about the teacher before any image is read
-    shelf = shelve(source, out, workers, watch)
-    head = annotator.head() | {"teacher": identity(teacher, file, chosen)}
-    with repeatable():
-        return write_store(out, shelf, head, partial(annotator.parts, shelf), watch, warn, shard)
+    annotator = Annotator(teacher, request, workers, class_subset)  # fails for an unsuitable teacher before images are read
+    images = find_unique_images(source, out, workers, progress)
+    header = annotator.header() | {"teacher": describe_teacher(teacher, file, class_subset)}
+    with deterministic_convolutions():
+        return write_store(out, images, header, partial(annotator.compute_shards, images), progress, warn, shard_size)
 
 
-def usual_batch(device: torch.device) -> int:
-    """Images at a time that keep a device busy."""
+def default_batch_size(device: torch.device) -> int:
     return 256 if device.type == "cuda" else 64
 
 
 class Chunk(NamedTuple):
-    """Images as one process has decoded them, without those that it could not read."""
+    """The readable images of those that one process has decoded."""
 
-    pixels: Tensor  # uint8 [n, H, W, 3], page-locked where there is a GPU
+    pixels: Tensor  # uint8 [n, H, W, 3], page-locked for a GPU
     sizes: Tensor  # int64 [n, 2]
-    rows: Tensor  # int64 [n]: which of those given
-    given: int
+    rows: Tensor  # int64 [n]: indices of the readable images
+    num_images: int  # with the unreadable ones
     skipped: list[tuple[int, Problem]]
 
 
 @dataclass
 class Annotator:
-    """A teacher, and what it is asked."""
+    """Computes the shards of a label store."""
 
     teacher: Teacher
-    wanted: Wanted
+    request: AnnotationRequest
     workers: int | None
-    chosen: Chosen | None = None
-    arrays: dict[str, dict[str, Any]] = field(init=False)
+    class_subset: ClassSubset | None = None
+    arrays: dict[str, dict[str, Any]] = field(init=False)  # dtype and shape [views, ...] by name
 
     def __post_init__(self) -> None:
-        teacher, self.views = self.teacher, VIEWS[: self.wanted.views]
+        teacher, self.views = self.teacher, VIEWS[: self.request.views]
         self.device = next((tensor.device for tensor in teacher.network.state_dict().values()), torch.device("cpu"))
-        self.index = self.chosen.numbers.to(self.device) if self.chosen is not None else None
-        self.classes = teacher.classes if self.index is None else len(self.index)
-        self.kept = min(self.wanted.top_k or self.classes, self.classes)
-        own = teacher.preprocessing
-        self.size: Size = teacher.size or own.image_size
-        self.tested = test_view(own._replace(image_size=self.size))
-        self.whole = Augmentation(self.size, "squash", interpolation=own.interpolation, mean=own.mean, std=own.std)
-        self.aside = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self.class_index = self.class_subset.indices.to(self.device) if self.class_subset is not None else None
+        self.classes = teacher.classes if self.class_index is None else len(self.class_index)
+        self.top_k = min(self.request.top_k or self.classes, self.classes)
+        self.size: Size = teacher.size or teacher.preprocessing.image_size
+        # "cropped": the teacher's preprocessing; "full": without a crop.
+        cropped = teacher.preprocessing._replace(image_size=self.size)
+        self.preprocessing = {"cropped": cropped, "full": cropped._replace(resize="square")}
+        cropped.check()
+        self.copy_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        image = torch.zeros(1, len(teacher.preprocessing.mean), *self.size, device=self.device)
         try:
-            found = self.answers({"tested": self.blank()}, same=True)
+            predictions = self.predict({"cropped": image}, same=True)
         except UserError:
             raise
-        except Exception as error:  # a stranger's network may raise anything
+        except Exception as error:  # a foreign network can raise any exception
             height, width = self.size
             raise UserError(
                 f"{teacher.name} fails on an image of {height} x {width} ({first_line(error)}): give another --size."
             ) from None
         self.arrays = {
-            name: {"dtype": dtype_of(tensor, name, self.classes), "shape": [len(self.views), *tensor.shape[1:]]}
-            for name, tensor in found.items()
+            name: {
+                "dtype": class_dtype(self.classes) if name.endswith(".classes") else "float16",
+                "shape": [len(self.views), *tensor.shape[1:]],
+            }
+            for name, tensor in predictions.items()
         }
 
-    def head(self) -> dict[str, Any]:
-        """What the manifest says beside teacher and images."""
+    def header(self) -> dict[str, Any]:
+        """The entries of the manifest about outputs and options."""
+        subset = {"of": self.teacher.classes, "classes": self.class_index.tolist()} if self.class_index is not None else None
         return {
-            "what": [name for name in WHAT if name in self.wanted.what],
+            "outputs": [name for name in OUTPUTS if name in self.request.outputs],
             "values": "logits before the softmax, float16",
-            "top_k": self.kept if self.kept < self.classes else 0,
+            "top_k": self.top_k if self.top_k < self.classes else 0,
             "views": list(self.views),
             "size": list(self.size),
-            "covers": "whole" if "tokens" in self.wanted.what else None,
+            "covers": "whole" if "tokens" in self.request.outputs else None,
             "arrays": self.arrays,
-            "chosen": {"of": self.teacher.classes, "classes": self.index.tolist()} if self.index is not None else None,
-            "batch": self.wanted.batch,
+            "class_subset": subset,
+            "batch_size": self.request.batch_size,
             "device": self.device.type,
         }
 
-    def blank(self) -> Tensor:
-        return torch.zeros(1, len(self.teacher.preprocessing.mean), *self.size, device=self.device)
-
-    def questions(self, same: bool) -> dict[str, list[str]]:
-        """What is asked about which view: everything about one where both are the same, which takes one pass of the network."""
-        asked = [name for name in WHAT if name in self.wanted.what]
+    def outputs_by_image(self, same: bool) -> dict[str, list[str]]:
+        """The outputs to compute from the cropped and from the full image; all from one forward pass if both are the `same`."""
+        outputs = [name for name in OUTPUTS if name in self.request.outputs]
         if same:
-            return {"tested": asked}
-        parts = {"tested": [name for name in asked if name != "tokens"], "whole": [name for name in asked if name == "tokens"]}
-        return {view: names for view, names in parts.items() if names}
+            return {"cropped": outputs}
+        split = {
+            "cropped": [name for name in outputs if name != "tokens"],
+            "full": [name for name in outputs if name == "tokens"],
+        }
+        return {image: names for image, names in split.items() if names}
 
-    def answers(self, views: dict[str, Tensor], same: bool) -> dict[str, Tensor]:
-        """Of views [B, 3, height, width] to what is kept of each image, [B, ...]; class numbers are int64."""
-        said: dict[str, Tensor] = {}
-        for view, names in self.questions(same).items():
-            said |= self.teacher.answers(views[view], names)
-        found: dict[str, Tensor] = {}
+    def predict(self, images: dict[str, Tensor], same: bool) -> dict[str, Tensor]:
+        """The arrays to store, [B, ...] by name, from images [B, 3, height, width]; classes are int64."""
+        outputs: dict[str, Tensor] = {}
+        for image, names in self.outputs_by_image(same).items():
+            outputs |= self.teacher.predict(images[image], names)
+        arrays: dict[str, Tensor] = {}
         for name in ("logits", "tokens"):
-            if name in said:
-                found |= largest(name, said[name] if self.index is None else said[name][:, self.index], self.kept)
-        return found | {name: said[name] for name in ("features",) if name in said}
+            if name in outputs:
+                logits = outputs[name] if self.class_index is None else outputs[name][:, self.class_index]
+                arrays |= split_top_k(name, logits, self.top_k)
+        return arrays | {name: outputs[name] for name in ("features",) if name in outputs}
 
-    def parts(self, shelf: Shelf, spans: list[Span], advance: Advance) -> Generator[Finish, None, None]:
-        """What each span is to be, not waited for. Processes decode ahead, across spans, and a thread hands over what they made:
-        on a GPU this one does nothing but launch.
+    def compute_shards(self, images: UniqueImages, spans: list[Span], advance: Advance) -> Generator[PendingShard, None, None]:
+        """The shards of `spans`, without waiting for the device. Worker processes decode ahead, across shards; a thread receives
+        their images, so that this thread only launches kernels.
         """
-        count = self.workers if self.workers is not None else usual_workers() if len(shelf.keys) > FEW else 0
-        pool = Workers(Reader(shelf.source, DETAIL * max(self.size), False).images, count)
-        step = self.wanted.batch
+        workers = self.workers
+        if workers is None:
+            workers = default_workers() if len(images.keys) > MIN_FOR_WORKERS else 0
+        pool = Workers(ImageReader(images.source, int(DECODE_SCALE * max(self.size)), False).read_images, workers)
+        step = self.request.batch_size
         batches = [(at, min(at + step, stop)) for start, stop in spans for at in range(start, stop, step)]
-        cuts = [np.arange(at, min(at + CHUNK, stop)) for start, stop in batches for at in range(start, stop, CHUNK)]
+        tasks = [np.arange(at, min(at + CHUNK, stop)) for start, stop in batches for at in range(start, stop, CHUNK)]
         try:
-            with closing(ahead(map(self.sorted_out, pool.run(cuts)))) as chunks:
+            with closing(prefetch(map(self.remove_unreadable, pool.run(tasks)))) as chunks:
                 for start, stop in spans:
-                    yield self.part(shelf, start, stop, chunks, advance)
+                    yield self.compute_shard(images, start, stop, chunks, advance)
         except torch.OutOfMemoryError:
-            raise UserError(
-                f"The device's memory is too small for {self.wanted.batch} images at a time: give a smaller --batch."
-            ) from None
+            raise UserError(f"Out of device memory with batch size {step}: give a smaller --batch-size.") from None
         finally:
             pool.close()
 
-    def sorted_out(self, canvas: Canvas) -> Chunk:
-        bad, good = (np.flatnonzero(each) for each in (canvas.sizes[:, 0] == 0, canvas.sizes[:, 0] > 0))
-        rows = torch.from_numpy(good)
-        pixels = canvas.pixels[rows] if len(bad) else canvas.pixels
+    def remove_unreadable(self, decoded: DecodedBatch) -> Chunk:
+        readable = decoded.sizes[:, 0] > 0
+        rows = torch.from_numpy(np.flatnonzero(readable))
+        pixels = decoded.pixels if readable.all() else decoded.pixels[rows]
         if self.device.type == "cuda":
             pixels = pixels.pin_memory()
-        skipped = [(int(row), problem) for row, problem in zip(bad, canvas.problems, strict=True)]
-        return Chunk(pixels, torch.from_numpy(canvas.sizes[good]), rows, len(canvas.sizes), skipped)
+        skipped = [(int(row), problem) for row, problem in zip(np.flatnonzero(~readable), decoded.problems, strict=True)]
+        return Chunk(pixels, torch.from_numpy(decoded.sizes[readable]), rows, len(decoded.sizes), skipped)
 
-    def part(self, shelf: Shelf, start: int, stop: int, chunks: Iterator[Chunk], advance: Advance) -> Finish:
-        room = {
-            name: torch.zeros(stop - start, *each["shape"], dtype=SHORT[each["dtype"]], device=self.device)
-            for name, each in self.arrays.items()
+    def compute_shard(
+        self, images: UniqueImages, start: int, stop: int, chunks: Iterator[Chunk], advance: Advance
+    ) -> PendingShard:
+        arrays = {
+            name: torch.zeros(stop - start, *array["shape"], dtype=DTYPES[array["dtype"]], device=self.device)
+            for name, array in self.arrays.items()
         }
         skipped, done = [], 0
         while done < stop - start:
-            end = min(done + self.wanted.batch, stop - start)
-            found = []
+            end = min(done + self.request.batch_size, stop - start)
+            batch = []
             while done < end:
                 chunk = next(chunks)
                 skipped += [(done + row, problem) for row, problem in chunk.skipped]
                 if len(chunk.rows):
-                    found.append(chunk._replace(rows=chunk.rows + done))
-                done += chunk.given
-                advance(chunk.given)
-            if found:
-                self.ask(found, room)
+                    batch.append(chunk._replace(rows=chunk.rows + done))
+                done += chunk.num_images
+                advance(chunk.num_images)
+            if batch:
+                self.predict_batch(batch, arrays)
         if len(skipped) == stop - start:
-            where, why = skipped[0][1]
-            raise UserError(f"None of {stop - start:,} images one after the other can be read; {where}: {why}.")
-        computed = torch.cuda.current_stream(self.device).record_event() if self.aside is not None else None
-        return partial(self.finished, shelf, start, room, skipped, computed)
+            location, reason = skipped[0][1]
+            raise UserError(f"None of {stop - start:,} consecutive images can be read, such as {location}: {reason}.")
+        computed = torch.cuda.current_stream(self.device).record_event() if self.copy_stream is not None else None
+        return partial(self.fetch_shard, images, start, arrays, skipped, computed)
 
-    def ask(self, found: list[Chunk], room: dict[str, Tensor]) -> None:
-        """Answers for a batch of readable images, into their rows."""
-        same = all(self.is_same(chunk.sizes) for chunk in found)
-        views: dict[str, list[Tensor]] = {view: [] for view in self.questions(same)}
-        for chunk in found:
+    def predict_batch(self, batch: list[Chunk], arrays: dict[str, Tensor]) -> None:
+        """Write the predictions for a batch of readable images into their rows."""
+        same = all(self.is_uncropped(chunk.sizes) for chunk in batch)
+        parts: dict[str, list[Tensor]] = {image: [] for image in self.outputs_by_image(same)}
+        for chunk in batch:
             pixels = chunk.pixels.to(self.device, non_blocking=True).permute(0, 3, 1, 2)
             sizes = chunk.sizes.to(self.device, non_blocking=True)
-            still = torch.zeros(len(sizes), dtype=torch.int64, device=self.device)
-            for view, images in views.items():
-                images.append(augment(pixels, sizes, still, self.tested if view == "tested" else self.whole).images)
-        rows = torch.cat([chunk.rows for chunk in found]).to(self.device, non_blocking=True)
-        seen = {view: torch.cat(images) for view, images in views.items()}
-        for number in range(len(self.views)):
-            turned = {view: images.flip(3) for view, images in seen.items()} if number else seen
-            for name, tensor in self.answers(turned, same).items():
-                room[name][rows, number] = tensor.to(room[name].dtype)
+            for image, tensors in parts.items():
+                tensors.append(self.preprocessing[image].apply(pixels, sizes))
+        rows = torch.cat([chunk.rows for chunk in batch]).to(self.device, non_blocking=True)
+        images = {image: torch.cat(tensors) for image, tensors in parts.items()}
+        for view in range(len(self.views)):
+            flipped = {image: tensor.flip(3) for image, tensor in images.items()} if view else images
+            for name, tensor in self.predict(flipped, same).items():
+                arrays[name][rows, view] = tensor.to(arrays[name].dtype)
 
-    def is_same(self, sizes: Tensor) -> bool:
-        """Whether what the teacher is tested with is the whole image, for images of `sizes` [n, 2] that lie on the host."""
-        if self.tested.crop == self.whole.crop:
+    def is_uncropped(self, sizes: Tensor) -> bool:
+        """Whether the teacher's preprocessing keeps the full image, for images of `sizes` [n, 2] on the CPU."""
+        cropped, full = self.preprocessing["cropped"], self.preprocessing["full"]
+        if cropped.resize == full.resize:
             return True
-        still = torch.zeros_like(sizes[:, 0])
-        both = [look(sizes, still, how) for how in (self.tested, self.whole)]
         return all(
-            torch.equal(*map(torch.as_tensor, parts)) for axes in zip(*both, strict=True) for parts in zip(*axes, strict=True)
+            torch.equal(*map(torch.as_tensor, values))
+            for axes in zip(cropped.view(sizes), full.view(sizes), strict=True)
+            for values in zip(*axes, strict=True)
         )
 
-    def finished(self, shelf: Shelf, start: int, room: dict[str, Tensor], skipped: list, computed: Any) -> Part:
-        """On the host. The device goes on with the next span meanwhile: a stream of its own waits for this one alone."""
-        if self.aside is not None:
-            with torch.cuda.stream(self.aside):
-                self.aside.wait_event(computed)
-                room = {name: tensor.cpu() for name, tensor in room.items()}
-        arrays = {name: tensor.numpy().view(self.arrays[name]["dtype"]) for name, tensor in room.items()}
-        return Part(self.checked(arrays, shelf.source, start), skipped)
+    def fetch_shard(
+        self, images: UniqueImages, start: int, arrays: dict[str, Tensor], skipped: list[tuple[int, Problem]], computed: Any
+    ) -> Shard:
+        """A shard on the CPU. Its copy has a stream of its own, so that the device computes the next shard meanwhile."""
+        if self.copy_stream is not None:
+            with torch.cuda.stream(self.copy_stream):
+                self.copy_stream.wait_event(computed)
+                arrays = {name: tensor.cpu() for name, tensor in arrays.items()}
+        stored = {name: tensor.numpy().view(self.arrays[name]["dtype"]) for name, tensor in arrays.items()}
+        self.check_finite(stored, images.source, start)
+        return Shard(stored, skipped)
 
-    def checked(self, arrays: Arrays, source: Source, start: int) -> Arrays:
+    def check_finite(self, arrays: Arrays, source: Source, start: int) -> None:
         for name, array in arrays.items():
             if array.dtype == np.float16 and not np.isfinite(array).all():
                 row = int(np.argwhere(~np.isfinite(array))[0, 0])
                 raise UserError(
-                    f"The {name.split('.')[0]} of {self.teacher.name} are not finite, or above what half precision holds, for "
-                    f"{source.where(start + row)}: the weights are damaged, or its preprocessing is another."
+                    f"The {name.split('.')[0]} of {self.teacher.name} contain NaN or Inf, or exceed float16, for "
+                    f"{source.location(start + row)}: check its weights and its preprocessing."
                 )
-        return arrays
 
 
-# Class numbers are kept unsigned; torch computes with signed ones of the same bits.
-SHORT = {"float16": torch.float16, "uint16": torch.int16, "uint32": torch.int32}
-
-
-def largest(name: str, logits: Tensor, kept: int) -> dict[str, Tensor]:
-    """The `kept` largest of [B, C, ...], their classes, and log-sum-exp of the others; all of them where all are kept."""
-    if kept == logits.shape[1]:
+def split_top_k(name: str, logits: Tensor, k: int) -> dict[str, Tensor]:
+    """The arrays of logits [B, C, ...]: the `k` largest, their classes, log-sum-exp of the others; only values if k is C."""
+    if k == logits.shape[1]:
         return {f"{name}.values": logits}
-    values, classes = logits.topk(kept, 1)
+    values, classes = logits.topk(k, 1)
     rest = logits.scatter(1, classes, -torch.inf).logsumexp(1)
     return {f"{name}.values": values, f"{name}.classes": classes, f"{name}.rest": rest}
 
 
-def dtype_of(tensor: Tensor, name: str, classes: int) -> str:
-    return class_dtype(classes) if name.endswith(".classes") else "float16"
-
-
 def class_dtype(classes: int) -> str:
-    """The narrowest that holds every class number."""
+    """The smallest dtype for class indices."""
     return "uint16" if classes <= 1 << 16 else "uint32"
 
 
-def identity(teacher: Teacher, file: Path | None = None, chosen: Chosen | None = None) -> dict[str, Any]:
-    """Who answered: name, digest of its weights and of how they are put together, the classes asked about, preprocessing."""
+def describe_teacher(teacher: Teacher, file: Path | None = None, class_subset: ClassSubset | None = None) -> dict[str, Any]:
+    """The teacher's entry of the manifest: name, digest of weights and configuration, classes, preprocessing."""
     network = teacher.network
-    digest = hashlib.sha256(type(network).__name__.encode())
-    plan = getattr(network, "plan", None) or getattr(getattr(network, "model", None), "architecture", None)
-    digest.update(repr(plan).encode() if plan is not None else b"")
-    for name, tensor in sorted(network.state_dict().items()):
+    model = getattr(network, "model", network)
+    config = getattr(model, "architecture", None) or getattr(model, "config", None)
+    digest = hashlib.sha256(type(model).__name__.encode())
+    digest.update(repr(config).encode() if config is not None else b"")
+    for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    if isinstance(network, Fixed) and file is not None:
+    if isinstance(network, FixedShapeNetwork) and file is not None:
         digest.update(file.read_bytes())
     return {
         "name": teacher.name,
         "weights": digest.hexdigest(),
-        "classes": teacher.classes if chosen is None else len(chosen.names),
-        "class_names": teacher.class_names if chosen is None else chosen.names,
+        "classes": teacher.classes if class_subset is None else len(class_subset.names),
+        "class_names": teacher.class_names if class_subset is None else class_subset.names,
         "preprocessing": json.loads(json.dumps(teacher.preprocessing.to_dict())),
-        "order": teacher.order,
+        "order": teacher.channel_order,
     }
 
 
 @contextmanager
-def repeatable() -> Iterator[None]:
-    """The same convolution algorithms before and after an interruption."""
-    flags = torch.backends.cudnn
-    before = flags.benchmark, flags.deterministic
-    flags.benchmark, flags.deterministic = False, True
+def deterministic_convolutions() -> Iterator[None]:
+    """Use the same cuDNN algorithms before and after an interruption."""
+    cudnn = torch.backends.cudnn
+    before = cudnn.benchmark, cudnn.deterministic
+    cudnn.benchmark, cudnn.deterministic = False, True
     try:
         yield
     finally:
-        flags.benchmark, flags.deterministic = before
+        cudnn.benchmark, cudnn.deterministic = before

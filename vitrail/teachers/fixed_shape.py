@@ -1,4 +1,4 @@
-"""Programs in files, which may be tied to one size and to one number of images, and give logits alone."""
+"""Networks in exported files, which may have a fixed image size and batch size and return only logits."""
 
 from abc import abstractmethod
 
@@ -8,36 +8,37 @@ from torch import Tensor
 from vitrail.teachers.network import Network, Size
 
 
-class Fixed(Network):
-    mixed = False  # its precision is written into it
-    only_batch: int | None = None
+class FixedShapeNetwork(Network):
+    autocast = False  # the precision is part of the file
+    fixed_batch_size: int | None = None
 
     @abstractmethod
-    def call(self, images: Tensor) -> Tensor:
-        """As many images as the program takes, to their logits."""
+    def run(self, images: Tensor) -> Tensor:
+        """Logits of a batch of the fixed size."""
 
     def logits(self, images: Tensor) -> Tensor:
-        if self.only_batch is None:
-            return self.call(images)
-        answers = []
-        for some in images.split(self.only_batch):
-            missing = self.only_batch - len(some)
-            filled = torch.cat([some, some[:1].expand(missing, -1, -1, -1)]) if missing else some
-            answers.append(self.call(filled)[: len(some)])
-        return torch.cat(answers)
+        if self.fixed_batch_size is None:
+            return self.run(images)
+        logits = []
+        for batch in images.split(self.fixed_batch_size):
+            missing = self.fixed_batch_size - len(batch)
+            padded = torch.cat([batch, batch[:1].expand(missing, -1, -1, -1)]) if missing else batch
+            logits.append(self.run(padded)[: len(batch)])
+        return torch.cat(logits)
 
 
-def fixed_parts(shape: list[int | None]) -> tuple[int | None, Size | None]:
-    """The number of images and the size that an input [B, 3, height, width] is tied to; None where it may vary."""
+def fixed_dimensions(shape: list[int | None]) -> tuple[int | None, Size | None]:
+    """The fixed batch size and image size of an input [B, 3, height, width]; None for dynamic dimensions."""
     if len(shape) != 4 or shape[1] not in (3, None):
         raise ValueError(f"its input is {shape}, not [B, 3, height, width]")
-    batch, _, height, width = shape
+    batch_size, _, height, width = shape
     if height is None or width is None:
         if height is not width:
-            raise ValueError("only one of its height and width may vary")
-        return batch, None
-    return batch, (height, width)
+            raise ValueError("only one of height and width is dynamic")
+        return batch_size, None
+    return batch_size, (height, width)
 
 
 def first_line(error: BaseException) -> str:
+    """The first line of an exception's message."""
     return str(error).strip().splitlines()[0][:200] if str(error).strip() else repr(error)

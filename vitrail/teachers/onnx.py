@@ -1,4 +1,4 @@
-"""ONNX files, computed by onnxruntime: on the GPU where its build can, else on the CPU."""
+"""ONNX files, run by onnxruntime: on the GPU if its build supports it, else on the CPU."""
 
 from pathlib import Path
 
@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from vitrail.errors import UserError
-from vitrail.teachers.fixed_shape import Fixed, first_line, fixed_parts
+from vitrail.teachers.fixed_shape import FixedShapeNetwork, first_line, fixed_dimensions
 
 
-class Onnx(Fixed):
+class OnnxNetwork(FixedShapeNetwork):
     def __init__(self, path: Path, device: torch.device | None):
         super().__init__()
         try:
@@ -17,17 +17,18 @@ class Onnx(Fixed):
         except ImportError:
             raise UserError("An ONNX teacher needs onnxruntime: pip install onnxruntime.") from None
         cuda = device is not None and device.type == "cuda"
-        wanted = ["CUDAExecutionProvider"] * cuda + ["CPUExecutionProvider"]
-        providers = [name for name in wanted if name in onnxruntime.get_available_providers()]
+        preferred = ["CUDAExecutionProvider"] * cuda + ["CPUExecutionProvider"]
+        providers = [name for name in preferred if name in onnxruntime.get_available_providers()]
         try:
             self.session = onnxruntime.InferenceSession(str(path), providers=providers)
             (source,) = self.session.get_inputs()
-            self.only_batch, self.only_size = fixed_parts([side if isinstance(side, int) else None for side in source.shape])
-        except Exception as error:  # its exceptions have no other class in common
+            shape = [side if isinstance(side, int) else None for side in source.shape]
+            self.fixed_batch_size, self.fixed_size = fixed_dimensions(shape)
+        except Exception as error:  # onnxruntime's exceptions have no common base class
             raise UserError(f"{path} cannot be opened as an ONNX file with one input ({first_line(error)}).") from None
-        self.source, self.answer = source.name, self.session.get_outputs()[0].name
-        self.precision = torch.float16 if source.type == "tensor(float16)" else torch.float32
+        self.input_name, self.output_name = source.name, self.session.get_outputs()[0].name
+        self.dtype = torch.float16 if source.type == "tensor(float16)" else torch.float32
 
-    def call(self, images: Tensor) -> Tensor:
-        (answer,) = self.session.run([self.answer], {self.source: images.to("cpu", self.precision).numpy()})
-        return torch.from_numpy(answer).to(images.device)
+    def run(self, images: Tensor) -> Tensor:
+        (logits,) = self.session.run([self.output_name], {self.input_name: images.to("cpu", self.dtype).numpy()})
+        return torch.from_numpy(logits).to(images.device)

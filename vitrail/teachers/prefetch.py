@@ -1,4 +1,4 @@
-"""What comes next is made by a thread while this one uses what there is."""
+"""Computation of the next items of an iterator in a thread."""
 
 from collections import deque
 from collections.abc import Generator, Iterator
@@ -6,20 +6,20 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 T = TypeVar("T")
-NOTHING = object()
+END = object()
 
 
-def ahead(items: Iterator[T], count: int = 2) -> Generator[T, None, None]:
-    """The same, up to `count` of them made before they are asked for.
+def prefetch(items: Iterator[T], count: int = 2) -> Generator[T, None, None]:
+    """Yield the items in order; up to `count` of them are computed in advance.
 
-    The first is made by the caller: it may start processes, which is no work for one of several threads.
+    The first item is computed in the calling thread: it may fork worker processes.
     """
-    first = next(items, NOTHING)
-    if first is NOTHING:
+    item = next(items, END)
+    if item is END:
         return
-    with ThreadPoolExecutor(1) as helper:
-        waiting: deque[Future] = deque(helper.submit(next, items, NOTHING) for _ in range(count))
-        while first is not NOTHING:
-            yield first  # type: ignore[misc]  # not the mark of the end
-            first = waiting.popleft().result()
-            waiting.append(helper.submit(next, items, NOTHING))
+    with ThreadPoolExecutor(1) as thread:
+        pending: deque[Future[object]] = deque(thread.submit(next, items, END) for _ in range(count))
+        while item is not END:
+            yield item  # type: ignore[misc]  # not END
+            item = pending.popleft().result()
+            pending.append(thread.submit(next, items, END))

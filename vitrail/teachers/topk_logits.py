@@ -1,10 +1,10 @@
-"""From the few largest logits that a store keeps back to one score per class.
+"""Logits of all classes from the k largest that a label store contains.
 
-What was not kept has to be given some score. `OUTSIDE` says which:
+The logit of a class that was not stored is set by `outside`:
 
-* zero: a logit of 0, as TokenLabeling's released code has it (LV-ViT, arXiv 2104.10858);
-* drop: minus infinity, so that the kept classes share all of the probability;
-* spread: what gives the kept classes the probability the teacher gave them, and the others equal parts of what is left.
+* zero: 0, as in TokenLabeling's released code (LV-ViT, arXiv 2104.10858);
+* drop: minus infinity; the stored classes share all of the probability;
+* spread: the value that gives the stored classes the teacher's probabilities and shares the rest equally among the others.
 """
 
 import math
@@ -17,26 +17,28 @@ from vitrail.errors import UserError
 OUTSIDE = ("zero", "drop", "spread")
 
 
-def expand(values: Tensor, classes: Tensor, count: int, outside: str, rest: Tensor | None) -> Tensor:
-    """Values and class numbers [B, k, ...] to scores [B, count, ...]; `rest` [B, ...] is log-sum-exp of what was not kept."""
+def expand_top_k(values: Tensor, indices: Tensor, classes: int, outside: str, rest: Tensor | None) -> Tensor:
+    """Logits [B, classes, ...] from values and class indices [B, k, ...]; `rest` [B, ...] is the log-sum-exp of the others."""
     if outside not in OUTSIDE:
-        raise UserError(f"outside={outside!r} is not known; choose from {', '.join(OUTSIDE)}.")
-    kept = values.shape[1]
-    if kept == count:
+        raise UserError(f"outside={outside!r} is unknown: choose from {', '.join(OUTSIDE)}.")
+    k = values.shape[1]
+    if k == classes:
         fill: Tensor = values.new_zeros(())
     elif outside == "spread":
         if rest is None:
-            raise UserError("This store does not know how much probability lies outside the kept classes; ask for zero or drop.")
-        fill = (rest - math.log(count - kept))[:, None]
+            raise UserError(
+                "The label store does not contain the probability outside the stored classes: use outside=zero or drop."
+            )
+        fill = (rest - math.log(classes - k))[:, None]
     else:
         fill = values.new_full((), 0.0 if outside == "zero" else -math.inf)
-    scores = fill.expand(len(values), count, *values.shape[2:]).contiguous()
-    return scores.scatter_(1, classes, values)
+    logits = fill.expand(len(values), classes, *values.shape[2:]).contiguous()
+    return logits.scatter_(1, indices, values)
 
 
-def probabilities(scores: Tensor, outside: str) -> Tensor:
-    """Softmax over the classes, [B, C, ...]; equal parts where none of these classes was kept and the others were dropped."""
+def class_probabilities(logits: Tensor, outside: str) -> Tensor:
+    """Softmax over the classes, [B, C, ...]; uniform where `outside` is "drop" and none of these classes was stored."""
     if outside != "drop":
-        return scores.softmax(1)
-    lost = (scores == -math.inf).all(1, keepdim=True)
-    return torch.where(lost, 0.0, scores).softmax(1)
+        return logits.softmax(1)
+    empty = (logits == -math.inf).all(1, keepdim=True)
+    return torch.where(empty, 0.0, logits).softmax(1)

@@ -1,4 +1,4 @@
-"""Programs of `torch.export`. Opening one trusts what it says, so it is looked through first for what could run code."""
+"""Programs of `torch.export`. Loading one can run code, so its content is checked against allow-lists first."""
 
 import io
 import json
@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.export.passes import move_to_device_pass
 
 from vitrail.errors import UserError
-from vitrail.teachers.fixed_shape import Fixed, first_line, fixed_parts
+from vitrail.teachers.fixed_shape import FixedShapeNetwork, first_line, fixed_dimensions
 
 OPERATIONS = re.compile(r"torch\.ops\.(aten|higher_order)\.\w+(\.\w+)?|_operator\.\w+|math\.\w+|torch\.sym_\w+")
-# Sizes that vary are given as arithmetic, which goes through Python's `eval`: these functions and nothing else.
+# Expressions of dynamic sizes are evaluated with Python's `eval`: only these functions are allowed.
 FUNCTIONS = frozenset(
     [
         *("FloorDiv", "ModularIndexing", "Where", "PythonMod", "Mod", "CleanDiv", "CeilToInt", "FloorToInt", "CeilDiv", "LShift"),
@@ -30,33 +30,34 @@ ARITHMETIC = re.compile(r"[\w\s()+\-*/,<>=&|~]*")
 CALL = re.compile(r"([A-Za-z_]\w*)\s*\(")
 
 
-class Exported(Fixed):
+class ExportedNetwork(FixedShapeNetwork):
     """A program saved with `torch.export.save`."""
 
     def __init__(self, path: Path, device: torch.device | None):
         super().__init__()
-        for danger in dangers(path):
-            raise UserError(f"{path} holds {danger}, which could run code, and was not opened; ask for a plain exported model.")
+        for content in find_unsafe_content(path):
+            raise UserError(f"{path} contains {content}, which could run code, and was not opened: use a plain exported model.")
         try:
             program = torch.export.load(path)
             if device is not None:
                 program = move_to_device_pass(program, device)
             shape = input_shape(program)
-            # Guards are lines of Python in the file; they are not run.
+            # Guards are Python code in the file and are not run.
             self.module: nn.Module = program.module(check_guards=False)
-            self.only_batch, self.only_size = fixed_parts(shape)
-        except Exception as error:  # torch raises of every kind here
-            raise UserError(f"{path} cannot be opened as an exported program ({first_line(error)}); export it again.") from None
+            self.fixed_batch_size, self.fixed_size = fixed_dimensions(shape)
+        except Exception as error:  # torch raises exceptions of many classes here
+            raise UserError(f"{path} cannot be opened as an exported program ({first_line(error)}): export it again.") from None
 
-    def call(self, images: Tensor) -> Tensor:
-        return self.module(images)
+    def run(self, images: Tensor) -> Tensor:
+        out: Tensor = self.module(images)
+        return out
 
-    def train(self, mode: bool = True) -> "Exported":
-        return self  # an exported module has one mode and refuses to be put into another
+    def train(self, mode: bool = True) -> "ExportedNetwork":
+        return self  # train() of an exported module raises an error
 
 
 def input_shape(program: torch.export.ExportedProgram) -> list[int | None]:
-    """The shape of the one input; None where it may vary."""
+    """The shape of the only input; None for dynamic dimensions."""
     inputs = program.graph_signature.user_inputs
     nodes = [node for node in program.graph.nodes if node.op == "placeholder" and node.name in inputs]
     if len(nodes) != 1:
@@ -64,33 +65,33 @@ def input_shape(program: torch.export.ExportedProgram) -> list[int | None]:
     return [side if isinstance(side, int) else None for side in nodes[0].meta["val"].shape]
 
 
-def dangers(path: Path) -> Iterator[str]:
-    """What an archive holds beside tensors and a graph of torch's own operations."""
+def find_unsafe_content(path: Path) -> Iterator[str]:
+    """Descriptions of everything in an archive that is not a tensor or a graph of torch's own operations."""
     try:
         with zipfile.ZipFile(path) as archive:
             entries = archive.namelist()
             names = {entry.split("/", 1)[-1]: entry for entry in entries}
             if "archive_format" not in names or archive.read(names["archive_format"]) != b"pt2":
-                raise UserError(f"{path} is no exported program of torch 2.8 or later; save it again with torch.export.save.")
+                raise UserError(f"{path} is not an exported program of torch 2.8 or later: save it again with torch.export.save.")
             if len(names) != len(entries) or len({entry.split("/", 1)[0] for entry in entries}) != 1:
-                yield "two files of one name"  # readers may differ in which of them they take
+                yield "two files of the same name"  # another reader could use the other one
             for name, entry in names.items():
                 if name.startswith(("data/aotinductor", "data/executorch")) or name.endswith((".so", ".dylib", ".dll")):
                     yield f"compiled code ({name})"
-                elif name.startswith("data/sample_inputs/") and not only_tensors(archive.read(entry)):
+                elif name.startswith("data/sample_inputs/") and not has_only_tensors(archive.read(entry)):
                     yield f"more than tensors ({name})"
                 elif name.endswith(".json"):
-                    yield from dangers_in(json.loads(archive.read(entry)), name.rpartition("/")[0], archive, names)
+                    yield from find_unsafe_records(json.loads(archive.read(entry)), name.rpartition("/")[0], archive, names)
     except (zipfile.BadZipFile, OSError, ValueError, KeyError, RecursionError) as error:
-        raise UserError(f"{path} is no exported program, or a damaged one ({first_line(error)}).") from None
+        raise UserError(f"{path} is not an exported program, or is damaged ({first_line(error)}).") from None
 
 
-def dangers_in(content: Any, folder: str, archive: zipfile.ZipFile, names: dict[str, str]) -> Iterator[str]:
-    for record in records(content):
+def find_unsafe_records(content: Any, folder: str, archive: zipfile.ZipFile, names: dict[str, str]) -> Iterator[str]:
+    for record in iterate_records(content):
         target, expression, name, data = (record.get(key) for key in ("target", "expr_str", "name", "path_name"))
         if isinstance(target, str) and not OPERATIONS.fullmatch(target):
             yield f"the operation {target!r}"
-        if expression is not None and not harmless(str(expression)):
+        if expression is not None and not is_arithmetic(str(expression)):
             yield f"the expression {expression!r}"
         if isinstance(name, str) and not re.fullmatch(r"[\w.]*", name):
             yield f"the name {name!r}"
@@ -98,28 +99,29 @@ def dangers_in(content: Any, folder: str, archive: zipfile.ZipFile, names: dict[
             pickled = record.get("use_pickle", True)
             if data.startswith(("custom_obj", "opaque_obj")):
                 yield f"an object ({data})"
-            elif pickled and not only_tensors(archive.read(names[f"{folder}/{data}"])):
+            elif pickled and not has_only_tensors(archive.read(names[f"{folder}/{data}"])):
                 yield f"more than tensors ({data})"
 
 
-def records(content: Any) -> Iterator[dict[str, Any]]:
+def iterate_records(content: Any) -> Iterator[dict[str, Any]]:
+    """All dictionaries in a JSON value, at any depth."""
     if isinstance(content, dict):
         yield content
     for value in content.values() if isinstance(content, dict) else content if isinstance(content, list) else ():
-        yield from records(value)
+        yield from iterate_records(value)
 
 
-def harmless(expression: str) -> bool:
-    """Arithmetic of symbols and numbers; the only strings are their names."""
+def is_arithmetic(expression: str) -> bool:
+    """Whether an expression is arithmetic of symbols and numbers; the only strings are names of symbols."""
     text = re.sub(r"'(\w+)'", r"\1", re.sub(r"\d+\.\d+", "0", expression))
-    plain = ARITHMETIC.fullmatch(text) and "__" not in text and not re.search(r"\)\s*\(", text)
-    return bool(plain) and FUNCTIONS.issuperset(CALL.findall(text))
+    allowed = ARITHMETIC.fullmatch(text) and "__" not in text and not re.search(r"\)\s*\(", text)
+    return bool(allowed) and FUNCTIONS.issuperset(CALL.findall(text))
 
 
-def only_tensors(data: bytes) -> bool:
-    """Whether a pickle asks for nothing but tensors and plain containers."""
+def has_only_tensors(data: bytes) -> bool:
+    """Whether a pickle contains only tensors and plain containers."""
     try:
         torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception:  # whatever is wrong with it, it is not opened
+    except Exception:  # any failure: the file is not opened
         return not data
     return True

@@ -1,4 +1,4 @@
-"""The weights that come with the package, by name; `docs/weights.md` says what they are."""
+"""The weights included in the package, by name; `docs/weights.md` describes them."""
 
 import hashlib
 import os
@@ -13,21 +13,21 @@ NAMES = {"vitrail_tiny": "76185f3c2d7c98e7c691c6aa24f884e55ae958946bcf47526c4265
 
 
 def find_bundled(path: str | Path) -> Path | None:
-    """The file behind a bundled name; None for anything else, and where something by that name lies in the current folder."""
+    """The file of bundled weights; None for other paths, and if the current folder contains a file or folder of that name."""
     name = upgrade_name(str(path))
     if name not in NAMES or os.path.exists(path):
         return None
-    return whole(name)
+    return verified_file(name)
 
 
 @cache
-def whole(name: str) -> Path:
-    """The file, refused if a byte of it is not what was shipped."""
+def verified_file(name: str) -> Path:
+    """The file of bundled weights, after a check of its digest."""
     file = Path(__file__).with_name(f"{name}.safetensors")
     try:
-        found = hashlib.sha256(file.read_bytes()).hexdigest()
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()
     except OSError:
         raise UserError(f"The weights {name} are missing from this installation: install Vitrail again.") from None
-    if found != NAMES[name]:
+    if digest != NAMES[name]:
         raise UserError(f"The weights {name} of this installation are damaged: install Vitrail again.")
     return file

@@ -1,1 +1,1 @@
-"""Checkpoint formats of other projects: tensor names and architectures, in and out."""
+"""Checkpoint formats of other projects: tensor names, and the architecture inferred from names and shapes."""

@@ -1,9 +1,10 @@
-"""The names of the DeiT repository (its five model files) and of TokenLabeling, which follow one style.
+"""Tensor names of the DeiT repository (its five model files) and of TokenLabeling.
 
 {"model": {"cls_token": ..., "pos_embed": ..., "blocks.0.attn.qkv.weight": ..., ...}}
 """
 
 import dataclasses
+from typing import Any
 
 from vitrail.checkpoints.codecs import (
     LEADING,
@@ -11,13 +12,13 @@ from vitrail.checkpoints.codecs import (
     ROWS,
     SAME,
     TOKENS,
-    CannotHold,
-    Known,
+    Hints,
     Pair,
     Shapes,
-    count,
-    grid_of,
-    heads_of,
+    UnsupportedByFormat,
+    count_members,
+    infer_image_size,
+    infer_num_heads,
     pair,
 )
 from vitrail.errors import UserError
@@ -45,12 +46,12 @@ STEMS = {"linear": "patch_embed.proj", "hmlp": "patch_embed.proj", "conv": "patc
 
 
 def to_pair(key: str, a: Architecture) -> Pair:
-    """Where one of our tensors lies in a file of this format."""
+    """The name and the conversion of one of our tensors in this format."""
     match key.split("."):
         case ["stem", *path] if a.stem in STEMS:
             return pair(key, stem_name(path, a))
         case ["prefix"]:
-            return pair(key, ["cls_token", "dist_token"][: a.trunk_tokens], TOKENS)
+            return pair(key, ["cls_token", "dist_token"][: a.num_prefix_tokens], TOKENS)
         case ["pooling", "queries"] if not a.distillation:
             return pair(key, "cls_token", LEADING)
         case ["pos_embed", "0", "table"] if a.pos_embed == "learned" and a.pos_embed_place == "stem":
@@ -58,7 +59,7 @@ def to_pair(key: str, a: Architecture) -> Pair:
         case ["blocks", index, half, "branches", branch, *path] if int(branch) < 2:
             return block_pair(key, f"blocks.{index}", half, branch, path, a)
         case ["pooling", "blocks", index, *path] if a.pooling in ("class_attention", "per_class"):
-            return pair(key, readout_name(f"blocks_token_only.{index}", path, a))
+            return pair(key, pooling_name(f"blocks_token_only.{index}", path, a))
         case ["norm", leaf]:
             return pair(key, f"norm.{norm_leaf(leaf, a)}")
         case ["pre_logits", "0", leaf]:
@@ -68,11 +69,11 @@ def to_pair(key: str, a: Architecture) -> Pair:
         case ["head" | "head_distillation" | "head_dense" as name, leaf]:
             theirs = {"head": "head", "head_distillation": "head_dist", "head_dense": "aux_head"}[name]
             return pair(key, f"{theirs}.{leaf}")
-    raise CannotHold(f"the DeiT format has no place for {key} ({part_of(key, a)})")
+    raise UnsupportedByFormat(f"the DeiT format cannot represent {key} ({part_of(key, a)})")
 
 
 def part_of(key: str, a: Architecture) -> str:
-    """The field of the architecture that a tensor belongs to, for messages."""
+    """The field of the architecture that a tensor depends on, for error messages."""
     first = key.split(".")[0]
     fields = {
         "stem": "stem",
@@ -108,13 +109,13 @@ def stem_name(path: list[str], a: Architecture) -> str:
             return f"{root}.{leaf}"
         case "hmlp", ["layers", index, leaf]:
             return f"{root}.{index}.{leaf}"
-        case "conv", ["layers", index, leaf] if a.stem_norm == "none":  # ours counts the absent norms
+        case "conv", ["layers", index, leaf] if a.stem_norm == "none":  # ours has an index for the absent norms
             return f"{root}.{int(index) // 3 * 2}.0.{leaf}"
         case "tower", ["convs" | "norms" as kind, index, leaf]:
             return f"{root}.{'conv' if kind == 'convs' else 'bn'}{int(index) + 1}.{leaf}"
         case "tower", ["proj", leaf]:
             return f"{root}.proj.{leaf}"
-    raise CannotHold(f"the DeiT format has no place for stem={a.stem} with stem_norm={a.stem_norm}")
+    raise UnsupportedByFormat(f"the DeiT format cannot represent stem={a.stem} with stem_norm={a.stem_norm}")
 
 
 def block_pair(key: str, block: str, half: str, branch: str, path: list[str], a: Architecture) -> Pair:
@@ -130,12 +131,12 @@ def block_pair(key: str, block: str, half: str, branch: str, path: list[str], a:
         case ["body", *rest, leaf] if a.mixer in MIXERS and leaf != "shift":
             name = MIXERS[a.mixer][".".join(rest)]
             pointwise = a.mixer == "patchconv" and leaf == "weight" and rest != ["spatial"]
-            place = ".".join(part for part in (f"{block}.attn{'1' if second else ''}", name, leaf) if part)
-            return pair(key, place, POINTWISE if pointwise else SAME)
-    raise CannotHold(f"the DeiT format has no place for {key} ({part_of(key, a)})")
+            theirs = ".".join(part for part in (f"{block}.attn{'1' if second else ''}", name, leaf) if part)
+            return pair(key, theirs, POINTWISE if pointwise else SAME)
+    raise UnsupportedByFormat(f"the DeiT format cannot represent {key} ({part_of(key, a)})")
 
 
-def readout_name(block: str, path: list[str], a: Architecture) -> str:
+def pooling_name(block: str, path: list[str], a: Architecture) -> str:
     match path:
         case ["norm1" | "norm2" as name, leaf]:
             return f"{block}.{name}.{norm_leaf(leaf, a)}"
@@ -145,30 +146,32 @@ def readout_name(block: str, path: list[str], a: Architecture) -> str:
             return f"{block}.attn.{'.'.join(rest)}"
         case ["ffn", *rest]:
             return f"{block}.mlp.{'.'.join(rest)}"
-    raise CannotHold(f"the DeiT format has no place for residual={a.residual} in the pooling")
+    raise UnsupportedByFormat(f"the DeiT format cannot represent residual={a.residual} in the pooling")
 
 
-def infer(shapes: Shapes, known: Known | None = None) -> Architecture:
-    """The architecture that a file's names and shapes stand for."""
-    known = known or {}
+def infer(shapes: Shapes, hints: Hints | None = None) -> Architecture:
+    """The architecture of a state dict, from names and shapes."""
+    hints = hints or {}
     if "blocks.0.norm1.alpha" in shapes:
-        return infer_resmlp(shapes, known)
+        return infer_resmlp(shapes, hints)
     if "blocks.0.attn.qkv_pos.0.weight" in shapes:
-        return infer_patchconvnet(shapes, known)
+        return infer_patchconvnet(shapes, hints)
     if "patch_embed.conv1.weight" in shapes:
-        base = infer_lvvit(shapes, known)
+        base = infer_lvvit(shapes, hints)
     elif "blocks.0.attn.proj_l.weight" in shapes:
-        base = CAIT.replace(pooling_depth=count(shapes, "blocks_token_only."), heads=shapes["blocks.0.attn.proj_l.weight"][0])
+        base = CAIT.replace(
+            pooling_depth=count_members(shapes, "blocks_token_only."), heads=shapes["blocks.0.attn.proj_l.weight"][0]
+        )
     else:
         base = Architecture(drop_path_schedule="linear", **infer_stem(shapes))
     width = shapes["norm.weight"][0]
     prefix = [0] if base.pooling == "class_attention" else [1 + ("dist_token" in shapes), 0]
-    size, rows = grid_of(shapes["pos_embed"][1], prefix, base.patch_size, known)
+    size, rows = infer_image_size(shapes["pos_embed"][1], prefix, base.patch_size, hints)
     return dataclasses.replace(
         base,
         width=width,
-        depth=count(shapes, "blocks."),
-        heads=base.heads if base.mixer == "talking_heads" or base.stem == "tower" else heads_of(width, known),
+        depth=count_members(shapes, "blocks."),
+        heads=base.heads if base.mixer == "talking_heads" or base.stem == "tower" else infer_num_heads(width, hints),
         mlp_ratio=shapes["blocks.0.mlp.fc1.weight"][0] / width,
         branches=2 if "blocks.0.attn1.qkv.weight" in shapes else 1,
         channels=shapes[first_stem_weight(shapes)][1],
@@ -178,11 +181,11 @@ def infer(shapes: Shapes, known: Known | None = None) -> Architecture:
         pos_embed_prefix=rows > 0 or base.pooling == "class_attention",
         distillation="dist_token" in shapes,
         distillation_head="head_dist.weight" in shapes or "dist_token" not in shapes,
-        **infer_heads(shapes),
+        **infer_classifiers(shapes),
     )
 
 
-def infer_heads(shapes: Shapes) -> dict:
+def infer_classifiers(shapes: Shapes) -> dict[str, Any]:
     return {
         "classes": shapes["head.weight"][0] if "head.weight" in shapes else 0,
         "pre_logits": shapes["pre_logits.fc.weight"][0] if "pre_logits.fc.weight" in shapes else 0,
@@ -195,7 +198,7 @@ def first_stem_weight(shapes: Shapes) -> str:
     return next(name for name in names if name in shapes)
 
 
-def infer_stem(shapes: Shapes) -> dict:
+def infer_stem(shapes: Shapes) -> dict[str, Any]:
     if "patch_embed.proj.0.weight" not in shapes:
         return {"patch_size": shapes["patch_embed.proj.weight"][-1]}
     strides = tuple(shape[-1] for name, shape in shapes.items() if name.startswith("patch_embed.proj.") and len(shape) == 4)
@@ -206,48 +209,51 @@ def infer_stem(shapes: Shapes) -> dict:
     return {"stem": "hmlp", "stem_norm": norm, "stem_activation": "gelu", "stem_strides": strides, "patch_size": patch}
 
 
-def infer_resmlp(shapes: Shapes, known: Known) -> Architecture:
-    width, channels, patch, _ = shapes["patch_embed.proj.weight"]
-    size, _ = grid_of(shapes["blocks.0.attn.weight"][0], [0], patch, known)
+def infer_resmlp(
+    shapes: Shapes, hints: Hints, stem: str = "patch_embed.proj", mixer: str = "attn", mlp: str = "mlp"
+) -> Architecture:
+    """A ResMLP; `stem`, `mixer` and `mlp` are the names of its modules in the format."""
+    width, channels, patch, _ = shapes[f"{stem}.weight"]
+    size, _ = infer_image_size(shapes[f"blocks.0.{mixer}.weight"][0], [0], patch, hints)
     return RESMLP.replace(
         width=width,
-        depth=count(shapes, "blocks."),
-        mlp_ratio=shapes["blocks.0.mlp.fc1.weight"][0] / width,
+        depth=count_members(shapes, "blocks."),
+        mlp_ratio=shapes[f"blocks.0.{mlp}.fc1.weight"][0] / width,
         patch_size=patch,
         channels=channels,
         image_size=size,
-        **infer_heads(shapes),
+        **infer_classifiers(shapes),
     )
 
 
-def infer_patchconvnet(shapes: Shapes, known: Known) -> Architecture:
+def infer_patchconvnet(shapes: Shapes, hints: Hints) -> Architecture:
     width = shapes["norm.weight"][0]
     queries = shapes["cls_token"][1]
-    heads = infer_heads(shapes)
+    heads = infer_classifiers(shapes)
     if queries > 1 or "head.0.weight" in shapes:
         heads |= {"pooling": "per_class", "pooling_keys": "patches", "classes": queries}
-    stem: dict = {"patch_size": 2 ** sum(name.startswith("patch_embed.proj.") for name in shapes)}
+    stem: dict[str, Any] = {"patch_size": 2 ** sum(name.startswith("patch_embed.proj.") for name in shapes)}
     if "patch_embed.proj.weight" in shapes:
         stem = {"stem": "linear", "stem_activation": "none", "patch_size": shapes["patch_embed.proj.weight"][-1]}
     return PATCHCONVNET.replace(
         width=width,
-        depth=count(shapes, "blocks."),
-        pooling_depth=count(shapes, "blocks_token_only."),
+        depth=count_members(shapes, "blocks."),
+        pooling_depth=count_members(shapes, "blocks_token_only."),
         pooling_mlp_ratio=shapes["blocks_token_only.0.mlp.fc1.weight"][0] / width,
         channels=shapes[first_stem_weight(shapes)][1],
-        image_size=known.get("image_size", (224, 224)),
+        image_size=hints.get("image_size", (224, 224)),
         **stem,
         **heads,
     )
 
 
-def infer_lvvit(shapes: Shapes, known: Known) -> Architecture:
-    """Heads and the residual factor are not in the file: they come from the table of sizes."""
-    width, depth = shapes["norm.weight"][0], count(shapes, "blocks.")
+def infer_lvvit(shapes: Shapes, hints: Hints) -> Architecture:
+    """Heads and the residual factor are not in the file; they are looked up by width."""
+    width, depth = shapes["norm.weight"][0], count_members(shapes, "blocks.")
     factors = {wide: (heads, factor) for wide, _, heads, factor, _, _ in lvvit.SIZES.values()}
-    if width not in factors and not {"heads", "layerscale_init"} <= set(known):
-        raise UserError(f"No LV-ViT is {width} wide, so the file does not tell all; load it with heads=… and layerscale_init=….")
-    heads, factor = factors.get(width) or (known["heads"], known["layerscale_init"])
+    if width not in factors and not {"heads", "layerscale_init"} <= set(hints):
+        raise UserError(f"No published LV-ViT has width {width}: load with heads=… and layerscale_init=….")
+    heads, factor = factors.get(width) or (hints["heads"], hints["layerscale_init"])
     convs = sum(name.startswith("patch_embed.conv") for name in shapes)
     kernels = (
         *(shapes[f"patch_embed.conv{index + 1}.weight"][-1] for index in range(convs)),

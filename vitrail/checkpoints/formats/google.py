@@ -1,28 +1,29 @@
 """Google's `.npz` archives: the original ViT and AugReg files, hybrids, and big_vision dumps.
 
 Original files number the parts of a block 0, 1, 2, 3; newer dumps number them per kind. Both are read; the original
-numbering is written, because every reader knows it.
+numbering is written, which all readers support.
 """
 
 import dataclasses
 import re
+from typing import Any
 
 from torch import Tensor
 
 from vitrail.checkpoints.codecs import (
     CONV,
-    HEADS_OUT,
     LEADING,
     SAME,
     TRANSPOSED,
     VECTOR,
-    CannotHold,
-    Known,
+    Hints,
     Pair,
     Shapes,
+    UnsupportedByFormat,
+    flax_proj,
     flax_qkv,
     flax_qkv_bias,
-    grid_of,
+    infer_image_size,
     pair,
 )
 from vitrail.errors import UserError
@@ -44,23 +45,23 @@ def recognizes(keys: list[str]) -> bool:
 
 
 def normalize(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Any of the dumps to the original names: prefixes off, stacked blocks apart, one numbering."""
+    """Tensors of any dump under the original names: without prefixes, stacked blocks split, original numbering."""
     prefix = next((p for p in PREFIXES if any(key.startswith(p + "embedding/") for key in tensors)), "")
-    found: dict[str, Tensor] = {}
+    renamed: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
         if not key.startswith(prefix):
-            continue  # optimizer state beside the parameters
+            continue  # optimizer state
         name = key[len(prefix) :]
         if name.startswith("Transformer/encoderblock/"):
             for index, layer in enumerate(tensor):
-                found[block_name(f"Transformer/encoderblock_{index}/{name.split('/', 2)[2]}")] = layer
+                renamed[block_name(f"Transformer/encoderblock_{index}/{name.split('/', 2)[2]}")] = layer
         else:
-            found[block_name(name)] = tensor
-    if "cls" not in found and POSITIONS in found:
-        found["pos_embedding"] = found.pop(POSITIONS)
-    if any(name.startswith("MAPHead") for name in found):
-        raise UserError("This big_vision checkpoint pools with a MAP head, which is not one of the pooling layers here.")
-    return found
+            renamed[block_name(name)] = tensor
+    if "cls" not in renamed and POSITIONS in renamed:
+        renamed["pos_embedding"] = renamed.pop(POSITIONS)
+    if any(name.startswith("MAPHead") for name in renamed):
+        raise UserError("This big_vision checkpoint has a MAP head, which is not supported.")
+    return renamed
 
 
 def block_name(name: str) -> str:
@@ -72,14 +73,14 @@ def block_name(name: str) -> str:
 
 def to_pair(key: str, a: Architecture) -> Pair:
     if a.pooling not in ("class", "mean") or a.class_token_at or a.distillation or a.dense_head or a.pool_norm:
-        raise CannotHold(f"the Google format has no place for pooling={a.pooling}, distillation={a.distillation}")
+        raise UnsupportedByFormat(f"the Google format cannot represent pooling={a.pooling}, distillation={a.distillation}")
     match key.split("."):
         case ["stem", *path] if a.stem in ("linear", "resnet"):
             return stem_pair(key, path)
         case ["prefix"]:
             return pair(key, "cls", LEADING)
         case ["pos_embed", "0", "table"] if a.pos_embed == "learned" and a.pos_embed_place == "stem":
-            return pair(key, POSITIONS if a.pos_embed_rows else "pos_embedding", LEADING)
+            return pair(key, POSITIONS if a.pos_embed_prefix_rows else "pos_embedding", LEADING)
         case ["blocks", index, half, "branches", "0", *path] if a.branches == 1:
             return block_pair(key, f"Transformer/encoderblock_{index}", half, path, a)
         case ["norm", leaf]:
@@ -88,7 +89,9 @@ def to_pair(key: str, a: Architecture) -> Pair:
             return dense(key, "pre_logits", leaf)
         case ["head", leaf]:
             return dense(key, "head", leaf)
-    raise CannotHold(f"the Google format has no place for {key} (branches={a.branches}, pos_embed={a.pos_embed}, stem={a.stem})")
+    raise UnsupportedByFormat(
+        f"the Google format cannot represent {key} (branches={a.branches}, pos_embed={a.pos_embed}, stem={a.stem})"
+    )
 
 
 def dense(key: str, name: str, leaf: str) -> Pair:
@@ -121,7 +124,7 @@ def stem_pair(key: str, path: list[str]) -> Pair:
             if name.startswith("conv"):
                 return pair(key, f"{root}/{name}/kernel", CONV)
             return pair(key, f"{root}/gn{name[-1]}/{scale_or_bias(leaf)}", VECTOR)
-    raise CannotHold(f"the Google format has no place for {key}")
+    raise UnsupportedByFormat(f"the Google format cannot represent {key}")
 
 
 def block_pair(key: str, block: str, half: str, path: list[str], a: Architecture) -> Pair:
@@ -134,29 +137,29 @@ def block_pair(key: str, block: str, half: str, path: list[str], a: Architecture
             return pair(key, parts, flax_qkv(a.heads) if leaf == "weight" else flax_qkv_bias(a.heads))
         case "mix", ["body", "proj", leaf] if a.mixer == "attention" and leaf in ("weight", "bias"):
             return (
-                pair(key, f"{attention}/out/kernel", HEADS_OUT(a.heads))
+                pair(key, f"{attention}/out/kernel", flax_proj(a.heads))
                 if leaf == "weight"
                 else pair(key, f"{attention}/out/bias", SAME)
             )
         case "ffn", ["body", "fc1" | "fc2" as name, "weight" | "bias" as leaf]:
             return dense(key, f"{block}/MlpBlock_3/Dense_{0 if name == 'fc1' else 1}", leaf)
-    raise CannotHold(f"the Google format has no place for {key} (mixer={a.mixer}, residual={a.residual}, norm={a.norm})")
+    raise UnsupportedByFormat(f"the Google format cannot represent {key} (mixer={a.mixer}, residual={a.residual}, norm={a.norm})")
 
 
-def infer(shapes: Shapes, known: Known | None = None) -> Architecture:
-    known = known or {}
-    depth = 1 + max((int(found[1]) for name in shapes if (found := BLOCK.match(name))), default=-1)
+def infer(shapes: Shapes, hints: Hints | None = None) -> Architecture:
+    hints = hints or {}
+    depth = 1 + max((int(match[1]) for name in shapes if (match := BLOCK.match(name))), default=-1)
     if not depth:
-        raise UserError("This archive has a patch embedding but no encoder blocks; it is not a ViT.")
+        raise UserError("The archive has a patch embedding but no encoder blocks: it is not a ViT.")
     first = "Transformer/encoderblock_0"
     width, heads, _ = shapes[f"{first}/MultiHeadDotProductAttention_1/query/kernel"]
-    stem: dict = {"patch_size": shapes["embedding/kernel"][0], "channels": shapes["embedding/kernel"][2]}
+    stem: dict[str, Any] = {"patch_size": shapes["embedding/kernel"][0], "channels": shapes["embedding/kernel"][2]}
     if "conv_root/kernel" in shapes:
         stem = infer_resnet(shapes)
     token = int("cls" in shapes)
-    modern = "pos_embedding" in shapes  # big_vision adds positions before the class token
+    modern = "pos_embedding" in shapes  # big_vision adds the position embedding before the class token
     rows = shapes["pos_embedding" if modern else POSITIONS][1]
-    size, prefix = grid_of(rows, [0] if modern else [token], stem["patch_size"], known)
+    size, prefix = infer_image_size(rows, [0] if modern else [token], stem["patch_size"], hints)
     return dataclasses.replace(
         VIT,
         width=width,
@@ -173,7 +176,7 @@ def infer(shapes: Shapes, known: Known | None = None) -> Architecture:
     )
 
 
-def infer_resnet(shapes: Shapes) -> dict:
+def infer_resnet(shapes: Shapes) -> dict[str, Any]:
     layers: list[int] = []
     while f"block{len(layers) + 1}/unit1/conv1/kernel" in shapes:
         stage, units = len(layers) + 1, 0

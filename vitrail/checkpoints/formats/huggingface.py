@@ -1,9 +1,21 @@
-"""Hugging Face `transformers` ViT and DeiT: names, `config.json`, `preprocessor_config.json`."""
+"""ViT and DeiT of Hugging Face `transformers`: tensor names, `config.json`, `preprocessor_config.json`."""
 
 import re
 from typing import Any
 
-from vitrail.checkpoints.codecs import LEADING, STACKED, TOKENS, CannotHold, Known, Pair, Shapes, count, grid_of, heads_of, pair
+from vitrail.checkpoints.codecs import (
+    LEADING,
+    STACKED,
+    TOKENS,
+    Hints,
+    Pair,
+    Shapes,
+    UnsupportedByFormat,
+    count_members,
+    infer_image_size,
+    infer_num_heads,
+    pair,
+)
 from vitrail.models.config import Architecture, as_size
 from vitrail.models.preprocessing import Preprocessing
 
@@ -15,9 +27,9 @@ ACTIVATIONS = {
     "relu": "relu",
     "silu": "silu",
 }
-EPS = 1e-12  # their default
+EPS = 1e-12  # the default of transformers
 PATCHES = "embeddings.patch_embeddings.projection.weight"
-# Names since 2026 on the left, the hub's on the right; files of both kinds are read, the hub's are written.
+# Names since 2026 on the left, those of files on the hub on the right; both are read, the hub's are written.
 MODERN = (
     (re.compile(r"^layers\."), "encoder.layer."),
     (re.compile(r"^(encoder\.layer\.\d+\.attention)\.q_proj\."), r"\1.attention.query."),
@@ -34,7 +46,7 @@ def recognizes(keys: list[str]) -> bool:
 
 
 def plain_names(keys: list[str]) -> dict[str, str]:
-    """A file's names -> the hub's without the `vit.` or `deit.` in front."""
+    """Names in the file -> names on the hub, without the prefix `vit.` or `deit.`."""
     names = {}
     for key in keys:
         plain = re.sub(r"^(vit|deit)\.", "", key)
@@ -46,12 +58,14 @@ def plain_names(keys: list[str]) -> dict[str, str]:
 
 def to_pair(key: str, a: Architecture) -> Pair:
     if a.pooling != "class" or a.class_token_at:
-        raise CannotHold(f"the Hugging Face format has no place for pooling={a.pooling}, class_token_at={a.class_token_at}")
+        raise UnsupportedByFormat(
+            f"the Hugging Face format cannot represent pooling={a.pooling}, class_token_at={a.class_token_at}"
+        )
     match key.split("."):
         case ["stem", "proj", leaf] if a.stem == "linear":
             return pair(key, f"embeddings.patch_embeddings.projection.{leaf}")
         case ["prefix"]:
-            return pair(key, ["embeddings.cls_token", "embeddings.distillation_token"][: a.trunk_tokens], TOKENS)
+            return pair(key, ["embeddings.cls_token", "embeddings.distillation_token"][: a.num_prefix_tokens], TOKENS)
         case ["pos_embed", "0", "table"] if a.pos_embed == "learned" and a.pos_embed_place == "stem":
             return pair(key, "embeddings.position_embeddings", LEADING)
         case ["blocks", index, half, "branches", "0", *path] if a.branches == 1:
@@ -64,7 +78,7 @@ def to_pair(key: str, a: Architecture) -> Pair:
             return pair(key, f"{'cls_classifier' if a.distillation and a.distillation_head else 'classifier'}.{leaf}")
         case ["head_distillation", leaf]:
             return pair(key, f"distillation_classifier.{leaf}")
-    raise CannotHold(f"the Hugging Face format has no place for {key}")
+    raise UnsupportedByFormat(f"the Hugging Face format cannot represent {key}")
 
 
 def block_pair(key: str, layer: str, half: str, path: list[str], a: Architecture) -> Pair:
@@ -77,25 +91,25 @@ def block_pair(key: str, layer: str, half: str, path: list[str], a: Architecture
             return pair(key, f"{layer}.attention.output.dense.{leaf}")
         case "ffn", ["body", "fc1" | "fc2" as name, "weight" | "bias" as leaf]:
             return pair(key, f"{layer}.{'intermediate' if name == 'fc1' else 'output'}.dense.{leaf}")
-    raise CannotHold(f"the Hugging Face format has no place for {key} (mixer={a.mixer}, residual={a.residual})")
+    raise UnsupportedByFormat(f"the Hugging Face format cannot represent {key} (mixer={a.mixer}, residual={a.residual})")
 
 
-def infer(shapes: Shapes, known: Known | None = None, config: dict[str, Any] | None = None) -> Architecture:
-    """From plain names and shapes, with what `config.json` adds: heads, epsilon, activation, a rectangular size."""
-    config, known = config or {}, dict(known or {})
+def infer(shapes: Shapes, hints: Hints | None = None, config: dict[str, Any] | None = None) -> Architecture:
+    """The architecture from names and shapes, and from `config.json`: heads, epsilon, activation, a rectangular size."""
+    config, hints = config or {}, dict(hints or {})
     width, channels, patch, _ = shapes[PATCHES]
     distilled = "embeddings.distillation_token" in shapes
     if config.get("image_size") is not None:
-        known.setdefault("image_size", as_size(config["image_size"]))
-    size, _ = grid_of(shapes["embeddings.position_embeddings"][1], [2 if distilled else 1], patch, known)
+        hints.setdefault("image_size", as_size(config["image_size"]))
+    size, _ = infer_image_size(shapes["embeddings.position_embeddings"][1], [2 if distilled else 1], patch, hints)
     head = next((name for name in ("classifier.weight", "cls_classifier.weight") if name in shapes), None)
     act = config.get("hidden_act", "gelu")
     if act not in ACTIVATIONS:
-        raise CannotHold(f"the activation {act!r} of config.json is not known here")
+        raise UnsupportedByFormat(f"the activation {act!r} of config.json is not supported")
     return Architecture(
         width=width,
-        depth=count(shapes, "encoder.layer."),
-        heads=config.get("num_attention_heads") or heads_of(width, known),
+        depth=count_members(shapes, "encoder.layer."),
+        heads=config.get("num_attention_heads") or infer_num_heads(width, hints),
         mlp_ratio=shapes["encoder.layer.0.intermediate.dense.weight"][0] / width,
         classes=shapes[head][0] if head else 0,
         image_size=size,
@@ -145,7 +159,7 @@ RESAMPLING = {"nearest": 0, "lanczos": 1, "bilinear": 2, "bicubic": 3}
 def write_preprocessing(p: Preprocessing) -> dict[str, Any]:
     height, width = p.image_size
     config: dict[str, Any] = {
-        # Theirs for DeiT would squash the image; this one keeps its aspect.
+        # The processor for DeiT would change the aspect ratio; this one keeps it.
         "image_processor_type": "CLIPImageProcessor" if p.resize == "shorter" else "ViTImageProcessor",
         "do_normalize": True,
         "do_rescale": True,
@@ -164,7 +178,7 @@ def write_preprocessing(p: Preprocessing) -> dict[str, Any]:
 
 
 def read_preprocessing(config: dict[str, Any], size: tuple[int, int]) -> Preprocessing:
-    """What `preprocessor_config.json` says; a centre crop means the shorter side was resized."""
+    """Preprocessing from `preprocessor_config.json`; with a center crop, the shorter side is resized."""
     named = {value: name for name, value in RESAMPLING.items()} | {name: name for name in RESAMPLING}
     crop = bool(config.get("do_center_crop"))
     resized = config.get("size") or size[0]

@@ -1,30 +1,34 @@
-"""The names of timm's current models, where they differ from the DeiT repository's: LayerScale, ResMLP, parallel
-blocks, hybrids and averaged ViTs. CaiT and plain or distilled ViTs are named alike in both.
+"""Tensor names of timm's current models where they differ from the DeiT repository's: LayerScale, ResMLP, parallel
+blocks, hybrids, ViTs with average pooling. CaiT and plain or distilled ViTs have the same names in both.
 """
 
 import dataclasses
 from typing import Any
 
-from vitrail.checkpoints.codecs import CHANNELS, SAME, CannotHold, Known, Pair, Shapes, count, grid_of, heads_of, pair
+from vitrail.checkpoints.codecs import (
+    CHANNELS,
+    SAME,
+    Hints,
+    Pair,
+    Shapes,
+    UnsupportedByFormat,
+    count_members,
+    infer_image_size,
+    infer_num_heads,
+    pair,
+)
 from vitrail.checkpoints.formats import deit
 from vitrail.models.config import Architecture, resnet_stride
 from vitrail.models.preprocessing import Preprocessing
-from vitrail.models.resmlp import RESMLP
 from vitrail.models.vit import VIT
 
-# The first convolution of a hybrid, with stages behind it or alone.
+# The first convolution of a hybrid, with and without residual stages.
 ROOTS = ("patch_embed.backbone.stem.conv.weight", "patch_embed.backbone.conv.weight")
 
 
 def recognizes(shapes: Shapes) -> bool:
-    """Names that only timm uses."""
-    marks = (
-        "blocks.0.ls1.gamma",
-        "stem.proj.weight",
-        "blocks.0.attns.0.norm.weight",
-        *ROOTS,
-        "fc_norm.weight",
-    )
+    """Whether there are names that only timm uses."""
+    marks = ("blocks.0.ls1.gamma", "stem.proj.weight", "blocks.0.attns.0.norm.weight", *ROOTS, "fc_norm.weight")
     return any(mark in shapes for mark in marks) or ("pos_embed" in shapes and "cls_token" not in shapes)
 
 
@@ -32,7 +36,7 @@ def to_pair(key: str, a: Architecture) -> Pair:
     if a.mixer == "linear":
         return resmlp_pair(key, a)
     if a.mixer not in ("attention", "talking_heads") or a.stem not in ("linear", "resnet") or a.dense_head:
-        raise CannotHold(f"timm has no model with mixer={a.mixer}, stem={a.stem}, dense_head={a.dense_head}")
+        raise UnsupportedByFormat(f"timm has no model with mixer={a.mixer}, stem={a.stem}, dense_head={a.dense_head}")
     match key.split("."):
         case ["stem", *path] if a.stem == "resnet":
             return pair(key, f"patch_embed.{resnet_name(path, a)}")
@@ -46,8 +50,8 @@ def to_pair(key: str, a: Architecture) -> Pair:
             return pair(key, f"fc_norm.{leaf}")
     try:
         return deit.to_pair(key, a)
-    except CannotHold as error:
-        raise CannotHold(str(error).replace("the DeiT format has", "timm has")) from None
+    except UnsupportedByFormat as error:
+        raise UnsupportedByFormat(str(error).replace("the DeiT format", "timm")) from None
 
 
 def parallel_name(half: str, branch: str, path: list[str], a: Architecture) -> str:
@@ -59,7 +63,7 @@ def parallel_name(half: str, branch: str, path: list[str], a: Architecture) -> s
             return f"{root}.ls.gamma"
         case ["body", *rest, leaf] if a.mixer == "attention" and leaf != "shift":
             return f"{root}.{'attn' if half == 'mix' else 'mlp'}.{'.'.join(rest)}.{leaf}"
-    raise CannotHold(f"timm has no parallel block with mixer={a.mixer}, residual={a.residual}")
+    raise UnsupportedByFormat(f"timm has no parallel block with mixer={a.mixer}, residual={a.residual}")
 
 
 def resnet_name(path: list[str], a: Architecture) -> str:
@@ -99,28 +103,28 @@ def resmlp_pair(key: str, a: Architecture) -> Pair:
             return pair(key, f"norm.{deit.norm_leaf(leaf, a)}", CHANNELS if a.norm == "affine" else SAME)
         case ["head", leaf] if a.pooling == "mean":
             return pair(key, f"head.{leaf}")
-    raise CannotHold(f"timm has no place for {key} ({deit.part_of(key, a)})")
+    raise UnsupportedByFormat(f"timm cannot represent {key} ({deit.part_of(key, a)})")
 
 
-def infer(shapes: Shapes, known: Known | None = None) -> Architecture:
-    known = known or {}
+def infer(shapes: Shapes, hints: Hints | None = None) -> Architecture:
+    hints = hints or {}
     if "stem.proj.weight" in shapes:
-        return infer_resmlp(shapes, known)
+        return deit.infer_resmlp(shapes, hints, "stem.proj", "linear_tokens", "mlp_channels")
     if "blocks.0.attn.proj_l.weight" in shapes or not recognizes(shapes):
-        return deit.infer(shapes, known)
-    parallel = count(shapes, "blocks.0.attns.")
+        return deit.infer(shapes, hints)
+    parallel = count_members(shapes, "blocks.0.attns.")
     width = shapes["patch_embed.proj.weight"][0]
     root = next((name for name in ROOTS if name in shapes), None)
     hybrid = infer_hybrid(shapes, root) if root else {}
     patch = hybrid.get("patch_size", shapes["patch_embed.proj.weight"][-1])
     tokens = ("cls_token" in shapes) + ("dist_token" in shapes)
-    size, rows = grid_of(shapes["pos_embed"][1], sorted({tokens, 0}, reverse=True), patch, known)
+    size, rows = infer_image_size(shapes["pos_embed"][1], sorted({tokens, 0}, reverse=True), patch, hints)
     mlp = "blocks.0.ffns.0.mlp.fc1.weight" if parallel else "blocks.0.mlp.fc1.weight"
     scaled = "blocks.0.ls1.gamma" in shapes or "blocks.0.attns.0.ls.gamma" in shapes
     options = {
         "width": width,
-        "depth": count(shapes, "blocks."),
-        "heads": heads_of(width, known),
+        "depth": count_members(shapes, "blocks."),
+        "heads": infer_num_heads(width, hints),
         "mlp_ratio": shapes[mlp][0] / width,
         "branches": parallel or 1,
         "patch_size": patch,
@@ -134,13 +138,13 @@ def infer(shapes: Shapes, known: Known | None = None) -> Architecture:
         "pooling": "class" if tokens else "mean",
         "pool_norm": "fc_norm.weight" in shapes,
     }
-    return dataclasses.replace(Architecture(), **(options | hybrid | deit.infer_heads(shapes)))
+    return dataclasses.replace(Architecture(), **(options | hybrid | deit.infer_classifiers(shapes)))
 
 
-def infer_hybrid(shapes: Shapes, root: str) -> dict:
-    """timm's ResNet stem has GroupNorm 1e-5."""
+def infer_hybrid(shapes: Shapes, root: str) -> dict[str, Any]:
+    """Fields of a hybrid's ResNet stem; its GroupNorm has an epsilon of 1e-5."""
     stages = "patch_embed.backbone.stages."
-    layers = tuple(count(shapes, f"{stages}{stage}.blocks.") for stage in range(count(shapes, stages)))
+    layers = tuple(count_members(shapes, f"{stages}{stage}.blocks.") for stage in range(count_members(shapes, stages)))
     return {
         "stem": "resnet",
         "stem_layers": layers,
@@ -151,22 +155,8 @@ def infer_hybrid(shapes: Shapes, root: str) -> dict:
     }
 
 
-def infer_resmlp(shapes: Shapes, known: Known) -> Architecture:
-    width, channels, patch, _ = shapes["stem.proj.weight"]
-    size, _ = grid_of(shapes["blocks.0.linear_tokens.weight"][0], [0], patch, known)
-    return RESMLP.replace(
-        width=width,
-        depth=count(shapes, "blocks."),
-        mlp_ratio=shapes["blocks.0.mlp_channels.fc1.weight"][0] / width,
-        patch_size=patch,
-        channels=channels,
-        image_size=size,
-        **deit.infer_heads(shapes),
-    )
-
-
 def read_preprocessing(config: dict[str, Any], size: tuple[int, int]) -> Preprocessing:
-    """What the `pretrained_cfg` of a timm folder says."""
+    """Preprocessing from the `pretrained_cfg` of a timm folder."""
     plain = Preprocessing()
     return Preprocessing(
         image_size=size,

@@ -1,0 +1,106 @@
+"""Vitrail's own file: safetensors with a JSON header that holds architecture, preprocessing, class names and notes."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import safetensors.torch
+from torch import Tensor
+
+from vitrail.aliases import upgrade_metrics, upgrade_name, upgrade_recipe, upgrade_tensor
+from vitrail.atomic_files import atomic_write
+from vitrail.checkpoints.assembly import assemble
+from vitrail.checkpoints.readers import Checkpoint
+from vitrail.errors import UserError
+from vitrail.models.config import TRAINING_ONLY, Architecture
+from vitrail.models.preprocessing import Preprocessing
+from vitrail.models.vision_transformer import VisionTransformer
+from vitrail.version import __version__
+
+LAYOUT = 1  # version of the header
+HEADER = "vitrail"  # the metadata entry of an artifact
+DELTA = "vitrail_delta"  # the metadata entry of a file with only the tensors that differ from other weights
+UPGRADES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {"recipe": upgrade_recipe, "metrics": upgrade_metrics}
+
+
+class Header(NamedTuple):
+    """The description of a model in its artifact."""
+
+    name: str | None
+    architecture: Architecture
+    preprocessing: Preprocessing
+    class_names: list[str] | None
+    notes: dict[str, str]
+
+    def apply_to(self, model: VisionTransformer) -> VisionTransformer:
+        model.name = model.name if self.name is None else self.name
+        model.preprocessing, model.class_names, model.notes = self.preprocessing, self.class_names, self.notes
+        return model
+
+
+def read_header(text: str, path: str | Path, overrides: dict[str, Any]) -> Header:
+    """The header of an artifact; `overrides` replace fields of the architecture that matter in training only."""
+    fixed = sorted(set(overrides) - TRAINING_ONLY)
+    if fixed:
+        raise UserError(f"{path} contains its architecture: {fixed[0]} cannot be changed when loading it.")
+    try:
+        header = json.loads(text)
+        if header["layout"] > LAYOUT:
+            raise UserError(f"{path} was written by a newer version of Vitrail ({header['version']}): update Vitrail.")
+        architecture = Architecture.from_dict(header["architecture"]).replace(**overrides)
+        preprocessing = Preprocessing.from_dict(header["preprocessing"])
+        names, notes = header.get("class_names"), {str(key): str(value) for key, value in (header.get("notes") or {}).items()}
+        if names is not None and (len(names) != architecture.classes or not all(isinstance(name, str) for name in names)):
+            raise ValueError("class names")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{path} has a damaged Vitrail header ({error!r}).") from None
+    name = upgrade_name(str(header["name"])) if "name" in header else None
+    return Header(name, architecture, preprocessing, names, upgrade_notes(notes))
+
+
+def upgrade_notes(notes: dict[str, str]) -> dict[str, str]:
+    """Notes with the JSON of recipe and metrics under the names of today; other notes unchanged."""
+    upgraded = dict(notes)
+    for name, upgrade in UPGRADES.items():
+        try:
+            value = json.loads(notes.get(name, "null"))
+        except (ValueError, RecursionError):  # a note of the user
+            continue
+        if isinstance(value, dict) and (changed := upgrade(value)) != value:
+            upgraded[name] = json.dumps(changed)
+    return upgraded
+
+
+def load_artifact(checkpoint: Checkpoint, path: str | Path, overrides: dict[str, Any]) -> VisionTransformer:
+    header = read_header(checkpoint.metadata[HEADER], path, overrides)
+    tensors = {upgrade_tensor(key): tensor for key, tensor in checkpoint.tensors.items()}
+    return header.apply_to(assemble(header.architecture, tensors, path))
+
+
+def artifact_metadata(model: VisionTransformer, notes: dict[str, str] | None = None) -> dict[str, str]:
+    """The metadata of an artifact: its header as JSON; `notes` are added to those of the model."""
+    header = {
+        "layout": LAYOUT,
+        "version": __version__,
+        "name": model.name,
+        "architecture": model.architecture.to_dict(),
+        "preprocessing": model.preprocessing.to_dict(),
+        "class_names": model.class_names,
+        "notes": model.notes | (notes or {}),
+    }
+    return {HEADER: json.dumps(header)}
+
+
+def save_tensors(
+    path: Path, model: VisionTransformer, tensors: dict[str, Tensor] | None = None, notes: dict[str, str] | None = None
+) -> None:
+    """Write an artifact of a model, with other `tensors` than its own if given, such as the best or the EMA weights."""
+    metadata = artifact_metadata(model, notes)
+    content = model.state_dict() if tensors is None else tensors
+    atomic_write(path, lambda temporary: write_safetensors(content, temporary, metadata))
+
+
+def write_safetensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    contiguous = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
+    safetensors.torch.save_file(contiguous, path, metadata=metadata)
