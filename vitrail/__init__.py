@@ -1,4 +1,4 @@
-"""Vitrail: train, distil, adapt, measure, look into and ship vision transformers and their kin."""
+"""Vitrail: train, distill, adapt, evaluate, interpret and deploy vision transformers."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -9,6 +9,7 @@ from vitrail.version import __version__
 if TYPE_CHECKING:
     from vitrail.checkpoints import load, save
     from vitrail.deploy.optimize import optimize
+    from vitrail.evaluation.predict import predict
     from vitrail.models import Architecture, VisionTransformer, build, create, list_models
     from vitrail.recipes import Recipe
     from vitrail.runs.train import resume, train
@@ -24,16 +25,18 @@ __all__ = [
     "list_models",
     "load",
     "optimize",
+    "predict",
     "resume",
     "save",
     "train",
 ]
 
-# Loaded at first use, so that `vitrail --help` does not wait for torch.
+# Loaded at first use, so that `vitrail --help` does not import torch.
 HOMES = dict.fromkeys(("Architecture", "VisionTransformer", "build", "create", "list_models"), "vitrail.models")
 HOMES |= dict.fromkeys(("load", "save"), "vitrail.checkpoints")
 HOMES |= dict.fromkeys(("resume", "train"), "vitrail.runs.train")
 HOMES["optimize"] = "vitrail.deploy.optimize"
+HOMES["predict"] = "vitrail.evaluation.predict"
 HOMES["Recipe"] = "vitrail.recipes"
 
 

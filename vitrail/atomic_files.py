@@ -1,6 +1,7 @@
-"""Files that are whole or not there: written to the side, flushed to the disk, renamed."""
+"""Atomic writes: a file is written under a temporary name, flushed to disk and renamed, so it is complete or unchanged."""
 
 import errno
+import hashlib
 import os
 import re
 import shutil
@@ -15,116 +16,126 @@ import safetensors
 from vitrail.errors import UserError
 
 
-class Unwritten(UserError):
-    """A file that could not be written; `problem` is the sentence without its advice, for those who know a better one."""
+class WriteError(UserError):
+    """A file could not be written; `problem` is the message without its advice, for callers that have a better one."""
 
     def __init__(self, problem: str, advice: str) -> None:
         super().__init__(f"{problem}: {advice}.")
         self.problem = problem
 
 
-def write_aside(path: Path, write: Callable[[Path], Any]) -> None:
-    """`write` is given a place next to the target; a crash or a full disk leaves the old file whole and is told in a sentence."""
+def atomic_write(path: Path, write: Callable[[Path], Any]) -> None:
+    """Call `write` with a temporary path and rename it to `path`; on failure an existing file stays and WriteError is raised."""
     try:
-        path = path.resolve()  # a link is written through, not replaced
-        side = path.with_name(f".{path.name[:200]}.{os.getpid()}.part")
+        path = path.resolve()  # write through a link instead of replacing it
+        temporary = path.with_name(f".{path.name[:200]}.{os.getpid()}.part")
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and not path.is_file():
-            raise UserError(f"{path} is a folder or a device; give a file name.")
-    except (OSError, ValueError, RuntimeError) as error:  # the last is what older Pythons say of links in a circle
-        raise Unwritten(f"{path} cannot be written, {reason(error)}", "choose another place") from None
+            raise UserError(f"{path} is a folder or a device: give a file name.")
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: symlink loops in older Python versions
+        raise WriteError(f"{path} cannot be written, {describe_error(error)}", "choose another path") from None
     try:
-        with aside(path, side):
-            write(side)
-            side.chmod(0o666 & ~current_umask())
+        with atomic_replace(path, temporary):
+            write(temporary)
+            temporary.chmod(0o666 & ~current_umask())
     except (OSError, RuntimeError, TypeError, safetensors.SafetensorError) as error:
         free = shutil.disk_usage(path.parent).free >> 20
-        problem = f"{path} could not be written, {reason(error)} ({free} MiB free)"
-        raise Unwritten(problem, "choose another place, or make room there") from None
+        problem = f"{path} could not be written, {describe_error(error)} ({free} MiB free)"
+        raise WriteError(problem, "choose another path, or free disk space") from None
+
+
+def atomic_write_text(path: Path, text: str) -> None:
+    """Write UTF-8 text atomically; bytes of file names that are not valid UTF-8 are written unchanged."""
+    atomic_write(path, lambda temporary: temporary.write_text(text, encoding="utf-8", errors="surrogateescape"))
 
 
 def check_writable(path: Path | None) -> None:
-    """Complain, before anything is computed, about a file or a folder that could not be written in the end; None is none."""
+    """Raise UserError if a file or folder cannot be written at `path`; called before anything is computed."""
     if path is None:
         return
-    above = path
+    existing = path
     try:
         if path.exists() and not path.is_file() and not path.is_dir():
-            raise UserError(f"{path} is a device; give the name of a file or a folder.")
-        whole = path.resolve()
-        above = whole if whole.is_dir() else next(each for each in whole.parents if each.exists())
-        with tempfile.TemporaryFile(dir=above):
-            pass  # tried, because permissions do not tell: the system's own folders take nothing from anybody
+            raise UserError(f"{path} is a device: give the name of a file or a folder.")
+        resolved = path.resolve()
+        existing = resolved if resolved.is_dir() else next(parent for parent in resolved.parents if parent.exists())
+        with tempfile.TemporaryFile(dir=existing):
+            pass  # permission bits do not suffice: some file systems reject every write
     except (OSError, ValueError, RuntimeError) as error:
-        why = f"because {above} takes no new files ({reason(error)})" if above != path else reason(error)
-        raise UserError(f"{path} cannot be written, {why}: choose another place.") from None
+        cause = f"because {existing} is not writable ({describe_error(error)})" if existing != path else describe_error(error)
+        raise UserError(f"{path} cannot be written, {cause}: choose another path.") from None
 
 
-def check_folder(path: Path | None) -> None:
-    """The same of what must be a folder."""
+def check_writable_folder(path: Path | None) -> None:
+    """Raise UserError if `path` is a file or a folder that cannot be written to."""
     if path is not None and path.is_file():
         raise UserError(f"{path} is a file: give a folder to write to.")
     check_writable(path)
 
 
-def reason(error: Exception) -> str:
-    """What the system says, without the names of the files to the side."""
+def describe_error(error: Exception) -> str:
+    """Return the operating system's error message without temporary file names."""
     if isinstance(error, OSError) and error.errno:
         return os.strerror(error.errno)
-    first = str(error).partition("\n")[0].rstrip(".")
-    # NumPy does not hand on what the system said of an array that it could not write whole.
-    return "not all of it fits" if re.fullmatch(r"\d+ requested and \d+ written", first) else first
+    first_line = str(error).partition("\n")[0].rstrip(".")
+    # NumPy reports an incomplete write without the system's error.
+    return "not enough disk space" if re.fullmatch(r"\d+ requested and \d+ written", first_line) else first_line
 
 
-def unwritten(out: Path, error: OSError, kept: bool) -> UserError:
-    """Of a folder that is filled shard by shard; `kept`: some are finished, and the next run goes on after them."""
-    place = next(each for each in (out, *out.absolute().parents) if os.path.exists(each))
-    free = shutil.disk_usage(place).free >> 20
-    what = "choose another place"
+def shard_write_error(out: Path, error: OSError, resumable: bool) -> UserError:
+    """Return the error for a folder of shards; `resumable`: finished shards exist and the next run continues after them."""
+    existing = next(path for path in (out, *out.absolute().parents) if os.path.exists(path))
+    free = shutil.disk_usage(existing).free >> 20
+    advice = "choose another path"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        what = "make room and run the same command again" + (", the finished shards are kept" if kept else "")
-    return UserError(f"{out} could not be written, {reason(error)} ({free} MiB free): {what}.")
+        advice = "free disk space and run the same command again" + (", the finished shards are kept" if resumable else "")
+    return UserError(f"{out} could not be written, {describe_error(error)} ({free} MiB free): {advice}.")
 
 
 @contextmanager
-def removing_folders(out: Path) -> Iterator[None]:
-    """Makes the folder; on failure those that were made for it go again, where nothing is in them to go on with."""
-    made = [each for each in (out, *out.absolute().parents) if not os.path.exists(each)]
+def create_folder(out: Path) -> Iterator[None]:
+    """Create a folder and its parents; on failure those that were created and are empty are removed."""
+    created = [path for path in (out, *out.absolute().parents) if not os.path.exists(path)]
     try:
         out.mkdir(parents=True, exist_ok=True)
         yield
     except BaseException:
-        for each in made:
+        for path in created:
             with suppress(OSError):
-                each.rmdir()
+                path.rmdir()
         raise
 
 
-def refuse_overwriting(out: Path | None, *read: str | Path) -> None:
-    """Complain if the file to write is one that is read; the folder of a run stands for the weights in it."""
+def reject_overwrite(out: Path | None, *inputs: str | Path) -> None:
+    """Raise UserError if the output file is one of the inputs; a run directory stands for its best weights."""
     if out is None or not out.exists():
         return
-    for path in map(Path, read):
-        for each in (path, path / "best.safetensors"):
-            if each.exists() and each.samefile(out):
-                raise UserError(f"{out} is read here and would be overwritten: give another name to write to.")
+    for path in map(Path, inputs):
+        for candidate in (path, path / "best.safetensors"):
+            if candidate.exists() and candidate.samefile(out):
+                raise UserError(f"{out} is an input and would be overwritten: give another output name.")
 
 
 @contextmanager
-def aside(path: Path, side: Path | None = None) -> Iterator[Path]:
-    """The place beside the path to write to; it gets its name at the end, or is removed on failure."""
-    side = side or path.with_name(f".{path.name}.part")
+def atomic_replace(path: Path, temporary: Path | None = None) -> Iterator[Path]:
+    """Yield a temporary path next to `path`, which replaces `path` at the end or is removed on failure."""
+    temporary = temporary or path.with_name(f".{path.name}.part")
     try:
-        yield side
-        flush(side)
-        side.replace(path)
-        flush(path.parent)
+        yield temporary
+        fsync_path(temporary)
+        temporary.replace(path)
+        fsync_path(path.parent)
     finally:
-        side.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
-def flush(path: Path) -> None:
-    """A file or a folder to the disk: a rename is only safe from a power cut once the folder that holds it is there too."""
+def file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def fsync_path(path: Path) -> None:
+    """Flush a file or folder to disk: a rename survives a power failure only after its folder is flushed too."""
     try:
         handle = os.open(path, os.O_RDONLY)
     except OSError:

@@ -1,8 +1,8 @@
-"""The one exception that is meant for the person at the keyboard."""
+"""The exception for errors that the user can fix."""
 
 
 class UserError(Exception):
-    """A sentence that says what is wrong and what to do; the command line prints it alone and exits with 2."""
+    """A message that states the problem and what to do; the command line prints it without a traceback and exits with 2."""
 
-    # Of several processes in the same trouble one tells it; None: they have not met, and the first of each machine does.
+    # Whether this process prints the error; None: the processes did not agree, and the first of each machine prints it.
     report_here: bool | None = None

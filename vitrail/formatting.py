@@ -1,19 +1,64 @@
-"""How numbers are said."""
+"""Numbers as text."""
+
+from collections.abc import Mapping
+from typing import Any
 
 
-def percent(share: float, digits: int = 0) -> str:
-    """A share of 1 as "96.11 %"."""
-    return f"{100 * share:.{digits}f} %"
+def percent(fraction: float, digits: int = 0) -> str:
+    """Format a fraction of 1 as "96.11 %"."""
+    return f"{100 * fraction:.{digits}f} %"
 
 
-def size(count: float) -> str:
-    """Bytes as "1.9 GB", "23 MB" or "4 kB"."""
+def pluralize(number: int, noun: str) -> str:
+    """Format a number and its noun: "1 image", "2,000 images", "2 classes"."""
+    plural = noun if number == 1 else f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{number:,} {plural}"
+
+
+def format_bytes(count: float) -> str:
+    """Format a number of bytes as "1.9 GB", "23 MB" or "4 kB"."""
     for unit, name in ((1e9, "GB"), (1e6, "MB")):
         if count >= 0.95 * unit:
             return f"{count / unit:.{1 if unit == 1e9 else 0}f} {name}"
     return f"{count / 1e3:.0f} kB"
 
 
-def pace(rate: float) -> str:
-    """A number of things a second as "1,574", "7.3" or "0.021": never none where there are some."""
+def format_rate(rate: float) -> str:
+    """Format a number per second as "1,574", "7.3" or "0.021": at least two digits, so that it is never 0."""
     return f"{rate:,.0f}" if rate >= 9.95 else f"{rate:.2g}"
+
+
+def format_significant(value: float, digits: int = 4) -> str:
+    """Format a number with significant digits: 1.400, 0.03120."""
+    return f"{value:#.{digits}g}".rstrip(".")
+
+
+def format_count(value: Any) -> str:
+    """Format 5717416 as "5.72 M"; smaller numbers and other values as `format_value` does."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        for unit, name in ((1e9, " G"), (1e6, " M")):
+            if abs(value) >= unit:
+                return format_significant(value / unit, 3) + name
+    return format_value(value)
+
+
+def format_value(value: Any) -> str:
+    """Format any JSON value: "10,000"; "train 50,000, validation 10,000"; the length of lists of more than 12 items."""
+    if value in (None, "") or value == {} or value == []:
+        return "–"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {format_value(part)}" for name, part in value.items())
+    if isinstance(value, list | tuple):
+        return f"{len(value):,}" if len(value) > 12 else ", ".join(map(format_value, value))
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def format_time_span(seconds: float) -> str:
+    """Format seconds as "41 s", "12 min", "3 h 5 min" or "2 d 4 h"."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 90:
+        return f"{minutes} min"
+    hours, days = minutes // 60, minutes // 1440
+    return f"{days} d {hours % 24} h" if days else f"{hours} h {minutes % 60} min"

@@ -1,6 +1,6 @@
-"""Ctrl-C at any moment of a command: one sentence and the exit code 130, never a traceback.
+"""Ctrl-C during a command: one message and exit code 130, never a traceback.
 
-Whoever has something to say of what was kept raises KeyboardInterrupt with that sentence; of others it is "Stopped.".
+Code that can report what was saved raises KeyboardInterrupt with that message; otherwise the message is "Stopped.".
 """
 
 import atexit
@@ -12,76 +12,75 @@ import threading
 from types import FrameType
 from typing import Any
 
-CODE = 130
-AGAIN = 0.05  # seconds after which an interrupt that got lost is sent again
+EXIT_CODE = 130
+RESEND_SECONDS = 0.05  # after which an interrupt that could not be raised is sent again
 
 
-class Halted(Exception):
-    """An interrupt on its way out of the command line's library, which would end the program without a word."""
+class CommandInterrupted(Exception):
+    """Carries an interrupt through typer, which would exit without a message on KeyboardInterrupt."""
 
 
 class State:
-    """Of this process: whether it was interrupted, whether there is anything to tidy up, whether all is said of an interrupt, and
-    whether its command has ended."""
+    """The command of this process."""
 
-    heard = False
-    working = False
-    leaving = False
-    over = False
+    interrupted = False
+    needs_cleanup = False  # an interrupt must be raised, so that unfinished files are removed
+    exiting = False  # the interrupt is reported; further ones are ignored
+    finished = False
 
 
-def arm() -> None:
-    """From now on Ctrl-C is answered here; not where somebody has said otherwise, as a shell says of its background jobs."""
+def install_handler() -> None:
+    """Handle Ctrl-C here, unless another handler is set: shells ignore SIGINT in background jobs."""
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, hear)
+        signal.signal(signal.SIGINT, handle_interrupt)
 
 
-def disarm() -> None:
-    """Who is leaving stays deaf: that one was heard, and a second would end the program with a traceback or by the signal."""
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is hear:
-        signal.signal(signal.SIGINT, signal.SIG_IGN if State.leaving else signal.default_int_handler)
+def remove_handler() -> None:
+    """Restore Python's handler; ignore SIGINT if exiting, since a second one would end the program with a traceback."""
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is handle_interrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN if State.exiting else signal.default_int_handler)
 
 
-def fall_silent() -> None:
-    """The last thing before Python takes itself apart, in which it gives signals back to the system, to be ended by them."""
-    if State.over and threading.current_thread() is threading.main_thread():
+def ignore_at_exit() -> None:
+    """Ignore SIGINT during interpreter shutdown, where Python restores the system's handler, which kills the process."""
+    if State.finished and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def begin() -> None:
-    """A command begins."""
-    State.heard = State.working = State.leaving = State.over = False
-    if sys.unraisablehook is not repeat:
-        repeat.before = sys.unraisablehook
-        sys.unraisablehook = repeat
-    arm()
+def start_command() -> None:
+    """Reset the state and install the handlers."""
+    State.interrupted = State.needs_cleanup = State.exiting = State.finished = False
+    if sys.unraisablehook is not resend_unraisable:
+        resend_unraisable.original = sys.unraisablehook
+        sys.unraisablehook = resend_unraisable
+    install_handler()
 
 
-def work_begins() -> None:
-    """There will be files from here on: an interrupt has to go the long way, past everybody who tidies up."""
-    State.working = True
+def require_cleanup() -> None:
+    """Raise interrupts from here on, even during imports: files are being written."""
+    State.needs_cleanup = True
 
 
-def say_last(sentence: str) -> int:
-    """The last word of a command that was interrupted; further interrupts have nothing left to stop. Gives the exit code."""
-    State.leaving = True
-    tell(sentence)
-    return CODE
+def report_interrupt(message: str) -> int:
+    """Write the last message of an interrupted command, ignore further interrupts and return the exit code."""
+    State.exiting = True
+    write_message(message)
+    return EXIT_CODE
 
 
-def hear(number: int, frame: FrameType | None) -> None:
-    if State.leaving:
+def handle_interrupt(number: int, frame: FrameType | None) -> None:
+    if State.exiting:
         return
-    State.heard = True
-    if not State.working and is_loading(frame):
-        # Modules in C make of an interrupt whatever they like, and nothing has been done yet.
-        tell("Stopped.")
-        leave(CODE)
+    State.interrupted = True
+    if not State.needs_cleanup and is_importing(frame):
+        # C extensions turn an interrupt during import into arbitrary errors; nothing has been written yet.
+        write_message("Stopped.")
+        exit_now(EXIT_CODE)
     raise KeyboardInterrupt
 
 
-def is_loading(frame: FrameType | None) -> bool:
-    """Whether a module is being imported."""
+def is_importing(frame: FrameType | None) -> bool:
+    """Whether the frame belongs to the import of a module."""
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             return True
@@ -89,44 +88,44 @@ def is_loading(frame: FrameType | None) -> bool:
     return False
 
 
-class Repeat:
-    """An interrupt that came where nothing can be raised (in a destructor, say) is not printed but sent again."""
+class ResendUnraisable:
+    """Hook that sends an interrupt again if it came where nothing can be raised, for example in a destructor."""
 
-    before: Any = sys.__unraisablehook__
+    original: Any = sys.__unraisablehook__
 
-    def __call__(self, trouble: Any) -> None:
-        if not issubclass(trouble.exc_type, KeyboardInterrupt):
-            self.before(trouble)
+    def __call__(self, unraisable: Any) -> None:
+        if not issubclass(unraisable.exc_type, KeyboardInterrupt):
+            self.original(unraisable)
             return
-        timer = threading.Timer(AGAIN, send)
+        timer = threading.Timer(RESEND_SECONDS, send_interrupt)
         timer.daemon = True
         try:
             timer.start()
-        except RuntimeError:  # no threads any more: the program was ending anyway, and all is said
-            leave(CODE)
+        except RuntimeError:  # no new threads during interpreter shutdown; the command has ended
+            exit_now(EXIT_CODE)
 
 
-def send() -> None:
-    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)  # which wakes it, if it waits for something
+def send_interrupt() -> None:
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)  # also ends a blocking system call
 
 
-repeat = Repeat()
+resend_unraisable = ResendUnraisable()
 
 
-def tell(sentence: str) -> None:
-    """Once, where torchrun has started several."""
+def write_message(message: str) -> None:
+    """Write a line on standard error, in the first process of each machine only."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         with contextlib.suppress(OSError):
-            os.write(2, f"{sentence}\n".encode("utf-8", "replace"))
+            os.write(2, f"{message}\n".encode("utf-8", "replace"))
 
 
-def leave(code: int) -> None:
-    """At once."""
+def exit_now(code: int) -> None:
+    """Exit without cleanup."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
     os._exit(code)
 
 
-atexit.register(fall_silent)
-arm()  # while the commands are being loaded, at the end of which `vitrail.cli.main` disarms
+atexit.register(ignore_at_exit)
+install_handler()  # while the commands are imported; `vitrail.cli.main` removes it afterwards

@@ -14,7 +14,7 @@ from vitrail.errors import UserError
 PARTS = {"width": 64, "depth": 2, "heads": 1, "patch_size": 8}
 
 
-def typed(*words):
+def run_cli(*words):
     """What the command prints; errors as they are."""
     result = CliRunner().invoke(main.app, [*map(str, words)], catch_exceptions=False)
     assert result.exit_code == 0, result.output
@@ -28,38 +28,40 @@ def folder(tmp_path_factory):
     vitrail.save(randomize(vitrail.create("deit_tiny_patch16", 7, 32, **PARTS)), where / "base.pth", "deit")
     changes = ["batch_size=16", "schedule.length=2 steps", "augmentation.image_size=24x32"]
     words = [word for change in changes for word in ("--set", change)]
-    typed("train", "digits", "--from", where / "base.pth", "--scope", "attention", "--workers", 0, "--out", where / "run", *words)
+    run_cli(
+        "train", "digits", "--from", where / "base.pth", "--scope", "attention", "--workers", 0, "--out", where / "run", *words
+    )
     return where
 
 
 def test_the_scope_is_in_the_recipe_of_the_run(folder):
     recipe = json.loads((folder / "run" / "run.json").read_text())["recipe"]
     assert (recipe["name"], recipe["init"]["scope"]) == ("finetune", "attention")
-    assert recipe["start"]["weights"] == str(folder / "base.pth")
+    assert recipe["init"]["weights"] == str(folder / "base.pth")
 
 
 def test_make_show_and_apply(folder):
-    said = typed("delta", "make", folder / "base.pth", folder / "run", "--out", folder / "delta.safetensors")
+    said = run_cli("delta", "make", folder / "base.pth", folder / "run", "--out", folder / "delta.safetensors")
     assert "tensors" in said
     assert "% of the" in said
-    shown = typed("delta", "info", folder / "delta.safetensors")
+    shown = run_cli("delta", "info", folder / "delta.safetensors")
     assert "24x32 pixels" in shown
     assert "finetune, scope attention" in shown
     assert "blocks.*.mix.branches.*.body.qkv.weight" in shown
     assert "ffn" not in shown
-    facts = json.loads(typed("delta", "info", folder / "delta.safetensors", "--json"))
+    facts = json.loads(run_cli("delta", "info", folder / "delta.safetensors", "--json"))
     assert facts["class_names"] == [str(digit) for digit in range(10)]
     assert facts["recipe"]["init"]["scope"] == "attention"
     assert facts["base"]["sha256"] == read_delta(folder / "delta.safetensors").base
-    typed("delta", "apply", folder / "base.pth", folder / "delta.safetensors", "--out", folder / "whole.safetensors")
+    run_cli("delta", "apply", folder / "base.pth", folder / "delta.safetensors", "--out", folder / "whole.safetensors")
     assert (folder / "whole.safetensors").read_bytes() == (folder / "run" / "best.safetensors").read_bytes()
 
 
-def test_one_sentence_for_what_is_wrong(folder, refused, tmp_path):
+def test_one_sentence_for_what_is_wrong(folder, cli_error, tmp_path):
     other = vitrail.save(vitrail.create("deit_tiny_patch16", 7, 32, **PARTS), tmp_path / "other.safetensors")
-    typed("delta", "make", folder / "base.pth", folder / "run", "--out", tmp_path / "delta.safetensors")
-    said = refused("delta", "apply", other, tmp_path / "delta.safetensors", "--out", tmp_path / "whole.safetensors")
-    assert "was made for the weights" in said
+    run_cli("delta", "make", folder / "base.pth", folder / "run", "--out", tmp_path / "delta.safetensors")
+    said = cli_error("delta", "apply", other, tmp_path / "delta.safetensors", "--out", tmp_path / "whole.safetensors")
+    assert "was made from the weights" in said
     assert not (tmp_path / "whole.safetensors").exists()
     for words, sentence in (
         (("delta", "info", tmp_path / "nothing"), "There is no file"),
@@ -67,24 +69,24 @@ def test_one_sentence_for_what_is_wrong(folder, refused, tmp_path):
         (("delta", "info", folder / "base.pth"), "is not a delta"),
         (("delta", "info", other), "is not a delta"),
         (("delta", "make", other, other, "--out", tmp_path / "d.safetensors"), "same weights"),
-        (("train", "digits", "--scope", "heads", "--out", tmp_path / "run"), r"start\.scope='heads' is not known"),
+        (("train", "digits", "--scope", "heads", "--out", tmp_path / "run"), r"init\.scope='heads' is not known"),
     ):
         with pytest.raises(UserError, match=sentence):
-            typed(*words)
+            run_cli(*words)
     assert not (tmp_path / "run").exists()
 
 
-def test_what_is_read_is_not_overwritten(folder, refused, tmp_path):
+def test_what_is_read_is_not_overwritten(folder, cli_error, tmp_path):
     delta, run = tmp_path / "delta.safetensors", folder / "run"
     before = (run / "best.safetensors").read_bytes()
-    assert "would be overwritten" in refused("delta", "make", folder / "base.pth", run, "--out", run / "best.safetensors")
+    assert "would be overwritten" in cli_error("delta", "make", folder / "base.pth", run, "--out", run / "best.safetensors")
     assert (run / "best.safetensors").read_bytes() == before
-    typed("delta", "make", folder / "base.pth", run, "--out", delta)
+    run_cli("delta", "make", folder / "base.pth", run, "--out", delta)
     kept = delta.read_bytes()
-    assert "would be overwritten" in refused("delta", "apply", folder / "base.pth", delta, "--out", delta)
+    assert "would be overwritten" in cli_error("delta", "apply", folder / "base.pth", delta, "--out", delta)
     assert delta.read_bytes() == kept
 
 
-def test_a_part_is_trained_only_of_weights(refused):
-    assert "give --from" in refused("train", "digits", "--scope", "attention")
-    assert "init.scope='last:' is not known" in refused("train", "digits", "--scope", "last:")
+def test_a_part_is_trained_only_of_weights(cli_error):
+    assert "give --from" in cli_error("train", "digits", "--scope", "attention")
+    assert "init.scope='last:' is not known" in cli_error("train", "digits", "--scope", "last:")

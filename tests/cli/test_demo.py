@@ -1,4 +1,4 @@
-"""`vitrail demo`, as a person types it, on a few of the photographs."""
+"""`vitrail demo` on a few of the photographs."""
 
 import contextlib
 import io
@@ -17,7 +17,7 @@ from vitrail.data.datasets.pets import open_pets
 from vitrail.data.source import Subset
 
 
-def some():
+def small_pets():
     """Three images of each breed to train, one to validate, two to test: a demo in seconds."""
     whole = open_pets()
     return {
@@ -27,8 +27,8 @@ def some():
 
 
 @pytest.fixture(autouse=True)
-def few(tmp_path, monkeypatch):
-    monkeypatch.setattr(lookup, "open_pets", some)
+def use_small_pets(tmp_path, monkeypatch):
+    monkeypatch.setattr(lookup, "open_pets", small_pets)
     monkeypatch.chdir(tmp_path)
 
 
@@ -37,10 +37,10 @@ SHORT = ("demo", "--epochs", "1", "--seed", "3", "--device", "cpu")
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A whole demo: its folder, which nobody changes, and what it has printed."""
+    """A finished demo: its folder, which tests do not change, and its output."""
     place, printed = tmp_path_factory.mktemp("demo"), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
-        patch.setattr(lookup, "open_pets", some)
+        patch.setattr(lookup, "open_pets", small_pets)
         patch.setattr(sys, "argv", ["vitrail", *SHORT])
         patch.chdir(place)
         with pytest.raises(SystemExit) as ended:
@@ -49,15 +49,15 @@ def finished(tmp_path_factory):
     return place / "runs" / "pets-demo", printed.getvalue()
 
 
-def test_the_page_and_the_numbers(finished):
+def test_page_and_results(finished):
     folder, printed = finished
     assert "adapted from vitrail_tiny, attention only" in printed
-    assert "24 test images of 12 breeds (± standard error), seed 3; guessing would give 8.3 %." in printed
+    assert "24 test images of 12 breeds (± standard error), seed 3; chance level 8.3 %." in printed
     assert "vitrail train photos/ --from vitrail_tiny --scope attention" in printed
     page = (folder / "report.html").read_text()
-    for title in ("Side by side", "The surest mistakes", "Where it looks", "What is taken for what", "Next: your own images"):
+    for title in ("Comparison", "Most confident errors", "Attention", "Confusions", "Next: your own images"):
         assert f"<h2>{title}</h2>" in page
-    assert page.count("<tr><td>") == 2  # one row for either training
+    assert page.count("<tr><td>") == 2  # one row per training
     assert "CC BY-SA 4.0" in page
     assert page.count("data:image/jpeg") > 5
     assert not re.search(r"(src|href)=[\"'](?!data:)", page)
@@ -75,73 +75,74 @@ def test_the_page_and_the_numbers(finished):
     assert scratch["trained_parameters"] == scratch["parameters"]
 
 
-def test_a_demo_that_was_stopped_goes_on(finished, typed, tmp_path):
-    """Its first training is there already; what is left is done, and other settings are another demo."""
+def test_an_interrupted_demo_continues(finished, run_cli, tmp_path):
+    """The finished first training is kept; other settings are rejected."""
     shutil.copytree(finished[0], tmp_path / "mine")
     for path in (tmp_path / "mine" / "report.html", tmp_path / "mine" / "results.json"):
         path.unlink()
     shutil.rmtree(tmp_path / "mine" / "scratch")
     before = (tmp_path / "mine" / "adapted" / "best.safetensors").read_bytes()
-    result = typed(*SHORT, "--out", "mine")
+    result = run_cli(*SHORT, "--out", "mine")
     assert result.returncode == 0, result.stderr
     assert "This run is finished" in result.stderr
     assert (tmp_path / "mine" / "adapted" / "best.safetensors").read_bytes() == before
     assert (tmp_path / "mine" / "report.html").exists()
-    other = typed("demo", "--out", "mine", "--epochs", 1, "--seed", 9, "--device", "cpu")
+    other = run_cli("demo", "--out", "mine", "--epochs", 1, "--seed", 9, "--device", "cpu")
     assert (other.returncode, other.stderr) == (
         2,
-        "mine holds a demo with other --epochs or --seed: give those, or a new folder with --out.\n",
+        "mine holds a demo with other --epochs or --seed: give the same, or a new folder with --out.\n",
     )
 
 
 @pytest.mark.parametrize("name", ["pets", "vitrail_tiny"])
-def test_something_else_by_the_same_name(typed, tmp_path, name):
+def test_names_of_data_and_weights_must_not_exist_as_files(run_cli, tmp_path, name):
     (tmp_path / name).mkdir()
-    result = typed("demo")
+    result = run_cli("demo")
     assert result.returncode == 2
-    assert result.stderr == f"A file or folder called {name} lies here and would be taken instead: run the demo elsewhere.\n"
+    message = f"A file or folder called {name} is in the current folder and would be used instead: run the demo elsewhere.\n"
+    assert result.stderr == message
 
 
 @pytest.mark.parametrize("name", ["pets", "./vitrail_tiny"])
-def test_a_folder_that_would_hide_them(typed, tmp_path, name):
-    result = typed("demo", "--out", name)
+def test_output_folder_must_not_hide_data_or_weights(run_cli, tmp_path, name):
+    result = run_cli("demo", "--out", name)
     assert result.returncode == 2
-    assert "would be taken for what the demo learns from: give a folder by another name" in result.stderr
+    assert "has the name of the demo's weights or images: give a folder with another name" in result.stderr
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("epochs", ["inf", "-inf", "nan", "0", "-1", "1e9", "0.001"])
-def test_lengths_that_are_none(typed, tmp_path, monkeypatch, epochs):
+def test_invalid_epochs(run_cli, tmp_path, monkeypatch, epochs):
     monkeypatch.setattr(lookup, "open_pets", None)  # nothing is opened
-    result = typed("demo", "--epochs", epochs)
+    result = run_cli("demo", "--epochs", epochs)
     assert result.returncode == 2
-    said = f"--epochs {float(epochs):g} is not the length of a training: give a number from 0.1 to 10000.\n"
-    assert (result.stdout, result.stderr) == ("", said)
+    message = f"--epochs {float(epochs):g} is not a valid length: give a number from 0.1 to 10000.\n"
+    assert (result.stdout, result.stderr) == ("", message)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("content", ["{", ""])
-def test_a_mark_that_cannot_be_read(typed, tmp_path, content):
+def test_unreadable_settings(run_cli, tmp_path, content):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "demo.json").write_text(content)
-    result = typed("demo", "--out", "mine")
+    result = run_cli("demo", "--out", "mine")
     assert (result.returncode, result.stderr) == (2, "mine/demo.json cannot be read: give a new folder with --out.\n")
 
 
-def test_a_folder_with_other_things(typed, tmp_path):
+def test_folder_with_other_files(run_cli, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("")
-    result = typed("demo", "--out", "mine")
-    assert (result.returncode, result.stderr) == (2, "mine holds other things: give a new folder with --out.\n")
+    result = run_cli("demo", "--out", "mine")
+    assert (result.returncode, result.stderr) == (2, "mine is not empty: give a new folder with --out.\n")
     assert sorted(path.name for path in (tmp_path / "mine").iterdir()) == ["thesis.txt"]
 
 
-def test_a_demo_that_cannot_begin_leaves_nothing(typed, tmp_path):
-    assert typed("demo", "--out", "mine", "--epochs", 0.5).returncode == 2  # less than a step of so few images
+def test_a_demo_that_cannot_start_leaves_no_folder(run_cli, tmp_path):
+    assert run_cli("demo", "--out", "mine", "--epochs", 0.5).returncode == 2  # less than a step of so few images
     assert not (tmp_path / "mine").exists()
 
 
-def test_the_next_command_can_be_typed(monkeypatch, tmp_path):
+def test_next_command_uses_the_path_of_the_script(monkeypatch, tmp_path):
     """By its path where the shell does not find it."""
     script = tmp_path / "an env" / "bin" / "vitrail"
     script.parent.mkdir(parents=True)

@@ -1,14 +1,14 @@
-"""Words of a command that are empty, as scripts hand them on from variables that are not set."""
+"""Empty arguments, as from unset shell variables, are rejected."""
 
 import shlex
 
 import pytest
 
-from vitrail.cli.main import check_words
+from vitrail.cli.main import reject_empty_arguments
 
 
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     [
         *(["train", "digits", option, "", "--out", "run"] for option in ("--from", "--model", "--teacher")),
         ["train", "digits", "--seed=", "--out", "run"],
@@ -18,11 +18,15 @@ from vitrail.cli.main import check_words
         ["bench", "vitrail_mini", "--plot", ""],
     ],
 )
-def test_a_variable_that_is_not_set(words, refused, tmp_path, monkeypatch):
-    """An empty --from would train from scratch without a word, an empty --out into the current folder."""
+def test_empty_option_values_are_rejected(arguments, cli_error, tmp_path, monkeypatch):
+    """An empty --from would train from scratch without a message, an empty --out into the current folder."""
     monkeypatch.chdir(tmp_path)
-    empty = words[words.index("") - 1] if "" in words else next(word for word in words if "=" in word).partition("=")[0]
-    assert refused(*words) == f"{empty} is empty: give what it should be, or leave it out."
+    empty = (
+        arguments[arguments.index("") - 1]
+        if "" in arguments
+        else next(argument for argument in arguments if "=" in argument).partition("=")[0]
+    )
+    assert cli_error(*arguments) == f"{empty} is empty: give a value, or remove it."
     assert not list(tmp_path.iterdir())
 
 
@@ -38,13 +42,13 @@ def test_a_variable_that_is_not_set(words, refused, tmp_path, monkeypatch):
         ("", []),
     ],
 )
-def test_an_empty_argument(before, after, refused, tmp_path, monkeypatch):
+def test_empty_arguments_are_rejected(before, after, cli_error, tmp_path, monkeypatch):
     """It would be the current folder, to read from or to write into."""
     monkeypatch.chdir(tmp_path)
-    said = refused(*shlex.split(before), "", *after)
-    assert said == f"What follows `{f'vitrail {before}'.strip()}` is empty: give what should stand there, or leave it out."
+    message = cli_error(*shlex.split(before), "", *after)
+    assert message == f"The argument after `{f'vitrail {before}'.strip()}` is empty: give a value, or remove it."
     assert not list(tmp_path.iterdir())
 
 
 def test_values_that_end_with_an_equals_sign_are_not_empty():
-    check_words(["train", "--set=init.weights=", "--set", "init.weights=", "--shard", "a=", "="])
+    reject_empty_arguments(["train", "--set=init.weights=", "--set", "init.weights=", "--shard", "a=", "="])

@@ -1,4 +1,4 @@
-"""vitrail predict, evaluate and disagree as a person types them."""
+"""vitrail predict, evaluate and disagree on the command line."""
 
 import csv
 import io
@@ -12,10 +12,10 @@ import torch
 from PIL import Image
 
 import vitrail
-from tests.images import make_folder, make_image, spoil
+from tests.images import make_folder, make_image, write_invalid_image
 from vitrail.cli import predict as predicting
-from vitrail.cli.evaluate import titles
-from vitrail.cli.predict import one_line
+from vitrail.cli.evaluate import shorten_paths
+from vitrail.cli.predict import escape_control
 
 NAMES = ["blue", "green", "new\nline\t[bold]"]
 
@@ -55,7 +55,7 @@ def many(folder):
     content = (root / "a" / "000.png").read_bytes()
     (root / "a" / "truncated.png").write_bytes(content[: len(content) // 2])
     (root / "a" / "empty.jpg").touch()
-    spoil(root / "b" / "text.jpg")
+    write_invalid_image(root / "b" / "text.jpg")
     (root / "b" / "folder.jpg").mkdir()
     os.symlink(root / "gone.jpg", root / "b" / "link.jpg")
     os.mkfifo(root / "b" / "pipe.webp")
@@ -68,13 +68,13 @@ BROKEN = {"truncated.png", "empty.jpg", "text.jpg", "folder.jpg", "link.jpg", "p
 
 
 @pytest.mark.parametrize("format", ["table", "json", "csv"])
-def test_good_images_are_predicted_and_bad_ones_named(typed, weights, many, format):
-    code, said, complaints = typed("predict", weights, many, "--format", format, "--workers", 2, "--batch", 7)
+def test_readable_images_are_predicted_and_others_reported(run_cli, weights, many, format):
+    code, said, complaints = run_cli("predict", weights, many, "--format", format, "--workers", 2, "--batch-size", 7)
     assert code == 1
     *named, summary = complaints.splitlines()
     assert {line.split(": ")[0].rpartition("/")[2] for line in named} == BROKEN
     assert len(named) == 6
-    assert summary == "6 could not be read, 55 could."
+    assert summary == "6 images could not be read, 55 were predicted."
     if format == "json":
         found = [json.loads(line)["image"] for line in said.splitlines()]
     elif format == "csv":
@@ -88,71 +88,71 @@ def test_good_images_are_predicted_and_bad_ones_named(typed, weights, many, form
         assert sorted(found) == expected
 
 
-def test_all_bad_is_another_code(typed, weights, tmp_path):
-    bad = [spoil(tmp_path / "a.png"), tmp_path / "none.png"]
-    code, said, complaints = typed("predict", weights, *bad, "--out", tmp_path / "out.csv")
+def test_exit_code_if_no_image_is_readable(run_cli, weights, tmp_path):
+    bad = [write_invalid_image(tmp_path / "a.png"), tmp_path / "none.png"]
+    code, said, complaints = run_cli("predict", weights, *bad, "--out", tmp_path / "out.csv")
     assert (code, said) == (2, "")
     assert complaints.splitlines()[-1] == "No image could be read."
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.png"]
 
 
-def test_names_that_would_break_a_table(typed, weights, tmp_path):
+def test_names_that_would_break_a_table(run_cli, weights, tmp_path):
     path = make_image(tmp_path / "line\nend\x1b[31m.png")
-    code, said, _ = typed("predict", weights, path)
+    code, said, _ = run_cli("predict", weights, path)
     assert code == 0
     assert "new\\nline\\t[bold]" in said.replace("\n", "")
     assert "\x1b" not in said
-    said = typed("predict", weights, path, "--format", "csv", "--top", 3)[1]
+    said = run_cli("predict", weights, path, "--format", "csv", "--top", 3)[1]
     (row,) = csv.DictReader(io.StringIO(said, newline=""))
     assert row["image"] == str(path)
     assert {row["class_1"], row["class_2"], row["class_3"]} == set(NAMES)
     assert sum(float(row[f"probability_{place}"]) for place in (1, 2, 3)) == pytest.approx(1, abs=1e-5)
-    assert one_line("a\tb\u2028c") == "a\\tb\\u2028c"
+    assert escape_control("a\tb\u2028c") == "a\\tb\\u2028c"
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="this file system takes text only")
-def test_file_names_that_are_no_text(typed, weights, tmp_path):
+def test_file_names_that_are_not_valid_utf8(run_cli, weights, tmp_path):
     strange = os.fsdecode(os.fsencode(tmp_path) + b"/\xff.png")
     os.rename(make_image(tmp_path / "a.png"), strange)
-    assert json.loads(typed("predict", weights, tmp_path, "--json")[1])["image"] == strange
-    assert typed("predict", weights, tmp_path, "--format", "csv")[1].splitlines()[1].startswith(strange)
-    assert "\\udcff.png" in typed("predict", weights, tmp_path)[1]
+    assert json.loads(run_cli("predict", weights, tmp_path, "--json")[1])["image"] == strange
+    assert run_cli("predict", weights, tmp_path, "--format", "csv")[1].splitlines()[1].startswith(strange)
+    assert "\\udcff.png" in run_cli("predict", weights, tmp_path)[1]
 
 
-def test_a_list_on_standard_input(typed, weights, images):
+def test_a_list_on_standard_input(run_cli, weights, images):
     given = "\n".join(map(str, sorted(images.glob("blue/*.png"))[:3])) + "\n"
-    code, said, _ = typed("predict", weights, "-", "--json", given=given.encode())
+    code, said, _ = run_cli("predict", weights, "-", "--json", stdin=given.encode())
     assert (code, len(said.splitlines())) == (0, 3)
-    code, said, _ = typed("predict", weights, "-", images / "green", "--json", given=given.replace("\n", "\0").encode())
+    code, said, _ = run_cli("predict", weights, "-", images / "green", "--json", stdin=given.replace("\n", "\0").encode())
     assert (code, len(said.splitlines())) == (0, 9)
-    assert typed("predict", weights, "-")[0] == 2
+    assert run_cli("predict", weights, "-")[0] == 2
 
 
-def test_into_a_file(typed, refused, weights, images, tmp_path):
+def test_into_a_file(run_cli, cli_error, weights, images, tmp_path):
     for name, first in (("a.csv", "image,class_1"), ("b.jsonl", '{"image"'), ("c.txt", "image")):
-        code, said, _ = typed("predict", weights, images, "--out", tmp_path / "new" / name)
+        code, said, _ = run_cli("predict", weights, images, "--out", tmp_path / "new" / name)
         assert (code, said) == (0, "")
         assert (tmp_path / "new" / name).read_text().startswith(first)
-    assert "is a folder" in refused("predict", weights, images, "--out", tmp_path)
-    assert "cannot be written" in refused("predict", weights, images, "--out", tmp_path / "new" / "a.csv" / "b.csv")
-    assert "two formats" in refused("predict", weights, images, "--json", "--format", "csv")
-    assert "--format xml is not known" in refused("predict", weights, images, "--format", "xml")
+    assert "is a folder" in cli_error("predict", weights, images, "--out", tmp_path)
+    assert "cannot be written" in cli_error("predict", weights, images, "--out", tmp_path / "new" / "a.csv" / "b.csv")
+    assert "two formats" in cli_error("predict", weights, images, "--json", "--format", "csv")
+    assert "--format xml is not known" in cli_error("predict", weights, images, "--format", "xml")
 
 
-def test_a_long_table_comes_in_blocks(typed, weights, images, monkeypatch):
+def test_long_tables_are_printed_in_blocks(run_cli, weights, images, monkeypatch):
     monkeypatch.setattr(predicting, "BLOCK", 5)
-    said = typed("predict", weights, images)[1]
-    assert said.count("looks like") == 3
+    said = run_cli("predict", weights, images)[1]
+    assert said.count("prediction") == 3
 
 
 # --- evaluating
 
 
-def test_evaluate(typed, weights, images, tmp_path):
+def test_evaluate(run_cli, weights, images, tmp_path):
     words = ("evaluate", weights, images, "--device", "cpu", "--workers", 0)
-    code, said, error = typed(*words, "--out", tmp_path / "out", "--sizes", "16,16x24", "--crop-ratios", "0.8,1.0")
+    code, said, error = run_cli(*words, "--out", tmp_path / "out", "--sizes", "16,16x24", "--crop-ratios", "0.8,1.0")
     assert (code, error) == (0, "")
-    assert all(part in said for part in ("top-1", "ECE", "2 classes, by name; answers among these 2", "16x24", "everything"))
+    assert all(part in said for part in ("top-1", "ECE", "2 classes, by name; predictions among these 2", "16x24", "everything"))
     assert "top-5" not in said
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         *("evaluation.json", "reliability.png", "report.html", "sweep.png"),
@@ -165,12 +165,12 @@ def test_evaluate(typed, weights, images, tmp_path):
         with Image.open(tmp_path / "out" / name) as image:
             assert len(np.unique(np.asarray(image))) > 20
     assert len(content["sweep"]) == 4
-    assert json.loads(typed(*words, "--json")[1])["evaluations"] == content["evaluations"]
+    assert json.loads(run_cli(*words, "--json")[1])["evaluations"] == content["evaluations"]
 
 
-def test_a_second_test_set(typed, weights, images, folder):
+def test_a_second_test_set(run_cli, weights, images, folder):
     other = make_folder(folder / "other <b>", NAMES[:2], 3, (30, 20))
-    said = typed("evaluate", weights, images, other, "--out", folder / "two")[1]
+    said = run_cli("evaluate", weights, images, other, "--out", folder / "two")[1]
     assert "difference" in said
     first, second = json.loads((folder / "two" / "evaluation.json").read_text())["evaluations"]
     assert f"{100 * (second['top1'] - first['top1']):+.2f}" in said
@@ -179,86 +179,86 @@ def test_a_second_test_set(typed, weights, images, folder):
     assert "other <b>" not in page
 
 
-def test_imagenet_weights_without_names_on_ten_classes(typed, refused, folder):
+def test_imagenet_weights_without_names_on_ten_classes(run_cli, cli_error, folder):
     weights = small(folder / "thousand.safetensors", 1000, None)
     some = make_folder(folder / "some", ["goldfish", "n02123045", "Golden_Retriever"], 2)
-    found = json.loads(typed("evaluate", weights, some, "--json")[1])["evaluations"][0]
+    found = json.loads(run_cli("evaluate", weights, some, "--json")[1])["evaluations"][0]
     assert (found["classes"], found["top5"], found["among"]) == (3, None, "subset")
-    every = json.loads(typed("evaluate", weights, some, "--json", "--among", "all")[1])["evaluations"][0]
+    every = json.loads(run_cli("evaluate", weights, some, "--json", "--among", "all")[1])["evaluations"][0]
     assert every["loss"] > found["loss"]
     assert every["top5"] is not None
     wrong = make_folder(folder / "wrong", ["goldfish", "zzz"], 2)
-    assert "unknown to the model are 1 of 2 ('zzz')" in refused("evaluate", weights, wrong)
+    assert "1 of 2 are unknown to the model ('zzz')" in cli_error("evaluate", weights, wrong)
     (folder / "map.json").write_text('{"zzz": ["tabby", "n02123159"]}')
-    code, said, _ = typed("evaluate", weights, wrong, "--map", folder / "map.json")
+    code, said, _ = run_cli("evaluate", weights, wrong, "--map", folder / "map.json")
     assert code == 0
-    assert "as the map says" in said
+    assert "by the map" in said
     (folder / "map.json").write_text('{"zz": "tabby"}')
-    assert "no class of" in refused("evaluate", weights, wrong, "--map", folder / "map.json")
+    assert "no class of" in cli_error("evaluate", weights, wrong, "--map", folder / "map.json")
 
 
-def test_several_right_labels(typed, refused, weights, images, folder):
+def test_several_valid_labels(run_cli, cli_error, weights, images, folder):
     (folder / "labels.json").write_text(json.dumps([[0, 1]] * 11 + [[]]))
-    code, said, _ = typed("evaluate", weights, images, "--labels", folder / "labels.json")
+    code, said, _ = run_cli("evaluate", weights, images, "--labels", folder / "labels.json")
     assert code == 0
     assert "100.00 %" in said
-    assert "any label: 11 images; 1 without one do not count" in said
+    assert "any label: 11 images; 1 without a label are not counted" in said
     (folder / "labels.json").write_text("[[0]]")
-    assert "1 lists of labels for the 12 images" in refused("evaluate", weights, images, "--labels", folder / "labels.json")
+    assert "1 lists of labels for the 12 images" in cli_error("evaluate", weights, images, "--labels", folder / "labels.json")
 
 
-def test_mistakes_at_the_keyboard(refused, weights, images, tmp_path):
+def test_invalid_arguments(cli_error, weights, images, tmp_path):
     plain = make_image(tmp_path / "plain" / "a.png").parent
-    assert "has no labels" in refused("evaluate", weights, plain)
-    assert "There is nothing at" in refused("evaluate", weights, tmp_path / "none")
-    assert "There is no file" in refused("evaluate", tmp_path / "none.safetensors", images)
-    assert "--head last is not known" in refused("evaluate", weights, images, "--head", "last")
-    assert "has no distillation head" in refused("evaluate", weights, images, "--head", "distillation")
-    assert "--among some is not known" in refused("evaluate", weights, images, "--among", "some")
-    assert "not an image size" in refused("evaluate", weights, images, "--sizes", "16,,")
-    assert "not a list of crop ratios" in refused("evaluate", weights, images, "--crop-ratios", "a")
-    assert "at most 1, not nan" in refused("evaluate", weights, images, "--crop-ratios", "nan")
-    assert "no split called last" in refused("evaluate", weights, images, "--split", "last")
-    assert "is a file" in refused("evaluate", weights, images, "--out", weights)
-    assert "at least two models" in refused("disagree", images)
-    assert "One model cannot differ" in refused("disagree", weights, images)
-    assert "call it differ.png" in refused("disagree", weights, weights, images, "--out", "a.jpg")
+    assert "has no labels" in cli_error("evaluate", weights, plain)
+    assert "does not exist" in cli_error("evaluate", weights, tmp_path / "none")
+    assert "There is no file" in cli_error("evaluate", tmp_path / "none.safetensors", images)
+    assert "--head last is not known" in cli_error("evaluate", weights, images, "--head", "last")
+    assert "has no distillation head" in cli_error("evaluate", weights, images, "--head", "distillation")
+    assert "--among some is not known" in cli_error("evaluate", weights, images, "--among", "some")
+    assert "not an image size" in cli_error("evaluate", weights, images, "--sizes", "16,,")
+    assert "not a list of crop ratios" in cli_error("evaluate", weights, images, "--crop-ratios", "a")
+    assert "at most 1, not nan" in cli_error("evaluate", weights, images, "--crop-ratios", "nan")
+    assert "no split called last" in cli_error("evaluate", weights, images, "--split", "last")
+    assert "is a file" in cli_error("evaluate", weights, images, "--out", weights)
+    assert "at least two models" in cli_error("disagree", images)
+    assert "One model cannot be compared" in cli_error("disagree", weights, images)
+    assert "call it differ.png" in cli_error("disagree", weights, weights, images, "--out", "a.jpg")
 
 
 # --- comparing
 
 
-def test_disagree(typed, weights, images, tmp_path):
+def test_disagree(run_cli, weights, images, tmp_path):
     other = small(tmp_path / "other.safetensors", 3, list(reversed(NAMES)), distilled=True, seed=4)
     words = ("disagree", weights, other, images, "--heads", "--workers", 0)
-    found = json.loads(typed(*words, "--json", "--out", tmp_path / "sheet.png")[1])
+    found = json.loads(run_cli(*words, "--json", "--out", tmp_path / "sheet.png")[1])
     assert found["names"] == [
-        "truth",
+        "label",
         "model.safetensors",
         *(f"other.safetensors, {h}" for h in ("both", "class", "distillation")),
     ]
     assert np.array(found["differ"]).shape == (5, 5)
-    single = json.loads(typed("evaluate", other, images, "--head", "class", "--json")[1])["evaluations"][0]
+    single = json.loads(run_cli("evaluate", other, images, "--head", "class", "--json")[1])["evaluations"][0]
     assert found["differ"][0][3] == pytest.approx(1 - single["top1"])
     with Image.open(tmp_path / "sheet.png") as sheet:
         assert sheet.format == "PNG"
-    code, said, _ = typed(*words)
+    code, said, _ = run_cli(*words)
     assert code == 0
-    assert all(part in said for part in ("truth", "Cohen's kappa", "Error consistency", "A and B", "D other.safetensors, dist"))
+    assert all(part in said for part in ("label", "Cohen's kappa", "Error consistency", "A and B", "D other.safetensors, dist"))
 
 
-def test_models_that_never_differ(typed, weights, images, tmp_path):
-    code, said, _ = typed("disagree", weights, weights, images, "--out", tmp_path / "sheet.png")
+def test_equal_predictions(run_cli, weights, images, tmp_path):
+    code, said, _ = run_cli("disagree", weights, weights, images, "--out", tmp_path / "sheet.png")
     assert code == 0
-    assert "never differ" in said
+    assert "All predictions are equal" in said
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_shortest_names_that_tell_files_apart():
-    assert titles(["runs/a/best.safetensors", "runs/b/best.safetensors"]) == ["a/best.safetensors", "b/best.safetensors"]
-    assert titles(["x", "x"]) == ["x (1)", "x (2)"]
+def test_shortest_distinct_paths():
+    assert shorten_paths(["runs/a/best.safetensors", "runs/b/best.safetensors"]) == ["a/best.safetensors", "b/best.safetensors"]
+    assert shorten_paths(["x", "x"]) == ["x (1)", "x (2)"]
 
 
-def test_help_has_examples(typed):
+def test_help_has_examples(run_cli):
     for command in ("evaluate", "disagree", "predict"):
-        assert f"vitrail {command} runs/" in " ".join(typed(command, "--help")[1].split())
+        assert f"vitrail {command} runs/" in " ".join(run_cli(command, "--help")[1].split())

@@ -1,1 +1,1 @@
-"""How fast a model is, beside others and beside what the device could do."""
+"""Speed and memory of models, compared with timm and with the peak of the device."""

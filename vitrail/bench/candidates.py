@@ -1,4 +1,4 @@
-"""What takes part: our models by name or file, and timm's beside them where it has the same."""
+"""Models to benchmark: ours by name or file, and timm's counterparts."""
 
 import dataclasses
 import importlib
@@ -17,164 +17,166 @@ from vitrail.models.config import Architecture
 from vitrail.models.flops import Cost, cost
 from vitrail.models.registry import build, lookup, name_of
 from vitrail.models.vision_transformer import VisionTransformer
-from vitrail.recipes.lookup import recipes
+from vitrail.recipes.lookup import lookup as lookup_recipe
+from vitrail.recipes.lookup import summaries
 from vitrail.recipes.schema import LossConfig, Recipe
-from vitrail.runs.prepare import located
-from vitrail.tasks.classification import Supervised
+from vitrail.runs.initial_model import locate_weights
+from vitrail.tasks.classification import ClassificationModule
 from vitrail.tasks.losses import classification_loss
-from vitrail.tasks.targets import Targets
-from vitrail.training.compile import for_compiling
+from vitrail.tasks.targets import ClassificationTargets
+from vitrail.training.compile import optimize_for_training
 
-DEPTHS = ("drop_path", "drop_path_schedule", "drop_path_kind")  # what a recipe says about stochastic depth
-TIMM = {  # where adding the size to our name does not give timm's
+DEPTHS = ("drop_path", "drop_path_schedule", "drop_path_kind")  # stochastic depth in a recipe
+TIMM = {  # names that differ in more than the image size
     "resmlp_s12": "resmlp_12",
     "resmlp_s24": "resmlp_24",
     "resmlp_s36": "resmlp_36",
     "resmlp_b24_patch8": "resmlp_big_24",
-    "patchconvnet_s60": "S60",  # the authors', where their code has registered it
+    "patchconvnet_s60": "S60",  # the authors' model, if their code has registered it with timm
 }
-ALIKE = 0.01  # share of the parameters by which two models that count as the same may differ
+MAX_DIFFERENCE = 0.01  # relative difference of the numbers of parameters of two models that count as the same
 
 
 @dataclass(frozen=True)
-class Contender:
-    """One of those that are compared. Weights do not matter to the speed: every network starts anew, as its architecture says."""
+class Candidate:
+    """A model to benchmark. It is created with random weights, which do not change the speed."""
 
-    name: str  # as the user gave it
+    name: str  # as given by the user
     project: str  # vitrail or timm
-    architecture: Architecture  # ours, also of timm's
+    architecture: Architecture  # ours, also for timm's model
     recipe: Recipe
-    foreign: str = ""  # timm's name
+    timm_model: str = ""  # its name in timm
 
     def at(self, setting: Setting) -> Architecture:
+        """The architecture with the image size and depth of a setting."""
         changes: dict[str, Any] = {"image_size": setting.size or self.architecture.image_size}
         if setting.depth:
             changes["depth"] = setting.depth
         return self.architecture.replace(**changes)
 
     def network(self, setting: Setting, device: torch.device) -> nn.Module:
-        """A fresh network on the device."""
+        """A new network on the device."""
         architecture = self.at(setting)
         if self.project == "vitrail":
             network = build(architecture, self.name, device)
             compiled = setting.task == "train" and setting.mode != "eager"
-            return for_compiling(network) if compiled else network
-        # Made on the host first: timm's way of spacing its rates reads numbers, which a device context would break.
-        return make_timm(self.foreign, architecture, bool(setting.depth)).to(device)
+            return optimize_for_training(network) if compiled else network
+        # Created on the CPU first: timm reads its drop-path rates with .item(), which a device context would break.
+        return make_timm(self.timm_model, architecture, bool(setting.depth)).to(device)
 
     def task(self, network: nn.Module) -> nn.Module:
-        """Images and targets to the loss."""
+        """A module from images and targets to the loss."""
         if isinstance(network, VisionTransformer):
-            return Supervised(network, self.recipe)
-        return Judged(network, self.recipe.loss)
+            return ClassificationModule(network, self.recipe)
+        return WithLoss(network, self.recipe.loss)
 
 
-class Judged(nn.Module):
-    """A network of any origin and the loss of its answers."""
+class WithLoss(nn.Module):
+    """A network of another library with the classification loss of its logits."""
 
-    def __init__(self, network: nn.Module, objective: LossConfig) -> None:
+    def __init__(self, network: nn.Module, loss: LossConfig) -> None:
         super().__init__()
-        self.network, self.objective = network, objective
+        self.network, self.loss = network, loss
 
-    def forward(self, images: Tensor, targets: Targets) -> Tensor:
-        return classification_loss(self.network(images), targets.classes, self.objective)
+    def forward(self, images: Tensor, targets: ClassificationTargets) -> Tensor:
+        return classification_loss(self.network(images), targets.classes, self.loss)
 
 
-def open_contender(name: str, is_file: bool = False) -> Contender:
-    """A model by its name, or the architecture of a checkpoint or of a run's best weights."""
+def open_candidate(name: str, is_file: bool = False) -> Candidate:
+    """A model by its name, or by a checkpoint or run directory with its architecture."""
     if is_file:
-        model = load(located(name))
-        architecture, known = model.architecture, model.name
+        model = load(locate_weights(name))
+        architecture, model_name = model.architecture, model.name
     else:
-        known, architecture = lookup(name)
-    recipe = own_recipe(known, architecture)
+        model_name, architecture = lookup(name)
+    recipe = find_recipe(model_name, architecture)
     changes = {field: value for field, value in recipe.architecture.items() if field in DEPTHS}
-    return Contender(name, "vitrail", architecture.replace(**changes), recipe)
+    return Candidate(name, "vitrail", architecture.replace(**changes), recipe)
 
 
-def own_recipe(name: str, architecture: Architecture) -> Recipe:
-    """The paper's plainest training of a model from scratch: its loss and its stochastic depth. A plain one if there is none.
+def find_recipe(name: str, architecture: Architecture) -> Recipe:
+    """The recipe that trains the model from scratch, for its loss and stochastic depth; a plain recipe if there is none.
 
-    Plainest is the shortest name: the others add a length, a size or a teacher. A dense head wants labels of patches, a
-    distillation token a teacher.
+    Of several recipes, the one with the shortest name is the base: the others add a length, an image size or a teacher. A dense
+    head needs token labels, a distillation token a teacher.
     """
-    dense, taught = architecture.dense_head, architecture.distillation
-    found = [
-        recipe
-        for recipe in recipes().values()
-        if recipe.model == name
-        and not recipe.init.pretrained_recipe
-        and recipe.about.paper
-        and (recipe.token_labels.weight > 0) == dense
-        and (recipe.distillation.kind != "none") == taught
+    names = [
+        each
+        for each, summary in summaries().items()
+        if summary.model == name
+        and summary.paper
+        and not summary.pretrained_recipe
+        and (summary.distillation != "none") == architecture.distillation
     ]
-    if found:
-        return min(found, key=lambda recipe: len(recipe.name))
+    for recipe in map(lookup_recipe, sorted(names, key=len)):
+        if (recipe.token_labels.weight > 0) == architecture.dense_head:
+            return recipe
     return Recipe(architecture={field: getattr(architecture, field) for field in DEPTHS})
 
 
-def price(contender: Contender, setting: Setting) -> Cost:
-    """Parameters and multiply-adds; complains about a size or a depth that cannot be."""
-    return cost(dataclasses.replace(contender.at(setting), drop_path=0.0))
+def count_cost(candidate: Candidate, setting: Setting) -> Cost:
+    """Parameters and multiply-adds; rejects an impossible size or depth."""
+    return cost(dataclasses.replace(candidate.at(setting), drop_path=0.0))
 
 
-def opponents(contenders: Sequence[Contender]) -> tuple[list[Contender], list[str]]:
-    """timm's model beside each of ours, and a sentence for each that it has none for."""
-    timm, found, said = import_timm(), [], []
-    for contender in contenders:
-        name = timm_name(timm, contender)
+def timm_candidates(candidates: Sequence[Candidate]) -> tuple[list[Candidate], list[str]]:
+    """timm's counterpart of each candidate, and a message for each candidate without one."""
+    timm, counterparts, messages = import_timm(), [], []
+    for candidate in candidates:
+        name = timm_name(timm, candidate)
         if name is None:
-            said.append(f"timm has no model like {contender.name}.")
+            messages.append(f"timm has no counterpart of {candidate.name}.")
             continue
-        network = make_timm(name, contender.architecture, False)
+        network = make_timm(name, candidate.architecture, False)
         theirs = sum(parameter.numel() for parameter in network.parameters())
-        ours = cost(dataclasses.replace(contender.architecture, drop_path=0.0)).parameters
-        if abs(theirs - ours) > ALIKE * ours:
-            said.append(f"timm's {name} has {theirs:,} parameters and {contender.name} {ours:,}: they are not compared.")
+        ours = cost(dataclasses.replace(candidate.architecture, drop_path=0.0)).parameters
+        if abs(theirs - ours) > MAX_DIFFERENCE * ours:
+            messages.append(f"timm's {name} has {theirs:,} parameters, {candidate.name} has {ours:,}: they are not compared.")
             continue
-        found.append(dataclasses.replace(contender, project="timm", foreign=name))
-    return found, said
+        counterparts.append(dataclasses.replace(candidate, project="timm", timm_model=name))
+    return counterparts, messages
 
 
-def import_timm(otherwise: str = "leave --against out") -> ModuleType:
-    """`otherwise`: what to do where it cannot be had."""
+def import_timm(alternative: str = "remove --against") -> ModuleType:
+    """Import timm; `alternative` is the advice in the message if it is not available."""
     try:
         return importlib.import_module("timm")
     except ModuleNotFoundError as error:
         if error.name == "timm":
-            raise UserError(f"timm is not installed: install it with `pip install timm`, or {otherwise}.") from None
-        raise UserError(f"timm cannot be imported here ({error}): mend it, or {otherwise}.") from None
+            raise UserError(f"timm is not installed: install it with `pip install timm`, or {alternative}.") from None
+        raise UserError(f"timm cannot be imported here ({error}): fix the installation, or {alternative}.") from None
     except (ImportError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"timm cannot be imported here ({reason}): mend it, or {otherwise}.") from None
+        raise UserError(f"timm cannot be imported here ({reason}): fix the installation, or {alternative}.") from None
 
 
-def timm_name(timm: ModuleType, contender: Contender) -> str | None:
-    """timm's name of the same architecture: ours with a size in it. Which size is no matter, it is set anew."""
+def timm_name(timm: ModuleType, candidate: Candidate) -> str | None:
+    """timm's name of the same architecture: ours followed by an image size, which is changed afterwards."""
     try:
-        plain, known = lookup(contender.name)
+        name, registered = lookup(candidate.name)
     except UserError:  # a file
-        plain = name_of(contender.architecture)
-        if not plain:
+        name = name_of(candidate.architecture)
+        if not name:
             return None
-        known = lookup(plain)[1]
-    base = TIMM.get(plain, plain.removesuffix("_ls"))
-    sides = dict.fromkeys((known.image_size[0], 224, 384, 448))
+        registered = lookup(name)[1]
+    base = TIMM.get(name, name.removesuffix("_ls"))
+    sides = dict.fromkeys((registered.image_size[0], 224, 384, 448))
     names = (base, *(f"{base}_{side}" for side in sides))
     return next((name for name in names if timm.is_model(name)), None)
 
 
 def make_timm(name: str, architecture: Architecture, other_depth: bool) -> nn.Module:
-    """timm's model with our size, classes and stochastic depth, and without the LayerScale of deep ViTs where ours has none."""
+    """timm's model with our image size, classes and stochastic depth; without LayerScale if ours has none."""
     timm = import_timm()
-    wanted: dict[str, Any] = {
+    options: dict[str, Any] = {
         "img_size": architecture.image_size,
         "num_classes": architecture.classes,
         "in_chans": architecture.channels,
         "drop_path_rate": architecture.drop_path,
     }
     if other_depth:
-        wanted["num_blocks" if name.startswith("resmlp") else "depth"] = architecture.depth
+        options["num_blocks" if name.startswith("resmlp") else "depth"] = architecture.depth
     if name.startswith("vit_") and architecture.residual == "plain":
-        wanted["init_values"] = 0.0  # timm drops a None and keeps the model's own
-    return timm.create_model(name, pretrained=False, **wanted)
+        options["init_values"] = 0.0  # timm drops a None and keeps the model's own
+    model: nn.Module = timm.create_model(name, pretrained=False, **options)
+    return model

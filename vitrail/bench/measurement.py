@@ -1,4 +1,4 @@
-"""Cells of a benchmark: who takes turns with whom, what a cell says, and what happens to one that cannot run."""
+"""Measurements of a benchmark: candidates are measured in interleaved groups; failures become messages."""
 
 import gc
 import math
@@ -8,26 +8,26 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vitrail.bench.candidates import Contender, price
-from vitrail.bench.peak import Ceiling
+from vitrail.bench.candidates import Candidate, count_cost
+from vitrail.bench.peak import Peak
 from vitrail.bench.settings import Setting
-from vitrail.bench.timing import Run, Summary, enough_repeats, in_turns, summarize, timed
-from vitrail.bench.workloads import UNCAPTURED, CannotRun, make_run
+from vitrail.bench.timing import Run, Summary, choose_repeats, summarize, time_interleaved, time_run
+from vitrail.bench.workloads import NOT_CAPTURED, CannotRun, make_run
 from vitrail.data.loader import free_memory
 from vitrail.errors import UserError
 from vitrail.models.flops import Cost
 
-UNFIT = "does not fit"
+OUT_OF_MEMORY = "out of memory"
 FAILED = "failed"
-PATIENCE = 1.0  # seconds; a run that takes longer is warm after two
-FREE = 0.9  # share of the free memory that a CPU run may plan with
-STATE = 16  # bytes of a parameter in training: itself, its gradient, two means
-LIMIT = 4096  # graphs of one function: every model of a heat has its own
+LONG_RUN = 1.0  # seconds; for longer runs a warmup of two runs is enough
+MEMORY_FRACTION = 0.9  # of the free memory that a run on the CPU may use
+BYTES_PER_PARAMETER = 16  # in training: weight, gradient and two moments in float32
+RECOMPILE_LIMIT = 4096  # of graphs per function: every model of a group has its own
 
 
 @dataclass
-class Cell:
-    """One contender in one setting. What was not measured is None."""
+class Measurement:
+    """One candidate in one setting. Values that were not measured are None."""
 
     model: str
     project: str
@@ -35,18 +35,18 @@ class Cell:
     task: str
     precision: str
     mode: str
-    batch: int
+    batch_size: int
     size: tuple[int, int]
     depth: int
     parameters: int
     macs: int  # of one image, forward
-    trouble: str = ""  # why there are no numbers
-    turns: int = 0  # contenders that took turns, itself among them
-    repeats: int = 0  # runs in a round
-    seconds: list[float] = field(default_factory=list)  # of one run, round by round
-    memory: int | None = None  # bytes at the peak, weights included; GPUs only
-    compile_seconds: float | None = None  # by how much the first run took longer
-    ceiling: float | None = None  # operations per second of the measured matrix product
+    error: str = ""  # why there are no times
+    interleaved: int = 0  # number of candidates that were timed in turns, including this one
+    repeats: int = 0  # runs per round
+    seconds: list[float] = field(default_factory=list)  # per run, one value for each round
+    memory: int | None = None  # peak in bytes, including weights; GPUs only
+    compile_seconds: float | None = None  # first run minus a usual run
+    peak: float | None = None  # FLOP/s of the measured matrix product
     bandwidth: float | None = None  # bytes per second of the measured copy
 
     @property
@@ -62,184 +62,192 @@ class Cell:
         return summarize(self.seconds).spread if self.seconds else math.nan
 
     @property
-    def rate(self) -> float:
-        """Images per second."""
-        return self.batch / self.median
+    def images_per_second(self) -> float:
+        return self.batch_size / self.median
 
     @property
-    def operations(self) -> float:
-        """Per second: two for each multiply-add, forward once and, in training, backward twice."""
-        return self.rate * self.macs * (6 if self.task == "train" else 2)
+    def flops(self) -> float:
+        """FLOP/s: two per multiply-add; a training step counts three forward passes."""
+        return self.images_per_second * self.macs * (6 if self.task == "train" else 2)
 
     @property
-    def share(self) -> float | None:
-        """Of the matrix product's operations per second."""
-        return self.operations / self.ceiling if self.ceiling and self.seconds else None
+    def mfu(self) -> float | None:
+        """Fraction of the measured peak."""
+        return self.flops / self.peak if self.peak and self.seconds else None
 
     @property
-    def floors(self) -> dict[str, float]:
-        """Seconds that one run cannot go below: its products at the ceiling's pace, and in training its activations (the peak
-        less weights, gradients and means), each byte written and read once."""
-        found = {}
-        if self.ceiling and self.seconds:
-            found["products"] = self.operations * self.median / self.ceiling
+    def lower_bounds(self) -> dict[str, float]:
+        """Lower bounds of the seconds per run: the products at the measured peak, and in training the activations (peak memory
+        minus weights, gradients and moments), written and read once."""
+        bounds = {}
+        if self.peak and self.seconds:
+            bounds["products"] = self.flops * self.median / self.peak
         if self.bandwidth and self.memory and self.task == "train":
-            found["memory"] = 2 * max(self.memory - STATE * self.parameters, 0) / self.bandwidth
-        return found
+            bounds["memory"] = 2 * max(self.memory - BYTES_PER_PARAMETER * self.parameters, 0) / self.bandwidth
+        return bounds
 
     def to_dict(self) -> dict[str, Any]:
-        found = asdict(self)
+        values = asdict(self)
         if self.seconds:
-            found |= {
-                "floor_milliseconds": {name: 1e3 * value for name, value in self.floors.items()},
+            values |= {
+                "lower_bound_milliseconds": {name: 1e3 * value for name, value in self.lower_bounds.items()},
                 "n": self.n,
                 "milliseconds": 1e3 * self.median,
                 "spread": self.spread,
-                "images_per_second": self.rate,
-                "tflops": self.operations / 1e12,
-                "mfu": self.share,
+                "images_per_second": self.images_per_second,
+                "tflops": self.flops / 1e12,
+                "mfu": self.mfu,
             }
-        return found
+        return values
 
 
-def beside(cell: Cell, cells: Sequence[Cell]) -> Cell | None:
-    """timm's cell in the same setting as one of ours, if both have numbers."""
-    if cell.project != "vitrail" or not cell.seconds:
+def timm_counterpart(measurement: Measurement, measurements: Sequence[Measurement]) -> Measurement | None:
+    """timm's measurement in the same setting as one of ours, if both have times."""
+    if measurement.project != "vitrail" or not measurement.seconds:
         return None
-    same = ("model", "task", "precision", "mode", "batch", "size", "depth")
-    for other in cells:
-        if other.project == "timm" and other.seconds and all(getattr(other, name) == getattr(cell, name) for name in same):
+    same = ("model", "task", "precision", "mode", "batch_size", "size", "depth")
+    for other in measurements:
+        if other.project == "timm" and other.seconds and all(getattr(other, name) == getattr(measurement, name) for name in same):
             return other
     return None
 
 
-def times_as_fast(cell: Cell, other: Cell) -> Summary:
-    """How many times as fast as the other, round by round: what slowed a round down slowed both."""
-    return summarize([theirs / ours for ours, theirs in zip(cell.seconds, other.seconds, strict=False)])
+def speedup(measurement: Measurement, other: Measurement) -> Summary:
+    """Speed relative to the other, as the ratio in each round: disturbances of a round affect both."""
+    return summarize([theirs / ours for ours, theirs in zip(measurement.seconds, other.seconds, strict=False)])
 
 
 class Entry(NamedTuple):
-    contender: Contender
-    setting: Setting
-    price: Cost
+    """A candidate in a setting, with its parameters and multiply-adds."""
 
-    def cell(self, ceiling: Ceiling | None) -> Cell:
-        name, architecture = self.contender, self.contender.at(self.setting)
-        return Cell(
-            model=name.name,
-            project=name.project,
-            network=name.foreign or name.name,
+    candidate: Candidate
+    setting: Setting
+    cost: Cost
+
+    def new_measurement(self, peak: Peak | None) -> Measurement:
+        candidate, architecture = self.candidate, self.candidate.at(self.setting)
+        return Measurement(
+            model=candidate.name,
+            project=candidate.project,
+            network=candidate.timm_model or candidate.name,
             task=self.setting.task,
             precision=self.setting.precision,
             mode=self.setting.mode,
-            batch=self.setting.batch,
+            batch_size=self.setting.batch_size,
             size=architecture.image_size,
             depth=architecture.depth,
-            parameters=self.price.parameters,
-            macs=self.price.macs,
-            ceiling=ceiling.operations.get(self.setting.precision) if ceiling else None,
-            bandwidth=ceiling.bandwidth if ceiling else None,
+            parameters=self.cost.parameters,
+            macs=self.cost.macs,
+            peak=peak.flops.get(self.setting.precision) if peak else None,
+            bandwidth=peak.bandwidth if peak else None,
         )
 
 
-Heat = list[Entry]  # those that take turns
+Group = list[Entry]  # timed in turns
 
 
-def make_heats(ours: Sequence[Contender], others: Sequence[Contender], settings: Sequence[Setting]) -> list[Heat]:
-    """With opponents, each model takes turns with its own; without, all models of a setting take turns.
+def make_groups(ours: Sequence[Candidate], others: Sequence[Candidate], settings: Sequence[Setting]) -> list[Group]:
+    """Groups to time in turns: each model with its counterpart in `others`; without others, all models of a setting.
 
-    Complains about sizes and depths that cannot be before anything is measured.
+    Impossible sizes and depths raise an error before anything is measured.
     """
-    heats = []
+    groups = []
     for setting in settings:
-        entries = [Entry(contender, setting, price(contender, setting)) for contender in ours]
+        entries = [Entry(candidate, setting, count_cost(candidate, setting)) for candidate in ours]
         if not others:
-            heats.append(entries)
+            groups.append(entries)
             continue
         for entry in entries:
-            theirs = [Entry(other, setting, entry.price) for other in others if other.name == entry.contender.name]
-            heats.append([entry, *theirs])
-    return heats
+            theirs = [Entry(other, setting, entry.cost) for other in others if other.name == entry.candidate.name]
+            groups.append([entry, *theirs])
+    return groups
 
 
-def run_heats(
-    heats: Sequence[Heat],
+def measure_groups(
+    groups: Sequence[Group],
     rounds: int,
     device: torch.device,
-    ceiling: Ceiling | None,
+    peak: Peak | None,
     advance: Callable[[int], None] = lambda count: None,
-) -> Iterator[list[Cell]]:
-    """The cells of each heat as soon as it is over. One that is interrupted gives what it has before it goes on to raise."""
-    # Shapes are what they are: a second batch size must not make torch compile for all sizes, which is slower.
-    with torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=LIMIT, accumulated_recompile_limit=LIMIT):
-        for heat in heats:
-            cells = [entry.cell(ceiling) for entry in heat]
+) -> Iterator[list[Measurement]]:
+    """Yield the measurements of each group; after an interrupt, yield those of the current group so far, then raise."""
+    # Static shapes: a second batch size must not make torch compile dynamic ones, which are slower.
+    config = {
+        "automatic_dynamic_shapes": False,
+        "recompile_limit": RECOMPILE_LIMIT,
+        "accumulated_recompile_limit": RECOMPILE_LIMIT,
+    }
+    with torch._dynamo.config.patch(config):
+        for group in groups:
+            measurements = [entry.new_measurement(peak) for entry in group]
             try:
-                run_heat(heat, cells, rounds, device, advance)
+                measure_group(group, measurements, rounds, device, advance)
             except KeyboardInterrupt:
-                yield [cell for cell in cells if cell.seconds or cell.trouble]
+                yield [measurement for measurement in measurements if measurement.seconds or measurement.error]
                 raise
-            yield cells
+            yield measurements
 
 
-def run_heat(heat: Heat, cells: Sequence[Cell], rounds: int, device: torch.device, advance: Callable[[int], None]) -> None:
-    """All in turns where their memory allows it; each alone where it does not. Fills the cells."""
+def measure_group(
+    group: Group, measurements: Sequence[Measurement], rounds: int, device: torch.device, advance: Callable[[int], None]
+) -> None:
+    """Fill in the measurements: timed in turns if all fit in memory together, otherwise one after the other."""
     runs: list[Run] = []
-    taking: list[Cell] = []
-    crowded = False
+    ready: list[Measurement] = []
+    separately = False
     try:
-        for entry, cell in zip(heat, cells, strict=True):
-            cell.trouble = prepare(entry, cell, runs, device)
-            if not cell.trouble:
-                taking.append(cell)
-            elif cell.trouble in (UNFIT, UNCAPTURED) and runs:
-                crowded = True
+        for entry, measurement in zip(group, measurements, strict=True):
+            measurement.error = prepare(entry, measurement, runs, device)
+            if not measurement.error:
+                ready.append(measurement)
+            elif measurement.error in (OUT_OF_MEMORY, NOT_CAPTURED) and runs:
+                separately = True
                 break
-        if not crowded:
-            for cell in taking:
-                cell.turns = len(taking)
-            repeats, times = [cell.repeats for cell in taking], [cell.seconds for cell in taking]
-            trouble = guarded(lambda: in_turns(runs, repeats, times, rounds, device, advance))
-            crowded = trouble == UNFIT and len(runs) > 1
-            for cell in taking if trouble else ():
-                cell.trouble = trouble
-                cell.seconds.clear()
+        if not separately:
+            for measurement in ready:
+                measurement.interleaved = len(ready)
+            repeats, times = [measurement.repeats for measurement in ready], [measurement.seconds for measurement in ready]
+            error = describe_failure(lambda: time_interleaved(runs, repeats, times, rounds, device, advance))
+            separately = error == OUT_OF_MEMORY and len(runs) > 1
+            for measurement in ready if error else ():
+                measurement.error = error
+                measurement.seconds.clear()
     finally:
         runs.clear()
         clear(device)
-    if crowded:
-        for entry, cell in zip(heat, cells, strict=True):
-            run_heat([entry], [cell], rounds, device, advance)
+    if separately:
+        for entry, measurement in zip(group, measurements, strict=True):
+            measure_group([entry], [measurement], rounds, device, advance)
 
 
-def prepare(entry: Entry, cell: Cell, runs: list[Run], device: torch.device) -> str:
-    """Make the run, warm it up and append it; fill in what that tells. The reason if it cannot be."""
+def prepare(entry: Entry, measurement: Measurement, runs: list[Run], device: torch.device) -> str:
+    """Build and warm up a run and append it to `runs`; returns an error message, empty on success."""
     cuda = device.type == "cuda"
-    if not cuda and needed(entry) > FREE * (free_memory() or math.inf):
-        return UNFIT  # said here, for the system would end the process
+    if not cuda and required_bytes(entry) > MEMORY_FRACTION * (free_memory() or math.inf):
+        return OUT_OF_MEMORY  # otherwise the operating system would kill the process
 
-    def warm() -> None:
+    def warm_up() -> None:
         before = torch.cuda.memory_allocated(device) if cuda else 0
         if cuda:
             torch.cuda.reset_peak_memory_stats(device)
-        run = make_run(entry.contender, entry.setting, device)
-        first = timed(run, device)
-        usual = timed(run, device)
-        if usual < PATIENCE:
-            usual = timed(run, device, 2)
-        cell.compile_seconds = max(first - usual, 0.0) if entry.setting.mode != "eager" else None
-        cell.memory = torch.cuda.max_memory_allocated(device) - before if cuda else None
-        cell.repeats = enough_repeats(usual)
+        run = make_run(entry.candidate, entry.setting, device)
+        first = time_run(run, device)
+        usual = time_run(run, device)
+        if usual < LONG_RUN:
+            usual = time_run(run, device, 2)
+        measurement.compile_seconds = max(first - usual, 0.0) if entry.setting.mode != "eager" else None
+        measurement.memory = torch.cuda.max_memory_allocated(device) - before if cuda else None
+        measurement.repeats = choose_repeats(usual)
         runs.append(run)
 
-    trouble = guarded(warm)
-    if trouble:
+    error = describe_failure(warm_up)
+    if error:
         clear(device)
-    return trouble
+    return error
 
 
-def guarded(work: Callable[[], None]) -> str:
-    """Do it; in a few words why that was not possible. What the user asked for wrongly, and Ctrl-C, are not caught."""
+def describe_failure(work: Callable[[], None]) -> str:
+    """Call `work`; returns a short message if it fails. UserError and KeyboardInterrupt are raised."""
     try:
         work()
     except (UserError, KeyboardInterrupt):
@@ -247,24 +255,24 @@ def guarded(work: Callable[[], None]) -> str:
     except CannotRun as reason:
         return str(reason)
     except (torch.OutOfMemoryError, MemoryError):
-        return UNFIT
-    except Exception as error:  # of any compiler, kernel or foreign model: the other cells go on
+        return OUT_OF_MEMORY
+    except Exception as error:  # of a compiler, kernel or foreign model: the other measurements continue
         text = str(error).strip()
         if "allocate memory" in text or "out of memory" in text:
-            return UNFIT
+            return OUT_OF_MEMORY
         return f"{FAILED}: {text.splitlines()[0] if text else type(error).__name__}"
     return ""
 
 
 def clear(device: torch.device) -> None:
-    """Networks of the last heat must leave neither memory nor compiled code behind."""
+    """Free the memory and the compiled code of the last group."""
     torch._dynamo.reset()
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-def needed(entry: Entry) -> float:
-    """Bytes, roughly: weights, with gradients and moments in training, and what is kept of each image."""
-    copies, kept = (4, 1.0) if entry.setting.task == "train" else (1, 2.0 / max(entry.contender.at(entry.setting).depth, 2))
-    return 4.0 * copies * entry.price.parameters + kept * entry.price.activation_bytes * entry.setting.batch
+def required_bytes(entry: Entry) -> float:
+    """Estimate in bytes: weights, in training with gradients and moments, and activations of the batch."""
+    copies, kept = (4, 1.0) if entry.setting.task == "train" else (1, 2.0 / max(entry.candidate.at(entry.setting).depth, 2))
+    return 4.0 * copies * entry.cost.parameters + kept * entry.cost.activation_bytes * entry.setting.batch_size

@@ -1,67 +1,67 @@
-"""What is measured: every combination of task, precision, mode, image size, depth and batch; and the points of a curve."""
+"""Settings of a benchmark: combinations of task, precision, mode, image size, depth and batch size; points of a curve."""
 
 from collections.abc import Sequence
 from itertools import product
 from typing import Literal, NamedTuple
 
 from vitrail.errors import UserError
-from vitrail.models.config import Architecture, show_size
+from vitrail.models.config import Architecture, format_size
 
 TASKS = ("inference", "train")
-MODES = ("eager", "compiled", "whole", "graph", "own")
+MODES = ("eager", "compiled", "fullgraph", "graph", "native")
 PRECISIONS = ("bf16", "fp32")
-CURVES = ("resolution", "batch", "depth")
-SHARES = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0)  # of the model's own side or depth
-BATCHES = {"cuda": (1, 4, 16, 64, 256, 1024), "cpu": (1, 2, 4, 8, 16)}
+SHARES = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0)  # of the model's image size or depth
+BATCH_SIZES = {"cuda": (1, 4, 16, 64, 256, 1024), "cpu": (1, 2, 4, 8, 16)}
 Curve = Literal["resolution", "batch", "depth"]
 
 
 class Setting(NamedTuple):
-    """One way to run a model. A size of None is the model's own, as is a depth of 0."""
+    """How to run a model. Size None and depth 0 stand for those of the model."""
 
     task: str = "inference"
     precision: str = "bf16"
     mode: str = "eager"
-    batch: int = 1
+    batch_size: int = 1
     size: tuple[int, int] | None = None
     depth: int = 0
 
     def describe(self) -> str:
-        size = show_size(self.size) if self.size else "own size"
+        size = format_size(self.size) if self.size else "default size"
         depth = f", depth {self.depth}" if self.depth else ""
-        return f"{self.task}, {self.precision}, {self.mode}, batch {self.batch}, {size}{depth}"
+        return f"{self.task}, {self.precision}, {self.mode}, batch size {self.batch_size}, {size}{depth}"
 
 
-def all_settings(
+def make_settings(
     tasks: Sequence[str] = ("inference",),
     precisions: Sequence[str] = ("bf16",),
     modes: Sequence[str] = ("eager",),
-    batches: Sequence[int] = (1,),
+    batch_sizes: Sequence[int] = (1,),
     sizes: Sequence[tuple[int, int] | None] = (None,),
     depths: Sequence[int] = (0,),
 ) -> list[Setting]:
-    """Every combination, the batches of one another next to each other."""
+    """Every combination; the batch size varies fastest."""
     for option, values, known in (("--task", tasks, TASKS), ("--precision", precisions, PRECISIONS), ("--mode", modes, MODES)):
         for value in values:
             if value not in known:
-                raise UserError(f"{option} {value} is not known: choose among {', '.join(known)}.")
-    for option, numbers, least in (("--batch", batches, 1), ("--depth", depths, 0)):
-        if any(number < least for number in numbers):
-            raise UserError(f"{option} takes whole numbers of at least 1.")
-    found = product(tasks, precisions, modes, sizes, depths, batches)
+                raise UserError(f"unknown {option} {value}: choose from {', '.join(known)}.")
+    for option, numbers, minimum in (("--batch-size", batch_sizes, 1), ("--depth", depths, 0)):
+        if any(number < minimum for number in numbers):
+            raise UserError(f"{option} must be at least 1.")
+    combinations = product(tasks, precisions, modes, sizes, depths, batch_sizes)
     return [
-        Setting(task, precision, mode, batch, size, depth) for task, precision, mode, size, depth, batch in dict.fromkeys(found)
+        Setting(task, precision, mode, batch_size, size, depth)
+        for task, precision, mode, size, depth, batch_size in dict.fromkeys(combinations)
     ]
 
 
 def curve_sizes(architecture: Architecture) -> list[tuple[int, int]]:
-    """From half to twice the model's own size, in whole patches."""
+    """Image sizes from half to twice the model's, multiples of the patch size."""
     patch, (height, width) = architecture.patch_size, architecture.image_size
     sides = [(max(round(height * share / patch), 1) * patch, max(round(width * share / patch), 1) * patch) for share in SHARES]
     return list(dict.fromkeys(sides))
 
 
 def curve_depths(architecture: Architecture) -> list[int]:
-    """From half to twice the model's own depth; even, where its own is, for blocks may come in pairs."""
+    """Depths from half to twice the model's; even if the model's is even, because blocks may come in pairs."""
     step = 1 if architecture.depth % 2 else 2
     return list(dict.fromkeys(max(round(architecture.depth * share / step), 1) * step for share in SHARES))

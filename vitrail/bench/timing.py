@@ -1,4 +1,4 @@
-"""Time: runs take turns, round by round, so that a clock that drifts hits all alike; a round waits for the device at its ends."""
+"""Timing: runs are interleaved round by round, so that clock drift affects all of them; the device is synchronized per round."""
 
 import os
 import platform
@@ -13,8 +13,8 @@ import torch
 from vitrail.version import __version__
 
 Run = Callable[[], object]
-ROUND = 0.25  # seconds that a round of one run should last at least
-MOST = 200  # runs in a round
+ROUND_SECONDS = 0.25  # minimum duration of a round of one run
+MAX_REPEATS = 200  # per round
 
 
 class Summary(NamedTuple):
@@ -22,7 +22,7 @@ class Summary(NamedTuple):
 
     n: int
     median: float
-    spread: float  # half the interquartile range, as a share of the median
+    spread: float  # half the interquartile range, relative to the median
 
 
 def summarize(seconds: Sequence[float]) -> Summary:
@@ -34,27 +34,27 @@ def summarize(seconds: Sequence[float]) -> Summary:
     return Summary(len(seconds), median, (high - low) / 2 / median)
 
 
-def wait(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def timed(run: Run, device: torch.device, repeats: int = 1) -> float:
+def time_run(run: Run, device: torch.device, repeats: int = 1) -> float:
     """Seconds per run."""
-    wait(device)
+    synchronize(device)
     start = time.perf_counter()
     for _ in range(repeats):
         run()
-    wait(device)
+    synchronize(device)
     return (time.perf_counter() - start) / repeats
 
 
-def enough_repeats(seconds: float) -> int:
-    """How often a run of so many seconds is repeated in a round."""
-    return min(max(round(ROUND / max(seconds, 1e-9)), 1), MOST)
+def choose_repeats(seconds: float) -> int:
+    """Number of repeats in a round for a run that takes `seconds`."""
+    return min(max(round(ROUND_SECONDS / max(seconds, 1e-9)), 1), MAX_REPEATS)
 
 
-def in_turns(
+def time_interleaved(
     runs: Sequence[Run],
     repeats: Sequence[int],
     times: Sequence[list[float]],
@@ -62,21 +62,21 @@ def in_turns(
     device: torch.device,
     advance: Callable[[int], None] = lambda count: None,
 ) -> None:
-    """Append each run's seconds of each round to its list, which whoever interrupts this keeps.
+    """Append the seconds of each run in each round to its list in `times`; an interrupt keeps what was appended.
 
-    Each round another run is the first, so that none always follows the same one.
+    Each round starts with another run, so that no run always follows the same one.
     """
     for number in range(rounds):
-        for place in range(len(runs)):
-            which = (number + place) % len(runs)
-            times[which].append(timed(runs[which], device, repeats[which]))
+        for offset in range(len(runs)):
+            index = (number + offset) % len(runs)
+            times[index].append(time_run(runs[index], device, repeats[index]))
             advance(1)
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What the numbers were measured on."""
-    found: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
+    """Hardware and versions."""
+    info: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
         "kind": device.type,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -84,12 +84,12 @@ def machine(device: torch.device) -> dict[str, Any]:
         "vitrail": __version__,
     }
     if device.type == "cuda":
-        found |= {"memory": torch.cuda.get_device_properties(device).total_memory, "cuda": torch.version.cuda}
-    return found
+        info |= {"memory": torch.cuda.get_device_properties(device).total_memory, "cuda": torch.version.cuda}
+    return info
 
 
-def processor() -> str:
-    """The processor's name, where the system tells it."""
+def cpu_name() -> str:
+    """The name of the CPU, if the system provides it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):

@@ -1,201 +1,220 @@
 """vitrail compare, ablate."""
 
+import contextlib
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from vitrail.cli.train import (
+from vitrail.cli.console import print_table, print_text
+from vitrail.cli.options import (
+    AtOption,
+    DeviceOption,
     EpochsOption,
     FromOption,
-    MicroOption,
+    JsonOption,
+    MetricOption,
+    MicroBatchSizeOption,
     ModelOption,
+    PlotOption,
+    RecipeArgument,
     SetOption,
+    SourceArgument,
     WorkersOption,
-    choice,
-    leaves_of,
-    open_recipe,
+    check_choice,
+    expand_options,
 )
+from vitrail.cli.train import open_recipe, parse_changes
 from vitrail.errors import UserError
 
-MetricOption = Annotated[str, typer.Option(help="top1, top5, loss (validation) or test (top-1 of the best weights).")]
-AtOption = Annotated[str, typer.Option(help="best: the weights with the best validation top-1; last: those of the last step.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+if TYPE_CHECKING:
+    from vitrail.training.metrics import Metric
 
 
 def compare(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, or folders that hold runs.")],
-    metric: MetricOption = "top1",
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories, or folders that contain runs.")],
+    metric: MetricOption = "primary",
     at: AtOption = "best",
     by: Annotated[
-        str, typer.Option(help="recipe: runs that differ only by seed are a group; folder: each RUN given is.")
+        str, typer.Option(help="recipe: runs that differ only by seed are a group; folder: each RUN given is a group.")
     ] = "recipe",
     images: Annotated[
-        bool, typer.Option("--images", help="Also ask every model about every validation image, and compare these answers.")
+        bool, typer.Option("--images", help="Also compare the predictions of all models for every validation image.")
     ] = False,
-    plot: Annotated[Path | None, typer.Option(help="Where to draw seeds, means and intervals: a PNG file.")] = None,
+    plot: PlotOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare trainings: mean, spread and interval over seeds, differences to the first group and how sure they are.
+    """Compare trainings: mean, spread and interval over seeds, and differences to the first group with their p-values.
 
     Example: [bold]vitrail compare runs/with-mixup runs/without --plot mixup.png[/bold]
     """
     from vitrail.atomic_files import check_writable
     from vitrail.runs import comparison
-    from vitrail.runs.results import read_results
+    from vitrail.runs.results import choose_metric, read_results
 
-    choice("--at", at, ("best", "last"))
-    choice("--by", by, ("recipe", "folder"))
+    check_choice("--at", at, ("best", "last"))
+    check_choice("--by", by, ("recipe", "folder"))
     if plot is not None and plot.suffix.lower() != ".png":
         raise UserError(f"--plot {plot} is not a PNG file: give a name that ends in .png.")
     check_writable(plot)
-    results, said = read_results(runs, metric, at)  # type: ignore[arg-type]
+    chosen = choose_metric(runs, metric)
+    results, messages = read_results(runs, chosen, at)  # type: ignore[arg-type]
     groups, more = comparison.group_results(results, by == "folder")
-    for sentence in (*said, *more):
-        print(sentence, file=sys.stderr)
+    for message in (*messages, *more):
+        print(message, file=sys.stderr)
     rows = comparison.compare(groups)
     if len({result.data for group in groups for result in group.results}) > 1:
-        print("These trainings did not have the same images: their numbers are not about the same thing.", file=sys.stderr)
-    content = comparison.as_dict(rows, metric, at)
+        print("These trainings used different images: their metrics are not comparable.", file=sys.stderr)
+    content = comparison.comparison_to_dict(rows, chosen, at)
     if images:
-        from vitrail.runs.predictions import compare_answers
+        from vitrail.runs.predictions import compare_predictions
 
-        content["images"] = compare_answers(groups)
+        content["images"] = compare_predictions(groups)
     if plot is not None:
-        from vitrail.atomic_files import write_aside
-        from vitrail.runs.seed_plot import draw_points
+        from vitrail.atomic_files import atomic_write
+        from vitrail.runs.seed_plot import draw_seed_plot
 
-        drawn = draw_points(rows, metric, at)
-        write_aside(plot, lambda side: side.write_bytes(drawn))
+        drawn = draw_seed_plot(rows, chosen, at)
+        atomic_write(plot, lambda side: side.write_bytes(drawn))
     if as_json:
         print(json.dumps(content, indent=1))
         return
-    show(rows, metric, at)
+    show(rows, chosen, at)
     if images:
         show_images(content["images"], groups[0].name)
 
 
-def ablate(
-    recipe: Annotated[str, typer.Argument(help="A recipe's name, or a recipe.yaml of an earlier run.")],
-    source: Annotated[str, typer.Argument(help="Images, as for `vitrail train`.")] = "digits",
+class VariantOptions(NamedTuple):
+    """The trainings to compare, and the folder of their runs."""
+
     vary: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=A,B", help="Values of a leaf of the recipe to try; again for more leaves.")
-    ] = None,
+        list[str] | None, typer.Option(metavar="KEY=A,B", help="Values of a recipe key to try; repeatable for more keys.")
+    ] = None
     drop: Annotated[
-        list[str] | None, typer.Option(metavar="PART,PART", help="Parts to leave out: mixing, policy, average, clip, …")
-    ] = None,
-    grid: Annotated[bool, typer.Option("--grid/--one-at-a-time", help="Every combination, or one change at a time.")] = False,
-    seeds: Annotated[int, typer.Option(min=1, help="Trainings of each cell.")] = 3,
-    seed: Annotated[int, typer.Option(min=0, help="The first of the seeds.")] = 0,
-    out: Annotated[
-        Path | None, typer.Option(help="The folder of all the runs; runs/<data>-<recipe>-ablation if not given.")
-    ] = None,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Trainings at a time; one, or one for each of --devices.")] = None,
-    devices: Annotated[str | None, typer.Option(metavar="DEVICE,DEVICE", help="cuda:0,cuda:1: shared among trainings.")] = None,
-    model: ModelOption = None,
-    changes: SetOption = None,
-    weights: FromOption = None,
-    epochs: EpochsOption = None,
-    micro_batch_size: MicroOption = None,
-    workers: WorkersOption = None,
+        list[str] | None, typer.Option(metavar="PART,PART", help="Parts to remove: mixing, policy, ema, clip_grad_norm, …")
+    ] = None
+    grid: Annotated[bool, typer.Option("--grid/--one-at-a-time", help="Every combination, or one change at a time.")] = False
+    seeds: Annotated[int, typer.Option(min=1, help="Trainings of each variant.")] = 3
+    seed: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0
+    out: Annotated[Path | None, typer.Option(help="Folder of all runs; default: runs/<data>-<recipe>-ablation.")] = None
+
+
+class TrainingOptions(NamedTuple):
+    """The options of all these trainings."""
+
+    model: ModelOption = None
+    changes: SetOption = None
+    weights: FromOption = None
+    epochs: EpochsOption = None
+    device: DeviceOption = None
+    micro_batch_size: MicroBatchSizeOption = None
+    workers: WorkersOption = None
+
+
+@expand_options
+def ablate(
+    recipe: RecipeArgument,
+    source: SourceArgument = "digits",
+    *,
+    variants: VariantOptions,
+    training: TrainingOptions,
     pick: Annotated[
-        bool, typer.Option("--pick", help="Say which cell is best on the validation images, and its command.")
+        bool, typer.Option("--pick", help="Print the variant with the best validation metric, and its command.")
     ] = False,
-    metric: MetricOption = "top1",
+    metric: MetricOption = "primary",
     at: AtOption = "best",
     as_json: JsonOption = False,
 ) -> None:
-    """Train a recipe without its parts, or with other values, several seeds each, and compare; the same command goes on.
+    """Train a recipe without its parts, or with other values, with several seeds each, and compare. Run again, it continues.
 
-    Example: [bold]vitrail ablate laptop photos/ --drop smoothing,clip --vary optimizer.lr=1e-3,4e-3 --seeds 3 --jobs 2[/bold]
+    Example: [bold]vitrail ablate laptop photos/ --drop label_smoothing,clip_grad_norm --vary optimizer.lr=1e-3,4e-3[/bold]
+
+    Several GPUs: start the same command once per GPU, with --device cuda:0, --device cuda:1, ….
     """
+    from vitrail.devices import choose_device
     from vitrail.runs import ablation
-    from vitrail.runs.ablation_runs import run_ablation
-    from vitrail.runs.comparison import MEASURES, as_dict
-    from vitrail.runs.prepare import look_at, resolve
-    from vitrail.training.distributed import choose_device
+    from vitrail.runs.comparison import comparison_to_dict, find_metric
+    from vitrail.runs.request import TrainRequest, open_data, resolve_recipe
+    from vitrail.runs.train import to_stderr
+    from vitrail.tasks.registry import find_task
 
-    choice("--at", at, ("best", "last"))
-    choice("--metric", metric, tuple(MEASURES))
+    check_choice("--at", at, ("best", "last"))
     if pick and metric == "test":
-        raise UserError("--pick with --metric test would spoil the test images: choose by the validation images.")
-    names = [name.strip() for name in (devices or "").split(",") if name.strip()]
-    kinds = [choose_device(name).type for name in names]
-    base_changes = leaves_of(changes, weights, epochs, None, recipe)
+        raise UserError("--pick must not choose by the test images: use a validation metric.")
+    seed, seeds, model = variants.seed, variants.seeds, training.model
+    base_changes = parse_changes(training.changes, training.weights, training.epochs, None, recipe)
     if "seed" in base_changes:
-        raise UserError("Every cell has the same seeds: give the first with --seed, and how many with --seeds.")
-    base = resolve(open_recipe(recipe), model, base_changes | {"seed": seed}, kinds[0] if kinds else choose_device(None).type)
-    drops = [part.strip() for text in drop or [] for part in text.split(",") if part.strip()]
-    cells, said = ablation.make_cells(base, [ablation.parse_axis(text) for text in vary or []], drops, grid)
-    look_at(source, base, model)  # complains here about what no cell could do
-    folder = ablation.choose_place(out, source, base)
-    for sentence in said:
-        print(sentence, file=sys.stderr)
+        raise UserError("All variants have the same seeds: give the first with --seed, and their number with --seeds.")
+    request = TrainRequest(
+        source,
+        open_recipe(recipe),
+        model,
+        base_changes | {"seed": seed},
+        device=training.device,
+        micro_batch_size=training.micro_batch_size,
+        workers=training.workers,
+    )
+    base = resolve_recipe(request, choose_device(training.device).type)
+    measure = find_metric(metric, find_task(base.task).metric)
+    drops = [part.strip() for text in variants.drop or [] for part in text.split(",") if part.strip()]
+    axes = [ablation.parse_axis(text) for text in variants.vary or []]
+    cells, messages = ablation.make_cells(base, axes, drops, variants.grid)
+    open_data(request, base)  # raises here for what no variant could do
+    folder = ablation.choose_folder(variants.out, source, base)
+    for message in messages:
+        print(message, file=sys.stderr)
     opened = ablation.open_ablation(folder, source, cells, range(seed, seed + seeds))
-    finished, failed = run_ablation(opened, names, jobs or max(len(names), 1), micro_batch_size, workers)
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():  # standard output is JSON only
+        finished, failed = ablation.run_ablation(opened, request, to_stderr)
     if not finished:
-        print("Stopped; the same command goes on.", file=sys.stderr)
+        print("Stopped; run the same command again to continue.", file=sys.stderr)
         sys.exit(130)
-    rows, said = ablation.tabulate(opened, metric, at)  # type: ignore[arg-type]
-    for sentence in (*said, *failed):
-        print(sentence, file=sys.stderr)
-    content = as_dict(rows, metric, at)
+    rows, messages = ablation.tabulate(opened, measure, at)  # type: ignore[arg-type]
+    for message in (*messages, *failed):
+        print(message, file=sys.stderr)
+    content = comparison_to_dict(rows, measure, at)
     if pick:
-        chosen = ablation.pick(rows, metric)
+        chosen = ablation.pick(rows, measure)
         extra = base_changes | ({"model": model} if model else {})
         command = ablation.command_for(opened, recipe, extra, chosen.group.name)
         content["pick"] = {"cell": chosen.group.name, "command": command}
     if as_json:
         print(json.dumps(content, indent=1))
     else:
-        show(rows, metric, at)
-        say(f"\n{folder}/table.md, table.json and table.png hold this table.")
+        show(rows, measure, at)
+        print_text(f"\n{folder}/table.md, table.json and table.png contain this table.")
         if pick:
-            measure, spread = MEASURES[metric], chosen.spread
+            spread = chosen.spread
             sd = f" ± {measure.show(spread.sd)}" if spread.sd is not None else ""
             unsure = chosen.difference is not None and (chosen.difference.p is None or chosen.difference.p > 0.05)
-            words = f"; that it differs from {rows[0].group.name} may be chance" if unsure else ""
-            say(f"best: {chosen.group.name}, {measure.title} {measure.show(spread.mean)}{sd} (n = {spread.n}){words}\n{command}")
+            note = f"; its difference to {rows[0].group.name} may be chance" if unsure else ""
+            value = f"{measure.title} {measure.show(spread.mean)}{sd} (n = {spread.n})"
+            print_text(f"best: {chosen.group.name}, {value}{note}\n{command}")
     if failed:
-        raise UserError(f"{len(failed)} of the trainings failed, as said above: the same command tries them again.")
+        raise UserError(f"{len(failed)} of the trainings failed, see above: the same command tries them again.")
 
 
-def show(rows: Any, metric: str, at: str) -> None:
-    """The table, and what each group has changed."""
+def show(rows: Any, metric: "Metric", at: str) -> None:
+    """Print the table and what each group changes."""
     from vitrail.runs import comparison
 
-    say(f"{comparison.title(metric, at)}; sd over seeds")
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for place, head in enumerate(comparison.columns(rows)):
-        table.add_column(head, justify="right" if place else "left", no_wrap=bool(place), overflow="fold")
-    for row in rows:
-        table.add_row(*map(Text, comparison.cells(row, comparison.MEASURES[metric], len(rows))))
-    screen().print(table)
+    print_text(f"{comparison.title(metric, at)}; sd over seeds")
+    cells = [comparison.cells(row, metric, len(rows)) for row in rows]
+    columns = comparison.columns(rows)
+    print_table(columns, cells, no_wrap=columns[1:])
     if note := comparison.footnote(rows):
-        say(note)
+        print_text(note)
     if len(rows) > 1:
-        say("")
+        print_text("")
     for row in rows[1:]:
-        say(f"{row.group.name}: {comparison.in_words(row)}")
+        print_text(f"{row.group.name}: {comparison.describe_changes(row)}")
 
 
-def show_images(found: list[dict[str, Any]], first: str) -> None:
-    say(f"\nThe same images, one by one: {first} and")
-    for each in found:
-        words = f"{each['name']}: {100 * each['mean']:+.2f} points, 95 % interval over {each['images']:,} images "
-        words += f"{100 * each['low']:+.2f} to {100 * each['high']:+.2f}"
-        say(words + (f", McNemar p {each['mcnemar']:.3f}" if each["mcnemar"] is not None else ""))
-
-
-def screen() -> Console:
-    return Console(width=None if sys.stdout.isatty() else 120)
-
-
-def say(text: str) -> None:
-    """Print text as it stands: brackets in names are not markup."""
-    screen().print(text, highlight=False, markup=False, soft_wrap=True)
+def show_images(differences: list[dict[str, Any]], first: str) -> None:
+    print_text(f"\nImage by image, compared with {first}:")
+    for each in differences:
+        text = f"{each['name']}: {100 * each['mean']:+.2f} points, 95 % interval over {each['images']:,} images "
+        text += f"{100 * each['low']:+.2f} to {100 * each['high']:+.2f}"
+        print_text(text + (f", McNemar p {each['mcnemar']:.3f}" if each["mcnemar"] is not None else ""))

@@ -1,139 +1,130 @@
-"""vitrail data inspect, data pack."""
+"""Commands `vitrail data inspect` and `vitrail data pack`."""
 
 import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
 
+from vitrail.cli.console import print_message, print_skipped
+from vitrail.cli.options import BadImagesOption, SourceArgument, WorkersOption, check_choice, expand_options
 from vitrail.errors import UserError
+from vitrail.formatting import format_bytes, pluralize
 
 if TYPE_CHECKING:
     from vitrail.data.source import Source
 
-data = typer.Typer(no_args_is_help=True, help="Look into a data set, or pack it into Parquet shards.")
-
-SourceArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="SOURCE",
-        help="A folder of class folders, Parquet, tar, CIFAR or IDX files, a table, hf://owner/name, pets or digits.",
-    ),
-]
-WorkersOption = Annotated[int | None, typer.Option(min=0, help="Processes that decode images; one per core if not given.")]
-NAMED = 10  # of the images that were left out; the manifest has all
+data = typer.Typer(no_args_is_help=True, help="Inspect a data set, or write it as Parquet shards.")
 
 
 @data.command()
 def inspect(
     source: SourceArgument,
-    out: Annotated[Path | None, typer.Option(help="Draw a contact sheet of the classes, too: sheet.png.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Draw a contact sheet of the classes to this PNG file.")] = None,
     recipe: Annotated[
-        list[str] | None, typer.Option(help="Draw beside it what a network sees with this recipe: sheet-NAME.png.")
+        list[str] | None, typer.Option(help="Also draw the augmented images of this recipe, to sheet-RECIPE.png; repeatable.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with every broken file and every duplicate.")] = False,
-    seed: Annotated[int, typer.Option(min=0, help="Which images the sheet shows.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with all unreadable files and duplicates.")] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the images on the sheet.")] = 0,
     workers: WorkersOption = None,
 ) -> None:
-    """Say what a data set holds: classes, sizes, formats, broken files, duplicates, leaks from split to split.
+    """Report classes, image sizes, formats, unreadable files, duplicates and leaks between splits.
 
     Example: [bold]vitrail data inspect photos/ --out sheet.png --recipe deit_small[/bold]
     """
     from vitrail.atomic_files import check_writable
+    from vitrail.data import inspection
     from vitrail.data.contact_sheet import base_name, contact_sheet
-    from vitrail.data.datasets.lookup import open_parts
-    from vitrail.data.inspection import inspect as look
+    from vitrail.data.datasets.lookup import open_sources
     from vitrail.data.inspection_report import findings, print_report
     from vitrail.data.progress import progress
 
     if out is not None and out.suffix != ".png":
-        raise UserError(f"A contact sheet is a PNG image: call it sheet.png, not {out.name!r}.")
+        raise UserError(f"The contact sheet must be a PNG file: write --out sheet.png instead of {out.name!r}.")
     check_writable(out)
     if recipe and out is None:
-        raise UserError("--recipe draws an image beside the contact sheet: say where with --out sheet.png.")
-    parts = open_parts(source)
+        raise UserError("--recipe draws a second sheet next to the contact sheet: add --out sheet.png.")
+    sources = open_sources(source)
     if out is not None:
-        train = parts.get("train") or next(iter(parts.values()))
-        draw(out, contact_sheet(train, base_name(source), seed))
+        train = sources.get("train") or next(iter(sources.values()))
+        save_sheet(out, contact_sheet(train, base_name(source), seed))
         for name in recipe or []:
-            draw_views(out.with_stem(f"{out.stem}-{name}"), train, base_name(source), name, seed)
-    with progress("looking", sum(map(len, parts.values()))) as advance:
-        report = look(source, parts, workers, advance)
+            draw_augmented(out.with_stem(f"{out.stem}-{name}"), train, base_name(source), name, seed)
+    with progress("inspecting", sum(map(len, sources.values()))) as advance:
+        report = inspection.inspect(source, sources, workers, advance)
     if as_json:
         print(json.dumps(report.to_dict() | {"findings": list(findings(report))}, indent=1))
         return
     print_report(report, Console(width=None if sys.stdout.isatty() else 80))
     if out is not None:
-        print(f"\nThe contact sheet is {out}.")
+        print(f"\nContact sheet: {out}")
         for name in recipe or []:
-            print(f"What the network sees with {name} is {out.with_stem(f'{out.stem}-{name}')}.")
+            print(f"Augmented images of {name}: {out.with_stem(f'{out.stem}-{name}')}")
 
 
-def draw_views(path: Path, train: "Source", title: str, name: str, seed: int) -> None:
+def draw_augmented(path: Path, train: "Source", title: str, name: str, seed: int) -> None:
     from vitrail.data.contact_sheet import augmented_views
     from vitrail.recipes import lookup
-    from vitrail.recipes.data_defaults import fit
+    from vitrail.recipes.data_defaults import fit_to_data
 
-    recipe, _ = fit(lookup(name), train)
+    recipe, _ = fit_to_data(lookup(name), train)
     mixing = dataclasses.asdict(recipe.mixing)
-    draw(path, augmented_views(train, recipe.augmentation, f"{title} as {name} sees it", seed, **mixing))
+    save_sheet(path, augmented_views(train, recipe.augmentation, f"{title}, augmented by {name}", seed, **mixing))
+
+
+class ReductionOptions(NamedTuple):
+    """The size and the format of larger images."""
+
+    resize: Annotated[int | None, typer.Option(help="Reduce larger images to this shorter side.")] = None
+    format: Annotated[str, typer.Option(help="Format of reduced images: jpeg or png.")] = "jpeg"
+    quality: Annotated[int, typer.Option(help="JPEG quality, 1 to 100.")] = 92
 
 
 @data.command()
+@expand_options
 def pack(
     source: SourceArgument,
     out: Annotated[
         Path, typer.Argument(metavar="OUT", help="The folder to write: OUT/data/train-00000-of-00007.parquet and so on.")
     ],
-    shard_size: Annotated[str, typer.Option(help="The most that the images of a shard weigh: 500MB, 1GB, 64MiB.")] = "500MB",
-    resize: Annotated[int | None, typer.Option(help="Scale larger images down to this shorter side.")] = None,
-    format: Annotated[str, typer.Option(help="What scaled images are written as: jpeg or png.")] = "jpeg",
-    quality: Annotated[int, typer.Option(help="Of the JPEGs, 1 to 100.")] = 92,
-    split: Annotated[list[str] | None, typer.Option(help="Only this split; again for another.")] = None,
-    bad: Annotated[str, typer.Option(help="skip or fatal: what an unreadable image is.")] = "skip",
+    shard_size: Annotated[str, typer.Option(help="Maximum size of the images of a shard: 500MB, 1GB, 64MiB.")] = "500MB",
+    split: Annotated[list[str] | None, typer.Option(help="Pack only this split; repeatable.")] = None,
+    bad: BadImagesOption = "skip",
+    *,
+    reduced: ReductionOptions,
     workers: WorkersOption = None,
 ) -> None:
-    """Write a data set as Parquet shards in the Hugging Face convention. Stopped and run again, it goes on where it was.
+    """Write a data set as Parquet shards in the Hugging Face convention. Run the same command again to resume.
 
     Example: [bold]vitrail data pack photos/ packed/ --resize 256[/bold]
     """
-    from vitrail.data.datasets.lookup import open_parts
-    from vitrail.data.inspection_report import bytes_text, counted
-    from vitrail.data.parquet_export import choose, is_begun, parse_bytes
-    from vitrail.data.parquet_export import pack as write
+    from vitrail.data import parquet_export
+    from vitrail.data.datasets.lookup import open_sources
     from vitrail.data.progress import progress
-    from vitrail.data.reencoding import Recoding
+    from vitrail.data.reencoding import Reencoding
 
-    if bad not in ("skip", "fatal"):
-        raise UserError(f"--bad {bad} is not known: choose skip or fatal.")
-    how, most = Recoding(resize, format, quality), parse_bytes(shard_size)
-    parts = choose(source, open_parts(source), split or [])
+    check_choice("--bad", bad, ("skip", "fatal"))
+    reencoding, max_bytes = Reencoding(*reduced), parquet_export.parse_bytes(shard_size)
+    sources = parquet_export.select_splits(source, open_sources(source), split or [])
     try:
-        with progress("packing", sum(map(len, parts.values()))) as advance:
-            result = write(source, parts, out, how, most, bad == "fatal", workers, advance, complain)
+        with progress("packing", sum(map(len, sources.values()))) as advance:
+            result = parquet_export.pack(
+                source, sources, out, reencoding, max_bytes, bad == "fatal", workers, advance, print_message
+            )
     except KeyboardInterrupt:
-        kept = "the same command goes on where this one was" if is_begun(out) else "nothing was kept"
-        complain(f"Stopped; {kept}.")
+        hint = "run the same command again to resume" if parquet_export.has_partial_output(out) else "nothing was written"
+        print_message(f"Interrupted; {hint}.")
         sys.exit(130)
     kept = f" ({result.kept:,} of them from an earlier run)" if result.kept else ""
-    shards = f"{counted(len(result.shards), 'shard')}{kept}, {bytes_text(result.bytes)}"
-    print(f"{source} -> {out}: {counted(result.rows, 'image')} in {shards}")
-    if result.skipped:
-        complain(f"Left out, because unreadable: {counted(len(result.skipped), 'image')}.")
-        for problem in result.skipped[:NAMED]:
-            complain(f"  {problem.where}: {problem.reason}")
-        if len(result.skipped) > NAMED:
-            complain(f"  and {len(result.skipped) - NAMED:,} more; {out / 'data' / '_pack.json'} lists all")
+    shards = f"{pluralize(len(result.shards), 'shard')}{kept}, {format_bytes(result.bytes)}"
+    print(f"{source} -> {out}: {pluralize(result.rows, 'image')} in {shards}")
+    print_skipped(result.skipped, f"; {out / 'data' / '_pack.json'} lists all")
 
 
-def draw(path: Path, sheet: Any) -> None:
-    from vitrail.atomic_files import write_aside
+def save_sheet(path: Path, sheet: Any) -> None:
+    from vitrail.atomic_files import atomic_write
 
-    write_aside(path, lambda side: sheet.save(side, "PNG"))
-
-
-def complain(sentence: str) -> None:
-    print(sentence.encode("utf-8", "replace").decode(), file=sys.stderr)  # file names that are no text could not be printed
+    atomic_write(path, lambda temporary: sheet.save(temporary, "PNG"))

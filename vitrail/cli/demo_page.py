@@ -1,11 +1,11 @@
-"""The page of `vitrail demo`: two trainings side by side, what the better one answers, and where it looks."""
+"""The page of `vitrail demo`: two trainings compared, predictions of the first, and its attention."""
 
 import base64
 import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,41 +13,40 @@ import numpy as np
 import torch
 from PIL import Image
 
-from vitrail.atomic_files import write_aside
 from vitrail.checkpoints import load
-from vitrail.cli.evaluation_page import as_png, both, row, sheet
+from vitrail.cli.evaluation_page import chart_versions
 from vitrail.data.datasets.lookup import open_source
 from vitrail.data.decode import decode
-from vitrail.data.feed import Feed
+from vitrail.data.image_loader import ImageLoader
 from vitrail.data.source import Source, Subset
-from vitrail.data.transforms.pipeline import augment
-from vitrail.evaluation.accuracy import test_view
-from vitrail.evaluation.confusion import Answers, collect_answers, confusion, worst_mistakes
+from vitrail.devices import choose_device
+from vitrail.evaluation.confusion import Predictions, collect_predictions, confusion, thumbnail, worst_mistakes
+from vitrail.formatting import format_time_span, format_value, percent
 from vitrail.interpret.rollout import attention_rollout, patch_evidence
 from vitrail.models.vision_transformer import VisionTransformer
-from vitrail.runs.curves import DARK, LIGHT, Look, close, dots, dress
-from vitrail.runs.page import PAGE, duration, embedded, heat_map, plain, section, share, table
-from vitrail.runs.report import curves_of, read_run, thumbnail
-from vitrail.training.distributed import choose_device
+from vitrail.pages import image_url, write_page
+from vitrail.pages.charts import DARK, LIGHT, Palette, add_legend, marker_style, new_figure, render_png, style_axes
+from vitrail.runs.report import Rows, make_curves
+from vitrail.runs.run_json import read_run_info
 from vitrail.training.metrics import read_metrics
 from vitrail.training.scope import apply_scope
 
-BATCH = 64
-SHOWN = 12  # right and wrong answers
-LOOKED_AT = 6  # images whose attention is drawn
-ENLARGED = 192  # pixels of a side
+BATCH_SIZE = 64
+MAX_IMAGES = 12  # correct predictions, and as many errors
+MAX_ATTENTION = 6  # images with attention maps
+STRIP_SIDE = 192  # pixels
 
 
 @dataclass(frozen=True)
-class Attempt:
-    """One of the two trainings, and its best weights' answers to the test images."""
+class DemoRun:
+    """One of the two trainings, and the predictions of its best weights on the test images."""
 
     title: str
     folder: Path
     run: dict[str, Any]  # run.json
     model: VisionTransformer
-    trained: int  # parameters that the training changes
-    answers: Answers
+    trained_parameters: int
+    predictions: Predictions
 
     @property
     def names(self) -> list[str]:
@@ -55,18 +54,18 @@ class Attempt:
 
     @property
     def images(self) -> int:
-        return len(self.answers.truth)
+        return len(self.predictions.label)
 
     @property
     def top1(self) -> float:
-        return float((~self.answers.wrong).mean())
+        return float((~self.predictions.wrong).mean())
 
     @property
-    def error(self) -> float:
+    def standard_error(self) -> float:
         """The standard error of `top1`."""
         return math.sqrt(self.top1 * (1 - self.top1) / self.images)
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
@@ -76,7 +75,7 @@ class Attempt:
 
     @property
     def time(self) -> str:
-        return duration(self.run["seconds"])
+        return format_time_span(self.run["seconds"])
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -84,202 +83,178 @@ class Attempt:
             "folder": str(self.folder),
             "seed": self.seed,
             "top1": self.top1,
-            "standard_error": self.error,
+            "standard_error": self.standard_error,
             "test_images": self.images,
-            "trained_parameters": self.trained,
+            "trained_parameters": self.trained_parameters,
             "parameters": self.parameters,
             "seconds": self.run["seconds"],
         }
 
 
-def look_at_test(title: str, folder: Path, device: str | None) -> Attempt:
-    """A finished run's best weights, asked about the test images of its data."""
-    run = read_run(folder)
-    place = choose_device(device)
-    model = load(folder, device=place)
+def evaluate_run(title: str, folder: Path, device_name: str | None) -> DemoRun:
+    """Evaluate the best weights of a finished run on the test images of its data."""
+    run, device = read_run_info(folder), choose_device(device_name)
+    model = load(folder, device=device)
     apply_scope(model, run["recipe"]["init"]["scope"])
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    feed = Feed(open_source(run["source"], "test"), place, workers=0, say=lambda sentence: None)
+    loader = ImageLoader(open_source(run["source"], "test"), device, workers=0, log=lambda message: None)
     try:
-        answers = collect_answers(model, feed, test_view(model.preprocessing), BATCH)
+        predictions = collect_predictions(model, loader, model.preprocessing, BATCH_SIZE)
     finally:
-        feed.close()
-    return Attempt(title, folder, run, model, trained, answers)
+        loader.close()
+    return DemoRun(title, folder, run, model, trained, predictions)
 
 
-def write_page(path: Path, attempts: Sequence[Attempt], command: str) -> Path:
-    """The page; the first attempt is the one whose answers are shown, `command` what to type next."""
-    first = attempts[0]
+def write_demo_page(path: Path, runs: Sequence[DemoRun], command: str) -> Path:
+    """Write the page; it shows predictions of the first run, and `command` as the next step."""
+    first = runs[0]
     source = open_source(first.run["source"], "test")
-    charts = both(chart(attempts, LIGHT), chart(attempts, DARK), "Loss and validation accuracy of both trainings")
-    found = confusion(first.answers, first.names)
-    parts = [
-        headline(attempts),
-        charts,
-        section("Side by side", compared(attempts)),
-        section("Some right answers", gallery(first, source, some_right(first.answers))),
-        section("The surest mistakes", gallery(first, source, worst_mistakes(first.answers, SHOWN))),
-        section("Where it looks", looked_at(first, source)),
-        section("What is taken for what", heat_map(found["matrix"], found["names"])),
-        section("Next: your own images", following(command)),
-        section("How it was made", table(circumstances(first))),
-    ]
-    text = PAGE.format(title="Bundled weights, adapted to photographs of pets", body="\n".join(filter(None, parts)))
-    write_aside(path, lambda side: side.write_text(text, encoding="utf-8"))
-    return path
-
-
-def headline(attempts: Sequence[Attempt]) -> str:
-    first, second = attempts
-    count, breeds = first.run["data"]["train"], len(first.names)
-    words = (
-        f"{first.run['model']['name']}, trained before on other images, saw {count} photographs of {breeds} breeds of cats and "
-        f"dogs for {first.time} and recognizes {share(first.top1)} of {first.images} new ones. "
-        f"The same network that starts from nothing takes as many steps and recognizes {share(second.top1)}."
-    )
-    facts = [
-        ("adapted", share(first.top1)),
-        ("from scratch", share(second.top1)),
-        ("guessing", share(1 / len(first.names))),
-        ("weights trained", f"{first.trained / 1e6:.2f} of {first.parameters / 1e6:.2f} M"),
-        ("time", first.time),
-    ]
-    cards = "".join(f"<div><strong>{escape(value)}</strong><span>{escape(name)}</span></div>" for name, value in facts)
-    return f'<p class="summary">{escape(words)}</p><div class="cards">{cards}</div>'
-
-
-def compared(attempts: Sequence[Attempt]) -> str:
-    head = row("th", ("training", "steps", "weights trained", "time", "test top-1", "standard error", "seed"))
-    rows = [
-        row(
-            "td",
+    return write_page(
+        path,
+        "demo.html.j2",
+        title="Bundled weights adapted to photographs of pets",
+        summary=summarize(runs),
+        cards=[
+            ("adapted", percent(first.top1, 2)),
+            ("from scratch", percent(runs[1].top1, 2)),
+            ("chance", percent(1 / len(first.names), 2)),
+            ("trained parameters", f"{first.trained_parameters / 1e6:.2f} of {first.parameters / 1e6:.2f} M"),
+            ("time", first.time),
+        ],
+        chart=chart_versions(draw_chart(runs, LIGHT), draw_chart(runs, DARK)),
+        trainings=[
             (
-                each.title,
-                f"{each.run['steps']:,}",
-                f"{each.trained:,} of {each.parameters:,}",
-                each.time,
-                share(each.top1),
-                f"{100 * each.error:.1f} points",
-                str(each.seed),
-            ),
-        )
-        for each in attempts
-    ]
-    return f"<div class='wide'><table class='pairs'>{head}{''.join(rows)}</table></div>"
-
-
-def chart(attempts: Sequence[Attempt], look: Look) -> bytes:
-    """Training loss and validation accuracy over the epochs, a color for each training."""
-    figure = sheet((11, 3.8), look)
-    figure.subplots_adjust(0.07, 0.15, 0.98, 0.9, wspace=0.15)
-    losses, accuracies = figure.subplots(1, 2)
-    dress(losses, "Training loss", look)
-    dress(accuracies, "Validation accuracy", look)
-    for each, color in zip(attempts, (look.blue, look.orange), strict=True):
-        curves = curves_of(each.run, read_metrics(each.folder))
-        epochs, values = curves.of("train", "loss")
-        losses.plot(epochs, values, color=color, alpha=0.22, linewidth=0.8)
-        losses.plot(epochs, curves.smooth_losses()[1], color=color, linewidth=1.8, label=each.title)
-        epochs, values = curves.of("validation", "top1")
-        accuracies.plot(epochs, 100 * values, color=color, linewidth=1.8, label=each.title, **dots(values))
-    accuracies.yaxis.set_major_formatter("{x:g} %")
-    accuracies.set_ylim(0, 100)
-    for axes in (losses, accuracies):
-        axes.set_xlabel("epoch", color=look.faint)
-        axes.set_xlim(left=0)
-    close(losses, look, "no loss was recorded")
-    return as_png(figure)
-
-
-def some_right(answers: Answers) -> Answers:
-    """The first image of each class that is recognized."""
-    right = np.flatnonzero(~answers.wrong)
-    _, first = np.unique(answers.truth[right], return_index=True)
-    return Answers(*(column[right[first[:SHOWN]]] for column in answers))
-
-
-def gallery(attempt: Attempt, source: Source, answers: Answers) -> str:
-    shown = []
-    for index, truth, guess, confidence in zip(*answers, strict=True):
-        words = f"<b>{escape(attempt.names[guess])}</b> {100 * confidence:.0f} %"
-        words += f"<br>is {escape(attempt.names[truth])}" if guess != truth else ""
-        image = embedded(thumbnail(decode(source.encoded(int(index))), 128))
-        shown.append(f'<figure><img alt="" src="{image}"><figcaption>{words}</figcaption></figure>')
-    return f"<div class='images'>{''.join(shown)}</div>" if shown else ""
-
-
-def looked_at(attempt: Attempt, source: Source) -> str:
-    """Photograph, attention and evidence beside each other, of right answers and of one mistake."""
-    right, wrong = some_right(attempt.answers), worst_mistakes(attempt.answers, 1)
-    spread = np.unique(np.linspace(0, max(len(right.image) - 1, 0), LOOKED_AT - len(wrong.image)).astype(np.int64))
-    spread = spread[: len(right.image)]
-    chosen = Answers(*(np.concatenate([column[spread], mistake]) for column, mistake in zip(right, wrong, strict=True)))
-    if not len(chosen.image):
-        return ""
-    images = prepared(attempt.model, source, chosen.image)
-    attention = attention_rollout(attempt.model, images).cpu().numpy()
-    evidence = patch_evidence(attempt.model, images, torch.from_numpy(chosen.guess).to(images.device)).clamp(min=0).cpu().numpy()
-    shown = []
-    for place, (index, truth, guess, confidence) in enumerate(zip(*chosen, strict=True)):
-        # The network sees all of a square image, only smaller: the maps fit the whole of it.
-        strip = beside(decode(source.encoded(int(index))), (attention[place], evidence[place]))
-        words = f"<b>{escape(attempt.names[guess])}</b> {100 * confidence:.0f} %"
-        words += f", is {escape(attempt.names[truth])}" if guess != truth else ""
-        shown.append(f'<figure><img style="aspect-ratio:3" alt="" src="{strip}"><figcaption>{words}</figcaption></figure>')
-    words = (
-        "From left to right: the photograph; where the network's attention comes from, followed through all blocks (attention "
-        "rollout, arXiv 2005.00928); which patches speak for its answer."
+                run.title,
+                f"{run.run['steps']:,}",
+                f"{run.trained_parameters:,} of {run.parameters:,}",
+                run.time,
+                percent(run.top1, 2),
+                f"{100 * run.standard_error:.1f} points",
+                str(run.seed),
+            )
+            for run in runs
+        ],
+        correct=list_images(first, source, select_correct(first.predictions)),
+        errors=list_images(first, source, worst_mistakes(first.predictions, MAX_IMAGES)),
+        attention=list_attention(first, source),
+        confusion=confusion(first.predictions, first.names),
+        command=command,
+        settings=list_settings(first),
     )
-    style = "grid-template-columns:repeat(auto-fill,minmax(17rem,1fr))"
-    return f"<p>{words}</p><div class='images' style='{style}'>{''.join(shown)}</div>"
 
 
-def prepared(model: VisionTransformer, source: Source, chosen: np.ndarray) -> torch.Tensor:
-    """The images as the network sees them: [B, 3, H, W]."""
-    view, device = test_view(model.preprocessing), next(model.parameters()).device
-    feed = Feed(Subset(source, chosen), device, workers=0, say=lambda sentence: None)
+def summarize(runs: Sequence[DemoRun]) -> str:
+    first, second = runs
+    data, classes = first.run["data"], len(first.names)
+    return (
+        f"{first.run['model']['name']}, pretrained on other images, was fine-tuned on {data['train']} photographs of {classes} "
+        f"breeds of cats and dogs for {first.time}. It classifies {percent(first.top1, 2)} of {first.images} test images "
+        f"correctly. The same model trained from scratch for as many steps reaches {percent(second.top1, 2)}."
+    )
+
+
+def draw_chart(runs: Sequence[DemoRun], palette: Palette) -> bytes:
+    """Draw training loss and validation accuracy over the epochs, one color per training."""
+    with new_figure(palette, (11, 3.8)) as figure:
+        figure.subplots_adjust(0.07, 0.15, 0.98, 0.9, wspace=0.15)
+        losses, accuracies = figure.subplots(1, 2)
+        style_axes(losses, "Training loss", palette)
+        style_axes(accuracies, "Validation accuracy", palette)
+        for run, color in zip(runs, (palette.blue, palette.orange), strict=True):
+            curves = make_curves(run.run, read_metrics(run.folder))
+            epochs, values = curves.points("train", "loss")
+            losses.plot(epochs, values, color=color, alpha=0.22, linewidth=0.8)
+            losses.plot(epochs, curves.smooth_losses()[1], color=color, linewidth=1.8, label=run.title)
+            epochs, values = curves.points("validation", "top1")
+            accuracies.plot(epochs, 100 * values, color=color, linewidth=1.8, label=run.title, **marker_style(values))
+        accuracies.yaxis.set_major_formatter("{x:g} %")
+        accuracies.set_ylim(0, 100)
+        for axes in (losses, accuracies):
+            axes.set_xlabel("epoch", color=palette.muted)
+            axes.set_xlim(left=0)
+        add_legend(losses, palette, "no loss recorded")
+        return render_png(figure)
+
+
+def select_correct(predictions: Predictions) -> Predictions:
+    """Return the first correctly classified image of each class."""
+    correct = np.flatnonzero(~predictions.wrong)
+    _, first = np.unique(predictions.label[correct], return_index=True)
+    return Predictions(*(column[correct[first[:MAX_IMAGES]]] for column in predictions))
+
+
+def list_images(run: DemoRun, source: Source, predictions: Predictions) -> list[dict[str, Any]]:
+    urls = [image_url(thumbnail(decode(source.encoded(int(index))), 128)) for index in predictions.image]
+    return list_predictions(run, predictions, urls)
+
+
+def list_predictions(run: DemoRun, predictions: Predictions, urls: Sequence[str]) -> list[dict[str, Any]]:
+    return [
+        {
+            "url": url,
+            "label": run.names[label],
+            "prediction": run.names[prediction],
+            "confidence": float(confidence),
+            "location": None,
+        }
+        for url, (_, label, prediction, confidence) in zip(urls, zip(*predictions, strict=True), strict=True)
+    ]
+
+
+def list_attention(run: DemoRun, source: Source) -> list[dict[str, Any]]:
+    """Return photograph, attention and patch contributions side by side, for correct predictions and one error."""
+    correct, error = select_correct(run.predictions), worst_mistakes(run.predictions, 1)
+    spread = np.unique(np.linspace(0, max(len(correct.image) - 1, 0), MAX_ATTENTION - len(error.image)).astype(np.int64))
+    spread = spread[: len(correct.image)]
+    chosen = Predictions(*(np.concatenate([column[spread], wrong]) for column, wrong in zip(correct, error, strict=True)))
+    if not len(chosen.image):
+        return []
+    images = load_images(run.model, source, chosen.image)
+    classes = torch.from_numpy(chosen.prediction).to(images.device)
+    attention = attention_rollout(run.model, images).cpu().numpy()
+    evidence = patch_evidence(run.model, images, classes).clamp(min=0).cpu().numpy()
+    # The images are square and not cropped, so that the maps cover them completely.
+    photographs = [decode(source.encoded(int(index))) for index in chosen.image]
+    urls = [draw_strip(photograph, maps) for photograph, *maps in zip(photographs, attention, evidence, strict=True)]
+    return list_predictions(run, chosen, urls)
+
+
+def load_images(model: VisionTransformer, source: Source, chosen: np.ndarray) -> torch.Tensor:
+    """Return the preprocessed images: [B, 3, H, W]."""
+    device = next(model.parameters()).device
+    loader = ImageLoader(Subset(source, chosen), device, workers=0, log=lambda message: None)
     try:
-        batches = feed.sweep(BATCH)
-        return torch.cat([augment(each.pixels, each.sizes, torch.zeros_like(each.index), view).images for each in batches])
+        return torch.cat([model.preprocessing.apply(batch.pixels, batch.sizes) for batch in loader.iterate(BATCH_SIZE)])
     finally:
-        feed.close()
+        loader.close()
 
 
-def beside(photograph: np.ndarray, maps: Sequence[np.ndarray]) -> str:
-    """The photograph and, for each map [rows, columns], the photograph with it glowing, in one image as a data address."""
+def draw_strip(photograph: np.ndarray, maps: Sequence[np.ndarray]) -> str:
+    """Return a data URL of the photograph and, for each map [rows, columns], the photograph overlaid with it."""
     from matplotlib import colormaps
 
-    size = (ENLARGED, ENLARGED)
+    size = (STRIP_SIDE, STRIP_SIDE)
     base = np.asarray(Image.fromarray(photograph).resize(size, Image.Resampling.BICUBIC), dtype=np.float32)
-    grey = base.mean(2, keepdims=True)
+    gray = base.mean(2, keepdims=True)
     strip = [base]
     for values in maps:
-        # The brightest patches are what the image is about; a single one must not dim all others.
+        # Percentiles: a single bright patch would darken all others.
         high, low = np.percentile(values, 98), np.percentile(values, 5)
         scaled = np.clip((values - low) / max(float(high - low), 1e-12), 0, 1).astype(np.float32)
         smooth = np.clip(np.asarray(Image.fromarray(scaled).resize(size, Image.Resampling.BICUBIC)), 0, 1)
-        glow = 255 * np.asarray(colormaps["inferno"](smooth), dtype=np.float32)[..., :3]
-        strip.append(0.4 * grey + 0.6 * glow)
+        overlay = 255 * np.asarray(colormaps["inferno"](smooth), dtype=np.float32)[..., :3]
+        strip.append(0.4 * gray + 0.6 * overlay)
     file = io.BytesIO()
     Image.fromarray(np.concatenate(strip, 1).round().astype(np.uint8)).save(file, "JPEG", quality=88)
-    return embedded(base64.b64encode(file.getvalue()).decode())
+    return image_url(base64.b64encode(file.getvalue()).decode())
 
 
-def following(command: str) -> str:
-    return (
-        "<p>A folder with a folder of images per class is enough:</p>"
-        f"<p><code>{escape(command)}</code></p><p>Then <code>vitrail predict runs/photos-finetune cat.jpg</code> says what is in "
-        "an image.</p>"
-    )
-
-
-def circumstances(first: Attempt) -> list[tuple[str, str]]:
-    run = first.run
-    rows = [
+def list_settings(first: DemoRun) -> Rows:
+    run, recipe = first.run, first.run["recipe"]
+    return [
         ("Photographs", "Oxford-IIIT Pet Dataset, Parkhi, Vedaldi, Zisserman, Jawahar, CVPR 2012; CC BY-SA 4.0; 12 of 37 breeds"),
-        ("Both trainings", f"{run['steps']} steps of {run['recipe']['batch']} images, {run['recipe']['schedule']['length']}"),
-        ("Chosen by", f"the best accuracy on {run['data']['validation']} validation images"),
-        ("Machine", plain(run["machine"])),
-        *((str(name), plain(value)) for name, value in run["versions"].items()),
+        ("Both trainings", f"{run['steps']} steps with batch size {recipe['batch_size']}, {recipe['schedule']['length']}"),
+        ("Best weights", f"by accuracy on {run['data']['validation']} validation images"),
+        ("Machine", format_value(run["machine"])),
+        *((str(name), format_value(value)) for name, value in run["versions"].items()),
     ]
-    return [(label, escape(value)) for label, value in rows]

@@ -1,150 +1,145 @@
-"""An evaluation, or a comparison of models, as tables on the screen."""
+"""Tables of evaluations and of comparisons of models, printed on the screen."""
 
 import math
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from vitrail.cli.predict import one_line
+from vitrail.cli.console import make_console, print_table
+from vitrail.cli.predict import escape_control
 from vitrail.formatting import percent
 
 if TYPE_CHECKING:
     from vitrail.evaluation.disagreement import Disagreement
     from vitrail.evaluation.evaluate import Evaluation
 
-LISTED = 10  # classes and confusions on the screen; the page and the JSON have more
+MAX_ROWS = 10  # classes and confusions on the screen; the report and the JSON have more
+TEXT_COLUMNS = ("", "source", "class", "hardest classes", "label", "prediction", "models")
 
 
-def show(measured: "Sequence[Evaluation]", found: Sequence[dict[str, Any]]) -> None:
-    first = measured[0]
+def print_evaluations(evaluations: "Sequence[Evaluation]", sweep: Sequence[dict[str, Any]]) -> None:
+    first = evaluations[0]
     rows = []
-    for each in measured:
-        mended = each.calibration
+    for each in evaluations:
+        calibration = each.calibration
         row = [
             f"{each.source}, {each.split}",
             f"{each.images:,}",
-            f"{cell(each.top1)} ± {100 * each.top1_error:.2f}",
+            f"{format_share(each.top1)} ± {100 * each.top1_error:.2f}",
             f"{100 * (each.top1 - first.top1):+.2f}" if each is not first else "",
-            cell(each.top5),
-            cell(each.multilabel.top1) if each.multilabel else "",
+            format_share(each.top5),
+            format_share(each.multilabel.top1) if each.multilabel else "",
             f"{each.loss:.4f}",
-            *(cell(mended.ece), cell(mended.adaptive_ece)),
-            *(f"{mended.temperature:.3f}" if mended.temperature else "", cell(mended.ece_after)),
+            *(format_share(calibration.ece), format_share(calibration.adaptive_ece)),
+            *(f"{calibration.temperature:.3f}" if calibration.temperature else "", format_share(calibration.ece_after)),
         ]
         rows.append(row)
-    columns = ("source", "images", "top-1", "difference", "top-5", "any label", "loss", "ECE", "adaptive", "T", "ECE with T")
-    show_table(columns, rows)
-    for each in measured:
-        where = f"{each.source}: " if len(measured) > 1 else ""
-        asked = f"; answers among {'all classes of the model' if each.among == 'all' else f'these {each.classes}'}"
-        say(f"{where}{each.classes} classes, {each.matched}{asked if each.matched != 'the same classes' else ''}.", "dim")
-        if each.unread:
-            say(f"{where}{each.unread:,} images could not be read; `vitrail data inspect` lists them.", "dim")
-        if each.unlabelled:
-            say(f"{where}{each.unlabelled:,} images without a label or of a class that is left out do not count.", "dim")
-        if each.multilabel is not None:
-            say(
-                f"{where}any label: {each.multilabel.images:,} images; {each.multilabel.without:,} without one do not count.",
-                "dim",
-            )
-        fitted = each.calibration.temperature is not None
-        say(
-            f"{where}{'T: the temperature of the least loss on' if fitted else 'No temperature:'} {each.calibration.fitted_on}.",
-            "dim",
-        )
-    if found:
-        say("")
+    columns = ("source", "images", "top-1", "difference", "top-5", "any label", "loss", "ECE", "adaptive ECE", "T", "ECE with T")
+    print_used(columns, rows)
+    for each in evaluations:
+        print_notes(each, f"{each.source}: " if len(evaluations) > 1 else "")
+    if sweep:
+        print_line("")
         cells = [
-            (each["size"], f"{each['crop_ratio']:g}", cell(each["top1"]), cell(each["top5"]), f"{each['loss']:.4f}")
-            for each in found
+            (each["size"], f"{each['crop_ratio']:g}", *map(format_share, (each["top1"], each["top5"])), f"{each['loss']:.4f}")
+            for each in sweep
         ]
-        show_table(("size", "crop ratio", "top-1", "top-5", "loss"), cells)
-    show_classes(first)
+        print_used(("size", "crop ratio", "top-1", "top-5", "loss"), cells)
+    print_classes(first)
 
 
-def show_classes(found: "Evaluation") -> None:
+def print_notes(evaluation: "Evaluation", prefix: str) -> None:
+    classes = f"{evaluation.classes} classes, {evaluation.matched}"
+    if evaluation.matched != "the same classes":
+        classes += (
+            f"; predictions among {'all classes of the model' if evaluation.among == 'all' else f'these {evaluation.classes}'}"
+        )
+    notes = [f"{classes}."]
+    if evaluation.unreadable:
+        notes.append(f"{evaluation.unreadable:,} images could not be read; `vitrail data inspect` lists them.")
+    if evaluation.unlabeled:
+        notes.append(f"{evaluation.unlabeled:,} images without a label or of an excluded class are not counted.")
+    if evaluation.multilabel is not None:
+        multilabel = evaluation.multilabel
+        notes.append(f"any label: {multilabel.images:,} images; {multilabel.unlabeled:,} without a label are not counted.")
+    fitted = evaluation.calibration.temperature is not None
+    notes.append(f"{'T: temperature fitted on' if fitted else 'No temperature:'} {evaluation.calibration.fitted_on}.")
+    for note in notes:
+        print_line(f"{prefix}{note}", "dim")
+
+
+def print_classes(evaluation: "Evaluation") -> None:
     from vitrail.runs.report import confused_pairs
 
-    worst = [each for each in sorted(found.per_class, key=lambda each: each["top1"])[:LISTED] if each["top1"] < 1]
-    matrix = found.confusion.get("matrix")
-    pairs = confused_pairs(matrix, found.confusion["names"], LISTED) if matrix else found.confusion["pairs"][:LISTED]
+    worst = [each for each in sorted(evaluation.per_class, key=lambda each: each["top1"])[:MAX_ROWS] if each["top1"] < 1]
+    confusion = evaluation.confusion
+    if "matrix" in confusion:
+        pairs = confused_pairs(confusion["matrix"], confusion["names"], MAX_ROWS)
+    else:
+        pairs = confusion["pairs"][:MAX_ROWS]
     if worst:
-        say("")
-        show_table(
-            ("hardest classes", "top-1", "images"),
-            [(each["name"], cell(each["top1"]), str(each["images"])) for each in worst],
-        )
+        print_line("")
+        rows = [(each["name"], format_share(each["top1"]), str(each["images"])) for each in worst]
+        print_used(("hardest classes", "top-1", "images"), rows)
     if pairs:
-        say("")
-        rows = [(pair["truth"], f"{pair['count']} of {pair['of']}", pair["guess"]) for pair in pairs]
-        show_table(("is", "times", "was taken for"), rows)
+        print_line("")
+        rows = [(pair["label"], pair["prediction"], f"{pair['count']} of {pair['of']}") for pair in pairs]
+        print_used(("label", "prediction", "images"), rows)
 
 
-def show_disagreement(found: "Disagreement") -> None:
-    from vitrail.evaluation.disagreement import letter
+def print_disagreement(comparison: "Disagreement") -> None:
+    from vitrail.evaluation.disagreement import LABEL, letter
 
-    everyone = ["truth", *found.names]
-    letters = [letter(place) for place in range(len(found.names))]
-    say(f"Share of {found.images:,} images answered differently", "bold")
-    marks = ["", *letters]
+    letters = [letter(index) for index in range(len(comparison.names))]
+    print_line(f"Share of {comparison.images:,} images with different predictions", "bold")
     rows = [
-        (f"{mark} {name}".strip(), *(f"{value:.3f}" for value in line))
-        for mark, name, line in zip(marks, everyone, found.differ, strict=True)
+        (title, *(f"{value:.3f}" for value in line))
+        for title, line in zip(
+            [LABEL, *map(" ".join, zip(letters, comparison.names, strict=True))], comparison.differ, strict=True
+        )
     ]
-    show_table(("", "truth", *letters), rows)
+    print_used(("", "labels", *letters), rows)
     for title, values in (
-        ("Cohen's kappa of the answers", found.kappa),
-        ("Error consistency: Cohen's kappa of right and wrong", found.error_consistency),
+        ("Cohen's kappa of the predictions", comparison.kappa),
+        ("Error consistency: Cohen's kappa of correct and wrong", comparison.error_consistency),
     ):
-        say("")
-        say(title, "bold")
+        print_line("")
+        print_line(title, "bold")
         cells = [
-            (f"{letters[place]} {name}", *(f"{value:.3f}" if math.isfinite(value) else "–" for value in values[place]))
-            for place, name in enumerate(found.names)
+            (f"{letters[row]} {name}", *(f"{value:.3f}" if math.isfinite(value) else "–" for value in values[row]))
+            for row, name in enumerate(comparison.names)
         ]
-        show_table(("", *letters), cells)
-    say("")
-    say("Who errs where, in images", "bold")
-    place_of = dict(zip(found.names, letters, strict=True))
-    show_table(
-        ("models", "both right", "only the first", "only the second", "wrong alike", "wrong differently"),
+        print_used(("", *letters), cells)
+    print_line("")
+    print_line("Correct and wrong predictions, in images", "bold")
+    by_name = dict(zip(comparison.names, letters, strict=True))
+    print_used(
+        ("models", "both correct", "only the first", "only the second", "same error", "different errors"),
         [
-            (" and ".join(place_of[name] for name in pair["models"]), *(f"{value:,}" for value in list(pair.values())[1:]))
-            for pair in found.pairs
+            (" and ".join(by_name[name] for name in pair["models"]), *(f"{value:,}" for value in list(pair.values())[1:]))
+            for pair in comparison.pairs
         ],
     )
-    right = found.right
-    say(f"Recognized by all {right['all']:,}, by some {right['some']:,}, by none {right['none']:,}.", "dim")
-    if found.classes:
-        say("")
-        say("Classes on which their accuracies are furthest apart", "bold")
-        lines = [(each["name"], str(each["images"]), *map(percent, each["top1"].values())) for each in found.classes]
-        show_table(("class", "images", *letters), lines)
+    correct = comparison.correct
+    print_line(f"Correct by all models: {correct['all']:,}, by some: {correct['some']:,}, by none: {correct['none']:,}.", "dim")
+    if comparison.classes:
+        print_line("")
+        print_line("Classes with the largest difference in accuracy", "bold")
+        rows = [(each["name"], str(each["images"]), *map(percent, each["top1"].values())) for each in comparison.classes]
+        print_used(("class", "images", *letters), rows)
 
 
-def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Columns without anything in them are left out."""
-    used = [place for place in range(len(columns)) if any(row[place] for row in rows)]
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for place in used:
-        words = any(name in columns[place] for name in ("source", "class", "is", "taken")) or not columns[place]
-        table.add_column(columns[place], justify="left" if words else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(one_line(row[place])) for place in used))
-    console().print(table)
+def print_used(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table without its empty columns."""
+    used = [index for index in range(len(columns)) if any(row[index] for row in rows)]
+    cells = [[escape_control(row[index]) for index in used] for row in rows]
+    print_table([columns[index] for index in used], cells, left=TEXT_COLUMNS)
 
 
-def say(text: str, style: str = "") -> None:
-    console().print(Text(text if not text else one_line(text), style=style))
+def print_line(text: str, style: str = "") -> None:
+    make_console().print(Text(escape_control(text), style=style))
 
 
-def console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else 120)
-
-
-def cell(value: float | None) -> str:
+def format_share(value: float | None) -> str:
     return "" if value is None else "–" if not math.isfinite(value) else percent(value, 2)

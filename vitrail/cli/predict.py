@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO, cast
 
 import typer
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
+from vitrail.cli.console import make_table
+from vitrail.cli.options import HardwareOptions, WeightsArgument, expand_options
 from vitrail.errors import UserError
 from vitrail.formatting import percent
 
@@ -22,82 +22,80 @@ if TYPE_CHECKING:
     from vitrail.evaluation.predict import Prediction
 
 FORMATS = ("table", "json", "csv")
-BLOCK = 500  # rows of a table that are aligned with each other; a longer one is printed in several
+HARDWARE = HardwareOptions(batch_size=32)
+BLOCK = 500  # rows of a table that are aligned with each other; longer tables are printed in blocks
 
 
+@expand_options
 def predict(
-    weights: Annotated[Path, typer.Argument(metavar="WEIGHTS", help="A checkpoint of any known kind, or the folder of a run.")],
+    weights: WeightsArgument,
     images: Annotated[
         list[str],
         typer.Argument(
             metavar="IMAGES",
-            help="Image files, folders of them, patterns such as 'photos/**/*.jpg'; - for a list of paths on standard input; "
-            "digits for some of the built-in ones.",
+            help="Image files, folders, patterns such as 'photos/**/*.jpg'; - for a list of paths on standard input; "
+            "digits for built-in images.",
         ),
     ],
-    top: Annotated[int, typer.Option(min=1, help="How many classes to name.")] = 5,
+    top: Annotated[int, typer.Option(min=1, help="Number of classes per image.")] = 5,
     format: Annotated[
-        str | None, typer.Option(help="table, json (a line per image) or csv; by OUT's ending if not given.")
+        str | None, typer.Option(help="table, json (one line per image) or csv; default: by the extension of OUT, else table.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Write into this file instead of printing.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1; a GPU if there is one.")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Images computed at a time.")] = 32,
-    workers: Annotated[int | None, typer.Option(min=0, help="Processes that decode images; as useful if not given.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Short for --format json.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Write to this file instead of standard output.")] = None,
+    hardware: HardwareOptions = HARDWARE,
 ) -> None:
-    """Say what is in images: the likeliest classes of each. Exit code 1: some could not be read; 2: none could.
+    """Predict the most probable classes of images.
+
+    Exit code 1: some images could not be read; 2: none could.
 
     Example: [bold]vitrail predict runs/photos-laptop cat.jpg holidays/[/bold]
     """
-    from vitrail.atomic_files import check_writable, refuse_overwriting
-    from vitrail.checkpoints import load
+    from vitrail.atomic_files import check_writable, reject_overwrite
     from vitrail.data.loader import Problem
     from vitrail.data.progress import progress
-    from vitrail.evaluation.predict import open_images, read_list
-    from vitrail.evaluation.predict import predict as answers
-    from vitrail.training.distributed import choose_device
+    from vitrail.evaluation.predict import iterate_predictions, open_images, open_model, parse_path_list
 
-    kind = choose_format(format, as_json, out)
-    check_writable(out)
-    model = load(weights_file(weights), device=choose_device(device))
-    paths = [path for word in images for path in (read_list(sys.stdin.buffer.read()) if word == "-" else [word])]
+    output_format = choose_format(format, as_json, out)
+    if out is not None:
+        check_writable(out)
+    model = open_model(weights, hardware.device)
+    paths = [path for given in images for path in (parse_path_list(sys.stdin.buffer.read()) if given == "-" else [given])]
     source, problems = open_images(paths)
     if out is not None:
-        refuse_overwriting(out, *str(weights).split("+"), *(source.where(index) for index in range(len(source))))
-    bad = 0
+        reject_overwrite(out, *str(weights).split("+"), *(source.location(index) for index in range(len(source))))
+    unreadable = len(problems)
 
-    def good() -> "Iterator[Prediction]":
-        nonlocal bad
-        for answer in answers(model, source, top, batch, workers):
+    def readable() -> "Iterator[Prediction]":
+        nonlocal unreadable
+        for result in iterate_predictions(model, source, top, hardware.batch_size, hardware.workers):
             advance(1)
-            if isinstance(answer, Problem):
-                complain(answer)
-                bad += 1
+            if isinstance(result, Problem):
+                print_problem(result)
+                unreadable += 1
             else:
-                yield answer
+                yield result
 
-    # On a terminal a bar would be written into the rows: few wait until it is gone, many show by themselves how far it is.
+    # On a terminal the progress bar would interleave with the rows: a short table is printed after the bar, others without one.
     terminal = out is None and sys.stdout.isatty()
-    waiting = terminal and kind == "table" and len(source) <= BLOCK
-    known = source.label is not None
-    with opened(out) as stream:
-        with nullcontext(lambda count: None) if terminal and not waiting else progress("predicting", len(source)) as advance:
+    collect = terminal and output_format == "table" and len(source) <= BLOCK
+    bar = (collect or not terminal) and len(source) > hardware.batch_size
+    labeled = source.label is not None
+    write = WRITERS[output_format]
+    with open_output(out) as stream:
+        with progress("predicting", len(source)) if bar else nullcontext(lambda count: None) as advance:
             for problem in problems:
-                complain(problem)
-            rows = list(good()) if waiting else good()
-            shown = 0 if waiting else WRITERS[kind](rows, stream, known, out is None)
-        if waiting:
-            shown = WRITERS[kind](rows, stream, known, True)
-        if not shown:
+                print_problem(problem)
+            rows = list(readable()) if collect else readable()
+            written = 0 if collect else write(rows, stream, labeled, out is None)
+        if collect:
+            written = write(rows, stream, labeled, True)
+        if not written:
             raise UserError("No image could be read.")
-    if bad or problems:
-        if bad + len(problems) > 1:
-            complain_of(f"{bad + len(problems):,} could not be read, {shown:,} could.")
+    if unreadable:
+        if unreadable > 1:
+            print_error(f"{unreadable:,} images could not be read, {written:,} were predicted.")
         sys.exit(1)
-
-
-def weights_file(weights: Path) -> Path:
-    return weights / "best.safetensors" if (weights / "run.json").is_file() else weights
 
 
 def choose_format(format: str | None, as_json: bool, out: Path | None) -> str:
@@ -113,29 +111,29 @@ def choose_format(format: str | None, as_json: bool, out: Path | None) -> str:
 
 
 @contextmanager
-def opened(out: Path | None) -> Iterator[BinaryIO]:
-    """Standard output, or the file, which is whole or not there; bytes, for file names need not be text.
+def open_output(out: Path | None) -> Iterator[BinaryIO]:
+    """Standard output, or a file that is complete or not written at all; binary, since file names may not be valid text.
 
-    Taken before a progress bar stands: the bar turns prints away to its own place above it.
+    Opened before a progress bar starts, which redirects standard output.
     """
-    from vitrail.atomic_files import aside, reason
+    from vitrail.atomic_files import atomic_replace, describe_error
 
     if out is None:
         sys.stdout.flush()
-        yield cast(BinaryIO, getattr(sys.stdout, "buffer", None) or Encoded())
+        yield cast(BinaryIO, getattr(sys.stdout, "buffer", None) or TextOutput())
         return
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         if out.exists() and not out.is_file():
-            raise UserError(f"{out} is a folder or a device; give a file name.")
-        with aside(out.resolve()) as side, side.open("wb") as stream:
+            raise UserError(f"{out} is a folder or a device: give a file name.")
+        with atomic_replace(out.resolve()) as side, side.open("wb") as stream:
             yield stream
     except OSError as error:
-        raise UserError(f"{out} could not be written, {reason(error)}: choose another place.") from None
+        raise UserError(f"{out} could not be written, {describe_error(error)}: choose another path.") from None
 
 
-class Encoded(io.RawIOBase):
-    """Standard output that has no bytes below it, as in notebooks."""
+class TextOutput(io.RawIOBase):
+    """Bytes to a standard output without a binary buffer, as in notebooks."""
 
     def write(self, content: bytes) -> int:  # type: ignore[override]
         return sys.stdout.write(content.decode("utf-8", "replace"))
@@ -144,15 +142,15 @@ class Encoded(io.RawIOBase):
         sys.stdout.flush()
 
 
-def write_json(predictions: "Iterable[Prediction]", stream: BinaryIO, known: bool, live: bool) -> int:
+def write_json(predictions: "Iterable[Prediction]", stream: BinaryIO, labeled: bool, live: bool) -> int:
     count = 0
-    for each in predictions:
+    for prediction in predictions:
         count += 1
-        classes = [guess._asdict() for guess in each.guesses]
-        line = {"image": each.where, "classes": classes} | ({"truth": each.truth} if each.truth is not None else {})
+        line = {"image": prediction.image, "classes": [vars(each) for each in prediction.classes]}
+        line |= {"label": prediction.label} if prediction.label is not None else {}
         try:
             content = json.dumps(line, ensure_ascii=False).encode()
-        except UnicodeEncodeError:  # a file name that is no text: JSON's own escapes hold it
+        except UnicodeEncodeError:  # a file name that is not valid UTF-8: JSON escapes can represent it
             content = json.dumps(line).encode()
         stream.write(content + b"\n")
         if live:
@@ -160,8 +158,8 @@ def write_json(predictions: "Iterable[Prediction]", stream: BinaryIO, known: boo
     return count
 
 
-def write_csv(predictions: "Iterable[Prediction]", stream: BinaryIO, known: bool, live: bool) -> int:
-    def put(row: list[str | float | None]) -> None:
+def write_csv(predictions: "Iterable[Prediction]", stream: BinaryIO, labeled: bool, live: bool) -> int:
+    def write_row(row: list[str | float | None]) -> None:
         line = io.StringIO(newline="")
         csv.writer(line, lineterminator="\n").writerow(row)
         stream.write(line.getvalue().encode("utf-8", "surrogateescape"))
@@ -169,20 +167,20 @@ def write_csv(predictions: "Iterable[Prediction]", stream: BinaryIO, known: bool
             stream.flush()
 
     count = 0
-    for count, each in enumerate(predictions, 1):
+    for count, prediction in enumerate(predictions, 1):
         if count == 1:
-            head = [f"{name}_{place}" for place in range(1, len(each.guesses) + 1) for name in ("class", "probability")]
-            put(["image", *head, *(["truth"] if known else [])])
-        cells = [cell for guess in each.guesses for cell in (guess.name, f"{guess.probability:.6g}")]
-        put([each.where, *cells, *([each.truth] if known else [])])
+            header = [f"{name}_{rank}" for rank in range(1, len(prediction.classes) + 1) for name in ("class", "probability")]
+            write_row(["image", *header, *(["label"] if labeled else [])])
+        cells = [cell for each in prediction.classes for cell in (each.name, f"{each.probability:.6g}")]
+        write_row([prediction.image, *cells, *([prediction.label] if labeled else [])])
     return count
 
 
-def write_table(predictions: "Iterable[Prediction]", stream: BinaryIO, known: bool, live: bool) -> int:
+def write_table(predictions: "Iterable[Prediction]", stream: BinaryIO, labeled: bool, live: bool) -> int:
     rows = iter(predictions)
     count = 0
     while block := list(islice(rows, BLOCK)):
-        stream.write(rendered(block, known, live).encode("utf-8", "replace"))
+        stream.write(render_table(block, labeled, live).encode("utf-8", "replace"))
         stream.flush()
         count += len(block)
     return count
@@ -191,29 +189,29 @@ def write_table(predictions: "Iterable[Prediction]", stream: BinaryIO, known: bo
 WRITERS = {"json": write_json, "csv": write_csv, "table": write_table}
 
 
-def rendered(predictions: "list[Prediction]", known: bool, live: bool) -> str:
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in ("image", "looks like", "", "or", *(["is"] if known else [])):
-        table.add_column(column, justify="left" if column else "right", overflow="fold")
-    for each in predictions:
-        first, *others = each.guesses
-        rest = ", ".join(f"{guess.name} {percent(guess.probability, 1)}" for guess in others)
-        cells = (each.where, first.name, percent(first.probability, 1), rest, *([each.truth or ""] if known else []))
-        table.add_row(*(Text(one_line(cell)) for cell in cells))  # as text: brackets in names are not markup
+def render_table(predictions: "list[Prediction]", labeled: bool, live: bool) -> str:
+    top = max(len(prediction.classes) for prediction in predictions)
+    columns = ("image", "prediction", "probability", *([f"top-{top}"] if top > 1 else []), *(["label"] if labeled else []))
+    rows = []
+    for prediction in predictions:
+        others = ", ".join(f"{each.name} {percent(each.probability, 1)}" for each in prediction.classes[1:])
+        cells = [prediction.image, prediction.name, percent(prediction.probability, 1), *([others] if top > 1 else [])]
+        cells += [prediction.label or ""] if labeled else []
+        rows.append([escape_control(cell) for cell in cells])
     terminal = live and sys.stdout.isatty()
     console = Console(width=None if terminal else 120, force_terminal=terminal, file=io.StringIO())
-    console.print(table)
+    console.print(make_table(columns, rows, left=[column for column in columns if column != "probability"]))
     return cast(io.StringIO, console.file).getvalue()
 
 
-def one_line(text: str) -> str:
-    """Line ends, tabs and other letters that a terminal would obey, written out; names that are no text, too."""
+def escape_control(text: str) -> str:
+    """The text with line breaks, tabs, control characters and invalid UTF-8 as escape sequences."""
     return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
 
 
-def complain(problem: tuple[str, str]) -> None:
-    complain_of("{}: {}".format(*problem))
+def print_problem(problem: tuple[str, str]) -> None:
+    print_error("{}: {}".format(*problem))
 
 
-def complain_of(sentence: str) -> None:
-    print(one_line(sentence), file=sys.stderr)
+def print_error(message: str) -> None:
+    print(escape_control(message), file=sys.stderr)

@@ -1,159 +1,157 @@
-"""vitrail probe: what a model's features are worth, without training it further."""
+"""vitrail probe: evaluate the frozen features of a model."""
 
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
-from rich.table import Table
 
-from vitrail.cli.embed import (
-    BareOption,
-    BatchOption,
-    DeviceOption,
-    HalfOption,
+from vitrail.cli.console import print_json, print_message, print_problems, print_table
+from vitrail.cli.embed import embed_images
+from vitrail.cli.options import (
+    FeatureOptions,
+    HardwareOptions,
     ImagesOption,
     JsonOption,
-    LabelsOption,
-    MemoryOption,
-    QueriesOption,
+    LabelColumnOption,
+    NormalizeOption,
     SeedOption,
     SourceArgument,
-    VectorOption,
+    SplitOption,
     WeightsArgument,
-    WorkersOption,
-    complain,
-    console,
-    open_model,
-    say,
-    tell,
-    watched,
+    check_choice,
+    expand_options,
+    feature_option,
 )
-from vitrail.cli.probe_structure import levels, random_labels, spectrum
-from vitrail.cli.train import choice
+from vitrail.errors import UserError
 from vitrail.formatting import percent
 
 if TYPE_CHECKING:
-    from vitrail.evaluation.features import Embedding, Readout
-    from vitrail.evaluation.probes.protocol import Known, Settings, Sides
+    from vitrail.data.source import Source
+    from vitrail.evaluation.features import Embedding, FeatureKind
+    from vitrail.evaluation.probes.levels import Grid, Level
+    from vitrail.evaluation.probes.protocol import LabeledFeatures, ProbeData, Settings
     from vitrail.models.vision_transformer import VisionTransformer
 
 probe = typer.Typer(
-    no_args_is_help=True, help="Measure what a model's features are worth, without training it: neighbours, linear, few shots…"
+    no_args_is_help=True, help="Evaluate the frozen features of a model: k-NN, linear, few-shot, retrieval and others."
 )
-for command in (spectrum, random_labels, levels):
-    probe.command()(command)
 
 
-class Options(NamedTuple):
-    """What the probes with two sides have in common."""
+class PairOptions(NamedTuple):
+    """Options of the probes with memory and queries."""
 
-    labels: str
-    memory: str | None
-    queries: str | None
-    images: int | None
-    seed: int
-    vector: str | None
-    before_norm: bool
-    bf16: bool
-    device: str | None
-    batch: int
-    workers: int | None
+    memory: Annotated[str | None, feature_option(help="Split to fit or search in; default: train.")] = None
+    queries: Annotated[
+        str | None,
+        feature_option(help="Split to evaluate; default: test, else validation, else 10 % of the memory."),
+    ] = None
+    images: ImagesOption = None
+    features: FeatureOptions = FeatureOptions()
+    seed: SeedOption = 0
+    hardware: HardwareOptions = HardwareOptions()
+
+    def open(self, source: str) -> "ProbeData":
+        from vitrail.evaluation.probes.protocol import open_probe_data
+
+        return open_probe_data(source, self.memory, self.queries, self.images, self.seed)
+
+
+class SplitOptions(NamedTuple):
+    """Options of the probes of one split."""
+
+    split: SplitOption = None
+    images: ImagesOption = None
+    features: FeatureOptions = FeatureOptions()
+    seed: SeedOption = 0
+    hardware: HardwareOptions = HardwareOptions()
+
+    def open(self, source: str) -> "Source":
+        from vitrail.evaluation.probes.protocol import open_embedding_source, subsample
+
+        return subsample(open_embedding_source([source], self.split)[0], self.images, self.seed)
 
 
 @probe.command()
+@expand_options
 def knn(
     weights: WeightsArgument,
     source: SourceArgument,
     protocol: Annotated[str, typer.Option(help="dino (k 20), grafit (k chosen on the memory) or snca (k 30).")] = "dino",
-    k: Annotated[int | None, typer.Option("-k", "--k", min=1, help="Neighbours that vote, if other than the protocol's.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="Votes are exp(cosine / temperature); the protocol's.")] = None,
-    labels: LabelsOption = "label",
-    memory: MemoryOption = None,
-    queries: QueriesOption = None,
-    images: ImagesOption = None,
-    vector: VectorOption = None,
-    before_norm: BareOption = False,
-    bf16: HalfOption = False,
-    seed: SeedOption = 0,
-    device: DeviceOption = None,
-    batch: BatchOption = 64,
-    workers: WorkersOption = None,
+    k: Annotated[int | None, typer.Option("-k", "--k", min=1, help="Number of neighbors; default: the protocol's.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="Votes are exp(cosine / temperature); default: the protocol's.")
+    ] = None,
+    labels: LabelColumnOption = "label",
+    *,
+    options: PairOptions,
     as_json: JsonOption = False,
 ) -> None:
-    """Classify by the weighted votes of the nearest neighbours among remembered images.
+    """Classify by the weighted votes of the nearest neighbors in the memory.
 
     Example: [bold]vitrail probe knn runs/photos-laptop photos/ --protocol grafit[/bold]
     """
     from vitrail.evaluation.probes.protocol import Settings
 
-    settings = Settings(protocol=protocol, k=k, temperature=temperature, seed=seed)
-    options = Options(labels, memory, queries, images, seed, vector, before_norm, bf16, device, batch, workers)
-    measure("knn", weights, source, settings, options, as_json)
+    settings = Settings(protocol=protocol, k=k, temperature=temperature, seed=options.seed)
+    run_probe("knn", compute_inputs("knn", weights, source, labels, options), settings, as_json)
 
 
 @probe.command()
+@expand_options
 def linear(
     weights: WeightsArgument,
     source: SourceArgument,
-    decay: Annotated[list[float] | None, typer.Option(help="A weight decay to try, again for more; else 1 to 1e-5.")] = None,
-    share: Annotated[float, typer.Option(help="The part of every class held out to choose the decay on.")] = 0.1,
-    labels: LabelsOption = "label",
-    memory: MemoryOption = None,
-    queries: QueriesOption = None,
-    images: ImagesOption = None,
-    vector: VectorOption = None,
-    before_norm: BareOption = False,
-    bf16: HalfOption = False,
-    seed: SeedOption = 0,
-    device: DeviceOption = None,
-    batch: BatchOption = 64,
-    workers: WorkersOption = None,
+    weight_decay: Annotated[
+        list[float] | None,
+        typer.Option("--weight-decay", "--decay", help="A weight decay to try; repeatable; default: 1 to 1e-5."),
+    ] = None,
+    held_out: Annotated[
+        float, typer.Option("--held-out", "--share", help="Fraction of every class to choose the weight decay on.")
+    ] = 0.1,
+    labels: LabelColumnOption = "label",
+    *,
+    options: PairOptions,
     as_json: JsonOption = False,
 ) -> None:
-    """Fit a linear classifier to the frozen features (logistic regression by L-BFGS) and test it.
+    """Fit a linear classifier on the memory (logistic regression by L-BFGS) and evaluate it on the queries.
 
     Example: [bold]vitrail probe linear deit3_small.safetensors flowers/[/bold]
     """
-    from vitrail.evaluation.probes.linear import DECAYS
+    from vitrail.evaluation.probes.linear import WEIGHT_DECAYS
     from vitrail.evaluation.probes.protocol import Settings
 
-    settings = Settings(share=share, seed=seed, decays=tuple(decay) if decay else DECAYS)
-    options = Options(labels, memory, queries, images, seed, vector, before_norm, bf16, device, batch, workers)
-    measure("linear", weights, source, settings, options, as_json)
+    settings = Settings(
+        held_out=held_out, seed=options.seed, weight_decays=tuple(weight_decay) if weight_decay else WEIGHT_DECAYS
+    )
+    run_probe("linear", compute_inputs("linear", weights, source, labels, options), settings, as_json)
 
 
 @probe.command()
+@expand_options
 def fewshot(
     weights: WeightsArgument,
     source: SourceArgument,
-    shots: Annotated[int, typer.Option(min=1, help="Labelled images of each class.")] = 5,
-    penalty: Annotated[float, typer.Option(help="On the squared weights of the fit.")] = 1024.0,
-    seeds: Annotated[int, typer.Option(min=1, help="How many choices of the few images to average over.")] = 3,
-    labels: LabelsOption = "label",
-    memory: MemoryOption = None,
-    queries: QueriesOption = None,
-    images: ImagesOption = None,
-    vector: VectorOption = None,
-    before_norm: BareOption = False,
-    bf16: HalfOption = False,
-    seed: SeedOption = 0,
-    device: DeviceOption = None,
-    batch: BatchOption = 64,
-    workers: WorkersOption = None,
+    shots: Annotated[int, typer.Option(min=1, help="Labeled images per class.")] = 5,
+    penalty: Annotated[float, typer.Option(help="Penalty on the squared weights.")] = 1024.0,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of draws of the labeled images.")] = 3,
+    labels: LabelColumnOption = "label",
+    *,
+    options: PairOptions,
     as_json: JsonOption = False,
 ) -> None:
-    """Fit least squares to a few labelled images of each class and test it (ViT's 5-shot measure).
+    """Fit a linear map on a few labeled images of each class (ViT's few-shot metric) and evaluate it on the queries.
 
     Example: [bold]vitrail probe fewshot deit3_small.safetensors flowers/ --shots 5[/bold]
     """
     from vitrail.evaluation.probes.protocol import Settings
 
-    settings = Settings(shots=shots, penalty=penalty, seeds=seeds, seed=seed)
-    options = Options(labels, memory, queries, images, seed, vector, before_norm, bf16, device, batch, workers)
-    measure("fewshot", weights, source, settings, options, as_json)
+    settings = Settings(shots=shots, penalty=penalty, seeds=seeds, seed=options.seed)
+    run_probe("fewshot", compute_inputs("fewshot", weights, source, labels, options), settings, as_json)
 
 
 @probe.command()
+@expand_options
 def retrieval(
     weights: WeightsArgument,
     source: SourceArgument,
@@ -161,112 +159,277 @@ def retrieval(
         str | None, typer.Option(help="A column of coarse labels: adds the conditional and the oracle ranking.")
     ] = None,
     coarse_by: Annotated[
-        str, typer.Option(help="Who says a query's coarse label: memory, neighbours (k 30), or softmax, the model's classifier.")
+        str,
+        typer.Option(help="Predict the coarse label of a query by memory, neighbors (k 30) or softmax, the model's classifier."),
     ] = "memory",
-    labels: LabelsOption = "label",
-    memory: MemoryOption = None,
-    queries: QueriesOption = None,
-    images: ImagesOption = None,
-    vector: VectorOption = None,
-    before_norm: BareOption = False,
-    bf16: HalfOption = False,
-    seed: SeedOption = 0,
-    device: DeviceOption = None,
-    batch: BatchOption = 64,
-    workers: WorkersOption = None,
+    labels: LabelColumnOption = "label",
+    *,
+    options: PairOptions,
     as_json: JsonOption = False,
 ) -> None:
-    """Rank the remembered images for every query: mean average precision, those of its label being right.
+    """Rank the memory for every query: mean average precision, with images of the same label as relevant.
 
     Example: [bold]vitrail probe retrieval coarse.safetensors pets/ --coarse coarse_label[/bold]
     """
-    from vitrail.evaluation.probes.protocol import rank
+    from vitrail.evaluation.probes.protocol import measure_retrieval
 
-    choice("--coarse-by", coarse_by, ("memory", "neighbours", "softmax"))
-    options = Options(labels, memory, queries, images, seed, vector, before_norm, bf16, device, batch, workers)
-    looked = look("retrieval", weights, source, options, coarse)
-    by = looked.model if coarse_by == "softmax" else coarse_by
-    found = rank(looked.sides, looked.memory, looked.queries, labels, coarse, by, batch, workers)
+    check_choice("--coarse-by", coarse_by, ("memory", "neighbors", "softmax"))
+    inputs = compute_inputs("retrieval", weights, source, labels, options, coarse)
+    by = inputs.model if coarse_by == "softmax" else coarse_by
+    _, batch_size, workers = options.hardware
+    scores = measure_retrieval(inputs.data, inputs.memory, inputs.queries, labels, coarse, by, batch_size, workers)
     if as_json:
-        tell({name: each._asdict() for name, each in found.items()} | about(looked))
+        print_json({name: precision._asdict() for name, precision in scores.items()} | describe_inputs(inputs))
         return
-    table = Table("score", box=None, header_style="bold", pad_edge=False)
-    for name in ("mAP", "queries", "without answer"):
-        table.add_column(name, justify="right")
-    for name, each in found.items():
-        table.add_row(name, percent(each.mean, 2), f"{each.queries:,}", f"{each.without:,}")
-    console().print(table)
-    print(sentence(looked))
+    rows = [
+        (name, percent(precision.mean, 2), f"{precision.queries:,}", f"{precision.without_match:,}")
+        for name, precision in scores.items()
+    ]
+    print_table(("score", "mAP", "queries", "without match"), rows)
+    print(summary_line(inputs))
 
 
-class Looked(NamedTuple):
+@probe.command()
+@expand_options
+def spectrum(
+    weights: Annotated[list[str], typer.Argument(metavar="WEIGHTS...", help="Checkpoints or run directories, then SOURCE.")],
+    source: SourceArgument,
+    plot: Annotated[Path | None, typer.Option(help="Plot the cumulative variance: energy.png, .svg or .pdf.")] = None,
+    *,
+    options: SplitOptions,
+    normalize: NormalizeOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Print the number of principal directions that contain most of the variance of the features.
+
+    Example: [bold]vitrail probe spectrum coarse.safetensors fine.safetensors cifar100/ --plot energy.svg[/bold]
+    """
+    from vitrail.evaluation.probes.spectrum import SHARES, check_plot_path, compute_spectrum, plot_spectra
+
+    if plot is not None:
+        check_plot_path(plot)
+    data, kind = options.open(source), options.features.kind(normalize=normalize)
+    spectra = {}
+    for path in weights:
+        embedding = embed_images(path, data, kind, options.hardware, f"embedding {Path(path).name}")
+        spectra[path] = compute_spectrum(embedding.vectors)
+    if plot is not None:
+        plot_spectra(spectra, plot)
+    if as_json:
+        content = {
+            name: {
+                "images": each.images,
+                "effective": each.effective,
+                "components": {str(share): each.components(share) for share in SHARES},
+                "eigenvalues": each.eigenvalues.tolist(),
+                "energy": each.energy.tolist(),
+            }
+            for name, each in spectra.items()
+        }
+        print_json(content)
+        return
+    shares = [f"for {percent(share)}" for share in SHARES]
+    rows = [
+        (name, f"{each.images:,}", str(len(each.eigenvalues)), f"{each.effective:.1f}", *map(str, map(each.components, SHARES)))
+        for name, each in spectra.items()
+    ]
+    print_table(("weights", "images", "features", "effective", *shares), rows)
+
+
+@probe.command()
+@expand_options
+def random_labels(
+    weights: WeightsArgument,
+    source: SourceArgument,
+    splits: Annotated[int, typer.Option(min=1, help="Number of random splits of the classes.")] = 10,
+    weight_decay: Annotated[
+        float, typer.Option("--weight-decay", "--decay", min=0, help="Weight decay of the linear classifier.")
+    ] = 1e-4,
+    labels: LabelColumnOption = "label",
+    *,
+    options: SplitOptions,
+    as_json: JsonOption = False,
+) -> None:
+    """Split every class into random halves and fit a linear classifier: 50 % means that features contain only the class.
+
+    Example: [bold]vitrail probe random-labels coarse.safetensors cifar100/ --labels coarse_label[/bold]
+    """
+    from vitrail.data.progress import progress
+    from vitrail.evaluation.probes.protocol import label_column, labels_of
+    from vitrail.evaluation.probes.separability import mean_and_sd, measure_separability
+
+    data = options.open(source)
+    label_column(data, labels)
+    embedding = embed_images(weights, data, options.features.kind(), options.hardware)
+    embedding = embedding.select(labels_of(embedding, labels) >= 0)
+    if not len(embedding.vectors):
+        raise UserError(f"No readable image of {source} has a {labels}.")
+    with progress("random splits", splits) as advance:
+        result = measure_separability(embedding.vectors, labels_of(embedding, labels), splits, weight_decay, advance)
+    if as_json:
+        print_json(result._asdict())
+        return
+    rows = []
+    for name, values in (("halves", result.plain), ("halves given the predicted class", result.conditioned)):
+        mean, sd = mean_and_sd(values)
+        rows.append((name, percent(mean, 2), percent(sd, 2) if splits > 1 else ""))
+    print_table(("", "top-1 on the training images", f"± over {splits} splits"), rows)
+    print(f"{result.images:,} images of {result.classes} classes, {2 * result.classes} halves.")
+
+
+@probe.command()
+@expand_options
+def levels(
+    weights: Annotated[
+        list[str],
+        typer.Argument(metavar="[LEVEL=]WEIGHTS...", help="Models, optionally with the level they were trained at; then SOURCE."),
+    ],
+    source: SourceArgument,
+    scores: Annotated[
+        list[str] | None, typer.Option("--score", help="knn, map or linear; repeatable; default: knn and map.")
+    ] = None,
+    protocol: Annotated[str, typer.Option(help="Protocol of knn: dino, grafit or snca.")] = "grafit",
+    *,
+    options: PairOptions,
+    as_json: JsonOption = False,
+) -> None:
+    """Evaluate models at every level of a label hierarchy: a row per level, a column per model.
+
+    Example: [bold]vitrail probe levels coarse_label=coarse.safetensors label=fine.safetensors pets/[/bold]
+    """
+    from vitrail.data.progress import progress
+    from vitrail.evaluation.predict import open_model
+    from vitrail.evaluation.probes.levels import (
+        NO_LEVEL,
+        EmbeddedModel,
+        find_levels,
+        inconsistent_classes,
+        measure_grid,
+        training_level,
+    )
+    from vitrail.evaluation.probes.protocol import Settings
+
+    data = options.open(source)
+    hierarchy = find_levels(data.memory)
+    for coarse, fine in pairwise(hierarchy):
+        if names := inconsistent_classes(fine.labels, coarse.labels):
+            print_message(
+                f"{fine.name} is not a refinement of {coarse.name}: {len(names)} of its classes have images in several of them, "
+                f"first {names[0]}."
+            )
+    kind = options.features.kind()
+    models = []
+    known = [level.name for level in hierarchy] + [NO_LEVEL]
+    for text in weights:
+        level, sign, path = text.partition("=")
+        if not sign or (level not in known and Path(text).exists()):
+            level, path = "", text
+        if level and level not in known:
+            raise UserError(f"{data.memory.name} has no level {level!r}: choose from {', '.join(known)}.")
+        model = open_model(path, options.hardware.device)
+        embeddings = embed_pair(model, data, kind, options.hardware, f"embedding {Path(path).name}")
+        models.append(EmbeddedModel(path, level or training_level(model, hierarchy) or "unknown", *embeddings))
+    scores = scores or ["knn", "map"]
+    with progress("probing", len(models) * len(hierarchy) * len(scores)) as advance:
+        grid = measure_grid(data, hierarchy, models, scores, Settings(protocol=protocol, seed=options.seed), advance)
+    if as_json:
+        print_json(grid.to_dict())
+        return
+    for score in scores:
+        print_grid(grid, hierarchy, score)
+
+
+class ProbeInputs(NamedTuple):
     model: "VisionTransformer"
-    sides: "Sides"
+    data: "ProbeData"
     memory: "Embedding"
     queries: "Embedding"
-    known: "Known"
-    pooling: "Readout"
+    features: "LabeledFeatures"
+    kind: "FeatureKind"
 
 
-def look(name: str, weights: Path, source: str, options: Options, further: str | None = None) -> Looked:
-    """Both sides' features and labels; a `further` column of labels is missed before anything is computed."""
-    from vitrail.evaluation.features import Readout
-    from vitrail.evaluation.probes.protocol import column, embed_sides, known, open_sides, usual_vector
+def compute_inputs(
+    name: str, weights: Path, source: str, labels: str, options: PairOptions, coarse: str | None = None
+) -> ProbeInputs:
+    """The features and labels of memory and queries; missing label columns are reported before any computation."""
+    from vitrail.evaluation.predict import open_model
+    from vitrail.evaluation.probes.protocol import default_vector, label_column, select_labeled
 
-    sides = open_sides(source, options.memory, options.queries, options.images, options.seed)
-    for side in (sides.memory, sides.queries):
-        for name_ in (options.labels, further or options.labels):
-            column(side, name_)
-    model = open_model(weights, options.device)
-    pooling = Readout(options.vector or usual_vector(name, model), options.before_norm, False, options.bf16)
-    with watched("embedding", len(sides.memory) + len(sides.queries)) as advance:
-        memory, queries = embed_sides(model, sides, pooling, options.batch, options.workers, advance)
-    complain(memory.problems + queries.problems)
-    return Looked(model, sides, memory, queries, known(sides, memory, queries, options.labels), pooling)
+    data = options.open(source)
+    for part in (data.memory, data.queries):
+        for column in (labels, coarse or labels):
+            label_column(part, column)
+    model = open_model(weights, options.hardware.device)
+    kind = options.features.kind(default_vector(name, model))
+    memory, queries = embed_pair(model, data, kind, options.hardware)
+    return ProbeInputs(model, data, memory, queries, select_labeled(data, memory, queries, labels), kind)
 
 
-def measure(name: str, weights: Path, source: str, settings: "Settings", options: Options, as_json: bool) -> None:
-    """One of the probes that give one number."""
+def embed_pair(
+    model: "VisionTransformer", data: "ProbeData", kind: "FeatureKind", hardware: HardwareOptions, title: str = "embedding"
+) -> "tuple[Embedding, Embedding]":
+    """The features of memory and queries; unreadable images are printed."""
+    from vitrail.data.progress import progress
+    from vitrail.evaluation.probes.protocol import embed_probe_data
+
+    with progress(title, len(data.memory) + len(data.queries)) as advance:
+        memory, queries = embed_probe_data(model, data, kind, hardware.batch_size, hardware.workers, advance)
+    print_problems(memory.problems + queries.problems)
+    return memory, queries
+
+
+def run_probe(name: str, inputs: ProbeInputs, settings: "Settings", as_json: bool) -> None:
+    """Run one of the probes with a single score and print it."""
     from vitrail.evaluation.probes.protocol import PROBES
 
-    looked = look(name, weights, source, options)
-    result = PROBES[name](looked.known, settings)
+    result = PROBES[name](inputs.features, settings)
     if as_json:
-        tell(result.details | about(looked))
+        print_json(result.details | describe_inputs(inputs))
         return
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    cells = {key: cell(key, value) for key, value in result.details.items() if not isinstance(value, dict | list | bool)}
-    for key in cells:
-        table.add_column(
-            {"top1": "top-1", "top5": "top-5", "spread": f"± of {settings.seeds} choices"}.get(key, key), justify="right"
+    titles = {"top1": "top-1", "top5": "top-5", "sd": f"± over {settings.seeds} draws", "weight_decay": "weight decay"}
+    cells = {
+        titles.get(key, key): format_cell(key, value)
+        for key, value in result.details.items()
+        if not isinstance(value, dict | list | bool)
+    }
+    print_table(list(cells), [list(cells.values())], left=())
+    print(summary_line(inputs))
+    if result.details.get("weight_decay_at_edge"):
+        print_message(
+            "The best weight decay is the smallest or largest tried: try a wider range with --weight-decay (repeatable)."
         )
-    table.add_row(*cells.values())
-    console().print(table)
-    print(sentence(looked))
-    if result.details.get("decay_at_edge"):
-        say("The best decay is the first or last of those tried: a wider range (--decay, again for more) may give more.")
 
 
-def cell(key: str, value: Any) -> str:
-    if key in ("top1", "top5", "spread"):
+def format_cell(key: str, value: Any) -> str:
+    if key in ("top1", "top5", "sd", "map"):
         return percent(value, 2)
     return f"{value:,}" if isinstance(value, int) else f"{value:g}"
 
 
-def sentence(looked: Looked) -> str:
-    sides, known = looked.sides, looked.known
+def summary_line(inputs: ProbeInputs) -> str:
+    data, features = inputs.data, inputs.features
     return (
-        f"{len(known.memory):,} images of {sides.memory_name} remembered, {len(known.queries):,} of {sides.queries_name} "
-        f"asked, {len(known.names)} classes, {known.memory.shape[1]} features ({looked.pooling.vector})."
+        f"memory: {len(features.memory):,} images ({data.memory_name}), queries: {len(features.queries):,} images "
+        f"({data.queries_name}), {len(features.names)} classes, {features.memory.shape[1]} features ({inputs.kind.vector})."
     )
 
 
-def about(looked: Looked) -> dict[str, Any]:
-    sides, known = looked.sides, looked.known
+def describe_inputs(inputs: ProbeInputs) -> dict[str, Any]:
+    data, features = inputs.data, inputs.features
     return {
-        "memory": {"split": sides.memory_name, "images": len(known.memory)},
-        "asked": {"split": sides.queries_name, "images": len(known.queries)},
-        "classes": len(known.names),
-        "features": known.memory.shape[1],
-        "pooling": looked.pooling._asdict(),
+        "memory": {"split": data.memory_name, "images": len(features.memory)},
+        "queries": {"split": data.queries_name, "images": len(features.queries)},
+        "classes": len(features.names),
+        "features": features.memory.shape[1],
+        "feature_kind": inputs.kind._asdict(),
     }
+
+
+def print_grid(grid: "Grid", hierarchy: "list[Level]", score: str) -> None:
+    models = [f"{level}\n{Path(name).name}" for name, level in zip(grid.models, grid.train, strict=True)]
+    rows = [
+        (f"{evaluated.name} ({evaluated.classes})", *(percent(value, 2) for value in values))
+        for evaluated, values in zip(hierarchy, grid.scores[score], strict=True)
+    ]
+    print_table((f"{score}, evaluated at", *models), rows)
+    print(", ".join(f"{name} {percent(value, 2)}" for name, value in grid.means(score).items()) + "\n")
