@@ -1,11 +1,11 @@
-"""What a training says beforehand of its speed and time, and what it reaches: whole trainings, each in a process of its own.
+"""Estimated and actual speed and duration of whole trainings, each in its own process.
 
     python benchmarks/forecast.py --rounds 3
     python benchmarks/forecast.py --rounds 3 --processes 2 -- --shard
     python benchmarks/forecast.py --rounds 1 -- photos/ --recipe small --epochs 5
 
-What follows `--` is given to `vitrail train`; without it the built-in digits are trained for ten epochs. The time is that of the
-steps and validations; reached images/s are the median of those logged, after the first.
+Arguments after `--` are passed to `vitrail train`; the default is to train the built-in digits for ten epochs. The time is that
+of steps and validations; actual images/s are the median of the logged values after the first.
 """
 
 import argparse
@@ -18,52 +18,54 @@ import tempfile
 from pathlib import Path
 
 import torch
-from asking import positive, run_program
+from arguments import positive, run_program
 from timing import machine
 
 from vitrail.errors import UserError
 
-SAID = re.compile(r"steps, about (?:(\d+) days?, )?(\d+):(\d+):(\d+) at ([\d.,e+-]+) images/s")
+ESTIMATE = re.compile(r"steps, about (?:(\d+) days?, )?(\d+):(\d+):(\d+) at ([\d.,e+-]+) images/s")
 
 
-def trained(words: list[str], processes: int) -> tuple[float, float, float, float]:
-    """Said and reached images/s, said and reached seconds."""
-    start = [sys.executable, "-m"]
-    start += ["torch.distributed.run", "--nproc-per-node", str(processes), "-m"] if processes > 1 else []
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place) / "run"
-        done = subprocess.run([*start, "vitrail", "train", *words, "--out", folder], capture_output=True, text=True, check=False)
-        found = SAID.search(done.stderr)
-        if done.returncode or not found:
-            raise UserError(f"vitrail train says: {done.stderr.strip() or 'nothing'}")
+def run_training(args: list[str], processes: int) -> tuple[float, float, float, float]:
+    """Estimated and actual images/s, estimated and actual seconds."""
+    command = [sys.executable, "-m"]
+    command += ["torch.distributed.run", "--nproc-per-node", str(processes), "-m"] if processes > 1 else []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "run"
+        result = subprocess.run(
+            [*command, "vitrail", "train", *args, "--out", folder], capture_output=True, text=True, check=False
+        )
+        match = ESTIMATE.search(result.stderr)
+        if result.returncode or not match:
+            raise UserError(f"vitrail train failed: {result.stderr.strip() or 'no message'}")
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         seconds = json.loads((folder / "run.json").read_text())["seconds"]
-    days, hours, minutes, rest = (int(part or 0) for part in found.groups()[:4])
-    paces = [line["speed"]["images_per_second"] for line in lines if line["kind"] == "train"]
-    said = float(found[5].replace(",", ""))
-    return said, statistics.median(paces[1:] or paces), 60.0 * (60 * (24 * days + hours) + minutes) + rest, seconds
+    days, hours, minutes, rest = (int(part or 0) for part in match.groups()[:4])
+    speeds = [line["speed"]["images_per_second"] for line in lines if line["kind"] == "train"]
+    estimated = float(match[5].replace(",", ""))
+    return estimated, statistics.median(speeds[1:] or speeds), 60.0 * (60 * (24 * days + hours) + minutes) + rest, seconds
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=positive, default=3)
-    parser.add_argument("--processes", type=positive, default=1, help="so many by torchrun")
-    parser.add_argument("words", nargs="*", help="after --: what vitrail train is given")
-    given = parser.parse_args()
-    words = given.words or []
-    if not words or words[0].startswith("-"):
-        words = ["digits", *words]
-    if "--epochs" not in words:
-        words += ["--epochs", "10"]
-    print(f"vitrail train {' '.join(words)}; {given.processes} process(es), n = {given.rounds}")
+    parser.add_argument("--processes", type=positive, default=1, help="number of processes of torchrun")
+    parser.add_argument("args", nargs="*", help="after --: arguments of vitrail train")
+    options = parser.parse_args()
+    args = options.args or []
+    if not args or args[0].startswith("-"):
+        args = ["digits", *args]
+    if "--epochs" not in args:
+        args += ["--epochs", "10"]
+    print(f"vitrail train {' '.join(args)}; {options.processes} process(es), n = {options.rounds}")
     print(machine("cuda" if torch.cuda.is_available() else "cpu"))
     ratios = []
-    for number in range(given.rounds):
-        said, reached, forecast, seconds = trained(words, given.processes)
-        ratios.append(said / reached)
-        times = f"{forecast:.0f} s said, {seconds:.1f} s reached"
-        print(f"round {number + 1}: {said:,.5g} images/s said, {reached:,.5g} reached; {times}", flush=True)
-    print(f"said / reached: median {statistics.median(ratios):.2f}, {min(ratios):.2f} to {max(ratios):.2f}")
+    for number in range(options.rounds):
+        estimated, actual, estimated_seconds, seconds = run_training(args, options.processes)
+        ratios.append(estimated / actual)
+        times = f"{estimated_seconds:.0f} s estimated, {seconds:.1f} s actual"
+        print(f"round {number + 1}: {estimated:,.5g} images/s estimated, {actual:,.5g} actual; {times}", flush=True)
+    print(f"estimated / actual: median {statistics.median(ratios):.2f}, {min(ratios):.2f} to {max(ratios):.2f}")
 
 
 if __name__ == "__main__":

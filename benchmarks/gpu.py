@@ -1,16 +1,16 @@
-"""Speed on a GPU, Vitrail beside timm in one process and in turns; prints tables in Markdown.
+"""Speed on a GPU, Vitrail and timm timed in turns in one process; prints Markdown tables.
 
-    python benchmarks/gpu.py pairs --modes own          # throughput: each as its own project trains and ships
+    python benchmarks/gpu.py pairs --modes native       # throughput: each as its own project trains and deploys
     python benchmarks/gpu.py pairs                      # the same in every mode
-    python benchmarks/gpu.py latency                    # inference, batch 1
-    python benchmarks/gpu.py curves --out curves        # over resolution, batch and depth, with images
+    python benchmarks/gpu.py latency                    # inference, batch size 1
+    python benchmarks/gpu.py curves --out curves        # over resolution, batch size and depth, with plots
     python benchmarks/gpu.py pairs deit_small_patch16 --modes eager --seconds 300
-    python benchmarks/gpu.py pairs patchconvnet_s60 --register deit/patchconvnet_models.py    # beside the authors' code
-    python benchmarks/gpu.py pairs deit_tiny_patch16 --device cpu --batch 2 --rounds 2 --modes eager --no-timm
+    python benchmarks/gpu.py pairs patchconvnet_s60 --register deit/patchconvnet_models.py    # compared with the authors' code
+    python benchmarks/gpu.py pairs deit_tiny_patch16 --device cpu --batch-size 2 --rounds 2 --modes eager --no-timm
 
-What is measured is what `vitrail bench` measures. Without `--batch` it is 256 images, or 128 to train a large or deep network.
-After `--seconds` no further heat is begun. Every heat is kept in `OUT/WHAT_MODEL.json` as soon as it is over, and what is there
-already from the same machine and settings is not measured again. Without `--out` it is the folder `runs/gpu`.
+The measurements are those of `vitrail bench`. The default batch size is 256, or 128 to train a large or deep network. After
+`--seconds` no further group is started. Each group is saved to `OUT/WHAT_MODEL.json` when it is finished; measurements of the
+same machine and settings that are already there are not repeated. The default of `--out` is `runs/gpu`.
 """
 
 import argparse
@@ -23,18 +23,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from asking import positive, run_program
+from arguments import positive, run_program
 
-from vitrail.atomic_files import check_folder
-from vitrail.bench.candidates import import_timm, open_contender, opponents
-from vitrail.bench.measurement import FAILED, Cell, Heat, beside, make_heats, run_heats, times_as_fast
-from vitrail.bench.output import content, headline, write_json
-from vitrail.bench.peak import measure_ceiling
+from vitrail.aliases import upgrade_benchmark
+from vitrail.atomic_files import check_writable_folder
+from vitrail.bench.candidates import import_timm, open_candidate, timm_candidates
+from vitrail.bench.measurement import FAILED, Group, Measurement, make_groups, measure_groups, speedup, timm_counterpart
+from vitrail.bench.output import describe_machine, make_document, write_json
+from vitrail.bench.peak import measure_peak
 from vitrail.bench.plots import draw
-from vitrail.bench.settings import BATCHES, Setting, all_settings, curve_depths, curve_sizes
+from vitrail.bench.settings import BATCH_SIZES, Setting, curve_depths, curve_sizes, make_settings
 from vitrail.bench.timing import machine
+from vitrail.devices import choose_device, use_device
 from vitrail.errors import UserError
-from vitrail.training.distributed import begin, choose_device
 
 MODELS = (
     "deit_small_patch16",
@@ -49,88 +50,97 @@ MODELS = (
     "lvvit_s",
 )
 OUT = Path("runs/gpu")
-BATCH = 256
-TRAINED = dict.fromkeys(("deit3_large_patch16", "cait_s24", "vit_small_patch16_18x2", "patchconvnet_s60"), 128)
-CURVED = ("deit_small_patch16", "deit3_base_patch16")
-COLUMNS = ("model", "by", "task", "mode", "batch", "size", "depth", "images/s", "ms", "floors, ms", "TFLOP/s", "of ceiling")
-COLUMNS += ("memory", "compiling", "times as fast as timm")
-KEY = ("model", "project", "task", "precision", "mode", "batch", "size", "depth")
+BATCH_SIZE = 256
+TRAIN_BATCH_SIZES = dict.fromkeys(("deit3_large_patch16", "cait_s24", "vit_small_patch16_18x2", "patchconvnet_s60"), 128)
+CURVE_MODELS = ("deit_small_patch16", "deit3_base_patch16")
+COLUMNS = ("model", "project", "task", "mode", "batch size", "size", "depth", "images/s", "ms", "lower bounds, ms", "TFLOP/s")
+COLUMNS += ("of peak", "memory", "compile", "speedup over timm")
+KEY = ("model", "project", "task", "precision", "mode", "batch_size", "size", "depth")
 
 
-def wanted(options: argparse.Namespace, name: str, device: torch.device) -> Iterator[tuple[Any, list[Setting]]]:
-    """What to measure of a model: a title for each list of settings."""
+def plan_settings(options: argparse.Namespace, name: str, device: torch.device) -> Iterator[tuple[Any, list[Setting]]]:
+    """Titles and lists of settings to measure for a model."""
     modes, precisions, tasks = options.modes.split(","), options.precision.split(","), options.tasks.split(",")
 
-    def batch_of(name: str, task: str) -> int:
-        return options.batch or (TRAINED.get(name, BATCH) if task == "train" else BATCH)
+    def batch_size_of(name: str, task: str) -> int:
+        return options.batch_size or (TRAIN_BATCH_SIZES.get(name, BATCH_SIZE) if task == "train" else BATCH_SIZE)
 
     if options.what == "pairs":
-        yield "pairs", [setting for task in tasks for setting in all_settings([task], precisions, modes, [batch_of(name, task)])]
+        lists = [make_settings([task], precisions, modes, [batch_size_of(name, task)]) for task in tasks]
+        yield "pairs", [setting for settings in lists for setting in settings]
     elif options.what == "latency":
-        yield "latency", all_settings(["inference"], precisions, modes, [1])
+        yield "latency", make_settings(["inference"], precisions, modes, [1])
     else:
-        architecture, few = open_contender(name).architecture, modes[:1]
+        architecture, first_mode = open_candidate(name).architecture, modes[:1]
         for title, changes in (
-            ("resolution", {"sizes": curve_sizes(architecture), "batches": [(options.batch or BATCH) // 4 or 1]}),
-            ("batch", {"batches": BATCHES[device.type]}),
-            ("depth", {"depths": curve_depths(architecture), "batches": [options.batch or BATCH]}),
+            ("resolution", {"sizes": curve_sizes(architecture), "batch_sizes": [(options.batch_size or BATCH_SIZE) // 4 or 1]}),
+            ("batch", {"batch_sizes": BATCH_SIZES[device.type]}),
+            ("depth", {"depths": curve_depths(architecture), "batch_sizes": [options.batch_size or BATCH_SIZE]}),
         ):
-            yield title, all_settings(tasks, precisions, few, **changes)
+            yield title, make_settings(tasks, precisions, first_mode, **changes)
 
 
-def key(cell: Cell | dict) -> str:
-    found = cell if isinstance(cell, dict) else cell.to_dict()
-    return json.dumps([found[name] for name in KEY])
+def key(measurement: Measurement) -> tuple:
+    """What identifies a measurement."""
+    return tuple(getattr(measurement, name) for name in KEY)
 
 
-def read_back(path: Path, facts: dict, rounds: int) -> list[Cell]:
-    """Cells that the same machine has measured before, in as many rounds; what failed is tried again."""
+def load_measurements(path: Path, info: dict, rounds: int) -> list[Measurement]:
+    """Stored measurements of the same machine and number of rounds; failed ones are left out and so repeated."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        document = upgrade_benchmark(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError):
         return []
-    if found["machine"] != facts or found["rounds"] != rounds:
+    if document["machine"] != info or document["rounds"] != rounds:
         return []
-    fields = Cell.__dataclass_fields__
-    cells = [Cell(**{name: value for name, value in each.items() if name in fields}) for each in found["cells"]]
-    for cell in cells:
-        cell.size = (cell.size[0], cell.size[1])
-    return [cell for cell in cells if not cell.trouble.startswith(FAILED)]
+    fields = Measurement.__dataclass_fields__
+    stored = [{name: value for name, value in each.items() if name in fields} for each in document["measurements"]]
+    measurements = [Measurement(**each) for each in stored]
+    for measurement in measurements:
+        measurement.size = (measurement.size[0], measurement.size[1])
+    return [measurement for measurement in measurements if not measurement.error.startswith(FAILED)]
 
 
-def unmeasured(heats: Sequence[Heat], cells: Sequence[Cell]) -> list[Heat]:
-    known = {key(cell) for cell in cells}
-    return [heat for heat in heats if not all(key(entry.cell(None)) in known for entry in heat)]
+def unmeasured(groups: Sequence[Group], measurements: Sequence[Measurement]) -> list[Group]:
+    done = {key(measurement) for measurement in measurements}
+    return [group for group in groups if not all(key(entry.new_measurement(None)) in done for entry in group)]
 
 
 def register(path: Path) -> None:
-    """Run a file of somebody's models, which tells timm about them."""
+    """Run a Python file that registers models with timm."""
     spec = spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None or not path.is_file():
-        raise UserError(f"--register {path} is not a file of Python.")
+        raise UserError(f"--register {path} is not a Python file.")
     sys.modules[path.stem] = module = module_from_spec(spec)
     spec.loader.exec_module(module)
 
 
-def print_table(cells: Sequence[Cell]) -> None:
-    """In Markdown, ready for a page of the documentation."""
+def print_table(measurements: Sequence[Measurement]) -> None:
+    """Print a Markdown table."""
     print("\n| " + " | ".join(COLUMNS) + " |")
     print("| --- " * len(COLUMNS) + "|")
-    for cell in cells:
-        start = f"| `{cell.model}` | {cell.project} | {cell.task} {cell.precision} | {cell.mode} | {cell.batch} "
-        start += f"| {cell.size[0]} | {cell.depth} |"
-        if not cell.seconds:
-            print(f"{start} {cell.trouble} | | | | | | | |")
-            continue
-        other = beside(cell, cells)
-        ratio = times_as_fast(cell, other) if other else None
-        print(
-            f"{start} {cell.rate:,.0f} ±{cell.spread:.1%} | {1e3 * cell.median:.2f} "
-            f"| {', '.join(f'{name} {1e3 * value:.2f}' for name, value in cell.floors.items())} | {cell.operations / 1e12:.1f} "
-            f"| {f'{cell.share:.0%}' if cell.share else ''} | {f'{cell.memory / 1e9:.2f} GB' if cell.memory else ''} "
-            f"| {f'{cell.compile_seconds:.0f} s' if cell.compile_seconds is not None else ''} "
-            f"| {f'{ratio.median:.3f} ±{ratio.spread:.1%}' if ratio else ''} |"
+    for measurement in measurements:
+        start = (
+            f"| `{measurement.model}` | {measurement.project} | {measurement.task} {measurement.precision} | {measurement.mode} "
         )
+        start += f"| {measurement.batch_size} | {measurement.size[0]} | {measurement.depth} |"
+        if not measurement.seconds:
+            print(f"{start} {measurement.error} | | | | | | | |")
+            continue
+        other = timm_counterpart(measurement, measurements)
+        ratio = speedup(measurement, other) if other else None
+        bounds = ", ".join(f"{name} {1e3 * value:.2f}" for name, value in measurement.lower_bounds.items())
+        columns = [
+            f"{measurement.images_per_second:,.0f} ±{measurement.spread:.1%}",
+            f"{1e3 * measurement.median:.2f}",
+            bounds,
+            f"{measurement.flops / 1e12:.1f}",
+            f"{measurement.mfu:.0%}" if measurement.mfu else "",
+            f"{measurement.memory / 1e9:.2f} GB" if measurement.memory else "",
+            f"{measurement.compile_seconds:.0f} s" if measurement.compile_seconds is not None else "",
+            f"{ratio.median:.3f} ±{ratio.spread:.1%}" if ratio else "",
+        ]
+        print(f"{start} {' | '.join(columns)} |")
 
 
 def main() -> None:
@@ -140,7 +150,7 @@ def main() -> None:
     parser.add_argument("--tasks", default="inference,train")
     parser.add_argument("--modes", default="eager,compiled,graph")
     parser.add_argument("--precision", default="bf16")
-    parser.add_argument("--batch", type=positive, default=None)
+    parser.add_argument("--batch-size", type=positive, default=None)
     parser.add_argument("--rounds", type=positive, default=7)
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--no-timm", action="store_true")
@@ -148,34 +158,34 @@ def main() -> None:
     parser.add_argument("--device", default=None)
     parser.add_argument("--out", type=Path, default=OUT)
     options = parser.parse_args()
-    begun = time.monotonic()
-    check_folder(options.out)
-    device = begin(choose_device(options.device))
-    names = options.names or (CURVED if options.what == "curves" else MODELS)
-    plans = [(open_contender(name), list(wanted(options, name, device))) for name in names]
-    facts = machine(device) | ({} if options.no_timm else {"timm": str(import_timm("give --no-timm").__version__)})
+    started = time.monotonic()
+    check_writable_folder(options.out)
+    device = use_device(choose_device(options.device))
+    names = options.names or (CURVE_MODELS if options.what == "curves" else MODELS)
+    plans = [(open_candidate(name), list(plan_settings(options, name, device))) for name in names]
+    info = machine(device) | ({} if options.no_timm else {"timm": str(import_timm("pass --no-timm").__version__)})
     for path in options.register:
         register(path)
-    ceiling = measure_ceiling(device, options.precision.split(","))
-    print(f"{headline(facts)}; n = {options.rounds} rounds in turns; median, ± half the interquartile range")
-    print("ceiling: " + ", ".join(f"{rate / 1e12:.4g} TFLOP/s {name}" for name, rate in ceiling.operations.items()), end=", ")
-    print(f"{ceiling.bandwidth / 1e9:.4g} GB/s copied", flush=True)
-    for contender, plan in plans:
-        others, said = ([], []) if options.no_timm else opponents([contender])
-        print(*said, sep="\n", end="\n" if said else "")
+    peak = measure_peak(device, options.precision.split(","))
+    print(f"{describe_machine(info)}; n = {options.rounds} interleaved rounds; median ± half the interquartile range")
+    print("peak: " + ", ".join(f"{flops / 1e12:.4g} TFLOP/s {name}" for name, flops in peak.flops.items()), end=", ")
+    print(f"{peak.bandwidth / 1e9:.4g} GB/s copied", flush=True)
+    for candidate, plan in plans:
+        others, messages = ([], []) if options.no_timm else timm_candidates([candidate])
+        print(*messages, sep="\n", end="\n" if messages else "")
         for title, settings in plan:
-            path = options.out / f"{title if options.what == 'curves' else options.what}_{contender.name}.json"
-            cells = read_back(path, facts, options.rounds)
-            heats = unmeasured(make_heats([contender], others, settings), cells)
-            while heats and time.monotonic() - begun < options.seconds:
-                for found in run_heats([heats.pop(0)], options.rounds, device, ceiling):
-                    cells += found
-                    write_json(path, content(facts, ceiling, cells, options.rounds, not heats))
-            if not cells:
+            path = options.out / f"{title if options.what == 'curves' else options.what}_{candidate.name}.json"
+            measurements = load_measurements(path, info, options.rounds)
+            groups = unmeasured(make_groups([candidate], others, settings), measurements)
+            while groups and time.monotonic() - started < options.seconds:
+                for finished in measure_groups([groups.pop(0)], options.rounds, device, peak):
+                    measurements += finished
+                    write_json(path, make_document(info, peak, measurements, options.rounds, not groups))
+            if not measurements:
                 continue
-            print_table(cells)
+            print_table(measurements)
             if options.what == "curves":
-                path.with_suffix(".png").write_bytes(draw(cells, title, headline(facts)))
+                path.with_suffix(".png").write_bytes(draw(measurements, title, describe_machine(info)))
 
 
 if __name__ == "__main__":

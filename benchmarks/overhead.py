@@ -1,16 +1,15 @@
-"""What a block costs the host when nobody compiles: ours beside one written as timm writes it, in one process and in turns.
+"""Host time of a block without compilation: ours and one written like timm's, timed in turns in one process.
 
     python benchmarks/overhead.py --device cpu --rounds 21       # the figures in docs/performance.md
-    python benchmarks/overhead.py --device cuda --batch 4
-    python benchmarks/overhead.py --device cuda --own            # the model's own sizes: the device may be the slower one
+    python benchmarks/overhead.py --device cuda --batch-size 4
+    python benchmarks/overhead.py --device cuda --full-size      # the model's sizes: the device may be the bottleneck
     python benchmarks/overhead.py cait_xxs24 --device cpu --precision fp32
 
-The stack of a model's blocks, with a stochastic depth of 0.1 in each, runs forward and backward on tokens so small that all the
-time is Python, autograd and launches; one thread. On a GPU the clock stops when the work is handed over, not when it is done.
-The plain block is a norm, a qkv product, torch's attention and a product, then a norm and two products around GELU, each half
-dropped for each image. Printed are microseconds for each block, forward and backward, median ± half the interquartile range,
-the median of the rounds' ratios, and the operators that a block hands to the device, those that compute and views. Triton's
-kernels are no operators: they are not counted.
+The stack of a model's blocks, with drop-path 0.1 in each, runs forward and backward on tokens so small that all the time is
+Python, autograd and kernel launches; one thread. On a GPU the clock stops when the work is queued, not when it is done. The
+plain block is norm, qkv, torch's attention and projection, then norm and an MLP with GELU, with drop-path per image. The
+table has microseconds per block, forward and backward, median ± half the interquartile range, the median of the rounds'
+ratios, and the number of operators per block: those that compute, and views. Triton kernels are not counted.
 """
 
 import argparse
@@ -20,16 +19,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from asking import positive, run_program
+from arguments import positive, run_program
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vitrail.bench.output import headline
-from vitrail.bench.timing import machine, summarize, wait
+from vitrail.bench.output import describe_machine
+from vitrail.bench.timing import machine, summarize, synchronize
+from vitrail.devices import choose_device, use_device
 from vitrail.models.config import Architecture
 from vitrail.models.registry import build, lookup
-from vitrail.training.distributed import begin, choose_device
 
 SMALL = {"width": 32, "heads": 2, "image_size": (32, 32)}
 DROP = 0.1
@@ -72,12 +71,12 @@ class PlainDropPath(nn.Module):
         if self.rate == 0.0 or not self.training:
             return x
         keep = 1.0 - self.rate
-        coins = x.new_empty((x.shape[0],) + (1,) * (x.ndim - 1)).bernoulli_(keep)
-        return x * coins.div_(keep)
+        mask = x.new_empty((x.shape[0],) + (1,) * (x.ndim - 1)).bernoulli_(keep)
+        return x * mask.div_(keep)
 
 
 class PlainBlock(nn.Module):
-    """As timm writes it, without its options."""
+    """A pre-norm block as in timm, without its options."""
 
     def __init__(self, width: int, heads: int, hidden: int, rate: float) -> None:
         super().__init__()
@@ -92,10 +91,14 @@ class PlainBlock(nn.Module):
 
 
 class Stack:
-    """Blocks one after the other, and what they are called with beside the tokens."""
+    """A sequence of blocks and the arguments that they take after the tokens."""
 
-    def __init__(self, blocks: Sequence[nn.Module], others: tuple[Any, ...], tokens: Tensor, precision: str) -> None:
-        self.blocks, self.others, self.precision = [block.to(tokens.device).train() for block in blocks], others, precision
+    def __init__(self, blocks: Sequence[nn.Module], extra_args: tuple[Any, ...], tokens: Tensor, precision: str) -> None:
+        self.blocks, self.extra_args, self.precision = (
+            [block.to(tokens.device).train() for block in blocks],
+            extra_args,
+            precision,
+        )
         self.tokens, self.gradient = tokens.requires_grad_(), torch.randn_like(tokens)
         self.parameters = [parameter for block in blocks for parameter in block.parameters()]
 
@@ -103,60 +106,60 @@ class Stack:
         x = self.tokens
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
             for block in self.blocks:
-                x = block(x, *self.others)
+                x = block(x, *self.extra_args)
         return x
 
-    def forget(self) -> None:
+    def clear_gradients(self) -> None:
         for parameter in (self.tokens, *self.parameters):
             parameter.grad = None
 
     def seconds(self) -> tuple[float, float]:
-        """Of the host, for each block: forward and backward, from an idle device until everything is handed over."""
-        wait(self.tokens.device)
+        """Host seconds per block, forward and backward, from an idle device until all work is queued."""
+        synchronize(self.tokens.device)
         start = time.perf_counter()
         out = self.forward()
-        between = time.perf_counter()
-        wait(self.tokens.device)
-        again = time.perf_counter()
+        forward_end = time.perf_counter()
+        synchronize(self.tokens.device)
+        backward_start = time.perf_counter()
         out.backward(self.gradient)
-        end = time.perf_counter()
-        self.forget()
-        return (between - start) / len(self.blocks), (end - again) / len(self.blocks)
+        backward_end = time.perf_counter()
+        self.clear_gradients()
+        return (forward_end - start) / len(self.blocks), (backward_end - backward_start) / len(self.blocks)
 
     def operators(self) -> list[tuple[float, float]]:
-        """Forward and backward: operators for each block that compute something, and views."""
+        """Operators per block that compute something, and views: forward and backward."""
         counts = []
         out = None
         for _ in PASSES:
-            with Counted() as counted:
+            with OperatorCounter() as counter:
                 if out is None:
                     out = self.forward()
                 else:
                     out.backward(self.gradient)
-            counts.append((counted.working / len(self.blocks), counted.views / len(self.blocks)))
-        self.forget()
+            counts.append((counter.compute / len(self.blocks), counter.views / len(self.blocks)))
+        self.clear_gradients()
         return counts
 
 
-class Counted(TorchDispatchMode):
-    """Counts operators on their way to the device."""
+class OperatorCounter(TorchDispatchMode):
+    """Counts dispatched operators."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.working = self.views = 0
+        self.compute = self.views = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.is_view or func._schema.name in ("aten::_unsafe_view", "aten::detach"):
             self.views += 1
         elif not func._schema.name.startswith(("aten::empty", "aten::new_empty")):
-            self.working += 1
+            self.compute += 1
         return func(*args, **(kwargs or {}))
 
 
-def stacks(architecture: Architecture, name: str, batch: int, precision: str, device: torch.device) -> dict[str, Stack]:
+def make_stacks(architecture: Architecture, name: str, batch_size: int, precision: str, device: torch.device) -> dict[str, Stack]:
     model = build(architecture, name, device)
-    tokens, layout = model._start(
-        *model.embed(torch.zeros(batch, architecture.channels, *architecture.image_size, device=device))
+    tokens, layout = model._add_pos_embed(
+        *model.embed(torch.zeros(batch_size, architecture.channels, *architecture.image_size, device=device))
     )
     ours = [model.block(index) for index in range(len(model.blocks))]
     hidden = round(architecture.width * architecture.mlp_ratio)
@@ -168,47 +171,47 @@ def stacks(architecture: Architecture, name: str, batch: int, precision: str, de
 
 
 def measure(both: dict[str, Stack], rounds: int, repeats: int) -> dict[str, list[tuple[float, float]]]:
-    """For each of the two, medians of each round."""
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in both}
-    for number in range(-1, rounds):  # the first to warm up
+    """Medians of each round for both stacks."""
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in both}
+    for number in range(-1, rounds):  # the first is the warmup
         names = list(both) if number % 2 else list(both)[::-1]
         for name in names:
             runs = [both[name].seconds() for _ in range(repeats)]
             if number >= 0:
                 forward, backward = (statistics.median(column) for column in zip(*runs, strict=True))
-                found[name].append((forward, backward))
-    return found
+                times[name].append((forward, backward))
+    return times
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", nargs="?", default="deit_small_patch16")
-    parser.add_argument("--batch", type=positive, default=1)
-    parser.add_argument("--own", action="store_true", help="the model's own sizes instead of the smallest")
+    parser.add_argument("--batch-size", type=positive, default=1)
+    parser.add_argument("--full-size", action="store_true", help="use the model's width and image size instead of tiny ones")
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--rounds", type=positive, default=11)
-    parser.add_argument("--repeats", type=positive, default=20, help="passes in a round")
+    parser.add_argument("--repeats", type=positive, default=20, help="passes per round")
     parser.add_argument("--device", default=None)
     options = parser.parse_args()
-    device = begin(choose_device(options.device))
+    device = use_device(choose_device(options.device))
     torch.set_num_threads(1)
     name, architecture = lookup(options.name)
-    changes: dict[str, Any] = {} if options.own else SMALL
+    changes: dict[str, Any] = {} if options.full_size else SMALL
     architecture = architecture.replace(**changes, drop_path=DROP, drop_path_schedule="uniform", drop_path_kind="each")
-    both = stacks(architecture, name, options.batch, options.precision, device)
+    both = make_stacks(architecture, name, options.batch_size, options.precision, device)
     times = measure(both, options.rounds, options.repeats)
-    how = f"n = {options.rounds} rounds of {options.repeats} in turns; median ± half the interquartile range"
-    print(f"{headline(machine(device))}; {name}, {options.precision}, batch {options.batch}; {how}\n")
-    print("| a block's | ours, µs | plain, µs | ours / plain | operators, ours / plain | views |")
+    method = f"n = {options.rounds} interleaved rounds of {options.repeats}; median ± half the interquartile range"
+    print(f"{describe_machine(machine(device))}; {name}, {options.precision}, batch size {options.batch_size}; {method}\n")
+    print("| per block | ours, µs | plain, µs | ours / plain | operators, ours / plain | views |")
     print("| --- | --- | --- | --- | --- | --- |")
     counts = {name: stack.operators() for name, stack in both.items()}
-    for place, which in enumerate(PASSES):
-        columns = {name: [each[place] for each in found] for name, found in times.items()}
-        cells = [f"{1e6 * found.median:.1f} ±{found.spread:.1%}" for found in map(summarize, columns.values())]
+    for index, direction in enumerate(PASSES):
+        columns = {name: [each[index] for each in values] for name, values in times.items()}
+        texts = [f"{1e6 * each.median:.1f} ±{each.spread:.1%}" for each in map(summarize, columns.values())]
         ratio = summarize([one / other for one, other in zip(columns["ours"], columns["plain"], strict=True)])
-        cells += [f"{ratio.median:.2f} ±{ratio.spread:.1%}"]
-        cells += [" / ".join(f"{found[place][kind]:.1f}" for found in counts.values()) for kind in (0, 1)]
-        print(f"| {which} | {' | '.join(cells)} |", flush=True)
+        texts += [f"{ratio.median:.2f} ±{ratio.spread:.1%}"]
+        texts += [" / ".join(f"{each[index][kind]:.1f}" for each in counts.values()) for kind in (0, 1)]
+        print(f"| {direction} | {' | '.join(texts)} |", flush=True)
 
 
 if __name__ == "__main__":

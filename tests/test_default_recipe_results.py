@@ -6,19 +6,20 @@ from pathlib import Path
 import pytest
 
 from benchmarks.default_recipes.__main__ import RESULTS, main, table
+from vitrail.aliases import upgrade_run
 from vitrail.errors import UserError
 
 PAGE = Path(__file__).parents[1] / "docs" / "default-recipes.md"
 
 
 @pytest.mark.parametrize("data", ["tiny-imagenet", "cifar10"])
-def test_the_page_has_what_was_kept(data):
+def test_the_page_has_the_stored_runs(data):
     assert table(data) in PAGE.read_text(encoding="utf-8")
 
 
-def test_kept_runs_tell_how_to_make_them_again():
+def test_stored_runs_are_reproducible():
     for path in RESULTS.glob("*.json"):
-        run = json.loads(path.read_text(encoding="utf-8"))
+        run = upgrade_run(json.loads(path.read_text(encoding="utf-8")))
         assert run["command"].startswith(f"vitrail train {run['data']['name']}/ --recipe {run['recipe']['name']}")
         assert {"torch", "python"} <= run["versions"].keys()
         assert run["git"]
@@ -28,7 +29,7 @@ def test_kept_runs_tell_how_to_make_them_again():
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """The folder of a finished run; what is kept of it goes beside it."""
+    """A finished run directory; results are stored next to it."""
     monkeypatch.setattr("benchmarks.default_recipes.__main__.RESULTS", tmp_path)
     run = tmp_path / "run"
     run.mkdir()
@@ -53,7 +54,7 @@ def write_lines(run, lines):
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def test_a_run_is_kept_without_its_machines_paths(run, tmp_path, capsys):
+def test_machine_paths_are_removed(run, tmp_path, capsys):
     main(["keep", str(run), "mine", "--data", "flowers"])
     text = (tmp_path / "flowers-mine.json").read_text()
     assert "/far" not in text
@@ -62,9 +63,9 @@ def test_a_run_is_kept_without_its_machines_paths(run, tmp_path, capsys):
     assert "| `mine` | 1.0 M | 2.00 G | 1 | 50.00 % | 50.00 % of 1 | 0.0 | 6 | 6 |  |" in capsys.readouterr().out
 
 
-def refused(sentence, *words):
-    with pytest.raises(UserError, match=sentence):
-        main(list(map(str, words)))
+def rejected(message, *args):
+    with pytest.raises(UserError, match=message):
+        main(list(map(str, args)))
 
 
 def test_a_run_of_few_classes_and_steps(run, tmp_path):
@@ -79,53 +80,53 @@ def test_a_run_of_few_classes_and_steps(run, tmp_path):
     assert "| `mine` |" in table("flowers")
 
 
-def test_what_is_no_finished_run_is_refused(run, tmp_path):
+def test_what_is_no_finished_run_is_rejected(run, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "image.png").write_bytes(b"\x89PNG")
     for name in ("missing", "empty", "image.png"):
-        refused("is not the folder of a run", "keep", tmp_path / name, "mine", "--data", "flowers")
+        rejected("is not a run directory", "keep", tmp_path / name, "mine", "--data", "flowers")
     facts = json.loads((run / "run.json").read_text())
-    for change, sentence in (
-        ({"steps": None, "seconds": None}, "has not come to its end: finish it with `vitrail resume"),
+    for change, message in (
+        ({"steps": None, "seconds": None}, "is not finished: continue it with `vitrail resume"),
         ({"command": None}, "does not describe a training: it has no command"),
-        ({"recipe": {"name": "small"}}, "does not describe a training: it has no batch"),
+        ({"recipe": {"name": "small"}}, "does not describe a training: it has no batch_size"),
         (dict.fromkeys(facts), "does not describe a training"),
     ):
         (run / "run.json").write_text(json.dumps({key: value for key, value in (facts | change).items() if value is not None}))
-        refused(sentence, "keep", run, "mine", "--data", "flowers")
+        rejected(message, "keep", run, "mine", "--data", "flowers")
     (run / "run.json").write_text(json.dumps(facts))
     write_lines(run, [])
-    refused("has no validations", "keep", run, "mine", "--data", "flowers")
+    rejected("has no validations", "keep", run, "mine", "--data", "flowers")
     assert not list(tmp_path.glob("*.json"))
 
 
 @pytest.mark.parametrize("word", ["", "..", "../mine", "a/b", "a..b", ".mine", "mine\n"])
-def test_names_stay_in_their_folder(run, word):
-    refused("becomes part of a file's name", "keep", run, word, "--data", "flowers")
-    refused("becomes part of a file's name", "keep", run, "mine", "--data", word)
+def test_names_cannot_leave_the_directory(run, word):
+    rejected("becomes part of a file name", "keep", run, word, "--data", "flowers")
+    rejected("becomes part of a file name", "keep", run, "mine", "--data", word)
 
 
-def test_what_was_kept_is_not_replaced_unasked(run, tmp_path):
+def test_stored_runs_are_not_replaced_by_default(run, tmp_path):
     path = tmp_path / "flowers-mine.json"
     path.write_text("precious")
-    refused("There is a flowers-mine.json already", "keep", run, "mine", "--data", "flowers")
+    rejected("flowers-mine.json already exists", "keep", run, "mine", "--data", "flowers")
     assert path.read_text() == "precious"
     main(["keep", str(run), "mine", "--data", "flowers", "--replace"])
     assert json.loads(path.read_text())["name"] == "mine"
 
 
-def test_tables_that_cannot_be(run, tmp_path):
-    refused("No run on 'nosuch' was kept; there are runs on nothing yet", "table", "nosuch")
+def test_invalid_tables(run, tmp_path):
+    rejected("No run on 'nosuch' is stored; there are runs on no data yet", "table", "nosuch")
     main(["keep", str(run), "mine", "--data", "flowers"])
-    refused("No run on 'nosuch' was kept; there are runs on flowers", "table", "nosuch")
+    rejected("No run on 'nosuch' is stored; there are runs on flowers", "table", "nosuch")
     for text in ("{}", "[]", "no JSON", '{"data": {"name": "flowers"}, "validations": []}'):
         (tmp_path / "foreign.json").write_text(text)
-        refused("foreign.json is not a run that was kept here", "table", "flowers")
+        rejected("foreign.json is not a stored run", "table", "flowers")
 
 
-def test_the_command_line_tells_it(tmp_path):
+def test_errors_on_the_command_line(tmp_path):
     words = [sys.executable, "-m", "benchmarks.default_recipes", "keep", tmp_path / "missing", "mine", "--data", "flowers"]
     done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=PAGE.parents[1])
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("house: ")
+    assert done.stderr.startswith("default_recipes: ")
     assert done.stderr.count("\n") == 1

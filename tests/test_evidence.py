@@ -1,7 +1,4 @@
-"""The claims can be trained: every cell of every claim builds, and one claim goes all the way to its table.
-
-What results say about themselves, what may stand beside them, and the page that is printed of them.
-"""
+"""Claims: every variant builds a network, one claim is trained up to its table; provenance of results, and the printed page."""
 
 import json
 import re
@@ -12,22 +9,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.evidence import running
+from benchmarks.evidence import trials
 from benchmarks.evidence.__main__ import main
 from benchmarks.evidence.claims import CLAIMS
 from benchmarks.evidence.findings import FINDINGS
 from benchmarks.evidence.page import RESULTS, Field, table
-from benchmarks.evidence.records import FILES, commit, common, describe_file, difference, needs
+from benchmarks.evidence.provenance import FILES, commit, common, describe_file, difference, load_results, needs
 from vitrail.models.registry import create
 from vitrail.recipes import lookup
 
-CELLS = [(name, cell) for name, claim in CLAIMS.items() for cell in claim.cells]
+VARIANTS = [(name, variant) for name, claim in CLAIMS.items() for variant in claim.variants]
 
 
-@pytest.mark.parametrize(("name", "cell"), CELLS, ids=lambda part: part)
-def test_a_cell_is_a_network(name, cell):
+@pytest.mark.parametrize(("name", "variant"), VARIANTS, ids=lambda part: part)
+def test_a_variant_builds_a_network(name, variant):
     claim = CLAIMS[name]
-    changes = {key: value for key, value in (claim.base | claim.cells[cell]).items() if key not in FILES.values()}
+    changes = {key: value for key, value in (claim.base | claim.variants[variant]).items() if key not in FILES.values()}
     changes.pop("first", None)
     recipe = lookup(claim.recipe).set(changes)
     if claim.recipe == "finetune":
@@ -52,20 +49,20 @@ TEACHER = {"name": "teacher.pt", "sha256": SHA}
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """A folder with two cells of a claim, two seeds each."""
+    """A directory with results of two variants of a claim, two seeds each."""
     folder = tmp_path_factory.mktemp("results")
-    main([*RUN, "--seeds=2", f"--results={folder}", "--cells", "class token", "mean"])
+    main([*RUN, "--seeds=2", f"--results={folder}", "--variants", "class token", "mean"])
     return folder
 
 
-def refused(capsys, *words):
+def rejected(capsys, *words):
     with pytest.raises(SystemExit) as stop:
         main([*words])
     assert stop.value.code == 2
     return capsys.readouterr().err
 
 
-def test_from_cells_to_a_table(results, capsys):
+def test_from_variants_to_a_table(results, capsys):
     file = results / "class-attention.json"
     content = file.read_text()
     runs = json.loads(content)["runs"]
@@ -76,10 +73,10 @@ def test_from_cells_to_a_table(results, capsys):
     assert "## Class attention" in page
     assert "| class token | 0.1 M |" in page
     assert page.count(" | 2 | ") == 2
-    assert "Not seen here" not in page  # the findings are about other results
+    assert "Not confirmed" not in page  # the findings are about other results
 
 
-def test_a_result_says_what_it_was_trained_on(results, capsys):
+def test_results_record_their_data(results, capsys):
     runs = json.loads((results / "class-attention.json").read_text())["runs"]
     assert {run["data"] for run in runs} == {"digits"}  # not the claim's own set
     assert {len(run["fingerprint"]) for run in runs} == {16}
@@ -88,13 +85,13 @@ def test_a_result_says_what_it_was_trained_on(results, capsys):
     assert f"On digits (fingerprint {runs[0]['fingerprint']}) at 8 pixels" in capsys.readouterr().out
 
 
-def test_what_is_there_is_not_trained_again_and_said_to_be_there(results, capsys):
+def test_stored_runs_are_not_repeated(results, capsys):
     before = (results / "class-attention.json").read_text()
-    main([*RUN, "--seeds=2", f"--results={results}", "--cells", "mean"])
+    main([*RUN, "--seeds=2", f"--results={results}", "--variants", "mean"])
     assert (results / "class-attention.json").read_text() == before
     said = capsys.readouterr().err.splitlines()
     assert [line.partition(": ")[2].partition(":")[0] for line in said] == ["mean, seed 0", "mean, seed 1"]
-    assert all("there already" in line for line in said)
+    assert all("already stored" in line for line in said)
 
 
 @pytest.mark.parametrize(
@@ -105,9 +102,9 @@ def test_what_is_there_is_not_trained_again_and_said_to_be_there(results, capsys
     ],
     ids=["data", "set"],
 )
-def test_other_settings_are_refused(results, capsys, words, why):
+def test_other_settings_are_rejected(results, capsys, words, why):
     before = (results / "class-attention.json").read_text()
-    said = refused(capsys, *RUN, *words, "--seeds=1", f"--results={results}")
+    said = rejected(capsys, *RUN, *words, "--seeds=1", f"--results={results}")
     assert why in said
     assert "--results" in said
     assert (results / "class-attention.json").read_text() == before
@@ -124,11 +121,11 @@ def test_other_settings_are_refused(results, capsys, words, why):
         ({"files": {"teacher": TEACHER | {"name": "moved.pt"}}}, None),
         ({"files": {"teacher": TEACHER | {"sha256": "1" * 64}}}, "another --teacher"),
         ({"files": {"teacher": TEACHER | {"beside": SHA}}}, "another --teacher"),
-        ({"files": {}}, "do not say which --teacher"),
+        ({"files": {}}, "do not record their --teacher"),
         ({"epochs": 7.0}, None),
     ],
 )
-def test_which_results_go_together(change, why):
+def test_compatible_results(change, why):
     plan = {"data": "cifar10", "fingerprint": "a", "set": {}, "changes": {"distillation.kind": "hard"}}
     plan |= {"files": {"teacher": TEACHER}}
     stored = plan | {"cell": "hard", "seed": 0, "epochs": 5.0} | change
@@ -142,20 +139,20 @@ def test_which_results_go_together(change, why):
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (["run", "distillation", "--epochs=1"], "without --teacher"),
+        (["run", "distillation", "--epochs=1"], "needs --teacher"),
         (["run", "distillation", "--epochs=1", "--teacher=nowhere.pt"], "no teacher at"),
         (["run", "stems", "--epochs=1", "--set=optimizer.rat=1"], "optimizer.lr"),
         (["run", "stems", "--epochs=1", "--weights=x"], "would not use --weights"),
-        (["run", "stems", "--epochs=1", "--cells", "hmpl"], "no cell called hmpl"),
+        (["run", "stems", "--epochs=1", "--variants", "hmpl"], "no variant hmpl"),
         (["run", "stems", "--epochs=1", "--set=batch"], "has no value"),
-        (["run", "stems", "--epochs=1", "--set=seed=3"], "give --seeds"),
-        (["run", "scopes", "--epochs=1", "--set=init.weights=x", "--weights=y"], "give --weights"),
-        (["run", "stems", "--epochs=1", "--set=architecture.stem=conv"], "what the cells of stems differ in"),
+        (["run", "stems", "--epochs=1", "--set=seed=3"], "use --seeds"),
+        (["run", "scopes", "--epochs=1", "--set=init.weights=x", "--weights=y"], "use --weights"),
+        (["run", "stems", "--epochs=1", "--set=architecture.stem=conv"], "differs between the variants of stems"),
     ],
     ids=lambda part: part if isinstance(part, str) else "",
 )
-def test_settings_that_would_be_dropped_are_refused(capsys, tmp_path, words, why):
-    said = refused(capsys, *words, "--data=digits", "--device=cpu", f"--results={tmp_path}")
+def test_settings_that_would_be_dropped_are_rejected(capsys, tmp_path, words, why):
+    said = rejected(capsys, *words, "--data=digits", "--device=cpu", f"--results={tmp_path}")
     assert why in said
     assert len(said.splitlines()) == 1
     assert not list(tmp_path.iterdir())
@@ -188,7 +185,7 @@ def test_a_file_is_recorded_with_the_run_and_in_the_command(tmp_path, capsys, mo
         trained.append(changes)
         return {"top1": 0.5, "seconds": 1.0, "size": [64, 64], "images": 9, "parameters": 1, "operations": 1}
 
-    monkeypatch.setattr(running, "train_in_stages", train)
+    monkeypatch.setattr(trials, "train_in_stages", train)
     words = [
         "run",
         "scopes",
@@ -199,7 +196,7 @@ def test_a_file_is_recorded_with_the_run_and_in_the_command(tmp_path, capsys, mo
         "--device=cpu",
         "--set=batch_size=64",
     ]
-    main([*words, f"--results={tmp_path}", "--cells", "ffn"])
+    main([*words, f"--results={tmp_path}", "--variants", "ffn"])
     assert trained[0]["init.weights"] == "vitrail_tiny"
     (run,) = json.loads((tmp_path / "scopes.json").read_text())["runs"]
     assert run["files"]["weights"] == describe_file("vitrail_tiny")
@@ -207,11 +204,11 @@ def test_a_file_is_recorded_with_the_run_and_in_the_command(tmp_path, capsys, mo
     capsys.readouterr()
     main(["table", f"--results={tmp_path}"])
     page = capsys.readouterr().out
-    assert "--weights vitrail_tiny --set=batch_size=64 --cells ffn --results again" in page
+    assert "--weights vitrail_tiny --set=batch_size=64 --variants ffn --results again" in page
     assert run["files"]["weights"]["sha256"][:16] in page
 
 
-def test_the_commit_is_marked_where_the_code_is_not_its(tmp_path):
+def test_changed_code_is_marked(tmp_path):
     def git(*words):
         subprocess.run(
             ["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=tmp_path, check=True, capture_output=True
@@ -235,7 +232,7 @@ def test_the_commit_is_marked_where_the_code_is_not_its(tmp_path):
     assert commit(tmp_path) == f"{clean}+changes"
 
 
-def test_the_page_is_what_is_printed():
+def test_the_page_is_up_to_date():
     page = Path(__file__).parents[1] / "docs" / "evidence.md"
     assert page.read_text() == table(RESULTS), "python -m benchmarks.evidence table > docs/evidence.md"
 
@@ -247,13 +244,15 @@ def test_every_table_has_its_command():
     for words in commands:
         claim = CLAIMS[words[words.index("run") + 1]]
         assert words[words.index("--data") + 1] == claim.data
-        assert {word[2:] for word in words} & FILES.keys() == {option for cell in claim.cells for option in needs(claim, cell)}
+        assert {word[2:] for word in words} & FILES.keys() == {
+            option for variant in claim.variants for option in needs(claim, variant)
+        }
 
 
-def test_results_are_of_the_claims_as_they_are():
+def test_results_match_the_claims():
     for name, claim in CLAIMS.items():
-        for run in json.loads((RESULTS / f"{name.replace(' ', '-')}.json").read_text())["runs"]:
-            own = {key: value for key, value in (claim.base | claim.cells[run["cell"]]).items() if key not in FILES.values()}
+        for run in load_results(RESULTS / f"{name.replace(' ', '-')}.json")["runs"]:
+            own = {key: value for key, value in (claim.base | claim.variants[run["cell"]]).items() if key not in FILES.values()}
             assert run["changes"] == own
             assert common(claim, run) == {}
 
@@ -286,7 +285,7 @@ def test_runs_of_other_data_are_not_in_one_table(tmp_path):
     assert "--data cifar10" in page
 
 
-def test_a_cell_of_two_stages(tmp_path):
+def test_a_variant_of_two_stages(tmp_path):
     words = ["run", "resolution", "--data=digits", "--epochs=1", "--seeds=1", "--set=architecture.depth=1"]
     main([*words, *SMALL, f"--results={tmp_path}"])
     once, twice = json.loads((tmp_path / "resolution.json").read_text())["runs"]

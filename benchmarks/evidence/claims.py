@@ -1,4 +1,4 @@
-"""Which claims, and what is compared to try them: cells that differ in a leaf or two of one recipe, at the same budget."""
+"""Claims of the papers and how they are tested: variants that differ in one or two keys of a recipe, at the same budget."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,18 +10,18 @@ SCALED = {"architecture.residual": "layerscale", "architecture.layerscale_init":
 
 @dataclass(frozen=True)
 class Claim:
-    """`{teacher}`, `{labels}` and `{weights}` in a cell are what the command is given."""
+    """A claim; `{teacher}`, `{labels}` and `{weights}` in a variant are replaced by the options of the command."""
 
-    says: str
-    paper: str  # its own numbers
-    data: str  # the set it is tried on
-    cells: dict[str, dict[str, Any]]
+    text: str
+    paper: str  # published numbers
+    data: str  # the data set it is tested on
+    variants: dict[str, dict[str, Any]]
     base: dict[str, Any] = field(default_factory=dict)
     recipe: str = "small"
 
 
 SCOPES = Claim(  # from `vitrail_tiny`, the network trained on Tiny ImageNet
-    "Fine-tuning attention alone does as well as fine-tuning everything; the MLPs alone do worse.",
+    "Fine-tuning only the attention is as good as fine-tuning all weights; fine-tuning only the MLPs is worse.",
     "Three things, Table 5, ViT-S from 224 to 384, AdamW: full 82.7, attention 82.5, ffn 82.2",
     "oxford-pets",
     {scope: {"init.scope": scope} for scope in ("full", "attention", "ffn")},
@@ -30,7 +30,7 @@ SCOPES = Claim(  # from `vitrail_tiny`, the network trained on Tiny ImageNet
 )
 CLAIMS = {
     "distillation": Claim(
-        "A convnet's hard choices teach more than its probabilities, and a token of their own takes them in best.",
+        "Hard distillation from a convnet is better than soft distillation, and a distillation token improves it further.",
         "DeiT, Table 3.3, ImageNet, Ti: none 72.2, soft 72.2, hard 74.3, token 74.5",
         "cifar10",
         {
@@ -51,7 +51,7 @@ CLAIMS = {
         PLAIN,
     ),
     "tokens": Claim(
-        "Labels of patches teach more than one label, and MixToken more than CutMix.",
+        "Token labels are better than one label per image, and MixToken is better than CutMix.",
         "LV-ViT, Tables 3 and 6, ImageNet, S: labels 82.4, re-labels with CutMix 82.8, token labels with MixToken 83.3",
         "tiny-imagenet",
         {
@@ -75,7 +75,7 @@ CLAIMS = {
     "scopes": SCOPES,
     "scopes on cifar10": replace(SCOPES, data="cifar10"),
     "layerscale": Claim(
-        "LayerScale lets 36 blocks train.",
+        "LayerScale makes networks of 36 blocks trainable.",
         "CaiT, Table 1, DeiT-S of 36 blocks: none 78.9 (81.9 with more drop-path), ReZero 81.6, T-Fixup 82.1, Fixup 82.4, "
         "LayerScale 82.9",
         "cifar10",
@@ -89,7 +89,7 @@ CLAIMS = {
         DEEP,
     ),
     "class attention": Claim(
-        "A class token that only reads, after the patches are done, beats one that is there from the start.",
+        "A class token inserted after the last block, with class attention, is better than one inserted at the start.",
         "CaiT, Table 2, DeiT-S without LayerScale: class token 79.9, mean 80.3, 12 + 2 blocks with class attention 80.8",
         "cifar10",
         {
@@ -100,7 +100,7 @@ CLAIMS = {
         PLAIN | SCALED,
     ),
     "parallel": Claim(
-        "Two branches side by side do as well as twice the blocks one after the other.",
+        "Two parallel branches are as good as twice the number of sequential blocks.",
         "Three things, Table 2, ViT-B with LayerScale, 300 epochs: 36 x 1 83.9, 18 x 2 83.8",
         "cifar10",
         {
@@ -111,8 +111,8 @@ CLAIMS = {
         PLAIN | SCALED | {"architecture.width": 128, "architecture.heads": 2},
     ),
     "recipe": Claim(
-        "On ImageNet-1k a ViT-B does better with three simple augmentations than with RandAugment, and with sigmoids than with a "
-        "softmax; a ViT-S does not. A simple crop does better than resized ones on ImageNet-21k only.",
+        "On ImageNet-1k a ViT-B is better with 3-Augment than with RandAugment, and with a binary loss (sigmoids) than with a "
+        "softmax; a ViT-S is not. A simple crop is better than random resized crops on ImageNet-21k only.",
         "DeiT III, ImageNet-1k, ViT-B: softmax 80.9, sigmoids 82.2 (300 epochs, RandAugment); RandAugment 82.7, 3-Augment 83.1 "
         "(400 epochs, sigmoids); ViT-S: 79.8 and 79.8, 80.7 and 80.4; without resized crops ViT-S loses 0.9. ImageNet-21k, then "
         "ImageNet-1k, S, B, L: resized crops 81.6, 84.6, 86.0, simple crops 82.1, 84.8, 86.3",
@@ -131,14 +131,14 @@ CLAIMS = {
         PLAIN | SCALED,
     ),
     "communication": Claim(
-        "Without a product across patches an MLP network does not see the image.",
+        "Without communication between patches the accuracy of an MLP network drops.",
         "ResMLP, S12: linear 76.6, none 56.5",
         "cifar10",
         {"none": {"architecture.mixer": "none"}, "linear": {}},
         {"model": "resmlp_s12", "architecture.patch_size": 4, "architecture.drop_path": 0.0},
     ),
     "pooling": Claim(
-        "Pooling by attention does as well as the mean or better, and shows what it looks at.",
+        "Attention pooling is at least as good as mean pooling, and gives attention maps.",
         "PatchConvNet, S60: attention 82.1, mean 81.9",
         "cifar10",
         {"mean": {"architecture.pooling": "mean"}, "attention": {}},
@@ -151,7 +151,7 @@ CLAIMS = {
         },
     ),
     "stems": Claim(
-        "A stem of several small steps beats one linear map of a patch, and hMLP does so without mixing patches.",
+        "A stem of several small steps is better than one linear projection, and hMLP achieves this without mixing patches.",
         "Three things, Table 7, ViT-B: linear 82.20 ± 0.06, convolutions 82.57, hMLP 82.54 ± 0.09",
         "cifar10",
         {
@@ -162,7 +162,7 @@ CLAIMS = {
         PLAIN | SCALED,
     ),
     "resolution": Claim(
-        "Training at a low resolution and a short fine-tuning at the full one does as well, and costs less.",
+        "Training at a low resolution followed by a short fine-tuning at full resolution is as good, and cheaper.",
         "DeiT III, ViT-B, 400 epochs: 224 pixels 83.1; 128, then 20 epochs at 224: 83.2; 160: 83.3; 192: 83.5",
         "cifar10",
         {

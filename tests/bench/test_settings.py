@@ -1,12 +1,12 @@
 import pytest
 
-from vitrail.bench.settings import Setting, all_settings, curve_depths, curve_sizes
+from vitrail.bench.settings import Setting, curve_depths, curve_sizes, make_settings
 from vitrail.errors import UserError
 from vitrail.models.registry import lookup
 
 
 def test_every_combination_once():
-    found = all_settings(["train", "inference"], ["fp32"], ["eager", "graph"], [1, 8, 8], [None, (32, 48)])
+    found = make_settings(["train", "inference"], ["fp32"], ["eager", "graph"], [1, 8, 8], [None, (32, 48)])
     assert len(found) == len(set(found)) == 2 * 2 * 2 * 2
     assert found[:2] == [Setting("train", "fp32", "eager", 1, None, 0), Setting("train", "fp32", "eager", 8, None, 0)]
 
@@ -14,16 +14,16 @@ def test_every_combination_once():
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"tasks": ["sleep"]}, "--task sleep is not known: choose among inference, train."),
+        ({"tasks": ["sleep"]}, "unknown --task sleep: choose from inference, train."),
         ({"modes": ["fast"]}, "--mode fast"),
         ({"precisions": ["fp8"]}, "--precision fp8"),
-        ({"batches": [0]}, "--batch takes whole numbers"),
-        ({"depths": [-1]}, "--depth takes whole numbers"),
+        ({"batch_sizes": [0]}, "--batch-size must be at least 1"),
+        ({"depths": [-1]}, "--depth must be at least 1"),
     ],
 )
-def test_what_is_not_known_is_refused(changes, reason):
+def test_invalid_settings_are_rejected(changes, reason):
     with pytest.raises(UserError, match=reason):
-        all_settings(**changes)
+        make_settings(**changes)
 
 
 def test_curves_run_through_whole_patches_and_even_depths():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vitrail.bench import timing
-from vitrail.bench.timing import enough_repeats, in_turns, machine, summarize, timed
+from vitrail.bench.timing import choose_repeats, machine, summarize, time_interleaved, time_run
 
 CPU = torch.device("cpu")
 
@@ -20,38 +20,38 @@ def test_seconds_are_of_one_run(monkeypatch):
     clock = iter([10.0, 16.0])
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
     calls = []
-    assert timed(lambda: calls.append(1), CPU, 3) == 2.0
+    assert time_run(lambda: calls.append(1), CPU, 3) == 2.0
     assert len(calls) == 3
 
 
-def test_all_take_turns_and_each_is_first_once():
+def test_runs_are_interleaved():
     order = []
     runs = [lambda name=name: order.append(name) for name in "abc"]
     times = [[], [], []]
     steps = []
-    in_turns(runs, [1, 2, 1], times, 3, CPU, steps.append)
+    time_interleaved(runs, [1, 2, 1], times, 3, CPU, steps.append)
     assert "".join(order) == "abbc" + "bbca" + "cabb"
     assert [len(each) for each in times] == [3, 3, 3]
     assert sum(steps) == 9
 
 
-def test_what_was_timed_before_an_interruption_is_kept():
+def test_an_interrupt_keeps_times():
     def stop():
         raise KeyboardInterrupt
 
     times = [[], []]
     with pytest.raises(KeyboardInterrupt):
-        in_turns([lambda: None, stop], [1, 1], times, 5, CPU)
+        time_interleaved([lambda: None, stop], [1, 1], times, 5, CPU)
     assert [len(each) for each in times] == [1, 0]
 
 
 def test_short_runs_are_repeated_and_long_ones_are_not():
-    assert enough_repeats(10.0) == 1
-    assert enough_repeats(timing.ROUND / 10) == 10
-    assert enough_repeats(0.0) == timing.MOST
+    assert choose_repeats(10.0) == 1
+    assert choose_repeats(timing.ROUND_SECONDS / 10) == 10
+    assert choose_repeats(0.0) == timing.MAX_REPEATS
 
 
-def test_the_machine_says_its_threads():
+def test_machine():
     found = machine(CPU)
     assert (found["kind"], found["threads"]) == ("cpu", torch.get_num_threads())
     assert found["device"]
