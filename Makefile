@@ -1,15 +1,20 @@
-# On a machine with Python >= 3.11 and nothing else: `make demo` adapts weights to built-in images, `make test` runs lint, types, tests.
+# On a machine with Python >= 3.11 and nothing else: `make demo` runs the main job on embedded images, `make test` runs lint, types
+# and all tests, `make quick` the fast part of them.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check tests format clean
+.PHONY: demo test quick check tests format clean
 
-# Two CPU cores need less than three minutes: bundled weights adapted to photographs, the same from scratch, one page on both.
+# Less than three minutes on two CPU cores: the bundled weights fine-tuned on photographs, the same from scratch, one page on both.
 demo: .venv/.ready
 	rm -rf runs/demo
 	$(BIN)/vitrail demo --out runs/demo
 
 test: check tests
+
+# Under 90 seconds: for the inner loop.
+quick: check
+	$(BIN)/python -m pytest -m "not slow and not gpu and not timm and not large"
 
 check: .venv/.ready
 	$(BIN)/ruff format --check .
@@ -23,7 +28,7 @@ format: .venv/.ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# torch goes in first and alone: a looser request would fetch a CUDA build.
+# torch is installed first and alone: a looser requirement would download a CUDA build.
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Vitrail needs Python 3.11 or newer")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

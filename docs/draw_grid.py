@@ -1,4 +1,4 @@
-"""Draws docs/grid.svg, the image of the grid, from the catalogue itself: `python docs/draw_grid.py`."""
+"""Draw docs/grid.svg, the options of `Architecture` and the choices of each paper: `python docs/draw_grid.py`."""
 
 from itertools import pairwise
 from pathlib import Path

@@ -1,9 +1,10 @@
-"""Two test processes on two cores: one thread each, and one for every process that they start."""
+"""Fixtures of all tests; one thread per process, since two test processes share two cores."""
 
 import io
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -11,8 +12,66 @@ import torch
 
 from vitrail.cli import main
 
+TESTS = Path(__file__).parent
+# Files of more than two seconds; `make quick` leaves them out.
+SLOW = {
+    "bench/test_measurement.py",
+    "checkpoints/test_bundled.py",
+    "checkpoints/test_delta.py",
+    "checkpoints/test_formats.py",
+    "checkpoints/test_golden.py",
+    "checkpoints/test_old_files.py",
+    "cli/test_bench.py",
+    "cli/test_compare.py",
+    "cli/test_delta.py",
+    "cli/test_demo.py",
+    "cli/test_evaluate.py",
+    "cli/test_main.py",
+    "data/test_inspection.py",
+    "data/test_loader.py",
+    "data/test_parquet_export.py",
+    "data/test_sampler.py",
+    "data/test_training_batches.py",
+    "deploy/test_fold.py",
+    "deploy/test_onednn.py",
+    "deploy/test_optimize.py",
+    "layers/test_fused_scales.py",
+    "models/test_convnets.py",
+    "models/test_every_model.py",
+    "models/test_grid.py",
+    "models/test_inputs.py",
+    "models/test_published.py",
+    "recipes/test_published_recipes.py",
+    "runs/test_ablation.py",
+    "runs/test_distillation_runs.py",
+    "runs/test_finetuning.py",
+    "runs/test_nan_recorder.py",
+    "runs/test_report.py",
+    "runs/test_resume.py",
+    "runs/test_seeds.py",
+    "runs/test_train.py",
+    "tasks/test_second_task.py",
+    "teachers/test_annotation_interrupted.py",
+    "test_benchmarks.py",
+    "test_evidence.py",
+    "test_interrupts.py",
+    "test_readme.py",
+    "training/test_checkpointing.py",
+    "training/test_distributed.py",
+    "training/test_golden_losses.py",
+    "training/test_guard.py",
+    "training/test_sharded.py",
+    "training/test_signals.py",
+}
+
 torch.set_num_threads(1)
-os.environ["OMP_NUM_THREADS"] = "1"  # threads that wait by spinning take the cores of the other tests
+os.environ["OMP_NUM_THREADS"] = "1"  # waiting OpenMP threads would occupy the cores of other tests
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if str(item.path.relative_to(TESTS)) in SLOW:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)
@@ -27,12 +86,12 @@ class Done(NamedTuple):
 
 
 @pytest.fixture
-def typed(monkeypatch, capfdbinary):
-    """What a command says and how it ends, in this process: starting one takes seconds. `given`: bytes on standard input."""
+def run_cli(monkeypatch, capfdbinary):
+    """Run a command in this process, since starting another takes seconds; `stdin`: bytes on standard input."""
 
-    def typed(*words, given=b""):
-        monkeypatch.setattr(sys, "argv", ["vitrail", *map(str, words)])
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given)))
+    def run_cli(*arguments, stdin=b""):
+        monkeypatch.setattr(sys, "argv", ["vitrail", *map(str, arguments)])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
         before = signal.getsignal(signal.SIGINT)
         try:
             main.main()
@@ -40,21 +99,21 @@ def typed(monkeypatch, capfdbinary):
         except SystemExit as exit:
             code = exit.code or 0
         finally:
-            signal.signal(signal.SIGINT, before)  # a command that was stopped leaves deaf
-        out, error = (said.decode(errors="surrogateescape") for said in capfdbinary.readouterr())  # file names may be no text
+            signal.signal(signal.SIGINT, before)  # an interrupted command leaves SIGINT ignored
+        out, error = (text.decode(errors="surrogateescape") for text in capfdbinary.readouterr())  # file names may not be UTF-8
         return Done(code, out, error)
 
-    return typed
+    return run_cli
 
 
 @pytest.fixture
-def refused(typed):
-    """What a command that cannot be done says: exit code 2 and one sentence on standard error."""
+def cli_error(run_cli):
+    """Run a command that fails with exit code 2 and return its message, one line on standard error."""
 
-    def refused(*words):
-        result = typed(*words)
+    def cli_error(*arguments):
+        result = run_cli(*arguments)
         assert result.returncode == 2, result
         assert result.stderr.count("\n") == 1, result.stderr
         return result.stderr.strip()
 
-    return refused
+    return cli_error

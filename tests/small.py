@@ -3,7 +3,7 @@
 from functools import cache
 
 from vitrail.models.config import Architecture
-from vitrail.models.registry import page_of
+from vitrail.models.registry import model_pages
 
 
 def shrink(a: Architecture) -> Architecture:
@@ -34,6 +34,6 @@ def shrink(a: Architecture) -> Architecture:
 def structures() -> dict[str, Architecture]:
     """One shrunk architecture per way of putting parts together, under the first name that has it."""
     found: dict[Architecture, str] = {}
-    for name, page in page_of().items():
+    for name, page in model_pages().items():
         found.setdefault(shrink(page.MODELS[name]), name)
     return {name: architecture for architecture, name in found.items()}

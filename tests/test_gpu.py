@@ -1,19 +1,19 @@
-"""On a GPU: every structure against a float64 reference, mixed precision, a compiled step; the way of images to the device.
+"""On a GPU: every structure against a float64 reference, mixed precision, a compiled step, image loading.
 
-`tests/data/test_transform_kernels.py` compares the kernels of the augmentation with their reference one by one.
+`tests/data/test_transform_kernels.py` compares each augmentation kernel with its reference.
 """
 
 import pytest
 import torch
 
-from tests.data.test_loader import COUNT, Images
+from tests.data.test_loader import COUNT, Images, epoch_batches
 from tests.data.test_transform_parts import images
 from tests.data.test_transforms import PIPELINES, keys
 from tests.models.test_every_model import loss, randomize
 from tests.small import structures
-from vitrail.data.loader import Loader, StoredLoader, fill_store
+from vitrail.data.loader import CachedLoader, WorkerLoader, build_cache
 from vitrail.data.rng import sample_key
-from vitrail.data.sampler import Order
+from vitrail.data.sampler import EpochSampler
 from vitrail.data.transforms.pipeline import augment
 from vitrail.models.registry import build
 
@@ -57,17 +57,17 @@ def test_a_compiled_training_step_gives_the_eager_gradients(name):
     assert gap <= 2e-2 * norm
 
 
-def alike(found, expected, how):
-    """The same but for single levels, and for the few pixels where an operation tears neighbouring levels apart."""
+def check_alike(found, expected, augmentation):
+    """Equal up to one intensity level, except for few pixels where an operation amplifies a difference of one level."""
     torch.testing.assert_close(found.matrix.cpu(), expected.matrix.cpu(), rtol=1e-4, atol=1e-3)
-    apart = (found.images.cpu() - expected.images.cpu()).abs() * torch.tensor(how.std)[:, None, None] * 255
+    apart = (found.images.cpu() - expected.images.cpu()).abs() * torch.tensor(augmentation.std)[:, None, None] * 255
     assert (apart > 1.01).float().mean() < 2e-3
     assert (apart > 0.01).float().mean() < 1e-2
 
 
 @pytest.fixture
-def no_waiting():
-    """An error where the host would wait for the device."""
+def no_sync():
+    """Run a function that raises if it synchronizes the device."""
 
     def guard(run, *arguments):
         torch.cuda.set_sync_debug_mode("error")
@@ -81,40 +81,44 @@ def no_waiting():
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("name", PIPELINES)
-def test_augmentation_is_that_of_the_cpu_and_never_waits(name, layout, no_waiting):
-    how, batch = PIPELINES[name], images(48, 60, 80).to(memory_format=layout)
+def test_augmentation_equals_the_cpu_and_does_not_synchronize(name, layout, no_sync):
+    augmentation, batch = PIPELINES[name], images(48, 60, 80).to(memory_format=layout)
     sizes = torch.tensor([[60, 80], [33, 80], [60, 41], [50, 50]]).repeat(12, 1)
-    found = no_waiting(augment, batch.cuda(), sizes.cuda(), keys(48).cuda(), how)
-    alike(found, augment(batch, sizes, keys(48), how), how)
+    found = no_sync(augment, batch.cuda(), sizes.cuda(), keys(48).cuda(), augmentation)
+    check_alike(found, augment(batch, sizes, keys(48), augmentation), augmentation)
 
 
 @pytest.mark.parametrize("name", PIPELINES)
 def test_augmentation_compiles_as_one_graph(name):
-    how, batch = PIPELINES[name], images(16, 60, 80).cuda()
+    augmentation, batch = PIPELINES[name], images(16, 60, 80).cuda()
     sizes = torch.tensor([[60, 80]] * 16).cuda()
     torch.compiler.reset()
     compiled = torch.compile(augment, fullgraph=True)
     for epoch in (0, 1):
         key = keys(16, epoch).cuda()
-        found, expected = compiled(batch, sizes, key, how), augment(batch, sizes, key, how)
-        alike(found, expected, how)
+        found, expected = compiled(batch, sizes, key, augmentation), augment(batch, sizes, key, augmentation)
+        check_alike(found, expected, augmentation)
 
 
-@pytest.mark.parametrize("where", ["files", "device"])
-def test_the_stream_on_the_device_is_that_on_the_cpu(where):
-    """Decoded by workers into page-locked memory, or kept on the device: the same images, augmented alike."""
-    source, order, how = Images(), Order(COUNT, 8, seed=3, repeats=3), PIPELINES["lvvit"]
+@pytest.mark.parametrize("location", ["files", "device"])
+def test_batches_on_the_device_equal_those_on_the_cpu(location):
+    """Decoded by workers into pinned memory, or cached on the device: the same images and augmentations."""
+    source, sampler, augmentation = Images(), EpochSampler(COUNT, 8, seed=3, repeats=3), PIPELINES["lvvit"]
 
     def seen(batch):
-        return augment(batch.pixels, batch.sizes, sample_key(3, 1, batch.index, batch.repeat), how)
+        return augment(batch.pixels, batch.sizes, sample_key(3, 1, batch.index, batch.repeat), augmentation)
 
-    loader = StoredLoader(fill_store(source, "cuda", workers=2), order) if where == "device" else Loader(source, order, workers=2)
-    batches = list(loader.batches(1))
+    loader = (
+        CachedLoader(build_cache(source, "cuda", workers=2), sampler)
+        if location == "device"
+        else WorkerLoader(source, sampler, workers=2)
+    )
+    batches = list(epoch_batches(loader, 1))
     loader.close()
-    assert len(batches) == order.steps
-    for batch, expected in zip(batches, Loader(source, order, workers=0).batches(1), strict=True):
-        assert batch.pixels.is_cuda if where == "device" else batch.pixels.is_pinned()
+    assert len(batches) == sampler.steps
+    for batch, expected in zip(batches, epoch_batches(WorkerLoader(source, sampler, workers=0), 1), strict=True):
+        assert batch.pixels.is_cuda if location == "device" else batch.pixels.is_pinned()
         batch = batch.to("cuda")
         for name in ("pixels", "sizes", "index", "repeat", "position", "labels"):
             assert torch.equal(getattr(batch, name).cpu(), getattr(expected, name))
-        alike(seen(batch), seen(expected), how)
+        check_alike(seen(batch), seen(expected), augmentation)

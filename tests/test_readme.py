@@ -1,4 +1,4 @@
-"""What the README and the papers' pages say is run as typed."""
+"""The examples in README and docs run."""
 
 import re
 import shlex
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 import vitrail
 from docs.draw_grid import draw
@@ -25,11 +26,12 @@ def blocks(text, language):
 
 def test_python_of_the_readme(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    Image.new("RGB", (120, 90), "gray").save("cat.jpg")
     scope: dict = {}
     for code in blocks(README, "python"):
         exec(code, scope)
     assert scope["logits"].shape == (2, 10)
-    assert scope["features"].token_labels.shape == (2, 192, 384)
+    assert scope["features"].tokens.shape == (2, 192, 384)
     assert scope["features"].grid == (12, 16)
     assert scope["attention"].shape == (2, 6, 193, 193)
     torch.testing.assert_close(scope["attention"].sum(-1), torch.ones(2, 6, 193))
