@@ -356,10 +356,10 @@ def test_set_of_every_kind_of_value(run_cli, cli_error):
 
 def test_a_nan_loss_is_recorded_and_replayed(run_cli, cli_error, tmp_path):
     wild = (*SHORT, "--set", "optimizer.lr=1e30", "--set", "schedule.warmup=0 steps", "--set", "schedule.length=9 steps")
-    code, _, told = run_cli("train", "digits", *wild, "--log-steps", "1", "--out", tmp_path / "run")
+    code, _, errors = run_cli("train", "digits", *wild, "--log-steps", "1", "--out", tmp_path / "run")
     assert code == 2
     (bundle,) = (tmp_path / "run").glob("not-finite-*")
-    assert f"`vitrail replay {bundle}` shows where it started" in told.splitlines()[-1]
+    assert f"`vitrail replay {bundle}` shows where it started" in errors.splitlines()[-1]
     code, said, _ = run_cli("replay", bundle, "--device", "cpu")
     assert code == 0
     assert "first output with NaN or Inf" in said
@@ -447,8 +447,8 @@ def test_predict_the_built_in_images(digits_run):
 
 def test_predict_without_readable_images(digits_run, run_cli, cli_error, tmp_path):
     for bad in (tmp_path / "none.png", write_invalid_image(tmp_path / "bad.png")):
-        code, said, told = run_cli("predict", digits_run[0], bad)
-        assert (code, said, told.splitlines()[1:]) == (2, "", ["No image could be read."])
+        code, said, errors = run_cli("predict", digits_run[0], bad)
+        assert (code, said, errors.splitlines()[1:]) == (2, "", ["No image could be read."])
     assert "There is no file" in cli_error("predict", tmp_path / "none.safetensors", tmp_path / "bad.png")
     assert "is not a safetensors" in cli_error("predict", tmp_path / "bad.png", tmp_path / "bad.png")
 

@@ -32,13 +32,13 @@ def place(tmp_path_factory):
 def cli_error(run_cli):
     """Exit code 2 and one sentence on standard error."""
 
-    def told(*words):
+    def errors(*words):
         result = run_cli(*words)
         assert (result.returncode, result.stdout) == (2, ""), result
         assert result.stderr.count("\n") == 1
         return result.stderr.strip()
 
-    return told
+    return errors
 
 
 def test_help_has_examples(run_cli):

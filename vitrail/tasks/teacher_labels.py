@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from vitrail.atomic_files import file_sha256
 from vitrail.data.class_matching import imagenet
 from vitrail.data.source import Source
 from vitrail.errors import UserError
@@ -18,7 +19,6 @@ from vitrail.teachers.label_store import MANIFEST, LabelStore
 from vitrail.teachers.lookup import open_teacher
 from vitrail.teachers.sidecar import sidecar_path
 from vitrail.teachers.teacher import Teacher
-from vitrail.training.task import digest_of
 
 RENAME_CLASSES = "give the data's classes the teacher's names, or their WordNet ids in wordnet_ids.json next to the data"
 
@@ -31,9 +31,9 @@ def digests(recipe: Recipe) -> dict[str, str]:
         files = [os.path.join(path, name) for name in (MANIFEST, "best.safetensors", "model.safetensors", "pytorch_model.bin")]
         file = next(filter(os.path.isfile, [path, *files]), None)
         if file is not None:
-            found[path] = digest_of(file)
+            found[path] = file_sha256(Path(file))
         if os.path.isfile(sidecar_path(path)):
-            found[str(sidecar_path(path))] = digest_of(sidecar_path(path))
+            found[str(sidecar_path(path))] = file_sha256(sidecar_path(path))
     return found
 
 

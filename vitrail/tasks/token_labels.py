@@ -5,8 +5,8 @@ from torch import Tensor
 
 from vitrail.data.transforms.mixup import Mix, draw_mix
 from vitrail.data.transforms.pipeline import Augmented, inside_image, transform_points
+from vitrail.layers.layout import Grid
 
-Grid = tuple[int, int]
 POINTS = 2  # samples of the map per side of a patch
 SALT = 0x70CE45  # MixToken draws other boxes than CutMix
 

@@ -6,7 +6,6 @@ the checkpoints. The trainer uses this interface and imports no task; `vitrail.t
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -124,11 +123,3 @@ class Task(ABC):
     def hint_for_nan(self) -> str:
         """What often helps when the loss becomes NaN or Inf."""
         return "A lower optimizer.lr or a longer warmup often helps"
-
-
-def digest_of(path: str | Path) -> str:
-    """The SHA-256 of a file."""
-    import hashlib
-
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
