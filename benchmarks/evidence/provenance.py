@@ -8,12 +8,12 @@ from typing import Any
 
 from benchmarks.evidence.claims import Claim
 from vitrail.aliases import upgrade_key, upgrade_metrics, upgrade_value
+from vitrail.atomic_files import file_sha256
 from vitrail.checkpoints.bundled import find_bundled
 from vitrail.data.datasets.lookup import is_built_in
 from vitrail.errors import UserError
 from vitrail.teachers.label_store import MANIFEST
 from vitrail.teachers.sidecar import sidecar_path
-from vitrail.training.task import digest_of
 
 FILES = {"teacher": "distillation.teacher", "labels": "token_labels.store", "weights": "init.weights"}  # option: recipe key
 IDENTIFYING = (MANIFEST, "best.safetensors", "model.safetensors", "pytorch_model.bin")  # files that identify a directory
@@ -54,13 +54,13 @@ def describe_file(path: str) -> dict[str, str | None]:
     digests = [_digest(part) for part in parts]
     record = {"name": "+".join(map(base_name, parts)), "sha256": "+".join(filter(None, digests)) if all(digests) else None}
     sidecar = sidecar_path(path)
-    return record | ({"beside": digest_of(sidecar)} if os.path.isfile(sidecar) else {})
+    return record | ({"beside": file_sha256(Path(sidecar))} if os.path.isfile(sidecar) else {})
 
 
 def _digest(path: str) -> str | None:
     location = find_bundled(path) or Path(path).expanduser()
     file = next(filter(os.path.isfile, (location, *(location / name for name in IDENTIFYING))), None)
-    return None if file is None else digest_of(file)
+    return None if file is None else file_sha256(Path(file))
 
 
 def commit(root: Path = ROOT) -> str:
