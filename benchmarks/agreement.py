@@ -52,7 +52,7 @@ def main() -> None:
     options = parser.parse_args()
     device = use_device(choose_device(options.device))
     model = vitrail.load(options.weights).eval()
-    part = open_evaluation_data(options.data, None, trained_on_it=True)
+    part = open_evaluation_data(options.data, training_classes=[])
     if model.class_names != part.source.classes:
         raise UserError(
             f"{options.weights} was trained on other classes than those of {options.data}; use the data that it was trained on."

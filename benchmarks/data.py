@@ -6,7 +6,7 @@
     python benchmarks/data.py augment deit --device cpu --batch-size 16 --rounds 3 --no-others
 
 `decode`: decoding plus resizing the shorter side to `--min-side`, in images per second of one core (CPU time): Vitrail with and
-without simplejpeg, plain Pillow and OpenCV, in turns on the same files in each round.
+without simplejpeg and at full size, plain Pillow and OpenCV, in turns on the same files in each round.
 
 `augment`: from decoded images, 256 x 256 uint8, to 224 x 224 normalized float32, with mixup and CutMix where the recipe has
 them, in batches on a device; timm and torchvision image by image on all CPU cores. "Alone" is the time of repeated
@@ -21,6 +21,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +39,7 @@ from vitrail.data.transforms.pipeline import Augmentation, augment
 from vitrail.devices import choose_device
 from vitrail.errors import UserError
 
-SIZES = [(500, 375), (1000, 750), (2000, 1500), (4000, 3000)]
+SIZES = [(500, 375), (1000, 750), (1500, 1000), (2000, 1500), (4000, 3000)]
 Run = Callable[[bytes], object]
 
 
@@ -67,8 +68,8 @@ def resized(size: tuple[int, int], shorter: int) -> tuple[int, int]:
 def make_decoders(min_side: int) -> dict[str, Run]:
     """Functions to compare by name, from encoded bytes to a resized image."""
 
-    def vitrail(encoded: bytes) -> object:
-        image = Image.fromarray(decoder.decode(encoded, min_side))
+    def vitrail(encoded: bytes, reduced: bool = True) -> object:
+        image = Image.fromarray(decoder.decode(encoded, min_side if reduced else None))
         return np.asarray(image.resize(resized(image.size, min_side), Image.Resampling.BILINEAR))
 
     fast = decoder.simplejpeg
@@ -84,7 +85,7 @@ def make_decoders(min_side: int) -> dict[str, Run]:
         image = Image.open(io.BytesIO(encoded)).convert("RGB")
         return np.asarray(image.resize(resized(image.size, min_side), Image.Resampling.BILINEAR))
 
-    decoders: dict[str, Run] = {"pillow": pillow, "vitrail": vitrail}
+    decoders: dict[str, Run] = {"pillow": pillow, "vitrail": vitrail, "vitrail, full size": partial(vitrail, reduced=False)}
     if fast is not None:
         decoders["vitrail, no simplejpeg"] = without_simplejpeg
     try:
@@ -165,7 +166,7 @@ def make_augmenter(name: str, pixels: torch.Tensor, compiled: bool) -> Callable[
         nonlocal epoch
         epoch += 1
         images = transform(pixels, sizes, sample_key(0, epoch, index, index), config).images
-        return mix_images(images, draw_mix(0, epoch, 0, 0, config.size, mixup, cutmix))
+        return mix_images(images, [draw_mix(0, epoch, 0, 0, config.image_size, mixup, cutmix)])
 
     return run
 

@@ -1,16 +1,19 @@
 """Speed on a GPU, Vitrail and timm timed in turns in one process; prints Markdown tables.
 
-    python benchmarks/gpu.py pairs --modes native       # throughput: each as its own project trains and deploys
-    python benchmarks/gpu.py pairs                      # the same in every mode
+    python benchmarks/gpu.py pairs                      # throughput: ours as it trains and deploys, timm as fast as it can be
+    python benchmarks/gpu.py pairs --modes eager,compiled,graph     # both in the same mode
     python benchmarks/gpu.py latency                    # inference, batch size 1
     python benchmarks/gpu.py curves --out curves        # over resolution, batch size and depth, with plots
     python benchmarks/gpu.py pairs deit_small_patch16 --modes eager --seconds 300
-    python benchmarks/gpu.py pairs patchconvnet_s60 --register deit/patchconvnet_models.py    # compared with the authors' code
+    python benchmarks/gpu.py pairs patchconvnet_s60 --register deit/patchconvnet_models.py     # compared with the authors' code
+    python benchmarks/gpu.py pairs lvvit_s --register TokenLabeling/tlt/models/lvvit.py
     python benchmarks/gpu.py pairs deit_tiny_patch16 --device cpu --batch-size 2 --rounds 2 --modes eager --no-timm
 
-The measurements are those of `vitrail bench`. The default batch size is 256, or 128 to train a large or deep network. After
-`--seconds` no further group is started. Each group is saved to `OUT/WHAT_MODEL.json` when it is finished; measurements of the
-same machine and settings that are already there are not repeated. The default of `--out` is `runs/gpu`.
+The measurements are those of `vitrail bench`. In the mode native timm is measured with `torch.compile`, with its mode
+reduce-overhead and as a captured step; speedups are those over the fastest of these. The default batch size is
+256, or 128 to train a large or deep network. After `--seconds` no further group is started. Each group is saved to
+`OUT/WHAT_MODEL.json` when it is finished; measurements of the same machine and settings that are already there are not repeated.
+The default of `--out` is `runs/gpu`.
 """
 
 import argparse
@@ -20,6 +23,7 @@ import time
 from collections.abc import Iterator, Sequence
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -28,7 +32,17 @@ from arguments import positive, run_program
 from vitrail.aliases import upgrade_benchmark
 from vitrail.atomic_files import check_writable_folder
 from vitrail.bench.candidates import import_timm, open_candidate, timm_candidates
-from vitrail.bench.measurement import FAILED, Group, Measurement, make_groups, measure_groups, speedup, timm_counterpart
+from vitrail.bench.measurement import (
+    FAILED,
+    SAME,
+    Group,
+    Measurement,
+    fastest_configurations,
+    make_groups,
+    measure_groups,
+    speedup,
+    timm_counterpart,
+)
 from vitrail.bench.output import describe_machine, make_document, write_json
 from vitrail.bench.peak import measure_peak
 from vitrail.bench.plots import draw
@@ -53,9 +67,9 @@ OUT = Path("runs/gpu")
 BATCH_SIZE = 256
 TRAIN_BATCH_SIZES = dict.fromkeys(("deit3_large_patch16", "cait_s24", "vit_small_patch16_18x2", "patchconvnet_s60"), 128)
 CURVE_MODELS = ("deit_small_patch16", "deit3_base_patch16")
-COLUMNS = ("model", "project", "task", "mode", "batch size", "size", "depth", "images/s", "ms", "lower bounds, ms", "TFLOP/s")
-COLUMNS += ("of peak", "memory", "compile", "speedup over timm")
-KEY = ("model", "project", "task", "precision", "mode", "batch_size", "size", "depth")
+COLUMNS = ("model", "task, batch size", "ours, ms", "theirs, ms, fastest configuration first", "speedup (min to max)")
+COLUMNS += ("memory, ours / theirs", "TFLOP/s", "lower bounds, ms: products, memory")
+KEY = ("model", "project", "configuration", "task", "precision", "mode", "batch_size", "size", "depth")
 
 
 def plan_settings(options: argparse.Namespace, name: str, device: torch.device) -> Iterator[tuple[Any, list[Setting]]]:
@@ -107,40 +121,59 @@ def unmeasured(groups: Sequence[Group], measurements: Sequence[Measurement]) -> 
 
 
 def register(path: Path) -> None:
-    """Run a Python file that registers models with timm."""
-    spec = spec_from_file_location(path.stem, path)
+    """Run a Python file that registers models with timm; it may import files of its folder by relative imports."""
+    package = ModuleType(path.resolve().parent.name)
+    package.__path__ = [str(path.parent)]
+    name = f"{package.__name__}.{path.stem}"
+    spec = spec_from_file_location(name, path)
     if spec is None or spec.loader is None or not path.is_file():
         raise UserError(f"--register {path} is not a Python file.")
-    sys.modules[path.stem] = module = module_from_spec(spec)
+    sys.modules[package.__name__] = package
+    sys.modules[name] = module = module_from_spec(spec)
     spec.loader.exec_module(module)
 
 
-def print_table(measurements: Sequence[Measurement]) -> None:
-    """Print a Markdown table."""
+def print_table(measurements: Sequence[Measurement], curve: bool) -> None:
+    """Print a Markdown table with a row for each of our measurements."""
     print("\n| " + " | ".join(COLUMNS) + " |")
     print("| --- " * len(COLUMNS) + "|")
-    for measurement in measurements:
-        start = (
-            f"| `{measurement.model}` | {measurement.project} | {measurement.task} {measurement.precision} | {measurement.mode} "
-        )
-        start += f"| {measurement.batch_size} | {measurement.size[0]} | {measurement.depth} |"
-        if not measurement.seconds:
-            print(f"{start} {measurement.error} | | | | | | | |")
-            continue
-        other = timm_counterpart(measurement, measurements)
-        ratio = speedup(measurement, other) if other else None
-        bounds = ", ".join(f"{name} {1e3 * value:.2f}" for name, value in measurement.lower_bounds.items())
+    for ours in (each for each in measurements if each.project == "vitrail"):
+        size = [f"{ours.size[0]} pixels", f"{ours.depth} blocks"] if curve else []
+        setting = ", ".join([ours.task, str(ours.batch_size), *size, *([ours.mode] if ours.mode != "native" else [])])
+        other = timm_counterpart(ours, measurements)
+        memory = [f"{each.memory / 1e9:.1f}" for each in (ours, other) if each is not None and each.memory]
         columns = [
-            f"{measurement.images_per_second:,.0f} ±{measurement.spread:.1%}",
-            f"{1e3 * measurement.median:.2f}",
-            bounds,
-            f"{measurement.flops / 1e12:.1f}",
-            f"{measurement.mfu:.0%}" if measurement.mfu else "",
-            f"{measurement.memory / 1e9:.2f} GB" if measurement.memory else "",
-            f"{measurement.compile_seconds:.0f} s" if measurement.compile_seconds is not None else "",
-            f"{ratio.median:.3f} ±{ratio.spread:.1%}" if ratio else "",
+            f"`{ours.model}`",
+            setting,
+            format_times([ours]),
+            format_times(sorted(all_configurations(ours, measurements), key=lambda each: (not each.seconds, each.median))),
+            format_speedup(ours, other) if other else "",
+            " / ".join(memory) + " GB" if memory else "",
+            f"{ours.flops / 1e12:.0f}" if ours.seconds else "",
+            ", ".join(f"{1e3 * value:.2f}" for value in ours.lower_bounds.values()),
         ]
-        print(f"{start} {' | '.join(columns)} |")
+        print(f"| {' | '.join(columns)} |")
+
+
+def all_configurations(ours: Measurement, measurements: Sequence[Measurement]) -> list[Measurement]:
+    """timm's measurements in the setting of ours, also those that failed."""
+    return [
+        each
+        for each in measurements
+        if each.project == "timm" and all(getattr(each, name) == getattr(ours, name) for name in SAME)
+    ]
+
+
+def format_times(measurements: Sequence[Measurement]) -> str:
+    """Milliseconds of each measurement with its configuration, or the reason why there are none."""
+    times = [f"{1e3 * each.median:.4g} ±{each.spread:.1%}" if each.seconds else each.error for each in measurements]
+    return "; ".join(f"{time} {each.configuration}".strip() for time, each in zip(times, measurements, strict=True))
+
+
+def format_speedup(ours: Measurement, other: Measurement) -> str:
+    """The ratio of the times, the median and the range over rounds."""
+    ratios = [theirs / own for own, theirs in zip(ours.seconds, other.seconds, strict=False)]
+    return f"{speedup(ours, other).median:.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 def main() -> None:
@@ -148,7 +181,7 @@ def main() -> None:
     parser.add_argument("what", choices=("pairs", "latency", "curves"))
     parser.add_argument("names", nargs="*")
     parser.add_argument("--tasks", default="inference,train")
-    parser.add_argument("--modes", default="eager,compiled,graph")
+    parser.add_argument("--modes", default="native")
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--batch-size", type=positive, default=None)
     parser.add_argument("--rounds", type=positive, default=7)
@@ -176,16 +209,17 @@ def main() -> None:
         for title, settings in plan:
             path = options.out / f"{title if options.what == 'curves' else options.what}_{candidate.name}.json"
             measurements = load_measurements(path, info, options.rounds)
-            groups = unmeasured(make_groups([candidate], others, settings), measurements)
+            groups = unmeasured(make_groups([candidate], others, settings, device.type), measurements)
             while groups and time.monotonic() - started < options.seconds:
                 for finished in measure_groups([groups.pop(0)], options.rounds, device, peak):
-                    measurements += finished
+                    repeated = set(map(key, finished))
+                    measurements = [each for each in measurements if key(each) not in repeated] + finished
                     write_json(path, make_document(info, peak, measurements, options.rounds, not groups))
             if not measurements:
                 continue
-            print_table(measurements)
+            print_table(measurements, options.what == "curves")
             if options.what == "curves":
-                path.with_suffix(".png").write_bytes(draw(measurements, title, describe_machine(info)))
+                path.with_suffix(".png").write_bytes(draw(fastest_configurations(measurements), title, describe_machine(info)))
 
 
 if __name__ == "__main__":

@@ -50,6 +50,12 @@ def test_new_recipe_keys_exist():
     assert set(aliases.UNITS) <= set(aliases.USUAL)
 
 
+def test_old_recipe_names_are_found():
+    assert not set(aliases.RECIPE_NAMES) & set(list_recipes())
+    for old, new in aliases.RECIPE_NAMES.items():
+        assert lookup(old) == lookup(new)
+
+
 def test_old_names_are_not_used_any_more():
     assert not (set(aliases.RECIPE) & (LEAVES.keys() | GROUPS))
     assert not (set(aliases.ARCHITECTURE) & FIELDS)

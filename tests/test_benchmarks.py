@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from argparse import Namespace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -43,7 +44,7 @@ MODEL = "deit_tiny_patch16"
             f"gpu.py pairs {MODEL} --device cpu --batch-size 1 --rounds 1 --modes eager --no-timm --precision fp32 --out OUT",
             MODEL,
         ),
-        (f"gpu.py latency {MODEL} --device cpu --rounds 1 --modes native --no-timm --precision fp32 --out OUT", "native"),
+        (f"gpu.py latency {MODEL} --device cpu --rounds 1 --no-timm --precision fp32 --out OUT", "inference, 1"),
         ("walks.py predict", "vitrail predict: "),
         ("overhead.py --device cpu --rounds 1 --repeats 1", "| backward |"),
         ("forecast.py --rounds 1 -- --epochs 0.2 --device cpu --workers 0 --set architecture.width=16", "estimated / actual"),
@@ -192,6 +193,39 @@ def test_results_of_a_benchmark_are_not_offered_to_git(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     gpu = importlib.import_module("gpu")
     assert f"/{gpu.OUT.parts[0]}/" in (ROOT / ".gitignore").read_text().splitlines()
+
+
+def test_rows_of_the_gpu_table(monkeypatch, capsys):
+    """A row names every configuration of timm, the fastest first, and compares with that one."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    gpu = importlib.import_module("gpu")
+    ours = gpu.Measurement("m", "vitrail", "m", "train", "bf16", "native", 8, (32, 32), 2, 10, 10, seconds=[1.0, 1.0])
+    theirs = [
+        replace(ours, project="timm", configuration=name, seconds=seconds, error=error)
+        for name, seconds, error in (
+            ("torch.compile", [4.0, 4.0], ""),
+            ("reduce-overhead", [], "failed: no"),
+            ("captured step", [2.0, 3.0], ""),
+        )
+    ]
+    gpu.print_table([ours, *theirs], False)
+    row = capsys.readouterr().out.splitlines()[-1].split(" | ")
+    assert row[1:5] == [
+        "train, 8",
+        "1000 ±0.0%",
+        "2500 ±10.0% captured step; 4000 ±0.0% torch.compile; failed: no reduce-overhead",
+        "2.50 (2.00 to 3.00)",
+    ]
+
+
+def test_registered_files_may_import_their_neighbors(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    gpu = importlib.import_module("gpu")
+    (tmp_path / "zoo").mkdir()
+    (tmp_path / "zoo" / "layers.py").write_text("found = 3")
+    (tmp_path / "zoo" / "net.py").write_text("from .layers import *")
+    gpu.register(tmp_path / "zoo" / "net.py")
+    assert sys.modules.pop("zoo.net").found == 3
 
 
 def test_the_batches_of_the_printed_tables(monkeypatch):

@@ -4,6 +4,7 @@ Every training that creates a process group or captures a graph runs in a proces
 """
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -125,3 +126,8 @@ def test_attention_gradients_are_finite(queries, keys, compiled):
     out = (torch.compile(attend, fullgraph=True, dynamic=False) if compiled else attend)(*parts)
     out.backward(torch.randn_like(out))
     assert all(part.grad.isfinite().all() for part in parts)
+
+
+@pytest.mark.parametrize("order", itertools.permutations(["optimized", "overhead", "training"]), ids=" ".join)
+def test_graphs_of_several_kinds_in_one_process(order):
+    assert "equal" in run_python("-m", "tests.training.graphs_together", *order)

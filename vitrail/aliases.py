@@ -1,4 +1,4 @@
-"""Old names with their current names: recipe keys, architecture fields, run.json, metrics, tensors, models.
+"""Old names with their current names: recipe keys, architecture fields, run.json, metrics, tensors, models, recipes.
 
 Files that were written before a rename are upgraded when they are read, here and nowhere else; `docs/glossary.md` lists the same
 names for users. `USUAL` has the names that other libraries use for a recipe's keys.
@@ -175,6 +175,11 @@ LABEL_STORE = {"pictures": "images", "what": "outputs", "batch": "batch_size", "
 TENSORS = {"special": "prefix", "positions": "pos_embed", "readout": "pooling"}
 GROUPS = {"average": "ema", "optimiser": "optimizer"}
 MODELS = {f"house_{size}": f"vitrail_{size}" for size in ("mini", "tiny", "small")}
+# Recipes; these are now two, of which the first starts from the same weights.
+RECIPE_NAMES = {
+    f"grafit_r50_to_{data}_384": f"grafit_r50_to_{data}_{epochs}ep"
+    for data, epochs in {"flowers": 1000, "cars": 1000, "food101": 300, "inat18": 300, "inat19": 300}.items()
+}
 
 
 def upgrade_key(key: str) -> str:
@@ -211,6 +216,9 @@ def upgrade_recipe(tree: dict[str, Any]) -> dict[str, Any]:
         node = upgraded.get(group) if group else upgraded
         if isinstance(node, dict) and isinstance(node.get(leaf), str):
             node[leaf] = upgrade_name(node[leaf])
+    distillation = upgraded.get("distillation")
+    if isinstance(distillation, dict) and "per_class" in distillation:  # a complete recipe, of a version without this key
+        distillation.setdefault("without_teacher", "both")
     return upgraded
 
 

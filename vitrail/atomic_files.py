@@ -57,6 +57,8 @@ def check_writable(path: Path | None) -> None:
     try:
         if path.exists() and not path.is_file() and not path.is_dir():
             raise UserError(f"{path} is a device: give the name of a file or a folder.")
+        if any("\udc80" <= letter <= "\udcff" for letter in os.fspath(path)):
+            raise UserError(f"{path} is not valid UTF-8, which safetensors requires: choose another name.")
         resolved = path.resolve()
         existing = resolved if resolved.is_dir() else next(parent for parent in resolved.parents if parent.exists())
         with tempfile.TemporaryFile(dir=existing):

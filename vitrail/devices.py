@@ -32,6 +32,14 @@ def choose_device(name: str | None, local_rank: int = 0) -> torch.device:
     return device
 
 
+def check_device(device: torch.device | str) -> torch.device:
+    """The device, on which a tensor can be created."""
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, TypeError, AssertionError, ImportError):
+        raise UserError(f"Device {str(device)!r} is not available: give cpu, or cuda on a machine with a GPU.") from None
+
+
 def use_device(device: torch.device) -> torch.device:
     """Make this the current CUDA device; returns it."""
     if device.type == "cuda":

@@ -1,7 +1,17 @@
-"""Numbers as text."""
+"""Numbers and names as text."""
 
 from collections.abc import Mapping
 from typing import Any
+
+
+def escape_control(text: str, keep: str = "") -> str:
+    """Return the text with control characters and invalid UTF-8 as escape sequences, except the characters in `keep`.
+
+    File and class names may contain anything, also commands to a terminal.
+    """
+    return "".join(
+        letter if letter.isprintable() or letter in keep else letter.encode("unicode_escape").decode() for letter in text
+    )
 
 
 def percent(fraction: float, digits: int = 0) -> str:

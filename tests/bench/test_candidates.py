@@ -9,7 +9,7 @@ from torch import nn
 
 import vitrail
 from vitrail.bench import candidates
-from vitrail.bench.candidates import WithLoss, count_cost, find_recipe, make_timm, open_candidate, timm_candidates, timm_name
+from vitrail.bench.candidates import WithLoss, find_recipe, make_timm, open_candidate, timm_candidates, timm_name
 from vitrail.bench.settings import Setting
 from vitrail.errors import UserError
 from vitrail.models.registry import build, list_models, lookup
@@ -76,11 +76,11 @@ def test_size_and_depth_of_a_setting():
     network = candidate.network(setting, torch.device("cpu"))
     assert isinstance(network, VisionTransformer)
     assert (network.grid, len(network.blocks)) == ((2, 3), 3)
-    found = count_cost(candidate, setting)
+    found = candidate.cost(setting)
     assert found.parameters == sum(parameter.numel() for parameter in network.parameters())
-    assert found.macs < count_cost(candidate, Setting(size=(32, 48))).macs
+    assert found.macs < candidate.cost(Setting(size=(32, 48))).macs
     with pytest.raises(UserError, match="smaller than one patch"):
-        count_cost(candidate, Setting(size=(8, 8)))
+        candidate.cost(Setting(size=(8, 8)))
 
 
 def test_timms_names(timm):

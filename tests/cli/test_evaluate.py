@@ -15,7 +15,7 @@ import vitrail
 from tests.images import make_folder, make_image, write_invalid_image
 from vitrail.cli import predict as predicting
 from vitrail.cli.evaluate import shorten_paths
-from vitrail.cli.predict import escape_control
+from vitrail.formatting import escape_control
 
 NAMES = ["blue", "green", "new\nline\t[bold]"]
 

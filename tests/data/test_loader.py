@@ -136,11 +136,12 @@ def test_batches_do_not_depend_on_the_number_of_micro_batches(sampler, micro_bat
         for part, batch in zip(
             load(WorkerLoader(source, sampler, [micro_batch], micro_batches, workers=0, log=print)), whole, strict=True
         ):
-            assert torch.equal(part.index, batch.index[micro_batch::micro_batches])
-            assert torch.equal(part.repeat, batch.repeat[micro_batch::micro_batches])
-            assert torch.equal(part.position, batch.position[micro_batch::micro_batches])
+            rows = torch.searchsorted(batch.position, part.position)
+            assert torch.equal(part.index, batch.index[rows])
+            assert torch.equal(part.repeat, batch.repeat[rows])
+            assert torch.equal(part.position, batch.position[rows])
             height, width = part.pixels.shape[2:]
-            assert torch.equal(part.pixels, batch.pixels[micro_batch::micro_batches, :, :height, :width])
+            assert torch.equal(part.pixels, batch.pixels[rows, :, :height, :width])
 
 
 def test_an_iteration_can_be_abandoned(sampler):

@@ -30,25 +30,39 @@ def test_permutations_are_bijections(size, key):
 @given(
     count=st.integers(1, 500),
     micro_batches=st.sampled_from([1, 2, 4, 8]),
+    groups=st.sampled_from([1, 2, 4]),
     each=st.integers(1, 9),
     repeats=st.sampled_from([1, 2, 3]),
     balanced=st.booleans(),
     seed=st.integers(0, 2**40),
     epoch=st.integers(0, 10**6),
 )
-def test_samples_do_not_depend_on_the_number_of_micro_batches(count, micro_batches, each, repeats, balanced, seed, epoch):
+def test_samples_do_not_depend_on_the_number_of_micro_batches(count, micro_batches, groups, each, repeats, balanced, seed, epoch):
     labels = np.arange(count) % 7 if balanced else None
-    sampler = EpochSampler(count, batch_size=8 * each, seed=seed, repeats=repeats, labels=labels)
+    sampler = EpochSampler(count, 8 * each, seed, repeats=repeats, group_size=8 * each // groups, labels=labels)
     whole = sampler.at(epoch, np.arange(3 * sampler.batch_size))
     for step in range(3):
         one = sampler.micro_batch(epoch, step)
         parts = [sampler.micro_batch(epoch, step, micro_batch, micro_batches) for micro_batch in range(micro_batches)]
+        joined = np.concatenate([part.position for part in parts])
         for field in ("index", "repeat", "position"):
-            joined = np.stack([getattr(part, field) for part in parts], 1).reshape(-1)
-            assert np.array_equal(joined, getattr(one, field))
-            assert np.array_equal(joined, getattr(whole, field)[step * sampler.batch_size : (step + 1) * sampler.batch_size])
+            values = np.concatenate([getattr(part, field) for part in parts])[np.argsort(joined)]
+            assert np.array_equal(values, getattr(one, field)[np.argsort(one.position)])
+            assert np.array_equal(values, getattr(whole, field)[step * sampler.batch_size : (step + 1) * sampler.batch_size])
+        if (8 * each // micro_batches) % 2 == 0:
+            check_pairs(sampler, [part.position for part in parts])
     assert whole.index.min() >= 0
     assert whole.index.max() < count
+
+
+def check_pairs(sampler, parts):
+    """Mirrored images of a group, every G-th position of the step, are at mirrored indices of a part."""
+    size = sampler.batch_size // sampler.groups
+    for part in parts:
+        for run in part.reshape(-1, min(size, len(part))):
+            group, member = run % sampler.batch_size % sampler.groups, run % sampler.batch_size // sampler.groups
+            assert len(set(group)) == 1
+            assert np.array_equal(member + member[::-1], np.full_like(member, size - 1))
 
 
 def test_an_epoch_contains_each_image_once_and_epochs_differ():
@@ -76,7 +90,7 @@ def test_positions_are_uniform():
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_repeated_augmentation_matches_the_deit_code(ranks):
     count, batch = 2000, 64
-    sampler = EpochSampler(count, batch, repeats=3, round_to=256)
+    sampler = EpochSampler(count, batch, repeats=3, round_to=256, group_size=batch // ranks)
     permutation = EpochSampler(count, batch).at(5, np.arange(count)).index
     expected = deit_sampler(permutation, ranks)
     steps = count // 256 * 256 // batch

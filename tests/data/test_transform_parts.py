@@ -52,7 +52,7 @@ def test_enhancements_equal_pillow(name):
         "Color": lambda: color.saturation(batch, FACTORS),
         "Sharpness": lambda: color.sharpness(batch, FACTORS),
     }[name]()
-    assert gap(found, expected) <= 1
+    assert gap(found, expected) == 0
 
 
 def test_tables_equal_pillow_exactly():
@@ -77,36 +77,35 @@ def test_tables_equal_pillow_exactly():
     )
 
 
-@pytest.mark.parametrize("filter", ["nearest", "bilinear", "bicubic"])
+@pytest.mark.parametrize("filter", ["bilinear", "bicubic"])
 def test_warps_equal_pillow(filter):
+    """Bit by bit: Pillow truncates the interpolated values."""
     batch = images(4, 40, 50)
     shears = torch.tensor([[[1, 0.21, 3.1], [0, 1, 0]], [[1, 0, 0], [-0.31, 1, -7.4]]])
     matrices = torch.cat([affine.rotation(torch.tensor([17.0, -30.0]), 40, 50), shears])
     fill = torch.tensor([124, 116, 104])
-    method = {"nearest": Image.NEAREST, "bilinear": Image.BILINEAR, "bicubic": Image.BICUBIC}[filter]
+    method = {"bilinear": Image.BILINEAR, "bicubic": Image.BICUBIC}[filter]
     expected = torch.stack(
         [
             from_pil(to_pil(p).transform((50, 40), Image.AFFINE, m.flatten().tolist(), method, fillcolor=(124, 116, 104)))
             for p, m in zip(batch, matrices, strict=True)
         ]
     )
-    found = affine.warp(batch, matrices, fill, filter)
-    wrong = ((found.int() - expected.int()).abs() > 1).float().mean()
-    assert wrong < 0.002, "only pixels on the very edge may fall on the other side of it"
+    assert torch.equal(affine.warp(batch, matrices, fill, filter), expected)
 
 
 def test_rotation_equals_pillow():
-    batch = images(3, 41, 41)
-    angles = torch.tensor([12.0, -27.0, 90.0])
+    batch = images(4, 41, 41)  # in images of odd size, the center of the rotation is that of a pixel
+    angles = torch.tensor([12.0, -27.0, 90.0, -7.3])
     expected = torch.stack([from_pil(to_pil(p).rotate(float(a), Image.BILINEAR)) for p, a in zip(batch, angles, strict=True)])
     found = affine.warp(batch, affine.rotation(angles, 41, 41), torch.zeros(3), "bilinear")
-    assert ((found.int() - expected.int()).abs() > 2).float().mean() < 0.01
+    assert torch.equal(found, expected)
 
 
 def test_identity_warps_change_nothing():
     batch = images()
     identity = torch.eye(3)[:2].expand(4, 2, 3)
-    for filter in ("nearest", "bilinear", "bicubic"):
+    for filter in ("bilinear", "bicubic"):
         assert torch.equal(affine.warp(batch, identity, torch.zeros(3), filter), batch)
 
 
@@ -117,6 +116,7 @@ def still(count):
 @pytest.mark.parametrize("filter", ["bilinear", "bicubic", "lanczos"])
 @pytest.mark.parametrize("out", [(24, 24), (64, 80)])
 def test_crop_and_resize_equal_pillow(filter, out):
+    """With boxes for which the order of the two passes does not depend on the version of Pillow, see docs/data.md."""
     batch = images(3, 60, 90)
     boxes = torch.tensor([[0, 0, 60, 90], [5, 11, 31, 40], [50, 80, 10, 10]])  # top, left, height, width
     rows = crops._axis(boxes[:, 0], boxes[:, 2], out[0], still(3))

@@ -7,8 +7,9 @@ from PIL import Image, ImageEnhance, ImageOps
 
 from tests.data.test_transform_parts import from_pil, images, to_pil
 from tests.tasks.labels import make_targets
-from vitrail.data.rng import sample_key
-from vitrail.data.transforms import masks, mixup, policies, reference
+from vitrail.data.rng import sample_key, uniform, uniform_between
+from vitrail.data.transforms import color, masks, mixup, policies, reference
+from vitrail.data.transforms.config import NO_ANTIALIAS
 from vitrail.data.transforms.crops import random_resized_crop
 from vitrail.data.transforms.pipeline import Augmentation, augment, augment_views, reproject, sample_flips, sample_view
 from vitrail.errors import UserError
@@ -31,7 +32,10 @@ PIPELINES = {
         solarize=0.2,
     ),
     "test": Augmentation(image_size=(32, 32), crop="center"),
-    "google test": Augmentation(image_size=(32, 32), crop="squash", interpolation="bilinear", mean=(0.5,) * 3, std=(0.5,) * 3),
+    "google": Augmentation(
+        image_size=(32, 32), crop="distorted_box", interpolation=NO_ANTIALIAS, mean=(0.5,) * 3, std=(0.5,) * 3
+    ),
+    "google test": Augmentation(image_size=(32, 32), crop="squash", interpolation=NO_ANTIALIAS, mean=(0.5,) * 3, std=(0.5,) * 3),
 }
 
 
@@ -86,15 +90,14 @@ def affine(image, matrix):
 @pytest.mark.parametrize("operation", reference.OPERATIONS)
 @pytest.mark.parametrize("magnitude", [3.7, 9.0])
 def test_operations_equal_pillow(operation, magnitude):
-    """Each operation on images of their own size, independent of the padding."""
+    """Each operation on images of their own size, bit by bit and independent of the padding."""
     batch, sizes = images(3, 40, 50), torch.tensor([[40, 50], [25, 30], [31, 44]])
     drawn = torch.full((3,), reference.OPERATION_INDEX[operation])
     values = policies.arguments(policies.INCREASING, drawn, torch.full((3,), magnitude), torch.tensor([1.0, -1.0, 1.0]))
     found = reference.apply_operations(batch, sizes, reference.Layer(drawn, values))
     for single, value, ours, (height, width) in zip(batch, values, found, sizes.tolist(), strict=True):
         expected = from_pil(PILLOW[operation](to_pil(single[:, :height, :width]), float(value)))
-        wrong = ((ours[:, :height, :width].int() - expected.int()).abs() > 1).float().mean()
-        assert wrong < 0.01
+        assert torch.equal(ours[:, :height, :width], expected)
     assert torch.equal(
         reference.apply_operations(batch, sizes, reference.Layer(torch.full((3,), reference.IDENTITY), values)), batch
     )
@@ -136,6 +139,61 @@ def test_rand_augment_draws():
     assert policies.bernoulli(key, "rand.0.apply", 0.5).float().mean() == pytest.approx(0.5, abs=0.02)
     other = policies.randint(key, "rand.1.operation", 15)[:, 0]
     assert (chosen == other).float().mean() == pytest.approx(1 / 15, abs=0.015)
+
+
+def test_trivial_augment_draws_one_of_14():
+    """Without invert and solarize-add, all equally often, at 31 magnitudes of the wide ranges."""
+    count = 3500
+    padded = policies.PaddedImages(torch.zeros(count, 3, 2, 2, dtype=torch.uint8), torch.full((count, 2), 2))
+    (layer,) = policies.trivial_augment(padded, keys(count)).layers
+    names = [*reference.OPERATIONS, "identity"]
+    drawn = torch.bincount(layer.operation, minlength=len(names)).tolist()
+    assert {name for name, number in zip(names, drawn, strict=True) if not number} == {"invert", "solarize_add"}
+    assert sorted(drawn)[2:] == pytest.approx([250] * 14, rel=0.25)
+    values = {name: layer.value[layer.operation == index] for index, name in enumerate(names)}
+    assert len(values["rotate"].abs().unique()) == 31
+    assert values["rotate"].abs().max() == 135
+    assert values["shear_x"].abs().max() == pytest.approx(0.99)
+    assert values["contrast"].min() == pytest.approx(0.01)
+    assert values["posterize"].unique().tolist() == [2, 3, 4, 5, 6, 7, 8]
+
+
+def jittered(strengths, count=200, **changes):
+    """Original and jittered images, uint8 values as float [B, 3, 8, 8]."""
+    batch = images(count, 8, 8)
+    augmentation = Augmentation((8, 8), "squash", color_jitter=strengths, mean=(0.0,) * 3, std=(1 / 255,) * 3, **changes)
+    return batch, augment(batch, sizes_of(batch), keys(count), augmentation).images.round().to(torch.uint8)
+
+
+@pytest.mark.parametrize("policy", ["none", "dino"])
+def test_hue_jitter_alone(policy):
+    batch, found = jittered((0.0, 0.0, 0.0, 0.3), policy=policy)
+    shift = uniform_between(keys(200), "jitter.hue", -0.3, 0.3)
+    assert torch.equal(found, color.hue(batch, shift))
+    assert not torch.equal(found, batch)
+    batch, found = jittered((0.0, 0.0, 0.0, 0.3), color_jitter_prob=0.0)
+    assert torch.equal(found, batch)
+
+
+def test_color_jitter_is_a_random_permutation_of_four():
+    """All 24 orders of brightness, contrast, saturation and hue occur, and the operations are applied in that order."""
+    strengths, key = (0.4, 0.4, 0.2, 0.1), keys(200)
+    batch, found = jittered(strengths)
+    names = ("brightness", "contrast", "saturation", "hue")
+    ranges = [(1 - s, 1 + s) for s in strengths[:3]] + [(-0.1, 0.1)]
+    values = [uniform_between(key, f"jitter.{name}", *limits) for name, limits in zip(names, ranges, strict=True)]
+    orders = uniform(key, "jitter.order", 4).argsort(1)
+    assert len(orders.unique(dim=0)) == 24
+    for row in range(40):
+        image = batch[row : row + 1]
+        for number in orders[row].tolist():
+            value = values[number][row : row + 1]
+            if names[number] == "hue":
+                image = color.hue(image, value)
+            else:
+                layer = reference.Layer(torch.tensor([reference.OPERATION_INDEX[names[number]]]), value)
+                image = reference.apply_operations(image, sizes_of(image), layer)
+        assert torch.equal(found[row], image[0])
 
 
 def test_three_augment_draws_one_of_three():
@@ -221,7 +279,7 @@ def test_the_matrix_is_exact_with_warps(crop_last, crop):
         assert not (filled & ~near(~known)).any(), "what is known was not filled"
         inner &= ~near(~known)
         if inner.any():
-            assert (shown[:2] - mapped).abs().amax(0)[inner].max() < 3, "less than a pixel"
+            assert (shown[:2] - mapped).abs().amax(0)[inner].max() < 4, "a pixel, and a level that every warp truncates"
 
 
 def near(mask):
@@ -264,7 +322,7 @@ def test_mixup_and_cutmix():
     boxes = [draw for draw in draws if draw.box is not None]
     assert len(boxes) == pytest.approx(200, abs=40)
     for draw in draws[:50]:
-        mixed, targets = mixup.mix_images(images, draw), make_targets(labels, 4, draw, LossConfig(label_smoothing=0.1))
+        mixed, targets = mixup.mix_images(images, [draw]), make_targets(labels, 4, draw, LossConfig(label_smoothing=0.1))
         torch.testing.assert_close(targets.sum(1), torch.ones(8))
         plain = torch.nn.functional.one_hot(labels, 4) * 0.9 + 0.025
         torch.testing.assert_close(targets, draw.lam * plain + (1 - draw.lam) * plain.flip(0))

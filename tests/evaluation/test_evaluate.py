@@ -193,13 +193,13 @@ def test_invalid_sizes_and_crops():
 def test_default_split(tmp_path, folder):
     digits = open_evaluation_data("digits")
     assert (digits.split, len(digits.source), digits.calibration) == ("test", 360, None)
-    here = open_evaluation_data("digits", trained_on_it=True)
+    here = open_evaluation_data("digits", training_classes=[])
     assert len(here.calibration) == 142  # those that a training sets aside
     assert len(open_evaluation_data("digits", "val").source) == 142
     assert open_evaluation_data("digits", "val").source.location(0) == open_splits("digits").validation.location(0)
     assert len(open_evaluation_data(str(folder)).source) == 18
     assert open_evaluation_data(str(folder)).split == "everything"
-    assert open_evaluation_data(str(folder), trained_on_it=True).split == "validation"
+    assert open_evaluation_data(str(folder), training_classes=[]).split == "validation"
     for split in ("train", "val", "test"):
         make_folder(tmp_path / split, NAMES, 2)
     parts = open_evaluation_data(str(tmp_path))

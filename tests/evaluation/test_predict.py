@@ -14,7 +14,8 @@ from vitrail.data.loader import Problem
 from vitrail.data.transforms.config import Augmentation
 from vitrail.data.transforms.pipeline import augment
 from vitrail.errors import UserError
-from vitrail.evaluation.predict import ImageList, find_weights, iterate_predictions, open_images, parse_path_list
+from vitrail.evaluation.model import find_weights
+from vitrail.evaluation.predict import ImageList, iterate_predictions, open_images, parse_path_list
 from vitrail.models.preprocessing import Preprocessing, min_decode_side
 
 
@@ -107,7 +108,7 @@ def test_files_without_read_permission(model, tmp_path, monkeypatch):
     assert results[0].image == str(paths[0])
 
 
-@pytest.mark.parametrize("interpolation", ["nearest", "bilinear", "bicubic", "lanczos"])
+@pytest.mark.parametrize("interpolation", ["nearest", "bilinear", "bicubic", "lanczos", "bilinear_no_antialias"])
 @pytest.mark.parametrize(("resize", "crop"), [("shorter", "center"), ("square", "squash")])
 @pytest.mark.parametrize("crop_ratio", [0.875, 0.9, 1.0])
 def test_preprocessing_is_bit_equal_to_the_augmentation_pipeline(interpolation, resize, crop, crop_ratio):

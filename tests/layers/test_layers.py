@@ -13,7 +13,7 @@ from tests.models.test_every_model import randomize
 from vitrail.layers.bit_resnet import pad_same
 from vitrail.layers.block import Branch
 from vitrail.layers.drop_path import DropPath, drop_path_rates
-from vitrail.layers.fused import SubsetDropPath, SubsetResidual, gather_rows, sample_subset, scatter_rows
+from vitrail.layers.fused import SubsetDropPath, SubsetResidual, choose_subset, gather_rows, scatter_rows
 from vitrail.layers.layout import Layout
 from vitrail.layers.patch_embed import BasicStem, PatchProjection, basic_strides, hmlp_strides, unfold_patches
 from vitrail.layers.token_mixers import TokenLinear
@@ -90,7 +90,7 @@ def test_token_linear_on_a_gpu(compiled):
 
 
 def test_rows_of_a_subset_gathered_and_scattered():
-    subset = sample_subset(7, 4, torch.device("cpu"))
+    subset = choose_subset(torch.rand(1, 7), 4)
     assert subset.rows.tolist() == sorted(set(subset.rows.tolist()))
     assert [subset.position[row].item() for row in subset.rows] == [0, 1, 2, 3]
     assert (subset.position == -1).sum() == 3

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from vitrail.data.transforms.config import INTERPOLATIONS
+from vitrail.data.transforms.config import INTERPOLATIONS, NO_ANTIALIAS
 from vitrail.data.transforms.resize import FILTERS
 from vitrail.errors import UserError
 from vitrail.recipes.derivation import change
@@ -201,4 +201,4 @@ def test_change_merges_groups_and_architectures():
 
 
 def test_the_interpolations_are_those_of_the_resize_filters():
-    assert INTERPOLATIONS == FILTERS
+    assert (*FILTERS, NO_ANTIALIAS) == INTERPOLATIONS

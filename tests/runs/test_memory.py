@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import vitrail
 from tests.trainers import make_trainer
@@ -129,17 +130,43 @@ def test_out_of_memory_errors_are_explained():
         raise RuntimeError("something else")
 
 
+def divided(max_images, wanted=None, module=None, world_size=1, **changes):
+    """(micro-batches, group size, messages) for a batch of 8 images of 1 GB each."""
+    plan, messages = MemoryPlan(0.0, 1e9, 10e9, max_images), []
+    task = SimpleNamespace(recipe=RECIPE.set(changes), module=module or nn.Linear(1, 1))
+    devices, recipe = divide_batch(Devices(CPU, world_size=world_size), task, plan, wanted, messages.append)
+    return devices.micro_batches, recipe.group_size, messages
+
+
 def test_the_batch_is_divided_by_memory_or_as_requested():
-    plan = MemoryPlan(0.0, 1e9, 10e9, max_images=6)
-    one = Devices(CPU)
-    assert divide_batch(one, RECIPE, plan, None).micro_batches == 2
-    assert divide_batch(one, RECIPE, plan, 2).micro_batches == 4
-    assert divide_batch(one, RECIPE, plan, 3).micro_batches == 4
-    assert divide_batch(one, RECIPE, dataclasses.replace(plan, max_images=100), 10**9).micro_batches == 1
+    assert [divided(6)[0], divided(6, 2)[0], divided(6, 3)[0], divided(100, 10**9)[0]] == [2, 4, 4, 1]
     with pytest.raises(vitrail.UserError, match=r"A micro-batch of 8 images needs about 8.0 GB"):
-        divide_batch(one, RECIPE, plan, 8)
+        divided(6, 8)
     with pytest.raises(vitrail.UserError, match="A single image"):
-        divide_batch(one, RECIPE, dataclasses.replace(plan, max_images=0), None)
+        divided(0)
+
+
+def test_micro_batches_keep_mixed_pairs_and_normalized_groups_together():
+    """Groups of a recipe are part of the result: a micro-batch has whole groups, or pairs of images of one group."""
+    assert divided(1)[0] == 8
+    with pytest.raises(vitrail.UserError, match="with whole pairs of images: set a smaller group_size, which is 4"):
+        divided(1, **{"mixing.mixup": 0.8, "group_size": 4})
+    assert divided(3, **{"mixing.mixup": 0.8, "group_size": 4})[0] == 4
+    norm = nn.BatchNorm2d(3)
+    assert divided(8, module=norm, group_size=4) == (1, 4, [])
+    assert divided(5, module=norm, group_size=4) == (2, 4, [])
+    with pytest.raises(vitrail.UserError, match="with whole groups: set a smaller group_size, which is 4"):
+        divided(3, module=norm, group_size=4)
+    count, size, (message,) = divided(3, module=norm)
+    assert (count, size) == (4, 2)
+    assert "group_size set to 2" in message
+
+
+def test_groups_fit_any_batch_size():
+    sizes = {8: [8, 4, 8, 2], 7: [7, 7, 7, 7], 12: [12, 4, 6, 2]}
+    for batch_size, expected in sizes.items():
+        found = [RECIPE.set({"batch_size": batch_size, "group_size": group}).images_per_group for group in (0, 5, 8, 2)]
+        assert found == expected
 
 
 def test_the_forecast(source):

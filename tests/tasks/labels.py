@@ -5,4 +5,4 @@ from vitrail.tasks.targets import blend, label_targets
 
 def make_targets(labels, classes, mix, objective):
     """[B, C]: smoothed first, mixed second."""
-    return blend(label_targets(labels, classes, objective), mix.lam)
+    return blend(label_targets(labels, classes, objective), [mix])

@@ -7,13 +7,15 @@ from torch.autograd import gradcheck
 
 import vitrail
 from vitrail.models.vision_transformer import mix_tokens
-from vitrail.recipes.schema import DistillationConfig, LossConfig, Recipe, TokenLabelConfig
+from vitrail.recipes import lookup
+from vitrail.recipes.schema import DistillationConfig, LossConfig, OptimizerConfig, Recipe, TokenLabelConfig
 from vitrail.tasks.classification import ClassificationModule
 from vitrail.tasks.targets import ClassificationTargets
+from vitrail.training.optimizers import parameter_groups
 
 SMALL = {"width": 16, "depth": 2, "heads": 2, "patch_size": 4}
 CLASSES, SIZE, PATCHES = 5, (8, 12), 6
-MASK = torch.tensor([True, False, False, True, True, False])
+MASK = torch.tensor([[True, False, False, True, True, False]])
 
 
 def network(name="deit_tiny_patch16", **parts):
@@ -104,7 +106,24 @@ def test_two_class_tokens_learn_the_same_labels():
     model, images, classes = network(distillation=True), make_images(), distributions(4, CLASSES)
     outputs = model.outputs(images)
     expected = (entropy(outputs.main, classes) + entropy(outputs.distillation, classes)) / 2
-    torch.testing.assert_close(ClassificationModule(model, Recipe())(images, ClassificationTargets(classes)), expected)
+    recipe = Recipe(distillation=DistillationConfig(without_teacher="both"))
+    torch.testing.assert_close(ClassificationModule(model, recipe)(images, ClassificationTargets(classes)), expected)
+
+
+def test_a_distilled_model_without_a_teacher():
+    """As in the released code the class head alone is trained; the other one is frozen and has no optimizer state."""
+    model, images, classes = network(distillation=True), make_images(), distributions(4, CLASSES)
+    module = ClassificationModule(model, lookup("deit_base_distilled").set({"distillation.kind": "none"}))
+    loss = module(images, ClassificationTargets(classes))
+    torch.testing.assert_close(loss, entropy(model.outputs(images).main, classes))
+    loss.backward()
+    without = {name for name, parameter in model.named_parameters() if parameter.grad is None}
+    assert without == {"head_distillation.weight", "head_distillation.bias"}
+    trained = {id(p) for group in parameter_groups(model, OptimizerConfig()) for p in group["params"]}
+    assert not trained & {id(parameter) for parameter in model.head_distillation.parameters()}
+    assert model.prefix.grad[1].any()  # its token is read by the others
+    for name in ("laptop", "small", "finetune"):
+        assert lookup(name).distillation.trains_second_head
 
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "binary"])
@@ -157,7 +176,7 @@ def test_mixing_happens_between_the_stem_and_the_positions():
     """As in the released code: mix the patch embeddings, then add the class token and positions."""
     model, images = network(), make_images()
     patches, layout = model.embed(images)
-    mixed = torch.stack([torch.stack([patches[3 - b if MASK[n] else b, n] for n in range(PATCHES)]) for b in range(4)])
+    mixed = torch.stack([torch.stack([patches[3 - b if MASK[0, n] else b, n] for n in range(PATCHES)]) for b in range(4)])
     expected = model.classify(model.read(*model.encode(mixed, layout))).main
     torch.testing.assert_close(model.outputs(images, MASK).main, expected)
     assert not torch.allclose(model.outputs(images, MASK).main, model.outputs(images).main)

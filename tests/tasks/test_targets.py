@@ -43,7 +43,7 @@ def test_a_single_class_is_never_smoothed(over):
 @given(some.integers(0, 2**31), some.integers(1, 6), some.floats(0, 1))
 def test_blending_keeps_the_mass_and_takes_the_mirrored_row(seed, batch, share):
     targets = torch.rand(batch, 4, generator=torch.Generator().manual_seed(seed)).softmax(1)
-    mixed = blend(targets, share)
+    mixed = blend(targets, [Mix(share, None)])
     torch.testing.assert_close(mixed.sum(1), torch.ones(batch))
     for row in range(batch):
         expected = share * targets[row].double() + (1 - share) * targets[batch - 1 - row].double()
@@ -55,8 +55,8 @@ def test_the_images_are_mixed_with_the_same_partner():
     numbers = torch.tensor([0.0, 1.0, 5.0, 9.0])
     for step in range(20):
         mix = draw_mix(3, 0, step, 0, (8, 12), 0.8, 1.0)
-        images = mix_images(numbers[:, None, None, None].expand(-1, 3, 8, 12), mix)
-        torch.testing.assert_close(images.mean((1, 2, 3)), blend(numbers[:, None], mix.lam)[:, 0], rtol=1e-5, atol=1e-5)
+        images = mix_images(numbers[:, None, None, None].expand(-1, 3, 8, 12), [mix])
+        torch.testing.assert_close(images.mean((1, 2, 3)), blend(numbers[:, None], [mix])[:, 0], rtol=1e-5, atol=1e-5)
 
 
 def test_smoothing_comes_before_mixing():

@@ -63,10 +63,10 @@ def targets_for(recipe, source, mix=WHOLE, step=5, indices=(0, 5, 9, 11)):
     model = vitrail.create(recipe.model, 3, recipe.augmentation.image_size, **parts)
     batch = make_batch(source, ImageReader(source, None, False).read_images(np.array(indices)))
     seen = augment(batch.pixels, batch.sizes, sample_key(0, 0, batch.index, batch.repeat), recipe.augmentation)
-    images = mix_images(seen.images, mix)
+    images = mix_images(seen.images, [mix])
     task = Classification(recipe, source, CPU)
     task.attach(model)
-    return batch, seen, images, task.make_targets(batch, seen, images, mix, Position(step, 100, 2, step, 1))
+    return batch, seen, images, task.make_targets(batch, seen, images, [mix], Position(step, 100, 2, step, (1,)))
 
 
 def mixed_rows(rows, share):
@@ -181,7 +181,7 @@ def test_mixtoken_reaches_every_target(source, stores, what, mix):
     mixed = targets_for(recipe_of(**taught, token_labels__mixtoken=1.0, token_labels__mixtoken_on=what), source, mix)[-1]
     drawn = draw_token_mix(0, 2, 5, 1, (3, 4), 1.0)
     assert 0 < drawn.lam < 1
-    assert torch.equal(mixed.mixed, token_mask(drawn, (3, 4), CPU))
+    assert torch.equal(mixed.mixed, token_mask([drawn], (3, 4), CPU))
     torch.testing.assert_close(mixed.classes.double(), mixed_rows(plain.classes.double(), drawn.lam), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(mixed.teacher.double(), mixed_rows(plain.teacher.double(), drawn.lam), rtol=1e-5, atol=1e-6)
     expected = plain.tokens if what == "predictions" else mix_tokens(plain.tokens, mixed.mixed)

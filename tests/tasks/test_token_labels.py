@@ -345,7 +345,7 @@ def test_token_labels_are_mixed_as_the_pixels_are():
     numbers = torch.tensor([0.0, 2.0, 5.0])
     for step in range(30):
         mix = draw_mix(1, 0, step, 0, (24, 32), 0.8, 1.0)
-        images = mix_images(numbers[:, None, None, None].expand(-1, 1, 24, 32), mix)
+        images = mix_images(numbers[:, None, None, None].expand(-1, 1, 24, 32), [mix])
         part = covered(mix, (3, 4), 8, CPU)
         labels = torch.lerp(numbers[:, None].expand(-1, 12), numbers.flip(0)[:, None].expand(-1, 12), part)
         torch.testing.assert_close(labels.unflatten(1, (3, 4)), F.avg_pool2d(images, 8)[:, 0], rtol=1e-5, atol=1e-5)
@@ -356,14 +356,14 @@ def test_token_labels_are_mixed_as_the_pixels_are():
 def test_mixtoken_conserves_mass(rows, columns, step):
     """The box's share of the patches is the share of the label, and each patch has one source."""
     mix = draw_token_mix(0, 3, step, 1, (rows, columns), 1.0)
-    mask = token_mask(mix, (rows, columns), CPU)
-    assert mask.shape == (rows * columns,)
+    mask = token_mask([mix], (rows, columns), CPU)
+    assert mask.shape == (1, rows * columns)
     assert mask.float().mean().item() == pytest.approx(1 - mix.lam, abs=1e-6)
     # Whose patch is it? Labels that name the image: one-hot of batch.
     sources = torch.eye(4)[:, None].expand(-1, rows * columns, -1)
     dense = mix_tokens(sources, mask)
     assert ((dense == 1).sum(-1) == 1).all()
-    torch.testing.assert_close(dense.mean(1), blend(torch.eye(4), mix.lam), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(dense.mean(1), blend(torch.eye(4), [mix]), rtol=1e-5, atol=1e-6)
 
 
 def test_mixtokens_box_is_drawn_as_cutmix_draws_one():
@@ -380,18 +380,18 @@ def test_mixtokens_box_is_drawn_as_cutmix_draws_one():
 
 
 def test_mixing_twice_is_the_identity():
-    tokens, mask = torch.randn(5, 12, 3), torch.rand(12) < 0.4
+    tokens, mask = torch.randn(5, 12, 3), torch.rand(1, 12) < 0.4
     assert torch.equal(mix_tokens(mix_tokens(tokens, mask), mask), tokens)
     mixed = mix_tokens(tokens, mask)
     for place in range(12):
         for row in range(5):
-            assert torch.equal(mixed[row, place], tokens[4 - row if mask[place] else row, place])
+            assert torch.equal(mixed[row, place], tokens[4 - row if mask[0, place] else row, place])
 
 
 def test_mixing_predictions_or_labels_is_the_same_loss():
     torch.manual_seed(3)
     logits, labels = torch.randn(4, 12, 5, dtype=torch.float64, requires_grad=True), torch.randn(4, 12, 5).double().softmax(-1)
-    mask = torch.rand(12) < 0.5
+    mask = torch.rand(1, 12) < 0.5
     answers = token_loss(mix_tokens(logits, mask), labels)
     expected = token_loss(logits, mix_tokens(labels, mask))
     torch.testing.assert_close(answers, expected, rtol=1e-12, atol=0)
@@ -416,6 +416,6 @@ def test_the_dense_loss_is_its_definition():
 def test_gradients():
     torch.manual_seed(0)
     logits, labels = torch.randn(2, 4, 3).double().requires_grad_(), torch.randn(2, 4, 3).double().softmax(-1)
-    mask = torch.tensor([True, False, True, False])
+    mask = torch.tensor([[True, False, True, False]])
     assert gradcheck(lambda x: token_loss(x, labels), logits)
     assert gradcheck(lambda x: token_loss(mix_tokens(x, mask), labels), logits)

@@ -190,7 +190,8 @@ def test_a_manifest_that_does_not_fit_its_shards(tmp_path):
     for change, words in (
         ({"complete": False}, "is incomplete"),
         ({"layout": 99}, "another version"),
-        ({"arrays": {"logits.values": {"dtype": "float16", "shape": [1, 8]}}}, "does not match its manifest"),
+        ({"arrays": {"logits.values": {"dtype": "float16", "shape": [1, 8]}}}, "arrays is missing or invalid"),
+        ({"outputs": ["features"], "arrays": {"features": {"dtype": "float16", "shape": [1, 7]}}}, "does not match its manifest"),
     ):
         file.write_text(json.dumps(manifest | change))
         with pytest.raises(UserError, match=words):

@@ -326,7 +326,7 @@ def test_onnxruntime_is_imported_only_when_used(tmp_path, monkeypatch):
     with pytest.raises(vitrail.UserError, match="does not contain its preprocessing"):
         open_teacher(tmp_path / "it.onnx")
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    with pytest.raises(vitrail.UserError, match="pip install onnxruntime"):
+    with pytest.raises(vitrail.UserError, match="pip install onnx onnxruntime"):
         open_teacher(tmp_path / "it.onnx", preprocessing=HALF)
 
 

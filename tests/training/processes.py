@@ -60,7 +60,10 @@ DENSE = {
 
 
 class Recorded(Classification):
-    """Records the images of every micro-batch in `seen`; those of the micro-batch `poison` (step, micro-batch) become NaN."""
+    """Records the images of every micro-batch in `seen`, by step and first position.
+
+    Those of the micro-batch `poison` (step, first position) become NaN.
+    """
 
     poison = (-1, 0)
 
@@ -69,7 +72,7 @@ class Recorded(Classification):
         self.seen = {}
 
     def prepare_batch(self, batch, position):
-        key = (position.step, position.micro_batch)
+        key = (position.step, int(batch.position[0]))
         self.seen[key] = (batch.index.tolist(), batch.repeat.tolist())
         images, targets = super().prepare_batch(batch, position)
         return (images * torch.nan if key == self.poison else images), targets
@@ -100,7 +103,8 @@ def trained(folder, devices, changes=None, options=None, until=None, poison=-1, 
 
 def poison_last(training, step):
     """At this step the images of the last micro-batch are NaN."""
-    training.task.poison = (step, training.devices.micro_batches - 1)
+    sampler, count = training.sampler, training.devices.micro_batches
+    training.task.poison = (step, int(sampler.micro_batch(*divmod(step, sampler.steps), count - 1, count).position[0]))
 
 
 def train_images(training):

@@ -53,6 +53,9 @@ ALIKE = {
     "lamb": (LAMB, SKIP, 2, {"poison": 12}),
     "dense head": (DENSE, Options(), 2, {}),
     "batch norms": (BATCH_NORMS, SKIP, 2, {"poison": 12}),
+    "batch norms of groups": (BATCH_NORMS | {"group_size": 4}, Options(), 2, {}),
+    "skipping drop-path": ({"architecture.drop_path_kind": "skip"}, Options(), 4, {}),
+    "mixed groups": (DENSE | {"group_size": 4, "token_labels.mixtoken": 1.0}, Options(), 2, {}),
 }
 SHARDED = {
     "adamw": ({}, Options(sharding="full", on_nan="skip", save_steps=5), 2, {"poison": 12}),
@@ -190,20 +193,28 @@ def check_metrics(ours, theirs):
     assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-6)
 
 
+def samples(seen):
+    """(step, image, repeat) of every sample."""
+    return [(step, *sample) for (step, _), (images, repeats) in seen.items() for sample in zip(images, repeats, strict=True)]
+
+
 @pytest.mark.parametrize("name", ALIKE)
-def test_two_processes_equal_one_with_accumulation(found, one, name):
-    expected = one(*ALIKE[name])
-    check_equal(found[0][name]["weights"], expected["weights"], 1e-6)
+def test_two_processes_equal_one(found, one, name):
+    """One process computes the batch as a whole."""
+    changes, options, _, more = ALIKE[name]
+    expected = one(changes, options, 1, more)
+    check_equal(found[0][name]["weights"], expected["weights"], 5e-5 if "batch norms" in name else 1e-6)
     for theirs in found:
         check_metrics(theirs[name]["best"], expected["best"])
         assert theirs[name]["skipped"] == expected["skipped"] == len(ALIKE[name][3])
-    assert found[0][name]["seen"] | found[1][name]["seen"] == expected["seen"]
-    assert not found[0][name]["seen"].keys() & found[1][name]["seen"].keys()
+    ours = samples(found[0][name]["seen"]), samples(found[1][name]["seen"])
+    assert sorted(ours[0] + ours[1]) == sorted(samples(expected["seen"]))
 
 
 @pytest.mark.parametrize("name", SHARDED)
 def test_sharded_equals_one_process(found, folder, one, name):
-    expected = one(*SHARDED[name])
+    changes, options, _, more = SHARDED[name]
+    expected = one(changes, options, 1, more)
     ours = found[0][f"sharded {name}"]
     check_equal(ours["weights"], expected["weights"], 1e-6)
     check_metrics(ours["best"], expected["best"])
@@ -236,7 +247,7 @@ def test_one_process_resumes_a_training_of_two(found, folder, one, begun):
         newest.rename(run_folder / "newest")
     training = trained(run_folder, one_process(micro_batches), changes, Options(on_nan="skip"), **more)
     assert min(training.task.seen)[0] == 15
-    check_equal(result_of(training)["weights"], one(changes, options, micro_batches, more)["weights"], 1e-6)
+    check_equal(result_of(training)["weights"], one(changes, options, 1, more)["weights"], 1e-6)
 
 
 @pytest.mark.parametrize("count", UNEVEN)

@@ -4,7 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from vitrail.models.registry import create
+from vitrail.recipes.schema import OptimizerConfig
 from vitrail.training.lamb import Lamb
+from vitrail.training.optimizers import parameter_groups
 
 SHAPES = [(7, 5), (3, 4, 2, 2), (6, 6), (5, 3), (8,), (), (4, 9)]
 DECAYED = [0, 1, 2, 3]  # indices of the tensors with weight decay
@@ -170,6 +173,28 @@ def test_resume_is_bit_equal(tmp_path):
             rule.step()
     for ours, theirs in zip(everything(resumed, other), everything(parameters, optimizer), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_a_ratio_per_row_is_that_of_separate_layers():
+    """PatchConvNet's code has a linear layer for each class, so that LAMB scales the update of each class by itself."""
+    torch.manual_seed(0)
+    model = create("patchconvnet_s20_multi", classes=3, image_size=32, width=16, depth=1)
+    groups = parameter_groups(model, OptimizerConfig(kind="lamb", weight_decay=0.05))
+    (own,) = (group for group in groups if group.get("per_row"))
+    assert own["params"] == [model.head.weight]
+    assert own["weight_decay"] == 0.05
+    assert not any(group.get("per_row") for group in parameter_groups(model, OptimizerConfig(weight_decay=0.05)))
+
+    start = torch.randn(3, 16, dtype=torch.float64) * torch.tensor([[1.0], [0.1], [0.0]])
+    rows = [torch.nn.Parameter(row[None].clone()) for row in start]
+    joint = torch.nn.Parameter(start.clone())
+    separate, together = Lamb(rows, lr=0.01), Lamb([{"params": [joint], "per_row": True}], lr=0.01)
+    for _ in range(3):
+        joint.grad = torch.randn_like(start)
+        for row, grad in zip(rows, joint.grad.clone(), strict=True):
+            row.grad = grad[None]
+        separate.step(), together.step()
+    torch.testing.assert_close(joint.detach(), torch.cat([row.detach() for row in rows]), rtol=1e-12, atol=0)
 
 
 def test_parameters_without_a_gradient_stay():

@@ -16,7 +16,7 @@ from vitrail.runs.display import Display
 from vitrail.training.scope import apply_scope
 from vitrail.training.throughput import Throughput
 
-SCOPES = ("full", "attention", "ffn", "head", "norm", "last:1")
+SCOPES = ("full", "attention", "ffn", "head", "norm", "last_norm", "last:1")
 
 
 def trained(model):
@@ -86,6 +86,14 @@ def test_parameters_of_each_scope():
     cait = inside("attention", "cait_xxs24")
     assert any(name.startswith("pooling") and ".attention." in name for name in cait)
     assert not any("scale" in name for name in cait)
+
+
+def test_fixres_trains_the_classifier_and_the_last_norm():
+    last = {"bit_r50x1": "stem.stages.3.2.norm3", "deit_tiny_patch16": "norm", "cait_xxs24": "norm"}
+    for name, norm in last.items():
+        model = vitrail.create(name, device="meta")
+        apply_scope(model, "last_norm")
+        assert trained(model) == {f"{part}.{kind}" for part in (norm, "head") for kind in ("weight", "bias")}, name
 
 
 @pytest.mark.parametrize("count", [4, 99, 10**30])

@@ -1,18 +1,21 @@
-"""Models to benchmark: ours by name or file, and timm's counterparts."""
+"""Models to benchmark: ours by name, those of files, and timm's counterparts."""
 
+import copy
 import dataclasses
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from vitrail.bench.settings import Setting
-from vitrail.checkpoints import load
 from vitrail.errors import UserError
+from vitrail.evaluation.model import open_model
 from vitrail.models.config import Architecture
 from vitrail.models.flops import Cost, cost
 from vitrail.models.registry import build, lookup, name_of
@@ -24,6 +27,8 @@ from vitrail.runs.initial_model import locate_weights
 from vitrail.tasks.classification import ClassificationModule
 from vitrail.tasks.losses import classification_loss
 from vitrail.tasks.targets import ClassificationTargets
+from vitrail.teachers.network import ConvNetwork, ModuleNetwork
+from vitrail.teachers.teacher import Teacher
 from vitrail.training.compile import optimize_for_training
 
 DEPTHS = ("drop_path", "drop_path_schedule", "drop_path_kind")  # stochastic depth in a recipe
@@ -32,9 +37,23 @@ TIMM = {  # names that differ in more than the image size
     "resmlp_s24": "resmlp_24",
     "resmlp_s36": "resmlp_36",
     "resmlp_b24_patch8": "resmlp_big_24",
-    "patchconvnet_s60": "S60",  # the authors' model, if their code has registered it with timm
+    "patchconvnet_s60": "S60",
 }
+REGISTERED = ("S60", "lvvit_t", "lvvit_s", "lvvit_m")  # the authors' models, if their code has registered them with timm
 MAX_DIFFERENCE = 0.01  # relative difference of the numbers of parameters of two models that count as the same
+
+
+class NetworkShape(NamedTuple):
+    """What a benchmark needs of the architecture of a network that is not a vision transformer of Vitrail."""
+
+    image_size: tuple[int, int]
+    classes: int
+    channels: int = 3
+    depth: int = 0  # which cannot be changed
+    patch_size: int = 32  # image sizes of a curve are multiples of it
+
+    def replace(self, **changes: Any) -> "NetworkShape":
+        return self._replace(**changes)
 
 
 @dataclass(frozen=True)
@@ -46,6 +65,7 @@ class Candidate:
     architecture: Architecture  # ours, also for timm's model
     recipe: Recipe
     timm_model: str = ""  # its name in timm
+    configuration: str = ""  # of timm's model in the mode native, one of `settings.CONFIGURATIONS`
 
     def at(self, setting: Setting) -> Architecture:
         """The architecture with the image size and depth of a setting."""
@@ -70,28 +90,77 @@ class Candidate:
             return ClassificationModule(network, self.recipe)
         return WithLoss(network, self.recipe.loss)
 
+    def cost(self, setting: Setting) -> Cost:
+        """Parameters and multiply-adds; rejects an impossible size or depth."""
+        return cost(dataclasses.replace(self.at(setting), drop_path=0.0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkCandidate(Candidate):
+    """A network of a file that is not a vision transformer of Vitrail."""
+
+    architecture: NetworkShape  # type: ignore[assignment]
+    module: nn.Module
+
+    def at(self, setting: Setting) -> NetworkShape:  # type: ignore[override]
+        if setting.depth:
+            raise UserError(f"The depth of {self.name} cannot be changed: remove --depth.")
+        return self.architecture.replace(image_size=setting.size or self.architecture.image_size)
+
+    def network(self, setting: Setting, device: torch.device) -> nn.Module:
+        return copy.deepcopy(self.module).requires_grad_().to(device)
+
+    def cost(self, setting: Setting) -> Cost:
+        shape, module, kept = self.at(setting), copy.deepcopy(self.module).requires_grad_().to("meta"), [0]
+
+        def count(tensor: Tensor) -> Tensor:
+            kept[0] += tensor.nbytes
+            return tensor
+
+        image = torch.empty(1, shape.channels, *shape.image_size, device="meta")
+        with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            module(image)
+        parameters = sum(parameter.numel() for parameter in module.parameters())
+        macs = counter.get_total_flops() // 2
+        return Cost(shape.image_size, 0, parameters, macs, macs, max(kept[0] - 4 * parameters, 0))
+
 
 class WithLoss(nn.Module):
-    """A network of another library with the classification loss of its logits."""
+    """A network of another library with the classification loss of its logits, and of dense logits if it returns some."""
 
     def __init__(self, network: nn.Module, loss: LossConfig) -> None:
         super().__init__()
         self.network, self.loss = network, loss
 
     def forward(self, images: Tensor, targets: ClassificationTargets) -> Tensor:
-        return classification_loss(self.network(images), targets.classes, self.loss)
+        outputs = self.network(images)
+        logits, dense = outputs[:2] if isinstance(outputs, tuple) else (outputs, None)
+        loss = classification_loss(logits, targets.classes, self.loss)
+        if dense is None:
+            return loss
+        return loss + F.cross_entropy(dense.flatten(0, 1), targets.classes.repeat_interleave(dense.shape[1], 0))
 
 
 def open_candidate(name: str, is_file: bool = False) -> Candidate:
-    """A model by its name, or by a checkpoint or run directory with its architecture."""
+    """A model by its name, or by a checkpoint of any kind or run directory with its architecture."""
     if is_file:
-        model = load(locate_weights(name))
+        model = open_model(locate_weights(name), "cpu")
+        if isinstance(model, Teacher):
+            return open_network(name, model)
         architecture, model_name = model.architecture, model.name
     else:
         model_name, architecture = lookup(name)
     recipe = find_recipe(model_name, architecture)
     changes = {field: value for field, value in recipe.architecture.items() if field in DEPTHS}
     return Candidate(name, "vitrail", architecture.replace(**changes), recipe)
+
+
+def open_network(name: str, teacher: Teacher) -> Candidate:
+    if not isinstance(teacher.network, ConvNetwork | ModuleNetwork):
+        raise UserError(f"{name} contains a program, whose speed depends on where it was exported: give weights instead.")
+    module = teacher.network.model if isinstance(teacher.network, ConvNetwork) else teacher.network.module
+    shape = NetworkShape(teacher.size or teacher.preprocessing.image_size, teacher.classes)
+    return NetworkCandidate(name, "vitrail", recipe=Recipe(), architecture=shape, module=module)
 
 
 def find_recipe(name: str, architecture: Architecture) -> Recipe:
@@ -114,11 +183,6 @@ def find_recipe(name: str, architecture: Architecture) -> Recipe:
     return Recipe(architecture={field: getattr(architecture, field) for field in DEPTHS})
 
 
-def count_cost(candidate: Candidate, setting: Setting) -> Cost:
-    """Parameters and multiply-adds; rejects an impossible size or depth."""
-    return cost(dataclasses.replace(candidate.at(setting), drop_path=0.0))
-
-
 def timm_candidates(candidates: Sequence[Candidate]) -> tuple[list[Candidate], list[str]]:
     """timm's counterpart of each candidate, and a message for each candidate without one."""
     timm, counterparts, messages = import_timm(), [], []
@@ -129,7 +193,7 @@ def timm_candidates(candidates: Sequence[Candidate]) -> tuple[list[Candidate], l
             continue
         network = make_timm(name, candidate.architecture, False)
         theirs = sum(parameter.numel() for parameter in network.parameters())
-        ours = cost(dataclasses.replace(candidate.architecture, drop_path=0.0)).parameters
+        ours = candidate.cost(Setting()).parameters
         if abs(theirs - ours) > MAX_DIFFERENCE * ours:
             messages.append(f"timm's {name} has {theirs:,} parameters, {candidate.name} has {ours:,}: they are not compared.")
             continue
@@ -152,6 +216,8 @@ def import_timm(alternative: str = "remove --against") -> ModuleType:
 
 def timm_name(timm: ModuleType, candidate: Candidate) -> str | None:
     """timm's name of the same architecture: ours followed by an image size, which is changed afterwards."""
+    if isinstance(candidate, NetworkCandidate):
+        return None
     try:
         name, registered = lookup(candidate.name)
     except UserError:  # a file
@@ -178,5 +244,12 @@ def make_timm(name: str, architecture: Architecture, other_depth: bool) -> nn.Mo
         options["num_blocks" if name.startswith("resmlp") else "depth"] = architecture.depth
     if name.startswith("vit_") and architecture.residual == "plain":
         options["init_values"] = 0.0  # timm drops a None and keeps the model's own
-    model: nn.Module = timm.create_model(name, pretrained=False, **options)
-    return model
+    model: Any
+    if name in REGISTERED:  # the authors' functions do not take all arguments that `create_model` adds
+        model = timm.model_entrypoint(name)(pretrained=False, **options)
+        if hasattr(model, "mix_token"):  # LV-ViT: boxes drawn on the host could not be compiled; our batch is not mixed either
+            model.mix_token = False
+    else:
+        model = timm.create_model(name, pretrained=False, **options)
+    network: nn.Module = model
+    return network

@@ -1,5 +1,6 @@
 """Measurements of a benchmark: candidates are measured in interleaved groups; failures become messages."""
 
+import dataclasses
 import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -8,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vitrail.bench.candidates import Candidate, count_cost
+from vitrail.bench.candidates import Candidate
 from vitrail.bench.peak import Peak
-from vitrail.bench.settings import Setting
+from vitrail.bench.settings import CONFIGURATIONS, Setting
 from vitrail.bench.timing import Run, Summary, choose_repeats, summarize, time_interleaved, time_run
 from vitrail.bench.workloads import NOT_CAPTURED, CannotRun, make_run
 from vitrail.data.loader import free_memory
@@ -23,6 +24,7 @@ LONG_RUN = 1.0  # seconds; for longer runs a warmup of two runs is enough
 MEMORY_FRACTION = 0.9  # of the free memory that a run on the CPU may use
 BYTES_PER_PARAMETER = 16  # in training: weight, gradient and two moments in float32
 RECOMPILE_LIMIT = 4096  # of graphs per function: every model of a group has its own
+SAME = ("model", "task", "precision", "mode", "batch_size", "size", "depth")  # fields of measurements that are compared
 
 
 @dataclass
@@ -40,6 +42,7 @@ class Measurement:
     depth: int
     parameters: int
     macs: int  # of one image, forward
+    configuration: str = ""  # of timm's model in the mode native
     error: str = ""  # why there are no times
     interleaved: int = 0  # number of candidates that were timed in turns, including this one
     repeats: int = 0  # runs per round
@@ -102,14 +105,30 @@ class Measurement:
 
 
 def timm_counterpart(measurement: Measurement, measurements: Sequence[Measurement]) -> Measurement | None:
-    """timm's measurement in the same setting as one of ours, if both have times."""
+    """timm's measurement in the same setting as one of ours, in its fastest configuration, if both have times."""
     if measurement.project != "vitrail" or not measurement.seconds:
         return None
-    same = ("model", "task", "precision", "mode", "batch_size", "size", "depth")
-    for other in measurements:
-        if other.project == "timm" and other.seconds and all(getattr(other, name) == getattr(measurement, name) for name in same):
-            return other
-    return None
+    return min(timm_measurements(measurement, measurements), key=lambda other: other.median, default=None)
+
+
+def timm_measurements(measurement: Measurement, measurements: Sequence[Measurement]) -> list[Measurement]:
+    """timm's measurements with times in the setting of a measurement, one for each configuration."""
+    return [
+        other
+        for other in measurements
+        if other.project == "timm" and other.seconds and all(getattr(other, name) == getattr(measurement, name) for name in SAME)
+    ]
+
+
+def fastest_configurations(measurements: Sequence[Measurement]) -> list[Measurement]:
+    """The measurements without those of timm that are slower than another configuration of the same model; failures are kept."""
+    return [
+        each
+        for each in measurements
+        if each.project != "timm"
+        or not each.seconds
+        or each is min(timm_measurements(each, measurements), key=lambda other: other.median)
+    ]
 
 
 def speedup(measurement: Measurement, other: Measurement) -> Summary:
@@ -138,6 +157,7 @@ class Entry(NamedTuple):
             depth=architecture.depth,
             parameters=self.cost.parameters,
             macs=self.cost.macs,
+            configuration=candidate.configuration,
             peak=peak.flops.get(self.setting.precision) if peak else None,
             bandwidth=peak.bandwidth if peak else None,
         )
@@ -146,19 +166,28 @@ class Entry(NamedTuple):
 Group = list[Entry]  # timed in turns
 
 
-def make_groups(ours: Sequence[Candidate], others: Sequence[Candidate], settings: Sequence[Setting]) -> list[Group]:
+def make_groups(
+    ours: Sequence[Candidate], others: Sequence[Candidate], settings: Sequence[Setting], device_type: str = "cpu"
+) -> list[Group]:
     """Groups to time in turns: each model with its counterpart in `others`; without others, all models of a setting.
 
+    In the mode native the counterpart is measured in every configuration that the device supports.
     Impossible sizes and depths raise an error before anything is measured.
     """
     groups = []
     for setting in settings:
-        entries = [Entry(candidate, setting, count_cost(candidate, setting)) for candidate in ours]
+        entries = [Entry(candidate, setting, candidate.cost(setting)) for candidate in ours]
+        configurations = CONFIGURATIONS[device_type] if setting.mode == "native" else ("",)
         if not others:
             groups.append(entries)
             continue
         for entry in entries:
-            theirs = [Entry(other, setting, entry.cost) for other in others if other.name == entry.candidate.name]
+            theirs = [
+                Entry(dataclasses.replace(other, configuration=configuration), setting, entry.cost)
+                for other in others
+                if other.name == entry.candidate.name
+                for configuration in configurations
+            ]
             groups.append([entry, *theirs])
     return groups
 

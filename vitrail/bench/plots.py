@@ -85,7 +85,7 @@ def bar_name(measurement: Measurement, measurements: Sequence[Measurement]) -> s
     """The model, its project if there are several, and what differs between bars of one panel."""
     parts = [measurement.model]
     if len({each.project for each in measurements}) > 1:
-        parts.append(measurement.project)
+        parts.append(" ".join(filter(None, (measurement.project, measurement.configuration))))
     same_model = [each for each in measurements if each.model == measurement.model]
     if len({each.size for each in same_model}) > 1:
         parts.append(format_size(measurement.size))

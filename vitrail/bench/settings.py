@@ -2,17 +2,33 @@
 
 from collections.abc import Sequence
 from itertools import product
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 from vitrail.errors import UserError
-from vitrail.models.config import Architecture, format_size
+from vitrail.models.config import format_size
 
 TASKS = ("inference", "train")
 MODES = ("eager", "compiled", "fullgraph", "graph", "native")
 PRECISIONS = ("bf16", "fp32")
+# How a network of another library is compiled in the mode native; the fastest of them counts.
+DEFAULT, REDUCE_OVERHEAD, CAPTURED = "torch.compile", "reduce-overhead", "captured step"
+CONFIGURATIONS = {"cuda": (DEFAULT, REDUCE_OVERHEAD, CAPTURED), "cpu": (DEFAULT,)}
 SHARES = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0)  # of the model's image size or depth
 BATCH_SIZES = {"cuda": (1, 4, 16, 64, 256, 1024), "cpu": (1, 2, 4, 8, 16)}
 Curve = Literal["resolution", "batch", "depth"]
+
+
+class HasShape(Protocol):
+    """An architecture, or the shape of another network."""
+
+    @property
+    def image_size(self) -> tuple[int, int]: ...
+
+    @property
+    def patch_size(self) -> int: ...
+
+    @property
+    def depth(self) -> int: ...
 
 
 class Setting(NamedTuple):
@@ -54,14 +70,14 @@ def make_settings(
     ]
 
 
-def curve_sizes(architecture: Architecture) -> list[tuple[int, int]]:
+def curve_sizes(architecture: HasShape) -> list[tuple[int, int]]:
     """Image sizes from half to twice the model's, multiples of the patch size."""
     patch, (height, width) = architecture.patch_size, architecture.image_size
     sides = [(max(round(height * share / patch), 1) * patch, max(round(width * share / patch), 1) * patch) for share in SHARES]
     return list(dict.fromkeys(sides))
 
 
-def curve_depths(architecture: Architecture) -> list[int]:
+def curve_depths(architecture: HasShape) -> list[int]:
     """Depths from half to twice the model's; even if the model's is even, because blocks may come in pairs."""
     step = 1 if architecture.depth % 2 else 2
     return list(dict.fromkeys(max(round(architecture.depth * share / step), 1) * step for share in SHARES))

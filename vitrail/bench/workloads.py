@@ -1,12 +1,13 @@
 """One run of a network: a forward pass or a training step, on data that is already on the device."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from vitrail.bench.candidates import Candidate
-from vitrail.bench.settings import Setting
+from vitrail.bench.settings import CAPTURED, REDUCE_OVERHEAD, Setting
 from vitrail.bench.timing import Run
 from vitrail.deploy.inference_graphs import MAX_GRAPH_BATCH
 from vitrail.deploy.optimize import optimize
@@ -16,7 +17,7 @@ from vitrail.recipes.schema import OptimizerConfig
 from vitrail.tasks.classification import random_targets
 from vitrail.tasks.targets import ClassificationTargets
 from vitrail.training.compile import compile_blocks
-from vitrail.training.cuda_graphs import CapturedStep
+from vitrail.training.cuda_graphs import CapturedStep, CudaGraph
 from vitrail.training.optimizers import make_optimizer
 
 LR = 1e-6  # weights hardly change, so that no value becomes subnormal, NaN or Inf, which would change the speed
@@ -40,14 +41,14 @@ def make_run(candidate: Candidate, setting: Setting, device: torch.device) -> Ru
         if not architecture.classes:
             raise UserError(f"{candidate.name} has no classifier to train: use another model, or --task inference.")
         targets = make_targets(network, candidate, setting.batch_size, device)
+    if setting.mode == "native" and (candidate.configuration or not isinstance(network, VisionTransformer)):
+        return make_peer_run(candidate, network, setting, images, targets)
     if setting.mode == "native" and setting.task == "inference":
-        return native_inference(network, setting, images)
+        return optimized_inference(network, setting, images)
     task = candidate.task(network)
     compile_network(setting.mode, network, task if setting.task == "train" else network)
     compute = training_step(task, setting, device) if setting.task == "train" else inference_step(network, setting, device)
-    capture = setting.mode == "graph" or (
-        setting.mode == "native" and isinstance(network, VisionTransformer) and device.type == "cuda"
-    )
+    capture = setting.mode == "graph" or (setting.mode == "native" and device.type == "cuda")
     captured = CapturedStep(compute, network, list(network.buffers()), device) if capture else None
     optimizer = build_optimizer(network) if setting.task == "train" else None
 
@@ -103,26 +104,66 @@ def inference_step(network: nn.Module, setting: Setting, device: torch.device) -
     return compute
 
 
-def native_inference(network: nn.Module, setting: Setting, images: Tensor) -> Run:
-    """Inference as each project deploys it: ours by `optimize`, others compiled as one graph with weights in the precision."""
-    dtype = torch.bfloat16 if setting.precision == "bf16" else torch.float32
-    images = images.to(dtype)
-    optimized: nn.Module = network
-    if isinstance(network, VisionTransformer):
-        optimized = optimize(
-            network,
-            "latency" if setting.batch_size <= MAX_GRAPH_BATCH else "throughput",
-            batch_size=setting.batch_size,
-            dtype=dtype,
-        )
-    else:
-        network.to(dtype).eval().compile()
+def optimized_inference(network: nn.Module, setting: Setting, images: Tensor) -> Run:
+    """Inference with `vitrail.optimize`."""
+    assert isinstance(network, VisionTransformer)
+    dtype, batch_size = dtype_of(setting), setting.batch_size
+    goal = "latency" if batch_size <= MAX_GRAPH_BATCH else "throughput"
+    optimized, images = optimize(network, goal, batch_size=batch_size, dtype=dtype), images.to(dtype)
 
     def run() -> None:
         with torch.no_grad():
             optimized(images)
 
     return run
+
+
+def make_peer_run(
+    candidate: Candidate, network: nn.Module, setting: Setting, images: Tensor, targets: ClassificationTargets
+) -> Run:
+    """A run of a network of another library, compiled as one graph in the candidate's configuration.
+
+    For inference its weights are in the precision. A captured step is a CUDA graph of the whole run: forward pass and, in
+    training, backward pass and optimizer step.
+    """
+    device, configuration = images.device, candidate.configuration
+    if configuration in (REDUCE_OVERHEAD, CAPTURED) and device.type != "cuda":
+        raise CannotRun("needs a GPU")
+    task = network.to(dtype_of(setting)).eval() if setting.task == "inference" else candidate.task(network).train()
+    task.compile(**({"mode": "reduce-overhead"} if configuration == REDUCE_OVERHEAD else {}))
+    images = images.to(dtype_of(setting)) if setting.task == "inference" else images
+    optimizer = build_optimizer(network) if setting.task == "train" else None
+    for group in optimizer.param_groups if optimizer is not None and configuration == CAPTURED else ():
+        group["capturable"] = True
+
+    def step(images: Tensor) -> Tensor | None:
+        if configuration == REDUCE_OVERHEAD:
+            torch.compiler.cudagraph_mark_step_begin()  # the outputs of the last run are not needed any more
+        if optimizer is None:
+            with torch.no_grad():
+                logits: Tensor = task(images)
+            return logits
+        cache = configuration != CAPTURED  # a graph must not use casts of weights that were cached before its capture
+        with torch.autocast(device.type, torch.bfloat16, enabled=setting.precision == "bf16", cache_enabled=cache):
+            loss: Tensor = task(images, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return None
+
+    if configuration != CAPTURED:
+        return partial(step, images)
+    graph = CudaGraph(step, [images])
+    return partial(replay, graph, step)
+
+
+def replay(graph: CudaGraph, step: Callable[[Tensor], Tensor | None]) -> None:
+    """Run a captured step; `step` is an argument because it keeps the network, whose memory the graph uses."""
+    graph.graph.replay()
+
+
+def dtype_of(setting: Setting) -> torch.dtype:
+    return torch.bfloat16 if setting.precision == "bf16" else torch.float32
 
 
 def build_optimizer(network: nn.Module) -> torch.optim.Optimizer:

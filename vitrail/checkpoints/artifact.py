@@ -1,11 +1,13 @@
-"""Vitrail's own file: safetensors with a JSON header that holds architecture, preprocessing, class names and notes."""
+"""Vitrail's own file: safetensors with a JSON header of architecture, preprocessing, class names, notes and a checksum."""
 
+import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import safetensors.torch
+import torch
 from torch import Tensor
 
 from vitrail.aliases import upgrade_metrics, upgrade_name, upgrade_recipe, upgrade_tensor
@@ -32,6 +34,7 @@ class Header(NamedTuple):
     preprocessing: Preprocessing
     class_names: list[str] | None
     notes: dict[str, str]
+    sha256: str | None = None  # `fingerprint` of the tensors; files of older versions have none
 
     def apply_to(self, model: VisionTransformer) -> VisionTransformer:
         model.name = model.name if self.name is None else self.name
@@ -45,18 +48,28 @@ def read_header(text: str, path: str | Path, overrides: dict[str, Any]) -> Heade
     if fixed:
         raise UserError(f"{path} contains its architecture: {fixed[0]} cannot be changed when loading it.")
     try:
-        header = json.loads(text)
-        if header["layout"] > LAYOUT:
-            raise UserError(f"{path} was written by a newer version of Vitrail ({header['version']}): update Vitrail.")
-        architecture = Architecture.from_dict(header["architecture"]).replace(**overrides)
-        preprocessing = Preprocessing.from_dict(header["preprocessing"])
-        names, notes = header.get("class_names"), {str(key): str(value) for key, value in (header.get("notes") or {}).items()}
-        if names is not None and (len(names) != architecture.classes or not all(isinstance(name, str) for name in names)):
-            raise ValueError("class names")
+        content = json.loads(text)
+        newer = content["version"] if content["layout"] > LAYOUT else None
+        header = parse_header(content) if newer is None else None
+    except UserError as error:
+        raise UserError(f"{path} has a damaged Vitrail header: {error}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{path} has a damaged Vitrail header ({error!r}).") from None
-    name = upgrade_name(str(header["name"])) if "name" in header else None
-    return Header(name, architecture, preprocessing, names, upgrade_notes(notes))
+    if header is None:
+        raise UserError(f"{path} was written by a newer version of Vitrail ({newer}): update Vitrail.")
+    return header._replace(architecture=header.architecture.replace(**overrides))
+
+
+def parse_header(content: dict[str, Any]) -> Header:
+    architecture = Architecture.from_dict(content["architecture"])
+    preprocessing = Preprocessing.from_dict(content["preprocessing"])
+    preprocessing.check()
+    names = content.get("class_names")
+    if names is not None and [type(name) for name in list(names)] != [str] * architecture.classes:
+        raise ValueError("class names")
+    notes = {str(key): str(value) for key, value in (content.get("notes") or {}).items()}
+    name = upgrade_name(str(content["name"])) if "name" in content else None
+    return Header(name, architecture, preprocessing, names, upgrade_notes(notes), content.get("sha256"))
 
 
 def upgrade_notes(notes: dict[str, str]) -> dict[str, str]:
@@ -74,13 +87,17 @@ def upgrade_notes(notes: dict[str, str]) -> dict[str, str]:
 
 def load_artifact(checkpoint: Checkpoint, path: str | Path, overrides: dict[str, Any]) -> VisionTransformer:
     header = read_header(checkpoint.metadata[HEADER], path, overrides)
+    if header.sha256 is not None and header.sha256 != fingerprint(checkpoint.tensors):
+        raise UserError(f"{path} is damaged: its tensors do not match their checksum; copy or download it again.")
     tensors = {upgrade_tensor(key): tensor for key, tensor in checkpoint.tensors.items()}
     return header.apply_to(assemble(header.architecture, tensors, path))
 
 
-def artifact_metadata(model: VisionTransformer, notes: dict[str, str] | None = None) -> dict[str, str]:
-    """The metadata of an artifact: its header as JSON; `notes` are added to those of the model."""
-    header = {
+def artifact_metadata(
+    model: VisionTransformer, notes: dict[str, str] | None = None, tensors: Mapping[str, Tensor] | None = None
+) -> dict[str, str]:
+    """The metadata of an artifact: its header as JSON, with a checksum of its `tensors`; `notes` are added to the model's."""
+    header: dict[str, Any] = {
         "layout": LAYOUT,
         "version": __version__,
         "name": model.name,
@@ -89,6 +106,8 @@ def artifact_metadata(model: VisionTransformer, notes: dict[str, str] | None = N
         "class_names": model.class_names,
         "notes": model.notes | (notes or {}),
     }
+    if tensors is not None:
+        header["sha256"] = fingerprint(tensors)
     return {HEADER: json.dumps(header)}
 
 
@@ -96,11 +115,25 @@ def save_tensors(
     path: Path, model: VisionTransformer, tensors: dict[str, Tensor] | None = None, notes: dict[str, str] | None = None
 ) -> None:
     """Write an artifact of a model, with other `tensors` than its own if given, such as the best or the EMA weights."""
-    metadata = artifact_metadata(model, notes)
-    content = model.state_dict() if tensors is None else tensors
+    content = {key: tensor.detach().cpu() for key, tensor in (model.state_dict() if tensors is None else tensors).items()}
+    metadata = artifact_metadata(model, notes, content)
     atomic_write(path, lambda temporary: write_safetensors(content, temporary, metadata))
 
 
 def write_safetensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
     contiguous = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
     safetensors.torch.save_file(contiguous, path, metadata=metadata)
+
+
+def fingerprint(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of names, dtypes, shapes and bytes, in the order of the names."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(json.dumps([name, str(tensors[name].dtype), list(tensors[name].shape)]).encode())
+        digest.update(as_bytes(tensors[name]).numpy().data)
+    return digest.hexdigest()
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """uint8 [n]; bytes, not values, are compared: -0.0 equals 0.0, and NaN does not equal itself."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

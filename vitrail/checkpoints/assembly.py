@@ -22,7 +22,7 @@ def assemble(
     architecture: Architecture, tensors: dict[str, Tensor], path: str | Path, to_pair: ToPair = own_names
 ) -> VisionTransformer:
     """A model of an architecture with these tensors; missing, surplus and mismatched tensors are errors."""
-    model = build(architecture, device="meta")
+    model = build_empty(architecture, len(tensors), path)
     state: dict[str, Tensor] = {}
     used: set[str] = set()
     for key, expected in model.state_dict().items():
@@ -50,6 +50,22 @@ def assemble(
         )
     model.load_state_dict(state, assign=True)
     return reset_requires_grad(model)
+
+
+def build_empty(architecture: Architecture, num_tensors: int, path: str | Path) -> VisionTransformer:
+    """A model without data, for the weights of a file with this number of tensors.
+
+    An architecture in a file may say anything; to build layers for which there are no tensors could take hours.
+    """
+    a = architecture
+    layers = a.depth * a.branches + (a.pooling_depth if a.has_query_pooling else 0)
+    layers += sum(a.stem_layers) + max(len(a.stem_kernels), len(a.stem_strides))
+    if layers > num_tensors:
+        raise UserError(f"{path}: {num_tensors} tensors are too few for the {layers} layers of its architecture.")
+    try:
+        return build(architecture, device="meta")
+    except RuntimeError as error:
+        raise UserError(f"{path}: its architecture cannot be built ({error}).") from None
 
 
 def reset_requires_grad(model: VisionTransformer) -> VisionTransformer:

@@ -31,6 +31,10 @@ class Pair:
     codec: Codec
 
 
+class UnknownFormat(UserError):
+    """The tensor names of a checkpoint are not those of a supported vision transformer."""
+
+
 class UnsupportedByFormat(UserError):
     """A format cannot represent a part of a model."""
 

@@ -11,11 +11,12 @@ from torch import Tensor
 from vitrail.atomic_files import atomic_write, atomic_write_text
 from vitrail.checkpoints.artifact import write_safetensors
 from vitrail.checkpoints.assembly import ToPair, assemble
-from vitrail.checkpoints.codecs import Hints, Shapes, UnsupportedByFormat
+from vitrail.checkpoints.codecs import Hints, Shapes, UnknownFormat, UnsupportedByFormat
 from vitrail.checkpoints.formats import deit, google, huggingface, timm
 from vitrail.checkpoints.readers import Checkpoint
 from vitrail.errors import UserError
 from vitrail.models.config import Architecture
+from vitrail.models.preprocessing import GOOGLE
 from vitrail.models.vision_transformer import VisionTransformer
 
 TITLES = {"deit": "DeiT", "timm": "timm", "hf": "Hugging Face", "npz": "Google npz"}
@@ -60,7 +61,7 @@ def recognize(checkpoint: Checkpoint, path: str | Path = "the checkpoint") -> tu
         return "timm", tensors
     if any(key.startswith("patch_embed.") for key in keys):
         return "deit", tensors
-    raise UserError(
+    raise UnknownFormat(
         f"{path} is not a checkpoint of a supported vision transformer: none of its {len(keys)} tensor names is known (the first "
         f"is {keys[0]!r})."
     )
@@ -80,6 +81,8 @@ def shapes_of(tensors: dict[str, Tensor]) -> Shapes:
 def read_description(model: VisionTransformer, kind: str, checkpoint: Checkpoint) -> None:
     """Set preprocessing and class names from the configuration files of a folder; the defaults of the paper without them."""
     config = checkpoint.config or {}
+    if kind == "npz":
+        model.preprocessing = GOOGLE._replace(image_size=model.architecture.image_size)  # also of a model without a name
     if isinstance(config.get("pretrained_cfg"), dict):
         model.preprocessing = timm.read_preprocessing(config["pretrained_cfg"], model.architecture.image_size)
     elif not (kind == "hf" and checkpoint.preprocessor):

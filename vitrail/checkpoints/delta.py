@@ -18,13 +18,21 @@ from torch import Tensor, nn
 
 from vitrail.aliases import old_tensor_name, upgrade_tensor
 from vitrail.atomic_files import atomic_write
-from vitrail.checkpoints.artifact import DELTA, HEADER, Header, artifact_metadata, read_header, write_safetensors
-from vitrail.checkpoints.assembly import check_architecture, reset_requires_grad, unwrap_compiled
+from vitrail.checkpoints.artifact import (
+    DELTA,
+    HEADER,
+    Header,
+    artifact_metadata,
+    as_bytes,
+    fingerprint,
+    read_header,
+    write_safetensors,
+)
+from vitrail.checkpoints.assembly import build_empty, check_architecture, reset_requires_grad, unwrap_compiled
 from vitrail.checkpoints.model_io import load
-from vitrail.checkpoints.readers import read_safetensors
+from vitrail.checkpoints.readers import check_regular_file, read_safetensors
 from vitrail.errors import UserError
 from vitrail.models.config import TRAINING_ONLY
-from vitrail.models.registry import build
 from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.version import __version__
 
@@ -55,20 +63,6 @@ class Delta:
     def describe(self, overrides: Mapping[str, Any] | None = None) -> Header:
         """The trained model: name, architecture, preprocessing, class names, notes."""
         return read_header(self.header, self.origin, dict(overrides or {}))
-
-
-def fingerprint(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 of names, dtypes, shapes and bytes, in the order of the names."""
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        digest.update(json.dumps([name, str(tensors[name].dtype), list(tensors[name].shape)]).encode())
-        digest.update(as_bytes(tensors[name]).numpy().data)
-    return digest.hexdigest()
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """uint8 [n]; bytes, not values, are compared: -0.0 equals 0.0, and NaN does not equal itself."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def is_same(one: Tensor | None, two: Tensor) -> bool:
@@ -106,8 +100,9 @@ def read_delta(path: str | Path) -> Delta:
     """A delta from its file, after a check of its checksum."""
     if Path(path).is_dir():
         raise UserError(f"{path} is a folder, not a delta; `vitrail delta make` writes one.")
-    if not Path(path).is_file():
+    if not Path(path).exists():
         raise UserError(f"There is no file {path}.")
+    check_regular_file(Path(path))
     try:
         with Path(path).open("rb") as file:
             is_safetensors = file.read(9)[8:] == b"{"
@@ -145,7 +140,7 @@ def attach(base: nn.Module, delta: Delta | str | Path, **overrides: Any) -> Visi
     shared = base.state_dict()
     check_base(delta, base.name, shared)
     header = delta.describe(overrides)
-    model = build(header.architecture, device="meta")
+    model = build_empty(header.architecture, len(shared) + len(delta.tensors), delta.origin)
     device = next(base.parameters()).device
     state = {}
     for name, expected in model.state_dict().items():

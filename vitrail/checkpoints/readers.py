@@ -1,11 +1,9 @@
 """Reading of checkpoint files, recognized by their content. No pickle can run code; damaged files raise a `UserError`."""
 
-import argparse
 import difflib
 import json
 import pickle
 import re
-import warnings
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from vitrail.checkpoints.bundled import NAMES, find_bundled
+from vitrail.checkpoints.torch_files import load_pickled
 from vitrail.errors import UserError
 
 # Entries of training files that hold the weights, in order of precedence.
@@ -51,6 +50,7 @@ def read_weights(path: str | Path, ema: bool = False) -> Checkpoint:
         return read_training_checkpoint(path, ema)
     if path.is_dir():
         return read_folder(path, ema)
+    check_regular_file(path)
     try:
         with path.open("rb") as file:
             head = file.read(16)
@@ -76,6 +76,12 @@ def read_weights(path: str | Path, ema: bool = False) -> Checkpoint:
     raise UserError(f"{path} is not a safetensors, PyTorch or npz file.")
 
 
+def check_regular_file(path: Path) -> None:
+    """Raise UserError for a pipe, a socket or a device, from which a reader could wait or read forever."""
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path} is not a regular file: give a file on a disk.")
+
+
 def read_training_checkpoint(path: Path, ema: bool) -> Checkpoint:
     from vitrail.checkpoints.training_checkpoints import read_training_weights  # which imports this module
 
@@ -95,11 +101,12 @@ def read_folder(path: Path, ema: bool) -> Checkpoint:
 
 def read_shards(path: Path, index: dict[str, Any]) -> dict[str, Tensor]:
     """The tensors of all files in an index; the files must be in the same folder."""
-    names = sorted(set(map(str, (index.get("weight_map") or {}).values())))
-    if not names or any(Path(name).name != name for name in names):
+    places = index.get("weight_map")
+    names = list(places.values()) if isinstance(places, dict) else []
+    if not names or not all(isinstance(name, str) and Path(name).name == name and not (path / name).is_dir() for name in names):
         raise UserError(f"The index in {path} does not list files of that folder.")
     tensors: dict[str, Tensor] = {}
-    for name in names:
+    for name in sorted(set(names)):
         tensors |= read_weights(path / name).tensors
     return tensors
 
@@ -107,6 +114,7 @@ def read_shards(path: Path, index: dict[str, Any]) -> dict[str, Tensor]:
 def read_json(path: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
+    check_regular_file(path)
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:
@@ -120,7 +128,7 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     try:
         with safe_open(path, framework="pt") as file:
             return {key: file.get_tensor(key) for key in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
-    except (SafetensorError, OSError, ValueError) as error:
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, RuntimeError, OverflowError) as error:
         raise UserError(f"{path} is a damaged or incomplete safetensors file ({error}).") from None
 
 
@@ -128,7 +136,7 @@ def is_npz(path: Path) -> bool:
     try:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
-    except (zipfile.BadZipFile, OSError) as error:
+    except (zipfile.BadZipFile, OSError, ValueError, RuntimeError) as error:
         raise UserError(f"{path} is a damaged or incomplete archive ({error}).") from None
     return any(name.endswith(".npy") for name in names) and not any(name.endswith("data.pkl") for name in names)
 
@@ -141,8 +149,8 @@ def read_npz(path: Path) -> dict[str, Tensor]:
             raise ValueError("its content is more than fifty times its size")
         with np.load(path, allow_pickle=False) as archive:
             return {name: from_numpy(archive[name]) for name in archive.files}
-    except (ValueError, OSError, zipfile.BadZipFile, EOFError, MemoryError) as error:
-        raise UserError(f"{path} is a damaged or unsafe npz archive ({error}).") from None
+    except Exception as error:  # of zipfile, of each compression, and of the parser of array headers
+        raise UserError(f"{path} is a damaged or unsafe npz archive ({first_line(error)}).") from None
 
 
 def from_numpy(array: np.ndarray) -> Tensor:
@@ -154,24 +162,22 @@ def from_numpy(array: np.ndarray) -> Tensor:
 
 
 def read_torch(path: Path, ema: bool) -> dict[str, Tensor]:
-    mapped = zipfile.is_zipfile(path) and path.suffix != ".safetensors"  # torch reads a file of that suffix as another format
     try:
-        # Training files of DeiT contain the command line options; a Namespace holds values only.
-        with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings(), path.open("rb") as file:
-            warnings.simplefilter("ignore")  # about pickle protocols
-            content = torch.load(path if mapped else file, map_location="cpu", weights_only=True, mmap=mapped)
-    except pickle.UnpicklingError as error:
-        blocked = re.search(r"(?:GLOBAL|global:?) ([\w.]+)", str(error))
+        content = load_pickled(path)
+    except Exception as error:  # a pickle can raise any exception
+        blocked = re.search(r"(?:GLOBAL|global:?) ([\w.]+)", str(error)) if isinstance(error, pickle.UnpicklingError) else None
         if blocked:
             raise UserError(
                 f"{path} contains {blocked[1]}, which could run code, and was not opened: use a file of tensors only."
             ) from None
-        raise UserError(f"{path} is a damaged PyTorch file, or not a checkpoint.") from None
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError, AttributeError, IndexError, TypeError) as error:
-        raise UserError(
-            f"{path} is a damaged or incomplete PyTorch file ({str(error).splitlines()[0] if str(error) else error!r})."
-        ) from None
+        if isinstance(error, pickle.UnpicklingError):
+            raise UserError(f"{path} is a damaged PyTorch file, or not a checkpoint.") from None
+        raise UserError(f"{path} is a damaged or incomplete PyTorch file ({first_line(error)}).") from None
     return unwrap(content, path, ema)
+
+
+def first_line(error: Exception) -> str:
+    return str(error).split("\n")[0].rstrip(".") or type(error).__name__
 
 
 def unwrap(content: Any, path: Path, ema: bool) -> dict[str, Tensor]:

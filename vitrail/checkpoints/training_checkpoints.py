@@ -4,10 +4,7 @@ Architecture, classes and preprocessing are read from the run.json of the run di
 """
 
 import json
-import pickle
-import warnings
 import zlib
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,7 @@ from torch import Tensor
 from vitrail.aliases import upgrade_checkpoint_key, upgrade_run
 from vitrail.checkpoints.artifact import HEADER as ARTIFACT_HEADER
 from vitrail.checkpoints.artifact import LAYOUT as ARTIFACT_LAYOUT
-from vitrail.checkpoints.readers import SHARDED, TRAINING_HEADER, Checkpoint
+from vitrail.checkpoints.readers import SHARDED, TRAINING_HEADER, Checkpoint, check_regular_file, read_json
 from vitrail.errors import UserError
 from vitrail.models.preprocessing import Preprocessing
 
@@ -28,31 +25,13 @@ TrainingState = tuple[int, dict[str, dict[str, Tensor]], dict[str, Any]]  # step
 # Errors that a damaged file can cause.
 READ_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, MemoryError, safetensors.SafetensorError)
 
-# torch stores the list of the tensors of a sharded checkpoint as a pickle; it is read only if it contains nothing but these.
-SHARD_INDEX = ".metadata"
-ALLOWED = {
-    "torch.distributed.checkpoint.metadata": (
-        *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
-        *("TensorProperties", "_MEM_FORMAT_ENCODING"),
-    ),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-    "torch.serialization": ("_get_layout",),
-    "torch": ("Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))),
-    "pathlib": ("Path", "PosixPath", "WindowsPath"),
-}
-
-
-class ShardIndexUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if name not in ALLOWED.get(module, ()):
-            raise UserError(f"it contains {module}.{name}, which could run code, and was not opened")
-        return super().find_class(module, name)
+SHARD_INDEX = ".metadata"  # the pickled listing of the tensors of a sharded checkpoint
 
 
 def is_training_checkpoint(path: str | Path) -> bool:
     path = Path(path)
-    if path.is_dir():
-        return path.suffix == SHARDED
+    if not path.is_file():
+        return path.suffix == SHARDED and path.is_dir()
     try:
         with safetensors.safe_open(path, "pt") as file:
             return TRAINING_HEADER in (file.metadata() or {})
@@ -104,6 +83,7 @@ def artifact_header(path: Path, recipe: dict[str, Any], step: int) -> dict[str, 
 
 def read_checkpoint(path: Path) -> TrainingState:
     """The content of a checkpoint in one file; raises one of READ_ERRORS if it is damaged."""
+    check_regular_file(path)
     with safetensors.safe_open(path, "pt") as file:
         header = json.loads((file.metadata() or {})[TRAINING_HEADER])
         # Copies: tensors mapped from the file would keep its disk space in use after its removal.
@@ -117,40 +97,36 @@ def read_checkpoint(path: Path) -> TrainingState:
 
 def read_sharded(path: Path) -> TrainingState:
     """The weights and the EMA of a sharded checkpoint, gathered in this process; raises one of READ_ERRORS if it is damaged."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.api import CheckpointException
+    from vitrail.checkpoints.sharded_reader import open_sharded  # imports torch's distributed package
 
-    complete = json.loads((path / COMPLETE).read_text())
-    check_sharded(path, complete, (file for file in path.iterdir() if file.name != COMPLETE))
-    entries: Any = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    weights = {key: entry for key, entry in entries.items() if upgrade_checkpoint_key(key).startswith(("model:", "ema:"))}
-    tensors = {key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in weights.items()}
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about reading in a single process
-            dcp.load(tensors, checkpoint_id=path, no_dist=True)
-    except CheckpointException as error:
-        raise ValueError(str(error).split("\n")[0]) from None
+    complete = read_complete(path)
+    checkpoint = open_sharded(path, complete, list_files(path))
+    weights = {
+        name: entry for name, entry in checkpoint.tensors.items() if upgrade_checkpoint_key(name).startswith(("model:", "ema:"))
+    }
+    tensors = {name: torch.zeros(entry.size, dtype=entry.properties.dtype) for name, entry in weights.items()}
+    checkpoint.load(tensors)
     return complete["step"], split_groups(tensors), upgrade_run(complete["facts"])
 
 
-def check_sharded(path: Path, complete: dict[str, Any], files: Iterable[Path]) -> None:
-    """Raise an error if a file of a sharded checkpoint is missing, or if one of `files` has another checksum."""
+def read_complete(path: Path) -> dict[str, Any]:
+    """The content of `complete.json`: layout, step, metadata of the training, and size and checksum of every other file."""
+    try:
+        complete = read_json(path / COMPLETE)
+    except UserError as error:
+        raise ValueError(short_message(error)) from None
+    if complete is None:
+        raise ValueError(f"{COMPLETE} is missing")
     if complete["layout"] > LAYOUT:
         raise UserError(f"{path} was written by a newer version of Vitrail: update Vitrail.")
-    for file in files:
-        if complete["sums"].get(file.name) != file_checksum(file):
-            raise ValueError(f"the checksum of {file.name} is wrong")
-    missing = [name for name in complete["sums"] if not (path / name).exists()]
-    if missing:
-        raise ValueError(f"{missing[0]} is missing")
-    with (path / SHARD_INDEX).open("rb") as index:
-        try:
-            ShardIndexUnpickler(index).load()
-        except UserError as error:
-            raise UserError(f"{path} is not a training checkpoint: {error}.") from None
-        except Exception as error:  # a pickle can raise any exception
-            raise ValueError(short_message(error)) from None
+    if type(complete["step"]) is not int or type(complete["facts"]) is not dict or type(complete["sums"]) is not dict:
+        raise ValueError(f"{COMPLETE} is damaged")
+    return complete
+
+
+def list_files(path: Path) -> list[Path]:
+    """The files of a sharded checkpoint except `complete.json`."""
+    return sorted(file for file in path.iterdir() if file.name != COMPLETE)
 
 
 def file_checksum(path: Path) -> list[int]:

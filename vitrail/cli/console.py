@@ -9,7 +9,7 @@ from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
-from vitrail.formatting import pluralize
+from vitrail.formatting import escape_control, pluralize
 
 if TYPE_CHECKING:
     from vitrail.data.loader import Problem
@@ -25,7 +25,7 @@ def make_console(stderr: bool = False) -> Console:
 
 def print_text(text: str, style: str | None = None) -> None:
     """Print text without markup and without wrapping: brackets in names are not markup."""
-    make_console().print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+    make_console().print(escape_control(text, "\n"), style=style, highlight=False, markup=False, soft_wrap=True)
 
 
 Columns = Sequence[str]
@@ -42,7 +42,7 @@ def make_table(columns: Columns, rows: Rows, left: Columns | None = None, no_wra
         justify: JustifyMethod = "left" if column in (columns[:1] if left is None else left) else "right"
         table.add_column(Text(column), justify=justify, overflow="fold", no_wrap=column in no_wrap)
     for row in rows:
-        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+        table.add_row(*(Text(escape_control(cell, "\n")) if isinstance(cell, str) else cell for cell in row))
     return table
 
 
@@ -55,8 +55,8 @@ def print_json(content: Any) -> None:
 
 
 def print_message(message: str) -> None:
-    """Print a message on standard error; file names that are not valid UTF-8 are replaced."""
-    print(message.encode("utf-8", "replace").decode(), file=sys.stderr)
+    """Print a message on standard error."""
+    print(escape_control(message, "\n"), file=sys.stderr)
 
 
 def print_skipped(problems: "Sequence[Problem]", remark: str = "") -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 from rich.console import Console
 
-from vitrail.cli.console import print_message, print_skipped
+from vitrail.cli.console import print_message, print_skipped, print_text
 from vitrail.cli.options import BadImagesOption, SourceArgument, WorkersOption, check_choice, expand_options
 from vitrail.errors import UserError
 from vitrail.formatting import format_bytes, pluralize
@@ -120,7 +120,7 @@ def pack(
         sys.exit(130)
     kept = f" ({result.kept:,} of them from an earlier run)" if result.kept else ""
     shards = f"{pluralize(len(result.shards), 'shard')}{kept}, {format_bytes(result.bytes)}"
-    print(f"{source} -> {out}: {pluralize(result.rows, 'image')} in {shards}")
+    print_text(f"{source} -> {out}: {pluralize(result.rows, 'image')} in {shards}")
     print_skipped(result.skipped, f"; {out / 'data' / '_pack.json'} lists all")
 
 

@@ -81,7 +81,7 @@ def suite(
     Example: [bold]vitrail suite tasks.yaml deit3_small.safetensors runs/photos-laptop[/bold]
     """
     from vitrail.data.progress import progress
-    from vitrail.evaluation.predict import find_weights, open_model
+    from vitrail.evaluation.model import find_weights, open_model
     from vitrail.evaluation.probes.suite import group_means, read_suite, run_suite
 
     tasks = read_suite(file)
@@ -120,7 +120,7 @@ def embed_images(
     """The features of the images; unreadable ones, after other `problems`, are printed."""
     from vitrail.data.progress import progress
     from vitrail.evaluation.features import embed as compute_embedding
-    from vitrail.evaluation.predict import open_model
+    from vitrail.evaluation.model import open_model
 
     model = open_model(weights, hardware.device)
     with progress(title, len(images)) as advance:

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     from vitrail.data.class_matching import Among, ClassMatch
     from vitrail.data.source import Source
-    from vitrail.evaluation.evaluate import Evaluation, EvaluationData, EvaluationOptions, Head, Scores
-    from vitrail.models.vision_transformer import VisionTransformer
+    from vitrail.evaluation.evaluate import Evaluation, EvaluationData, EvaluationOptions, Scores
+    from vitrail.evaluation.model import Head, Model
 
 
 class DataOptions(NamedTuple):
@@ -77,8 +77,8 @@ def evaluate(
     """
     from vitrail.atomic_files import check_writable_folder
     from vitrail.data.progress import progress
-    from vitrail.evaluation.evaluate import HEADS, check_head, sweep_sizes
-    from vitrail.evaluation.predict import open_model
+    from vitrail.evaluation.evaluate import sweep_sizes
+    from vitrail.evaluation.model import HEADS, check_head, open_model
 
     image_sizes, ratios = parse_sizes(sizes), parse_ratios(crop_ratios)
     options = shared.evaluation(cast("Head", check_choice("--head", head, HEADS)))
@@ -166,8 +166,7 @@ def predict_with_all(
     """Names [M], predictions [M, N], the scores of the first model, and the class names; one model is in memory at a time."""
     import numpy as np
 
-    from vitrail.evaluation.evaluate import HEADS
-    from vitrail.evaluation.predict import open_model
+    from vitrail.evaluation.model import HEADS, has_distillation_head, open_model
 
     names: list[str] = []
     predictions: list[np.ndarray] = []
@@ -175,7 +174,7 @@ def predict_with_all(
     for name, file in zip(shorten_paths(files), files, strict=True):
         model = open_model(file, shared.hardware.device)
         (matching,) = match_sources(model, [data], [path], shared.class_map)
-        compared: tuple[Head, ...] = HEADS if heads and model.head_distillation is not None else ("both",)
+        compared: tuple[Head, ...] = HEADS if heads and has_distillation_head(model) else ("both",)
         for head in compared:
             scores = compute_scores(model, data.source, matching, shared.evaluation(head), name)
             first = first or (matching, scores)
@@ -202,27 +201,29 @@ def shorten_paths(files: Sequence[str]) -> list[str]:
 def open_labeled(path: str, split: str | None, weights: Path) -> "EvaluationData":
     from vitrail.evaluation.evaluate import open_evaluation_data
 
-    data = open_evaluation_data(path, split, is_training_data(weights, path))
+    data = open_evaluation_data(path, split, training_classes(weights, path))
     if data.source.label is None:
         raise UserError(f"{path} has no labels: put the images into one folder per class, or give a table with a label.")
     return data
 
 
-def is_training_data(weights: Path, path: str) -> bool:
-    """Whether the weights belong to a run on this data."""
+def training_classes(weights: Path, path: str) -> list[str] | None:
+    """The classes of the run that the weights belong to; None if it was not a run on this data."""
     for folder in (weights, weights.parent):
         try:
-            source = json.loads((folder / "run.json").read_text(encoding="utf-8"))["source"]
-        except (OSError, ValueError, KeyError, TypeError):
+            run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+            source, classes = run["source"], list(run["data"].get("classes") or ())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             continue
-        return source == path or os.path.realpath(str(source)) == os.path.realpath(path)
-    return False
+        return classes if source == path or os.path.realpath(str(source)) == os.path.realpath(path) else None
+    return None
 
 
 def match_sources(
-    model: "VisionTransformer", data: "Sequence[EvaluationData]", paths: Sequence[str], class_map: Path | None
+    model: "Model", data: "Sequence[EvaluationData]", paths: Sequence[str], class_map: Path | None
 ) -> "list[ClassMatch]":
     from vitrail.data.class_matching import match_classes, read_class_map, read_wordnet_ids
+    from vitrail.evaluation.model import count_classes
 
     rules = read_class_map(class_map) if class_map is not None else None
     known = {name for each in data for name in each.source.classes}
@@ -232,12 +233,12 @@ def match_sources(
         if rules is not None and all(name in known for name in rules):
             own = {name: value for name, value in rules.items() if name in names} or None
         ids = read_wordnet_ids(each.source.name)
-        matchings.append(match_classes(model.class_names, model.architecture.classes, names, path, own, ids))
+        matchings.append(match_classes(model.class_names, count_classes(model), names, path, own, ids))
     return matchings
 
 
 def evaluate_source(
-    model: "VisionTransformer",
+    model: "Model",
     data: "EvaluationData",
     path: str,
     matching: "ClassMatch",
@@ -256,7 +257,7 @@ def evaluate_source(
 
 
 def compute_scores(
-    model: "VisionTransformer", source: "Source", matching: "ClassMatch", options: "EvaluationOptions", title: str
+    model: "Model", source: "Source", matching: "ClassMatch", options: "EvaluationOptions", title: str
 ) -> "Scores":
     from vitrail.data.progress import progress
     from vitrail.evaluation.evaluate import collect_scores, open_loader

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from vitrail.cli.console import make_console, print_table
-from vitrail.cli.predict import escape_control
-from vitrail.formatting import percent
+from vitrail.formatting import escape_control, percent
 
 if TYPE_CHECKING:
     from vitrail.evaluation.disagreement import Disagreement

@@ -5,6 +5,7 @@ from vitrail import interrupts  # first: handles Ctrl-C during the following imp
 # isort: split
 import contextlib
 import errno
+import io
 import os
 import shlex
 import sys
@@ -17,6 +18,7 @@ from typer.core import TyperGroup
 from vitrail.cli.annotate import annotate, store
 from vitrail.cli.bench import bench
 from vitrail.cli.compare import ablate, compare
+from vitrail.cli.console import print_message
 from vitrail.cli.data import data
 from vitrail.cli.delta import delta
 from vitrail.cli.demo import demo
@@ -111,6 +113,8 @@ def root(
 def main() -> None:
     """Run the command of `sys.argv` and exit; a UserError becomes one message on standard error and exit code 2."""
     limit_openmp_spinning()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as standard error: any name can be printed on any terminal
     code = run_interruptible()
     interrupts.State.finished = True
     if "RANK" in os.environ:
@@ -155,7 +159,7 @@ def run() -> int:
         app()
     except UserError as error:
         if reports_errors(error.report_here):
-            print(error, file=sys.stderr)
+            print_message(str(error))
         return 2
     except BrokenPipeError:
         return 0

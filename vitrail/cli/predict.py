@@ -16,7 +16,7 @@ from rich.console import Console
 from vitrail.cli.console import make_table
 from vitrail.cli.options import HardwareOptions, WeightsArgument, expand_options
 from vitrail.errors import UserError
-from vitrail.formatting import percent
+from vitrail.formatting import escape_control, percent
 
 if TYPE_CHECKING:
     from vitrail.evaluation.predict import Prediction
@@ -54,7 +54,8 @@ def predict(
     from vitrail.atomic_files import check_writable, reject_overwrite
     from vitrail.data.loader import Problem
     from vitrail.data.progress import progress
-    from vitrail.evaluation.predict import iterate_predictions, open_images, open_model, parse_path_list
+    from vitrail.evaluation.model import open_model
+    from vitrail.evaluation.predict import iterate_predictions, open_images, parse_path_list
 
     output_format = choose_format(format, as_json, out)
     if out is not None:
@@ -202,11 +203,6 @@ def render_table(predictions: "list[Prediction]", labeled: bool, live: bool) -> 
     console = Console(width=None if terminal else 120, force_terminal=terminal, file=io.StringIO())
     console.print(make_table(columns, rows, left=[column for column in columns if column != "probability"]))
     return cast(io.StringIO, console.file).getvalue()
-
-
-def escape_control(text: str) -> str:
-    """The text with line breaks, tabs, control characters and invalid UTF-8 as escape sequences."""
-    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
 
 
 def print_problem(problem: tuple[str, str]) -> None:

@@ -29,9 +29,9 @@ from vitrail.formatting import percent
 if TYPE_CHECKING:
     from vitrail.data.source import Source
     from vitrail.evaluation.features import Embedding, FeatureKind
+    from vitrail.evaluation.model import Model
     from vitrail.evaluation.probes.levels import Grid, Level
     from vitrail.evaluation.probes.protocol import LabeledFeatures, ProbeData, Settings
-    from vitrail.models.vision_transformer import VisionTransformer
 
 probe = typer.Typer(
     no_args_is_help=True, help="Evaluate the frozen features of a model: k-NN, linear, few-shot, retrieval and others."
@@ -298,7 +298,7 @@ def levels(
     Example: [bold]vitrail probe levels coarse_label=coarse.safetensors label=fine.safetensors pets/[/bold]
     """
     from vitrail.data.progress import progress
-    from vitrail.evaluation.predict import open_model
+    from vitrail.evaluation.model import open_model
     from vitrail.evaluation.probes.levels import (
         NO_LEVEL,
         EmbeddedModel,
@@ -340,7 +340,7 @@ def levels(
 
 
 class ProbeInputs(NamedTuple):
-    model: "VisionTransformer"
+    model: "Model"
     data: "ProbeData"
     memory: "Embedding"
     queries: "Embedding"
@@ -352,7 +352,7 @@ def compute_inputs(
     name: str, weights: Path, source: str, labels: str, options: PairOptions, coarse: str | None = None
 ) -> ProbeInputs:
     """The features and labels of memory and queries; missing label columns are reported before any computation."""
-    from vitrail.evaluation.predict import open_model
+    from vitrail.evaluation.model import open_model
     from vitrail.evaluation.probes.protocol import default_vector, label_column, select_labeled
 
     data = options.open(source)
@@ -366,7 +366,7 @@ def compute_inputs(
 
 
 def embed_pair(
-    model: "VisionTransformer", data: "ProbeData", kind: "FeatureKind", hardware: HardwareOptions, title: str = "embedding"
+    model: "Model", data: "ProbeData", kind: "FeatureKind", hardware: HardwareOptions, title: str = "embedding"
 ) -> "tuple[Embedding, Embedding]":
     """The features of memory and queries; unreadable images are printed."""
     from vitrail.data.progress import progress

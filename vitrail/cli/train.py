@@ -54,7 +54,9 @@ class TrainOptions(NamedTuple):
     weights: FromOption = None
     scope: Annotated[
         str | None,
-        recipe_option(help="Parameters to train: full, attention, ffn, head, norm or last:N; short for --set init.scope=…."),
+        recipe_option(
+            help="What is trained: full, attention, ffn, head, norm, last_norm or last:N; short for --set init.scope=…."
+        ),
     ] = None
     teacher: Annotated[
         str | None,
@@ -68,7 +70,7 @@ class TrainOptions(NamedTuple):
     seed: Annotated[int | None, recipe_option(help="Short for --set seed=N.")] = None
     seeds: Annotated[
         int | None,
-        run_option(min=1, help="Train this many seeds, starting at --seed, into OUT/seed-0, OUT/seed-1, …."),
+        run_option(min=1, max=1000, help="Train this many seeds, starting at --seed, into OUT/seed-0, OUT/seed-1, …."),
     ] = None
     device: DeviceOption = None
     micro_batch_size: MicroBatchSizeOption = None
@@ -229,13 +231,15 @@ def open_recipe(name: str | None) -> Any:
     if name is None or not name.endswith((".yaml", ".yml", ".json")):
         return name
     from vitrail.recipes import Recipe
+    from vitrail.recipes.schema import load_yaml
 
+    path = Path(name).expanduser()
+    if path.exists() and not path.is_file():
+        raise UserError(f"The recipe {name} cannot be read: it is not a file.")
     try:
-        tree = yaml.safe_load(Path(name).expanduser().read_text(encoding="utf-8"))
+        tree = load_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"The recipe {name} cannot be read: {error.strerror}.") from None
-    except RecursionError:
-        raise UserError(f"The recipe {name} is nested too deeply.") from None
     except yaml.MarkedYAMLError as error:
         line = f" (line {error.problem_mark.line + 1})" if error.problem_mark else ""
         raise UserError(f"The recipe {name} is not YAML: {error.problem}{line}.") from None

@@ -95,10 +95,13 @@ def match_classes(
         return _apply_map(known, model_names, model_classes, data_names, data, class_map, ids or {})
     if model_names is not None and list(model_names) == list(data_names):
         return _one_to_one(data_names, range(model_classes), model_classes, "the same classes")
-    numbered = [str(index) for index in range(len(data_names))]
-    if model_classes == len(data_names) and (known is None or list(data_names) == numbered):
-        unnamed = "the model" if known is None else data
-        return _one_to_one(data_names, range(model_classes), model_classes, f"by index, since {unnamed} has no class names")
+    numbers = _class_numbers(data_names)
+    if known is None and numbers is not None and max(numbers) < model_classes:
+        return _one_to_one(data_names, numbers, model_classes, f"by index, since the classes of {data} are numbers")
+    if known is not None and numbers == list(range(model_classes)) and set(known).isdisjoint(data_names):
+        return _one_to_one(data_names, numbers, model_classes, f"by index, since {data} has no class names")
+    if known is None and model_classes == len(data_names):
+        return _one_to_one(data_names, range(model_classes), model_classes, "by index, since the model has no class names")
     if known is None:
         raise UserError(
             f"The model has {model_classes} classes without names and {data} has {len(data_names)} ({_some(data_names)}): {hint}."
@@ -147,6 +150,14 @@ def read_class_map(path: str | Path) -> dict[str, Any]:
     if not isinstance(content, dict) or not content:
         raise UserError(f'{path} is not a class map: write {{"class of the data": "class of the model" or a list of them, …}}.')
     return content
+
+
+def _class_numbers(names: Sequence[str]) -> list[int] | None:
+    """The numbers that are the names of the classes; None if a name is not a number or two are the same number."""
+    if not all(name.isascii() and name.isdigit() and len(name) < 10 for name in names):
+        return None
+    numbers = [int(name) for name in names]
+    return numbers if len(set(numbers)) == len(numbers) else None
 
 
 def _one_to_one(data_names: Sequence[str], indices: Sequence[int], model_classes: int, method: str) -> ClassMatch:

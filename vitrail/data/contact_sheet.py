@@ -129,7 +129,7 @@ def augmented_views(
         mix = draw_mix(seed, epoch, 0, 0, augmentation.image_size, mixup, cutmix, switch_prob)
         left = MARGIN + CLASS_GAP + (epoch + 1) * step_x
         draw_text(draw, (left, above), f"epoch {epoch}" + mix_name(mix), SMALL_SIZE, MUTED_COLOR, width)
-        for row, pixels in enumerate(denormalize(mix_images(images, mix), augmentation)):
+        for row, pixels in enumerate(denormalize(mix_images(images, [mix]), augmentation)):
             top = MARGIN + header + row * step_y
             paste(sheet, (left, top), Image.fromarray(pixels).resize((width, height), Image.Resampling.NEAREST))
             draw_text(draw, (left, top + height), mix_caption(names[-1 - row], mix), SMALL_SIZE, TEXT_COLOR, width)

@@ -19,6 +19,7 @@ except ImportError:
 # Images with more pixels are rejected before they are decoded: a file of a few kilobytes can expand to gigabytes. For larger
 # images, increase the limit before worker processes start.
 PIXEL_LIMIT = 2**27
+LARGE, PIXELS_PER_BYTE = 2**25, 2000  # images above this number of pixels must not be compressed more than this
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
 JPEGS = ("JPEG", "MPO")  # MPO: written by some cameras, a JPEG followed by more images
@@ -88,7 +89,7 @@ def decoded_size(encoded: bytes | np.ndarray, min_side: int | None = None) -> tu
 
 
 def check_pixels(pixels: np.ndarray) -> np.ndarray:
-    if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3:
+    if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3 or not pixels.size:
         raise ValueError(f"pixels are {pixels.dtype} {list(pixels.shape)} instead of uint8 [height, width, 3]")
     return np.ascontiguousarray(pixels)
 
@@ -97,20 +98,20 @@ def open_and_convert(encoded: bytes, convert: Callable[[Image.Image], np.ndarray
     """Open the image and apply `convert`; every failure is raised as ValueError with a reason."""
     if not encoded:
         raise ValueError("the file is empty")
-    kind = "image"
+    kind, limit = "image", min(PIXEL_LIMIT, max(LARGE, PIXELS_PER_BYTE * len(encoded)))
     try:
         with warnings.catch_warnings():
             # Pillow warns about images above its own pixel limit and about metadata that does not affect the pixels.
             warnings.simplefilter("ignore")
             with Image.open(io.BytesIO(encoded), formats=FORMATS) as image:
                 kind = image.format or kind
-                if image.width * image.height > PIXEL_LIMIT:
+                if image.width * image.height > limit:
                     raise Image.DecompressionBombError
                 return np.ascontiguousarray(convert(image))
     except UnidentifiedImageError:
         raise ValueError("not a JPEG, PNG, WebP, BMP, GIF or TIFF image, or its header is damaged") from None
     except Image.DecompressionBombError:
-        raise ValueError(f"more than {PIXEL_LIMIT:,} pixels; rejected as a decompression bomb") from None
+        raise ValueError(f"more than {limit:,} pixels; rejected as a decompression bomb") from None
     except MemoryError:
         raise
     except Exception as error:  # damaged files raise OSError, SyntaxError, struct.error, IndexError, ...

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vitrail.data.inspection import DEFAULT_SIZE, Report, SplitReport
-from vitrail.formatting import format_bytes, pluralize
+from vitrail.formatting import escape_control, format_bytes, pluralize
 
 WIDTH = 80
 MIN_CLASS_IMAGES = 10  # fewer images of a class are reported
@@ -24,7 +24,9 @@ def print_report(report: Report, console: Console) -> None:
     """Print tables of at most 80 columns, then the findings."""
     width = min(console.width, WIDTH)
     images, size = (sum(getattr(each, name) for each in report.splits.values()) for name in ("images", "bytes"))
-    console.print(Text.assemble((report.source, "bold"), f": {images:,} images, {format_bytes(size)}"), width=width)
+    console.print(
+        Text.assemble((escape_control(report.source), "bold"), f": {images:,} images, {format_bytes(size)}"), width=width
+    )
     console.print()
     for table in (_overview(report), _resolution(report), _duplicates(report)):
         if table is not None:
@@ -47,8 +49,9 @@ def print_report(report: Report, console: Console) -> None:
 
 def _wrapped(text: str, start: str, width: int, style: str = "") -> Text:
     """Wrap text at `width`, with a hanging indent after `start`."""
-    text = text.encode("utf-8", "replace").decode()  # undecodable file names cannot be printed
-    lines = textwrap.wrap(text, width, initial_indent=start, subsequent_indent=" " * len(start), break_on_hyphens=False)
+    lines = textwrap.wrap(
+        escape_control(text), width, initial_indent=start, subsequent_indent=" " * len(start), break_on_hyphens=False
+    )
     return Text("\n".join(lines), style=style, no_wrap=True)
 
 
@@ -65,7 +68,7 @@ def _overview(report: Report) -> Table:
 
     def row(name: str, cells: Sequence[str]) -> None:
         if any(cells):
-            table.add_row(name, *map(escape, cells))
+            table.add_row(name, *(escape(escape_control(cell)) for cell in cells))
 
     row("images", [f"{each.images:,}" for each in splits])
     row("unreadable", [f"{len(each.unreadable):,}" for each in splits])

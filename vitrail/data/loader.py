@@ -24,6 +24,7 @@ from vitrail.data.sampler import EpochSampler, Samples, first_samples
 from vitrail.data.source import Source
 from vitrail.data.workers import Workers, default_workers
 from vitrail.errors import UserError
+from vitrail.formatting import escape_control
 
 IGNORE = 255  # class id of mask pixels outside the image and of images without a mask
 
@@ -177,7 +178,7 @@ def shared_zeros(shape: tuple[int, ...]) -> Tensor:
 
 
 def log_to_stderr(message: str) -> None:
-    print(message, file=sys.stderr)
+    print(escape_control(message), file=sys.stderr)
 
 
 def make_batch(source: Source, decoded: DecodedBatch) -> Batch:

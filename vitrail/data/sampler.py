@@ -3,9 +3,9 @@
 No shuffled list is kept in memory. A permutation of N images is evaluated only at the positions that are needed, so a run can
 start at any step of any epoch, and every process computes its own part of the same sequence.
 
-An epoch is a sequence of positions 0, 1, 2, ... A step takes the next `batch_size` of them. If a step is divided into
-micro-batches (devices x accumulation steps), micro-batch m takes every `micro_batches`-th position, starting at m. The sequence
-does not depend on the number of micro-batches.
+An epoch is a sequence of positions 0, 1, 2, ... A step takes the next `batch_size` of them and divides them into G groups:
+group k takes every G-th position, starting at k. Images are mixed and normalized within their group, so groups are part of the
+recipe. Micro-batches (devices x accumulation steps) are not: each has whole groups, or pairs of images of one group.
 """
 
 from dataclasses import dataclass, field
@@ -45,8 +45,8 @@ class EpochSize(NamedTuple):
 class EpochSampler:
     """The sample sequence of a training run over `num_images` images with a global batch size.
 
-    `repeats` consecutive positions hold the same image (repeated augmentation), so neighboring micro-batches of a step hold its
-    copies. The length of the epoch does not change, so an epoch covers `1 / repeats` of the images. `round_to` truncates an epoch
+    `repeats` consecutive positions hold the same image (repeated augmentation), so neighboring groups of a step hold its copies.
+    The length of the epoch does not change, so an epoch covers `1 / repeats` of the images. `round_to` truncates an epoch
     to a multiple of that number of samples before it is divided into steps (256 in the DeiT code). `labels` turns on class
     balance: every round contains each class once, in random order, and each class cycles through its own images.
     """
@@ -57,6 +57,7 @@ class EpochSampler:
     shuffle: bool = True
     repeats: int = 1
     round_to: int = 1
+    group_size: int = 0  # a divisor of the batch size; 0: the batch size
     labels: np.ndarray | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -83,14 +84,34 @@ class EpochSampler:
         index = self._balanced(epoch, slot) if self.labels is not None else self._shuffled(epoch, slot)
         return Samples(index, repeat, positions)
 
+    @property
+    def groups(self) -> int:
+        """Groups per step."""
+        return self.batch_size // (self.group_size or self.batch_size)
+
     def micro_batch(self, epoch: int, step: int, micro_batch: int = 0, micro_batches: int = 1) -> Samples:
-        """Return the samples of one micro-batch of a step."""
+        """Return the samples of one micro-batch of a step: group after group, or an even part of a group.
+
+        The images at i and size - 1 - i of a group, which are mixed, are at mirrored indices of its part too. Micro-batches of
+        other sizes, which recipes that do not use groups may have, take every `micro_batches`-th position.
+        """
         if self.batch_size % micro_batches:
             raise UserError(
                 f"The batch size {self.batch_size} is not divisible by {micro_batches} micro-batches: "
                 "change the batch size or the number of devices."
             )
-        return self.at(epoch, step * self.batch_size + np.arange(micro_batch, self.batch_size, micro_batches))
+        groups, size = self.groups, self.batch_size // micro_batches
+        if groups % micro_batches == 0:
+            count = groups // micro_batches
+            own = np.arange(micro_batch * count, (micro_batch + 1) * count)
+            offsets = (own[:, None] + np.arange(0, self.batch_size, groups)).flatten()
+        elif micro_batches % groups == 0 and size % 2 == 0:
+            group, part = divmod(micro_batch, micro_batches // groups)
+            half = np.arange(part * size // 2, (part + 1) * size // 2)
+            offsets = group + groups * np.concatenate([half, self.batch_size // groups - 1 - half[::-1]])
+        else:
+            offsets = np.arange(micro_batch, self.batch_size, micro_batches)
+        return self.at(epoch, step * self.batch_size + offsets)
 
     def _shuffled(self, epoch: int, slot: np.ndarray) -> np.ndarray:
         if not self.shuffle:

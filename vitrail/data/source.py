@@ -5,6 +5,7 @@ that reads them. A source does not decode images.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -78,6 +79,16 @@ class Subset(Source):
 
 def select_labels(labels: Labels, indices: np.ndarray) -> Labels:
     return Labels(labels.values[indices], labels.names)
+
+
+def reorder_classes(labels: Labels, names: Sequence[str]) -> Labels:
+    """The same labels with the classes in the order of `names`; unchanged if these are not the same classes."""
+    names = [str(name) for name in names]
+    if labels.names == names or sorted(labels.names) != sorted(names):
+        return labels
+    position = {name: index for index, name in enumerate(names)}
+    index = np.array([position[name] for name in labels.names] + [-1])  # the last entry is for unknown labels, -1
+    return Labels(index[labels.values], names)
 
 
 class Splits(NamedTuple):

@@ -28,6 +28,8 @@ class Workers:
     """Worker processes that apply `function` to tasks; with `num_workers=0` the current process does it."""
 
     def __init__(self, function: Callable[[Any], Any], num_workers: int) -> None:
+        if not isinstance(num_workers, int) or not 0 <= num_workers <= max_workers():
+            raise UserError(f"{num_workers} is not a valid number of workers: give a number from 0 to {max_workers()}.")
         self.function, self.num_workers = function, num_workers
         self.processes: list[tuple[Any, Any]] = []  # (process, our end of its pipe)
 
@@ -149,5 +151,13 @@ def ignore_broken_pipes(kind: type[BaseException], error: BaseException, trace: 
 
 def default_workers() -> int:
     """Return the number of CPU cores per process of this machine's run, at most 16, which is enough for any device."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(max(cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1), 16)
+    return min(max(count_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1), 16)
+
+
+def max_workers() -> int:
+    """Return the largest accepted number of workers: 4 per CPU core, or 64 on small machines that wait for a network."""
+    return max(4 * count_cores(), 64)
+
+
+def count_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -44,7 +44,7 @@ def write_embedding(embedding: Embedding, source: Source, path: Path, kind: Feat
             "labels": {name: [None if value < 0 else value for value in values.tolist()] for name, values in labels.items()},
         }
         atomic_write(path, lambda file: save_array(file, vectors))
-        atomic_write(sidecar, lambda file: file.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8"))
+        atomic_write(sidecar, lambda file: file.write_text(json.dumps(content), encoding="utf-8"))
         return [path, sidecar]
     atomic_write(path, lambda file: save_table(file, images, indices, labels, vectors, metadata))
     return [path]
@@ -82,5 +82,5 @@ def save_table(
     for name, values in labels.items():
         data[name] = pyarrow.array(values, mask=values < 0)
     data["features"] = pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(vectors.reshape(-1)), vectors.shape[1])
-    table = pyarrow.table(data).replace_schema_metadata({"vitrail": json.dumps(metadata, ensure_ascii=False)})
+    table = pyarrow.table(data).replace_schema_metadata({"vitrail": json.dumps(metadata)})
     parquet.write_table(table, path)

@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,13 +25,11 @@ from vitrail.evaluation.calibration import (
     measure_confidence,
 )
 from vitrail.evaluation.confusion import Predictions, class_accuracies, confusion
+from vitrail.evaluation.model import Head, Model, check_head, compute_logits, decode_side, device_of
 from vitrail.evaluation.multilabel import MultilabelAccuracy, multilabel_accuracy
 from vitrail.models.config import format_size
-from vitrail.models.preprocessing import min_decode_side
 from vitrail.models.vision_transformer import VisionTransformer
 
-Head = Literal["both", "class", "distillation"]
-HEADS: tuple[Head, ...] = ("both", "class", "distillation")
 TOP = 5
 NO_TEMPERATURE = "the loss has no minimum, as when every prediction is correct or all logits are equal"
 
@@ -121,13 +119,13 @@ class Evaluation:
         return content
 
 
-def open_evaluation_data(path: str, split: str | None = None, trained_on_it: bool = False) -> EvaluationData:
+def open_evaluation_data(path: str, split: str | None = None, training_classes: Sequence[str] | None = None) -> EvaluationData:
     """The given split; by default test, else validation, else all images.
 
-    `trained_on_it`: the model was trained on this data, so that data without splits is evaluated on the images that the training
-    held out. They are also the `validation` split of data without one.
+    `training_classes`: the model was trained on this data, with the classes in this order, so that data without splits is
+    evaluated on the images that the training held out. They are also the `validation` split of data without one.
     """
-    sources = open_sources(path)
+    sources, trained_on_it = open_sources(path), training_classes is not None
     if split is None:
         split = next((name for name in ("test", "validation") if name in sources), "validation" if trained_on_it else "")
         if not split:
@@ -136,29 +134,21 @@ def open_evaluation_data(path: str, split: str | None = None, trained_on_it: boo
     if name is None:
         raise UserError(f"There is no split called {split}: choose train, validation or test.")
     if name == "validation" and name not in sources and "train" in sources:
-        return EvaluationData(open_splits(path).validation, name, None)
+        return EvaluationData(open_splits(path, class_order=training_classes).validation, name, None)
     if name not in sources:
         raise UserError(f"{path} has no {name} split, only {', '.join(sources)}.")
     calibration = sources.get("validation") if name == "test" else None
     if name == "test" and calibration is None and trained_on_it:  # other models may have been trained on these images
-        calibration = open_splits(path).validation
+        calibration = open_splits(path, class_order=training_classes).validation
     return EvaluationData(sources[name], name, calibration)
 
 
-def check_head(model: VisionTransformer, head: Head) -> None:
-    if head not in HEADS:
-        raise UserError(f"--head {head} is not known: choose from {', '.join(HEADS)}.")
-    if head == "distillation" and model.head_distillation is None:
-        raise UserError(f"{model.name or 'This model'} has no distillation head: remove --head.")
-
-
 @contextmanager
-def open_loader(model: VisionTransformer, source: Source, workers: int | None = None) -> Iterator[ImageLoader]:
+def open_loader(model: Model, source: Source, workers: int | None = None) -> Iterator[ImageLoader]:
     """A loader of the source on the model's device, with images decoded at the size that the model needs."""
     if not len(source):
         raise UserError(f"{source.name} contains no images: add some.")
-    min_side = min_decode_side(model.preprocessing, model.notes)
-    loader = ImageLoader(source, next(model.parameters()).device, workers, min_side, log=lambda message: None)
+    loader = ImageLoader(source, device_of(model), workers, decode_side(model), log=lambda message: None)
     try:
         yield loader
     finally:
@@ -167,7 +157,7 @@ def open_loader(model: VisionTransformer, source: Source, workers: int | None = 
 
 @torch.inference_mode()
 def collect_scores(
-    model: VisionTransformer,
+    model: Model,
     loader: ImageLoader,
     matching: ClassMatch,
     options: EvaluationOptions = OPTIONS,
@@ -196,14 +186,6 @@ def collect_scores(
     if given.max() >= len(matching.targets):
         raise UserError(f"{loader.source.name} has the label {given.max()}, but only {len(matching.targets)} classes.")
     return Scores(index.numpy(), np.where(given >= 0, matching.targets[given], -1), values, len(loader.source))
-
-
-def compute_logits(model: VisionTransformer, images: Tensor, head: Head) -> Tensor:
-    outputs = model.outputs(images)
-    if head == "distillation":
-        assert outputs.distillation is not None
-        return outputs.distillation
-    return outputs.main if head == "class" else outputs.logits
 
 
 def summarize_scores(
@@ -309,10 +291,10 @@ def _choose_temperature(labeled: Scores, labels: Tensor, calibration: Scores | N
     return fit_temperature(labeled.values, labels), fitted_on, per_image
 
 
-def adapt_model(model: VisionTransformer, size: tuple[int, int] | None, crop_ratio: float | None) -> VisionTransformer:
+def adapt_model(model: Model, size: tuple[int, int] | None, crop_ratio: float | None) -> Model:
     """The model with another image size or crop ratio; the given model is not changed, so that tables are resampled once."""
     if size is not None and size != model.preprocessing.image_size:
-        model = copy.deepcopy(model).resize(*size)
+        model = resize_model(model, size)
     elif crop_ratio is not None:
         model = copy.copy(model)  # shares the weights
     if crop_ratio is not None:
@@ -324,8 +306,18 @@ def adapt_model(model: VisionTransformer, size: tuple[int, int] | None, crop_rat
     return model
 
 
+def resize_model(model: Model, size: tuple[int, int]) -> Model:
+    if isinstance(model, VisionTransformer):
+        return copy.deepcopy(model).resize(*size)
+    if model.size is not None:
+        raise UserError(f"{model.name} supports only images of {format_size(model.size)} pixels: remove --sizes.")
+    model = copy.copy(model)
+    model.preprocessing = model.preprocessing._replace(image_size=size)
+    return model
+
+
 def sweep_sizes(
-    model: VisionTransformer,
+    model: Model,
     source: Source,
     matching: ClassMatch,
     sizes: Sequence[tuple[int, int]],

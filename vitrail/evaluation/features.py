@@ -12,10 +12,11 @@ from vitrail.data.image_loader import ImageLoader
 from vitrail.data.loader import Batch, Problem
 from vitrail.data.source import Labels, Source
 from vitrail.errors import UserError
+from vitrail.evaluation.model import Model, compute_logits, decode_side, device_of
 from vitrail.evaluation.predict import DecodedImages, read_batches
 from vitrail.layers.layout import Layout
-from vitrail.models.preprocessing import min_decode_side
 from vitrail.models.vision_transformer import Features, VisionTransformer
+from vitrail.teachers.teacher import Teacher
 
 VECTORS = {
     "pooled": "the input of the classifier",
@@ -26,6 +27,7 @@ VECTORS = {
     "penultimate": "the input of the last linear layer: after the pre-logits, if any",
     "logits": "the output of the classifier",
 }
+OTHER_VECTORS = ("pooled", "penultimate", "logits")  # of networks that are not vision transformers of Vitrail
 
 
 class FeatureKind(NamedTuple):
@@ -62,7 +64,7 @@ class Embedding(NamedTuple):
 
 @torch.no_grad()
 def embed(
-    model: VisionTransformer,
+    model: Model,
     source: Source | ImageLoader,
     kind: FeatureKind = POOLED,
     batch_size: int = 64,
@@ -75,14 +77,13 @@ def embed(
     is not synchronized before the last batch.
     """
     check_kind(model, kind)
-    device = next(model.parameters()).device
+    device = device_of(model)
     problems: list[Problem] = []
     batches: Iterator[Batch] | Iterator[DecodedImages]
     if isinstance(source, ImageLoader):
         data, batches = source.source, source.iterate(batch_size)
     else:
-        min_side = min_decode_side(model.preprocessing, model.notes)
-        data, batches = source, readable_batches(source, device, min_side, batch_size, workers, problems)
+        data, batches = source, readable_batches(source, device, decode_side(model), batch_size, workers, problems)
     vectors: Tensor | None = None
     indices: list[Tensor] = []
     was_training, count = model.training, 0
@@ -138,8 +139,10 @@ def allocate(rows: int, width: int, device: torch.device) -> Tensor:
     return torch.empty(rows, width, device=device)
 
 
-def compute_features(model: VisionTransformer, images: Tensor, kind: FeatureKind) -> Tensor:
+def compute_features(model: Model, images: Tensor, kind: FeatureKind) -> Tensor:
     """[B, 3, height, width] to [B, D]."""
+    if isinstance(model, Teacher):
+        return compute_logits(model, images) if kind.vector == "logits" else model.network.features(model.adapt(images))
     x, layout = model.encode(*model.embed(images))
     features = read_without_norm(model, x, layout) if kind.before_norm else model.read(x, layout)
     a = model.architecture
@@ -174,10 +177,17 @@ def read_without_norm(model: VisionTransformer, x: Tensor, layout: Layout) -> Fe
     return Features(patches, layout.grid, prefix, pooled)
 
 
-def check_kind(model: VisionTransformer, kind: FeatureKind) -> None:
-    a = model.architecture
+def check_kind(model: Model, kind: FeatureKind) -> None:
     if kind.vector not in VECTORS:
         raise UserError(f"There is no vector called {kind.vector!r}: choose from {', '.join(VECTORS)}.")
+    if isinstance(model, Teacher):
+        if kind.vector not in OTHER_VECTORS or kind.before_norm:
+            raise UserError(
+                f"{model.name} is not a vision transformer of Vitrail: choose {', '.join(OTHER_VECTORS[:-1])} or "
+                f"{OTHER_VECTORS[-1]} as the vector, without --before-norm."
+            )
+        return
+    a = model.architecture
     if kind.before_norm and kind.vector in ("penultimate", "logits"):
         raise UserError(f"The vector {kind.vector} is computed after the final norm: remove --before-norm.")
     missing = {

@@ -19,8 +19,8 @@ from vitrail.data.loader import ImageReader, Problem
 from vitrail.data.source import Encoded, Source, Subset
 from vitrail.data.workers import Workers, default_workers
 from vitrail.errors import UserError
-from vitrail.models.preprocessing import list_images, min_decode_side, pad_images, to_pixels
-from vitrail.models.vision_transformer import VisionTransformer
+from vitrail.evaluation.model import Model, compute_logits, count_classes, decode_side, device_of, open_model
+from vitrail.models.preprocessing import list_images, pad_images, to_pixels
 
 if TYPE_CHECKING:
     from vitrail.models.preprocessing import ImageInput
@@ -67,7 +67,7 @@ class DecodedImages:
 
 
 def predict(
-    weights: "str | Path | VisionTransformer",
+    weights: "str | Path | Model",
     images: "ImagesInput",
     top: int = 5,
     batch_size: int = 32,
@@ -76,11 +76,11 @@ def predict(
 ) -> list[Prediction]:
     """The `top` most probable classes of each image.
 
-    `weights` is a checkpoint in any supported format, a run directory, the name of bundled weights, or a model. `images` is one
+    `weights` is a checkpoint of any kind, a run directory, the name of bundled weights, or a model. `images` is one
     of, or a list of: a path, a folder, a pattern such as `photos/**/*.jpg`, a PIL image, a uint8 array [H, W, 3], a uint8 tensor
     [3, H, W]. Images are preprocessed as in the model's validation. An image that cannot be read raises UserError.
     """
-    model = weights if isinstance(weights, VisionTransformer) else open_model(weights, device)
+    model = open_model(weights, device) if isinstance(weights, str | Path) else weights
     source, problems = open_inputs(images)
     predictions: list[Prediction] = []
     for result in chain(problems, iterate_predictions(model, source, top, batch_size, workers)):
@@ -88,20 +88,6 @@ def predict(
             raise UserError(f"{result.location} cannot be read: {result.reason}.")
         predictions.append(result)
     return predictions
-
-
-def open_model(weights: str | Path, device: str | torch.device | None = None) -> VisionTransformer:
-    """The model of a checkpoint, a run directory or bundled weights; by default on a GPU if one is available."""
-    from vitrail.checkpoints import load
-    from vitrail.devices import choose_device
-
-    return load(find_weights(weights), device=choose_device(str(device) if device is not None else None))
-
-
-def find_weights(path: str | Path) -> Path:
-    """The best weights of a run directory; any other path unchanged."""
-    path = Path(path)
-    return path / "best.safetensors" if (path / "run.json").is_file() else path
 
 
 class ImageList(Source):
@@ -228,13 +214,13 @@ def parse_path_list(content: bytes) -> list[str]:
 
 
 def iterate_predictions(
-    model: VisionTransformer, source: Source, top: int = 5, batch_size: int = 32, workers: int | None = None
+    model: Model, source: Source, top: int = 5, batch_size: int = 32, workers: int | None = None
 ) -> Iterator[Prediction | Problem]:
     """A prediction for each image of a source in order, or the reason why the image cannot be read."""
-    if not model.architecture.classes:
+    if not count_classes(model):
         raise UserError("This model has no classifier: it cannot predict classes.")
-    names = model.class_names or [f"class {index}" for index in range(model.architecture.classes)]
-    device, min_side = next(model.parameters()).device, min_decode_side(model.preprocessing, model.notes)
+    names = model.class_names or [f"class {index}" for index in range(count_classes(model))]
+    device, min_side = device_of(model), decode_side(model)
     was_training = model.training
     model.eval()
     try:
@@ -255,11 +241,11 @@ def iterate_predictions(
 
 
 @torch.inference_mode()
-def top_classes(model: VisionTransformer, batch: DecodedImages, top: int) -> tuple[list[list[float]], list[list[int]]]:
+def top_classes(model: Model, batch: DecodedImages, top: int) -> tuple[list[list[float]], list[list[int]]]:
     """Probabilities and indices of the `top` most probable classes: two lists [B, top]."""
     if not len(batch.index):
         return [], []
-    logits = model(model.preprocessing.apply(batch.pixels, batch.sizes)).float()
+    logits = compute_logits(model, model.preprocessing.apply(batch.pixels, batch.sizes)).float()
     if not logits.isfinite().all():
         raise UserError("The model's logits are NaN or Inf: its weights are damaged.")
     probabilities, classes = logits.softmax(1).topk(min(top, logits.shape[1]), 1)

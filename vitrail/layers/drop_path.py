@@ -13,12 +13,17 @@ class DropPath(nn.Module):
 
     The keep probability is a tensor: torch.compile makes one graph for all values of a tensor, but one for each value of a float.
     `scales` holds its inverse in every precision, so that eager mode has nothing to divide or to round.
+
+    The trainer sets `noise`, uniform numbers [B] that depend on the image and not on the batch that it is computed in.
     """
+
+    noise: Tensor | None = None
 
     def __init__(self, rate: float):
         super().__init__()
         self.rate, self.active = rate, rate > 0.0
-        self._move(torch.device("cpu"))  # no buffers: models are also built on the meta device
+        device = torch.get_default_device()
+        self._move(torch.device("cpu") if device.type == "meta" else device)  # no buffers, which a meta device would not fill
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "DropPath":
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -38,7 +43,14 @@ class DropPath(nn.Module):
 
     def sample_mask(self, x: Tensor) -> Tensor:
         """Booleans [B, 1, ...] for a batch [B, ...]: which images keep the branch."""
-        return torch.rand(x.shape[0], *(1,) * (x.ndim - 1), device=x.device) < self.keep_prob
+        return self.uniform(x) < self.keep_prob
+
+    def uniform(self, x: Tensor) -> Tensor:
+        """Uniform numbers in [0, 1) for a batch [B, ...], [B, 1, ...]."""
+        shape = (x.shape[0], *(1,) * (x.ndim - 1))
+        if self.noise is not None and len(self.noise) == len(x):
+            return self.noise.view(shape)
+        return torch.rand(shape, device=x.device)
 
     def extra_repr(self) -> str:
         return f"{self.rate:g}"

@@ -309,18 +309,36 @@ class Subset(NamedTuple):
 
 
 class SubsetDropPath(DropPath):
-    """Chooses a random subset of fixed size, for which `SubsetResidual` computes the branch; its own forward is the identity."""
+    """Keeps the branch for a fixed number of images of every group, chosen at random; `SubsetResidual` calls its methods.
+
+    The trainer sets `group_size` together with `noise`, which for a batch that is a part of a group has the ranks of its images
+    in the group, divided by `group_size`.
+    """
+
+    group_size: int = 0  # 0: the batch
 
     def forward(self, x: Tensor) -> Tensor:
         return x
 
+    def kept(self, group_size: int) -> int:
+        return max(round(group_size * (1.0 - self.rate)), 1)
+
     def sample_subset(self, x: Tensor) -> Subset:
-        """The images of a batch [B, ...] that keep the branch."""
-        return sample_subset(x.shape[0], max(round(x.shape[0] * (1.0 - self.rate)), 1), x.device)
+        """The images of a batch [B, ...] of whole groups that keep the branch."""
+        group_size = self.group_size if self.group_size and len(x) % self.group_size == 0 else len(x)
+        return choose_subset(self.uniform(x).view(-1, group_size), self.kept(group_size))
+
+    def part_factor(self, x: Tensor) -> Tensor:
+        """Factors [B, 1, ...] of the branch for a part of a group: zero for the images that do not keep it."""
+        share = self.kept(self.group_size) / self.group_size
+        return (self.uniform(x) < share) / share
 
 
 class SubsetResidual(Residual):
-    """`Residual` that computes each branch while training only for the images that keep it."""
+    """`Residual` that computes each branch while training only for the images that keep it.
+
+    A batch that is a part of a group has any number of these: then the branch is computed for all images and masked.
+    """
 
     def forward(self, x: Tensor, layout: Layout, relative: nn.Module | None = None) -> Tensor:
         if not self.training:
@@ -328,18 +346,26 @@ class SubsetResidual(Residual):
         total = x
         for branch in self.branches:
             assert isinstance(branch, Branch)
-            assert isinstance(branch.drop_path, SubsetDropPath)
-            subset = branch.drop_path.sample_subset(x)
+            drop_path = branch.drop_path
+            assert isinstance(drop_path, SubsetDropPath)
+            if drop_path.group_size > len(x):
+                update = branch(x, layout, relative)
+                total = total + (update * drop_path.part_factor(x)).to(total.dtype)
+                continue
+            subset = drop_path.sample_subset(x)
             update = branch(gather_rows(x, subset), layout, relative)
             total = total + scatter_rows(update * (x.shape[0] / subset.rows.shape[0]), subset).to(total.dtype)
         out: Tensor = self.post(total)
         return out
 
 
-def sample_subset(size: int, count: int, device: torch.device) -> Subset:
-    """`count` rows of `size`, uniformly at random without replacement."""
-    rows = torch.rand(size, device=device).argsort()[:count].sort().values
-    return Subset(rows, rows.new_full((size,), -1).scatter(0, rows, torch.arange(count, device=device)))
+def choose_subset(noise: Tensor, count: int) -> Subset:
+    """The `count` images of each group with the lowest of the random numbers [groups, images]."""
+    groups, size = noise.shape
+    rows = noise.argsort(1)[:, :count].sort(1).values
+    rows = (rows + size * torch.arange(groups, device=noise.device)[:, None]).flatten()
+    order = torch.arange(len(rows), device=noise.device)
+    return Subset(rows, rows.new_full((groups * size,), -1).scatter(0, rows, order))
 
 
 # Each function is the gradient of the other. Both read by index and write in order: nothing is zeroed first or added atomically,

@@ -370,7 +370,7 @@ RANGES: dict[str, tuple[float, float]] = {
 
 
 def check_types(a: Architecture) -> None:
-    """Raise UserError if a field has another type or is out of its range. Integers are valid floats; lists become tuples."""
+    """Raise UserError if a field has another type or is out of its range. Integers become floats, lists tuples."""
     for field in dataclasses.fields(a):
         value, kind = getattr(a, field.name), field.type
         if kind == "tuple[int, ...]" or kind == tuple[int, ...]:
@@ -379,6 +379,7 @@ def check_types(a: Architecture) -> None:
         elif kind is float:
             low, high = RANGES.get(field.name, (-1e30, 1e30))
             fits = type(value) in (int, float) and low <= value <= high
+            object.__setattr__(a, field.name, float(value) if fits else value)
         elif kind is int:
             low, high = RANGES.get(field.name, (0, 1 << 31))
             fits = type(value) is int and low <= value <= high

@@ -6,19 +6,26 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from vitrail.layers.attention import Attention
+from vitrail.layers.bit_resnet import ResNetStem
 from vitrail.layers.mlp import FeedForward
 from vitrail.layers.patch_embed import LinearStem
 from vitrail.layers.pooling import ClassAttention
+from vitrail.layers.token_mixers import ConvMixer, PatchConv, SqueezeExcite
 
 if TYPE_CHECKING:
     from vitrail.models.vision_transformer import VisionTransformer
 
 
 def init_weights(model: "VisionTransformer") -> None:
-    """Initialize all linear layers and prefix tokens as `architecture.weight_init` and `architecture.residual` say."""
+    """Initialize all linear layers and prefix tokens as `architecture.weight_init` and `architecture.residual` say.
+
+    Convolutions keep torch's default, as in the code of the DeiT family.
+    """
     a = model.architecture
+    pointwise = pointwise_convolutions(model)
     for module in model.modules():
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear) and module not in pointwise:
+            # Not cut at 2 standard deviations but at +-2, as in the authors' code: in effect a normal distribution.
             if a.weight_init == "vit" and module is not model.head:
                 nn.init.xavier_uniform_(module.weight)
             else:
@@ -35,8 +42,17 @@ def init_weights(model: "VisionTransformer") -> None:
         init_tfixup(model)
 
 
+def pointwise_convolutions(model: "VisionTransformer") -> set[nn.Module]:
+    """Linear layers on tokens that are 1x1 convolutions in the authors' code; torch initializes both in the same way."""
+    mixers = (module for module in model.modules() if isinstance(module, (PatchConv, SqueezeExcite, ConvMixer)))
+    return {layer for mixer in mixers for layer in mixer.children() if isinstance(layer, nn.Linear)}
+
+
 def init_vit(model: "VisionTransformer") -> None:
-    """LeCun-normal patch projection, MLP biases of 1e-6, zero classifier; query, key and value are initialized separately."""
+    """Google's code: LeCun-normal stem and pre-logits, MLP biases of 1e-6, zero classifier.
+
+    Query, key and value are initialized separately.
+    """
     for module in model.modules():
         if isinstance(module, FeedForward):
             nn.init.normal_(module.fc1.bias, std=1e-6)
@@ -44,11 +60,21 @@ def init_vit(model: "VisionTransformer") -> None:
         if isinstance(module, Attention):
             for part in module.qkv.weight.data.chunk(3):
                 nn.init.xavier_uniform_(part)
-        if isinstance(module, LinearStem):
-            nn.init.trunc_normal_(module.proj.weight, std=math.sqrt(1 / module.proj.weight[0].numel()) / 0.87962566)
-            nn.init.zeros_(module.proj.bias) if module.proj.bias is not None else None
+    stem = model.stem.modules() if isinstance(model.stem, (LinearStem, ResNetStem)) else ()
+    for layer in (*stem, *model.pre_logits.modules()):
+        if isinstance(layer, (nn.Conv2d, nn.Linear)):
+            init_lecun_normal(layer)
     if isinstance(model.head, nn.Linear):
         nn.init.zeros_(model.head.weight)
+
+
+def init_lecun_normal(layer: nn.Conv2d | nn.Linear) -> None:
+    """Weights with the standard deviation fan_in^(-1/2) from a normal distribution cut at 2 of its own; zero bias."""
+    # A standard normal distribution cut at +-2 has a standard deviation of 0.8796.
+    std = math.sqrt(1 / layer.weight[0].numel()) / 0.87962566103423978
+    nn.init.trunc_normal_(layer.weight, std=std, a=-2 * std, b=2 * std)
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)
 
 
 def branch_layers(model: "VisionTransformer") -> list[tuple[nn.Linear, nn.Linear]]:

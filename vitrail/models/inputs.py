@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from vitrail.errors import UserError
@@ -40,3 +41,16 @@ def check_input(
             f"images of {height} x {width} pixels have {rows} x {columns} patches, and this model is for a grid of "
             f"{grid[0]} x {grid[1]}; call resize({height}, {width}) {resize_hint}."
         )
+
+
+def check_weights_match(image: Tensor, stem: Any) -> None:
+    """Raise UserError if images and weights differ in device or, without autocast, in precision."""
+    weight = next(iter(stem.parameters()), None)
+    if weight is None or (weight.device, weight.dtype) == (image.device, image.dtype):
+        return
+    if weight.device != image.device:
+        raise UserError(f"the images are on {image.device} and the model is on {weight.device}; move one of them with .to(…).")
+    kind = image.device.type
+    if kind == "meta" or (torch.is_autocast_enabled(kind) and torch.float64 not in (image.dtype, weight.dtype)):
+        return
+    raise UserError(f"the images are {image.dtype} and the weights {weight.dtype}; convert the images with .to({weight.dtype}).")

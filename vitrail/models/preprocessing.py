@@ -5,6 +5,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from vitrail.data.transforms.config import IMAGENET_MEAN, IMAGENET_STD, NO_ANTIALIAS
 from vitrail.errors import UserError
 
 if TYPE_CHECKING:
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
 
     ImageInput = str | os.PathLike[str] | Image.Image | np.ndarray | Tensor
 
-IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos")
+INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos", NO_ANTIALIAS)
+RESIZES = ("shorter", "square")
 DECODE_SCALE = 2.0  # for weights without a recipe
 
 
@@ -45,8 +46,15 @@ class Preprocessing(NamedTuple):
         """Raise UserError for settings that cannot be applied."""
         if self.interpolation not in INTERPOLATIONS:
             raise UserError(f"interpolation={self.interpolation!r} is not known; choose from {', '.join(INTERPOLATIONS)}.")
-        if not 0 < self.crop_ratio <= 1:
-            raise UserError(f"crop_ratio={self.crop_ratio} is out of range; give a number above 0 and at most 1.")
+        if self.resize not in RESIZES:
+            raise UserError(f"resize={self.resize!r} is not known; choose from {', '.join(RESIZES)}.")
+        if not are_numbers([self.crop_ratio], 1) or not 0 < self.crop_ratio <= 1:
+            raise UserError(f"crop_ratio={self.crop_ratio!r} is out of range; give a number above 0 and at most 1.")
+        sides = self.image_size if isinstance(self.image_size, tuple | list) else ()
+        if len(sides) != 2 or not all(type(side) is int and 0 < side < 1 << 16 for side in sides):
+            raise UserError(f"image_size={self.image_size!r} is not a pair (height, width).")
+        if not are_numbers(self.mean, 3) or not are_numbers(self.std, 3) or min(self.std) <= 0:
+            raise UserError(f"mean={self.mean!r} and std={self.std!r} are not three numbers each, those of std above 0.")
 
     def view(self, sizes: "Tensor") -> "View":
         """The resize and crop of images of `sizes` [B, 2]."""
@@ -58,7 +66,7 @@ class Preprocessing(NamedTuple):
         """Resize, crop and normalize: uint8 [B, 3, H, W] to float32 [B, 3, *image_size], without a host synchronization.
 
         `sizes` [B, 2] are the heights and widths of the images, each in the upper left corner of the canvas [H, W]. Resampling
-        is Pillow's integer arithmetic, with the same bits on every device.
+        is Pillow's integer arithmetic, with the same bits on every device, or TensorFlow's with "bilinear_no_antialias".
         """
         from vitrail.data.transforms.backend import backend_for
 
@@ -70,18 +78,26 @@ class Preprocessing(NamedTuple):
         return out
 
 
-GOOGLE = Preprocessing(resize="square", crop_ratio=1.0, interpolation="bilinear", mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
+def are_numbers(values: Any, count: int) -> bool:
+    """Whether `values` are `count` finite numbers."""
+    if not isinstance(values, tuple | list) or len(values) != count:
+        return False
+    return all(type(value) in (int, float) and abs(value) < float("inf") for value in values)
+
+
+GOOGLE = Preprocessing(resize="square", crop_ratio=1.0, interpolation=NO_ANTIALIAS, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
 
 
 def min_decode_side(preprocessing: Preprocessing, notes: Mapping[str, str]) -> int | None:
     """The shorter side that JPEG files keep when they are decoded at reduced size, as in training; None: full size.
 
-    The factor is the recipe's `data.decode_scale` if the weights were saved with a recipe.
+    The factor is the recipe's `data.decode_scale` if the weights were saved with a recipe. Without antialias, the size of the
+    decoded image matters: it is full by default.
     """
     try:
         scale = float(json.loads(notes["recipe"])["data"]["decode_scale"])
     except (KeyError, TypeError, ValueError):
-        scale = DECODE_SCALE
+        scale = 0.0 if preprocessing.interpolation == NO_ANTIALIAS else DECODE_SCALE
     return round(max(preprocessing.image_size) * scale) or None
 
 
@@ -106,6 +122,8 @@ def read_images(images: "ImageInput | Sequence[ImageInput]", min_side: int | Non
 def list_images(images: "ImageInput | Sequence[ImageInput]") -> "list[ImageInput]":
     """The images of a list, of an array or tensor with a batch dimension, or the single image."""
     single = isinstance(images, str | os.PathLike) or hasattr(images, "getexif") or getattr(images, "ndim", 0) == 3
+    if not single and not hasattr(images, "__iter__"):
+        raise UserError(f"An image is a path, a PIL image, an array or a tensor, not {images!r}.")
     return [images] if single else list(images)  # type: ignore[list-item,arg-type]
 
 
@@ -129,6 +147,8 @@ def to_pixels(image: "ImageInput", min_side: int | None = None) -> "np.ndarray":
     from vitrail.data.decode import apply_orientation, decode, to_rgb
 
     if isinstance(image, str | os.PathLike):
+        if os.path.exists(image) and not os.path.isfile(image):
+            raise ValueError("it is not a regular file")
         with open(image, "rb") as file:
             return decode(file.read(), min_side)
     if isinstance(image, Image.Image):

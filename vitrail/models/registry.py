@@ -3,6 +3,7 @@
 import difflib
 import fnmatch
 import re
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 from vitrail.aliases import upgrade_name
+from vitrail.devices import check_device
 from vitrail.errors import UserError
 from vitrail.models import cait, defaults, deit, deit3, lvvit, patchconvnet, resmlp, three_things, vit
 from vitrail.models.config import Architecture
@@ -40,6 +42,8 @@ def list_models(pattern: str = "*") -> list[str]:
 
 def lookup(name: str) -> tuple[str, Architecture]:
     """The registered name and the architecture for a name in any accepted spelling."""
+    if not isinstance(name, str):
+        raise UserError(f"A model is given by its name, such as 'deit_small_patch16', not by {name!r}.")
     aliases = {alias: target for page in PAGES for alias, target in page.ALIASES.items()}
     lower = {alias.lower(): target for alias, target in reversed(aliases.items())}  # the first of two that differ in case wins
     if Path(name).suffix.lower() in FILES:
@@ -79,7 +83,8 @@ def create(
 
     >>> model = vitrail.create("deit3_small_patch16", classes=10, image_size=(192, 256), drop_path=0.1)
 
-    `overrides` replace fields of its `Architecture`; `device="meta"` builds it without allocating memory.
+    `overrides` replace fields of its `Architecture`. The weights are initialized on `device`, by default that of a surrounding
+    `with torch.device(...)`, else the CPU; on "meta" no memory is allocated.
     """
     if classes is not None:
         overrides["classes"] = classes
@@ -97,8 +102,8 @@ def create(
 
 
 def build(architecture: Architecture, name: str = "", device: torch.device | str | None = None) -> VisionTransformer:
-    """A model from an architecture, with newly initialized weights."""
-    with torch.device(device or "cpu"):
+    """A model from an architecture, with newly initialized weights, on `device` or in the context of `with torch.device(...)`."""
+    with nullcontext() if device is None else check_device(device):
         model = VisionTransformer(architecture)
     model.name = name or name_of(architecture)
     model.preprocessing = preprocessing_of(model.name)._replace(image_size=architecture.image_size)

@@ -17,10 +17,10 @@ from vitrail.layers.norm import PER_TOKEN_NORMS, token_norm
 from vitrail.layers.patch_embed import LinearStem
 from vitrail.layers.pooling import ClassAttentionBlock, PerClassHead, QueryPooling
 from vitrail.layers.pos_embed import ABSOLUTE, RELATIVE, make_absolute_pos_embed, make_relative_pos_embed
-from vitrail.models.builder import make_block, make_pooling, make_stem
+from vitrail.models.builder import Stem, make_block, make_pooling, make_stem
 from vitrail.models.config import Architecture, as_size, format_size
 from vitrail.models.init import init_weights
-from vitrail.models.inputs import check_input
+from vitrail.models.inputs import check_input, check_weights_match
 from vitrail.models.preprocessing import Preprocessing, min_decode_side, read_images
 
 if TYPE_CHECKING:
@@ -126,6 +126,8 @@ class VisionTransformer(nn.Module):
         # While tracing, the checks would become guards of the graph, and an error would split the graph for good.
         if not torch.compiler.is_compiling() and not torch.jit.is_tracing():
             check_input(image, self.architecture, self.stem, self.grid)
+            if isinstance(self.stem, Stem):  # packed stems convert the images
+                check_weights_match(image, self.stem)
         height, width = image.shape[-2:]
         return self.stem(image), Layout(*self.stem.grid(height, width))
 
@@ -285,8 +287,12 @@ def name_with_patch_size(name: str, patch: int) -> str:
 
 
 def mix_tokens(tokens: Tensor, mixed: Tensor) -> Tensor:
-    """Tokens [B, N, D] with those of `mixed` [N] swapped between image i and image B - 1 - i; its own inverse."""
-    return torch.where(mixed[None, :, None], tokens.flip(0), tokens)
+    """Tokens [B, N, D] with those of `mixed` [groups, N] swapped between images i and size - 1 - i of each group.
+
+    It is its own inverse.
+    """
+    groups = tokens.unflatten(0, (len(mixed), -1))
+    return torch.where(mixed[:, None, :, None], groups.flip(1), groups).flatten(0, 1)
 
 
 def fuse_logits(main: Tensor, distillation: Tensor, fusion: str) -> Tensor:

@@ -26,9 +26,9 @@ def get_environment() -> Environment:
 
 
 def write_page(path: Path, template: str, **context: Any) -> Path:
-    """Render a template into a file; characters that UTF-8 cannot encode become character references."""
+    """Render a template into a file; bytes of file names that are not UTF-8 become escape sequences."""
     text = get_environment().get_template(template).render(context)
-    atomic_write(path, lambda temporary: temporary.write_text(text, encoding="utf-8", errors="xmlcharrefreplace"))
+    atomic_write(path, lambda temporary: temporary.write_text(text, encoding="utf-8", errors="backslashreplace"))
     return path
 
 

@@ -7,13 +7,12 @@ from typing import Any
 
 from vitrail.aliases import PARTS as OLD_PARTS
 from vitrail.aliases import upgrade_key
-from vitrail.data.transforms.config import Augmentation
+from vitrail.data.transforms.config import FIXED_CROPS, Augmentation
 from vitrail.errors import UserError
 from vitrail.models.registry import lookup
 from vitrail.recipes.schema import Recipe, parse_duration
 
 NO_JITTER = [0.0, 0.0, 0.0, 0.0]
-FIXED_CROPS = ("center", "squash")  # without random crop and horizontal flip
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from vitrail.recipes.schema import Recipe
 SIZES = ((12, 8, 2), (20, 16, 2), (30, 28, 4), (48, 32, 4), (72, 64, 8), (160, 128, 16))
 LARGEST = (224, 16)
 
+LARGE_SIDES = 3  # a JPEG with sides of twice decode_scale=1.5 times the image size is decoded at half size or less
 MIN_STEPS, MIN_BATCH_SIZE = 8, 16  # per epoch, of the default recipes, which are for data sets of any size
 
 
@@ -46,6 +47,10 @@ def fit_to_data(recipe: Recipe, source: Source, trained: Preprocessing | None = 
         reason += f", and an epoch should have at least {MIN_STEPS} steps"
         while len(source) // batch_size < MIN_STEPS and batch_size >= 2 * MIN_BATCH_SIZE:
             batch_size //= 2
+    if recipe.data.decode_scale == 0 and median_side(source) > LARGE_SIDES * min(recipe.augmentation.image_size):
+        messages.append(
+            "images are decoded at full size, as in the released code; data.decode_scale=1.5 decodes large JPEGs faster"
+        )
     if batch_size != recipe.batch_size:
         messages.append(f"batch size reduced from {recipe.batch_size} to {batch_size}: {reason}")
         recipe = dataclasses.replace(recipe, batch_size=batch_size)

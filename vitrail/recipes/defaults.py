@@ -11,6 +11,8 @@ from vitrail.data.transforms.config import Augmentation
 from vitrail.recipes.derivation import Page
 from vitrail.recipes.schema import (
     About,
+    DataConfig,
+    DistillationConfig,
     EmaConfig,
     InitConfig,
     LossConfig,
@@ -22,6 +24,8 @@ from vitrail.recipes.schema import (
 )
 
 FROM_IMAGES = (0, 0)
+FAST_DECODING = DataConfig(decode_scale=1.5)  # the recipes of papers decode at full size
+BOTH_HEADS = DistillationConfig(without_teacher="both")  # of a distilled model: both count in evaluation
 
 
 def laptop(name: str) -> Recipe:
@@ -30,9 +34,11 @@ def laptop(name: str) -> Recipe:
         name=name,
         model="vitrail_mini",
         batch_size=64,
+        data=FAST_DECODING,
         # No horizontal flip: mirrored digits and letters are not the same. For photographs: augmentation.hflip=0.5.
         augmentation=Augmentation(image_size=FROM_IMAGES, scale=(0.5, 1.0), hflip=0.0),
         loss=LossConfig(label_smoothing=0.1),
+        distillation=BOTH_HEADS,
         optimizer=OptimizerConfig(lr=2e-3, weight_decay=0.05, clip_grad_norm=1.0),
         schedule=ScheduleConfig(length="30 epochs", warmup="10%"),
         validation=ValidationConfig(crop_ratio=1.0),
@@ -52,9 +58,11 @@ def small(name: str) -> Recipe:
         model="vitrail_small",
         architecture={"drop_path": 0.1},
         batch_size=512,
+        data=FAST_DECODING,
         augmentation=Augmentation(image_size=FROM_IMAGES, crop="simple", policy="rand", num_ops=1, random_erasing=0.25),
         mixing=MixingConfig(mixup=0.1, cutmix=1.0),
         loss=LossConfig(label_smoothing=0.1),
+        distillation=BOTH_HEADS,
         optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.05, clip_grad_norm=1.0),
         schedule=ScheduleConfig(length="200 epochs", warmup="5%", min_lr=1e-5),
         ema=EmaConfig(decay=0.999, evaluate=True, warmup=True),
@@ -76,10 +84,12 @@ def finetune(name: str) -> Recipe:
         model="deit3_small_patch16",
         architecture={"drop_path": 0.1},
         batch_size=128,
+        data=FAST_DECODING,
         init=InitConfig(zero_head=True),
         augmentation=Augmentation(image_size=FROM_IMAGES, scale=(0.35, 1.0), policy="rand", magnitude=6.0),
         mixing=MixingConfig(mixup=0.2),
         loss=LossConfig(label_smoothing=0.1),
+        distillation=BOTH_HEADS,
         optimizer=OptimizerConfig(lr=2e-3, weight_decay=0.05, clip_grad_norm=1.0, layer_decay=0.75),
         schedule=ScheduleConfig(length="20 epochs", warmup="10%"),
         validation=ValidationConfig(crop_ratio=1.0),

@@ -51,6 +51,7 @@ def from_scratch(name: str, size: str, score: float, hardware: str) -> Recipe:
         model=f"deit_{size}_patch16",
         architecture={"drop_path": 0.1},  # grows linearly with depth
         batch_size=1024,
+        group_size=64 if size == "base" else 256,
         data=DataConfig(repeats=3, round_to=256),
         augmentation=Augmentation(policy="rand", magnitude=9.0, magnitude_std=0.5, num_ops=2, random_erasing=0.25),
         mixing=MixingConfig(mixup=0.8, cutmix=1.0),
@@ -100,6 +101,7 @@ def finetuned(name: str, pretrained: str, size: int, row: str, score: float, har
         base,
         name,
         batch_size=512,
+        group_size=32,
         init={"mode": "eval", "pretrained_recipe": pretrained},
         augmentation={"image_size": (size, size)},
         optimizer={"lr": 5e-6, "weight_decay": 1e-8},

@@ -27,6 +27,7 @@ DROP_PATH = {
     "large": {300: 0.4, 400: 0.4, 600: 0.45, 800: 0.45},
     "huge": {300: 0.5, 400: 0.5, 600: 0.55, 800: 0.6},
 }
+GROUP_SIZE = {"tiny": 256, "small": 256, "base": 256, "large": 64, "huge": 64}  # images per GPU of the released commands
 
 RECIPES = Page()
 
@@ -39,6 +40,7 @@ def from_scratch(name: str, model: str, size: int, epochs: int, score: float | N
         model=MODELS[model],
         architecture=drop_path_fields(DROP_PATH[model.split("_")[0]][epochs]),
         batch_size=2048,
+        group_size=GROUP_SIZE[model.split("_")[0]],
         augmentation={
             "image_size": (size, size),
             "policy": "three",
@@ -67,6 +69,7 @@ def finetuned(
         **NO_REPEATS,
         architecture=drop_path_fields(drop_path),
         batch_size=512,
+        group_size=64,
         init={"pretrained_recipe": pretrained, "scope": scope},
         augmentation={"image_size": (size, size), "policy": "rand", "magnitude": 9.0, "color_jitter": (0.0, 0.0, 0.0, 0.0)},
         mixing={"mixup": 0.8, "cutmix": 1.0},

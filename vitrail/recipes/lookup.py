@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from vitrail.aliases import RECIPE_NAMES
 from vitrail.errors import UserError
 from vitrail.recipes.schema import Recipe
 
@@ -62,12 +63,13 @@ def list_recipes(pattern: str = "*") -> list[str]:
 
 def lookup(name: str) -> Recipe:
     """A recipe by its name; builds and validates this recipe and its bases."""
-    summary = summaries().get(name.lower())
+    current = RECIPE_NAMES.get(name.lower(), name.lower())
+    summary = summaries().get(current)
     if summary is None:
         near = difflib.get_close_matches(name.lower(), summaries(), n=4, cutoff=0.4)
         hint = f"; the nearest are {', '.join(near)}" if near else ""
         raise UserError(f"There is no recipe {name!r}{hint} (`vitrail recipes` lists all).")
-    return load_page(summary.page)[name.lower()]()
+    return load_page(summary.page)[current]()
 
 
 def load_page(page: str) -> dict[str, Callable[[], Recipe]]:

@@ -2,8 +2,8 @@
 
 import dataclasses
 import difflib
-import math
 import re
+import sys
 import typing
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -18,8 +18,9 @@ from vitrail.recipes.limits import check_limits
 DURATION = re.compile(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*(epochs?|steps?|%)\s*")
 DURATIONS = ("schedule.length", "schedule.warmup", "schedule.cooldown", "schedule.step_size", "validation.every")
 DURATION_FORMAT = "write '300 epochs', '20000 steps' or '5%'"
-SCOPES = ("full", "attention", "ffn", "head", "norm")
+SCOPES = ("full", "attention", "ffn", "head", "norm", "last_norm")
 Group = TypeVar("Group")  # a dataclass of settings
+MAX_DEPTH = 16  # of lists and mappings in the values of open groups
 OPEN_GROUPS = ("architecture", "task_options")  # their keys are defined by the model and by the task
 
 
@@ -43,7 +44,7 @@ class DataConfig:
     round_to: int = 1  # an epoch's number of samples is rounded down to a multiple of this
     class_balanced: bool = False  # classes take turns
     validation_fraction: float = 0.0  # fraction of each training class to validate on instead of the validation split; 0: none
-    decode_scale: float = 1.5  # images are decoded to at least this multiple of the input size; 0: full resolution
+    decode_scale: float = 0.0  # JPEGs are decoded at reduced size, at least this multiple of the input size; 0: full size
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class MixingConfig:
     mixup: float = 0.0
     cutmix: float = 0.0
     switch_prob: float = 0.5
+    erase_after: bool = False  # random erasing after the mixing instead of before it
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class DistillationConfig:
     """Distillation from a teacher; kind "none": no teacher.
 
     The loss on the labels has the weight 1 - `weight`. With a distillation token, its head is trained on the teacher's
-    predictions and the class head on the labels.
+    predictions and the class head on the labels. Without a teacher the released code trains the class head alone.
     """
 
     kind: Literal["none", "soft", "hard"] = "none"  # the teacher's probabilities, or its top-1 class
@@ -80,6 +82,12 @@ class DistillationConfig:
     temperature: float = 1.0  # of soft probabilities
     label_smoothing: float = 0.0  # of the top-1 class
     per_class: bool = False  # the released code's soft loss: also divided by the number of classes
+    without_teacher: Literal["class", "both"] = "class"  # heads trained on the labels where no teacher trains the second
+
+    @property
+    def trains_second_head(self) -> bool:
+        """Whether the head of a distillation token is trained."""
+        return self.kind != "none" or self.without_teacher == "both"
 
 
 @dataclass(frozen=True)
@@ -92,6 +100,7 @@ class TokenLabelConfig:
     outside: Literal["spread", "zero"] = "spread"  # classes missing in a cell share the rest, or get a logit of 0
     mixtoken: float = 0.0  # MixToken: parameter of the Beta distribution of the box; 0: none
     mixtoken_on: Literal["predictions", "labels"] = "predictions"  # what is mixed so that predictions and labels agree
+    box_order: Literal["yx", "xy"] = "yx"  # xy: the released code, which reads the crop's rows as columns of the map
 
 
 @dataclass(frozen=True)
@@ -158,7 +167,7 @@ class InitConfig:
     mode: Literal["train", "eval"] = "train"  # eval: no dropout or stochastic depth while fine-tuning
     zero_head: bool = False  # a new classifier is initialized to zero
     head_bias: float = 0.0  # initial bias of a new classifier; -10 for sigmoids over thousands of classes
-    scope: str = "full"  # what is trained: full, attention, ffn, head, norm or last:n, each with the classifier
+    scope: str = "full"  # what is trained: full, attention, ffn, head, norm, last_norm or last:n, each with the classifier
     pretrained_recipe: str = ""  # the recipe that produces such weights; if set, `weights` is required
 
 
@@ -172,6 +181,7 @@ class Recipe:
     model: str = "deit_small_patch16"
     architecture: dict[str, Any] = field(default_factory=dict)  # fields of the model's Architecture that differ
     batch_size: int = 1024  # over all devices and accumulation steps
+    group_size: int = 0  # images that mixing, BatchNorm and skipping drop-path treat together: a GPU's share; 0: the batch
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
     seed: int = 0
     init: InitConfig = InitConfig()
@@ -198,6 +208,12 @@ class Recipe:
         if parse_duration(schedule.length)[1] == "%":
             raise UserError("schedule.length cannot be a percentage: give it in epochs or steps.")
         parse_scope(self.init.scope)
+        height, width = self.augmentation.image_size
+        if self.token_labels.box_order == "xy" and not (self.augmentation.crop_last and height == width):
+            raise UserError(
+                "token_labels.box_order=xy is the released code's, which crops last and to squares: set it to yx, or set "
+                "augmentation.crop_last=true and a square augmentation.image_size."
+            )
         check_limits(self.leaves())
         if self.loss.kind == "binary" and self.loss.binary_targets == "present" and self.loss.label_smoothing > 0:
             raise UserError(
@@ -209,6 +225,16 @@ class Recipe:
     def lr(self) -> float:
         """The learning rate at this recipe's batch size."""
         return self.optimizer.lr * (self.batch_size / self.optimizer.lr_batch_size if self.optimizer.lr_batch_size else 1)
+
+    @property
+    def mixes_images(self) -> bool:
+        return max(self.mixing.mixup, self.mixing.cutmix, self.token_labels.mixtoken) > 0
+
+    @property
+    def images_per_group(self) -> int:
+        """The group size for this batch size: its largest divisor from 2 to `group_size`, or the batch size."""
+        sizes = range(min(self.group_size, self.batch_size), 1, -1)
+        return next((size for size in sizes if self.batch_size % size == 0), self.batch_size)
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -265,9 +291,42 @@ def parse_value(value: Any) -> Any:
     if size:
         return [int(size[1]), int(size[2])]
     try:
-        return yaml.safe_load(value) if value else ""
+        return load_yaml(value) if value else ""
     except yaml.YAMLError:
         return value
+
+
+class PlainLoader(yaml.SafeLoader):  # type: ignore[misc]
+    """A safe loader without aliases, with which a short text could be a recursive or exponentially large value."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.composer.ComposerError(None, None, "aliases are not supported", self.peek_event().start_mark)
+        return super().compose_node(parent, index)
+
+
+def load_yaml(text: str) -> Any:
+    """The value of a YAML text; YAMLError if there is none."""
+    try:
+        return yaml.load(text, PlainLoader)
+    except (ValueError, RecursionError) as error:  # dates that do not exist, integers of thousands of digits
+        raise yaml.YAMLError("it is nested too deeply" if isinstance(error, RecursionError) else str(error)) from None
+
+
+def check_plain(value: Any, location: str, depth: int = 0) -> None:
+    """Raise UserError unless a value of an open group can be written as JSON and YAML."""
+    if depth > MAX_DEPTH:
+        raise UserError(f"{location} is nested more than {MAX_DEPTH} levels deep.")
+    if isinstance(value, dict):
+        for key, part in value.items():
+            if not isinstance(key, str):
+                raise UserError(f"{location} has the key {key!r}, which is not text.")
+            check_plain(part, f"{location}.{key}", depth + 1)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            check_plain(part, location, depth + 1)
+    elif not isinstance(value, str | int | float | None):
+        raise UserError(f"{location}={value!r} should be text, a number, true or false.")
 
 
 def parse_duration(text: str) -> tuple[float, str]:
@@ -341,11 +400,12 @@ def _convert(hint: Any, value: Any, location: str) -> Any:
     if origin is dict:
         if not isinstance(value, dict):
             raise UserError(f"{location} is a group of settings, not {value!r}.")
+        check_plain(value, location)
         return value
     if hint is float:
         value = parse_value(value)  # YAML reads 1e-3 as text
     if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
-        if not math.isfinite(value):
+        if not abs(value) <= sys.float_info.max:  # also of integers, which math.isfinite would convert
             raise UserError(f"{location}={value!r} is not a finite number.")
         return float(value)
     if hint is int and isinstance(value, float) and value.is_integer():

@@ -2,14 +2,15 @@
 
 Pre-training (Table 3) is `{model}_{data}[_{length}]` with the data sets `jft`, `21k` and `1k`; fine-tuning (Table 4) is
 `{model}_to_{data}[_{size}]`. Values that the paper does not give are those of the released code: clipping at 1, weight decay on
-kernels alone, a linear decay to 1e-5, sigmoids with a bias of -10 for the large data sets, pixels in [-1, 1].
+kernels alone, a linear decay to 1e-5, sigmoids with a bias of -10 for the large data sets, TensorFlow's crops and bilinear
+resizing without antialias, pixels in [-1, 1].
 
     vitrail train imagenet/ --recipe vit_base_patch16_1k
 """
 
 from typing import Any
 
-from vitrail.data.transforms.config import Augmentation
+from vitrail.data.transforms.config import NO_ANTIALIAS, Augmentation
 from vitrail.recipes.derivation import Page, change, top1
 from vitrail.recipes.schema import About, InitConfig, LossConfig, OptimizerConfig, Recipe, ScheduleConfig, ValidationConfig
 
@@ -62,14 +63,19 @@ def pretraining(name: str, model: str, data: str, epochs: int, expected: str) ->
         batch_size=4096,
         init=InitConfig(head_bias=-10.0),
         augmentation=Augmentation(
-            scale=(0.05, 1.0), ratio=(0.75, 1.33), interpolation="bilinear", mean=(0.5,) * 3, std=(0.5,) * 3
+            crop="distorted_box",
+            scale=(0.05, 1.0),
+            ratio=(0.75, 1.33),
+            interpolation=NO_ANTIALIAS,
+            mean=(0.5,) * 3,
+            std=(0.5,) * 3,
         ),
         loss=LossConfig(kind="binary", binary_sum=True),
         optimizer=OptimizerConfig(
             kind="adamw", lr=1e-3, betas=(0.9, 0.999), weight_decay=0.03, weight_decay_on="kernels", clip_grad_norm=1.0
         ),
         schedule=ScheduleConfig(length=f"{epochs} epochs", warmup="10000 steps", warmup_lr=0.0, kind="linear", min_lr=1e-5),
-        validation=ValidationConfig(crop_ratio=1.0, resize="square", interpolation="bilinear"),
+        validation=ValidationConfig(crop_ratio=1.0, resize="square", interpolation=NO_ANTIALIAS),
         about=About("ViT, arXiv 2010.11929", f"Table 3, {data}", expected),
     )
 

@@ -41,8 +41,8 @@ class Curves:
     def smooth_losses(self) -> Points:
         """Return the training loss, smoothed as in the progress display and the reference bands."""
         epochs, losses = self.points("train", "loss")
-        smoothed = SmoothedValue()
-        return epochs, np.array([smoothed.add(epoch / self.total, loss) for epoch, loss in zip(epochs, losses, strict=True)])
+        smoothed, total = SmoothedValue(), self.total or 1
+        return epochs, np.array([smoothed.add(epoch / total, loss) for epoch, loss in zip(epochs, losses, strict=True)])
 
     def best_point(self) -> tuple[float, float] | None:
         """Return epoch and metric of the best weights, None if they were not validated."""

@@ -117,8 +117,11 @@ def states_architecture(path: str) -> bool:
         return states_architecture(str(base))
     if is_training_checkpoint(path):
         return True
+    weights = find_bundled(path) or path
+    if not os.path.isfile(weights):
+        return False
     try:
-        with safe_open(find_bundled(path) or path, "pt") as file:
+        with safe_open(weights, "pt") as file:
             return "vitrail" in (file.metadata() or {})
     except (SafetensorError, OSError, ValueError):
         return False
@@ -150,9 +153,10 @@ def adapt(pretrained: VisionTransformer, recipe: Recipe, class_names: list[str] 
             if name.startswith(("prefix", "pooling.queries", "pos_embed.")) and len(state[name]) == len(tensor) + 1:
                 kept[name] = torch.cat([tensor[:1], state[name][1:2], tensor[1:]])
     model.load_state_dict(state | kept)
+    # A head that is not trained would add its initial values to the predictions; image labels do not train a dense head.
+    untrained = ("head_dense",) if recipe.distillation.trains_second_head else ("head_dense", "head_distillation")
     for name, parameter in model.named_parameters():
-        # Image labels do not train a dense head, which would add its initial values to the predictions.
-        if name not in kept and name.startswith("head" if recipe.init.zero_head else "head_dense"):
+        if name not in kept and name.startswith("head" if recipe.init.zero_head else untrained):
             torch.nn.init.zeros_(parameter)
     return model, new_head
 

@@ -70,11 +70,11 @@ def replay(bundle: str | Path, device: str | None = None) -> tuple[dict[str, Any
         step, groups, metadata = read_checkpoint(folder / STATE)
         run, recorded = upgrade_run(content["run"]), content["found"]
         recipe, source, data = Recipe.from_dict(run["recipe"]), run["source"], run["data"]["fingerprint"]
-        micro_batches, unreadable = run["micro_batches"], run["unreadable"]
+        micro_batches, unreadable, classes = run["micro_batches"], run["unreadable"], list(run["data"].get("classes") or ())
     except READ_ERRORS as error:
         raise UserError(f"{bundle} is not a complete bundle of the NaN recorder: {short_message(error)}.") from None
     try:
-        splits = open_splits(source, validation_fraction=recipe.data.validation_fraction)
+        splits = open_splits(source, validation_fraction=recipe.data.validation_fraction, class_order=classes)
     except UserError as error:
         raise UserError(f"The data of {bundle} cannot be opened: {error}") from None
     if fingerprint(splits) != data:
@@ -109,11 +109,14 @@ def diagnose_step(trainer: Trainer, loader: ImageLoader) -> dict[str, Any]:
     batches = loader.train_loader(trainer.sampler, range(micro_batches), micro_batches).iterate_steps(step, step + 1)
     buffers = {name: value.clone() for name, value in module.named_buffers()}
     for micro_batch, batch in enumerate(batches):
-        images, targets = trainer.task.prepare_batch(batch.to(trainer.devices.device), trainer.position(micro_batch))
+        batch = batch.to(trainer.devices.device)
+        position = trainer.position(micro_batch, len(batch.index))
+        images, targets = trainer.task.prepare_batch(batch, position)
         seed_generators(micro_batch_seed(recipe.seed, step, micro_batch), trainer.devices.device)
         # Compiled blocks do not call hooks.
         with torch.compiler.set_stance("force_eager"), BackwardMonitor(model) as backward:
-            with ForwardMonitor(model) as forward, trainer.autocast():
+            noise = trainer.drop_path_noise.applied(batch.position, position)
+            with ForwardMonitor(model) as forward, trainer.autocast(), noise:
                 loss = module(images, targets).reshape(-1)[0]
             loss.backward()
         if forward.first_bad is None and not is_finite(loss):

@@ -31,8 +31,9 @@ def compare_predictions(groups: Sequence[Group], device: str | None = None) -> l
     """For every group after the first: mean difference over images with its interval, and McNemar's p for two single runs."""
     if len({result.data for group in groups for result in group.results}) > 1:
         raise UserError("--images needs runs on the same data.")
-    source = str(read_run(groups[0].results[0].folder)["source"])
-    splits = open_splits(source)
+    first_run = read_run(groups[0].results[0].folder)
+    source = str(first_run["source"])
+    splits = open_splits(source, class_order=first_run["data"].get("classes"))
     if fingerprint(splits) != groups[0].results[0].data:
         raise UserError(f"The images at {source} are not those that these runs were trained on.")
     chosen = choose_device(device)

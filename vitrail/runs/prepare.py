@@ -26,9 +26,11 @@ from vitrail.runs.request import Log, TrainRequest, describe_pretrained, open_da
 from vitrail.runs.run_directory import check_dependencies, describe_run, fingerprint, read_run
 from vitrail.runs.step_timing import forecast, measure_pace
 from vitrail.tasks.registry import find_task
+from vitrail.training.batch_norm import has_batch_norm
 from vitrail.training.checkpointing import CheckpointManager
 from vitrail.training.distributed import Devices, check_shardable, choose_micro_batches, is_launched
 from vitrail.training.precision import choose_precision
+from vitrail.training.task import Task
 from vitrail.training.trainer import Options, Trainer
 
 
@@ -74,7 +76,8 @@ def prepare(
         task.attach(model)
         sharded_over = devices.world_size if options.sharding != "none" else 1
         memory = plan_memory(model, task, devices.device, recipe.batch_size // devices.world_size, sharded_over)
-    devices = divide_batch(devices, recipe, memory, request.micro_batch_size)
+    devices, recipe = divide_batch(devices, task, memory, request.micro_batch_size, log)
+    task.recipe = recipe
     price = cost(model.architecture)
     place = f"; run {folder}" if folder is not None else ""
     log(f"{model.name}: {price.parameters:,} parameters, {price.macs / 1e9:.2f} G multiply-adds per image{place}")
@@ -95,11 +98,14 @@ def prepare_resumed(
         run = read_run(folder)
         try:
             recipe, saved, data = Recipe.from_dict(run["recipe"]), Options(**run["options"]), run["data"]["fingerprint"]
+            classes = list(run["data"].get("classes") or ())
         except (KeyError, TypeError) as error:
             raise UserError(f"{folder / 'run.json'} does not describe a training that can be resumed: {error}.") from None
-        splits = open_splits(run["source"], validation_fraction=recipe.data.validation_fraction)
+        splits = open_splits(run["source"], validation_fraction=recipe.data.validation_fraction, class_order=classes)
         if fingerprint(splits) != data:
             raise UserError(f"The images at {run['source']} are not those that {folder} was started with.")
+        if "group_size" not in run["recipe"]:  # runs of older versions: a group was a micro-batch
+            recipe = dataclasses.replace(recipe, group_size=recipe.batch_size // run["micro_batches"])
         if run["micro_batches"] % devices.world_size:
             raise UserError(
                 f"{folder} divides its batch into {run['micro_batches']} micro-batches, which {devices.world_size} processes "
@@ -126,16 +132,33 @@ def prepare_resumed(
     return Prepared(trainer, splits, run, workers, resumed=True)
 
 
-def divide_batch(devices: Devices, recipe: Recipe, memory: MemoryPlan, micro_batch_size: int | None) -> Devices:
-    """The global batch divided into micro-batches, as large as memory allows or as requested."""
+def divide_batch(
+    devices: Devices, task: Task, memory: MemoryPlan, micro_batch_size: int | None, log: Log
+) -> tuple[Devices, Recipe]:
+    """The global batch divided into micro-batches, as large as memory allows or as requested.
+
+    The statistics of BatchNorm need whole groups. A recipe that leaves the group size open gets the size of the micro-batch.
+    """
+    recipe = task.recipe
     # Processes measure different amounts of free memory and must divide alike: the smallest counts.
     memory = dataclasses.replace(memory, max_images=int(-devices.all_reduce_max([-memory.max_images])[0]))
     wanted = micro_batch_size or memory.max_images
     if wanted < 1:
         memory.check(1)
-    micro_batches = choose_micro_batches(recipe.batch_size, devices.world_size, wanted)
+    sizes = (recipe.batch_size, devices.world_size, wanted)
+    pairs, groups = recipe.mixes_images, has_batch_norm(task.module) and recipe.init.mode == "train"
+    try:
+        micro_batches = choose_micro_batches(*sizes, recipe.images_per_group, pairs, groups)
+    except UserError:
+        if recipe.group_size or not groups:
+            raise
+        micro_batches = choose_micro_batches(*sizes, recipe.images_per_group, pairs)
+        recipe = dataclasses.replace(recipe, group_size=recipe.batch_size // micro_batches)
+        log(
+            f"group_size set to {recipe.group_size}, the images of a micro-batch: BatchNorm computes statistics over whole groups"
+        )
     memory.check(recipe.batch_size // micro_batches)
-    return dataclasses.replace(devices, micro_batches=micro_batches)
+    return dataclasses.replace(devices, micro_batches=micro_batches), recipe
 
 
 def uncovered_pixels(model: VisionTransformer) -> list[str]:

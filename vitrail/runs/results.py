@@ -86,7 +86,7 @@ def planned_names(folder: Path) -> list[str]:
     try:
         plan = json.loads((folder / PLAN).read_text(encoding="utf-8"))
         return [str(cell["name"]) for cell in plan["cells"]]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return []
 
 

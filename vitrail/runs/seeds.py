@@ -171,7 +171,7 @@ def read_seeds(folder: Path) -> Seeds:
         options = None if options is None else Options(**options)
         content["explicit"] = tuple(content.get("explicit", ()))
         return Seeds(TrainRequest(recipe=recipe, options=options, **content), count)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: {error}.") from None
 
 

@@ -21,6 +21,7 @@ from rich.console import Console
 from vitrail.atomic_files import WriteError
 from vitrail.data.image_loader import ImageLoader
 from vitrail.errors import UserError
+from vitrail.formatting import escape_control
 from vitrail.interrupts import State, require_cleanup
 from vitrail.recipes import Recipe
 from vitrail.runs.display import Display
@@ -245,7 +246,7 @@ def what_is_kept(folder: Path | None) -> str:
 
 
 def to_stderr(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)
+    print(escape_control(message, "\n"), file=sys.stderr, flush=True)
 
 
 def discard(message: str) -> None:

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,8 +17,8 @@ from vitrail.data.image_loader import ImageLoader
 from vitrail.data.loader import Batch
 from vitrail.data.rng import sample_key
 from vitrail.data.source import Source, Splits
-from vitrail.data.transforms.mixup import Mix, draw_mix, mix_images
-from vitrail.data.transforms.pipeline import Augmented, augment
+from vitrail.data.transforms.mixup import Mix, draw_mix, flip_groups, mix_images
+from vitrail.data.transforms.pipeline import Augmented, augment, erase
 from vitrail.errors import UserError
 from vitrail.evaluation.accuracy import count_hits, summarize
 from vitrail.evaluation.confusion import class_accuracies, collect_predictions, confusion, thumbnail, worst_mistakes
@@ -95,6 +95,10 @@ class Classification(Task):
         super().attach(model)
         recipe, source = self.recipe, self.source
         self.classes, self.grid, self.patch_size = model.architecture.classes, model.grid, model.architecture.patch_size
+        if model.head_distillation is not None and not recipe.distillation.trains_second_head:
+            self.messages.append(
+                "the head of the distillation token is not trained: give --teacher, or set distillation.without_teacher=both"
+            )
         if self.online is None and recipe.distillation.kind != "none" and self.stored is None:
             from vitrail.tasks.teacher_labels import StoredPredictions, class_order_message
 
@@ -113,22 +117,19 @@ class Classification(Task):
         recipe, epoch = self.recipe, position.epoch
         augmentation, mixing = recipe.augmentation, recipe.mixing
         keys = sample_key(recipe.seed, epoch, batch.index, batch.repeat)
-        augmented = augment(batch.pixels, batch.sizes, keys, augmentation)
-        mix = draw_mix(
-            recipe.seed,
-            epoch,
-            position.step_in_epoch,
-            position.micro_batch,
-            augmentation.image_size,
-            mixing.mixup,
-            mixing.cutmix,
-            mixing.switch_prob,
-        )
-        images = mix_images(augmented.images, mix)
-        return images, self.make_targets(batch, augmented, images, mix, position)
+        augmented = augment(batch.pixels, batch.sizes, keys, augmentation, erase=not mixing.erase_after)
+        beta = (mixing.mixup, mixing.cutmix, mixing.switch_prob)
+        mixes = [
+            draw_mix(recipe.seed, epoch, position.step_in_epoch, group, augmentation.image_size, *beta)
+            for group in position.groups
+        ]
+        images = mix_images(augmented.images, mixes)
+        if mixing.erase_after:
+            images = erase(images, keys, augmentation.random_erasing)
+        return images, self.make_targets(batch, augmented, images, mixes, position)
 
     def make_targets(
-        self, batch: Batch, augmented: Augmented, images: Tensor, mix: Mix, position: Position
+        self, batch: Batch, augmented: Augmented, images: Tensor, mixes: Sequence[Mix], position: Position
     ) -> ClassificationTargets:
         """`augmented` are the images before mixing, `images` the mixed ones that student and teacher see."""
         recipe, config = self.recipe, self.recipe.token_labels
@@ -136,21 +137,22 @@ class Classification(Task):
         classes, tokens, mixed = label_targets(batch.labels, self.classes, recipe.loss), None, None
         if self.maps is not None:
             values, ids = self.maps.tokens(batch.index)
-            logits = project(values, ids, augmented, self.grid, self.patch_size, self.classes, self.maps.covers == "center")
+            center = self.maps.covers == "center"
+            logits = project(values, ids, augmented, self.grid, self.patch_size, self.classes, center, config.box_order)
             classes = self._image_target(classes, batch.labels, self._smooth(logits.mean(1).softmax(-1)))
             if config.weight:
                 tokens = self._smooth(logits.softmax(-1))
-        if tokens is not None and mix.lam < 1.0:
-            part = covered(mix, self.grid, self.patch_size, self.device)
-            tokens = torch.lerp(tokens, tokens.flip(0), part[None, :, None])
-        classes, teacher = blend(classes, mix.lam), self._teacher_target(batch, images, mix)
+        if tokens is not None and any(mix.lam < 1.0 for mix in mixes):
+            part = torch.stack([covered(mix, self.grid, self.patch_size, self.device) for mix in mixes])
+            part = part.repeat_interleave(len(tokens) // len(mixes), 0)[:, :, None]
+            tokens = torch.lerp(tokens, flip_groups(tokens, len(mixes)), part)
+        classes, teacher = blend(classes, mixes), self._teacher_target(batch, images, mixes)
         if config.mixtoken:
-            drawn = draw_token_mix(
-                recipe.seed, position.epoch, position.step_in_epoch, position.micro_batch, self.grid, config.mixtoken
-            )
+            place = (recipe.seed, position.epoch, position.step_in_epoch)
+            drawn = [draw_token_mix(*place, group, self.grid, config.mixtoken) for group in position.groups]
             mixed = token_mask(drawn, self.grid, self.device)
-            classes = blend(classes, drawn.lam)
-            teacher = None if teacher is None else blend(teacher, drawn.lam)
+            classes = blend(classes, drawn)
+            teacher = None if teacher is None else blend(teacher, drawn)
             if tokens is not None and config.mixtoken_on == "labels":
                 tokens = mix_tokens(tokens, mixed)
         return ClassificationTargets(classes, teacher, tokens, mixed)
@@ -159,12 +161,12 @@ class Classification(Task):
         if self.online is not None:
             self.online.logits(images)
 
-    def _teacher_target(self, batch: Batch, images: Tensor, mix: Mix) -> Tensor | None:
+    def _teacher_target(self, batch: Batch, images: Tensor, mixes: Sequence[Mix]) -> Tensor | None:
         """The teacher's distribution [B, C]: predicted for the mixed images, or mixed from the stored predictions of each."""
         if self.online is not None:
             return teacher_targets(self.online.logits(images), self.recipe.distillation)
         if self.stored is not None:
-            return blend(teacher_targets(self.stored.logits(batch.index), self.recipe.distillation), mix.lam)
+            return blend(teacher_targets(self.stored.logits(batch.index), self.recipe.distillation), mixes)
         return None
 
     def _image_target(self, target: Tensor, labels: Tensor, from_map: Tensor) -> Tensor:
@@ -223,6 +225,8 @@ class ClassificationModule(nn.Module):
     def __init__(self, model: VisionTransformer, recipe: Recipe) -> None:
         super().__init__()
         self.model, self.recipe = model, recipe
+        if model.head_distillation is not None and not recipe.distillation.trains_second_head:
+            model.head_distillation.requires_grad_(False)  # DDP waits for the gradient of every trainable parameter
 
     def forward(self, images: Tensor, targets: ClassificationTargets) -> Tensor:
         """Images [B, 3, height, width] to the loss."""
@@ -231,7 +235,7 @@ class ClassificationModule(nn.Module):
         if targets.teacher is not None:
             weight, student = recipe.distillation.weight, out.main if out.distillation is None else out.distillation
             loss = (1 - weight) * loss + weight * distillation_loss(student, targets.teacher, recipe.distillation)
-        elif out.distillation is not None:  # no teacher: two class tokens
+        elif out.distillation is not None and recipe.distillation.trains_second_head:  # no teacher: two class tokens
             loss = (loss + classification_loss(out.distillation, targets.classes, recipe.loss)) / 2
         if targets.tokens is not None:
             assert out.dense is not None
@@ -248,7 +252,7 @@ def random_targets(model: VisionTransformer, recipe: Recipe, device: torch.devic
     uniform = torch.full((images, classes), 1.0 / classes, device=device)
     teacher = uniform if recipe.distillation.kind != "none" else None
     tokens = uniform[:, None].expand(-1, patches, -1).contiguous() if recipe.token_labels.weight else None
-    mixed = torch.zeros(patches, dtype=torch.bool, device=device) if recipe.token_labels.mixtoken else None
+    mixed = torch.zeros(1, patches, dtype=torch.bool, device=device) if recipe.token_labels.mixtoken else None
     return ClassificationTargets(uniform, teacher, tokens, mixed)
 
 

@@ -1,10 +1,12 @@
 """Targets of a batch: distributions over the classes."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from vitrail.data.transforms.mixup import Mix, flip_groups
 from vitrail.recipes.schema import LossConfig
 
 
@@ -14,7 +16,7 @@ class ClassificationTargets(NamedTuple):
     classes: Tensor  # [B, C]
     teacher: Tensor | None = None  # [B, C]
     tokens: Tensor | None = None  # [B, N, C], one for each patch
-    mixed: Tensor | None = None  # bool [N]: patches that MixToken takes from the image at the mirrored batch index
+    mixed: Tensor | None = None  # bool [groups, N]: patches that MixToken takes from the image at the mirrored index of the group
 
 
 def label_targets(labels: Tensor, classes: int, config: LossConfig) -> Tensor:
@@ -36,6 +38,9 @@ def smoothed_values(classes: int, smoothing: float, over_others: bool = False) -
     return smoothing / classes, 1.0 - smoothing + smoothing / classes
 
 
-def blend(targets: Tensor, lam: float) -> Tensor:
-    """lam * targets + (1 - lam) * targets of the reversed batch, as `mix_images` mixes images."""
-    return targets if lam == 1.0 else torch.lerp(targets.flip(0), targets, lam)
+def blend(targets: Tensor, mixes: Sequence[Mix]) -> Tensor:
+    """lam * targets + (1 - lam) * targets of the reversed group, as `mix_images` mixes images."""
+    if all(mix.lam == 1.0 for mix in mixes):
+        return targets
+    lam = torch.tensor([mix.lam for mix in mixes], dtype=targets.dtype).to(targets.device, non_blocking=True)
+    return torch.lerp(flip_groups(targets, len(mixes)), targets, lam.repeat_interleave(len(targets) // len(mixes))[:, None])

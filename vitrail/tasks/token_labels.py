@@ -1,5 +1,8 @@
 """Token labels: maps transformed like the image, MixToken, the dense loss (LV-ViT, arXiv 2104.10858)."""
 
+from collections.abc import Sequence
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -12,14 +15,22 @@ SALT = 0x70CE45  # MixToken draws other boxes than CutMix
 
 
 def project(
-    values: Tensor, classes: Tensor, augmented: Augmented, grid: Grid, patch_size: int, count: int, center: bool = False
+    values: Tensor,
+    classes: Tensor,
+    augmented: Augmented,
+    grid: Grid,
+    patch_size: int,
+    count: int,
+    center: bool = False,
+    box_order: Literal["yx", "xy"] = "yx",
 ) -> Tensor:
     """A teacher's maps to logits of the patches [B, N, C] after augmentation.
 
     values and classes [B, K, h, w] are the K largest logits of every cell and their classes (`count` and above: none of the
     student's); a map covers the whole source image, or its `center` square. The logits of a patch are the mean over `POINTS` x
     `POINTS` points in it, each transformed back to the source image and interpolated bilinearly between the four nearest cells,
-    with the border replicated. Logits that are not stored, and those of points outside the image, are 0.
+    with the border replicated. Logits that are not stored, and those of points outside the image, are 0. `box_order` is that of
+    the recipe's `token_labels`.
     """
     batch, kept, height, width = values.shape
     rows, columns = ((torch.arange(side * POINTS, device=values.device) + 0.5) * (patch_size / POINTS) for side in grid)
@@ -32,6 +43,8 @@ def project(
         points = transform_points(matrix, points)
         if index == crop:
             points = mirror_at_edges(points, sizes)  # a crop pads by reflection, a warp by filling
+            if box_order == "xy":
+                points = exchange_axes(points, sizes, flipped=matrix[:, 0, 0] < 0)
         else:
             valid = valid & inside_image(points, sizes)
     whole = augmented.sizes[:, None, None].to(points)
@@ -62,6 +75,19 @@ def mirror_at_edges(points: Tensor, sizes: Tensor) -> Tensor:
     return torch.cat([inside, points[..., 2:]], -1)
 
 
+def exchange_axes(points: Tensor, sizes: Tensor, flipped: Tensor) -> Tensor:
+    """The points of the transposed crop: rows and columns of the box exchanged, relative to the image's height and width.
+
+    points (x, y, 1) [B, n, n, 3] are those of a crop without rotation of images of `sizes` [B, 2], mirrored where `flipped` [B].
+    The crop is that of the mirrored image, as LV-ViT's code has it.
+    """
+    limit = sizes.flip(1)[:, None, None].to(points)
+    mirrored = torch.stack([flipped, torch.zeros_like(flipped)], -1)[:, None, None]
+    place = points[..., :2] / limit
+    place = torch.where(mirrored, 1 - place, place).transpose(1, 2).flip(-1)
+    return torch.cat([torch.where(mirrored, 1 - place, place) * limit, points[..., 2:]], -1)
+
+
 def covered(mix: Mix, grid: Grid, patch: int, device: torch.device) -> Tensor:
     """The fraction of every patch [N] that CutMix replaces; with mixup the same fraction everywhere."""
     if mix.box is None:
@@ -74,18 +100,19 @@ def covered(mix: Mix, grid: Grid, patch: int, device: torch.device) -> Tensor:
     return (sides[0][:, None] * sides[1]).flatten()
 
 
-def draw_token_mix(seed: int, epoch: int, step: int, micro_batch: int, grid: Grid, beta: float) -> Mix:
+def draw_token_mix(seed: int, epoch: int, step: int, group: int, grid: Grid, beta: float) -> Mix:
     """MixToken's box on the patch grid, drawn as CutMix draws one on pixels."""
-    return draw_mix(seed ^ SALT, epoch, step, micro_batch, grid, 0.0, beta)
+    return draw_mix(seed ^ SALT, epoch, step, group, grid, 0.0, beta)
 
 
-def token_mask(mix: Mix, grid: Grid, device: torch.device) -> Tensor:
-    """bool [N]: the patches inside the box."""
-    mask = torch.zeros(grid, dtype=torch.bool)
-    if mix.box is not None:
-        top, bottom, left, right = mix.box
-        mask[top:bottom, left:right] = True
-    return mask.flatten().to(device, non_blocking=True)
+def token_mask(mixes: Sequence[Mix], grid: Grid, device: torch.device) -> Tensor:
+    """bool [groups, N]: the patches inside the box of each group."""
+    mask = torch.zeros(len(mixes), *grid, dtype=torch.bool)
+    for group, mix in enumerate(mixes):
+        if mix.box is not None:
+            top, bottom, left, right = mix.box
+            mask[group, top:bottom, left:right] = True
+    return mask.flatten(1).to(device, non_blocking=True)
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:

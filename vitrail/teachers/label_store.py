@@ -36,7 +36,7 @@ from vitrail.data.loader import free_memory
 from vitrail.data.source import Source
 from vitrail.errors import UserError
 from vitrail.teachers.class_index import match_teacher
-from vitrail.teachers.image_digests import find_keys, image_keys
+from vitrail.teachers.image_digests import KEY_BYTES, find_keys, image_keys
 from vitrail.teachers.topk_logits import class_probabilities, expand_top_k
 
 FORMAT, LAYOUT = "vitrail store", 1
@@ -73,6 +73,9 @@ class LabelStore:
         keys, skipped, start = [], [], 0
         for shard in manifest["shards"]:
             arrays = open_shard(path / shard["name"], manifest["arrays"], shard["images"])
+            stored = [unsigned(array).max() for name, array in arrays.items() if check and name.endswith(".classes")]
+            if max(stored, default=0) >= manifest["teacher"]["classes"]:
+                raise UserError(f"{path / shard['name']} contains classes that the teacher does not have: annotate again.")
             keys.append(arrays.pop("key").numpy())
             for name, tensor in arrays.items():
                 shards[name].append(tensor)
@@ -224,7 +227,7 @@ class LabelStore:
             order = torch.arange(values.shape[1], device=values.device)
             return values, order.view(1, -1, *[1] * (values.dim() - 2)).expand_as(values)
         classes = self._select(f"{output}.classes", rows, view)
-        return values, classes.long() & ((1 << 8 * classes.element_size()) - 1)
+        return values, unsigned(classes)
 
     def _select(self, name: str, rows: Tensor, view: int | Tensor) -> Tensor:
         """[B, ...] on the device."""
@@ -266,14 +269,93 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise UserError(f"There is no label store at {path}: give a folder written by vitrail annotate.")
     try:
         manifest = upgrade_manifest(json.loads((path / MANIFEST).read_text(encoding="utf-8")))
-        is_store = manifest["format"] == FORMAT
-        for name in ("complete", "teacher", "outputs", "views", "covers", "arrays", "images", "shard_size", "shards"):
-            manifest[name]
+        current = (manifest["format"], manifest["layout"]) == (FORMAT, LAYOUT)
+        invalid = find_invalid_entry(manifest) if current else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise UserError(f"{path / MANIFEST} is damaged: remove {path} and annotate again.") from None
-    if not is_store or manifest["layout"] != LAYOUT:
+        current, invalid = True, "an entry"
+    if invalid is not None:
+        raise UserError(f"{path / MANIFEST} is damaged ({invalid} is missing or invalid): remove {path} and annotate again.")
+    if not current:
         raise UserError(f"{path} was written by another version of Vitrail: annotate again into another folder.")
     return manifest
+
+
+def find_invalid_entry(manifest: dict[str, Any]) -> str | None:
+    """The name of an entry that has another type or value than those that are written; a missing one may raise an exception."""
+    teacher, arrays, shards, outputs, views = (manifest[name] for name in ("teacher", "arrays", "shards", "outputs", "views"))
+    names, subset, size = teacher["class_names"], manifest.get("class_subset"), manifest["size"]
+    valid = {
+        "complete": type(manifest["complete"]) is bool,
+        "images": is_count(manifest["images"], 1),
+        "shard_size": is_count(manifest["shard_size"], 1),
+        "outputs": bool(outputs) and outputs == [name for name in OUTPUTS if name in outputs],
+        "views": views in (["plain"], ["plain", "mirrored"]),
+        "covers": manifest["covers"] in (None, "whole", "center"),
+        "top_k": is_count(manifest["top_k"]),
+        "size": size is None or (is_list_of(size, int) and len(size) == 2),
+        "class_subset": subset is None or (is_count(subset["of"]) and is_list_of(subset["classes"], int)),
+        "values": all(type(manifest[name]) is str for name in ("values", "vitrail")),
+        "teacher": type(teacher["name"]) is str
+        and isinstance(teacher["weights"], str | None)
+        and is_count(teacher["classes"], 1),
+        "class_names": names is None or (is_list_of(names, str) and len(names) == teacher["classes"]),
+        "shards": is_list_of(shards, dict),
+    }
+    for name, is_valid in valid.items():
+        if not is_valid:
+            return name
+    if not are_valid_arrays(arrays, outputs, len(views), teacher["classes"]):
+        return "arrays"
+    return None if are_valid_shards(shards, manifest) else "shards"
+
+
+def is_count(value: Any, minimum: int = 0) -> bool:
+    return type(value) is int and minimum <= value < 1 << 48
+
+
+def is_list_of(values: Any, kind: type) -> bool:
+    return isinstance(values, list) and all(type(value) is kind for value in values)
+
+
+def are_valid_arrays(arrays: dict[str, Any], outputs: list[str], views: int, classes: int) -> bool:
+    """Whether names, dtypes and shapes are those of the table above."""
+    expected: dict[str, tuple[tuple[str, ...], list[int]]] = {}  # dtypes and shape by name
+    for output in outputs:
+        values = arrays["features" if output == "features" else f"{output}.values"]
+        shape = values["shape"]
+        if not is_list_of(shape, int) or min(shape) < 1 or max(shape) >= 1 << 32:
+            return False
+        if len(shape) != (4 if output == "tokens" else 2) or shape[0] != views:
+            return False
+        expected[output if output == "features" else f"{output}.values"] = (("float16",), shape)
+        if f"{output}.classes" in arrays:
+            expected[f"{output}.classes"] = (("uint16", "uint32"), shape)
+        if f"{output}.rest" in arrays:
+            expected[f"{output}.rest"] = (("float16",), [views, *shape[2:]])
+        if output != "features" and (shape[1] > classes if f"{output}.classes" in arrays else shape[1] != classes):
+            return False
+    return arrays.keys() == expected.keys() and all(
+        arrays[name]["dtype"] in dtypes and arrays[name]["shape"] == shape for name, (dtypes, shape) in expected.items()
+    )
+
+
+def are_valid_shards(shards: list[dict[str, Any]], manifest: dict[str, Any]) -> bool:
+    """Whether shards are listed in order, all of them if the store is complete, with the number of images that each contains."""
+    size, total = manifest["shard_size"], manifest["images"]
+    numbers = [int(shard["name"].removeprefix("shard-").removesuffix(".safetensors")) for shard in shards]
+    if numbers != sorted(set(numbers)) or (manifest["complete"] and len(shards) != -(-total // size)):
+        return False
+    return all(
+        shard["name"] == f"shard-{number:05d}.safetensors"
+        and is_count(shard["images"], 1)
+        and shard["images"] == min(size, total - number * size)
+        and is_count(shard["bytes"])
+        and type(shard["sha256"]) is str
+        and is_list_of(shard["skipped"], dict)
+        and all(is_count(image["row"]) and image["row"] < shard["images"] for image in shard["skipped"])
+        and all(type(image[key]) is str for image in shard["skipped"] for key in ("where", "reason"))
+        for number, shard in zip(numbers, shards, strict=True)
+    )
 
 
 def check_shards(path: Path, manifest: dict[str, Any], digests: bool) -> None:
@@ -299,13 +381,18 @@ def open_shard(path: Path, arrays: Mapping[str, Any], count: int) -> dict[str, T
     try:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118
-                tensor = file.get_tensor(name)
-                tensors[name] = tensor.view(SIGNED.get(tensor.dtype, tensor.dtype))
-        matches = tensors.keys() == {"key", *arrays} and all(
-            list(tensors[name].shape) == [count, *arrays[name]["shape"]] for name in arrays
-        )
-    except (SafetensorError, OSError, ValueError) as error:
+                tensors[name] = file.get_tensor(name)
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
         raise UserError(f"{path} cannot be read ({error}): annotate again.") from None
-    if not matches:
+    expected = {"key": {"dtype": "uint8", "shape": [KEY_BYTES]}, **arrays}
+    found = {
+        name: {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)} for name, tensor in tensors.items()
+    }
+    if found != {name: {"dtype": array["dtype"], "shape": [count, *array["shape"]]} for name, array in expected.items()}:
         raise UserError(f"{path} does not match its manifest: annotate again.")
-    return tensors
+    return {name: tensor.view(SIGNED.get(tensor.dtype, tensor.dtype)) for name, tensor in tensors.items()}
+
+
+def unsigned(classes: Tensor) -> Tensor:
+    """int64 of class indices, which are unsigned integers viewed as signed ones."""
+    return classes.long() & ((1 << 8 * classes.element_size()) - 1)

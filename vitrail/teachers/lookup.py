@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from vitrail.checkpoints.artifact import HEADER
 from vitrail.checkpoints.bundled import find_bundled
 from vitrail.checkpoints.model_io import load
-from vitrail.checkpoints.readers import read_weights
+from vitrail.checkpoints.readers import check_regular_file, read_weights
 from vitrail.errors import UserError
 from vitrail.models.config import as_size
 from vitrail.models.preprocessing import Preprocessing
@@ -93,6 +93,7 @@ def from_path(path: Path, kind: str | None, device: torch.device | None, has_pre
     if kind in ("onnx", "exported"):
         if not has_preprocessing:
             raise UserError(f"{path} does not contain its preprocessing: give preprocessing (image_size, mean, std).")
+        check_regular_file(path)
         network = open_program(path, kind, device)
         return Teacher(network, Preprocessing(image_size=network.fixed_size or (224, 224)), 0, name=path.name)
     checkpoint = read_weights(path)
@@ -135,7 +136,7 @@ def open_program(path: Path, kind: str, device: torch.device | None) -> FixedSha
         return OnnxNetwork(path, device)
     from vitrail.teachers.torch_export import ExportedNetwork
 
-    return ExportedNetwork(path, device)
+    return ExportedNetwork(path)
 
 
 def from_model(model: VisionTransformer, path: str = "This model") -> Teacher:
@@ -231,6 +232,7 @@ def update_preprocessing(known: Preprocessing, order: str, change: Preprocessing
             "preprocessing needs an image_size, a mean and a std with one value per channel (std above 0), an order of rgb or "
             "bgr, and a range of 1 or 255."
         )
+    result.check()
     return result, order
 
 
@@ -242,14 +244,11 @@ def check_size(network: Network, size: Size) -> Size:
 
 
 def move(teacher: Teacher, device: torch.device) -> None:
-    """Move a teacher to a device; an exported program was moved when it was opened, because its graph contains devices."""
-    if isinstance(teacher.network, FixedShapeNetwork):
-        return
     try:
         teacher.to(device)
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"The teacher cannot be moved to {device} ({first_line(error)}).") from None
-    if device.type == "cuda":
+    if device.type == "cuda" and not isinstance(teacher.network, FixedShapeNetwork):  # which may need their own strides
         # torch's stubs lack the memory format of a module.
         teacher.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
@@ -257,16 +256,16 @@ def move(teacher: Teacher, device: torch.device) -> None:
 def count_classes(teacher: Teacher) -> int:
     """The number of logits of a forward pass."""
     tensor = next(iter(teacher.network.parameters()), torch.empty(0))
-    images = torch.zeros(2, len(teacher.preprocessing.mean), *teacher.preprocessing.image_size, device=tensor.device)
+    shape = (2, len(teacher.preprocessing.mean), *teacher.preprocessing.image_size)
     try:
-        logits: Tensor = teacher(images)
+        logits: Tensor = teacher(torch.zeros(shape, device=tensor.device))
     except UserError:
         raise
     except Exception as error:  # a foreign module can raise any exception
         raise UserError(
-            f"{teacher.name} fails on images of shape {tuple(images.shape)} ({first_line(error)}): check its preprocessing."
+            f"{teacher.name} fails on images of shape {shape} ({first_line(error)}): check its preprocessing."
         ) from None
-    if logits.dim() != 2 or len(logits) != len(images):
+    if logits.dim() != 2 or len(logits) != shape[0]:
         raise UserError(f"{teacher.name} returns shape {tuple(logits.shape)} for two images, not logits [2, classes]: wrap it.")
     return logits.shape[1]
 

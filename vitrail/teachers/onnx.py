@@ -1,30 +1,94 @@
-"""ONNX files, run by onnxruntime: on the GPU if its build supports it, else on the CPU."""
+"""ONNX files, run by onnxruntime: on the GPU if its build supports it, else on the CPU.
 
+A file is parsed once and checked, and onnxruntime gets what was checked: standard operators without subgraphs or functions of the
+file, and tensors in the file or in regular files of the same folder.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from vitrail.data.loader import free_memory
 from vitrail.errors import UserError
 from vitrail.teachers.fixed_shape import FixedShapeNetwork, first_line, fixed_dimensions
+
+STANDARD = ("", "ai.onnx")  # names of the standard domain
+# Without Loop and Scan, every program ends.
+OPERATORS = frozenset(
+    (
+        *(
+            "Abs",
+            "Add",
+            "And",
+            "ArgMax",
+            "AveragePool",
+            "BatchNormalization",
+            "Cast",
+            "CastLike",
+            "Ceil",
+            "Celu",
+            "Clip",
+            "Concat",
+        ),
+        *("Constant", "ConstantOfShape", "Conv", "Cos", "CumSum", "DepthToSpace", "DequantizeLinear", "Div", "Dropout", "Einsum"),
+        *("Elu", "Equal", "Erf", "Exp", "Expand", "Flatten", "Floor", "Gather", "GatherElements", "GatherND", "Gelu", "Gemm"),
+        *("GlobalAveragePool", "GlobalMaxPool", "Greater", "GreaterOrEqual", "GroupNormalization", "HardSigmoid", "HardSwish"),
+        *("Identity", "InstanceNormalization", "IsInf", "IsNaN", "LRN", "LayerNormalization", "LeakyRelu", "Less", "LessOrEqual"),
+        *(
+            "Log",
+            "LogSoftmax",
+            "LpNormalization",
+            "MatMul",
+            "MatMulInteger",
+            "Max",
+            "MaxPool",
+            "Mean",
+            "Min",
+            "Mish",
+            "Mod",
+            "Mul",
+        ),
+        *("Neg", "Not", "Or", "PRelu", "Pad", "Pow", "QLinearConv", "QLinearMatMul", "QuantizeLinear", "Range", "Reciprocal"),
+        *("ReduceL2", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum", "ReduceSumSquare", "Relu", "Reshape"),
+        *("Resize", "Round", "ScatterND", "Selu", "Shape", "Sigmoid", "Sign", "Sin", "Size", "Slice", "Softmax", "Softplus"),
+        *("SpaceToDepth", "Split", "Sqrt", "Squeeze", "Sub", "Sum", "Tanh", "Tile", "TopK", "Transpose", "Trilu", "Unsqueeze"),
+        *("Upsample", "Where", "Xor", "DynamicQuantizeLinear", "ConvInteger", "Attention", "RMSNormalization"),
+        *("Swish", "Softsign", "ThresholdedRelu", "EyeLike", "RotaryEmbedding"),
+    )
+)
 
 
 class OnnxNetwork(FixedShapeNetwork):
     def __init__(self, path: Path, device: torch.device | None):
         super().__init__()
         try:
+            import onnx
             import onnxruntime
         except ImportError:
-            raise UserError("An ONNX teacher needs onnxruntime: pip install onnxruntime.") from None
+            raise UserError("An ONNX teacher needs onnx and onnxruntime: pip install onnx onnxruntime.") from None
         cuda = device is not None and device.type == "cuda"
         preferred = ["CUDAExecutionProvider"] * cuda + ["CPUExecutionProvider"]
         providers = [name for name in preferred if name in onnxruntime.get_available_providers()]
         try:
-            self.session = onnxruntime.InferenceSession(str(path), providers=providers)
+            model = onnx.ModelProto.FromString(path.read_bytes())
+            for content in find_unsafe_content(model, path):
+                raise ValueError(f"it contains {content}")
+            model.DiscardUnknownFields()
+            options = onnxruntime.SessionOptions()
+            options.log_severity_level = 4  # errors are raised too
+            options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
+            options.add_session_config_entry("session.use_env_allocators", "1")
+            limit_memory()
+            self.session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=providers)
             (source,) = self.session.get_inputs()
             shape = [side if isinstance(side, int) else None for side in source.shape]
             self.fixed_batch_size, self.fixed_size = fixed_dimensions(shape)
-        except Exception as error:  # onnxruntime's exceptions have no common base class
+        except Exception as error:  # the exceptions of onnx and onnxruntime have no common base class
             raise UserError(f"{path} cannot be opened as an ONNX file with one input ({first_line(error)}).") from None
         self.input_name, self.output_name = source.name, self.session.get_outputs()[0].name
         self.dtype = torch.float16 if source.type == "tensor(float16)" else torch.float32
@@ -32,3 +96,44 @@ class OnnxNetwork(FixedShapeNetwork):
     def run(self, images: Tensor) -> Tensor:
         (logits,) = self.session.run([self.output_name], {self.input_name: images.to("cpu", self.dtype).numpy()})
         return torch.from_numpy(logits).to(images.device)
+
+
+@cache
+def limit_memory() -> None:
+    """Limit what onnxruntime may allocate on the CPU to the memory that is available now."""
+    import onnxruntime
+
+    cpu = onnxruntime.OrtMemoryInfo("Cpu", onnxruntime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, onnxruntime.OrtMemType.DEFAULT)
+    onnxruntime.create_and_register_allocator(cpu, onnxruntime.OrtArenaCfg({"max_mem": free_memory()}))  # 0: no limit
+
+
+def find_unsafe_content(model: Any, path: Path) -> Iterator[str]:
+    """Descriptions of everything in a parsed file that could run code, read other files or never end."""
+    graph = model.graph
+    if model.functions or model.training_info or graph.sparse_initializer:
+        yield "functions, training steps or sparse tensors"
+    for node in graph.node:
+        if node.domain not in STANDARD or node.op_type not in OPERATORS:
+            yield f"the operator {'.'.join(filter(None, (node.domain, node.op_type)))[:80]!r}, which is not supported"
+        for attribute in node.attribute:
+            if attribute.HasField("g") or attribute.graphs or attribute.HasField("sparse_tensor") or attribute.sparse_tensors:
+                yield "a subgraph or a sparse tensor"
+            for tensor in (*([attribute.t] if attribute.HasField("t") else []), *attribute.tensors):
+                if tensor.external_data or tensor.data_location or exceeds(tensor, tensor.ByteSize()):
+                    yield "a constant without its data"
+    for tensor in graph.initializer:
+        available = tensor.ByteSize()
+        if tensor.external_data or tensor.data_location:
+            location = {entry.key: entry.value for entry in tensor.external_data}.get("location", "")
+            file = path.with_name(location) if location and Path(location).name == location else None
+            if file is None or not file.is_file():
+                yield f"a tensor in {location[:80]!r}, which is not a file of the same folder"
+                return
+            available = file.stat().st_size
+        if exceeds(tensor, available):
+            yield f"the tensor {tensor.name[:80]!r}, whose shape is larger than its data"
+
+
+def exceeds(tensor: Any, available: int) -> bool:
+    """Whether a tensor has more values than fit into the available bytes; the smallest values have four bits."""
+    return min(tensor.dims, default=0) < 0 or prod(tensor.dims) > 2 * available

@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from vitrail.checkpoints.readers import read_json
+from vitrail.checkpoints.readers import check_regular_file, read_json
 from vitrail.errors import UserError
 
 SUFFIX, FOLDER_FILE = ".teacher.json", "teacher.json"
@@ -50,8 +50,10 @@ def read_classes(text: str) -> list[str] | int:
     """The number of classes, or their names from a file with one name per line."""
     if text.isascii() and text.isdigit():
         return int(text)
+    path = Path(text).expanduser()
     try:
-        names = [line.strip() for line in Path(text).expanduser().read_text(encoding="utf-8").splitlines() if line.strip()]
+        check_regular_file(path)
+        names = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except FileNotFoundError:
         raise UserError(f"There is no file {text}: give a file with one class name per line, or the number of classes.") from None
     except (OSError, ValueError) as error:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from vitrail.data.transforms.config import NO_ANTIALIAS
 from vitrail.errors import UserError
 from vitrail.models.config import as_size
 from vitrail.models.preprocessing import Preprocessing
@@ -69,8 +70,8 @@ class Teacher(nn.Module):
         if images.dim() != 4 or images.shape[1] != len(own.mean):
             raise UserError(f"The teacher takes images of shape [B, {len(own.mean)}, height, width], not {list(images.shape)}.")
         if self.size is not None and tuple(images.shape[-2:]) != self.size:
-            mode = own.interpolation if own.interpolation in ("bilinear", "bicubic") else "bicubic"
-            images = F.interpolate(images.float(), self.size, mode=mode, antialias=True)
+            mode = "bilinear" if own.interpolation in ("bilinear", NO_ANTIALIAS) else "bicubic"
+            images = F.interpolate(images.float(), self.size, mode=mode, antialias=own.interpolation != NO_ANTIALIAS)
         mean, std = tuple(own.mean if mean is None else mean), tuple(own.std if std is None else std)
         if (mean, std) != (own.mean, own.std):
             factor, shift = self._renormalization(mean, std, images.device)

@@ -6,7 +6,6 @@ more classes are ambiguous. The maps are of the center square of each image.
 """
 
 import os
-import pickle
 from collections import Counter
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,8 @@ from pathlib import Path, PurePath
 import numpy as np
 import torch
 
+from vitrail.checkpoints.readers import check_regular_file
+from vitrail.checkpoints.torch_files import load_pickled
 from vitrail.data.source import Source
 from vitrail.data.workers import Workers, default_workers
 from vitrail.errors import UserError
@@ -140,13 +141,13 @@ def find_map_files(folder: Path, source: Source) -> list[Path]:
 
 def read_label_map(path: Path, classes: int) -> np.ndarray:
     """float64 [2, k, h, w]: logits, and classes, which are integers below `classes`."""
+    check_regular_file(path)
     try:
-        with path.open("rb") as file:
-            content = torch.load(file, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError, AttributeError, IndexError, TypeError):
+        content = load_pickled(path)
+    except Exception:  # a pickle can raise any exception
         raise UserError(f"{path} is damaged, or contains more than a tensor, and was not opened: download it again.") from None
     is_map = isinstance(content, torch.Tensor) and content.dim() == 4 and len(content) == 2 and content.numel()
-    if not is_map or content.dtype not in MAX_CLASSES:
+    if not is_map or content.dtype not in MAX_CLASSES or not is_stored(content):
         raise UserError(f"{path} is not a label map: expected a floating point tensor of shape [2, k, height, width].")
     if classes > MAX_CLASSES[content.dtype]:
         raise UserError(
@@ -160,3 +161,9 @@ def read_label_map(path: Path, classes: int) -> np.ndarray:
     if indices.max() >= classes:
         raise UserError(f"{path} contains class {int(indices.max())}, but there are {classes:,} classes: give --classes.")
     return maps
+
+
+def is_stored(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is dense and has no more values than are stored, as one with strides of 0 would."""
+    dense = tensor.layout is torch.strided and not tensor.is_meta
+    return dense and tensor.untyped_storage().nbytes() >= tensor.numel() * tensor.element_size()

@@ -1,12 +1,115 @@
-"""BatchNorm running statistics that do not depend on how the micro-batches of a step are distributed over processes."""
+"""BatchNorm whose results do not depend on how a step is divided into micro-batches and distributed over processes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
 
+from vitrail.layers.norm import TokenBatchNorm
 from vitrail.training.distributed import Devices
+
+
+def has_batch_norm(module: nn.Module) -> bool:
+    return any(isinstance(each, _BatchNorm) for each in module.modules())
+
+
+def group_batch_norms(module: nn.Module, group_size: int, devices: Devices, micro_batch_size: int) -> None:
+    """Compute the statistics of every BatchNorm over groups of images, by replacing its class in place.
+
+    A group that is larger than a micro-batch is one micro-batch of every process: their statistics are synchronized.
+    """
+    synchronized = group_size > micro_batch_size
+    if group_size == micro_batch_size or (synchronized and devices.world_size == 1):
+        return
+    for norm in module.modules():
+        if type(norm) in GROUPED:
+            norm.__class__ = GROUPED[type(norm)]
+            assert isinstance(norm, GroupedStatistics)
+            norm.group_size, norm.world_size = group_size, devices.world_size if synchronized else 1
+            if synchronized:  # not a decorator, which would import the compiler
+                norm.normalize_synchronized = torch.compiler.disable(norm.normalize_synchronized)  # type: ignore[method-assign]
+
+
+class GroupedStatistics(_BatchNorm):
+    """A BatchNorm that normalizes each group of images of a training batch by itself.
+
+    The running statistics become the mean over the groups of what each would have made of them.
+    """
+
+    group_size: int
+    world_size: int
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return self._plain(x)
+        rows = x.flatten(0, 1) if x.ndim == 3 else x  # tokens [B, T, D] are normalized as rows
+        if self.world_size > 1:
+            return self.normalize_synchronized(rows).view_as(x)
+        groups, rest = divmod(len(x), self.group_size)
+        if groups < 2 or rest:
+            return self._plain(x)
+        parts, means, variances = [], [], []
+        for part in rows.chunk(groups):
+            mean, variance = self.running_mean.clone(), self.running_var.clone()  # type: ignore[union-attr]
+            parts.append(F.batch_norm(part, mean, variance, self.weight, self.bias, True, self.momentum or 0.0, self.eps))
+            means.append(mean)
+            variances.append(variance)
+        self.update(torch.stack(means).mean(0), torch.stack(variances).mean(0))
+        return torch.cat(parts).view_as(x)
+
+    def _plain(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x)
+        return out
+
+    def normalize_synchronized(self, x: Tensor) -> Tensor:
+        """Normalize by the statistics of the batches of all processes, [B, C] or [B, C, H, W]."""
+        from torch.distributed.nn.functional import all_reduce
+
+        values = x.float()
+        dims = [0, *range(2, x.ndim)]
+        shape = [1, -1, *[1] * (x.ndim - 2)]
+        mean = all_reduce(values.mean(dims)) / self.world_size
+        centered = values - mean.view(shape)
+        variance = all_reduce(centered.square().mean(dims)) / self.world_size
+        count = self.world_size * x.numel() // x.shape[1]
+        with torch.no_grad():
+            momentum = self.momentum or 0.0
+            new = torch.lerp(self.running_mean, mean, momentum)  # type: ignore[arg-type]
+            self.update(new, torch.lerp(self.running_var, variance * (count / max(count - 1, 1)), momentum))  # type: ignore[arg-type]
+        out: Tensor = centered * torch.rsqrt(variance + self.eps).view(shape) * self.weight.view(shape) + self.bias.view(shape)
+        return out.to(x.dtype)
+
+    @torch.no_grad()
+    def update(self, mean: Tensor, variance: Tensor) -> None:
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        assert self.num_batches_tracked is not None
+        self.running_mean.copy_(mean)
+        self.running_var.copy_(variance)
+        self.num_batches_tracked.add_(1)
+
+
+class GroupedBatchNorm1d(GroupedStatistics, nn.BatchNorm1d):
+    pass
+
+
+class GroupedBatchNorm2d(GroupedStatistics, nn.BatchNorm2d):
+    pass
+
+
+class GroupedTokenBatchNorm(GroupedStatistics, TokenBatchNorm):
+    pass
+
+
+GROUPED: dict[type[nn.Module], Any] = {
+    nn.BatchNorm1d: GroupedBatchNorm1d,
+    nn.BatchNorm2d: GroupedBatchNorm2d,
+    TokenBatchNorm: GroupedTokenBatchNorm,
+}
 
 
 class BatchNormStatistics:

@@ -10,7 +10,6 @@ import contextlib
 import json
 import re
 import shutil
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
@@ -29,10 +28,11 @@ from vitrail.checkpoints.training_checkpoints import (
     READ_ERRORS,
     TrainingState,
     canonical_json,
-    check_sharded,
     checksum,
     file_checksum,
+    list_files,
     read_checkpoint,
+    read_complete,
     short_message,
     split_groups,
 )
@@ -43,6 +43,7 @@ from vitrail.training.distributed import Devices
 from vitrail.training.gradient_norm import is_sharded
 
 if TYPE_CHECKING:
+    from vitrail.checkpoints.sharded_reader import ShardedCheckpoint
     from vitrail.training.trainer import Trainer
 
 Result = TypeVar("Result")
@@ -228,7 +229,10 @@ def check_same_training(trainer: "Trainer", step: int, metadata: dict[str, Any])
     """Raise if the checkpoint belongs to another training, even if its tensors have the right shapes."""
     checkpoint = f"The checkpoint of step {step} in {trainer.checkpoints.folder}"
     # The recipe of an older version lacks newer keys; `Recipe.from_dict` fills in their defaults.
-    saved, current = Recipe.from_dict(metadata["recipe"]).leaves(), Recipe.from_dict(to_json(trainer.recipe)).leaves()
+    recipe = metadata["recipe"]
+    if "group_size" not in recipe:  # a group was a micro-batch
+        recipe = recipe | {"group_size": recipe["batch_size"] // metadata["micro_batches"]}
+    saved, current = Recipe.from_dict(recipe).leaves(), Recipe.from_dict(to_json(trainer.recipe)).leaves()
     differing = sorted(key for key in current.keys() | saved.keys() if current.get(key) != saved.get(key))
     if differing:
         key = differing[0]
@@ -303,6 +307,8 @@ def save_sharded(trainer: "Trainer", metadata: dict[str, Any]) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
+    from vitrail.checkpoints.sharded_reader import first_failure
+
     devices, folder = trainer.devices, trainer.checkpoints.folder
     name = f"step-{trainer.step:09d}.sharded"
     temporary = folder / f".{name}.part"
@@ -333,44 +339,30 @@ def save_sharded(trainer: "Trainer", metadata: dict[str, Any]) -> None:
 def read_sharded(trainer: "Trainer", path: Path) -> TrainingState:
     """Read a sharded checkpoint, also one that another number of processes wrote; each process reads what it needs."""
     import torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.api import CheckpointException
 
-    closing, tensors = read_on_all_processes(trainer.devices, lambda: open_sharded(trainer, path))
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about reading in a single process, which is intended
-            dcp.load(tensors, checkpoint_id=path, no_dist=not dist.is_initialized())
-    except CheckpointException as error:
-        raise ValueError(first_failure(error)) from None
-    return closing["step"], split_groups(tensors), upgrade_run(closing["facts"])
+    complete, checkpoint, tensors = read_on_all_processes(trainer.devices, lambda: open_for_training(trainer, path))
+    checkpoint.load(tensors, no_dist=not dist.is_initialized())
+    return complete["step"], split_groups(tensors), upgrade_run(complete["facts"])
 
 
-def open_sharded(trainer: "Trainer", path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The content of `complete.json`, and an empty tensor for each saved one, sharded like the trainer's."""
-    from torch.distributed.checkpoint import FileSystemReader
+def open_for_training(trainer: "Trainer", path: Path) -> "tuple[dict[str, Any], ShardedCheckpoint, dict[str, Tensor]]":
+    """The content of `complete.json`, the open checkpoint, and an empty tensor for each saved one, sharded like the trainer's."""
+    from vitrail.checkpoints.sharded_reader import open_sharded
 
-    closing = json.loads((path / COMPLETE).read_text())
-    if closing["layout"] <= LAYOUT:
-        check_same_training(trainer, closing["step"], upgrade_run(closing["facts"]))
-    check_sharded(path, closing, assigned_files(path, trainer.devices))
+    complete = read_complete(path)
+    check_same_training(trainer, complete["step"], upgrade_run(complete["facts"]))
+    checkpoint = open_sharded(path, complete, assigned_files(path, trainer.devices))
     tensors, find_tensor = {}, matching_tensors(trainer)
-    entries: Mapping[str, Any] = FileSystemReader(path).read_metadata().state_dict_metadata
-    for key, entry in entries.items():
+    for key, entry in checkpoint.tensors.items():
         like, dtype = find_tensor(upgrade_checkpoint_key(key)), entry.properties.dtype
         matches = like is not None and like.shape == entry.size
-        tensors[key] = torch.empty_like(like, dtype=dtype) if matches else torch.empty(entry.size, dtype=dtype)
-    return closing, tensors
+        tensors[key] = torch.zeros_like(like, dtype=dtype) if matches else torch.zeros(entry.size, dtype=dtype)
+    return complete, checkpoint, tensors
 
 
 def assigned_files(folder: Path, devices: Devices) -> list[Path]:
     """The files of a sharded checkpoint whose checksums this process computes."""
-    return sorted(path for path in folder.iterdir() if path.name != COMPLETE)[devices.rank :: devices.world_size]
-
-
-def first_failure(error: Any) -> str:
-    """The error of the first process that failed, from torch's CheckpointException."""
-    return short_message(next(iter(error.failures.values()))[0] if error.failures else error)
+    return list_files(folder)[devices.rank :: devices.world_size]
 
 
 def matching_tensors(trainer: "Trainer") -> Callable[[str], Any]:

@@ -1,6 +1,7 @@
 """CUDA graphs: launching the kernels of a small model one by one takes longer than running them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -8,6 +9,20 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 WARMUP = 3  # calls before the capture, in which compilers compile and libraries choose their kernels
+
+
+@contextmanager
+def own_cublas_workspaces() -> Iterator[None]:
+    """Context for a capture in which cuBLAS allocates its workspaces anew, in the memory of the graph.
+
+    A graph that was captured with workspaces from outside would go on using them after another capture, such as that of
+    torch.compile with mode="reduce-overhead", has freed them.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
 
 
 class CudaGraph:
@@ -33,7 +48,7 @@ class CudaGraph:
             torch.cuda.synchronize(device)
             self.graph = torch.cuda.CUDAGraph()
             # Other threads, such as loaders that pin memory, may use the device during the capture.
-            with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
+            with own_cublas_workspaces(), torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
                 self.output = function(*self.inputs)
 
     def replay(self, inputs: Sequence[Tensor]) -> Any:

@@ -1,8 +1,9 @@
 """Devices and processes of a training, and how the global batch is split among them.
 
-The recipe fixes the global batch size. The batch is split into `micro_batches` equal micro-batches, and each process computes
-every `world_size`-th of them, one after the other. The result of a micro-batch does not depend on the process that computes it,
-so 1 process x 8 micro-batches and 8 processes x 1 are the same training.
+The recipe fixes the global batch size and the groups of images that are mixed or normalized together. The batch is split into
+`micro_batches` equal micro-batches, and each process computes every `world_size`-th of them, one after the other. What is
+computed for an image depends on its group, not on its micro-batch, so 1 process x 8 micro-batches, 8 processes x 1 and 1 process
+x 1 are the same training.
 """
 
 import os
@@ -177,17 +178,32 @@ def is_launched() -> bool:
     return dist.is_initialized()
 
 
-def choose_micro_batches(batch_size: int, world_size: int, max_size: int) -> int:
-    """The smallest number of equal micro-batches of at most `max_size` images that is a multiple of the world size."""
+def choose_micro_batches(
+    batch_size: int, world_size: int, max_size: int, group_size: int = 1, pairs: bool = False, groups: bool = False
+) -> int:
+    """The smallest number of equal micro-batches of at most `max_size` images that is a multiple of the world size.
+
+    With `pairs` a micro-batch has whole groups or pairs of images of one group, which are mixed. With `groups` it has whole
+    groups, or all processes together have one group at a time, whose statistics they synchronize.
+    """
     if batch_size % world_size:
         raise UserError(
             f"batch_size={batch_size} is not divisible by {world_size} processes: set it to a multiple of {world_size}."
         )
+    count = batch_size // group_size
     for micro_batches in range(world_size, batch_size + 1, world_size):
-        if batch_size % micro_batches == 0 and batch_size // micro_batches <= max_size:
+        size, rest = divmod(batch_size, micro_batches)
+        if rest or size > max_size:
+            continue
+        whole, part = count % micro_batches == 0, micro_batches % count == 0
+        if (whole or not pairs or (part and size % 2 == 0)) and (
+            whole or not groups or (count == 1 and micro_batches == world_size)
+        ):
             return micro_batches
+    needed = "groups" if groups else "pairs of images" if pairs else ""
     raise UserError(
-        f"batch_size={batch_size} cannot be split among {world_size} processes into parts of at most {max_size} images."
+        f"batch_size={batch_size} cannot be split among {world_size} processes into parts of at most {max_size} images"
+        + (f" with whole {needed}: set a smaller group_size, which is {group_size}." if needed else ".")
     )
 
 

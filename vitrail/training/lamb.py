@@ -19,6 +19,9 @@ class Lamb(Optimizer):
     * the gradients of all groups together are first clipped to the norm `clip_grad_norm` (0: no clipping);
     * `trust_ratio_on="decayed"`: the ratio applies only to groups with weight decay; other groups take plain Adam steps.
 
+    A group with `per_row=True` has one ratio per row of its tensors instead of one per tensor: a row is a parameter of its own in
+    the authors' code. Sharded tensors of such a group must be sharded by rows, as FSDP does.
+
     `trust_ratio_on="all"` scales every tensor (Apex's NvLamb); with `clip_grad_norm=0` and weight decay on everything that is
     LAMB as first published. timm's `trust_clip` is `max_trust_ratio=1`.
 
@@ -39,7 +42,8 @@ class Lamb(Optimizer):
         max_trust_ratio: float = 0.0,
     ) -> None:
         # With `fused`, `load_state_dict` moves the step counts to the device, where the kernel reads them.
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "fused": True})
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "fused": True, "per_row": False}
+        super().__init__(params, defaults)
         self.clip_grad_norm, self.trust_ratio_on, self.max_trust_ratio = clip_grad_norm, trust_ratio_on, max_trust_ratio
         self._step_supports_amp_scaling = True  # GradScaler then sets `found_inf` instead of reading it back
 
@@ -94,15 +98,20 @@ class Lamb(Optimizer):
         )
         if plain:
             return
-        ratios = self._trust_ratios(parameters, updates)
-        ratios = ratios if found_inf is None else torch.where(found_inf > 0, 0.0, ratios)  # 0 * NaN would be NaN
-        torch._foreach_addcmul_(weights, updates, ratios.unbind(), -group["lr"])
+        if group["per_row"]:
+            pairs = [(row_norms(weight), row_norms(update)) for weight, update in zip(weights, updates, strict=True)]
+            ratios = [self._trust_ratios(weight, update, found_inf) for weight, update in pairs]
+        else:
+            # All norms in one reduction, so that a sharded model needs one all-reduce.
+            weight, update = tensor_norms([*weights, *updates], like=[*parameters, *parameters]).chunk(2)
+            ratios = list(self._trust_ratios(weight, update, found_inf).unbind())
+        torch._foreach_addcmul_(weights, updates, ratios, -group["lr"])
 
-    def _trust_ratios(self, parameters: list[Tensor], updates: list[Tensor]) -> Tensor:
-        """[n] for n tensors; all norms in one reduction, so that a sharded model needs one all-reduce."""
-        weight, update = tensor_norms([*local_tensors(parameters), *updates], like=[*parameters, *parameters]).chunk(2)
+    def _trust_ratios(self, weight: Tensor, update: Tensor, found_inf: Tensor | None) -> Tensor:
+        """The ratios of the norms of weights and updates; 0 where the step is skipped."""
         ratio = torch.where((weight > 0) & (update > 0), weight / update, 1.0)
-        return ratio.clamp(max=self.max_trust_ratio) if self.max_trust_ratio else ratio
+        ratio = ratio.clamp(max=self.max_trust_ratio) if self.max_trust_ratio else ratio
+        return ratio if found_inf is None else torch.where(found_inf > 0, 0.0, ratio)  # 0 * NaN would be NaN
 
     def _state(self, parameter: Tensor) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self.state[parameter]
@@ -111,3 +120,9 @@ class Lamb(Optimizer):
             state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         return state
+
+
+def row_norms(tensor: Tensor) -> Tensor:
+    """The 2-norms of the rows of a matrix [n, d], [n, 1]."""
+    out: Tensor = torch.linalg.vector_norm(tensor, dim=-1, keepdim=True)
+    return out

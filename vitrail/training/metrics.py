@@ -5,6 +5,7 @@ import json
 import math
 import os
 import socket
+import sys
 import time
 import warnings
 from collections.abc import Mapping
@@ -208,6 +209,23 @@ def from_json(value: Any) -> Any:
     return float(value) if value in ("nan", "inf", "-inf") else value
 
 
+def is_entry(entry: Any) -> bool:
+    """Whether this is a line of metrics.jsonl: step, epoch and kind, and otherwise numbers or null."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("speed", {}), dict):
+        return False
+    numbers = [value for name, value in entry.items() if name not in ("kind", "speed")] + list(entry.get("speed", {}).values())
+    if not all(value is None or value in ("nan", "inf", "-inf") or is_finite(value) for value in numbers):
+        return False
+    step, epoch = entry.get("step"), entry.get("epoch")
+    if type(step) is not int or not isinstance(epoch, int | float):
+        return False
+    return step >= 0 and epoch >= 0 and entry.get("kind") in ("train", "validation")
+
+
+def is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
+
+
 def parse_lines(path: Path, content: bytes) -> list[tuple[bytes, dict[str, Any]]]:
     """The lines of metrics.jsonl and their entries, without an incomplete last line."""
     parsed = []
@@ -215,9 +233,9 @@ def parse_lines(path: Path, content: bytes) -> list[tuple[bytes, dict[str, Any]]
     for number, line in enumerate(lines):
         try:
             entry = json.loads(line)
-            if not (isinstance(entry["step"], int) and entry["kind"] in ("train", "validation")):
+            if not is_entry(entry):
                 raise ValueError
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, RecursionError):
             if number == len(lines) - 1 and not rest:
                 break  # after a power failure the file may have the length of the last line but not its content
             raise UserError(f"Line {number + 1} of {path} is damaged: remove it to continue.") from None
@@ -233,6 +251,6 @@ def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
 
 def read_content(path: Path) -> bytes:
     try:
-        return path.read_bytes() if path.exists() else b""
+        return path.read_bytes() if path.is_file() else b""
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error}.") from None

@@ -65,17 +65,23 @@ def layer_index(name: str, model: VisionTransformer) -> int:
 
 
 def parameter_groups(model: VisionTransformer, config: OptimizerConfig) -> list[dict[str, Any]]:
-    """The trainable parameters in groups with the same `weight_decay` and `lr_scale`."""
+    """The trainable parameters in groups with the same `weight_decay` and `lr_scale`.
+
+    For LAMB the weight of a per-class head is a group of its own: its rows are separate layers in PatchConvNet's code.
+    """
     decayed = decayed_parameters(model, config.weight_decay_on)
     last = model.architecture.depth + 1
-    groups: dict[tuple[float, int], dict[str, Any]] = {}
+    rows = model.head.weight if config.kind == "lamb" and isinstance(model.head, PerClassHead) else None
+    groups: dict[tuple[float, int, bool], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         layer = layer_index(name, model) if config.layer_decay != 1 else last
         decay = config.weight_decay if name in decayed else 0.0
         empty = {"params": [], "weight_decay": decay, "lr_scale": config.layer_decay ** (last - layer)}
-        groups.setdefault((decay, layer), empty)["params"].append(parameter)
+        if parameter is rows:
+            empty["per_row"] = True
+        groups.setdefault((decay, layer, parameter is rows), empty)["params"].append(parameter)
     if not groups:
         raise UserError("There is nothing to train: every parameter of the model is frozen.")
     return list(groups.values())

@@ -1,8 +1,12 @@
 """Which weights are trained; the others are frozen and have neither gradients nor optimizer state."""
 
+import re
+
 from vitrail.errors import UserError
 from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.recipes.schema import parse_scope
+
+NORM_PARAMETER = re.compile(r"(^|\.)norm\d*\.[^.]+$")
 
 
 def apply_scope(model: VisionTransformer, scope: str) -> int:
@@ -10,10 +14,11 @@ def apply_scope(model: VisionTransformer, scope: str) -> int:
 
     Parameters that the architecture freezes stay frozen. The classifier is always trained. `attention` and `ffn` train those
     weights of every block (in every branch) and the position embedding, which a new image size changes; `norm` trains every norm
-    layer; `last:n` trains the last n blocks and all that follows them.
+    layer, `last_norm` (FixRes) the last of them; `last:n` trains the last n blocks and all that follows them.
     """
     kind, count = parse_scope(scope)
     depth = len(model.blocks)
+    norms = [name.rpartition(".")[0] for name, _ in model.named_parameters() if NORM_PARAMETER.search(name)]
     if count > depth:
         raise UserError(f"init.scope={scope} exceeds the depth of the model, {depth} blocks: give last:{depth}, or full.")
 
@@ -27,6 +32,8 @@ def apply_scope(model: VisionTransformer, scope: str) -> int:
             return parts[0] == "pos_embed" or (".ffn." in name and ("body" in parts or parts[0] == "pooling"))
         if kind == "norm":
             return any(part.startswith("norm") for part in parts)
+        if kind == "last_norm":
+            return name.rpartition(".")[0] in norms[-1:]
         if kind == "last":
             return int(parts[1]) >= depth - count if parts[0] == "blocks" else parts[0] in ("norm", "pooling", "pre_logits")
         return False

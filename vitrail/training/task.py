@@ -30,7 +30,7 @@ class Position(NamedTuple):
     total_steps: int
     epoch: int
     step_in_epoch: int
-    micro_batch: int = 0
+    groups: tuple[int, ...] = (0,)  # of the step, in this micro-batch; see `data.sampler`
 
 
 class Task(ABC):

@@ -1,7 +1,8 @@
 """The training loop, top to bottom: next batch, forward and backward, optimizer step, log, validate, save.
 
-Everything random is a function of (seed, step, micro-batch) and the order of the images a function of the step. The state is
-therefore weights, optimizer, EMA, the task's own state and the step; a run that is resumed from it continues bit for bit.
+Everything random is a function of (seed, step, image) and the order of the images a function of the step; only dropout draws
+from a generator, which is seeded for each micro-batch. The state is therefore weights, optimizer, EMA, the task's own state and
+the step; a run that is resumed from it continues bit for bit.
 """
 
 import math
@@ -21,12 +22,13 @@ from vitrail.data.sampler import EpochSampler
 from vitrail.data.source import Source
 from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.recipes.schema import Recipe
-from vitrail.training.batch_norm import BatchNormStatistics
+from vitrail.training.batch_norm import BatchNormStatistics, group_batch_norms
 from vitrail.training.checkpointing import CheckpointManager, gather_weights, save_artifact, save_checkpoint
 from vitrail.training.compile import compile_blocks, optimize_for_training
 from vitrail.training.cuda_graphs import CapturedStep
 from vitrail.training.device_metrics import PendingMetrics, PendingTensor
 from vitrail.training.distributed import Devices, Sharding, gradient_sync, wrap_module
+from vitrail.training.drop_path_noise import DropPathNoise
 from vitrail.training.ema import ModelEma
 from vitrail.training.metrics import MetricsWriter, as_json
 from vitrail.training.optimizers import clip_gradients, make_optimizer, parameter_groups, set_lr
@@ -101,6 +103,7 @@ class Trainer:
             recipe.seed,
             repeats=recipe.data.repeats,
             round_to=recipe.data.round_to,
+            group_size=recipe.images_per_group,
             labels=label.values if recipe.data.class_balanced and label else None,
         )
         self.total = total_steps(recipe.schedule, self.sampler.steps)
@@ -109,6 +112,9 @@ class Trainer:
         self.model.to(device)
         self.task.module.to(device)
         self.model.recompute = options.recompute
+        micro_batch_size = recipe.batch_size // self.devices.micro_batches
+        group_batch_norms(self.task.module, recipe.images_per_group, self.devices, micro_batch_size)
+        self.drop_path_noise = DropPathNoise(self.task.module, recipe.seed, recipe.batch_size, recipe.images_per_group)
         if options.compile:
             compile_blocks(optimize_for_training(self.model))
         self.module = wrap_module(self.task.module, self.model, self.devices, options.sharding)
@@ -172,10 +178,12 @@ class Trainer:
         self.statistics.start_step()
         values = torch.zeros(1 + len(self.task.logs), device=devices.device)
         for micro_batch in devices.own_micro_batches:
-            position = self.position(micro_batch)
-            images, targets = self.task.prepare_batch(next_batch().to(devices.device), position)
+            batch = next_batch().to(devices.device)
+            position = self.position(micro_batch, len(batch.index))
+            images, targets = self.task.prepare_batch(batch, position)
             seed_generators(micro_batch_seed(recipe.seed, step, micro_batch), devices.device)
-            with gradient_sync(self.module, micro_batch == devices.own_micro_batches[-1]):
+            last = micro_batch == devices.own_micro_batches[-1]
+            with self.drop_path_noise.applied(batch.position, position), gradient_sync(self.module, last):
                 values += self.compute(images, targets)
         if self.scaler:
             self.scaler.unscale_(self.optimizer)
@@ -202,9 +210,13 @@ class Trainer:
         (self.scaler.scale(loss) if self.scaler else loss).backward()
         return values.detach()
 
-    def position(self, micro_batch: int = 0) -> Position:
+    def position(self, micro_batch: int = 0, images: int = 0) -> Position:
+        """The position of a micro-batch of so many images, or of the step."""
         epoch, step_in_epoch = divmod(self.step, self.sampler.steps)
-        return Position(self.step, self.total, epoch, step_in_epoch, micro_batch)
+        first = micro_batch * self.sampler.groups // self.devices.micro_batches
+        count, rest = divmod(images, self.recipe.images_per_group)
+        groups = tuple(range(first, first + (1 if rest else max(count, 1))))  # step timing uses other sizes
+        return Position(self.step, self.total, epoch, step_in_epoch, groups)
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
         """Those of the model under their own names, those of the task's heads with the prefix `task.`."""

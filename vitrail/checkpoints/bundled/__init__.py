@@ -9,7 +9,7 @@ from vitrail.aliases import upgrade_name
 from vitrail.errors import UserError
 
 # The SHA-256 of each file, which `tools/bundle_weights.py` prints.
-NAMES = {"vitrail_tiny": "76185f3c2d7c98e7c691c6aa24f884e55ae958946bcf47526c4265bf4b1f00f4"}
+NAMES = {"vitrail_tiny": "6901d6adcf048996e3fa9ea47633b50032931d43a3bdb464e0db8d504b4f05eb"}
 
 
 def find_bundled(path: str | Path) -> Path | None:

@@ -167,7 +167,7 @@ def write_preprocessing(p: Preprocessing) -> dict[str, Any]:
         "rescale_factor": 1 / 255,
         "image_mean": list(p.mean),
         "image_std": list(p.std),
-        "resample": RESAMPLING.get(p.interpolation, 3),
+        "resample": RESAMPLING.get(p.interpolation.removesuffix("_no_antialias"), 3),  # these processors always apply antialias
         "size": {"height": height, "width": width},
     }
     if p.resize == "shorter":

@@ -93,7 +93,7 @@ def _read_labels(file: str, layout: Layout, column: str) -> np.ndarray:
         return _records(file, layout)[:, list(layout.columns.values()).index(column)].astype(np.int64)
     batch = _batch(file)
     values = batch.get(column)
-    if not isinstance(values, list) or not all(isinstance(value, int) for value in values):
+    if not isinstance(values, list) or not all(isinstance(value, int) and abs(value) < 1 << 31 for value in values):
         raise UserError(f"{file} has no list of integers named {column}: download it again.")
     if len(values) != len(batch["data"]):
         raise UserError(f"{file} contains {len(batch['data'])} images and {len(values)} labels: download it again.")
@@ -126,7 +126,7 @@ def _names(folder: str, layout: Layout, column: str) -> list[str] | None:
         for name in ("batches.meta.txt", f"{stem}_names.txt"):
             file = os.path.join(folder, name)
             if os.path.isfile(file):
-                with open(file, encoding="utf-8") as text:
+                with open(file, encoding="utf-8", errors="replace") as text:
                     return [line.strip() for line in text if line.strip()]
         return None
     for name in ("batches.meta", "meta"):

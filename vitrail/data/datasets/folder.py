@@ -24,6 +24,7 @@ SPLITS = {
     "test": "test",
     "testing": "test",
 }
+MAX_DEPTH = 64  # of folders inside a class folder
 SourceDict = dict[str, Source]  # the splits of a data set: "train", "validation", "test"
 
 
@@ -106,7 +107,7 @@ def _open_split(path: str, known: list[str] | None) -> FolderSource:
             raise UserError(f"{path} holds no images: give a folder with one folder of .jpg, .png or .webp files per class.")
         return FolderSource(path, Paths(flat), None)
 
-    names = known if known is not None else [_class_name(folder) for folder in folders]
+    names = known if known is not None else sort_classes([_class_name(folder) for folder in folders])
     number = {name: index for index, name in enumerate(names)}
     values: list[int] = []
     for folder, members in files:
@@ -117,6 +118,13 @@ def _open_split(path: str, known: list[str] | None) -> FolderSource:
         values += [number[_class_name(folder)]] * len(members) if members else []
     paths = Paths(member for _, members in files for member in members)
     return FolderSource(path, paths, Labels(np.array(values, dtype=np.int64), names))
+
+
+def sort_classes(names: list[str]) -> list[str]:
+    """Return the names in numerical order if all are plain integers ("2" before "10"), otherwise as they are."""
+    if not all(name.isascii() and name.isdigit() for name in names):
+        return names
+    return sorted(names, key=lambda name: (len(name.lstrip("0")), name.lstrip("0")))  # of any length, unlike int()
 
 
 def _class_name(folder: str) -> str:
@@ -141,6 +149,8 @@ def _images(folder: str, relative: str, parents: frozenset[tuple[int, int]] = fr
     here = (status.st_dev, status.st_ino)
     if here in parents:
         return
+    if len(parents) > MAX_DEPTH:
+        raise UserError(f"{folder} is more than {MAX_DEPTH} folders deep inside its class: move the images up.")
     for entry in listing(folder):
         inside = f"{relative}/{entry.name}"
         if _is_image(entry):
@@ -208,7 +218,7 @@ def _files(path: str, suffix: str, split: str | None, depth: int) -> Iterator[tu
         if _is_folder(entry):
             if depth < 3:  # deep enough for data/train/0000.parquet; stops at cyclic links
                 yield from _files(entry.path, suffix, own, depth + 1)
-        elif entry.name.lower().endswith(suffix):
+        elif entry.name.lower().endswith(suffix) and os.path.isfile(entry.path):  # opening a named pipe would block
             yield entry.path, own
 
 

@@ -17,6 +17,7 @@ from vitrail.errors import UserError
 IMAGES = re.compile(
     r"(?P<start>.*?)(?P<split>train|t10k|test|validation|val)(?P<dash>[-_.])images(?P<rest>[-_.]idx3-ubyte(\.gz)?)"
 )
+MAX_RATIO = 100  # of compressed files; MNIST has 5
 SPLITS = {"train": "train", "t10k": "test", "test": "test", "val": "validation", "validation": "validation"}
 
 
@@ -32,7 +33,7 @@ def open_idx(path: str) -> SourceDict:
     files: dict[str, tuple[str, np.ndarray]] = {}
     for name in names:
         match = IMAGES.fullmatch(name)
-        if match is None:
+        if match is None or not os.path.isfile(os.path.join(folder, name)):
             continue
         split = SPLITS[match["split"]] if is_folder else "train"
         if split in files:
@@ -44,6 +45,8 @@ def open_idx(path: str) -> SourceDict:
         if count != len(values):
             raise UserError(f"{images} contains {count} images but {labels} contains {len(values)} labels: download both again.")
         files[split] = (images, values)
+    if not files:
+        raise UserError(f"{path} holds no images: give a folder with files such as train-images-idx3-ubyte.")
     columns = class_labels({split: values for split, (_, values) in files.items()}, None, f"the labels of {path}")
     sources: SourceDict = {}
     for split, (images, _) in files.items():
@@ -72,6 +75,8 @@ def _read(path: str, dimensions: int) -> np.ndarray:
                 raise UserError(f"{path} is not an IDX file of bytes with {dimensions} dimensions: download it again.")
             shape = tuple(int.from_bytes(start[4 + 4 * axis : 8 + 4 * axis], "big") for axis in range(dimensions))
             size = math.prod(shape)
+            if path.endswith(".gz") and size > MAX_RATIO * os.path.getsize(path) + 2**20:
+                raise UserError(f"{path} would expand to more than {MAX_RATIO} times its size: decompress it if you trust it.")
             data = bytearray()
             # Read in chunks: a damaged header may state terabytes, which must not be allocated at once.
             while len(data) <= size and (piece := file.read(min(1 << 24, size + 1 - len(data)))):

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from vitrail.data.datasets.parquet import open_parquet
 from vitrail.data.datasets.pets import open_pets
 from vitrail.data.datasets.table import open_table
 from vitrail.data.datasets.tar import expand, open_tar
-from vitrail.data.source import Source, Splits, split_by_seed
+from vitrail.data.source import Source, Splits, reorder_classes, split_by_seed
 from vitrail.errors import UserError
 from vitrail.formatting import percent
 
@@ -41,14 +42,25 @@ def open_source(path: str | Path, split: str | None = None) -> Source:
     return sources[name]
 
 
-def open_splits(path: str | Path, seed: int = 0, default_fraction: float = 0.1, validation_fraction: float = 0.0) -> Splits:
+def open_splits(
+    path: str | Path,
+    seed: int = 0,
+    default_fraction: float = 0.1,
+    validation_fraction: float = 0.0,
+    class_order: Sequence[str] | None = None,
+) -> Splits:
     """Open the training, validation and test splits.
 
     If the data has no validation split, `default_fraction` of every training class is used for validation. With
     `validation_fraction`, that fraction of every training class is used for validation even if there is a validation split, which
     then becomes the test split if there is none: a model selected on the validation images is reported on other images.
+    `class_order` are the classes of an earlier run on this data: earlier versions sorted numbers as text, and the order decides
+    labels and split.
     """
     sources = open_sources(path)
+    if class_order is not None:
+        for source in sources.values():
+            source.label = reorder_classes(source.label, class_order) if source.label else None
     if "train" not in sources and len(sources) > 1:
         raise UserError(f"{path} has only {' and '.join(sources)} splits: add a train split.")
     train = sources["train"] if "train" in sources else next(iter(sources.values()))
@@ -108,6 +120,8 @@ def open_sources(path: str | Path) -> SourceDict:
         raise UserError(
             f"{path} is a compressed tar, which has no random access: decompress it to .tar or unpack it to a folder."
         )
+    if not os.path.isfile(path):
+        raise UserError(f"{path} is not a regular file: give {SUPPORTED}.")
     if lower.endswith((".csv", ".tsv")):
         return open_table(path)
     if lower.endswith(".parquet"):

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from vitrail.data.datasets.folder import SourceDict, shards
+from vitrail.data.datasets.parquet_footer import Chunk, RowGroup, read_footer
 from vitrail.data.datasets.table import Column, class_labels, label_columns
 from vitrail.data.datasets.tar import MappedFiles
 from vitrail.data.source import Labels, Source
@@ -41,31 +42,26 @@ class Columns:
         return [*([self.main] if self.main else []), *self.extra]
 
 
-@dataclass(frozen=True)
-class RowGroup:
-    """A column chunk: its file, row group and byte range in the file."""
-
-    file: int
-    number: int
-    start: int
-    stop: int
-    compressed: bool
-
-
 class ParquetSource(Source):
     """The rows of one or several Parquet files."""
 
     def __init__(
-        self, name: str, files: list[str], metadata: list[Any], columns: Columns, label: Labels | None, extra: dict[str, Labels]
+        self,
+        name: str,
+        files: list[str],
+        footers: list[list[RowGroup]],
+        columns: Columns,
+        label: Labels | None,
+        extra: dict[str, Labels],
     ) -> None:
         self.name = name
         self.label = label
         self.extra = extra
         self.has_masks = columns.mask is not None
         self._files = MappedFiles(files)
-        self._images = ByteColumn(self._files, columns.image, metadata)
-        self._masks = ByteColumn(self._files, columns.mask, metadata) if columns.mask else None
-        self._file_starts = np.cumsum([0] + [each.num_rows for each in metadata]).tolist()
+        self._images = ByteColumn(self._files, columns.image, footers)
+        self._masks = ByteColumn(self._files, columns.mask, footers) if columns.mask else None
+        self._file_starts = np.cumsum([0] + [sum(group.rows for group in footer) for footer in footers]).tolist()
 
     def __len__(self) -> int:
         return self._images.count
@@ -87,20 +83,15 @@ class ParquetSource(Source):
 class ByteColumn:
     """Random access to a column of bytes."""
 
-    def __init__(self, files: MappedFiles, leaf: str, metadata: list[Any]) -> None:
+    def __init__(self, files: MappedFiles, leaf: str, footers: list[list[RowGroup]]) -> None:
         self.leaf = leaf
         self._files = files
-        self._groups: list[RowGroup] = []
+        self._groups: list[tuple[int, Chunk]] = []  # file, its values
         self._starts = [0]
-        for file, each in enumerate(metadata):
-            column = next(index for index in range(each.num_columns) if each.schema.column(index).path == leaf)
-            for number in range(each.num_row_groups):
-                group = each.row_group(number)
-                chunk = group.column(column)
-                start = min(offset for offset in (chunk.dictionary_page_offset, chunk.data_page_offset) if offset)
-                stop = start + chunk.total_compressed_size
-                self._groups.append(RowGroup(file, number, start, stop, chunk.compression != "UNCOMPRESSED"))
-                self._starts.append(self._starts[-1] + group.num_rows)
+        for file, footer in enumerate(footers):
+            for group in footer:
+                self._groups.append((file, group.chunks[leaf]))
+                self._starts.append(self._starts[-1] + group.rows)
         self.count = self._starts[-1]
         self._spans: dict[int, np.ndarray] = {}
         self._decoded: dict[int, Any] = {}
@@ -119,26 +110,25 @@ class ByteColumn:
             if values is not None:
                 self._decoded[group] = values  # most recently used
                 return _as_bytes(values[row])
-            spans = None if self._groups[group].compressed else self._locate(group)
+            spans = None if self._groups[group][1].compressed else self._locate(group)
             if spans is None:
                 values = self._cache_group(group)
                 return _as_bytes(values[row])
             self._spans[group] = spans
         start, stop = spans[row].tolist()
-        return None if start < 0 else self._files[self._groups[group].file][start:stop]
+        return None if start < 0 else self._files[self._groups[group][0]][start:stop]
 
     def _batches(self, group: int) -> Iterator[Any]:
         """Yield the values of a row group as Arrow arrays of bytes, `BATCH_ROWS` at a time: a row group may have gigabytes."""
         import pyarrow
-        from pyarrow import parquet
 
-        chunk = self._groups[group]
-        path = self._files.paths[chunk.file]
+        number, chunk = self._groups[group]
+        path = self._files.paths[number]
         rows = 0
         try:
             # Opened once per row group: an open reader is neither picklable nor thread-safe.
-            with parquet.ParquetFile(path, memory_map=True) as file:
-                for batch in file.iter_batches(BATCH_ROWS, row_groups=[chunk.number], columns=[self.leaf], use_threads=False):
+            with open_file(path) as file:
+                for batch in file.iter_batches(BATCH_ROWS, row_groups=[chunk.group], columns=[self.leaf], use_threads=False):
                     column = batch.column(0)
                     rows += len(column)
                     # flatten() instead of field(): a null struct must stay null.
@@ -146,7 +136,7 @@ class ByteColumn:
         except (pyarrow.ArrowException, OSError) as error:
             raise OSError(f"{path} cannot be read: {_first_line(error)}") from None
         if rows != self._starts[group + 1] - self._starts[group]:
-            raise OSError(f"{path} is damaged: row group {chunk.number} has {rows} rows, not the number in its metadata")
+            raise OSError(f"{path} is damaged: row group {chunk.group} has {rows} rows, not the number in its metadata")
 
     def _locate(self, group: int) -> np.ndarray | None:
         """Return the file offsets [rows, (start, stop)] of every value, -1 for null; None if a value is not stored plainly.
@@ -154,8 +144,8 @@ class ByteColumn:
         Plain encoding stores each value after its length, page by page; a repeated value may be stored once. So a value starts
         right after the previous one, after a page header, or has occurred before.
         """
-        chunk = self._groups[group]
-        mapped = self._files[chunk.file]
+        number, chunk = self._groups[group]
+        mapped = self._files[number]
         spans: list[tuple[int, int]] = []
         seen: dict[bytes, int] = {}
         position = chunk.start
@@ -205,22 +195,25 @@ def open_parquet(path: str) -> SourceDict:
     split_files = shards(path, ".parquet") if os.path.isdir(path) else {"train": [path]}
     columns: Columns | None = None
     first = ""
-    metadata: dict[str, list[Any]] = {}
+    footers: dict[str, list[list[RowGroup]]] = {}
     tables: dict[str, list[Any]] = {}
     for split, files in split_files.items():
         for file in files:
-            file_metadata, own, table = _open_file(file, columns)
+            footer, own, table = _open_file(file, columns)
             if columns is not None and own != columns:
                 raise UserError(f"{first} and {file} have different columns or class names: put them into separate folders.")
             columns, first = own, first or file
-            metadata.setdefault(split, []).append(file_metadata)
+            footers.setdefault(split, []).append(footer)
             tables.setdefault(split, []).append(table)
-    if columns is None or not any(each.num_rows for group in metadata.values() for each in group):
+    if columns is None or not any(footer for group in footers.values() for footer in group):
         raise UserError(f"{path} holds no images: give Parquet files with a column named image.")
 
     labels: dict[str, dict[str, Labels | None]] = {}
     for name in columns.labels:
-        values = {split: _label_column(group, name, path) for split, group in tables.items()}
+        try:
+            values = {split: _label_column(group, name, path) for split, group in tables.items()}
+        except (ValueError, LookupError):  # text that is not UTF-8, integers above 2^63, two columns of this name
+            raise UserError(f"The column {name} of {path} is damaged: write it again as integers or UTF-8 text.") from None
         labels[name] = class_labels(
             values, columns.names.get(name), f"the column {name} of {path}", required=name == columns.main
         )
@@ -228,28 +221,41 @@ def open_parquet(path: str) -> SourceDict:
         split: ParquetSource(
             path,
             files,
-            metadata[split],
+            footers[split],
             columns,
             labels[columns.main][split] if columns.main else None,
             {name: column for name in columns.extra if (column := labels[name][split]) is not None},
         )
         for split, files in split_files.items()
-        if any(each.num_rows for each in metadata[split])
+        if any(footers[split])
     }
 
 
-def _open_file(path: str, known: Columns | None) -> tuple[Any, Columns, Any]:
-    """Return (metadata, columns, table of the label columns) of a file."""
+def open_file(path: str) -> Any:
+    """Open a Parquet file, memory-mapped."""
     import pyarrow
     from pyarrow import parquet
 
+    return parquet.ParquetFile(pyarrow.memory_map(os.fsencode(path)))  # bytes: file names need not be valid UTF-8
+
+
+def _open_file(path: str, known: Columns | None) -> tuple[list[RowGroup], Columns, Any]:
+    """Return (row groups, columns, table of the label columns) of a file."""
+    import pyarrow
+
     try:
-        with parquet.ParquetFile(path, memory_map=True) as file:
+        footer = read_footer(path)
+        with open_file(path) as file:
             columns = _find_columns(path, file.schema_arrow, known)
-            return file.metadata, columns, file.read(columns=columns.labels) if columns.labels else None
+            table = file.read(columns=columns.labels) if columns.labels else None
+        if any(leaf not in group.chunks for group in footer for leaf in (columns.image, columns.mask) if leaf):
+            raise OSError("a row group has no images")
+        if table is not None and table.num_rows != sum(group.rows for group in footer):
+            raise OSError("its label columns do not have the number of rows in its footer")
+        return footer, columns, table
     except PermissionError:
         raise UserError(f"{path} cannot be read: change its permissions.") from None
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, ValueError, LookupError) as error:
         raise UserError(f"{path} is damaged or not a Parquet file ({_first_line(error)}): download it again.") from None
 
 
@@ -263,7 +269,11 @@ def _find_columns(path: str, schema: Any, known: Columns | None) -> Columns:
     if not candidates:
         raise UserError(f"{path} has no image column (only {', '.join(schema.names)}): rename a column of bytes to image.")
     classes = {name: feature["names"] for name, feature in features.items() if isinstance(feature.get("names"), list)}
-    class_names = {name: [str(each) for each in names] for name, names in classes.items() if name in schema.names}
+    class_names = {
+        name: [str(each).encode("utf-8", "replace").decode() for each in names]
+        for name, names in classes.items()
+        if name in schema.names
+    }
     usable = []
     for field in schema:
         kind = field.type.value_type if types.is_dictionary(field.type) else field.type
@@ -287,7 +297,7 @@ def _features(path: str, schema: Any) -> dict[str, dict[str, Any]]:
     try:
         features = json.loads(text)["info"]["features"]
         return {name: feature for name, feature in features.items() if isinstance(feature, dict)}
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UserError(f"The huggingface metadata of {path} is damaged: write the file again.") from None
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from vitrail.data.datasets.folder import FolderSource, Paths, SourceDict, split_of
+from vitrail.data.datasets.folder import FolderSource, Paths, SourceDict, sort_classes, split_of
 from vitrail.data.source import Labels
 from vitrail.errors import UserError
 
@@ -132,7 +132,7 @@ def class_labels(
         return dict.fromkeys(columns)
     text = any(isinstance(value, str) for values in present.values() if not isinstance(values, np.ndarray) for value in values)
     if text and names is None:
-        names = sorted({str(value) for values in present.values() for value in values if value is not None})
+        names = sort_classes(sorted({str(value) for values in present.values() for value in values if value is not None}))
     numbers: dict[str, np.ndarray] = {}
     for split, values in present.items():
         if text:

@@ -8,6 +8,7 @@ import json
 import mmap
 import os
 import re
+import struct
 import tarfile
 import tempfile
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from vitrail.errors import UserError
 LAYOUT = 1  # version of the index file; an index of another version is rebuilt
 MAX_TEXT_BYTES = 1 << 20  # larger .cls, .json and .txt members are ignored
 MAX_LABEL_LENGTH = 256  # characters; longer text is a caption
+MAX_NAME_LENGTH = 1024  # characters
+MAX_HEADER_BYTES = 1 << 14  # of an extended header
 MAX_SHARDS = 100_000
 MAX_OPEN_FILES = 256  # each mapped file uses a file descriptor
 
@@ -179,11 +182,18 @@ def _index(files: list[str]) -> Index:
 def _load_index(path: Path, stamp: np.ndarray) -> Index | None:
     try:
         with np.load(path, allow_pickle=False) as file:
+            if any(member.compress_type for member in file.zip.infolist()):  # not written by `_save_index`
+                return None
             if int(file["layout"]) != LAYOUT or not np.array_equal(file["stamp"], stamp):
                 return None
             columns = {name.removeprefix("column_"): file[name] for name in file.files if name.startswith("column_")}
-            names = ("keys", "shard", "offset", "size", "mask_offset", "mask_size")
-            return Index(**{name: file[name] for name in names}, columns=columns)
+            names = ("shard", "offset", "size", "mask_offset", "mask_size")
+            numbers = {name: file[name].astype(np.int64, casting="safe") for name in names}
+            index = Index(keys=file["keys"], **numbers, columns=columns)
+            texts = (index.keys, *columns.values())
+            is_valid = all(text.dtype.kind == "U" for text in texts) and {array.shape for array in texts} == {index.shard.shape}
+            in_range = np.stack(list(numbers.values())) >= 0
+            return index if is_valid and in_range.all() and (index.shard < len(stamp)).all() else None
     except Exception:  # missing, unreadable or damaged: it is rebuilt
         return None
 
@@ -228,7 +238,7 @@ def _samples(file: str, number: int) -> list[dict[str, Any]]:
     size = os.path.getsize(file)
     samples: dict[str, dict[str, Any]] = {}
     try:
-        with tarfile.open(file, "r:") as archive:
+        with tarfile.open(file, "r:", tarinfo=BoundedTarInfo) as archive:
             while (member := archive.next()) is not None:
                 archive.members = []  # type: ignore[attr-defined] # do not accumulate the members
                 _check_member(file, member, size)
@@ -243,7 +253,7 @@ def _samples(file: str, number: int) -> list[dict[str, Any]]:
         with open(file, "rb") as stream:
             stream.seek(end)
             complete = not any(stream.read(tarfile.BLOCKSIZE))
-    except tarfile.ReadError:
+    except (tarfile.TarError, ValueError, ArithmeticError, LookupError, struct.error):  # damaged headers raise nearly anything
         raise UserError(
             f"{file} is damaged or not an uncompressed tar: download it again, or decompress .tar.gz to .tar."
         ) from None
@@ -255,10 +265,28 @@ def _samples(file: str, number: int) -> list[dict[str, Any]]:
     return list(samples.values())
 
 
+class BoundedTarInfo(tarfile.TarInfo):
+    """Rejects long extended headers, for which the expressions of some Python versions need quadratic time."""
+
+    def _proc_pax(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
+        self._check_size()
+        return super()._proc_pax(archive)  # type: ignore[misc,no-any-return]
+
+    def _proc_gnulong(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
+        self._check_size()
+        return super()._proc_gnulong(archive)  # type: ignore[misc,no-any-return]
+
+    def _check_size(self) -> None:
+        if not 0 <= self.size <= MAX_HEADER_BYTES:
+            raise tarfile.ReadError("invalid size of an extended header")
+
+
 def _check_member(file: str, member: tarfile.TarInfo, size: int) -> None:
     if member.name.startswith("/") or ".." in member.name.split("/"):
         raise UserError(f"{file} has a member with an unsafe path, {member.name!r}: create it again with relative paths.")
-    if member.isreg() and (member.issparse() or member.offset_data + member.size > size):
+    if len(member.name) > MAX_NAME_LENGTH:
+        raise UserError(f"{file} has a member name of {len(member.name)} characters: shorten it to {MAX_NAME_LENGTH}.")
+    if member.size < 0 or (member.isreg() and (member.issparse() or member.offset_data + member.size > size)):
         raise UserError(f"{file} is truncated or damaged at {member.name!r}: download it again.")
 
 
@@ -286,8 +314,9 @@ def _add_member(file: str, archive: tarfile.TarFile, member: tarfile.TarInfo, ki
 def _json_labels(file: str, member: str, text: str) -> dict[str, str]:
     try:
         content = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise UserError(f"{member!r} in {file} is not valid JSON: create the shard again.") from None
     main, extra = label_columns([str(name) for name in content] if isinstance(content, dict) else [])
     names = ({main: "label"} if main else {}) | {name: name for name in extra}
-    return {column: str(content[name]) for name, column in names.items() if isinstance(content[name], str | int)}
+    labels = {column: content[name] for name, column in names.items() if isinstance(content[name], str | int)}
+    return {column: str(label).encode("utf-8", "replace").decode() for column, label in labels.items()}  # no lone surrogates

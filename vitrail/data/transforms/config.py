@@ -4,9 +4,11 @@ from dataclasses import dataclass
 
 from vitrail.errors import UserError
 
-CROPS = ("random_resized", "simple", "center", "squash")
+CROPS = ("random_resized", "distorted_box", "simple", "center", "squash")
+FIXED_CROPS = ("center", "squash")  # without random numbers, and without a horizontal flip
 POLICIES = ("none", "rand", "auto", "trivial", "three", "dino")
-INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos", "random")
+NO_ANTIALIAS = "bilinear_no_antialias"  # of the four nearest pixels at any scale, as in TensorFlow; not rounded to integers
+INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos", "random", NO_ANTIALIAS)
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 

@@ -1,6 +1,7 @@
 """Mixup, CutMix and the boxes of random erasing, for a normalized batch [B, 3, height, width]."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +13,7 @@ from vitrail.data.rng import bernoulli, uniform
 
 @dataclass(frozen=True)
 class Mix:
-    """The mixing parameters of a batch: every image is mixed with the image at its position in the reversed batch.
+    """The mixing parameters of a group of images: each is mixed with the image at its position in the reversed group.
 
     `lam` is the weight of the image itself. CutMix pastes the box (top, bottom, left, right); mixup blends (`box` is None).
     """
@@ -25,16 +26,16 @@ def draw_mix(
     seed: int,
     epoch: int,
     step: int,
-    micro_batch: int,
+    group: int,
     size: tuple[int, int],
     mixup: float,
     cutmix: float,
     switch_prob: float = 0.5,
 ) -> Mix:
-    """Draw the mixing of one micro-batch; if both are enabled, CutMix has the probability `switch_prob`."""
+    """Draw the mixing of one group of a step; if both are enabled, CutMix has the probability `switch_prob`."""
     if mixup <= 0 and cutmix <= 0:
         return Mix(1.0, None)
-    rng = np.random.default_rng([seed & (2**64 - 1), epoch, step, micro_batch])
+    rng = np.random.default_rng([seed & (2**64 - 1), epoch, step, group])
     cut = cutmix > 0 and (mixup <= 0 or rng.random() < switch_prob)
     lam = float(rng.beta(cutmix, cutmix) if cut else rng.beta(mixup, mixup))
     if not cut:
@@ -47,16 +48,25 @@ def draw_mix(
     return Mix(1.0 - (bottom - top) * (right - left) / (height * width), (top, bottom, left, right))
 
 
-def mix_images(images: Tensor, mix: Mix) -> Tensor:
-    """Blend the batch with, or paste into it from, the reversed batch."""
-    if mix.lam == 1.0:
+def mix_images(images: Tensor, mixes: Sequence[Mix]) -> Tensor:
+    """Blend each group of the batch with, or paste into it from, the reversed group; `mixes` has one element per group."""
+    if all(mix.lam == 1.0 for mix in mixes):
         return images
-    if mix.box is None:
-        return torch.lerp(images.flip(0), images, mix.lam)
-    top, bottom, left, right = mix.box
-    mixed = images.clone()
-    mixed[:, :, top:bottom, left:right] = images[:, :, top:bottom, left:right].flip(0)
+    mixed = torch.empty_like(images)
+    for source, target, mix in zip(images.chunk(len(mixes)), mixed.chunk(len(mixes)), mixes, strict=True):
+        if mix.box is None and mix.lam < 1.0:
+            torch.lerp(source.flip(0), source, mix.lam, out=target)
+            continue
+        target.copy_(source)
+        if mix.box is not None:
+            top, bottom, left, right = mix.box
+            target[:, :, top:bottom, left:right] = source[:, :, top:bottom, left:right].flip(0)
     return mixed
+
+
+def flip_groups(batch: Tensor, groups: int) -> Tensor:
+    """A batch [B, ...] of equal groups with the order within each group reversed."""
+    return batch.view(groups, -1, *batch.shape[1:]).flip(1).flatten(0, 1)
 
 
 def erasing_boxes(

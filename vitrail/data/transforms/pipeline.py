@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vitrail.data.rng import GOLDEN, bernoulli, hash32, uniform_between
-from vitrail.data.transforms import color, crops, policies
+from vitrail.data.transforms import crops, policies
 from vitrail.data.transforms.affine import compose, full_sizes, square
 from vitrail.data.transforms.backend import backend_for
+from vitrail.data.transforms.config import FIXED_CROPS
 from vitrail.data.transforms.config import Augmentation as Augmentation
 from vitrail.data.transforms.mixup import erasing_boxes
 from vitrail.data.transforms.reference import Layer
@@ -30,7 +31,7 @@ class Augmented(NamedTuple):
     def steps(self) -> list[tuple[Tensor, Tensor]]:
         """For every operation, last to first: its output-to-input matrix [B, 3, 3] and the sizes [B, 2] of its input."""
         sizes = self.sizes if self.crop_last else full_sizes(self.images)
-        warps = [(square(layer.matrix(sizes)), sizes) for layer in reversed(self.layers)]
+        warps = [(square(layer.matrix(sizes).float()), sizes) for layer in reversed(self.layers)]
         crop = [(self.view.matrix(), self.sizes)]
         return crop + warps if self.crop_last else warps + crop
 
@@ -40,8 +41,11 @@ class Augmented(NamedTuple):
         return reduce(lambda after, before: compose(before, after), (matrix for matrix, _ in self.steps))
 
 
-def augment(pixels: Tensor, sizes: Tensor, key: Tensor, augmentation: Augmentation) -> Augmented:
-    """Augment uint8 images [B, 3, H, W] of `sizes` [B, 2] with the random keys [B]; does not synchronize with the GPU."""
+def augment(pixels: Tensor, sizes: Tensor, key: Tensor, augmentation: Augmentation, erase: bool = True) -> Augmented:
+    """Augment uint8 images [B, 3, H, W] of `sizes` [B, 2] with the random keys [B]; does not synchronize with the GPU.
+
+    Without `erase` random erasing is left to the function `erase`.
+    """
     backend = backend_for(pixels)
     view, cubic = sample_view(sizes, key, augmentation), policies.sample_cubic(key, "crop", augmentation.interpolation)
     if augmentation.crop_last:
@@ -51,9 +55,20 @@ def augment(pixels: Tensor, sizes: Tensor, key: Tensor, augmentation: Augmentati
         cropped = backend.crop_resize(pixels, view, augmentation.interpolation, cubic)
         output = apply_policy(policies.PaddedImages(cropped, full_sizes(cropped)), key, augmentation)
         cropped = output.pixels
-    boxes = erasing_boxes(key, augmentation.image_size, augmentation.random_erasing) if augmentation.random_erasing > 0 else None
+    probability = augmentation.random_erasing if erase else 0.0
+    boxes = erasing_boxes(key, augmentation.image_size, probability) if probability > 0 else None
     images = backend.normalize(cropped, augmentation.mean, augmentation.std, boxes, key)
     return Augmented(images, view, output.layers, sizes, augmentation.crop_last)
+
+
+def erase(images: Tensor, key: Tensor, probability: float) -> Tensor:
+    """Random erasing of normalized images [B, 3, height, width] with the random keys [B]."""
+    if probability <= 0:
+        return images
+    height, width = images.shape[-2:]
+    boxes = erasing_boxes(key, (height, width), probability)
+    out: Tensor = backend_for(images).normalize(images, (0.0, 0.0, 0.0), (1 / 255, 1 / 255, 1 / 255), boxes, key)
+    return out
 
 
 def sample_view(sizes: Tensor, key: Tensor, augmentation: Augmentation) -> crops.View:
@@ -61,6 +76,8 @@ def sample_view(sizes: Tensor, key: Tensor, augmentation: Augmentation) -> crops
     match augmentation.crop:
         case "random_resized":
             view = crops.random_resized_crop(sizes, key, augmentation.image_size, augmentation.scale, augmentation.ratio)
+        case "distorted_box":
+            view = crops.distorted_box(sizes, key, augmentation.image_size, augmentation.scale, augmentation.ratio)
         case "simple":
             view = crops.simple_random_crop(sizes, key, augmentation.image_size, augmentation.padding)
         case "center":
@@ -75,11 +92,15 @@ def sample_view(sizes: Tensor, key: Tensor, augmentation: Augmentation) -> crops
 
 def sample_flips(key: Tensor, augmentation: Augmentation) -> Tensor | None:
     """Draw which images are flipped horizontally [B]; None for the deterministic crops."""
-    return bernoulli(key, "flip", augmentation.hflip) if augmentation.crop in ("random_resized", "simple") else None
+    return None if augmentation.crop in FIXED_CROPS else bernoulli(key, "flip", augmentation.hflip)
 
 
 def apply_policy(padded: policies.PaddedImages, key: Tensor, augmentation: Augmentation) -> policies.PolicyOutput:
     """Apply the policy and the color jitter."""
+    if augmentation.policy == "none" and not any(augmentation.color_jitter):
+        return policies.PolicyOutput(padded.pixels)
+    if padded.pixels.is_floating_point():  # interpolated without antialias
+        padded = padded._replace(pixels=padded.pixels.round().to(torch.uint8))
     match augmentation.policy:
         case "rand":
             strength = (augmentation.magnitude, augmentation.magnitude_std, augmentation.num_ops)
@@ -97,15 +118,10 @@ def apply_policy(padded: policies.PaddedImages, key: Tensor, augmentation: Augme
 
 
 def apply_color_jitter(padded: policies.PaddedImages, key: Tensor, augmentation: Augmentation) -> Tensor:
-    *strengths, max_hue_shift = augmentation.color_jitter
-    if not any(strengths):
+    if not any(augmentation.color_jitter):
         return padded.pixels
     selected = bernoulli(key, "jitter", augmentation.color_jitter_prob)
-    pixels = policies.color_jitter(padded, key, *strengths, selected=selected)
-    if max_hue_shift:
-        shifted = color.hue(pixels, uniform_between(key, "jitter.hue", -max_hue_shift, max_hue_shift))
-        pixels = torch.where(selected[:, None, None, None], shifted, pixels)
-    return pixels
+    return policies.color_jitter(padded, key, augmentation.color_jitter, selected)
 
 
 def apply_dino(padded: policies.PaddedImages, key: Tensor, augmentation: Augmentation) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from vitrail.data.rng import bernoulli, normal, randint, random_bits, uniform, uniform_between
+from vitrail.data.transforms import color
 from vitrail.data.transforms.backend import backend_for
 from vitrail.data.transforms.reference import IDENTITY, OPERATION_INDEX, OPERATIONS, Layer
 
@@ -53,6 +54,13 @@ INCREASING = dict.fromkeys(ENHANCEMENTS, Level(0.9, base=1.0, signed=True)) | {
 # The original levels of AutoAugment, in which a higher level is not always stronger.
 ORIGINAL = INCREASING | dict.fromkeys(ENHANCEMENTS, Level(1.8, base=0.1))
 ORIGINAL |= {"posterize": Level(4.0, base=4.0, integer=True), "solarize": Level(256.0, integer=True)}
+# The wide ranges of TrivialAugment. Its translations of up to 32 pixels are a fraction of 224 pixels here.
+WIDE = INCREASING | dict.fromkeys(ENHANCEMENTS, Level(0.99, base=1.0, signed=True)) | {"rotate": Level(135.0, signed=True)}
+WIDE |= dict.fromkeys(("shear_x", "shear_y"), Level(0.99, signed=True))
+WIDE |= dict.fromkeys(("translate_x", "translate_y"), Level(32 / 224, signed=True))
+WIDE |= {"posterize": Level(6.0, base=8.0, direction=-1.0, integer=True)}
+# The 14 operations of TrivialAugment, one of which changes nothing.
+TRIVIAL = (IDENTITY, *(index for name, index in OPERATION_INDEX.items() if name not in ("invert", "solarize_add")))
 
 
 def arguments(levels: dict[str, Level], operation: Tensor, magnitude: Tensor, sign: Tensor) -> Tensor:
@@ -111,10 +119,10 @@ def rand_augment(
 
 
 def trivial_augment(images: PaddedImages, key: Tensor, filter: str = "bicubic") -> PolicyOutput:
-    """TrivialAugment: one operation (or none) at a uniformly drawn magnitude."""
-    operations = randint(key, "trivial.operation", len(OPERATIONS) + 1)
-    magnitudes = uniform_between(key, "trivial.magnitude", 0.0, 10.0)[:, None]
-    values = arguments(INCREASING, operations, magnitudes, random_signs(key, ["trivial"]))
+    """TrivialAugment with wide ranges: one of 14 operations at one of 31 magnitudes, all equally likely."""
+    (operations,) = gather_rows([(index,) for index in TRIVIAL], randint(key, "trivial.operation", len(TRIVIAL)))
+    operations, magnitudes = operations.long(), randint(key, "trivial.magnitude", 31) / 3
+    values = arguments(WIDE, operations, magnitudes, random_signs(key, ["trivial"]))
     return apply_layers(images, operations, values, [sample_cubic(key, "trivial", filter)])
 
 
@@ -178,20 +186,24 @@ def apply_masked(images: PaddedImages, selected: Tensor, operation: str, value: 
     return apply_layer(images, Layer(index, torch.full_like(index, value, dtype=torch.float32)))
 
 
-def color_jitter(
-    images: PaddedImages, key: Tensor, brightness: float, contrast: float, saturation: float, *, selected: Tensor | None = None
-) -> Tensor:
-    """Brightness, contrast and saturation in random order per image, with factors in 1 +- strength.
+def color_jitter(images: PaddedImages, key: Tensor, strengths: tuple[float, float, float, float], selected: Tensor) -> Tensor:
+    """Brightness, contrast, saturation and hue of the images `selected` [B], in random order per image.
 
-    With `selected` [B], only those images are changed.
+    The first three of the four `strengths` are those of factors in 1 +- strength, the last one is the largest shift of the hue.
     """
+    *others, max_shift = strengths
     names = ("brightness", "contrast", "saturation")
-    strengths = (brightness, contrast, saturation)
-    factors = [uniform_between(key, f"jitter.{name}", max(0.0, 1 - s), 1 + s) for name, s in zip(names, strengths, strict=True)]
-    order = uniform(key, "jitter.order", 3).argsort(1)
+    factors = [uniform_between(key, f"jitter.{name}", max(0.0, 1 - s), 1 + s) for name, s in zip(names, others, strict=True)]
+    draws = uniform(key, "jitter.order", 4)
+    order = draws[:, :3].argsort(1)
     (operations,) = gather_rows([(OPERATION_INDEX[name],) for name in names], order)
-    operations = operations.long()
-    if selected is not None:
-        operations = torch.where(selected[:, None], operations, IDENTITY)
+    operations = torch.where(selected[:, None], operations.long(), IDENTITY)
     values = torch.stack(factors, 1).gather(1, order)
-    return apply_layers(images, operations, values, [None] * 3).pixels
+    if not max_shift:
+        return apply_layers(images, operations, values, [None] * 3).pixels
+    # The hue is shifted once for all images, between the operations before it and those after it.
+    before = draws.gather(1, order) < draws[:, 3:]
+    pixels = apply_layers(images, torch.where(before, operations, IDENTITY), values, [None] * 3).pixels
+    shifted = color.hue(pixels, uniform_between(key, "jitter.hue", -max_shift, max_shift))
+    images = images._replace(pixels=torch.where(selected[:, None, None, None], shifted, pixels))
+    return apply_layers(images, torch.where(before, IDENTITY, operations), values, [None] * 3).pixels

@@ -15,8 +15,9 @@ from torch import Tensor
 from vitrail.data.rng import hash32
 from vitrail.data.transforms import color
 from vitrail.data.transforms.affine import mirror_warp, rotation, warp
+from vitrail.data.transforms.config import NO_ANTIALIAS
 from vitrail.data.transforms.crops import View
-from vitrail.data.transforms.resize import axis_taps, blur_taps, resample
+from vitrail.data.transforms.resize import axis_taps, blur_taps, resample, resize_without_antialias
 
 # The operations of a policy, in the order of timm's "increasing" RandAugment. All except saturation, sharpness and the warps are
 # lookup tables.
@@ -52,8 +53,9 @@ class Layer(NamedTuple):
     cubic: Tensor | None = None  # bool [B]: the warp is bicubic, else bilinear; None: all bicubic
 
     def matrix(self, sizes: Tensor) -> Tensor:
-        """Affine matrices [B, 2, 3] from output to input pixels for images of `sizes` [B, 2]; the identity without a warp."""
-        degrees, shear_x, shear_y, shift_x, shift_y = (self.value * (self.operation == OPERATION_INDEX[name]) for name in WARPS)
+        """Matrices from output to input pixels, float64 [B, 2, 3], of images of `sizes` [B, 2]; the identity without a warp."""
+        value = self.value.double()
+        degrees, shear_x, shear_y, shift_x, shift_y = (value * (self.operation == OPERATION_INDEX[name]) for name in WARPS)
         height, width = sizes.unbind(1)
         zeros = torch.zeros_like(degrees)
         offsets = torch.stack([zeros, shear_x, shift_x * width, shear_y, zeros, shift_y * height], 1)
@@ -65,7 +67,12 @@ class Layer(NamedTuple):
 
 
 def crop_resize(pixels: Tensor, view: View, filter: str, cubic: Tensor | None) -> Tensor:
-    """Crop and resize uint8 [B, 3, H, W] to uint8 [B, 3, out, out]; `cubic` [B] is used with the filter "random"."""
+    """Crop and resize uint8 [B, 3, H, W] to uint8 [B, 3, out, out]; `cubic` [B] is used with the filter "random".
+
+    The result of the filter "bilinear_no_antialias" is float32.
+    """
+    if filter == NO_ANTIALIAS:
+        return resize_without_antialias(pixels, view)
     height, width = pixels.shape[-2:]
     horizontal = resample(pixels, axis_taps(view.columns, width, filter, cubic), 3)
     return resample(horizontal, axis_taps(view.rows, height, filter, cubic), 2)
@@ -117,16 +124,18 @@ def apply_operation(name: str, pixels: Tensor, sizes: Tensor, layer: Layer) -> T
             table = color.solarize_add_table(value)
         case _:
             fill, matrix = torch.tensor(FILL, device=pixels.device), layer.matrix(sizes)
-            cubic = warp(pixels, matrix, fill, "bicubic", sizes)
             if layer.cubic is None:
-                return cubic
-            linear = warp(pixels, matrix, fill, "bilinear", sizes)
-            return torch.where(layer.cubic[:, None, None, None], cubic, linear)
+                return warp(pixels, matrix, fill, "bicubic", sizes)
+            out = pixels.clone()
+            for filter, selected in (("bicubic", layer.cubic), ("bilinear", ~layer.cubic)):
+                rows = selected.nonzero()[:, 0]
+                out[rows] = warp(pixels[rows], matrix[rows], fill, filter, sizes[rows])
+            return out
     return color.apply_table(pixels, table)
 
 
 def normalize(pixels: Tensor, mean: Sequence[float], std: Sequence[float], boxes: Tensor | None, key: Tensor) -> Tensor:
-    """Normalize uint8 [B, 3, H, W] to float32 and fill `boxes` [B, 4] (top, bottom, left, right) with noise."""
+    """Normalize uint8 or float32 [B, 3, H, W] to float32 and fill `boxes` [B, 4] (top, bottom, left, right) with noise."""
     center = torch.tensor(mean, device=pixels.device)[:, None, None] * 255
     scale = torch.tensor(std, device=pixels.device)[:, None, None] * 255
     images = (pixels.float() - center) / scale

@@ -1,7 +1,7 @@
-"""Resizing and blurring, one axis after the other, in Pillow's integer arithmetic.
+"""Resizing and blurring, one axis after the other, in Pillow's integer arithmetic; TensorFlow's bilinear resizing.
 
 Each output pixel is a weighted sum of source pixels along an axis (`Taps`), with Pillow's antialiased weights as integer
-multiples of 2**-22. The result equals Pillow's bit by bit, independent of the batch, the padding and the device.
+multiples of 2**-22. The result equals that of Pillow 12 bit by bit, independent of the batch, the padding and the device.
 """
 
 import math
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vitrail.data.transforms.crops import Axis
+from vitrail.data.transforms.crops import Axis, View
 
 SUPPORT = {"nearest": 0.5, "bilinear": 1.0, "bicubic": 2.0, "lanczos": 3.0, "random": 2.0}
 FILTERS = tuple(SUPPORT)  # "random": bilinear or bicubic, drawn per image
@@ -41,15 +41,8 @@ class Taps(NamedTuple):
 def axis_taps(axis: Axis, size: int, filter: str = "bicubic", cubic: Tensor | None = None) -> Taps:
     """Taps of a view along an axis of `size` source pixels; `cubic` [B] selects bicubic for the filter "random"."""
     device, support = axis.start.device, SUPPORT[filter]
-    position = torch.arange(axis.out, device=device)[None]
-    position = torch.where(axis.flip[:, None], axis.out - 1 - position, position) + axis.offset[:, None]
-    resized, length, start = (value[:, None] for value in (axis.resized, axis.length, axis.start))
-    # Reflect at the ends without repeating the edge pixel.
-    period = (2 * (resized - 1)).clamp(min=1)
-    position = position.remainder(period)
-    position = torch.where(position >= resized, period - position, position)
-    scale = length.double() / resized
-    center = start + (position + 0.5) * scale
+    center, scale = axis_centers(axis)
+    length, start = axis.length[:, None], axis.start[:, None]
     if filter == "nearest":
         first = torch.minimum(center.floor().long(), start + length - 1)
         weights = torch.full_like(first[:, None], UNIT, dtype=torch.int32)
@@ -67,6 +60,44 @@ def axis_taps(axis: Axis, size: int, filter: str = "bicubic", cubic: Tensor | No
     weights = weights * ((source >= start[:, None]) & (source < (start + length)[:, None]))
     used = (2 * support * stretch[:, 0]).ceil().long()
     return Taps(first, to_fixed_point(weights / weights.sum(1, keepdim=True)), used, axis.start + axis.length - 1)
+
+
+def axis_centers(axis: Axis) -> tuple[Tensor, Tensor]:
+    """Centers of the output pixels of a view in source pixels, float64 [B, out], and source pixels per output pixel [B, 1]."""
+    position = torch.arange(axis.out, device=axis.start.device)[None]
+    position = torch.where(axis.flip[:, None], axis.out - 1 - position, position) + axis.offset[:, None]
+    resized, length, start = (value[:, None] for value in (axis.resized, axis.length, axis.start))
+    # Reflect at the ends without repeating the edge pixel.
+    period = (2 * (resized - 1)).clamp(min=1)
+    position = position.remainder(period)
+    position = torch.where(position >= resized, period - position, position)
+    scale = length.double() / resized
+    return start + (position + 0.5) * scale, scale
+
+
+def resize_without_antialias(pixels: Tensor, view: View) -> Tensor:
+    """Crop and resize uint8 [B, K, H, W] to float32 [B, K, out, out]: bilinear between the four nearest pixels at any scale.
+
+    This is `tf.image.resize`. The values are not rounded to integers.
+    """
+    images = pixels.permute(0, 2, 3, 1)
+    batch = torch.arange(len(pixels), device=pixels.device)[:, None, None]
+    (top, bottom, part_y), (left, right, part_x) = (nearest_two(axis) for axis in view)
+    part_y, part_x = part_y[:, :, None, None], part_x[:, None, :, None]
+    top, bottom, left, right = top[:, :, None], bottom[:, :, None], left[:, None], right[:, None]
+    upper, lower = (
+        torch.lerp(images[batch, row, left].float(), images[batch, row, right].float(), part_x) for row in (top, bottom)
+    )
+    return torch.lerp(upper, lower, part_y).permute(0, 3, 1, 2).contiguous()
+
+
+def nearest_two(axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
+    """The two source pixels around each output pixel, int64 [B, out], and the weight of the second, float32 [B, out]."""
+    center = axis_centers(axis)[0] - 0.5
+    first = center.floor()
+    low, high = axis.start[:, None], (axis.start + axis.length - 1)[:, None]
+    before, after = (torch.minimum(torch.maximum(first.long() + step, low), high) for step in (0, 1))
+    return before, after, (center - first).float()
 
 
 def max_taps(filter: str, size: int, out: int) -> int:

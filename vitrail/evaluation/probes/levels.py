@@ -12,8 +12,8 @@ import numpy as np
 from vitrail.data.source import Labels, Source
 from vitrail.errors import UserError
 from vitrail.evaluation.features import Embedding
+from vitrail.evaluation.model import Model, count_classes
 from vitrail.evaluation.probes.protocol import LABEL, PROBES, ProbeData, Settings, label_column, select_labeled
-from vitrail.models.vision_transformer import VisionTransformer
 
 NO_LEVEL = "none"  # the level of a model that was trained without labels or with a single one
 SCORES = {"knn": "knn", "map": "retrieval", "linear": "linear"}  # score of a grid -> probe
@@ -45,16 +45,16 @@ def inconsistent_classes(fine: Labels, coarse: Labels) -> list[str]:
     return [fine.names[value] for value in values[counts > 1]]
 
 
-def training_level(model: VisionTransformer, levels: Sequence[Level]) -> str | None:
+def training_level(model: Model, levels: Sequence[Level]) -> str | None:
     """The level that a model was trained at, by its class names or else their number; None if it is none of the levels."""
-    if model.architecture.classes < 2:
+    if count_classes(model) < 2:
         return NO_LEVEL
     for level in levels:
-        if model.class_names == level.labels.names:
+        if model.class_names is not None and sorted(model.class_names) == sorted(level.labels.names):
             return level.name
     if model.class_names is not None:
         return None
-    fitting = [level.name for level in levels if len(level.labels.names) == model.architecture.classes]
+    fitting = [level.name for level in levels if len(level.labels.names) == count_classes(model)]
     return fitting[0] if len(fitting) == 1 else None
 
 

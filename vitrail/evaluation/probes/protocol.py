@@ -18,6 +18,7 @@ from vitrail.data.loader import Problem
 from vitrail.data.source import Labels, Source, Subset
 from vitrail.errors import UserError
 from vitrail.evaluation.features import Embedding, FeatureKind, embed
+from vitrail.evaluation.model import Model, count_classes
 from vitrail.evaluation.predict import has_image_extension, open_images
 from vitrail.evaluation.probes import fewshot, knn, linear, retrieval
 from vitrail.models.vision_transformer import VisionTransformer
@@ -253,13 +254,14 @@ PROBES: dict[str, Callable[[LabeledFeatures, Settings], Result]] = {
 }
 
 
-def default_vector(probe: str, model: VisionTransformer) -> str:
+def default_vector(probe: str, model: Model) -> str:
     """ViT's few-shot probe uses the input of the last layer, if it is one vector; the others the input of the classifier."""
-    return "penultimate" if probe == "fewshot" and model.architecture.pooling != "per_class" else "pooled"
+    several = isinstance(model, VisionTransformer) and model.architecture.pooling == "per_class"
+    return "penultimate" if probe == "fewshot" and not several else "pooled"
 
 
 def embed_probe_data(
-    model: VisionTransformer,
+    model: Model,
     data: ProbeData,
     kind: FeatureKind,
     batch_size: int = 64,
@@ -295,7 +297,7 @@ def measure_retrieval(
     queries: Embedding,
     name: str = LABEL,
     coarse: str | None = None,
-    coarse_by: VisionTransformer | str = "memory",
+    coarse_by: Model | str = "memory",
     batch_size: int = 64,
     workers: int | None = None,
 ) -> dict[str, retrieval.Precision]:
@@ -308,7 +310,7 @@ def measure_retrieval(
     names = label_column(data.memory, coarse).names
     select_labeled(data, memory, queries, coarse)  # raises for inconsistent labels
     probabilities = None
-    if isinstance(coarse_by, VisionTransformer):
+    if not isinstance(coarse_by, str):
         probabilities = classifier_probabilities(coarse_by, data, names, coarse, batch_size, workers)
     rows = [(labels_of(part, name) >= 0) & (labels_of(part, coarse) >= 0) for part in (memory, queries)]
     if not all(bool(row.any()) for row in rows):
@@ -330,10 +332,10 @@ def measure_retrieval(
 
 
 def classifier_probabilities(
-    model: VisionTransformer, data: ProbeData, names: list[str], coarse: str, batch_size: int, workers: int | None
+    model: Model, data: ProbeData, names: list[str], coarse: str, batch_size: int, workers: int | None
 ) -> Tensor:
     """[Q, C] of a model that was trained with the coarse labels."""
-    fits = model.class_names == names if model.class_names is not None else model.architecture.classes == len(names)
+    fits = model.class_names == names if model.class_names is not None else count_classes(model) == len(names)
     if not fits:
         raise UserError(
             f"The classes of this model are not the {len(names)} classes of {coarse}: use --coarse-by memory or neighbors."

@@ -22,6 +22,7 @@ from vitrail.checkpoints.bundled import find_bundled
 from vitrail.checkpoints.model_io import split_delta_path
 from vitrail.errors import UserError
 from vitrail.evaluation.features import VECTORS, FeatureKind
+from vitrail.evaluation.model import Model
 from vitrail.evaluation.probes.protocol import (
     LABEL,
     PROBES,
@@ -35,7 +36,8 @@ from vitrail.evaluation.probes.protocol import (
     select_labeled,
     subsample,
 )
-from vitrail.models.vision_transformer import VisionTransformer
+from vitrail.recipes.schema import load_yaml
+from vitrail.teachers.sidecar import sidecar_path
 from vitrail.version import __version__
 
 DEFAULT_SETTINGS = Settings()
@@ -64,7 +66,7 @@ class ProbeTask:
             data = data._replace(memory=subsample(data.memory, self.examples, self.settings.seed))
         return data
 
-    def feature_kind(self, model: VisionTransformer) -> FeatureKind:
+    def feature_kind(self, model: Model) -> FeatureKind:
         return FeatureKind(self.vector or default_vector(self.probe, model))
 
 
@@ -84,10 +86,10 @@ FIELDS = tuple(field.name for field in dataclasses.fields(ProbeTask))
 def read_suite(path: Path) -> list[ProbeTask]:
     """The tasks of a YAML or JSON file; paths in it are relative to its folder."""
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = load_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"The suite {path} cannot be read: {error.strerror or error}.") from None
-    except (ValueError, yaml.YAMLError, RecursionError) as error:
+    except (ValueError, yaml.YAMLError) as error:
         raise UserError(f"The suite {path} is not YAML: {' '.join(str(error).split())}.") from None
     if not isinstance(content, dict) or not isinstance(content.get("tasks"), list) or not content["tasks"]:
         raise UserError(f"The suite {path} has no tasks: write `tasks:` and below it one `- source: …` for each.")
@@ -150,7 +152,7 @@ def run_suite(
     tasks: Sequence[ProbeTask],
     weights: Sequence[Path],
     folder: Path,
-    load: Callable[[Path], VisionTransformer],
+    load: Callable[[Path], Model],
     progress: Callable[[str, int], AbstractContextManager[Advance]] = no_progress,
     batch_size: int = 64,
     workers: int | None = None,
@@ -161,7 +163,7 @@ def run_suite(
     results: list[TaskResult] = []
     for path in weights:
         content_hash = hash_weights(path)
-        model: VisionTransformer | None = None
+        model: Model | None = None
         for task in tasks:
             data = opened[task.name]
             file = folder / f"{result_name(task, data, content_hash)}.json"
@@ -183,7 +185,7 @@ def run_task(
     task: ProbeTask,
     data: ProbeData,
     path: Path,
-    model: VisionTransformer,
+    model: Model,
     advance: Advance,
     batch_size: int,
     workers: int | None,
@@ -212,7 +214,7 @@ def result_name(task: ProbeTask, data: ProbeData, weights_hash: str) -> str:
 
 
 def hash_weights(path: Path) -> str:
-    """SHA-256 of a file, of all files of a folder, of bundled weights, or of base+delta."""
+    """SHA-256 of a file with its sidecar file, of all files of a folder, of bundled weights, or of base+delta."""
     base, delta = split_delta_path(path)
     if delta is not None:
         return hashlib.sha256((hash_weights(Path(base)) + hash_weights(Path(delta))).encode()).hexdigest()
@@ -220,7 +222,11 @@ def hash_weights(path: Path) -> str:
     try:
         if path.is_file():
             with open(path, "rb") as file:
-                return hashlib.file_digest(file, "sha256").hexdigest()
+                digest = hashlib.file_digest(file, "sha256")
+            sidecar = sidecar_path(path)
+            if sidecar.is_file():
+                digest.update(sidecar.read_bytes())
+            return digest.hexdigest()
         files = sorted(each for each in path.iterdir() if each.is_file() and not each.name.startswith("."))
     except OSError as error:
         raise UserError(f"The weights {path} cannot be read: {error.strerror or error}.") from None

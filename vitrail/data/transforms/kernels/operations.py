@@ -95,31 +95,83 @@ def table_kernel(sizes, operation, value, counts, table):
 
 
 @triton.jit
-def warp_weight(distance, bicubic):
-    """See `affine.cubic_weights` and `affine.linear_weights`."""
-    x = tl.abs(distance)
-    cubic = tl.where(x < 1, (x - 2) * x * x + 1, ((5 - x) * x - 8) * x + 4)
-    return tl.where(bicubic, cubic, tl.maximum(1 - x, 0.0))
+def clip(position, size):
+    return tl.minimum(tl.maximum(position, 0), size - 1)
 
 
 @triton.jit
-def to_uint8_range(value, bicubic):
-    """Pillow rounds bicubic values and truncates bilinear ones."""
-    return tl.minimum(tl.maximum(tl.floor(value + tl.where(bicubic, 0.5, 0.0)), 0.0), 255.0).to(tl.int32)
+def product(a, b, rounded):
+    """a * b. `rounded` is always true; it keeps the compiler from fusing the product with a sum, which would not round it.
+
+    Two products that are added need two conditions: the compiler would merge equal ones and fuse nevertheless.
+    """
+    return tl.where(rounded, a * b, 0.0)
+
+
+@triton.jit
+def cubic(a, b, c, d, t, rounded):
+    """See `affine.cubic`."""
+    inner = 2 * (a - b) + c - d + product(t, b - a - c + d, rounded)
+    return b + product(t, c - a + product(t, inner, rounded), rounded)
+
+
+@triton.jit
+def linear(a, b, t, rounded):
+    """See `affine.linear`."""
+    return a + product(b - a, t, rounded)
+
+
+@triton.jit
+def round_15(value):
+    return tl.floor(value * 1e15 + 0.5) / 1e15
 
 
 @triton.jit
 def warp_coordinates(x, y, drawn, value, rows, columns, flipped):
-    """Input coordinates of an output pixel; see `reference.Layer.matrix`."""
-    angle = tl.where(drawn == ROTATE, value, 0.0) * (-PI / 180)
-    cos, sin = tl.cos(angle), tl.sin(angle)
+    """Input coordinates of an output pixel, float64; see `reference.Layer.matrix`."""
+    first, second = rows > 0, columns > 0  # see `product`
+    value, rows, columns = value.to(tl.float64), rows.to(tl.float64), columns.to(tl.float64)
+    degrees = tl.where(drawn == ROTATE, value, 0.0)
+    angle = -(tl.where(degrees < 0, degrees + 360.0, degrees) * (PI / 180))
+    cos, sin = round_15(tl.cos(angle)), round_15(tl.sin(angle))
     center_x, center_y = columns / 2.0, rows / 2.0
     b, d = sin + tl.where(drawn == SHEAR_X, value, 0.0), -sin + tl.where(drawn == SHEAR_Y, value, 0.0)
-    c = -cos * center_x - sin * center_y + center_x + tl.where(drawn == TRANSLATE_X, value * columns, 0.0)
-    f = sin * center_x - cos * center_y + center_y + tl.where(drawn == TRANSLATE_Y, value * rows, 0.0)
+    c = product(cos, -center_x, first) + product(sin, -center_y, second) + center_x
+    f = product(-sin, -center_x, first) + product(cos, -center_y, second) + center_y
+    c += tl.where(drawn == TRANSLATE_X, value * columns, 0.0)
+    f += tl.where(drawn == TRANSLATE_Y, value * rows, 0.0)
     if flipped:
-        b, c, d, f = -b, columns - cos * columns - c, -d, f + d * columns
-    return cos * x + b * y + c, d * x + cos * y + f
+        b, c, d, f = -b, columns - product(cos, columns, first) - c, -d, f + product(d, columns, first)
+    source_x = product(cos, x, first) + product(b, y, second) + c
+    return source_x, product(d, x, first) + product(cos, y, second) + f
+
+
+@triton.jit
+def warp_line(line, left, part_x, columns, stride, bicubic, rounded, mask):
+    """One row of the input interpolated between the columns `left` and `left` + 1, float64."""
+    b = tl.load(line + clip(left, columns) * stride, mask, 0).to(tl.float64)
+    c = tl.load(line + clip(left + 1, columns) * stride, mask, 0).to(tl.float64)
+    if bicubic:
+        a = tl.load(line + clip(left - 1, columns) * stride, mask, 0).to(tl.float64)
+        d = tl.load(line + clip(left + 2, columns) * stride, mask, 0).to(tl.float64)
+        value = cubic(a, b, c, d, part_x, rounded)
+    else:
+        value = linear(b, c, part_x, rounded)
+    return value
+
+
+@triton.jit
+def warp_channel(plane, left, top, part_x, part_y, rows, columns, stride_y, stride_x, bicubic, rounded, mask):
+    """Warped pixels of one channel, truncated as in Pillow; see `affine.warp`."""
+    b = warp_line(plane + clip(top, rows) * stride_y, left, part_x, columns, stride_x, bicubic, rounded, mask)
+    c = warp_line(plane + clip(top + 1, rows) * stride_y, left, part_x, columns, stride_x, bicubic, rounded, mask)
+    if bicubic:
+        a = warp_line(plane + clip(top - 1, rows) * stride_y, left, part_x, columns, stride_x, bicubic, rounded, mask)
+        d = warp_line(plane + clip(top + 2, rows) * stride_y, left, part_x, columns, stride_x, bicubic, rounded, mask)
+        value = cubic(a, b, c, d, part_y, rounded)
+    else:
+        value = linear(b, c, part_y, rounded)
+    return tl.minimum(tl.maximum(value, 0.0), 255.0).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=SHAPES)
@@ -159,28 +211,34 @@ def operations_kernel(
         own = source + y * stride_y + x * stride_x
         target = out + image * 3 * plane + offset
         if (drawn == ROTATE) | (drawn == SHEAR_X) | (drawn == SHEAR_Y) | (drawn == TRANSLATE_X) | (drawn == TRANSLATE_Y):
-            source_x, source_y = warp_coordinates(x + 0.5, y + 0.5, drawn, argument, rows, columns, flipped)
+            rounded = rows > 0  # see `product`
+            center_x, center_y = x.to(tl.float64) + 0.5, y.to(tl.float64) + 0.5
+            source_x, source_y = warp_coordinates(center_x, center_y, drawn, argument, rows, columns, flipped)
             inside = (source_x >= 0) & (source_x < columns) & (source_y >= 0) & (source_y < rows) & mask
             left, top = tl.floor(source_x - 0.5), tl.floor(source_y - 0.5)
             part_x, part_y = source_x - 0.5 - left, source_y - 0.5 - top
-            left, top = left.to(tl.int32) - 1, top.to(tl.int32) - 1
-            red = tl.zeros([BLOCK], tl.float32)
-            green, blue = red, red
-            for row in range(4):
-                line_red = tl.zeros([BLOCK], tl.float32)
-                line_green, line_blue = line_red, line_red
-                line = source + tl.minimum(tl.maximum(top + row, 0), rows - 1) * stride_y
-                for column in range(4):
-                    pointer = line + tl.minimum(tl.maximum(left + column, 0), columns - 1) * stride_x
-                    factor = warp_weight(part_x + 1 - column, bicubic)
-                    line_red += factor * tl.load(pointer, inside, 0).to(tl.float32)
-                    line_green += factor * tl.load(pointer + stride_c, inside, 0).to(tl.float32)
-                    line_blue += factor * tl.load(pointer + 2 * stride_c, inside, 0).to(tl.float32)
-                factor = warp_weight(part_y + 1 - row, bicubic)
-                red, green, blue = red + factor * line_red, green + factor * line_green, blue + factor * line_blue
-            red = tl.where(inside, to_uint8_range(red, bicubic), FILL_RED)
-            green = tl.where(inside, to_uint8_range(green, bicubic), FILL_GREEN)
-            blue = tl.where(inside, to_uint8_range(blue, bicubic), FILL_BLUE)
+            left, top = left.to(tl.int32), top.to(tl.int32)
+            for channel in tl.static_range(3):
+                warped = warp_channel(
+                    source + channel * stride_c,
+                    left,
+                    top,
+                    part_x,
+                    part_y,
+                    rows,
+                    columns,
+                    stride_y,
+                    stride_x,
+                    bicubic,
+                    rounded,
+                    inside,
+                )
+                if channel == 0:
+                    red = tl.where(inside, warped, FILL_RED)
+                elif channel == 1:
+                    green = tl.where(inside, warped, FILL_GREEN)
+                else:
+                    blue = tl.where(inside, warped, FILL_BLUE)
         else:
             red, green = tl.load(own, mask, 0).to(tl.int32), tl.load(own + stride_c, mask, 0).to(tl.int32)
             blue = tl.load(own + 2 * stride_c, mask, 0).to(tl.int32)

@@ -8,8 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from vitrail.data.transforms import resize
+from vitrail.data.transforms.config import NO_ANTIALIAS
 from vitrail.data.transforms.crops import Axis, View
-from vitrail.data.transforms.resize import BLUR_RADIUS, FILTERS, SUPPORT, Taps, max_taps
+from vitrail.data.transforms.resize import BLUR_RADIUS, FILTERS, SUPPORT, Taps, max_taps, resize_without_antialias
 
 NEAREST, BILINEAR, BICUBIC, LANCZOS, RANDOM, GAUSSIAN = (tl.constexpr(number) for number in range(len(FILTERS) + 1))
 PI, UNIT = tl.constexpr(math.pi), tl.constexpr(resize.UNIT)
@@ -186,6 +187,8 @@ def resample(pixels: Tensor, out: Tensor, taps: Taps, along_x: bool, begins: Ten
 
 
 def crop_resize(pixels: Tensor, view: View, filter: str, cubic: Tensor | None) -> Tensor:
+    if filter == NO_ANTIALIAS:
+        return resize_without_antialias(pixels, view)
     shapes, number = (view.rows.start if cubic is None else cubic).float(), FILTERS.index(filter)
     columns, rows = (
         make_taps(axis, shapes, max_taps(filter, size, axis.out), SUPPORT[filter], number)

@@ -1,0 +1,82 @@
+"""Models of any origin that predict classes: Vitrail models, and the other networks that `open_teacher` opens."""
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from vitrail.checkpoints import load
+from vitrail.checkpoints.codecs import UnknownFormat
+from vitrail.devices import choose_device
+from vitrail.errors import UserError
+from vitrail.models.preprocessing import min_decode_side
+from vitrail.models.vision_transformer import VisionTransformer
+from vitrail.teachers.teacher import Teacher
+
+Model = VisionTransformer | Teacher
+Head = Literal["both", "class", "distillation"]
+HEADS: tuple[Head, ...] = ("both", "class", "distillation")
+PROGRAMS = (".onnx", ".pt2")
+
+
+def open_model(weights: str | Path, device: str | torch.device | None = None) -> Model:
+    """The model of a checkpoint, a run directory, bundled weights or `timm:NAME`; by default on a GPU if one is available.
+
+    Weights that are not those of a vision transformer are opened by `open_teacher`, with their sidecar file.
+    """
+    chosen = choose_device(str(device) if device is not None else None)
+    path = find_weights(weights)
+    if path.suffix not in PROGRAMS and not str(weights).startswith("timm:"):
+        try:
+            return load(path, device=chosen)
+        except UnknownFormat:
+            pass
+    from vitrail.teachers.lookup import open_teacher
+
+    return open_teacher(str(path), chosen)
+
+
+def find_weights(path: str | Path) -> Path:
+    """The best weights of a run directory; any other path unchanged."""
+    path = Path(path)
+    return path / "best.safetensors" if (path / "run.json").is_file() else path
+
+
+def device_of(model: Model) -> torch.device:
+    """The device of the weights; the CPU for an ONNX file, which has none."""
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
+def count_classes(model: Model) -> int:
+    return model.architecture.classes if isinstance(model, VisionTransformer) else model.classes
+
+
+def decode_side(model: Model) -> int | None:
+    """The shorter side that JPEG files keep when they are decoded at reduced size; None: full size."""
+    return min_decode_side(model.preprocessing, model.notes) if isinstance(model, VisionTransformer) else None
+
+
+def check_head(model: Model, head: Head) -> None:
+    if head not in HEADS:
+        raise UserError(f"--head {head} is not known: choose from {', '.join(HEADS)}.")
+    if head == "distillation" and not has_distillation_head(model):
+        raise UserError(f"{model.name or 'This model'} has no distillation head: remove --head.")
+
+
+def has_distillation_head(model: Model) -> bool:
+    return isinstance(model, VisionTransformer) and model.head_distillation is not None
+
+
+def compute_logits(model: Model, images: Tensor, head: Head = "both") -> Tensor:
+    """[B, 3, height, width] in the model's own normalization to [B, C]."""
+    if isinstance(model, Teacher):
+        return model.network.logits(model.adapt(images))  # not model(images), which is bfloat16 on a GPU
+    if head == "both":
+        out: Tensor = model(images)
+        return out
+    outputs = model.outputs(images)
+    if head == "distillation":
+        assert outputs.distillation is not None
+        return outputs.distillation
+    return outputs.main
