@@ -23,11 +23,11 @@ from timing import machine
 
 from vitrail.errors import UserError
 
-ESTIMATE = re.compile(r"steps, about (?:(\d+) days?, )?(\d+):(\d+):(\d+) at ([\d.,e+-]+) images/s")
+ESTIMATE = re.compile(r"steps?, about ([\w ]+) at ([\d.,e+-]+) images/s")
 
 
-def run_training(args: list[str], processes: int) -> tuple[float, float, float, float]:
-    """Estimated and actual images/s, estimated and actual seconds."""
+def run_training(args: list[str], processes: int) -> tuple[float, float, str, float]:
+    """Estimated and actual images/s, the estimated time as it was printed, and the actual seconds."""
     command = [sys.executable, "-m"]
     command += ["torch.distributed.run", "--nproc-per-node", str(processes), "-m"] if processes > 1 else []
     with tempfile.TemporaryDirectory() as temporary:
@@ -40,10 +40,9 @@ def run_training(args: list[str], processes: int) -> tuple[float, float, float, 
             raise UserError(f"vitrail train failed: {result.stderr.strip() or 'no message'}")
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         seconds = json.loads((folder / "run.json").read_text())["seconds"]
-    days, hours, minutes, rest = (int(part or 0) for part in match.groups()[:4])
     speeds = [line["speed"]["images_per_second"] for line in lines if line["kind"] == "train"]
-    estimated = float(match[5].replace(",", ""))
-    return estimated, statistics.median(speeds[1:] or speeds), 60.0 * (60 * (24 * days + hours) + minutes) + rest, seconds
+    estimated = float(match[2].replace(",", ""))
+    return estimated, statistics.median(speeds[1:] or speeds), match[1], seconds
 
 
 def main() -> None:
@@ -61,9 +60,9 @@ def main() -> None:
     print(machine("cuda" if torch.cuda.is_available() else "cpu"))
     ratios = []
     for number in range(options.rounds):
-        estimated, actual, estimated_seconds, seconds = run_training(args, options.processes)
+        estimated, actual, estimated_time, seconds = run_training(args, options.processes)
         ratios.append(estimated / actual)
-        times = f"{estimated_seconds:.0f} s estimated, {seconds:.1f} s actual"
+        times = f"{estimated_time} estimated, {seconds:.1f} s actual"
         print(f"round {number + 1}: {estimated:,.5g} images/s estimated, {actual:,.5g} actual; {times}", flush=True)
     print(f"estimated / actual: median {statistics.median(ratios):.2f}, {min(ratios):.2f} to {max(ratios):.2f}")
 

@@ -1,6 +1,7 @@
 """Fixtures of all tests; one thread per process, since two test processes share two cores."""
 
 import io
+import itertools
 import os
 import signal
 import sys
@@ -64,6 +65,8 @@ SLOW = {
     "training/test_signals.py",
 }
 
+NUMBERS = itertools.count()
+
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # waiting OpenMP threads would occupy the cores of other tests
 
@@ -77,6 +80,12 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def cache_of_its_own(monkeypatch, tmp_path_factory):
+    """No test reads or writes the user's cache, or that of another test."""
+    monkeypatch.setenv("VITRAIL_CACHE", str(tmp_path_factory.getbasetemp() / f"cache-{next(NUMBERS)}"))
 
 
 class Done(NamedTuple):

@@ -32,6 +32,7 @@ TWINS = [
     {"models", "recipes", "checkpoints/formats"},  # a paper whose repository has a format of its own
     {"data", "data/transforms/kernels"},  # the same on the GPU
     {"data/transforms", "data/transforms/kernels"},
+    {"checkpoints", "data/datasets"},  # the hub: weights and data sets
 ]
 
 

@@ -122,6 +122,10 @@ USUAL = {
     "teacher": "distillation.teacher",
     "scope": "init.scope",
     "weights": "init.weights",
+    "from": "init.weights",
+    "labels": "token_labels.store",
+    "patience": "validation.patience",
+    "early_stopping_patience": "validation.patience",
 }
 # Of these, a bare number has this unit.
 UNITS = dict.fromkeys(("epochs", "num_epochs", "num_train_epochs", "warmup_epochs", "cooldown_epochs"), "epochs")

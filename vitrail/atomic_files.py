@@ -14,6 +14,7 @@ from typing import Any
 import safetensors
 
 from vitrail.errors import UserError
+from vitrail.formatting import format_bytes
 
 
 class WriteError(UserError):
@@ -39,8 +40,8 @@ def atomic_write(path: Path, write: Callable[[Path], Any]) -> None:
             write(temporary)
             temporary.chmod(0o666 & ~current_umask())
     except (OSError, RuntimeError, TypeError, safetensors.SafetensorError) as error:
-        free = shutil.disk_usage(path.parent).free >> 20
-        problem = f"{path} could not be written, {describe_error(error)} ({free} MiB free)"
+        free = format_bytes(shutil.disk_usage(path.parent).free)
+        problem = f"{path} could not be written, {describe_error(error)} ({free} free)"
         raise WriteError(problem, "choose another path, or free disk space") from None
 
 
@@ -87,11 +88,11 @@ def describe_error(error: Exception) -> str:
 def shard_write_error(out: Path, error: OSError, resumable: bool) -> UserError:
     """Return the error for a folder of shards; `resumable`: finished shards exist and the next run continues after them."""
     existing = next(path for path in (out, *out.absolute().parents) if os.path.exists(path))
-    free = shutil.disk_usage(existing).free >> 20
+    free = format_bytes(shutil.disk_usage(existing).free)
     advice = "choose another path"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         advice = "free disk space and run the same command again" + (", the finished shards are kept" if resumable else "")
-    return UserError(f"{out} could not be written, {describe_error(error)} ({free} MiB free): {advice}.")
+    return UserError(f"{out} could not be written, {describe_error(error)} ({free} free): {advice}.")
 
 
 @contextmanager

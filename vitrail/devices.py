@@ -1,10 +1,20 @@
-"""Choice of the device that a model runs on."""
+"""Choice of the device that a model runs on, and of the number of threads on a CPU that other programs use too."""
 
+import contextlib
+import math
 import os
+import time
+from functools import cache
+from pathlib import Path
 
 import torch
 
+from vitrail.data.workers import count_cores
 from vitrail.errors import UserError
+
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # set by users who choose the number of threads themselves
+TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100  # per second, in /proc/stat
+MEASURED_SECONDS = 0.2
 
 
 def choose_device(name: str | None, local_rank: int = 0) -> torch.device:
@@ -45,3 +55,67 @@ def use_device(device: torch.device) -> torch.device:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device
+
+
+class OtherPrograms:
+    """The CPU time of other programs on the cores of this process since the object was created."""
+
+    def __init__(self) -> None:
+        self.start = time.monotonic(), time.process_time(), read_busy_seconds()
+
+    def cores(self) -> float:
+        """Mean number of cores that they used; 0 where the system does not tell or too little time has passed."""
+        start, own, busy = self.start
+        elapsed, used, now = time.monotonic() - start, time.process_time() - own, read_busy_seconds()
+        if busy is None or now is None or elapsed < MEASURED_SECONDS / 2:
+            return 0.0
+        return min(max((now - busy - used) / elapsed, 0.0), float(count_cores()))
+
+
+def read_busy_seconds() -> float | None:
+    """Seconds for which the cores of this process were not idle since the system was started; None if it does not tell."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        cores = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+        lines = (line.split() for line in Path("/proc/stat").read_text().splitlines())
+        # user, nice, system, idle, iowait, irq, softirq, steal; guest times are part of user
+        return sum(sum(map(int, (*line[1:4], *line[6:9]))) for line in lines if line[0] in cores) / TICKS
+    return None
+
+
+def describe_load(cores: float) -> str:
+    """For messages: "other programs use 1.6 of 2 cores"."""
+    return f"other programs use {cores:.1f} of {count_cores()} cores"
+
+
+@cache
+def default_threads() -> int:
+    return torch.get_num_threads()
+
+
+def set_threads(count: object) -> None:
+    """Use the number of threads that a run was started with, so that it is continued bit by bit, up to all cores.
+
+    An environment variable takes precedence.
+    """
+    if isinstance(count, int) and count > 0 and not any(name in os.environ for name in THREAD_VARIABLES):
+        torch.set_num_threads(min(count, count_cores()))
+
+
+def adapt_threads(device: torch.device) -> list[str]:
+    """Use as many threads as cores are idle now, and return a message if these are not all.
+
+    Threads wait for each other at every layer: with one more thread than idle cores a step takes many times as long as with one
+    thread. The number stays as it is on a GPU, in one of several processes, and where an environment variable sets it.
+    """
+    if device.type != "cpu" or "RANK" in os.environ or any(name in os.environ for name in THREAD_VARIABLES):
+        return []
+    others = OtherPrograms()
+    time.sleep(MEASURED_SECONDS)
+    busy = others.cores()
+    threads = max(min(math.floor(count_cores() - busy + 0.25), default_threads()), 1)
+    torch.set_num_threads(threads)
+    if threads == default_threads():
+        return []
+    return [
+        f"using {threads} of {default_threads()} threads: {describe_load(busy)}; set OMP_NUM_THREADS to choose another number"
+    ]

@@ -14,6 +14,11 @@ def escape_control(text: str, keep: str = "") -> str:
     )
 
 
+def shorten_path(path: str, length: int) -> str:
+    """Return a path that is too long with "…" instead of its start."""
+    return path if len(path) <= length else f"…{path[len(path) - length + 1 :]}"
+
+
 def percent(fraction: float, digits: int = 0) -> str:
     """Format a fraction of 1 as "96.11 %"."""
     return f"{100 * fraction:.{digits}f} %"
@@ -64,11 +69,21 @@ def format_value(value: Any) -> str:
 
 
 def format_time_span(seconds: float) -> str:
-    """Format seconds as "41 s", "12 min", "3 h 5 min" or "2 d 4 h"."""
+    """Format seconds as "41 s", "12 min", "3 h 5 min" or "5 days 18 hours"."""
     if seconds < 90:
         return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
+    minutes, hours = round(seconds / 60), round(seconds / 3600)
     if minutes < 90:
         return f"{minutes} min"
-    hours, days = minutes // 60, minutes // 1440
-    return f"{days} d {hours % 24} h" if days else f"{hours} h {minutes % 60} min"
+    if minutes < 24 * 60:
+        return f"{minutes // 60} h {minutes % 60} min".removesuffix(" 0 min")
+    return f"{pluralize(hours // 24, 'day')} {pluralize(hours % 24, 'hour')}".removesuffix(" 0 hours")
+
+
+def format_clock(seconds: float) -> str:
+    """Format seconds of a display that changes: "2:05", "1:02:05" or "3 days 4 hours"."""
+    seconds = round(seconds)
+    if seconds >= 86400:
+        return format_time_span(seconds)
+    minutes, hours = seconds // 60, seconds // 3600
+    return f"{hours}:{minutes % 60:02}:{seconds % 60:02}" if hours else f"{minutes}:{seconds % 60:02}"

@@ -143,7 +143,7 @@ def test_damaged_file_is_rejected(tmp_path, monkeypatch):
 
 
 def test_misspelled_name():
-    with pytest.raises(UserError, match=r"no file vitrail_tinny\. Weights included in the package: vitrail_tiny\."):
+    with pytest.raises(UserError, match=r"no file vitrail_tinny\. Weights with similar names: vitrail_tiny,"):
         vitrail.load("vitrail_tinny")
 
 

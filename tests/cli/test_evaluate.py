@@ -13,9 +13,13 @@ from PIL import Image
 
 import vitrail
 from tests.images import make_folder, make_image, write_invalid_image
+from vitrail.cli import evaluation_page
 from vitrail.cli import predict as predicting
 from vitrail.cli.evaluate import shorten_paths
+from vitrail.evaluation.calibration import Bin
+from vitrail.evaluation.evaluate import Calibration
 from vitrail.formatting import escape_control
+from vitrail.pages.charts import LIGHT
 
 NAMES = ["blue", "green", "new\nline\t[bold]"]
 
@@ -88,6 +92,16 @@ def test_readable_images_are_predicted_and_others_reported(run_cli, weights, man
         assert sorted(found) == expected
 
 
+def test_paths_are_not_wrapped(run_cli, weights, tmp_path, monkeypatch):
+    path = make_image(tmp_path / ("long" * 30) / ("path" * 30) / "cat.png")
+    assert str(path) in run_cli("predict", weights, path)[1]
+    prediction = vitrail.predict(weights, path)[0]
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "80")
+    text = predicting.render_table([prediction], False, True)
+    assert any("athpath/cat.png" in line and "…" in line for line in text.splitlines())
+
+
 def test_exit_code_if_no_image_is_readable(run_cli, weights, tmp_path):
     bad = [write_invalid_image(tmp_path / "a.png"), tmp_path / "none.png"]
     code, said, complaints = run_cli("predict", weights, *bad, "--out", tmp_path / "out.csv")
@@ -100,6 +114,7 @@ def test_names_that_would_break_a_table(run_cli, weights, tmp_path):
     path = make_image(tmp_path / "line\nend\x1b[31m.png")
     code, said, _ = run_cli("predict", weights, path)
     assert code == 0
+    assert "top-3" in said  # of three classes, though five are the default
     assert "new\\nline\\t[bold]" in said.replace("\n", "")
     assert "\x1b" not in said
     said = run_cli("predict", weights, path, "--format", "csv", "--top", 3)[1]
@@ -155,17 +170,78 @@ def test_evaluate(run_cli, weights, images, tmp_path):
     assert all(part in said for part in ("top-1", "ECE", "2 classes, by name; predictions among these 2", "16x24", "everything"))
     assert "top-5" not in said
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        *("evaluation.json", "reliability.png", "report.html", "sweep.png"),
+        *("curves.png", "evaluation.json", "reliability.png", "report.html", "sweep.png"),
     ]
     content = json.loads((tmp_path / "out" / "evaluation.json").read_text())
     page = (tmp_path / "out" / "report.html").read_text()
     assert f"{100 * content['evaluations'][0]['top1']:.2f} %" in page
-    assert page.count("data:image/png;base64,") == 4  # two charts, each for light and dark
-    for name in ("reliability.png", "sweep.png"):
+    found = content["evaluations"][0]
+    assert page.count("data:image/png;base64,") == 6 + len(found["wrong"])  # three charts, each for light and dark; thumbnails
+    for name in ("reliability.png", "sweep.png", "curves.png"):
         with Image.open(tmp_path / "out" / name) as image:
             assert len(np.unique(np.asarray(image))) > 20
     assert len(content["sweep"]) == 4
+    assert page.count("<figure>") == len(found["wrong"]) > 0
+    assert f'<small title="{found["wrong"][0]["image"]}">{os.path.basename(found["wrong"][0]["image"])}</small>' in page
+    for title in ("Classes", "Precision-recall and ROC curves", "Thresholds", "Most confident errors"):
+        assert f"<h2>{title}</h2>" in page
     assert json.loads(run_cli(*words, "--json")[1])["evaluations"] == content["evaluations"]
+
+
+def test_precision_recall_and_wrong_images(run_cli, weights, images, tmp_path):
+    code, said, error = run_cli("evaluate", weights, images, "--wrong", tmp_path / "wrong.csv", "--workers", 0)
+    assert (code, error) == (0, "")
+    assert f"wrote {tmp_path / 'wrong.csv'}\n" in said  # not wrapped, however long
+    assert all(part in said for part in ("precision", "recall", "F1", "AP", "AUC", "macro average", "weighted average"))
+    assert "95 % interval" in said
+    assert "chance 50.0 %, always the most frequent class 50.0 %." in said
+    assert "Only 12 images: the interval is ±" in said
+    found = json.loads(run_cli("evaluate", weights, images, "--json", "--workers", 0)[1])["evaluations"][0]
+    matrix = np.array(found["confusion"]["matrix"])
+    for index, row in enumerate(found["per_class"]):
+        assert row["recall"] == pytest.approx(matrix[index, index] / matrix[index].sum())
+        assert row["precision"] == pytest.approx(matrix[index, index] / max(matrix[:, index].sum(), 1))
+    assert found["averages"]["macro"]["recall"] == pytest.approx(found["mean_per_class"])
+    assert found["averages"]["weighted"]["recall"] == pytest.approx(found["top1"])
+    assert [each["name"] for each in found["curves"]] == NAMES[:2]
+    rows = list(csv.DictReader((tmp_path / "wrong.csv").open()))
+    assert len(rows) == len(found["wrong"]) == round(12 * (1 - found["top1"]))
+    assert 0 < len(rows) < 12
+    for row, each in zip(rows, found["wrong"], strict=True):
+        assert (row["image"], row["label"], row["prediction"]) == (each["image"], each["label"], each["prediction"])
+        assert os.path.basename(os.path.dirname(row["image"])) == row["label"] != row["prediction"]
+        assert float(row["probability"]) + float(row["label_probability"]) == pytest.approx(1, abs=1e-5)
+    confident = [float(row["probability"]) for row in rows]
+    assert confident == sorted(confident, reverse=True)
+
+
+def test_thresholds_of_two_classes(run_cli, cli_error, weights, images, folder):
+    words = ("evaluate", weights, images, "--workers", 0, "--precision", 0.8)
+    said = run_cli(*words)[1]
+    assert "Thresholds for the probability of green" in said
+    assert "precision of at least 80 %" in said
+    found = json.loads(run_cli(*words, "--positive", "blue", "--json")[1])["evaluations"][0]["thresholds"]
+    assert found["positive"] == "blue"
+    assert [row["goal"] for row in found["rows"]][1:] == ["highest F1", "precision of at least 80 %"]
+    assert all(row["held_out"] for row in found["rows"])
+    assert "--positive red is not a class: choose blue or green." in cli_error(*words, "--positive", "red")
+    three = make_folder(folder / "three", NAMES, 2)
+    assert "and there are 3: remove it." in cli_error("evaluate", weights, three, "--positive", "blue")
+    assert "Thresholds" not in run_cli("evaluate", weights, three)[1]
+    assert "is a folder" in cli_error("evaluate", weights, images, "--wrong", folder)
+
+
+def test_bars_of_the_calibration_chart(monkeypatch):
+    """Bars start at zero on a linear scale, and are not drawn over each other."""
+    figures = []
+    monkeypatch.setattr(evaluation_page, "render_png", lambda figure: figures.append(figure) or b"")
+    bins = [Bin(0.4, 0.5, 30, 0.45, 0.5), Bin(0.5, 0.6, 2, 0.55, 1.0), Bin(0.6, 0.7, 0, 0.0, 0.0)]
+    evaluation_page.draw_reliability(Calibration(0.5, 0.1, 0.1, bins), LIGHT)
+    bars, counts = figures[0].axes
+    assert [bar.get_height() for bar in bars.patches] == [50, 100]
+    assert [bar.get_height() for bar in counts.patches] == [30, 2]
+    assert all(bar.get_y() == 0 for bar in (*bars.patches, *counts.patches))
+    assert counts.get_yscale() == "linear"
 
 
 def test_a_second_test_set(run_cli, weights, images, folder):

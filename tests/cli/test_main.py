@@ -22,8 +22,8 @@ import vitrail
 from tests.checkpoints.test_formats import SUFFIX, little
 from tests.images import make_folder, write_invalid_image
 from vitrail.cli import main, train
-from vitrail.cli.train import open_recipe
 from vitrail.recipes import list_recipes, lookup
+from vitrail.recipes.arguments import open_recipe
 
 ROOT = Path(__file__).parents[2]
 
@@ -287,7 +287,8 @@ def test_plan_writes_nothing(run_cli, cli_error, tmp_path, monkeypatch):
     )
     code, fewer, _ = run_cli("plan", "digits", "--out", "run", "--save-every", "0.5", *words.split())
     assert code == 0
-    assert "600 steps for each of 2 seeds, about" in fewer
+    assert "600 steps, about" in fewer
+    assert "; all 2 trainings about" in fewer
     assert memory(fewer) < memory(whole)  # blocks are computed again
     assert "start with torchrun" in cli_error("plan", "digits", "--shard")
     assert "starts from pre-trained weights" in cli_error("plan", "digits", "--recipe", "deit_base_to_384")
@@ -295,7 +296,7 @@ def test_plan_writes_nothing(run_cli, cli_error, tmp_path, monkeypatch):
 
 
 def test_recipes_as_a_table_and_as_json(run_cli, cli_error):
-    _, table, _ = run_cli("recipes")
+    _, table, _ = run_cli("recipes", "--all")
     assert max(map(len, table.splitlines())) <= 120
     assert all(f"\n  {name} " in table for name in list_recipes())
     _, table, _ = run_cli("recipes", "deit*384")
@@ -382,11 +383,11 @@ def test_invalid_options_of_train(run_cli, cli_error, tmp_path):
     out = ("--out", tmp_path / "run")
     assert "does not exist" in cli_error("train", tmp_path / "nowhere", *out)
     for epochs in ("-1", "0", "inf", "nan"):
-        assert f"--epochs {epochs} is not a valid length" in cli_error("train", "digits", "--epochs", epochs, *out)
+        assert f"epochs={epochs} is not a valid length" in cli_error("train", "digits", "--epochs", epochs, *out)
     assert "less than one step" in cli_error("train", "digits", "--epochs", "0.001", *out)
     assert "the nearest are deit_small" in cli_error("train", "digits", "--recipe", "deit_smal", *out)
     assert "--on-nan wait is not known: choose stop or skip" in cli_error("train", "digits", "--on-nan", "wait", *out)
-    assert "--bad hide is not known: choose skip or fatal" in cli_error("train", "digits", "--bad", "hide", *out)
+    assert "--unreadable hide is not known: choose skip or fatal" in cli_error("train", "digits", "--bad", "hide", *out)
     if not torch.cuda.is_available():
         assert "No CUDA device is available: give --device cpu." in cli_error("train", "--device", "cuda", *out)
     for words in (("--micro-batch-size", "0"), ("--workers", "-1"), ("--epochs", "many"), ("--log-steps", "-1"), ("--nonsense",)):

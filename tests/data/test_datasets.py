@@ -276,7 +276,7 @@ def test_tar_index_is_reused_and_rebuilt(tmp_path: Path, monkeypatch: pytest.Mon
 def test_tar_index_is_cached_if_the_folder_is_not_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data, cache = tmp_path / "data", tmp_path / "cache"
     data.mkdir()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    monkeypatch.setenv("VITRAIL_CACHE", str(cache))
     refuse = tar.tempfile.NamedTemporaryFile
 
     def guarded(dir: Path, **options: object) -> object:

@@ -315,7 +315,7 @@ def test_a_cache_grows_and_handles_a_chunk_of_unreadable_images():
 def test_the_cache_location_depends_on_free_memory():
     plan = plan_cache(Images(broken=(0,)))
     assert plan.location == "memory"
-    assert plan.message.startswith("images: 37 images, 0.00 GB decoded, cached in memory (")
+    assert plan.message.startswith("images: 37 images, 115 kB decoded, cached in memory (")
     assert "\n" not in plan.message
     assert plan_cache(Images(), memory_fraction=0).location == "files"
     assert isinstance(plan, CachePlan)

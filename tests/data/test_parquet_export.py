@@ -358,7 +358,7 @@ def test_unreadable_images_are_skipped_and_reported_or_fatal(run_cli, tmp_path):
         packed(path, tmp_path / "none")
 
 
-FULL = r"No space left on device \(.* MiB free\): free disk space and run the same command again"
+FULL = r"No space left on device \(.*B free\): free disk space and run the same command again"
 
 
 def test_a_full_disk_keeps_finished_shards(photos, expected_files, tmp_path):

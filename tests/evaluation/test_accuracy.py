@@ -39,7 +39,9 @@ def test_hits_and_losses(source):
     wrong = Subset(source, np.arange(len(source)))
     wrong.label = Labels((source.label.values + 1) % 3, source.label.names)
     other = summarize(count_hits(Means(), open_loader(wrong), PREPROCESSING, 4), 3)
-    assert (other.top1, summarize(count_hits(Means(), open_loader(wrong), PREPROCESSING, 4), 6).top5) == (0.0, 1.0)
+    assert other.top1 == 0.0
+    hits = count_hits(Means(), open_loader(wrong), PREPROCESSING, 4)
+    assert [summarize(hits, classes).top5 for classes in (6, 9, 10)] == [None, None, 1.0]  # of nine classes says little
     assert other.loss > result.loss
 
 

@@ -8,7 +8,15 @@ from tests.images import make_folder, write_invalid_image
 from vitrail.aliases import upgrade_run
 from vitrail.data.datasets.lookup import open_source
 from vitrail.data.source import Labels, Subset
-from vitrail.evaluation.confusion import MAX_PAIRS, Predictions, class_accuracies, collect_predictions, confusion, worst_mistakes
+from vitrail.evaluation.confusion import (
+    MAX_PAIRS,
+    Predictions,
+    average_metrics,
+    class_metrics,
+    collect_predictions,
+    confusion,
+    worst_mistakes,
+)
 from vitrail.runs.report import confused_pairs
 
 
@@ -48,9 +56,21 @@ def test_many_classes_as_pairs_are_those_of_the_matrix():
     assert confusion(make_predictions([3], [3]), names) == {"pairs": []}
 
 
-def test_classes_without_images_have_no_accuracy():
-    found = class_accuracies(make_predictions([0, 0, 0, 2], [0, 0, 1, 2]), ["a", "b", "c"])
-    assert found == [{"name": "a", "top1": pytest.approx(2 / 3), "images": 3}, {"name": "c", "top1": 1.0, "images": 1}]
+def test_classes_without_images_have_no_metrics():
+    found = class_metrics(make_predictions([0, 0, 0, 2, 2], [0, 0, 1, 2, 0]), ["a", "b", "c"])
+    two_thirds = pytest.approx(2 / 3)
+    assert found == [
+        {"name": "a", "top1": two_thirds, "images": 3, "precision": two_thirds, "recall": two_thirds, "f1": two_thirds},
+        {"name": "c", "top1": 0.5, "images": 2, "precision": 1.0, "recall": 0.5, "f1": two_thirds},
+    ]
+    averages = average_metrics(found)
+    assert averages["macro"] == pytest.approx({"precision": 5 / 6, "recall": 7 / 12, "f1": 2 / 3})
+    assert averages["weighted"] == pytest.approx({"precision": (2 + 2) / 5, "recall": 3 / 5, "f1": 2 / 3})
+
+
+def test_a_class_that_is_never_predicted_has_precision_0():
+    (row,) = class_metrics(make_predictions([1, 1], [0, 0]), ["a", "b"])
+    assert (row["precision"], row["recall"], row["f1"]) == (0.0, 0.0, 0.0)
 
 
 def test_the_most_confident_mistakes_come_first():

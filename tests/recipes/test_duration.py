@@ -2,9 +2,9 @@
 
 import pytest
 
-from vitrail.cli.train import parse_changes
 from vitrail.errors import UserError
 from vitrail.recipes import list_recipes, lookup
+from vitrail.recipes.arguments import recipe_changes
 from vitrail.recipes.duration import describe_cooldown, set_total_epochs
 from vitrail.recipes.schema import ScheduleConfig, parse_duration
 from vitrail.training.schedules import lr_at, total_steps
@@ -42,13 +42,13 @@ def test_cooldowns_in_other_units(cooldown, length):
 
 
 def test_the_epochs_option():
-    assert parse_changes(None, None, 31, None, "lvvit_s") == {"schedule.length": "30 epochs", "schedule.cooldown": "1 epochs"}
-    given = ["schedule.cooldown=0 epochs"]
-    assert parse_changes(given, None, 31, None, "lvvit_s")["schedule.length"] == "31 epochs"
-    assert parse_changes(None, None, 2.5, None, "laptop") == {"schedule.length": "2.5 epochs"}
-    assert parse_changes(None, None, 2, None, None) == {"schedule.length": "2 epochs"}
+    assert recipe_changes("lvvit_s", {}, {"epochs": 31}) == {"schedule.length": "30 epochs", "schedule.cooldown": "1 epochs"}
+    for key in ("schedule.cooldown", "cooldown_epochs"):
+        assert recipe_changes("lvvit_s", {key: "0 epochs"}, {"epochs": 31})["schedule.length"] == "31 epochs"
+    assert recipe_changes("laptop", {}, {"epochs": 2.5}) == {"schedule.length": "2.5 epochs"}
+    assert recipe_changes(None, {}, {"epochs": 2}) == {"schedule.length": "2 epochs"}
     with pytest.raises(UserError, match="no recipe"):
-        parse_changes(None, None, 2, None, "nothing_like_it")
+        recipe_changes("nothing_like_it", {}, {"epochs": 2})
 
 
 def test_the_default_recipes_have_no_cooldown():

@@ -237,7 +237,7 @@ def test_an_unknown_name_suggests_the_nearest():
     with pytest.raises(UserError) as caught:
         lookup("deit_bass")
     assert str(caught.value).startswith("There is no recipe 'deit_bass'; the nearest are deit_base, ")
-    assert str(caught.value).endswith("(`vitrail recipes` lists all).")
+    assert str(caught.value).endswith("(`vitrail recipes --all` lists all).")
     with pytest.raises(UserError, match=r"^There is no recipe 'ß' "):
         lookup("ß")
 

@@ -18,6 +18,8 @@ from vitrail.runs.ablation import (
     Cell,
     choose_folder,
     command_for,
+    estimate_work,
+    is_at_chance,
     is_locked,
     make_cells,
     open_ablation,
@@ -147,13 +149,15 @@ def trained(ablation, monkeypatch):
         for seed in ablation.seeds:
             shutil.rmtree(ablation.run_folder(cell, seed))
     calls, outcomes = [], {}
+    following.clear()
 
-    def train_or_resume(folder, request, seed):
+    def train_or_resume(folder, request, seed, others):
         assert (request.source, request.changes, request.out) == ("digits", {}, None)
         cell = next(cell for cell in ablation.cells if cell.name == folder.parent.name)
         assert (request.recipe, request.workers) == (cell.recipe, 3)
         assert {"batch_size", *cell.changes} <= {*request.explicit}
         calls.append((cell.name, seed))
+        following.append(others)
         outcome = outcomes.get(calls[-1])
         if isinstance(outcome, UserError):
             raise outcome
@@ -165,6 +169,7 @@ def trained(ablation, monkeypatch):
     return calls, outcomes
 
 
+following = []  # the relative times of the trainings after each one
 REQUEST = TrainRequest(source="other", changes={"batch_size": 3}, out="other", workers=3)
 FIRST, SECOND = "optimizer.lr=0.001", "no-clip_grad_norm"
 
@@ -175,6 +180,7 @@ def test_unfinished_trainings_run_seed_by_seed(ablation, trained):
     assert run_ablation(ablation, REQUEST, messages.append) == (True, [])
     assert calls == [(FIRST, 0), (SECOND, 0), (FIRST, 1), (SECOND, 1)]
     assert messages[0] == f"{FIRST}, seed 0 (1 of 4)"
+    assert following == [[1.0] * 3, [1.0] * 2, [1.0], []]
     assert run_ablation(ablation, REQUEST, messages.append) == (True, [])
     assert len(calls) == 4
 
@@ -316,6 +322,29 @@ def test_the_best_cell_is_picked(ablation):
     assert command == shlex.split(
         "vitrail train digits --recipe laptop --set 'schedule.length=3 epochs' --set optimizer.lr=0.001"
     )
+
+
+def test_the_time_of_a_variant_follows_from_its_steps_and_multiply_adds():
+    base = LAPTOP.set({"augmentation.image_size": 32})
+    work = estimate_work(base)
+    assert estimate_work(base.set({"optimizer.lr": 1e-3})) == work
+    assert estimate_work(base.set({"schedule.length": "60 epochs"})) == pytest.approx(2 * work, rel=0.01)
+    assert estimate_work(base.set({"augmentation.image_size": 64})) > 3 * work
+
+
+def test_there_is_no_winner_at_chance_level(ablation):
+    """Digits have ten classes; of 100 images 15 % is not clearly more than 10 %, but 20 % is."""
+    for value, guessing in ((0.15, True), (0.2, False)):
+        for cell in ablation.cells:
+            for seed in (0, 1):
+                file = ablation.run_folder(cell, seed) / "run.json"
+                run = json.loads(file.read_text())
+                run["best"]["top1"] = value if cell is ablation.cells[1] else 0.1
+                run["data"] |= {"validation": 100, "classes": list("0123456789")}
+                file.write_text(json.dumps(run))
+        rows, _ = tabulate(ablation, METRICS["top1"], "best")
+        assert is_at_chance(rows, METRICS["top1"]) is guessing
+        assert not is_at_chance(rows, METRICS["loss"])
 
 
 def test_a_cell_with_fewer_seeds_is_not_picked(ablation):

@@ -11,13 +11,14 @@ from torch import nn
 import vitrail
 from tests.trainers import make_trainer
 from vitrail.data.datasets.lookup import open_splits
-from vitrail.data.source import Subset
+from vitrail.data.source import Splits, Subset
 from vitrail.errors import UserError
 from vitrail.recipes import lookup
-from vitrail.runs import memory
+from vitrail.runs import memory, step_timing
 from vitrail.runs.memory import (
     MemoryPlan,
     activation_bytes,
+    cached_bytes,
     check_disk_space,
     explain_out_of_memory,
     plan_memory,
@@ -169,26 +170,70 @@ def test_groups_fit_any_batch_size():
         assert found == expected
 
 
-def test_the_forecast(source):
-    devices = dataclasses.replace(Devices(CPU), micro_batches=2)
-    plan, model = MemoryPlan(1e9, 1e9, 9e9, 6), little(depth=1)
+PLAN = MemoryPlan(1e9, 1e9, 9e9, 6)
 
-    def message(pace, recipe=RECIPE, plan=plan, options=None, trainings=1):
+
+@pytest.fixture
+def foretell(source):
+    devices, model = dataclasses.replace(Devices(CPU), micro_batches=2), little(depth=1)
+
+    def foretell(pace, recipe=RECIPE, plan=PLAN, options=None, others=()):
         trainer = make_trainer(recipe, source, devices=devices, model=model)
         trainer.options = options or trainer.options  # set here, so that nothing is compiled
-        return forecast(trainer, plan, pace, trainings)
+        return forecast(trainer, plan, pace, "my photos", others)
 
-    plain = message(Pace(8.0))
-    assert plain == "10 steps, about 0:01:20 at 1 images/s; 5.0 GB of 9.0 GB memory"
-    assert "at 0.01 images/s; 5.0" in message(Pace(800.0))
-    assert "at 1,600 images/s before compiling; 5.0" in message(Pace(0.005), options=Options(compile=True))
+    return foretell
+
+
+def test_the_forecast(foretell):
+    (plain,) = foretell(Pace(8.0))
+    assert plain == "10 steps, about 80 s at 1 images/s; 5.0 GB of 9.0 GB memory"
+    assert "at 0.01 images/s; 5.0" in foretell(Pace(800.0))[0]
+    assert "at 1,600 images/s before compiling; 5.0" in foretell(Pace(0.005), options=Options(compile=True))[0]
     validated = RECIPE.set({"validation.every": "4 steps"})  # after 4, 8 and 10
-    assert "about 0:01:41 at 1 images/s, 21 % of it validation; " in message(Pace(8.0, 7.0), validated)
-    assert message(Pace(8.0), trainings=3).startswith("10 steps for each of 3 seeds, about 0:04:00 at")
-    taught = message(Pace(8.0, teacher=3.2), plan=dataclasses.replace(plan, teacher=3e8))
-    assert taught == f"{plain}; the teacher takes 40 % of a step and 300 MB"
+    assert "about 2 min at 1 images/s, 21 % of it validation; " in foretell(Pace(8.0, 7.0), validated)[0]
+    several = foretell(Pace(8.0), others=[1.0, 2.5])[0]
+    assert several.startswith("10 steps, about 80 s at 1 images/s; all 3 trainings about 6 min; 5.0 GB")
+    taught = foretell(Pace(8.0, teacher=3.2), plan=dataclasses.replace(PLAN, teacher=3e8))
+    assert taught == [f"{plain}; the teacher takes 40 % of a step and 300 MB"]
+    assert foretell(Pace(8.0), plan=dataclasses.replace(PLAN, cached=5e8)) == [f"{plain}, 500 MB of it decoded images"]
     rounded = RECIPE.set({"schedule.length": "2 epochs", "data.round_to": 50})  # an epoch has 50 images: 6 steps
-    assert message(Pace(8.0), rounded).startswith("12 steps")
+    assert foretell(Pace(8.0), rounded)[0].startswith("12 steps")
+
+
+def test_the_forecast_names_busy_cores(foretell, monkeypatch):
+    monkeypatch.setattr(step_timing, "count_cores", lambda: 2)
+    monkeypatch.setattr(vitrail.devices, "count_cores", lambda: 2)
+    assert len(foretell(Pace(8.0, busy_cores=0.2))) == 1
+    _, busy = foretell(Pace(8.0, busy_cores=1.6))
+    assert busy == "other programs use 1.6 of 2 cores: it may take up to 1.8 times longer or shorter"
+
+
+def test_the_forecast_suggests_to_annotate(foretell):
+    """With a teacher of more than half of a step: 64 images of 5 / 8 s each."""
+    recipe = RECIPE.set({"distillation.teacher": "runs/teacher"})
+    assert len(foretell(Pace(8.0, teacher=3.9), recipe)) == 1
+    _, advice = foretell(Pace(8.0, teacher=5.0), recipe)
+    assert "`vitrail annotate runs/teacher 'my photos' --out labels` stores its predictions in about 40 s; then" in advice
+    assert advice.endswith("give --teacher labels")
+
+
+def test_the_forecast_of_days_names_alternatives(foretell):
+    recipe = RECIPE.set({"schedule.length": "100 epochs", "augmentation.image_size": 224})
+    assert len(foretell(Pace(100.0), recipe)) == 1
+    _, advice = foretell(Pace(1080.0), recipe)  # 800 steps: ten days
+    assert advice.startswith("this is more than a day: give --minutes 60 for a training that ends after an hour, or --epochs 10 ")
+    assert (
+        "--epochs 10 (about 1 day), or --image-size 112 (about 2 days 12 hours), or `vitrail train 'my photos' --from" in advice
+    )
+
+
+def test_decoded_images_are_counted(source):
+    model = little()
+    plain, cached = (plan_memory(model, attached(model), CPU, 8, cached=cached) for cached in (0, 5e8))
+    assert cached.fixed == plain.fixed + 5e8
+    splits = Splits(source, Subset(source, np.arange(16)), None)
+    assert cached_bytes(splits, RECIPE, CPU) == (64 + 16) * 3 * 8 * 8
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from tests.trainers import make_trainer
 from tests.training.runs import describe, make_run
-from vitrail.cli.train import parse_changes
 from vitrail.data.datasets.digits import PixelSource
 from vitrail.data.source import Labels, Splits
 from vitrail.errors import UserError
+from vitrail.recipes.arguments import recipe_changes
 from vitrail.runs import reference_curves, request
 from vitrail.runs.reference_curves import ReferenceBand, find_reference_band, read_reference_band
 from vitrail.runs.reference_curves.__main__ import default_path, main, make_reference_band, write_reference_band
@@ -195,7 +195,7 @@ def test_a_band_of_the_package_is_found_by_its_command(name, source, recipe, wei
     """The command in docs/default-recipes.md is the training of the band, with any seed and precision."""
     if source == "cifar10/":
         monkeypatch.setattr(request, "open_splits", lambda *_, **__: Splits(cifar(50_000), cifar(10_000), None))
-    changes = parse_changes(["precision=fp32"], weights, epochs, 17, recipe)
+    changes = recipe_changes(recipe, {"precision": "fp32"}, {"from_": weights, "epochs": epochs, "seed": 17})
     requested = TrainRequest(source, recipe, changes=changes)
     data = open_data(requested, resolve_recipe(requested, "cpu"))
     run = describe_run(source, data.splits, make_trainer(data.recipe, data.splits.train), "skip")

@@ -15,7 +15,7 @@ from vitrail.evaluation.confusion import thumbnail
 from vitrail.formatting import format_count, format_time_span, format_value
 from vitrail.pages import image_url
 from vitrail.pages.charts import DARK
-from vitrail.runs import reference_curves
+from vitrail.runs import curves, reference_curves
 from vitrail.runs.curves import Curves
 from vitrail.runs.reference_curves.__main__ import make_reference_band, write_reference_band
 from vitrail.runs.report import confused_pairs, make_curves, write_report
@@ -196,7 +196,7 @@ def test_names_that_are_not_utf8(tmp_path, monkeypatch):
     mistake = {"image": None, "label": "a\udcff", "prediction": "b\ud800", "confidence": 0.5, "location": "\udce9.jpg"}
     text = write_report(make_run(tmp_path, mistakes=[mistake])).read_text(encoding="utf-8")
     assert r"label a\udcff" in text
-    assert r"<small>\udce9.jpg</small>" in text
+    assert r">\udce9.jpg</small>" in text
 
 
 def test_thumbnails():
@@ -211,7 +211,12 @@ def test_thumbnails():
 
 
 def test_number_formatting():
-    assert [format_time_span(seconds) for seconds in (41, 600, 11_100, 187_200)] == ["41 s", "10 min", "3 h 5 min", "2 d 4 h"]
+    assert [format_time_span(seconds) for seconds in (41, 600, 11_100, 187_200)] == [
+        "41 s",
+        "10 min",
+        "3 h 5 min",
+        "2 days 4 hours",
+    ]
     assert [format_count(value) for value in (5_717_416, 86e9, 12, "x", True)] == ["5.72 M", "86.0 G", "12", "x", "True"]
     assert [format_value(value) for value in ({}, None, [1, 2000], ["a"] * 13, {"train": 3000})] == [
         "–",
@@ -233,3 +238,30 @@ def test_best_epoch_follows_the_rule_of_the_trainer(tmp_path):
         assert curves.best == epoch
         assert curves.best_point() == (epoch, 0.5)
     assert Curves([], 1.0).best_point() is None
+
+
+def test_the_best_value_is_in_the_legend_and_not_over_the_curve(full, monkeypatch):
+    figures = []
+    monkeypatch.setattr(curves, "render_png", lambda figure: figures.append(figure) or b"")
+    make_curves(read_run_info(full), read_metrics(full)).draw()
+    accuracies = figures[0].axes[1]
+    assert [text.get_text() for text in accuracies.get_legend().get_texts()] == [
+        "top-5  99.00 %",
+        "top-1  80.00 %",
+        "best  80.00 %",
+    ]
+    assert not accuracies.texts
+
+
+def test_accuracy_with_its_interval_and_baselines(tmp_path, monkeypatch):
+    monkeypatch.setattr(Curves, "draw", lambda *_: b"")
+    best = {"step": 100, "epoch": 4.0, "top1": 0.8, "loss": 0.3, "images": 50}
+    rows = [{"name": "cat", "top1": 0.5, "precision": 0.25, "recall": 0.5, "f1": 1 / 3, "images": 8}]
+    make_run(tmp_path, best=best, baselines={"majority": 0.4, "probe": 0.76}, per_class=rows, test={"top1": 0.7, "images": 400})
+    text = Page(write_report(tmp_path).read_text()).text
+    assert "reached a validation top-1 of 80.00 % ± 10.9" in text
+    assert "95 % interval 67.0 to 88.8 % from 50 images; chance 33.3 %, always the most frequent class 40.0 %, a probe" in text
+    assert "Only 50 images: the interval is ± 11 points; differences below that are noise." in text
+    assert "the validations next to it have 50.0 %" in text
+    assert "70.00 % ± 4.5 (400 images)" in text
+    assert all(part in text for part in ("precision", "25.00 %", "33.33 %"))

@@ -11,20 +11,37 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors import safe_open
 
 import vitrail
-from tests.training.small import ADAMW, FAST_PATCHES, LAMB, OPTIONS, Killer, differences, in_child, leftovers, recipe, start
+from tests.training.small import (
+    ADAMW,
+    FAST_PATCHES,
+    LAMB,
+    OPTIONS,
+    SHORT,
+    Killer,
+    differences,
+    in_child,
+    leftovers,
+    lines,
+    recipe,
+    start,
+)
 from vitrail.checkpoints.training_checkpoints import read_checkpoint
 from vitrail.data import image_loader
 from vitrail.data.loader import CachePlan
 from vitrail.errors import UserError
 from vitrail.runs import train
+from vitrail.runs.display import Display
+from vitrail.runs.finish import read_best
 from vitrail.training import checkpointing
 from vitrail.training.checkpointing import CheckpointManager
-from vitrail.training.trainer import Trainer
+from vitrail.training.trainer import Options, Trainer
 
 CONFIGURATIONS = {"adamw": (ADAMW, None), "lamb": (LAMB, 4)}
 KILLED = -signal.SIGKILL
@@ -348,3 +365,50 @@ def test_a_disk_that_is_full_from_the_start(tmp_path, monkeypatch):
         with pytest.raises(UserError, match=r"free some space there, then `vitrail resume .*` starts at the first step"):
             start(tmp_path / "run", ADAMW)
     assert train.resume(tmp_path / "run", device="cpu", workers=0).finished
+
+
+def test_the_printed_best_is_on_disk_after_a_kill(tmp_path):
+    folder, log_validation = tmp_path / "run", Display.log_validation
+
+    def print_and_die(display, epoch, values):
+        log_validation(display, epoch, values)
+        if values["best"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def work():
+        Display.log_validation = print_and_die
+        start(folder, SHORT, Options(save_seconds=1e9))  # no checkpoint before the last step
+
+    output = tmp_path / "output.txt"
+    assert in_child(work, output) == -signal.SIGKILL
+    assert "best" in output.read_text()
+    with safe_open(folder / "best.safetensors", "pt") as file:
+        saved = json.loads(json.loads(file.metadata()["vitrail"])["notes"]["metrics"])
+    (validation,) = (line for line in lines(folder) if line["kind"] == "validation")
+    assert (saved["step"], saved["top1"]) == (validation["step"], validation["top1"])
+
+
+def test_the_best_of_the_file_is_reported(adamw):
+    """After a kill the file may be newer than the checkpoint that the run is resumed from."""
+    folder, _ = adamw
+    best = json.loads((folder / "run.json").read_text())["best"]
+    older = SimpleNamespace(trainer=SimpleNamespace(folder=folder, best={"step": 1, "top1": 0.0}))
+    assert read_best(older) == best
+    missing = SimpleNamespace(trainer=SimpleNamespace(folder=folder / "none", best={"step": 1}))
+    assert read_best(missing) == {"step": 1}
+
+
+def test_the_verdict_is_printed_and_recorded(adamw):
+    folder, output = adamw[0], output_of(adamw[0]).read_text()
+    run = json.loads((folder / "run.json").read_text())
+    verdict = run["verdict"]
+    assert verdict["top1"] == run["best"]["top1"]
+    assert (verdict["images"], verdict["chance"], verdict["validations"]) == (142, 0.1, 3)
+    assert verdict["low"] < verdict["top1"] < verdict["high"]
+    assert verdict["majority"] == run["baselines"]["majority"] == pytest.approx(0.1, abs=0.05)
+    margin = 50 * (verdict["high"] - verdict["low"])
+    assert f"best validation top-1 {100 * verdict['top1']:.2f} % ± {margin:.1f} (epoch" in output
+    assert "from 142 images; chance 10.0 %, always the most frequent class" in output
+    assert f"Only 142 images: the interval is ± {margin:.0f} points; differences below that are noise." in output
+    assert "It is the best of 3 validations on the same images and therefore optimistic" in output
+    assert output.splitlines()[-1] == f"report {folder / 'report.html'}; weights {folder / 'best.safetensors'}"

@@ -58,11 +58,13 @@ def not_finite(step):
     raise NonFiniteLoss(step)
 
 
-def test_every_seed_is_trained_and_summarized(tmp_path):
+def test_every_seed_is_trained_and_summarized(tmp_path, capsys):
     messages = []
     assert train_seeds(tmp_path / "run", planned(3), messages.append)
     assert {path.name for path in (tmp_path / "run").iterdir()} == {".lock", "seeds.json", "seed-0", "seed-1", "seed-2"}
     assert len(set(values(tmp_path / "run"))) == 3
+    printed = capsys.readouterr().err
+    assert printed.count("; all 3 trainings about ") == printed.count("; all 2 trainings about ") == 1
     top1, loss = summaries(tmp_path / "run")
     assert top1.startswith("validation top-1 ")
     assert "(mean ± sd, n = 3; 95 % interval of the mean" in top1

@@ -136,15 +136,17 @@ def test_mistakes_and_test_images_are_evaluated(done, plain):
     for mistake in plain["mistakes"]:
         assert mistake["truth"] != mistake["guess"]
         assert Image.open(io.BytesIO(base64.b64decode(mistake["image"]))).size == (16, 16)
-        assert os.path.exists(mistake["where"])
+        assert os.path.exists(mistake["location"])
     confidences = [mistake["confidence"] for mistake in plain["mistakes"]]
     assert confidences == sorted(confidences, reverse=True)
 
 
 def test_the_report_shows_them(done, plain):
     page = (done.folder / "report.html").read_text()
-    assert "Test top-1, 12 images" in page
-    assert ("Most confused" in page) == bool(plain["mistakes"])
+    assert "Test top-1" in page
+    assert "(12 images)" in page
+    assert "always the most frequent class 33.3 %" in page
+    assert ("Most confident errors" in page) == bool(plain["mistakes"])
     assert page.count("<figure>") == len(plain["mistakes"])
 
 

@@ -149,7 +149,7 @@ def count_images(path: Path) -> int:
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("VITRAIL_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -290,23 +290,25 @@ def test_wordnet_ids_next_to_the_data_match_the_classes(tmp_path):
     assert teacher_labels.match_classes(teacher, images, "net").tolist() == [517, 134, 0]
 
 
-def test_a_teacher_of_another_image_size(source, teacher, monkeypatch, tmp_path):
+def test_the_size_of_a_teacher_is_chosen(source, teacher, monkeypatch):
+    """Its own if the student's images are smaller or more than twice as large; no sidecar file is needed."""
     monkeypatch.setattr(teacher_labels, "open_teacher", lambda path, device: teacher)
-    recipe = recipe_of(distillation__teacher="timm:somebody")  # 12 x 16, the teacher's 16 x 16
-    (message,) = teacher_labels.open_online_teacher(recipe, source, CPU).messages
-    assert (
-        "trained at 16 pixels and sees the student's images of 12x16, which may be less accurate: run vitrail annotate once"
-        in message
-    )
-    assert teacher_labels.open_online_teacher(recipe.set({"augmentation.image_size": [16, 16]}), source, CPU).messages == []
-    (message,) = teacher_labels.open_online_teacher(recipe.set({"augmentation.image_size": [16, 20]}), source, CPU).messages
-    assert "student's images of 16x20, which may be less accurate and slower: run vitrail annotate once" in message
-    (tmp_path / "net.pt").touch()
-    local = recipe.set({"augmentation.image_size": [16, 20], "distillation.teacher": str(tmp_path / "net.pt")})
-    (message,) = teacher_labels.open_online_teacher(local, source, CPU).messages
-    assert message.endswith(f'slower: write {{"size": 16}} to {tmp_path}/net.pt.teacher.json')
-    monkeypatch.setattr(teacher, "size", (16, 16))  # every image is resized to it
-    assert teacher_labels.open_online_teacher(recipe, source, CPU).messages == []
+
+    def opened(size, **changes):
+        monkeypatch.setattr(teacher, "size", None)
+        recipe = recipe_of(distillation__teacher="timm:somebody", **changes).set({"augmentation.image_size": size})
+        return teacher_labels.open_online_teacher(recipe, source, CPU).messages
+
+    (message,) = opened([12, 16])
+    assert message == "the teacher sees the images resized from 12x16 to 16 pixels, its own size"
+    assert teacher.size == (16, 16)
+    assert opened([48, 48])
+    assert teacher.size == (16, 16)
+    for size in ([16, 16], [16, 20], [32, 32]):
+        assert opened(size) == []
+        assert teacher.size is None
+    assert opened([12, 16], distillation__teacher_size="student") == []
+    assert teacher.size is None
 
 
 def test_an_exported_program_needs_preprocessing(source, tmp_path):

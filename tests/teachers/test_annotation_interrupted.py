@@ -113,7 +113,7 @@ def full_at(name):
     return full
 
 
-AGAIN = r"No space left on device \(.* MiB free\): free disk space and run the same command again"
+AGAIN = r"No space left on device \(.*B free\): free disk space and run the same command again"
 
 
 def test_full_disk_keeps_finished_shards(tmp_path, monkeypatch):

@@ -47,7 +47,8 @@ FAST_PATCHES += [(finish, "write_report", lambda folder: None), (finish, "evalua
 
 
 def start(folder, changes, options=OPTIONS, micro_batch_size=None, source="digits"):
-    return train.train(source, "laptop", None, folder, changes, options, "cpu", micro_batch_size, 0)
+    hardware = {"device": "cpu", "micro_batch_size": micro_batch_size, "workers": 0}
+    return train.train(source, "laptop", out=folder, changes=changes, options=options, **hardware)
 
 
 def recipe(changes):

@@ -46,6 +46,8 @@ from vitrail.training.trainer import NonFiniteLoss, Options
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch was built without gloo")
 LAMB = {"optimizer.kind": "lamb"}
 SKIP = Options(on_nan="skip")
+# The weights do not change, so the second validation is not better than the first.
+PATIENCE = {"validation.patience": 1, "validation.every": "2 steps", "optimizer.lr": 1e-30, "schedule.warmup_lr": 0.0}
 # name: recipe changes, options, micro-batches, other arguments
 ALIKE = {
     "adamw": ({}, Options(), 2, {}),
@@ -55,6 +57,7 @@ ALIKE = {
     "batch norms": (BATCH_NORMS, SKIP, 2, {"poison": 12}),
     "batch norms of groups": (BATCH_NORMS | {"group_size": 4}, Options(), 2, {}),
     "skipping drop-path": ({"architecture.drop_path_kind": "skip"}, Options(), 4, {}),
+    "patience": (PATIENCE, Options(), 2, {}),
     "mixed groups": (DENSE | {"group_size": 4, "token_labels.mixtoken": 1.0}, Options(), 2, {}),
 }
 SHARDED = {
@@ -209,6 +212,7 @@ def test_two_processes_equal_one(found, one, name):
         assert theirs[name]["skipped"] == expected["skipped"] == len(ALIKE[name][3])
     ours = samples(found[0][name]["seen"]), samples(found[1][name]["seen"])
     assert sorted(ours[0] + ours[1]) == sorted(samples(expected["seen"]))
+    assert (max(expected["seen"])[0] < 19) == (name == "patience")  # which ends all processes early, at the same step
 
 
 @pytest.mark.parametrize("name", SHARDED)

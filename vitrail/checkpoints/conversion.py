@@ -91,6 +91,8 @@ def read_description(model: VisionTransformer, kind: str, checkpoint: Checkpoint
         model.preprocessing = huggingface.read_preprocessing(checkpoint.preprocessor, model.architecture.image_size)
     if kind == "hf" and checkpoint.config:
         model.class_names = huggingface.class_names(checkpoint.config, model.architecture.classes)
+    elif isinstance(names := config.get("label_names"), list) and len(names) == model.architecture.classes:  # of timm
+        model.class_names = list(map(str, names))
 
 
 def save_foreign(model: VisionTransformer, path: Path, format: str, approximate: bool) -> None:

@@ -1,6 +1,5 @@
 """Reading of checkpoint files, recognized by their content. No pickle can run code; damaged files raise a `UserError`."""
 
-import difflib
 import json
 import pickle
 import re
@@ -15,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from vitrail.checkpoints.bundled import NAMES, find_bundled
+from vitrail.checkpoints.hub import find_named, suggest
 from vitrail.checkpoints.torch_files import load_pickled
 from vitrail.errors import UserError
 
@@ -40,12 +39,10 @@ class Checkpoint:
 
 
 def read_weights(path: str | Path, ema: bool = False) -> Checkpoint:
-    """The weights in a file or folder of any supported format, or bundled weights by name; `ema` selects the EMA weights."""
-    path = find_bundled(path) or Path(path)
+    """The weights in a file or folder of any supported format, or weights by name; `ema` selects the EMA weights."""
+    path = find_named(path) or Path(path)
     if not path.exists():
-        meant = difflib.get_close_matches(str(path), NAMES, 1, 0.6)
-        hint = f" Weights included in the package: {', '.join(NAMES)}." if meant else ""
-        raise UserError(f"There is no file {path}.{hint}")
+        raise UserError(f"There is no file {path}.{suggest(str(path))}")
     if path.suffix == SHARDED and path.is_dir():
         return read_training_checkpoint(path, ema)
     if path.is_dir():

@@ -75,14 +75,16 @@ class TeacherOptions(NamedTuple):
 
     def open(self, path: str) -> "Teacher":
         from vitrail.checkpoints.readers import read_json
-        from vitrail.devices import choose_device
+        from vitrail.devices import adapt_threads, choose_device
         from vitrail.teachers import open_teacher
 
         settings = read_json(self.preprocessing) if self.preprocessing is not None else None
         if self.preprocessing is not None and settings is None:
             raise UserError(f"There is no file {self.preprocessing}.")
-        size = parse_size(self.size)
-        return open_teacher(path, choose_device(self.device), self.class_names(), settings, self.kind, size)
+        size, device = parse_size(self.size), choose_device(self.device)
+        for message in adapt_threads(device):
+            print_message(message)
+        return open_teacher(path, device, self.class_names(), settings, self.kind, size)
 
 
 @expand_options

@@ -13,7 +13,7 @@ from rich.console import Console
 from vitrail.cli.console import make_console, make_table
 from vitrail.cli.options import DeviceOption, PlotOption, check_choice, expand_options, parse_sizes
 from vitrail.errors import UserError
-from vitrail.formatting import percent
+from vitrail.formatting import format_bytes, percent
 
 if TYPE_CHECKING:
     from vitrail.bench.candidates import Candidate
@@ -267,7 +267,7 @@ def row(measurement: "Measurement", measurements: "Sequence[Measurement]", colum
         "batch size": f"{measurement.batch_size:,}",
         "size": format_size(measurement.size),
         "depth": str(measurement.depth),
-        "memory": f"{measurement.memory / 1e9:.2f} GB" if measurement.memory is not None else "",
+        "memory": format_bytes(measurement.memory) if measurement.memory is not None else "",
         "compile": f"{measurement.compile_seconds:.1f} s" if measurement.compile_seconds is not None else "",
     }
     if measurement.seconds:

@@ -26,7 +26,7 @@ from vitrail.cli.options import (
     check_choice,
     expand_options,
 )
-from vitrail.cli.train import open_recipe, parse_changes
+from vitrail.cli.train import parse_set
 from vitrail.errors import UserError
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class TrainingOptions(NamedTuple):
 
     model: ModelOption = None
     changes: SetOption = None
-    weights: FromOption = None
+    from_: FromOption = None
     epochs: EpochsOption = None
     device: DeviceOption = None
     micro_batch_size: MicroBatchSizeOption = None
@@ -134,6 +134,7 @@ def ablate(
     Several GPUs: start the same command once per GPU, with --device cuda:0, --device cuda:1, ….
     """
     from vitrail.devices import choose_device
+    from vitrail.recipes.arguments import open_recipe, recipe_changes
     from vitrail.runs import ablation
     from vitrail.runs.comparison import comparison_to_dict, find_metric
     from vitrail.runs.request import TrainRequest, open_data, resolve_recipe
@@ -144,12 +145,14 @@ def ablate(
     if pick and metric == "test":
         raise UserError("--pick must not choose by the test images: use a validation metric.")
     seed, seeds, model = variants.seed, variants.seeds, training.model
-    base_changes = parse_changes(training.changes, training.weights, training.epochs, None, recipe)
+    opened_recipe = open_recipe(recipe)
+    everyday = {"from_": training.from_, "epochs": training.epochs}
+    base_changes = recipe_changes(opened_recipe, parse_set(training.changes), everyday)
     if "seed" in base_changes:
         raise UserError("All variants have the same seeds: give the first with --seed, and their number with --seeds.")
     request = TrainRequest(
         source,
-        open_recipe(recipe),
+        opened_recipe,
         model,
         base_changes | {"seed": seed},
         device=training.device,
@@ -175,7 +178,14 @@ def ablate(
     for message in (*messages, *failed):
         print(message, file=sys.stderr)
     content = comparison_to_dict(rows, measure, at)
-    if pick:
+    chosen = None
+    if ablation.is_at_chance(rows, measure):
+        print(
+            "No variant is clearly better than guessing, so there is no winner: train for longer, or start from weights with "
+            "--from.",
+            file=sys.stderr,
+        )
+    elif pick:
         chosen = ablation.pick(rows, measure)
         extra = base_changes | ({"model": model} if model else {})
         command = ablation.command_for(opened, recipe, extra, chosen.group.name)
@@ -185,7 +195,7 @@ def ablate(
     else:
         show(rows, measure, at)
         print_text(f"\n{folder}/table.md, table.json and table.png contain this table.")
-        if pick:
+        if chosen is not None:
             spread = chosen.spread
             sd = f" ± {measure.show(spread.sd)}" if spread.sd is not None else ""
             unsure = chosen.difference is not None and (chosen.difference.p is None or chosen.difference.p > 0.05)

@@ -74,4 +74,4 @@ def print_problems(problems: "Sequence[Problem]") -> None:
     for problem in problems[:MAX_LISTED]:
         print_message("{}: {}".format(*problem))
     if len(problems) > MAX_LISTED:
-        print_message(f"… and {len(problems) - MAX_LISTED:,} more images that could not be read.")
+        print_message(f"… and {pluralize(len(problems) - MAX_LISTED, 'more image')} that could not be read.")

@@ -83,7 +83,7 @@ def demo(
             if (folder / name / "run.json").exists():
                 done = resume(folder / name, device=device)
             else:
-                done = train(IMAGES, "finetune", model, folder / name, leaves, Options(), device)
+                done = train(IMAGES, "finetune", model=model, out=folder / name, changes=leaves, options=Options(), device=device)
             if not done.finished:
                 to_stderr(again)
                 sys.exit(130)

@@ -21,7 +21,7 @@ from vitrail.data.image_loader import ImageLoader
 from vitrail.data.source import Source, Subset
 from vitrail.devices import choose_device
 from vitrail.evaluation.confusion import Predictions, collect_predictions, confusion, thumbnail, worst_mistakes
-from vitrail.formatting import format_time_span, format_value, percent
+from vitrail.formatting import format_time_span, format_value, percent, pluralize
 from vitrail.interpret.rollout import attention_rollout, patch_evidence
 from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.pages import image_url, write_page
@@ -253,7 +253,10 @@ def list_settings(first: DemoRun) -> Rows:
     run, recipe = first.run, first.run["recipe"]
     return [
         ("Photographs", "Oxford-IIIT Pet Dataset, Parkhi, Vedaldi, Zisserman, Jawahar, CVPR 2012; CC BY-SA 4.0; 12 of 37 breeds"),
-        ("Both trainings", f"{run['steps']} steps with batch size {recipe['batch_size']}, {recipe['schedule']['length']}"),
+        (
+            "Both trainings",
+            f"{pluralize(run['steps'], 'step')} with batch size {recipe['batch_size']}, {recipe['schedule']['length']}",
+        ),
         ("Best weights", f"by accuracy on {run['data']['validation']} validation images"),
         ("Machine", format_value(run["machine"])),
         *((str(name), format_value(value)) for name, value in run["versions"].items()),

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from vitrail.cli.console import print_json, print_message, print_problems, print_table
 from vitrail.cli.options import (
+    CacheOption,
     FeatureOptions,
     HardwareOptions,
     JsonOption,
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from vitrail.data.loader import Problem
     from vitrail.data.source import Source
     from vitrail.evaluation.features import Embedding, FeatureKind
+    from vitrail.evaluation.model import Model
     from vitrail.evaluation.probes.suite import ProbeTask, TaskResult
 
 
@@ -55,7 +57,7 @@ def embed(
     check_writable(out)
     images, problems = open_embedding_source(source, split)
     kind = features.kind(normalize=normalize)
-    embedding = embed_images(weights, images, kind, hardware, problems=problems)
+    embedding = embed_images(weights, images, kind, hardware, features.cache, problems=problems)
     written = write_embedding(embedding, images, out, kind, str(weights))
     count, width = embedding.vectors.shape
     print(f"{pluralize(count, 'image')}, {width} features each -> {' and '.join(map(str, written))}")
@@ -72,6 +74,7 @@ def suite(
     out: Annotated[Path | None, typer.Option(help="The folder for the results of each task; default: FILE.results.")] = None,
     *,
     hardware: HardwareOptions,
+    cache: CacheOption = True,
     as_json: JsonOption = False,
 ) -> None:
     """Probe models on many data sets and print one table.
@@ -81,14 +84,16 @@ def suite(
     Example: [bold]vitrail suite tasks.yaml deit3_small.safetensors runs/photos-laptop[/bold]
     """
     from vitrail.data.progress import progress
-    from vitrail.evaluation.model import find_weights, open_model
+    from vitrail.evaluation.model import find_weights
     from vitrail.evaluation.probes.suite import group_means, read_suite, run_suite
 
     tasks = read_suite(file)
     paths = [find_weights(path) for path in dict.fromkeys(weights)]
     folder = out or file.with_name(f"{file.stem}.results")
     device, batch_size, workers = hardware
-    results = run_suite(tasks, paths, folder, lambda path: open_model(path, device), progress, batch_size, workers, print_message)
+    results = run_suite(
+        tasks, paths, folder, lambda path: open_on(path, device), progress, batch_size, workers, print_message, cache
+    )
     means = {str(path): group_means(tasks, results, str(path)) for path in paths}
     if as_json:
         print_json({"results": [result._asdict() for result in results], "means": means})
@@ -109,21 +114,34 @@ def print_suite(tasks: "Sequence[ProbeTask]", results: "Sequence[TaskResult]", m
     print_table(("task", "probe", *means), rows, left=("task", "probe"))
 
 
+def open_on(weights: str | Path, device: str | None) -> "Model":
+    """The model of these weights; on a CPU with as many threads as cores are idle."""
+    from vitrail.devices import adapt_threads
+    from vitrail.evaluation.model import device_of, open_model
+
+    model = open_model(weights, device)
+    for message in adapt_threads(device_of(model)):
+        print_message(message)
+    return model
+
+
 def embed_images(
     weights: str | Path,
     images: "Source",
     kind: "FeatureKind",
     hardware: HardwareOptions,
+    cache: bool,
     title: str = "embedding",
     problems: "Sequence[Problem]" = (),
 ) -> "Embedding":
     """The features of the images; unreadable ones, after other `problems`, are printed."""
     from vitrail.data.progress import progress
+    from vitrail.evaluation.feature_cache import cached_embed
     from vitrail.evaluation.features import embed as compute_embedding
-    from vitrail.evaluation.model import open_model
 
-    model = open_model(weights, hardware.device)
+    model = open_on(weights, hardware.device)
+    compute = cached_embed if cache else compute_embedding
     with progress(title, len(images)) as advance:
-        embedding = compute_embedding(model, images, kind, hardware.batch_size, hardware.workers, advance)
+        embedding = compute(model, images, kind, hardware.batch_size, hardware.workers, advance)
     print_problems([*problems, *embedding.problems])
     return embedding

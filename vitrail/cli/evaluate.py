@@ -28,8 +28,11 @@ if TYPE_CHECKING:
 
     from vitrail.data.class_matching import Among, ClassMatch
     from vitrail.data.source import Source
-    from vitrail.evaluation.evaluate import Evaluation, EvaluationData, EvaluationOptions, Scores
+    from vitrail.evaluation.evaluate import Evaluation, EvaluationData, EvaluationOptions, Scores, WrongImage
     from vitrail.evaluation.model import Head, Model
+
+
+MAX_THUMBNAILS = 24  # of wrong predictions in the page
 
 
 class DataOptions(NamedTuple):
@@ -67,30 +70,46 @@ def evaluate(
     ] = None,
     sizes: Annotated[str | None, typer.Option(help="Image sizes to compare: 160,192,224 or 192x256 (height x width).")] = None,
     crop_ratios: Annotated[str | None, typer.Option(help="Crop ratios to compare: 0.8,0.9,1.0.")] = None,
+    positive: Annotated[
+        str | None, typer.Option(metavar="CLASS", help="Of two classes, the one that thresholds are for; default: the second.")
+    ] = None,
+    precision: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Precision that a threshold of two classes shall reach.")
+    ] = 0.95,
+    wrong: Annotated[
+        Path | None, typer.Option(metavar="CSV", help="Write a table of the wrongly classified images with their predictions.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for report.html, its plots and evaluation.json.")] = None,
     *,
     shared: DataOptions,
 ) -> None:
-    """Evaluate a model: accuracy, classes, confusions, calibration; several data sets, image sizes and crop ratios.
+    """Evaluate a model: accuracy, precision, recall, confusions, calibration; several data sets, image sizes and crop ratios.
 
-    Example: [bold]vitrail evaluate runs/photos-laptop photos/ --out report[/bold]
+    Example: [bold]vitrail evaluate runs/photos-laptop photos/ --out report --wrong wrong.csv[/bold]
     """
-    from vitrail.atomic_files import check_writable_folder
+    from vitrail.atomic_files import check_writable, check_writable_folder, reject_overwrite
     from vitrail.data.progress import progress
-    from vitrail.evaluation.evaluate import sweep_sizes
+    from vitrail.evaluation.evaluate import check_positive, sweep_sizes
     from vitrail.evaluation.model import HEADS, check_head, open_model
 
     image_sizes, ratios = parse_sizes(sizes), parse_ratios(crop_ratios)
     options = shared.evaluation(cast("Head", check_choice("--head", head, HEADS)))
     check_writable_folder(out)
+    check_writable(wrong)
+    reject_overwrite(wrong, *str(weights).split("+"), *sources)
+    if wrong is not None and wrong.is_dir():
+        raise UserError(f"{wrong} is a folder: give --wrong the name of a CSV file.")
     model = open_model(weights, shared.hardware.device)
     check_head(model, options.head)
     data = [open_labeled(path, shared.split, weights) for path in sources]
     matchings = match_sources(model, data, sources, shared.class_map)
-    evaluations = [
-        evaluate_source(model, each, path, matching, options, labels if number == 0 else None)
+    for matching in matchings:
+        check_positive(matching.names, positive)
+    results = [
+        evaluate_source(model, each, path, matching, options, labels if number == 0 else None, positive, precision)
         for number, (each, path, matching) in enumerate(zip(data, sources, matchings, strict=True))
     ]
+    evaluations = [result.evaluation for result in results]
     sweep: list[dict[str, Any]] = []
     if image_sizes or ratios:
         total = len(data[0].source) * max(len(image_sizes), 1) * max(len(ratios), 1)
@@ -101,11 +120,17 @@ def evaluate(
         "model": model.name,
         "head": head,
         "preprocessing": model.preprocessing.to_dict(),
-        "evaluations": [each.to_dict() for each in evaluations],
+        "evaluations": [each.evaluation.to_dict() | {"wrong": [vars(row) for row in each.wrong]} for each in results],
         "sweep": sweep,
     }
     title = f"{model.name or Path(weights).name} on {Path(sources[0]).name or sources[0]}"
-    written = write_report(out, title, evaluations, sweep, content) if out is not None else []
+    written = []
+    if out is not None:
+        mistakes = draw_mistakes(model, data[0].source, results[0].wrong)
+        written += write_report(out, title, evaluations, sweep, content, mistakes)
+    if wrong is not None:
+        write_wrong(wrong, [row for each in results for row in each.wrong])
+        written.append(wrong)
     if shared.as_json:
         print_json(replace_nan(content))
         return
@@ -237,6 +262,13 @@ def match_sources(
     return matchings
 
 
+class Result(NamedTuple):
+    """The evaluation of one source, and its wrongly classified images."""
+
+    evaluation: "Evaluation"
+    wrong: "list[WrongImage]"
+
+
 def evaluate_source(
     model: "Model",
     data: "EvaluationData",
@@ -244,8 +276,10 @@ def evaluate_source(
     matching: "ClassMatch",
     options: "EvaluationOptions",
     labels: Path | None,
-) -> "Evaluation":
-    from vitrail.evaluation.evaluate import summarize_scores
+    positive: str | None,
+    precision: float,
+) -> Result:
+    from vitrail.evaluation.evaluate import list_wrong, summarize_scores
     from vitrail.evaluation.multilabel import read_valid_labels
 
     valid_labels = read_valid_labels(labels, data.source) if labels is not None else None
@@ -253,7 +287,10 @@ def evaluate_source(
     calibration = None
     if data.calibration is not None:
         calibration = compute_scores(model, data.calibration, matching, options, "fitting the temperature")
-    return summarize_scores(scores, matching, path, data.split, options.among, calibration, valid_labels)
+    evaluation = summarize_scores(
+        scores, matching, path, data.split, options.among, calibration, valid_labels, positive, precision
+    )
+    return Result(evaluation, list_wrong(scores, matching, data.source))
 
 
 def compute_scores(
@@ -272,13 +309,44 @@ def write_report(
     evaluations: "Sequence[Evaluation]",
     sweep: Sequence[dict[str, Any]],
     content: dict[str, Any],
+    mistakes: Sequence[dict[str, Any]],
 ) -> list[Path]:
     from vitrail.atomic_files import atomic_write
     from vitrail.cli.evaluation_page import write_evaluation_report
 
     text = json.dumps(replace_nan(content), indent=1) + "\n"
     atomic_write(out / "evaluation.json", lambda file: file.write_text(text, encoding="utf-8"))
-    return [*write_evaluation_report(out, title, evaluations, sweep), out / "evaluation.json"]
+    return [*write_evaluation_report(out, title, evaluations, sweep, mistakes), out / "evaluation.json"]
+
+
+def draw_mistakes(model: "Model", source: "Source", wrong: "Sequence[WrongImage]") -> list[dict[str, Any]]:
+    """The most confident wrong predictions with a thumbnail, for the page."""
+    from vitrail.data.decode import decode
+    from vitrail.evaluation.confusion import thumbnail
+    from vitrail.evaluation.model import decode_side
+    from vitrail.pages import image_url
+
+    return [
+        {
+            "url": image_url(thumbnail(decode(source.encoded(row.index), decode_side(model)))),
+            "label": row.label,
+            "prediction": row.prediction,
+            "confidence": row.probability,
+            "location": row.image,
+        }
+        for row in wrong[:MAX_THUMBNAILS]
+    ]
+
+
+def write_wrong(path: Path, wrong: "Sequence[WrongImage]") -> None:
+    """Write one row per wrong prediction: image, label, prediction, and the probabilities of prediction and label."""
+    from vitrail.cli.predict import csv_line, open_output
+
+    with open_output(path) as stream:
+        stream.write(csv_line(["image", "label", "prediction", "probability", "label_probability"]))
+        for row in wrong:
+            probabilities = (f"{value:.6g}" for value in (row.probability, row.label_probability))
+            stream.write(csv_line([row.image, row.label, row.prediction, *probabilities]))
 
 
 def replace_nan(value: Any) -> Any:

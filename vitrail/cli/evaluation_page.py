@@ -7,21 +7,33 @@ from typing import Any
 import numpy as np
 
 from vitrail.atomic_files import atomic_write
-from vitrail.evaluation.evaluate import Calibration, Evaluation
-from vitrail.formatting import format_significant
+from vitrail.cli.evaluation_tables import CLASS_COLUMNS, THRESHOLD_COLUMNS, describe_thresholds, list_classes, list_thresholds
+from vitrail.evaluation.evaluate import Calibration, ClassCurve, Evaluation
+from vitrail.evaluation.statistics import wilson
+from vitrail.formatting import escape_control, format_significant
 from vitrail.pages import png_url, write_page
 from vitrail.pages.charts import DARK, LIGHT, Palette, new_figure, render_png, style_axes
 from vitrail.runs.report import DARK_MODE, MAX_MATRIX_CLASSES, Rows, confused_pairs, format_accuracy, format_pairs
 
-MAX_ROWS = 24  # of classes and of confusions
+MAX_ROWS = 24  # of confusions
+MAX_CLASSES = 100  # rows of the table of classes
 
 
 def write_evaluation_report(
-    folder: Path, title: str, evaluations: Sequence[Evaluation], sweep: Sequence[dict[str, Any]]
+    folder: Path,
+    title: str,
+    evaluations: Sequence[Evaluation],
+    sweep: Sequence[dict[str, Any]],
+    mistakes: Sequence[dict[str, Any]] = (),
 ) -> list[Path]:
-    """Write report.html, reliability.png and, if several sizes or crop ratios were evaluated, sweep.png."""
+    """Write report.html, reliability.png, curves.png for up to 20 classes, and sweep.png for several sizes or crop ratios.
+
+    `mistakes` have the keys url, label, prediction, confidence and location.
+    """
     first = evaluations[0]
     charts = {"reliability.png": draw_light_and_dark(lambda palette: draw_reliability(first.calibration, palette))}
+    if first.curves:
+        charts["curves.png"] = draw_light_and_dark(lambda palette: draw_curves(first.curves, palette))
     if len(sweep) > 1:
         charts["sweep.png"] = draw_light_and_dark(lambda palette: draw_sweep(sweep, palette))
     for name, (light, _) in charts.items():
@@ -37,7 +49,15 @@ def write_evaluation_report(
         sweep_chart=chart_versions(*charts["sweep.png"]) if "sweep.png" in charts else None,
         reliability=chart_versions(*charts["reliability.png"]),
         calibration=list_calibration(first.calibration),
-        hardest=list_hardest(first),
+        verdict=first.verdict.describe(),
+        class_columns=("class", *CLASS_COLUMNS),
+        classes=list_classes(first, MAX_CLASSES),
+        curves_chart=chart_versions(*charts["curves.png"]) if first.curves else None,
+        positive=first.thresholds.positive if first.thresholds else None,
+        threshold_columns=THRESHOLD_COLUMNS,
+        thresholds=list_thresholds(first),
+        thresholds_note=describe_thresholds(first),
+        errors=mistakes,
         pairs=format_pairs(confused_pairs(matrix, names, MAX_ROWS) if matrix else first.confusion["pairs"]),
         matrix=matrix if len(names) <= MAX_MATRIX_CLASSES else None,
         names=names,
@@ -57,9 +77,10 @@ def chart_versions(light: bytes, dark: bytes) -> list[tuple[str, str]]:
 
 def list_highlights(evaluation: Evaluation) -> Rows:
     rows = [
-        ("top-1", format_accuracy(evaluation.top1)),
+        ("top-1", evaluation.verdict.plus_minus),
         ("top-1 with several labels", format_accuracy(evaluation.multilabel.top1 if evaluation.multilabel else None)),
         ("top-5", format_accuracy(evaluation.top5)),
+        ("macro F1", format_accuracy(evaluation.averages["macro"]["f1"])),
         ("loss", format_significant(evaluation.loss)),
         ("calibration error", format_accuracy(evaluation.calibration.ece)),
         ("images", f"{evaluation.images:,}"),
@@ -73,7 +94,7 @@ def list_sources(evaluations: Sequence[Evaluation]) -> list[tuple[str, ...]]:
         (
             f"{evaluation.source}, {evaluation.split}",
             f"{evaluation.images:,}",
-            f"{format_accuracy(evaluation.top1)} ± {100 * evaluation.top1_error:.2f}",
+            evaluation.verdict.plus_minus,
             f"{100 * (evaluation.top1 - first.top1):+.2f}" if evaluation is not first else "",
             format_accuracy(evaluation.top5),
             format_significant(evaluation.loss),
@@ -113,11 +134,6 @@ def list_calibration(calibration: Calibration) -> Rows:
     ]
 
 
-def list_hardest(evaluation: Evaluation) -> Rows:
-    worst = sorted(evaluation.per_class, key=lambda row: row["top1"])[:MAX_ROWS]
-    return [(row["name"], f"{format_accuracy(row['top1'])} of {row['images']:,}") for row in worst if row["top1"] < 1]
-
-
 def list_settings(evaluation: Evaluation) -> Rows:
     rows = [
         ("Source", f"{evaluation.source}, {evaluation.split}"),
@@ -135,14 +151,14 @@ def list_settings(evaluation: Evaluation) -> Rows:
 
 
 def draw_reliability(calibration: Calibration, palette: Palette) -> bytes:
-    """Draw accuracy over confidence and the number of images per bin, without and with temperature."""
+    """Draw accuracy with its 95 % interval over confidence, and the number of images per bin, without and with temperature."""
     sides = [("Without temperature", calibration.bins, calibration.ece)]
     if calibration.bins_after is not None and calibration.temperature is not None and calibration.ece_after is not None:
         sides.append((f"Temperature {calibration.temperature:.3g}", calibration.bins_after, calibration.ece_after))
     width = 4.6 * len(sides) + 0.4
     with new_figure(palette, (width, 5.2)) as figure:
         panels = figure.subplots(2, len(sides), squeeze=False, height_ratios=(4, 1), sharex=True)
-        figure.subplots_adjust(0.8 / width, 0.11, 1 - 0.3 / width, 0.93, wspace=0.18, hspace=0.08)
+        figure.subplots_adjust(0.8 / width, 0.11, 1 - 0.3 / width, 0.93, wspace=0.26, hspace=0.08)
         for column, (title, bins, error) in enumerate(sides):
             axes, histogram = panels[0, column], panels[1, column]
             style_axes(axes, title, palette)
@@ -153,23 +169,61 @@ def draw_reliability(calibration: Calibration, palette: Palette) -> bytes:
             centers, bar_width = 100 * np.array([(bin.low + bin.high) / 2 for bin in filled]), 90 / len(bins)
             accuracy = 100 * np.array([bin.accuracy for bin in filled])
             confidence = 100 * np.array([bin.confidence for bin in filled])
-            axes.bar(centers, accuracy, bar_width, color=palette.blue, alpha=0.75, label="accuracy")
-            bottom, gap = np.minimum(accuracy, confidence), np.abs(accuracy - confidence)
-            axes.bar(centers, gap, bar_width, bottom, color="none", edgecolor=palette.orange, hatch="////", label="gap")
-            axes.set_ylim(0, 100)
+            intervals = 100 * np.array([wilson(bin.accuracy, bin.images) for bin in filled]).T
+            axes.bar(centers, accuracy, bar_width, color=palette.blue, alpha=0.5, label="accuracy")
+            axes.vlines(centers, *intervals, color=palette.foreground, linewidth=1, label="95 % interval")
+            axes.hlines(confidence, centers - bar_width / 2, centers + bar_width / 2, color=palette.orange, linewidth=2.5)
+            axes.plot([], color=palette.orange, linewidth=2.5, label="mean confidence")
+            axes.set_ylim(0, 101)
             axes.yaxis.set_major_formatter("{x:g} %")
             axes.legend(loc="upper left", frameon=False, labelcolor=palette.foreground, fontsize=9)
             histogram.bar(centers, [bin.images for bin in filled], bar_width, color=palette.muted, alpha=0.6)
-            if max(bin.images for bin in bins) > 20:
-                histogram.set_yscale("log")
-                histogram.set_ylim(bottom=0.7)
-                histogram.minorticks_off()
+            histogram.yaxis.get_major_locator().set_params(integer=True, nbins=3)
             histogram.set_xlim(0, 100)
             histogram.xaxis.set_major_formatter("{x:g} %")
             histogram.set_xlabel("confidence", color=palette.muted)
         panels[0, 0].set_ylabel("accuracy", color=palette.muted)
         panels[1, 0].set_ylabel("images", color=palette.muted)
         return render_png(figure)
+
+
+def draw_curves(curves: Sequence[ClassCurve], palette: Palette) -> bytes:
+    """Draw precision over recall, and recall over the false positive rate, with a line per class."""
+    colors = (palette.blue, palette.orange, palette.green, palette.muted, palette.foreground)
+    with new_figure(palette, (11, 5)) as figure:
+        panels = figure.subplots(1, 2)
+        figure.subplots_adjust(0.07, 0.13, 0.75, 0.91, wspace=0.3)
+        for axes, title in zip(panels, ("Precision-recall", "ROC"), strict=True):
+            style_axes(axes, title, palette)
+            axes.set(xlim=(0, 100), ylim=(0, 101))
+            axes.xaxis.set_major_formatter("{x:g} %")
+            axes.yaxis.set_major_formatter("{x:g} %")
+            axes.tick_params(pad=8)
+        left, right = panels
+        left.set(xlabel="recall", ylabel="precision")
+        right.set(xlabel="false positive rate", ylabel="recall")
+        right.plot((0, 100), (0, 100), color=palette.muted, linewidth=1, linestyle=(0, (4, 3)))
+        for index, (name, curve) in enumerate(curves):
+            style = {"color": colors[index % len(colors)], "linestyle": ("-", "--", ":", "-.")[index // len(colors) % 4]}
+            recall = 100 * np.append(0.0, curve.recall)
+            left.step(recall, 100 * np.append(curve.precision[0], curve.precision), where="pre", linewidth=1.5, **style)
+            label = f"{shorten(name)}  {curve.average_precision:.3f}  {curve.auc:.3f}"
+            right.plot(100 * np.append(0.0, curve.false_positive_rate), recall, linewidth=1.5, label=label, **style)
+        legend = right.legend(
+            loc="upper left", bbox_to_anchor=(1.02, 1.02), frameon=False, labelcolor=palette.foreground, fontsize=8
+        )
+        legend.set_title("class, AP, AUC", prop={"size": 8})
+        legend.get_title().set_color(palette.muted)
+        for axes in panels:
+            axes.xaxis.label.set_color(palette.muted)
+            axes.yaxis.label.set_color(palette.muted)
+        return render_png(figure)
+
+
+def shorten(name: str, length: int = 16) -> str:
+    """A name of at most so many printable characters, without the symbols that start a formula in matplotlib."""
+    name = escape_control(name).replace("$", r"\$")
+    return name if len(name) <= length else f"{name[: length - 1]}…"
 
 
 def draw_sweep(sweep: Sequence[dict[str, Any]], palette: Palette) -> bytes:

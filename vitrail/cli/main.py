@@ -67,6 +67,7 @@ class Commands(TyperGroup):
         return sorted(names, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        simplify_types(self)
         with convert_interrupts():
             return super().make_context(*args, **kwargs)
 
@@ -81,6 +82,27 @@ def convert_interrupts() -> Iterator[None]:
         yield
     except KeyboardInterrupt as interrupt:
         raise interrupts.CommandInterrupted(str(interrupt) or "Stopped.") from None
+
+
+TYPES = {
+    "<bool>": None,
+    "<int range>": "<int>",
+    "<float range>": "<float>",
+    "<list[str]>": "<str>",
+    "<list[Path]>": "<path>",
+    "<list[float]>": "<float>",
+}
+
+
+def simplify_types(command: Any) -> None:
+    """Let the help of a command and of its subcommands show no type for flags, and plain ones for ranges and lists."""
+    context = command.context_class(command)
+    for parameter in command.get_params(context):  # with --help
+        if hasattr(parameter, "display_type_rich"):  # of typer 0.2x; earlier versions show TEXT, and nothing for flags
+            text = parameter.display_type_rich(context)
+            parameter.display_type_rich = lambda ctx, text=text: TYPES.get(text, text)
+    for subcommand in getattr(command, "commands", {}).values():
+        simplify_types(subcommand)
 
 
 app = typer.Typer(

@@ -59,7 +59,12 @@ def paper_title(page: Any) -> str:
 
 
 def info(
-    name: Annotated[str, typer.Argument(help="A model name, bundled weights (vitrail_tiny), a checkpoint or a run directory.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="A model name, weights by name (vitrail_tiny, timm:NAME, hf://owner/name), a checkpoint or a run directory."
+        ),
+    ],
     image_size: Annotated[str | None, typer.Option(help="Another size: 384, or 192x256 (height x width).")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -69,13 +74,14 @@ def info(
     """
     from vitrail.checkpoints import load
     from vitrail.checkpoints.bundled import NAMES, find_bundled
+    from vitrail.checkpoints.hub import is_address
     from vitrail.models.config import Architecture
     from vitrail.models.flops import cost, row
     from vitrail.models.registry import create
 
     size = parse_size(image_size)
     is_bundled = find_bundled(name) is not None
-    from_file = is_bundled or is_checkpoint(name)
+    from_file = is_bundled or is_address(name) or is_checkpoint(name)
     model = load(name) if from_file else create(name, device="meta", image_size=size)
     weights = bundled_metadata(model) if is_bundled else None
     if from_file and size:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from vitrail.evaluation.features import FeatureKind
 
 # Panels of `vitrail COMMAND --help`.
+everyday_option = partial(typer.Option, rich_help_panel="Everyday")
 recipe_option = partial(typer.Option, rich_help_panel="Recipe")
 run_option = partial(typer.Option, rich_help_panel="Run directory")
 feature_option = partial(typer.Option, rich_help_panel="Features")
@@ -50,11 +51,15 @@ SetOption = Annotated[
 ]
 FromOption = Annotated[
     str | None,
-    recipe_option(
-        "--from", help="Initialize from these weights: a checkpoint in any supported format, or vitrail_tiny (bundled)."
+    everyday_option(
+        "--from",
+        help="Initialize from these weights: a checkpoint in any supported format, vitrail_tiny (bundled), or weights to "
+        "download: deit3_small, timm:NAME, hf://owner/name.",
     ),
 ]
-EpochsOption = Annotated[float | None, recipe_option("--epochs", help="Total number of epochs, including the recipe's cooldown.")]
+EpochsOption = Annotated[
+    float | None, everyday_option("--epochs", help="Total number of epochs, including the recipe's cooldown.")
+]
 
 # The run directory of a training.
 SaveEveryOption = Annotated[
@@ -72,7 +77,9 @@ AtOption = Annotated[
 ]
 
 # Data.
-BadImagesOption = Annotated[str, typer.Option("--bad", help="Unreadable images: skip them, or fatal (stop with an error).")]
+BadImagesOption = Annotated[
+    str, typer.Option("--unreadable", "--bad", help="Unreadable images: skip them, or fatal (stop with an error).")
+]
 SplitOption = Annotated[str | None, typer.Option("--split", help="train, validation or test; default: train.")]
 SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Random seed.")]
 
@@ -82,6 +89,11 @@ ImagesOption = Annotated[
     int | None, feature_option("--images", min=2, help="Maximum number of images per split, drawn by the seed.")
 ]
 NormalizeOption = Annotated[bool, feature_option("--normalize", help="L2-normalize each feature vector.")]
+
+
+CacheOption = Annotated[
+    bool, feature_option("--cache/--no-cache", help="Keep features on disk, and use those of the same weights and images.")
+]
 
 
 class HardwareOptions(NamedTuple):
@@ -106,6 +118,7 @@ class FeatureOptions(NamedTuple):
         feature_option("--before-norm", help="Take features before the final norm of the backbone."),
     ] = False
     bf16: Annotated[bool, hardware_option("--bf16", help="Compute features in bfloat16.")] = False
+    cache: CacheOption = True
 
     def kind(self, default_vector: str = "pooled", normalize: bool = False) -> "FeatureKind":
         from vitrail.evaluation.features import FeatureKind

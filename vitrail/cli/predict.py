@@ -4,7 +4,7 @@ import csv
 import io
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import islice
 from pathlib import Path
@@ -16,13 +16,14 @@ from rich.console import Console
 from vitrail.cli.console import make_table
 from vitrail.cli.options import HardwareOptions, WeightsArgument, expand_options
 from vitrail.errors import UserError
-from vitrail.formatting import escape_control, percent
+from vitrail.formatting import escape_control, percent, shorten_path
 
 if TYPE_CHECKING:
     from vitrail.evaluation.predict import Prediction
 
 FORMATS = ("table", "json", "csv")
 HARDWARE = HardwareOptions(batch_size=32)
+UNLIMITED = 100_000  # columns of a table that is not printed on a terminal: one line per image
 BLOCK = 500  # rows of a table that are aligned with each other; longer tables are printed in blocks
 
 
@@ -159,11 +160,16 @@ def write_json(predictions: "Iterable[Prediction]", stream: BinaryIO, labeled: b
     return count
 
 
+def csv_line(row: Sequence[str | None]) -> bytes:
+    """One line of a CSV file; bytes of file names that are not valid UTF-8 are kept."""
+    line = io.StringIO(newline="")
+    csv.writer(line, lineterminator="\n").writerow(row)
+    return line.getvalue().encode("utf-8", "surrogateescape")
+
+
 def write_csv(predictions: "Iterable[Prediction]", stream: BinaryIO, labeled: bool, live: bool) -> int:
-    def write_row(row: list[str | float | None]) -> None:
-        line = io.StringIO(newline="")
-        csv.writer(line, lineterminator="\n").writerow(row)
-        stream.write(line.getvalue().encode("utf-8", "surrogateescape"))
+    def write_row(row: list[str | None]) -> None:
+        stream.write(csv_line(row))
         if live:
             stream.flush()
 
@@ -193,15 +199,17 @@ WRITERS = {"json": write_json, "csv": write_csv, "table": write_table}
 def render_table(predictions: "list[Prediction]", labeled: bool, live: bool) -> str:
     top = max(len(prediction.classes) for prediction in predictions)
     columns = ("image", "prediction", "probability", *([f"top-{top}"] if top > 1 else []), *(["label"] if labeled else []))
+    terminal = live and sys.stdout.isatty()
+    console = Console(width=None if terminal else UNLIMITED, force_terminal=terminal, file=io.StringIO())
     rows = []
     for prediction in predictions:
         others = ", ".join(f"{each.name} {percent(each.probability, 1)}" for each in prediction.classes[1:])
-        cells = [prediction.image, prediction.name, percent(prediction.probability, 1), *([others] if top > 1 else [])]
+        image = shorten_path(escape_control(prediction.image), console.width // 2)
+        cells = [image, prediction.name, percent(prediction.probability, 1), *([others] if top > 1 else [])]
         cells += [prediction.label or ""] if labeled else []
         rows.append([escape_control(cell) for cell in cells])
-    terminal = live and sys.stdout.isatty()
-    console = Console(width=None if terminal else 120, force_terminal=terminal, file=io.StringIO())
-    console.print(make_table(columns, rows, left=[column for column in columns if column != "probability"]))
+    left = [column for column in columns if column != "probability"]
+    console.print(make_table(columns, rows, left, no_wrap=("image",)))
     return cast(io.StringIO, console.file).getvalue()
 
 

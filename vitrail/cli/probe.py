@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from vitrail.cli.console import print_json, print_message, print_problems, print_table
-from vitrail.cli.embed import embed_images
+from vitrail.cli.embed import embed_images, open_on
 from vitrail.cli.options import (
     FeatureOptions,
     HardwareOptions,
@@ -211,7 +211,7 @@ def spectrum(
     data, kind = options.open(source), options.features.kind(normalize=normalize)
     spectra = {}
     for path in weights:
-        embedding = embed_images(path, data, kind, options.hardware, f"embedding {Path(path).name}")
+        embedding = embed_images(path, data, kind, options.hardware, options.features.cache, f"embedding {Path(path).name}")
         spectra[path] = compute_spectrum(embedding.vectors)
     if plot is not None:
         plot_spectra(spectra, plot)
@@ -260,7 +260,7 @@ def random_labels(
 
     data = options.open(source)
     label_column(data, labels)
-    embedding = embed_images(weights, data, options.features.kind(), options.hardware)
+    embedding = embed_images(weights, data, options.features.kind(), options.hardware, options.features.cache)
     embedding = embedding.select(labels_of(embedding, labels) >= 0)
     if not len(embedding.vectors):
         raise UserError(f"No readable image of {source} has a {labels}.")
@@ -298,7 +298,6 @@ def levels(
     Example: [bold]vitrail probe levels coarse_label=coarse.safetensors label=fine.safetensors pets/[/bold]
     """
     from vitrail.data.progress import progress
-    from vitrail.evaluation.model import open_model
     from vitrail.evaluation.probes.levels import (
         NO_LEVEL,
         EmbeddedModel,
@@ -326,8 +325,8 @@ def levels(
             level, path = "", text
         if level and level not in known:
             raise UserError(f"{data.memory.name} has no level {level!r}: choose from {', '.join(known)}.")
-        model = open_model(path, options.hardware.device)
-        embeddings = embed_pair(model, data, kind, options.hardware, f"embedding {Path(path).name}")
+        model = open_on(path, options.hardware.device)
+        embeddings = embed_pair(model, data, kind, options, f"embedding {Path(path).name}")
         models.append(EmbeddedModel(path, level or training_level(model, hierarchy) or "unknown", *embeddings))
     scores = scores or ["knn", "map"]
     with progress("probing", len(models) * len(hierarchy) * len(scores)) as advance:
@@ -352,28 +351,28 @@ def compute_inputs(
     name: str, weights: Path, source: str, labels: str, options: PairOptions, coarse: str | None = None
 ) -> ProbeInputs:
     """The features and labels of memory and queries; missing label columns are reported before any computation."""
-    from vitrail.evaluation.model import open_model
     from vitrail.evaluation.probes.protocol import default_vector, label_column, select_labeled
 
     data = options.open(source)
     for part in (data.memory, data.queries):
         for column in (labels, coarse or labels):
             label_column(part, column)
-    model = open_model(weights, options.hardware.device)
+    model = open_on(weights, options.hardware.device)
     kind = options.features.kind(default_vector(name, model))
-    memory, queries = embed_pair(model, data, kind, options.hardware)
+    memory, queries = embed_pair(model, data, kind, options)
     return ProbeInputs(model, data, memory, queries, select_labeled(data, memory, queries, labels), kind)
 
 
 def embed_pair(
-    model: "Model", data: "ProbeData", kind: "FeatureKind", hardware: HardwareOptions, title: str = "embedding"
+    model: "Model", data: "ProbeData", kind: "FeatureKind", options: PairOptions, title: str = "embedding"
 ) -> "tuple[Embedding, Embedding]":
     """The features of memory and queries; unreadable images are printed."""
     from vitrail.data.progress import progress
     from vitrail.evaluation.probes.protocol import embed_probe_data
 
+    _, batch_size, workers = options.hardware
     with progress(title, len(data.memory) + len(data.queries)) as advance:
-        memory, queries = embed_probe_data(model, data, kind, hardware.batch_size, hardware.workers, advance)
+        memory, queries = embed_probe_data(model, data, kind, batch_size, workers, advance, options.features.cache)
     print_problems(memory.problems + queries.problems)
     return memory, queries
 

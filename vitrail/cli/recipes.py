@@ -5,19 +5,31 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
-import yaml
 from rich.text import Text
 from typer.core import TyperGroup
 
-from vitrail.cli.console import print_table
+from vitrail.cli.console import print_json, print_table
 from vitrail.cli.options import JsonOption, RecipeArgument, SetOption
-from vitrail.cli.train import open_recipe, parse_changes
+from vitrail.cli.train import parse_set
 from vitrail.errors import UserError
 
 NEEDS = {
     "a teacher": "--teacher: a network of any supported format, or a label store made by vitrail annotate",
     "token labels": "--labels: a label store made by vitrail annotate --what tokens",
 }
+
+# Listed without a pattern, besides the default recipes: one of each paper.
+EXAMPLES = (
+    "vit_base_patch16_1k",
+    "deit_small",
+    "cait_s24",
+    "resmlp_s24",
+    "patchconvnet_s60",
+    "deit3_small",
+    "three_base_18x2_ls",
+    "lvvit_s",
+    "grafit_r50",
+)
 
 
 class ListByDefault(TyperGroup):
@@ -35,22 +47,30 @@ recipes = typer.Typer(cls=ListByDefault, help="List the recipes ([bold]vitrail r
 
 @recipes.command("list")
 def list_all(
-    pattern: Annotated[str, typer.Argument(help="A part of a name, or a shell pattern such as 'deit3*384'.")] = "*",
+    pattern: Annotated[
+        str | None, typer.Argument(metavar="PATTERN", help="A part of a name, or a shell pattern such as 'deit3*384'.")
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="List all recipes.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """List the recipes with paper, table row and published result; `vitrail recipes show NAME` prints one in full.
+    """List recipes with paper, table row and published result: the default recipes and one of each paper, or all that match.
 
     Example: [bold]vitrail recipes 'deit3*'[/bold]
+
+    `vitrail recipes show NAME` prints one in full. With --json and without a pattern all are printed.
     """
     from vitrail.recipes import list_recipes, lookup
     from vitrail.recipes.lookup import summaries
 
-    names = list_recipes(pattern)
+    names = list_recipes(pattern or "*")
     if not names:
-        raise UserError(f"No recipe matches {pattern!r}; `vitrail recipes` lists all.")
+        raise UserError(f"No recipe matches {pattern!r}; `vitrail recipes --all` lists all.")
     if as_json:
         print(json.dumps({name: lookup(name).to_dict() for name in names}, indent=1))
         return
+    shortened = pattern is None and not everything
+    if shortened:
+        names = [name for name in names if summaries()[name].page == "defaults" or name in EXAMPLES]
     rows: list[Sequence[str | Text]] = []
     previous, shown = None, {name: summaries()[name] for name in names}
     for name, recipe in shown.items():
@@ -71,6 +91,11 @@ def list_all(
         what for recipe in shown.values() for what in needs(recipe.distillation != "none", recipe.token_labels)
     ):
         print(f"\nA recipe with {what} needs {NEEDS[what]}.")
+    if shortened:
+        print(
+            f"\n{len(names)} of {len(summaries())} recipes: `vitrail recipes --all` lists all, `vitrail recipes 'deit3*'` those "
+            "that match;\n`vitrail recipes show NAME` prints every value of one."
+        )
 
 
 @recipes.command("show")
@@ -79,16 +104,18 @@ def show_one(name: RecipeArgument, changes: SetOption = None, as_json: JsonOptio
 
     Example: [bold]vitrail recipes show deit_small --set optimizer.lr=3e-4[/bold]
     """
-    from vitrail.recipes import lookup
+    from vitrail.recipes import Recipe, lookup
+    from vitrail.recipes.arguments import open_recipe
 
     opened = open_recipe(name)
-    recipe = (lookup(opened) if isinstance(opened, str) else opened).set(parse_changes(changes, None, None, None))
-    tree = recipe.to_dict()
-    if not as_json:
-        tokens = recipe.token_labels
-        for what in needs(recipe.distillation.kind != "none", tokens.weight > 0 or tokens.target != "labels"):
-            print(f"# A recipe with {what} needs {NEEDS[what]}.")
-    print(json.dumps(tree, indent=1) if as_json else yaml.safe_dump(json.loads(json.dumps(tree)), sort_keys=False), end="")
+    recipe = (opened if isinstance(opened, Recipe) else lookup(name)).set(parse_set(changes))
+    if as_json:
+        print_json(recipe.to_dict())
+        return
+    tokens = recipe.token_labels
+    for what in needs(recipe.distillation.kind != "none", tokens.weight > 0 or tokens.target != "labels"):
+        print(f"# A recipe with {what} needs {NEEDS[what]}.")
+    print(recipe.to_yaml(), end="")
 
 
 def needs(teacher: bool, token_labels: bool) -> list[str]:

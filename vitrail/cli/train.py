@@ -1,13 +1,11 @@
 """vitrail train, plan, resume, replay."""
 
 import json
-import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
 
 import typer
-import yaml
 
 from vitrail.cli.console import print_table
 from vitrail.cli.options import (
@@ -24,8 +22,10 @@ from vitrail.cli.options import (
     SourceArgument,
     WorkersOption,
     check_choice,
+    everyday_option,
     expand_options,
     hardware_option,
+    parse_size,
     recipe_option,
     run_option,
 )
@@ -40,34 +40,38 @@ class TrainOptions(NamedTuple):
     """Arguments of `vitrail train` and `vitrail plan`."""
 
     source: SourceArgument = "digits"
+    from_: FromOption = None
+    epochs: EpochsOption = None
+    minutes: Annotated[
+        float | None,
+        everyday_option(metavar="MINUTES", help="Time budget: image size and number of epochs are chosen for it."),
+    ] = None
+    lr: Annotated[float | None, everyday_option(help="Learning rate, at the batch size that the recipe states it for.")] = None
+    batch_size: Annotated[int | None, everyday_option(help="Images per optimizer step, over all devices.")] = None
+    image_size: Annotated[
+        str | None, everyday_option(metavar="SIZE", help="Image size: 96, or 96x128 (height x width); default: from the images.")
+    ] = None
+    weight_decay: Annotated[float | None, everyday_option(help="Weight decay of the optimizer.")] = None
+    patience: Annotated[
+        int | None, everyday_option(help="Stop after N validations without a better primary metric; 0: never (default).")
+    ] = None
+    scope: Annotated[
+        str | None, everyday_option(help="What is trained: full, attention, ffn, head, norm, last_norm or last:N.")
+    ] = None
+    teacher: Annotated[str | None, everyday_option(help="Distill from this network or label store.")] = None
+    labels: Annotated[str | None, everyday_option(help="Label store with token labels.")] = None
+    seed: Annotated[int | None, everyday_option(help="Seed of all random numbers.")] = None
     recipe: Annotated[
         str | None,
         recipe_option(
             "--recipe",
-            help="The name of a recipe (see `vitrail recipes`), or a recipe.yaml of an earlier run; default: laptop on a CPU, "
-            "small on a GPU, finetune with --from.",
+            help="The name of a recipe (see `vitrail recipes`), or a recipe.yaml of an earlier run; default: finetune with "
+            "--from and for photographs, otherwise laptop on a CPU and small on a GPU.",
         ),
     ] = None
     model: ModelOption = None
-    out: Annotated[Path | None, run_option(help="Run directory; default: runs/<data>-<recipe>.")] = None
     changes: SetOption = None
-    weights: FromOption = None
-    scope: Annotated[
-        str | None,
-        recipe_option(
-            help="What is trained: full, attention, ffn, head, norm, last_norm or last:N; short for --set init.scope=…."
-        ),
-    ] = None
-    teacher: Annotated[
-        str | None,
-        recipe_option(help="Distill from this network or label store; short for --set distillation.teacher=…."),
-    ] = None
-    labels: Annotated[
-        str | None,
-        recipe_option(help="Label store with token labels; short for --set token_labels.store=…."),
-    ] = None
-    epochs: EpochsOption = None
-    seed: Annotated[int | None, recipe_option(help="Short for --set seed=N.")] = None
+    out: Annotated[Path | None, run_option(help="Run directory; default: runs/<data>-<recipe>.")] = None
     seeds: Annotated[
         int | None,
         run_option(min=1, max=1000, help="Train this many seeds, starting at --seed, into OUT/seed-0, OUT/seed-1, …."),
@@ -84,7 +88,7 @@ class TrainOptions(NamedTuple):
         str,
         run_option(help="If the loss is NaN or Inf: stop, or skip the step and count it."),
     ] = "stop"
-    bad: BadImagesOption = "skip"
+    unreadable: BadImagesOption = "skip"
     save_steps: Annotated[int, run_option(min=0, help="Also save a checkpoint every N steps; 0: by time only.")] = 0
     save_every: SaveEveryOption = None
     keep: KeepOption = None
@@ -92,11 +96,12 @@ class TrainOptions(NamedTuple):
 
     def request(self) -> "TrainRequest":
         from vitrail.devices import choose_device
+        from vitrail.recipes.arguments import RECIPE_KEYS, open_recipe, recipe_changes
         from vitrail.runs.request import TrainRequest
         from vitrail.training.trainer import Options
 
         check_choice("--on-nan", self.on_nan, ("stop", "skip"))
-        check_choice("--bad", self.bad, ("skip", "fatal"))
+        check_choice("--unreadable", self.unreadable, ("skip", "fatal"))
         defaults = Options()
         options = Options(
             sharding="full" if self.shard else "none",
@@ -108,19 +113,28 @@ class TrainOptions(NamedTuple):
             log_steps=self.log_steps,
             on_nan="skip" if self.on_nan == "skip" else "stop",
         )
-        leaves = parse_changes(self.changes, self.weights, self.epochs, self.seed, self.recipe)
-        short = {"init.scope": self.scope, "distillation.teacher": self.teacher, "token_labels.store": self.labels}
-        leaves |= {key: value for key, value in short.items() if value is not None}
-        recipe, unreadable = open_recipe(self.recipe), cast(Any, self.bad)
-        hardware = (self.device, self.micro_batch_size, self.workers)
-        return TrainRequest(self.source, recipe, self.model, leaves, self.out, options, *hardware, unreadable)
+        recipe = open_recipe(self.recipe)
+        everyday = {name: getattr(self, name) for name in RECIPE_KEYS} | {"image_size": parse_size(self.image_size)}
+        return TrainRequest(
+            self.source,
+            recipe,
+            self.model,
+            recipe_changes(recipe, parse_set(self.changes), everyday),
+            self.out,
+            options,
+            self.device,
+            self.micro_batch_size,
+            self.workers,
+            cast(Any, self.unreadable),
+            minutes=self.minutes,
+        )
 
 
 @expand_options
 def train(options: TrainOptions) -> None:
     """Train a model on images.
 
-    Example: [bold]vitrail train photos/ --recipe laptop --epochs 20[/bold]
+    Example: [bold]vitrail train photos/ --minutes 10[/bold]
 
     Several GPUs: [bold]torchrun --nproc-per-node 8 -m vitrail train imagenet/ --recipe deit_small[/bold]
     """
@@ -226,55 +240,12 @@ def show(value: float | str) -> str:
     return f"{value:.4g}" if isinstance(value, float) else value
 
 
-def open_recipe(name: str | None) -> Any:
-    """The name of a recipe as it is, a file of an earlier run as the recipe in it."""
-    if name is None or not name.endswith((".yaml", ".yml", ".json")):
-        return name
-    from vitrail.recipes import Recipe
-    from vitrail.recipes.schema import load_yaml
-
-    path = Path(name).expanduser()
-    if path.exists() and not path.is_file():
-        raise UserError(f"The recipe {name} cannot be read: it is not a file.")
-    try:
-        tree = load_yaml(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"The recipe {name} cannot be read: {error.strerror}.") from None
-    except yaml.MarkedYAMLError as error:
-        line = f" (line {error.problem_mark.line + 1})" if error.problem_mark else ""
-        raise UserError(f"The recipe {name} is not YAML: {error.problem}{line}.") from None
-    except (ValueError, yaml.YAMLError) as error:
-        raise UserError(f"The recipe {name} is not YAML: {' '.join(str(error).split())}.") from None
-    return Recipe.from_dict(tree)
-
-
-def parse_changes(
-    changes: list[str] | None, weights: str | None, epochs: float | None, seed: int | None, recipe: str | None = None
-) -> dict[str, Any]:
-    """--set and its shorthands as changes of recipe keys."""
-    found: dict[str, Any] = {}
+def parse_set(changes: list[str] | None) -> dict[str, str]:
+    """The values of --set by key."""
+    parsed: dict[str, str] = {}
     for change in changes or []:
         key, sign, value = change.partition("=")
         if not sign:
             raise UserError(f"--set takes KEY=VALUE, not {change!r}: for example --set optimizer.lr=3e-4.")
-        found[key.strip()] = value.strip()
-    if weights is not None:
-        found["init.weights"] = weights
-    if epochs is not None:
-        if not 0 < epochs < math.inf:
-            raise UserError(f"--epochs {epochs:g} is not a valid length: give a positive number such as 30.")
-        found |= length_changes(recipe, epochs, found)
-    if seed is not None:
-        found["seed"] = seed
-    return found
-
-
-def length_changes(recipe: str | None, epochs: float, changes: dict[str, Any]) -> dict[str, Any]:
-    from vitrail.recipes import Recipe, lookup
-    from vitrail.recipes.duration import set_total_epochs
-
-    opened = open_recipe(recipe)
-    base = lookup(opened) if isinstance(opened, str) else opened or Recipe()  # the default recipes have no cooldown either
-    return set_total_epochs(
-        base.set({key: value for key, value in changes.items() if key == "schedule.cooldown"}).schedule, epochs
-    )
+        parsed[key.strip()] = value.strip()
+    return parsed

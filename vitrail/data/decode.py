@@ -11,6 +11,8 @@ from collections.abc import Callable
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
+from vitrail.data.image_formats import missing_extra, readable_formats
+
 try:
     import simplejpeg
 except ImportError:
@@ -21,7 +23,6 @@ except ImportError:
 PIXEL_LIMIT = 2**27
 LARGE, PIXELS_PER_BYTE = 2**25, 2000  # images above this number of pixels must not be compressed more than this
 
-FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
 JPEGS = ("JPEG", "MPO")  # MPO: written by some cameras, a JPEG followed by more images
 ORIENTATION, BITS_PER_SAMPLE, PHOTOMETRIC, SAMPLE_FORMAT = 274, 258, 262, 339  # TIFF and EXIF tags
 SIGNED = 2  # value of SAMPLE_FORMAT
@@ -103,12 +104,15 @@ def open_and_convert(encoded: bytes, convert: Callable[[Image.Image], np.ndarray
         with warnings.catch_warnings():
             # Pillow warns about images above its own pixel limit and about metadata that does not affect the pixels.
             warnings.simplefilter("ignore")
-            with Image.open(io.BytesIO(encoded), formats=FORMATS) as image:
+            with Image.open(io.BytesIO(encoded), formats=readable_formats()) as image:
                 kind = image.format or kind
                 if image.width * image.height > limit:
                     raise Image.DecompressionBombError
                 return np.ascontiguousarray(convert(image))
     except UnidentifiedImageError:
+        extra = missing_extra(encoded)
+        if extra is not None:
+            raise ValueError(f"a {extra.upper()} image, which needs another package: install 'vitrail[{extra}]'") from None
         raise ValueError("not a JPEG, PNG, WebP, BMP, GIF or TIFF image, or its header is damaged") from None
     except Image.DecompressionBombError:
         raise ValueError(f"more than {limit:,} pixels; rejected as a decompression bomb") from None

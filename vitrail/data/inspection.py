@@ -99,6 +99,8 @@ class SplitReport:
     resolution: dict[str, list[float]]  # minimum, quartiles, maximum
     below_default_size: int
     unreadable: list[Problem]
+    skipped: list[str]  # files that are not images or cannot be read
+    defects: list[str]  # reasons why no model can be trained on it
 
     @property
     def readable(self) -> int:
@@ -221,6 +223,8 @@ def _describe_split(source: Source, scan: Scan) -> SplitReport:
         else {},
         below_default_size=int((np.minimum(height, width) < DEFAULT_SIZE).sum()),
         unreadable=scan.problems,
+        skipped=list(source.skipped),
+        defects=list(source.defects),
     )
 
 

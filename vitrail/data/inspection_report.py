@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from vitrail.data.image_formats import describe_skipped
 from vitrail.data.inspection import DEFAULT_SIZE, Report, SplitReport
 from vitrail.formatting import escape_control, format_bytes, pluralize
 
@@ -68,7 +69,7 @@ def _overview(report: Report) -> Table:
 
     def row(name: str, cells: Sequence[str]) -> None:
         if any(cells):
-            table.add_row(name, *(escape(escape_control(cell)) for cell in cells))
+            table.add_row(name, *(escape(escape_control(cell, "\n")) for cell in cells))
 
     row("images", [f"{each.images:,}" for each in splits])
     row("unreadable", [f"{len(each.unreadable):,}" for each in splits])
@@ -158,6 +159,8 @@ def findings(report: Report) -> Iterator[str]:
     for split, each in report.splits.items():
         if each.unreadable:
             yield f"{len(each.unreadable):,} of {each.images:,} {split} images cannot be read: fix or remove them."
+        if skipped := describe_skipped(each.skipped):
+            yield f"{split}: {skipped}."
     for split, counts in report.repeats.items():
         if counts.total:
             yield (
@@ -175,6 +178,8 @@ def findings(report: Report) -> Iterator[str]:
 
 
 def _class_findings(report: Report) -> Iterator[str]:
+    for each in report.splits.values():
+        yield from each.defects
     labeled = {split: each for split, each in report.splits.items() if each.classes is not None}
     unlabeled = [split for split in report.splits if split not in labeled]
     if unlabeled:
@@ -183,13 +188,17 @@ def _class_findings(report: Report) -> Iterator[str]:
         if len(present(each)) == 1:
             yield f"{split} has only one class, {next(iter(present(each)))}: a classifier needs at least two."
     for split, each in labeled.items():
-        small = [name for name, count in present(each).items() if count < MIN_CLASS_IMAGES]
+        single = [name for name, count in present(each).items() if count == 1]
+        small = [name for name, count in present(each).items() if 1 < count < MIN_CLASS_IMAGES]
+        if single and split == "train":
+            lost = "" if "validation" in report.splits else ", so that none is left for validation"
+            yield f"{pluralize(len(single), 'class')} of {split} with a single image{lost}: {_list(single)}."
         if small and split == "train":
             yield f"{pluralize(len(small), 'class')} of {split} with fewer than {MIN_CLASS_IMAGES} images: {_list(small)}."
         if imbalance(each) > MAX_IMBALANCE:
             yield f"The largest class of {split} has {imbalance(each):,.0f} times as many images as the smallest."
         empty = [name for name, count in (each.classes or {}).items() if not count]
-        if empty and len(labeled) == 1:
+        if empty and len(labeled) == 1 and not each.defects:
             yield f"{pluralize(len(empty), 'class')} without an image: {_list(empty)}."
     if len(labeled) > 1:
         all_classes = {name for each in labeled.values() for name in each.classes or {}}

@@ -24,7 +24,7 @@ from vitrail.data.sampler import EpochSampler, Samples, first_samples
 from vitrail.data.source import Source
 from vitrail.data.workers import Workers, default_workers
 from vitrail.errors import UserError
-from vitrail.formatting import escape_control
+from vitrail.formatting import escape_control, format_bytes
 
 IGNORE = 255  # class id of mask pixels outside the image and of images without a mask
 
@@ -285,6 +285,7 @@ class CachePlan(NamedTuple):
 
     location: Literal["device", "memory", "files"]
     message: str
+    bytes: float = 0.0  # of the cache
 
 
 def plan_cache(
@@ -310,13 +311,13 @@ def plan_cache(
     free = {"device": 0, "memory": free_memory()}
     if torch.device(device).type == "cuda":
         free["device"] = torch.cuda.mem_get_info(torch.device(device))[0]
-    size = f"{source.name}: {len(source):,} images, {required / 1e9:.2f} GB decoded"
-    free_gb = {name: f"{count / 1e9:.1f} GB" for name, count in free.items()}
+    size = f"{source.name}: {len(source):,} images" + (f", {format_bytes(required)} decoded" if sizes else "")
+    available = {name: format_bytes(count) for name, count in free.items()}
     if required <= device_fraction * free["device"]:
-        return CachePlan("device", f"{size}, cached on the device ({free_gb['device']} free).")
+        return CachePlan("device", f"{size}, cached on the device ({available['device']} free).", required)
     if required <= memory_fraction * free["memory"]:
-        return CachePlan("memory", f"{size}, cached in memory ({free_gb['memory']} free).")
-    return CachePlan("files", f"{size}, not cached but decoded every epoch ({free_gb['memory']} of memory free).")
+        return CachePlan("memory", f"{size}, cached in memory ({available['memory']} free).", required)
+    return CachePlan("files", f"{size}, not cached but decoded every epoch ({available['memory']} of memory free).")
 
 
 def free_memory() -> int:

@@ -29,6 +29,8 @@ class Source(ABC):
     label: Labels | None  # the main label, None for unlabeled data
     extra: dict[str, Labels]  # extra label columns by name, such as "coarse_label"
     has_masks: bool = False
+    skipped: tuple[str, ...] = ()  # files at the path that are not images or cannot be read
+    defects: tuple[str, ...] = ()  # reasons why no model can be trained or evaluated on it, such as a class without images
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -61,6 +63,7 @@ class Subset(Source):
     def __post_init__(self) -> None:
         self.name = self.source.name
         self.has_masks = self.source.has_masks
+        self.skipped, self.defects = self.source.skipped, self.source.defects
         self.label = select_labels(self.source.label, self.indices) if self.source.label else None
         self.extra = {key: select_labels(labels, self.indices) for key, labels in self.source.extra.items()}
 

@@ -1,4 +1,4 @@
-"""The predictions of a model on a source, the confusion matrix, per-class accuracies and the most confident mistakes."""
+"""The predictions of a model on a source, the confusion matrix, the metrics of each class and the most confident mistakes."""
 
 import base64
 import io
@@ -11,6 +11,7 @@ from PIL import Image
 from torch import nn
 
 from vitrail.data.image_loader import ImageLoader
+from vitrail.evaluation.threshold_curves import Rates, rates_from_counts
 from vitrail.models.preprocessing import Preprocessing
 
 MAX_MATRIX_CLASSES = 40  # with more classes the most frequent confusions are stored instead of the matrix
@@ -66,15 +67,24 @@ def confusion(predictions: Predictions, names: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def class_accuracies(predictions: Predictions, names: Sequence[str]) -> list[dict[str, Any]]:
-    """Name, top-1 accuracy and number of images of every class that has images."""
-    totals = np.bincount(predictions.label, minlength=len(names))
+def class_metrics(predictions: Predictions, names: Sequence[str]) -> list[dict[str, Any]]:
+    """Name, precision, recall, F1 and number of images of every class that has images; `top1` is its recall."""
+    totals, predicted = (np.bincount(column, minlength=len(names)) for column in (predictions.label, predictions.prediction))
     correct = np.bincount(predictions.label[~predictions.wrong], minlength=len(names))
-    return [
-        {"name": name, "top1": int(correct[index]) / int(totals[index]), "images": int(totals[index])}
-        for index, name in enumerate(names)
-        if totals[index]
-    ]
+    rows = []
+    for index in np.flatnonzero(totals).tolist():
+        rates = rates_from_counts(int(correct[index]), int(predicted[index]), int(totals[index]))
+        rows.append({"name": names[index], "top1": rates.recall, "images": int(totals[index]), **rates._asdict()})
+    return rows
+
+
+def average_metrics(per_class: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Precision, recall and F1 averaged over the classes that have images: "macro", and "weighted" by their images."""
+    images = [row["images"] for row in per_class]
+    return {
+        kind: {name: float(np.average([row[name] for row in per_class], weights=weights)) for name in Rates._fields}
+        for kind, weights in (("macro", None), ("weighted", images))
+    }
 
 
 def worst_mistakes(predictions: Predictions, count: int = 16) -> Predictions:

@@ -1,4 +1,4 @@
-"""Evaluation of a model on a source: accuracy, confusion and calibration, also at other image sizes and crop ratios."""
+"""Evaluation of a model on a source: accuracy, precision and recall, confusion and calibration; other image sizes and crops."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +16,7 @@ from vitrail.data.datasets.lookup import open_sources, open_splits
 from vitrail.data.image_loader import ImageLoader
 from vitrail.data.source import Source
 from vitrail.errors import UserError
+from vitrail.evaluation.accuracy import TOP5_CLASSES
 from vitrail.evaluation.calibration import (
     Bin,
     adaptive_bins,
@@ -24,13 +25,18 @@ from vitrail.evaluation.calibration import (
     fit_temperature,
     measure_confidence,
 )
-from vitrail.evaluation.confusion import Predictions, class_accuracies, confusion
+from vitrail.evaluation.confusion import Predictions, average_metrics, class_metrics, confusion
 from vitrail.evaluation.model import Head, Model, check_head, compute_logits, decode_side, device_of
 from vitrail.evaluation.multilabel import MultilabelAccuracy, multilabel_accuracy
+from vitrail.evaluation.statistics import wilson
+from vitrail.evaluation.threshold_curves import Threshold, ThresholdCurve, trace_thresholds, tune_thresholds
+from vitrail.evaluation.verdict import Verdict, make_verdict
 from vitrail.models.config import format_size
 from vitrail.models.vision_transformer import VisionTransformer
 
 TOP = 5
+PRECISION = 0.95  # that a threshold is found for
+MAX_CURVES = 20  # classes with a precision-recall and an ROC curve
 NO_TEMPERATURE = "the loss has no minimum, as when every prediction is correct or all logits are equal"
 
 
@@ -40,6 +46,32 @@ class EvaluationData(NamedTuple):
     source: Source
     split: str
     calibration: Source | None
+
+
+@dataclass(frozen=True)
+class WrongImage:
+    """A wrong prediction."""
+
+    index: int  # in the source
+    image: str  # path, or where it is in an archive or a table
+    label: str
+    prediction: str
+    probability: float  # of the prediction
+    label_probability: float
+
+
+class ClassCurve(NamedTuple):
+    """The curve of one class against all others."""
+
+    name: str
+    curve: ThresholdCurve
+
+
+class Thresholds(NamedTuple):
+    """Thresholds for the probability of one class of two."""
+
+    positive: str
+    rows: list[Threshold]
 
 
 @dataclass(frozen=True)
@@ -102,17 +134,30 @@ class Evaluation:
     among: Among
     top1: float
     top1_error: float  # standard error from the number of images
-    top5: float | None  # None for five classes or fewer
+    top1_interval: tuple[float, float]  # 95 % confidence
+    majority: float  # share of the most frequent class
+    top5: float | None  # None for fewer than 10 classes
     mean_per_class: float
     loss: float
-    per_class: list[dict[str, Any]]
+    per_class: list[dict[str, Any]]  # of classes with images
+    averages: dict[str, dict[str, float]]  # of precision, recall and F1
     confusion: dict[str, Any]
     calibration: Calibration
     multilabel: MultilabelAccuracy | None
+    curves: list[ClassCurve]  # empty for more than 20 classes
+    thresholds: Thresholds | None  # of two classes
+
+    @property
+    def verdict(self) -> Verdict:
+        return make_verdict(self.top1, self.images, self.classes, {"majority": self.majority})
 
     def to_dict(self) -> dict[str, Any]:
-        content = asdict(self)
+        content = asdict(replace(self, curves=[], thresholds=None))
         content["multilabel"] = self.multilabel._asdict() if self.multilabel else None
+        content["curves"] = [{"name": each.name} | each.curve.to_dict() for each in self.curves]
+        if self.thresholds is not None:
+            rows = [row._asdict() for row in self.thresholds.rows]
+            content["thresholds"] = {"positive": self.thresholds.positive, "rows": rows}
         for name in ("bins", "bins_after"):
             bins = getattr(self.calibration, name)
             content["calibration"][name] = [each._asdict() for each in bins] if bins is not None else None
@@ -196,19 +241,23 @@ def summarize_scores(
     among: Among = "subset",
     calibration: Scores | None = None,
     valid_labels: Sequence[frozenset[int]] | None = None,
+    positive: str | None = None,
+    precision: float = PRECISION,
 ) -> Evaluation:
-    """All metrics of the scores; `calibration` are the model's scores on images to fit the temperature on, `valid_labels` the
-    sets of valid classes per image for the multi-label accuracy."""
+    """All metrics of the scores.
+
+    `calibration` are the model's scores on images to fit the temperature on, `valid_labels` the sets of valid classes per image
+    for the multi-label accuracy. With two classes, thresholds are for the class `positive` (default: the second) and for this
+    precision.
+    """
     labeled = scores.labeled()
     labels = labels_of(labeled, source)
     classes = labeled.values.shape[1]
     hits = labeled.values.topk(min(TOP, classes), 1).indices == labels[:, None]
-    names, prediction = matching.names, labeled.prediction
-    if (prediction >= len(names)).any():
-        names, prediction = [*names, OTHER], prediction.clip(max=len(names))
+    names, prediction = name_predictions(labeled, matching)
     confidences = measure_confidence(labeled.values, labels)
     predictions = Predictions(labeled.image, labeled.label, prediction, confidences.confidence)
-    per_class = class_accuracies(predictions, names)
+    per_class = class_metrics(predictions, names)
     top1 = float(hits[:, 0].double().mean())
     multilabel = None
     if valid_labels is not None:
@@ -224,14 +273,70 @@ def summarize_scores(
         among=among,
         top1=top1,
         top1_error=(top1 * (1 - top1) / len(labels)) ** 0.5,
-        top5=float(hits.any(1).double().mean()) if classes > TOP else None,
+        top1_interval=wilson(top1, len(labels)),
+        majority=max(each["images"] for each in per_class) / len(labels),
+        top5=float(hits.any(1).double().mean()) if classes >= TOP5_CLASSES else None,
         mean_per_class=float(np.mean([each["top1"] for each in per_class])),
         loss=confidences.loss,
         per_class=per_class,
+        averages=average_metrics(per_class),
         confusion=confusion(predictions, names),
         calibration=calibrate(labeled, calibration),
         multilabel=multilabel,
+        curves=trace_classes(labeled, matching.names),
+        thresholds=tune_positive(labeled, matching.names, positive, precision),
     )
+
+
+def name_predictions(labeled: Scores, matching: ClassMatch) -> tuple[list[str], np.ndarray]:
+    """Class names and predictions [N] as indices of them; classes that the data does not have are one class at the end."""
+    names, prediction = matching.names, labeled.prediction
+    if (prediction >= len(names)).any():
+        names, prediction = [*names, OTHER], prediction.clip(max=len(names))
+    return names, prediction
+
+
+def trace_classes(labeled: Scores, names: Sequence[str]) -> list[ClassCurve]:
+    """The curves of all classes that have images, if there are at most 20 classes."""
+    if len(names) > MAX_CURVES:
+        return []
+    probabilities = labeled.values.double().softmax(1).numpy()
+    present = [index for index in range(len(names)) if 0 < (labeled.label == index).sum() < len(labeled.label)]
+    return [ClassCurve(names[index], trace_thresholds(probabilities[:, index], labeled.label == index)) for index in present]
+
+
+def tune_positive(labeled: Scores, names: Sequence[str], positive: str | None, precision: float) -> Thresholds | None:
+    """Thresholds for one of two classes; None if there are more classes, or images of one class only."""
+    if labeled.values.shape[1] != 2 or len(np.unique(labeled.label)) < 2:
+        return None
+    index = 1 if positive is None else list(names).index(positive)
+    probability = labeled.values.double().softmax(1)[:, index].numpy()
+    return Thresholds(names[index], tune_thresholds(probability, labeled.label == index, precision))
+
+
+def check_positive(names: Sequence[str], positive: str | None) -> None:
+    if positive is not None and len(names) != 2:
+        raise UserError(f"--positive is for data with two classes, and there are {len(names)}: remove it.")
+    if positive is not None and positive not in names:
+        raise UserError(f"--positive {positive} is not a class: choose {names[0]} or {names[1]}.")
+
+
+def list_wrong(scores: Scores, matching: ClassMatch, source: Source) -> list[WrongImage]:
+    """The wrong predictions, highest probability first."""
+    labeled = scores.labeled()
+    names, prediction = name_predictions(labeled, matching)
+    rows = np.flatnonzero(prediction != labeled.label)
+    labels = labeled.label[rows]
+    probabilities = labeled.values[torch.from_numpy(rows)].double().softmax(1)
+    highest = probabilities.max(1).values.tolist()
+    of_labels = probabilities.gather(1, torch.from_numpy(labels)[:, None])[:, 0].tolist()
+    wrong = [
+        WrongImage(index, source.location(index), names[label], names[predicted], *values)
+        for index, label, predicted, *values in zip(
+            labeled.image[rows].tolist(), labels.tolist(), prediction[rows].tolist(), highest, of_labels, strict=True
+        )
+    ]
+    return sorted(wrong, key=lambda each: -each.probability)
 
 
 def labels_of(labeled: Scores, source: str) -> Tensor:
@@ -338,7 +443,7 @@ def sweep_sizes(
                     "size": format_size(size),
                     "crop_ratio": adapted.preprocessing.crop_ratio,
                     "top1": float(hits[:, 0].double().mean()),
-                    "top5": float(hits.any(1).double().mean()) if labeled.values.shape[1] > TOP else None,
+                    "top5": float(hits.any(1).double().mean()) if labeled.values.shape[1] >= TOP5_CLASSES else None,
                     "loss": measure_confidence(labeled.values, labels).loss,
                     "images": len(labels),
                 }

@@ -112,14 +112,18 @@ def embed(
             f"The features of {broken} of {count} images are NaN or Inf: the weights are damaged or overflow"
             f"{' in bfloat16, so remove --bf16' if kind.bf16 else ''}."
         )
-    index = torch.cat(indices).cpu().numpy()
+    return with_labels(vectors, torch.cat(indices).to(vectors.device), data, problems)
+
+
+def with_labels(vectors: Tensor, image: Tensor, source: Source, problems: list[Problem]) -> Embedding:
+    """The features [N, D] of the images `image` [N] together with their labels."""
+    index = image.cpu().numpy()
 
     def select(labels: Labels) -> Tensor:
         return torch.from_numpy(labels.values[index].astype(np.int64)).to(vectors.device)
 
-    labels = select(data.label) if data.label is not None else None
-    extra = {name: select(column) for name, column in data.extra.items()}
-    return Embedding(vectors, torch.from_numpy(index).to(vectors.device), labels, extra, problems)
+    labels = select(source.label) if source.label is not None else None
+    return Embedding(vectors, image, labels, {name: select(column) for name, column in source.extra.items()}, problems)
 
 
 def readable_batches(

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from vitrail.checkpoints import load
+from vitrail.checkpoints.bundled import announce_bundled
 from vitrail.checkpoints.codecs import UnknownFormat
+from vitrail.checkpoints.hub import is_built_by_timm
 from vitrail.devices import choose_device
 from vitrail.errors import UserError
 from vitrail.models.preprocessing import min_decode_side
@@ -21,13 +23,14 @@ PROGRAMS = (".onnx", ".pt2")
 
 
 def open_model(weights: str | Path, device: str | torch.device | None = None) -> Model:
-    """The model of a checkpoint, a run directory, bundled weights or `timm:NAME`; by default on a GPU if one is available.
+    """The model of a checkpoint, a run directory, or weights by name; by default on a GPU if one is available.
 
     Weights that are not those of a vision transformer are opened by `open_teacher`, with their sidecar file.
     """
     chosen = choose_device(str(device) if device is not None else None)
+    announce_bundled(weights)
     path = find_weights(weights)
-    if path.suffix not in PROGRAMS and not str(weights).startswith("timm:"):
+    if path.suffix not in PROGRAMS and not is_built_by_timm(str(weights)):
         try:
             return load(path, device=chosen)
         except UnknownFormat:

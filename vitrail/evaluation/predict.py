@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from vitrail.atomic_files import describe_error
-from vitrail.data.datasets.folder import EXTENSIONS, Paths, listing
+from vitrail.data.datasets.folder import Paths, listing
 from vitrail.data.decode import decode
+from vitrail.data.image_formats import EXTENSIONS
 from vitrail.data.loader import ImageReader, Problem
 from vitrail.data.source import Encoded, Source, Subset
 from vitrail.data.workers import Workers, default_workers

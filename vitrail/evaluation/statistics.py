@@ -5,6 +5,7 @@ No statistics library is needed: Student's t distribution is computed from the i
 
 import math
 from collections.abc import Sequence
+from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
@@ -111,6 +112,14 @@ def bootstrap(values: Sequence[float] | np.ndarray, confidence: float = CONFIDEN
         part[:] = numbers[draws.integers(len(numbers), size=(len(part), len(numbers)))].mean(1)
     low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
     return float(low), float(high)
+
+
+def wilson(share: float, n: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
+    """Wilson's confidence interval of a share of n independent images, which holds for few images and for shares near 0 or 1."""
+    z = NormalDist().inv_cdf((1 + confidence) / 2)
+    center = (share + z * z / (2 * n)) / (1 + z * z / n)
+    margin = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    return max(center - margin, 0.0), min(center + margin, 1.0)
 
 
 def mcnemar(first: np.ndarray, second: np.ndarray) -> float:

@@ -14,6 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from vitrail.formatting import format_bytes
 from vitrail.models.config import Architecture, format_size
 from vitrail.models.registry import build, model_pages
 
@@ -103,7 +104,7 @@ def show(value: int) -> str:
 
 def row(name: str, cost: Cost) -> list[str]:
     """One row of the table of models."""
-    memory = f"{cost.activation_bytes / 2**20:.0f} MiB"
+    memory = format_bytes(cost.activation_bytes)
     return [name, format_size(cost.image_size), str(cost.tokens), show(cost.parameters), show(cost.macs), memory]
 
 

@@ -21,8 +21,13 @@ def get_environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"plain": format_value, "percent": percent}
+    environment.filters |= {"plain": format_value, "percent": percent, "file_name": file_name}
     return environment
+
+
+def file_name(location: Any) -> str:
+    """Return the last part of a path, which fits on a line; a location that is no path unchanged."""
+    return str(location).rpartition("/")[2] or str(location)
 
 
 def write_page(path: Path, template: str, **context: Any) -> Path:

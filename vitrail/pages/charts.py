@@ -4,7 +4,7 @@ import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image
@@ -63,15 +63,13 @@ def style_axes(axes: "Axes", title: str, palette: Palette) -> None:
         spine.set_visible(False)
 
 
-def add_legend(
-    axes: "Axes", palette: Palette, placeholder: str, position: Literal["upper right", "lower right"] = "upper right"
-) -> None:
-    """Add a legend, or the placeholder text if nothing was plotted."""
+def add_legend(axes: "Axes", palette: Palette, placeholder: str) -> None:
+    """Add a legend where it covers the fewest points, or the placeholder text if nothing was plotted."""
     if not axes.lines:
         axes.text(0.5, 0.5, placeholder, transform=axes.transAxes, ha="center", va="center", color=palette.muted)
         axes.tick_params(labelleft=False)
     elif axes.get_legend_handles_labels()[0]:
-        axes.legend(loc=position, frameon=False, labelcolor=palette.foreground, fontsize=9)
+        axes.legend(loc="best", frameon=False, labelcolor=palette.foreground, fontsize=9)
 
 
 def marker_style(values: np.ndarray) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from vitrail.data.decode import decoded_size
+from vitrail.data.decode import decode, decoded_size
 from vitrail.data.source import Source
 from vitrail.errors import UserError
 from vitrail.models.preprocessing import Preprocessing
@@ -17,6 +17,7 @@ SIZES = ((12, 8, 2), (20, 16, 2), (30, 28, 4), (48, 32, 4), (72, 64, 8), (160, 1
 LARGEST = (224, 16)
 
 LARGE_SIDES = 3  # a JPEG with sides of twice decode_scale=1.5 times the image size is decoded at half size or less
+MIN_DECODED, MIN_COLOR = 64, 3.0  # pixels of the shorter side; mean difference of the channels from gray
 MIN_STEPS, MIN_BATCH_SIZE = 8, 16  # per epoch, of the default recipes, which are for data sets of any size
 
 
@@ -55,6 +56,18 @@ def fit_to_data(recipe: Recipe, source: Source, trained: Preprocessing | None = 
         messages.append(f"batch size reduced from {recipe.batch_size} to {batch_size}: {reason}")
         recipe = dataclasses.replace(recipe, batch_size=batch_size)
     return recipe, messages
+
+
+def has_colors(source: Source, samples: int = 16) -> bool:
+    """Whether most of some images spread over the source have colors."""
+    colored = []
+    for index in np.unique(np.linspace(0, len(source) - 1, samples).astype(np.int64)):
+        try:
+            pixels = decode(source.encoded(int(index)), MIN_DECODED).astype(np.int16)
+        except (OSError, ValueError):
+            continue
+        colored.append(np.abs(pixels - pixels.mean(-1, keepdims=True)).mean() > MIN_COLOR)
+    return sum(colored) * 2 > len(colored)
 
 
 def median_side(source: Source, samples: int = 64) -> int:

@@ -29,7 +29,10 @@ def describe_cooldown(schedule: ScheduleConfig) -> list[str]:
     if not cooldown:
         return []
     cooldown, cooldown_unit = (cooldown * length / 100, unit) if cooldown_unit == "%" else (cooldown, cooldown_unit)
-    total = f"{length + cooldown:.4g} {unit}s in total: " if cooldown_unit == unit else ""
-    return [
-        f"{total}{length:.4g} {unit}s of schedule, then {cooldown:.4g} {cooldown_unit}s of cooldown at the minimum learning rate"
-    ]
+    total = f"{show(length + cooldown, unit)} in total: " if cooldown_unit == unit else ""
+    parts = f"{show(length, unit)} of schedule, then {show(cooldown, cooldown_unit)} of cooldown"
+    return [f"{total}{parts} at the minimum learning rate"]
+
+
+def show(duration: float, unit: str) -> str:
+    return f"{duration:.4g} {unit}{'' if duration == 1 else 's'}"

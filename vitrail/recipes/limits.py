@@ -53,6 +53,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "schedule.lag_epochs": NOT_NEGATIVE,
     "schedule.gamma": FRACTION,
     "ema.decay": (0.0, BELOW_ONE),
+    "validation.patience": NOT_NEGATIVE,
     "validation.crop_ratio": (ABOVE_ZERO, 1.0),
 }
 ORDERED = ("augmentation.scale", "augmentation.ratio")  # minimum, maximum

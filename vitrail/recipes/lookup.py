@@ -68,7 +68,7 @@ def lookup(name: str) -> Recipe:
     if summary is None:
         near = difflib.get_close_matches(name.lower(), summaries(), n=4, cutoff=0.4)
         hint = f"; the nearest are {', '.join(near)}" if near else ""
-        raise UserError(f"There is no recipe {name!r}{hint} (`vitrail recipes` lists all).")
+        raise UserError(f"There is no recipe {name!r}{hint} (`vitrail recipes --all` lists all).")
     return load_page(summary.page)[current]()
 
 

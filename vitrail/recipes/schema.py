@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import json
 import re
 import sys
 import typing
@@ -82,6 +83,7 @@ class DistillationConfig:
     temperature: float = 1.0  # of soft probabilities
     label_smoothing: float = 0.0  # of the top-1 class
     per_class: bool = False  # the released code's soft loss: also divided by the number of classes
+    teacher_size: Literal["auto", "student"] = "auto"  # of the images for a network: its own if the student's does not suit it
     without_teacher: Literal["class", "both"] = "class"  # heads trained on the labels where no teacher trains the second
 
     @property
@@ -154,6 +156,8 @@ class ValidationConfig:
     """Preprocessing and frequency of the validation."""
 
     every: str = "1 epochs"
+    at_start: bool = False  # also before the first step
+    patience: int = 0  # end the training after so many validations without a better primary metric; 0: never
     crop_ratio: float = 0.875
     interpolation: str = "bicubic"
     resize: Literal["shorter", "square"] = "shorter"
@@ -166,6 +170,7 @@ class InitConfig:
     weights: str = ""  # a checkpoint of any supported format; "": random initialization
     mode: Literal["train", "eval"] = "train"  # eval: no dropout or stochastic depth while fine-tuning
     zero_head: bool = False  # a new classifier is initialized to zero
+    probe_head: bool = False  # a new classifier is fitted to features of the frozen weights before the first step
     head_bias: float = 0.0  # initial bias of a new classifier; -10 for sigmoids over thousands of classes
     scope: str = "full"  # what is trained: full, attention, ffn, head, norm, last_norm or last:n, each with the classifier
     pretrained_recipe: str = ""  # the recipe that produces such weights; if set, `weights` is required
@@ -236,8 +241,18 @@ class Recipe:
         sizes = range(min(self.group_size, self.batch_size), 1, -1)
         return next((size for size in sizes if self.batch_size % size == 0), self.batch_size)
 
+    @property
+    def decode_side(self) -> int | None:
+        """The shorter side that JPEG files keep when they are decoded at reduced size; None: full size."""
+        return round(max(self.augmentation.image_size) * self.data.decode_scale) or None
+
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
+
+    def to_yaml(self) -> str:
+        plain = json.loads(json.dumps(self.to_dict()))  # tuples as lists
+        text: str = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+        return text
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Recipe":

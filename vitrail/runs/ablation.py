@@ -21,10 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from vitrail.atomic_files import atomic_write
 from vitrail.errors import UserError
+from vitrail.evaluation.statistics import wilson
+from vitrail.models.config import Architecture
+from vitrail.models.flops import cost
 from vitrail.models.registry import lookup
 from vitrail.recipes import Recipe
 from vitrail.recipes.ablations import find_part, without
@@ -32,13 +33,16 @@ from vitrail.recipes.schema import parse_value
 from vitrail.runs.comparison import Row, compare, comparison_to_dict, group_results, to_markdown
 from vitrail.runs.request import Log, TrainRequest
 from vitrail.runs.results import PLAN, At, is_finished, read_results
-from vitrail.runs.run_directory import check_empty, next_folder, write_json
+from vitrail.runs.run_directory import check_empty, next_folder, write_json, write_recipe
+from vitrail.runs.run_json import read_run_json
 from vitrail.runs.seed_plot import draw_seed_plot
 from vitrail.runs.seeds import train_or_resume
 from vitrail.training.checkpointing import LOCK
 from vitrail.training.metrics import Metric
+from vitrail.training.schedules import total_steps
 
 BASE = "base"
+NOMINAL_IMAGES = 100_000  # of an epoch, where only ratios count
 MAX_NAME = 100  # characters of a cell's name, which is a folder's
 Axis = tuple[str, list[Any]]  # a recipe key and its values
 
@@ -123,9 +127,19 @@ def make_cells(base: Recipe, axes: Sequence[Axis], drops: Sequence[str], grid: b
 
 def check_network(recipe: Recipe) -> None:
     """Raise UserError for an invalid architecture before hours are spent on other cells."""
-    known, size = lookup(recipe.model)[1], recipe.augmentation.image_size
     if not recipe.init.weights:
-        known.replace(**recipe.architecture | ({"image_size": size} if all(size) else {}))
+        network_of(recipe)
+
+
+def network_of(recipe: Recipe) -> Architecture:
+    known, size = lookup(recipe.model)[1], recipe.augmentation.image_size
+    return known.replace(**recipe.architecture | ({"image_size": size} if all(size) else {}))
+
+
+def estimate_work(recipe: Recipe) -> float:
+    """The multiply-adds of a training, up to a factor that is the same for all recipes on the same data."""
+    steps = total_steps(recipe.schedule, NOMINAL_IMAGES // recipe.batch_size)
+    return steps * recipe.batch_size * float(cost(network_of(recipe)).macs)
 
 
 def combinations(choices: list[list[tuple[str, dict[str, Any]]]], axes: int) -> list[tuple[tuple[str, dict[str, Any]], ...]]:
@@ -195,8 +209,7 @@ def open_ablation(folder: Path, source: str, cells: Sequence[Cell], seeds: Seque
     listed = [{"name": cell.name, "changes": cell.changes} for cell in cells]
     write_json(folder / PLAN, {"source": source, "base": content(cells[0].recipe), "cells": [*listed, *known]})
     for cell in cells:
-        text = yaml.safe_dump(json.loads(json.dumps(cell.recipe.to_dict())), sort_keys=False)
-        atomic_write(folder / cell.name / "recipe.yaml", lambda side, text=text: side.write_text(text))  # type: ignore[misc]
+        write_recipe(folder / cell.name / "recipe.yaml", cell.recipe)
     return Ablation(folder, source, tuple(cells), tuple(seeds))
 
 
@@ -219,6 +232,7 @@ def run_ablation(ablation: Ablation, request: TrainRequest, log: Log) -> tuple[b
         raise UserError("An ablation runs in one process: start it without torchrun, or once per device with --device.")
     failed: list[str] = []
     pairs = ablation.unfinished()
+    work = {cell.name: estimate_work(cell.recipe) for cell in ablation.cells}
     for number, (cell, seed) in enumerate(pairs, 1):
         folder = ablation.run_folder(cell, seed)
         if is_locked(folder):
@@ -230,7 +244,8 @@ def run_ablation(ablation: Ablation, request: TrainRequest, log: Log) -> tuple[b
             training = dataclasses.replace(
                 request, source=ablation.source, recipe=cell.recipe, changes={}, explicit=explicit, out=None
             )
-            if not train_or_resume(folder, training, seed).finished:
+            others = [work[each.name] / work[cell.name] for each, _ in pairs[number:]]
+            if not train_or_resume(folder, training, seed, others).finished:
                 return False, failed
         except UserError as error:
             if is_locked(folder):  # since the check above, during the preparation of this training
@@ -272,6 +287,19 @@ def tabulate(ablation: Ablation, metric: Metric, at: At) -> tuple[list[Row], lis
     write_json(ablation.folder / "table.json", comparison_to_dict(rows, metric, at))
     atomic_write(ablation.folder / "table.png", lambda side: side.write_bytes(image))
     return rows, [*messages, *more]
+
+
+def is_at_chance(rows: Sequence[Row], metric: Metric) -> bool:
+    """Whether no mean is clearly better than guessing: the same class for every validation image."""
+    if metric.name != "top1":
+        return False
+    run = read_run_json(rows[0].group.results[0].folder)
+    data, baselines = run.get("data") or {}, run.get("baselines") or {}
+    images, classes = data.get("validation"), data.get("classes")
+    if not images or not classes:
+        return False
+    guessing = max(1 / len(classes), baselines.get("majority") or 0.0)
+    return all(wilson(row.spread.mean, images)[0] <= guessing for row in rows)
 
 
 def pick(rows: Sequence[Row], metric: Metric) -> Row:

@@ -102,18 +102,17 @@ class Curves:
                 axes.plot(epochs, scale * values, color=color, linewidth=1.8, label=label, **marker_style(values))
         if best := self.best_point():
             epoch, value = best
-            y = scale * value
-            axes.plot(epoch, y, "o", color=palette.green, ms=8, mfc=palette.background, mew=1.8, clip_on=False, zorder=5)
-            axes.annotate(
-                f"best {metric.format(value)}",
-                (epoch, y),
-                (0, -26),
-                textcoords="offset points",
-                ha="right" if epoch > self.total * 0.8 else "left" if epoch < self.total * 0.2 else "center",
-                color=palette.green,
-            )
+            style: dict[str, Any] = {
+                "color": palette.green,
+                "markersize": 8,
+                "markerfacecolor": palette.background,
+                "markeredgewidth": 1.8,
+            }
+            # In the legend: a text at the point would cover the curves.
+            label = f"best  {metric.format(value)}"
+            axes.plot(epoch, scale * value, "o", **style, clip_on=False, zorder=5, label=label)
         axes.yaxis.set_major_formatter("{x:g} %" if metric.percent else "{x:g}")
-        add_legend(axes, palette, "no validation", "lower right")
+        add_legend(axes, palette, "no validation")
 
     def _draw_lr(self, axes: "Axes", palette: Palette) -> None:
         epochs, rates = self.points("train", "lr")

@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from vitrail.formatting import format_significant, percent
+from vitrail.formatting import format_bytes, format_clock, format_significant, percent, pluralize
 from vitrail.runs.reference_curves import BandStatus, ReferenceBand
 from vitrail.training.metrics import TOP1, Metric, SmoothedValue
 
@@ -59,7 +59,6 @@ class Display:
         self._loss: float | None = None
         self._sparkline: dict[int, float] = {}
         self._validation: tuple[float, float] | None = None  # progress and top-1 of the last validation
-        self._best: tuple[float, float] | None = None  # top-1 and its epoch
         self._printed_status: BandStatus | None = None  # the last one printed in plain lines
         self._started = self._next = monotonic()
         # Step and time from which the remaining time is extrapolated, after the first steps, which are slower.
@@ -112,8 +111,6 @@ class Display:
         if value is not None:
             parts.append(labeled(f"val {self.metric.title}", self.metric.format(value)))
             self._validation = (self.current / self.total, value)
-            if values.get("best"):
-                self._best = (value, epoch)
         if values.get("top5") is not None:
             parts.append(labeled("val top-5", percent(values["top5"], 2)))
         if self._loss is not None:
@@ -134,11 +131,8 @@ class Display:
         self.activity = ""
         self._stop()
         seconds, steps = monotonic() - self._started, self.current - self.start_step
-        summary = f"{steps:,} steps in {format_duration(seconds)}"
+        summary = f"{pluralize(steps, 'step')} in {format_clock(seconds)}"
         summary += f" ({steps * self.batch_size / seconds:,.0f} images/s overall)" if seconds > 0 and steps > 0 else ""
-        summary += (
-            f"; best val {self.metric.title} {self.metric.format(self._best[0])} at epoch {self._best[1]:g}" if self._best else ""
-        )
         self._print(Text(summary))
 
     def render(self) -> RenderableType:
@@ -195,15 +189,15 @@ class Display:
         if wait is not None:
             parts.append(labeled("data wait", percent(wait), "red" if wait > 0.3 else "yellow" if wait > 0.1 else ""))
         if values.get("memory") is not None:
-            parts.append(labeled("memory", f"{values['memory'] / 2**30:.1f} GiB"))
+            parts.append(labeled("memory", format_bytes(values["memory"])))
         return parts
 
     def _times(self) -> list[Text]:
         now = monotonic()
-        times = [Text.assemble(format_duration(now - self._started), (" elapsed", "dim"))]
+        times = [Text.assemble(format_clock(now - self._started), (" elapsed", "dim"))]
         if self._first and self.total > self.current > self._first[0]:
             remaining = (self.total - self.current) * (now - self._first[1]) / (self.current - self._first[0])
-            times.append(Text.assemble(format_duration(remaining), (" remaining", "dim")))
+            times.append(Text.assemble(format_clock(remaining), (" remaining", "dim")))
         return times
 
     def _draw_sparkline(self) -> str:
@@ -255,15 +249,6 @@ def join_without_breaks(parts: list[Text]) -> Text:
     joined = Text("   ").join(parts)
     plain = "\0".join(part.plain.replace(" ", "\u00a0") for part in parts).replace("\0", "   ")
     return Text(plain, spans=joined.spans)
-
-
-def format_duration(seconds: float) -> str:
-    """Seconds as 2:05, 1:02:05 or 3 d 4 h."""
-    seconds = round(seconds)
-    minutes, hours, days = seconds // 60, seconds // 3600, seconds // 86400
-    if days:
-        return f"{days} d {hours % 24} h"
-    return f"{hours}:{minutes % 60:02}:{seconds % 60:02}" if hours else f"{minutes}:{seconds % 60:02}"
 
 
 def restore_streams() -> None:

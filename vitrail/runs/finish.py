@@ -1,48 +1,88 @@
 """The end of a training: evaluate the best weights once more, complete run.json, write the report."""
 
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import safetensors
 import safetensors.torch
 import torch
 
 from vitrail.data.image_loader import ImageLoader
 from vitrail.data.source import Source
 from vitrail.errors import UserError
-from vitrail.formatting import percent
+from vitrail.evaluation.verdict import judge_run, majority_share
+from vitrail.formatting import pluralize
 from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.runs.prepare import Prepared
-from vitrail.runs.report import write_report
+from vitrail.runs.report import format_test, write_report
 from vitrail.runs.request import Log
 from vitrail.runs.run_directory import read_run, write_json
 from vitrail.training.distributed import Devices
-from vitrail.training.metrics import as_json
+from vitrail.training.metrics import as_json, read_metrics
 
 
 def finish_run(prepared: Prepared, log: Log) -> None:
     """Complete run.json and write the report; called by the main process when all weights are on disk."""
     trainer, folder, splits = prepared.trainer, prepared.trainer.folder, prepared.splits
-    best, metric, run = trainer.best, trainer.task.metric, read_run(folder)
-    run |= {"best": best, "seconds": trainer.seconds, "steps": trainer.total, "metric": metric._asdict()}
+    best, metric, run = read_best(prepared), trainer.task.metric, read_run(folder)
+    run |= {"best": best, "seconds": trainer.seconds, "steps": trainer.step, "metric": metric._asdict()}
+    run["stopped_early"] = trainer.stopped_early
     write_json(folder / "run.json", run)  # what follows may be interrupted
     run |= evaluate_best(prepared, log)
+    lines = read_metrics(folder)
+    run["baselines"] = measure_baselines(prepared, lines) | (run.get("baselines") or {})
+    verdict = judge_run(run, lines)
+    if verdict is not None:
+        run["verdict"] = verdict.to_dict()
     write_json(folder / "run.json", run)
     write_report(folder)
+    if trainer.stopped_early:
+        epochs = f"epoch {trainer.step / trainer.sampler.steps:g} of {trainer.total / trainer.sampler.steps:g}"
+        validations = pluralize(trainer.recipe.validation.patience, "validation")
+        log(f"stopped at {epochs}: {validations} in a row without a better {metric.title}")
     if trainer.skipped:
-        log(f"{trainer.skipped} of {trainer.total} steps were skipped: their loss or gradient was NaN or Inf.")
+        log(f"{trainer.skipped} of {trainer.step} steps were skipped: their loss or gradient was NaN or Inf.")
     unread = len(splits.validation) - best.get("images", len(splits.validation))
     if unread:
         log(f"{unread:,} of {len(splits.validation):,} validation images could not be read and were skipped.")
     if "test" in run:
-        images = f" ({run['test']['images']:,} images)" if "images" in run["test"] else ""
-        log(f"test {metric.title} {show(run['test'][metric.name], metric.percent)}{images}")
+        log(f"test {metric.title} {format_test(run['test'], metric)}")
+    value = metric.format(best[metric.name]) if verdict is None else verdict.plus_minus
+    log(f"best validation {metric.title} {value} (epoch {best['epoch']:g})")
+    for sentence in verdict.describe() if verdict is not None else []:
+        log(sentence)
     weights = folder / "best.safetensors"
     missing = "" if weights.is_file() else ", which is missing"
-    value = show(best[metric.name], metric.percent)
-    log(f"best validation {metric.title} {value} (epoch {best['epoch']:g}); weights {weights}{missing}")
+    log(f"report {folder / 'report.html'}; weights {weights}{missing}")
 
 
-def show(value: Any, as_percent: bool) -> str:
-    return percent(value, 2) if as_percent and isinstance(value, float) else f"{float(value):.4g}"
+def read_best(prepared: Prepared) -> dict[str, Any]:
+    """The metrics of best.safetensors: usually those of the trainer.
+
+    A run that was killed after a checkpoint may have written better weights than it reaches again where it is resumed, if that
+    is another device.
+    """
+    try:
+        with safetensors.safe_open(prepared.trainer.folder / "best.safetensors", "pt") as file:
+            metrics = json.loads(json.loads(file.metadata()["vitrail"])["notes"]["metrics"])
+        best: dict[str, Any] = prepared.trainer.best | metrics
+        return best
+    except (OSError, ValueError, KeyError, TypeError, safetensors.SafetensorError):  # missing: reported below
+        return prepared.trainer.best
+
+
+def measure_baselines(prepared: Prepared, lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Accuracies on the validation images: of always predicting the most frequent class ("majority"), and of the classifier on
+    the frozen features with which the training started ("probe"), if it was validated."""
+    train, validation = prepared.splits.train.label, prepared.splits.validation.label
+    found = {}
+    if train is not None and validation is not None:
+        found["majority"] = majority_share(train.values, validation.values)
+    first = next((line for line in lines if line["kind"] == "validation"), {})
+    if prepared.trainer.recipe.init.probe_head and first.get("step") == 0 and "top1" in first:
+        found["probe"] = first["top1"]
+    return found
 
 
 def evaluate_best(prepared: Prepared, log: Log) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from vitrail.checkpoints import load
-from vitrail.checkpoints.bundled import find_bundled
+from vitrail.checkpoints.hub import find_named, locate
 from vitrail.checkpoints.model_io import split_delta_path
 from vitrail.checkpoints.readers import BEST
 from vitrail.checkpoints.training_checkpoints import is_training_checkpoint
@@ -61,14 +61,12 @@ def configure(model: VisionTransformer, recipe: Recipe, class_names: list[str] |
 
 def locate_weights(weights: str) -> str:
     """The absolute path of weights, so that a run can be resumed from another directory; a run directory stands for its best."""
-    if not weights:
-        return ""
     base, delta = split_delta_path(weights)
     if delta is not None:
         return f"{locate_weights(str(base))}+{os.path.abspath(delta)}"
     if os.path.isfile(os.path.join(weights, BEST)):
         weights = os.path.join(weights, BEST)
-    return os.path.abspath(weights) if os.path.exists(weights) else weights
+    return locate(weights)
 
 
 def open_pretrained(recipe: Recipe, model: str | None = None) -> VisionTransformer:
@@ -117,7 +115,7 @@ def states_architecture(path: str) -> bool:
         return states_architecture(str(base))
     if is_training_checkpoint(path):
         return True
-    weights = find_bundled(path) or path
+    weights = find_named(path) or path
     if not os.path.isfile(weights):
         return False
     try:
@@ -165,4 +163,9 @@ def needs_new_classifier(pretrained: VisionTransformer, recipe: Recipe, class_na
     """Whether the classifier of the weights cannot be kept: unwanted, for other classes, or on other features."""
     known, a = pretrained.class_names, pretrained.architecture
     others = known != class_names if known is not None else a.classes != len(class_names or ())
-    return recipe.init.zero_head or others or recipe.architecture.get("pre_logits", a.pre_logits) != a.pre_logits
+    return (
+        recipe.init.zero_head
+        or recipe.init.probe_head
+        or others
+        or recipe.architecture.get("pre_logits", a.pre_logits) != a.pre_logits
+    )

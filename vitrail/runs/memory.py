@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitrail.data.loader import Batch, free_memory
+from vitrail.data.loader import Batch, free_memory, plan_cache
+from vitrail.data.source import Splits
 from vitrail.errors import UserError
-from vitrail.formatting import format_bytes
+from vitrail.formatting import format_bytes, pluralize
 from vitrail.models.flops import Cost, cost
 from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.recipes.schema import Recipe
@@ -33,6 +34,7 @@ class MemoryPlan:
     free: float
     max_images: int  # of a micro-batch
     teacher: float = 0.0  # part of `fixed`: a teacher's weights
+    cached: float = 0.0  # part of `fixed`: decoded images
 
     def memory(self, images: int) -> float:
         return self.fixed + self.per_image * images
@@ -45,16 +47,19 @@ class MemoryPlan:
             )
         if images > self.max_images:
             raise UserError(
-                f"A micro-batch of {images} images needs about {format_bytes(self.memory(images))} and "
-                f"{format_bytes(self.free)} are free: at most {self.max_images} images fit; "
+                f"A micro-batch of {pluralize(images, 'image')} needs about {format_bytes(self.memory(images))} and "
+                f"{format_bytes(self.free)} are free: at most {pluralize(self.max_images, 'image')} fit; "
                 "give --micro-batch-size, --recompute or a smaller model."
             )
 
 
-def plan_memory(model: VisionTransformer, task: Task, device: torch.device, max_images: int, sharded_over: int = 1) -> MemoryPlan:
+def plan_memory(
+    model: VisionTransformer, task: Task, device: torch.device, max_images: int, sharded_over: int = 1, cached: float = 0.0
+) -> MemoryPlan:
     """The memory of a training; weights and buffers of the model are left unchanged.
 
-    `sharded_over` is the number of processes that share weights, gradients and optimizer state.
+    `sharded_over` is the number of processes that share weights, gradients and optimizer state, `cached` the bytes of the
+    decoded images that are kept on the device.
     """
     recipe, price = task.recipe, cost(model.architecture)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
@@ -62,7 +67,7 @@ def plan_memory(model: VisionTransformer, task: Task, device: torch.device, max_
     heads = [p for name, p in task.module.named_parameters() if not name.startswith("model.")]
     fixed += 4.0 * COPIES[recipe.optimizer.kind] * sum(parameter.numel() for parameter in heads)
     teacher = float(sum(tensor.nbytes for tensor in task.teacher.state_dict().values())) if task.teacher is not None else 0.0
-    fixed += teacher
+    fixed += teacher + cached
     held = 4.0 * price.parameters + teacher  # allocated already
     per_image = activation_bytes(model, price)
     if task.teacher is not None and device.type == "cpu":  # on a GPU it is measured; the teacher runs before the student
@@ -79,7 +84,18 @@ def plan_memory(model: VisionTransformer, task: Task, device: torch.device, max_
         per_image = max((second - first) / (many - few), 1.0)
         unused = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         free = USABLE * unused + held
-    return MemoryPlan(fixed, per_image, free, images_that_fit(fixed, per_image, free), teacher)
+    return MemoryPlan(fixed, per_image, free, images_that_fit(fixed, per_image, free), teacher, cached)
+
+
+def cached_bytes(splits: Splits, recipe: Recipe, device: torch.device) -> float:
+    """Bytes of the decoded training and validation images that will be kept on the device of the training."""
+    fraction, kept = 0.5 / int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 0.0
+    for part in (splits.train, splits.validation):
+        plan = plan_cache(part, device, recipe.decode_side, memory_fraction=fraction)
+        if plan.location == ("device" if device.type == "cuda" else "memory"):
+            kept += plan.bytes
+            fraction /= 2  # of what is left for the next one
+    return kept
 
 
 def measure_memory(task: Task, device: torch.device, images: int) -> float:

@@ -80,7 +80,7 @@ def replay(bundle: str | Path, device: str | None = None) -> tuple[dict[str, Any
     if fingerprint(splits) != data:
         raise UserError(f"The images at {source} are not those that {bundle} was recorded with.")
     devices = Devices(choose_device(device), micro_batches=micro_batches)
-    min_side = round(max(recipe.augmentation.image_size) * recipe.data.decode_scale) or None
+    min_side = recipe.decode_side
     loader = ImageLoader(splits.train, devices.device, 0, min_side, unreadable)
     task = find_task(recipe.task)(recipe, splits.train, devices.device)
     architecture, name = Architecture.from_dict(run["architecture"]), str(run.get("model", {}).get("name", ""))

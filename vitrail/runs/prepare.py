@@ -5,25 +5,28 @@ run.json of a run that was interrupted.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vitrail.data.datasets.lookup import open_splits
 from vitrail.data.source import Splits
+from vitrail.devices import adapt_threads, set_threads
 from vitrail.errors import UserError
 from vitrail.models.config import Architecture, format_size
 from vitrail.models.flops import cost
 from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.recipes import Recipe
+from vitrail.runs.budget import choose_length
 from vitrail.runs.initial_model import (
     build_initial,
     open_pretrained,
     rebuild,
 )
-from vitrail.runs.memory import MemoryPlan, check_disk_space, plan_memory
-from vitrail.runs.request import Log, TrainRequest, describe_pretrained, open_data
-from vitrail.runs.run_directory import check_dependencies, describe_run, fingerprint, read_run
+from vitrail.runs.memory import MemoryPlan, cached_bytes, check_disk_space, plan_memory
+from vitrail.runs.request import Log, TrainRequest, describe_pretrained, open_data, time_budget
+from vitrail.runs.run_directory import check_dependencies, check_weights, describe_run, fingerprint, read_run
 from vitrail.runs.step_timing import forecast, measure_pace
 from vitrail.tasks.registry import find_task
 from vitrail.training.batch_norm import has_batch_norm
@@ -47,15 +50,17 @@ class Prepared:
 
 
 def prepare(
-    request: TrainRequest, recipe: Recipe, devices: Devices, log: Log, folder: Path | None = None, trainings: int = 1
+    request: TrainRequest, recipe: Recipe, devices: Devices, log: Log, folder: Path | None = None, others: Sequence[float] = ()
 ) -> Prepared:
     """Everything up to the first step, with messages on the way. Nothing is written; `folder` is the run directory to be.
 
-    `trainings` is the number of seeds that the time is estimated for.
+    `others` are the trainings that follow, as multiples of the time of this one.
     """
+    for message in adapt_threads(devices.device):
+        log(message)
     options = request.options or Options(compile=devices.device.type == "cuda")
     with devices.sync_errors():
-        data = open_data(request, recipe)
+        data = open_data(request, recipe, devices.device)
         recipe, messages = choose_precision(data.recipe, devices.device, request.explicit_keys)
     splits = data.splits
     recipe = dataclasses.replace(recipe, precision=devices.broadcast(recipe.precision))
@@ -75,7 +80,8 @@ def prepare(
         shown = len(task.messages)
         task.attach(model)
         sharded_over = devices.world_size if options.sharding != "none" else 1
-        memory = plan_memory(model, task, devices.device, recipe.batch_size // devices.world_size, sharded_over)
+        cached = cached_bytes(splits, recipe, devices.device)
+        memory = plan_memory(model, task, devices.device, recipe.batch_size // devices.world_size, sharded_over, cached)
     devices, recipe = divide_batch(devices, task, memory, request.micro_batch_size, log)
     task.recipe = recipe
     price = cost(model.architecture)
@@ -85,7 +91,11 @@ def prepare(
         log(message)
     trainer = Trainer(recipe, model, task, splits.train, devices, folder or Path(), options)
     pace = measure_pace(trainer, splits, request.workers)
-    log(forecast(trainer, memory, pace, trainings))
+    minutes = time_budget(request, recipe, devices.device)
+    if minutes:
+        trainer.set_length(devices.broadcast(choose_length(trainer, pace, minutes)))
+    for message in forecast(trainer, memory, pace, request.source, others):
+        log(message)
     run = describe_run(request.source, splits, trainer, request.unreadable)
     return Prepared(trainer, splits, run, request.workers, memory)
 
@@ -106,6 +116,9 @@ def prepare_resumed(
             raise UserError(f"The images at {run['source']} are not those that {folder} was started with.")
         if "group_size" not in run["recipe"]:  # runs of older versions: a group was a micro-batch
             recipe = dataclasses.replace(recipe, group_size=recipe.batch_size // run["micro_batches"])
+        if "teacher_size" not in run["recipe"].get("distillation", {}):  # runs of older versions
+            recipe = recipe.set({"distillation.teacher_size": "student"})
+        set_threads(run.get("machine", {}).get("threads"))
         if run["micro_batches"] % devices.world_size:
             raise UserError(
                 f"{folder} divides its batch into {run['micro_batches']} micro-batches, which {devices.world_size} processes "
@@ -117,6 +130,7 @@ def prepare_resumed(
             architecture = Architecture.from_dict(run["architecture"])
             model = rebuild(architecture, str(run.get("model", {}).get("name", "")), recipe, task.class_names)
         else:
+            check_weights(recipe, run.get("weights"), folder)
             pretrained = open_pretrained(recipe) if recipe.init.weights else None
             model = build_initial(recipe, task.class_names, pretrained)
         task.attach(model)

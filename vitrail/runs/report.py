@@ -3,7 +3,8 @@
 These parts of `run.json` are optional and shown if present:
 
 * `test`: {"top1", "top5", "images"} of the best weights;
-* `per_class`: [{"name", "top1", "images"}] of the validation images;
+* `baselines`: {"majority", "probe"}, accuracies on the validation images;
+* `per_class`: [{"name", "top1", "precision", "recall", "f1", "images"}] of the validation images;
 * `confusion`: {"names": […], "matrix": [[…]]} with a row per label, or {"pairs": `confused_pairs(…)`};
 * `mistakes`: [{"image": `thumbnail(…)`, "label": …, "prediction": …, "confidence": …, "location": …}].
 """
@@ -18,7 +19,8 @@ import numpy as np
 
 from vitrail.atomic_files import atomic_write
 from vitrail.errors import UserError
-from vitrail.formatting import format_count, format_significant, format_time_span, format_value, percent
+from vitrail.evaluation.verdict import has_interval, judge_run, make_verdict
+from vitrail.formatting import format_bytes, format_count, format_significant, format_time_span, format_value, percent, pluralize
 from vitrail.pages import image_url, png_url, write_page
 from vitrail.pages.charts import DARK, LIGHT
 from vitrail.runs.curves import Curves
@@ -45,6 +47,7 @@ def write_report(folder: str | Path) -> Path:
         "training.html.j2",
         title=" on ".join(str(part["name"]) for part in (run["model"], run["data"]) if part.get("name")) or "Training run",
         summary=summarize(run, curves),
+        verdict=verdict.describe() if (verdict := judge_run(run, curves.lines)) else [],
         status=band_status(curves),
         cards=list_highlights(run, curves),
         chart=[
@@ -54,7 +57,8 @@ def write_report(folder: str | Path) -> Path:
             ("", png_url(light)),
         ],
         results=list_results(run, curves),
-        hardest=list_hardest(run),
+        class_columns=("class", "precision", "recall", "F1", "images"),
+        classes=list_classes(run),
         pairs=pairs,
         matrix=matrix,
         names=names,
@@ -94,7 +98,7 @@ def summarize(run: Mapping[str, Any], curves: Curves) -> str:
     length = f"{curves.total:.4g} epochs" if finished else f"{last['epoch']:.1f} of {curves.total:.4g} epochs"
     if best:
         metric = run_metric(run)
-        result = f"reached a validation {metric.title} of {metric.format(best[metric.name])}"
+        result = f"reached a validation {metric.title} of {format_best(run, best)}"
         result += f" (top-5 {format_accuracy(best['top5'])})" if best.get("top5") is not None else ""
         result += f" at epoch {best['epoch']:g} of {curves.total:.4g}" if finished else f" after {length}"
     else:
@@ -107,8 +111,23 @@ def summarize(run: Mapping[str, Any], curves: Curves) -> str:
     return f"{subject} {result}."
 
 
+def format_best(run: Mapping[str, Any], best: Mapping[str, Any]) -> str:
+    """Format the metric of the best validation, an accuracy of a known number of images with its interval: "84.10 % ± 5.2"."""
+    verdict, metric = judge_run(run, ()), run_metric(run)
+    return verdict.plus_minus if verdict else metric.format(best.get(metric.name))
+
+
+def format_test(test: Mapping[str, Any], metric: Metric) -> str:
+    """Format the metric on the test images: "81.20 % ± 3.4 (500 images)"."""
+    value: Any = test[metric.name]
+    images: Any = test.get("images")
+    if metric.name == "top1" and has_interval(value, images):
+        return f"{make_verdict(value, images).plus_minus} ({pluralize(images, 'image')})"
+    return metric.format(value) + (f" ({pluralize(images, 'image')})" if images else "")
+
+
 def format_accuracy(fraction: float | None) -> str:
-    return "" if fraction is None else percent(fraction, 2)
+    return "" if fraction is None else percent(float(fraction), 2)  # run.json has NaN as text
 
 
 def format_device(run: Mapping[str, Any]) -> str:
@@ -163,7 +182,7 @@ def list_highlights(run: Mapping[str, Any], curves: Curves) -> Rows:
     best, metric = best_validation(run, curves.lines) or {}, run_metric(run)
     speeds = curves.points("train", "images_per_second")[1]
     rows = [
-        (metric.title, metric.format(best.get(metric.name))),
+        (metric.title, format_best(run, best)),
         ("top-5", format_accuracy(best.get("top5"))),
         ("time", format_time_span(run["seconds"]) if run.get("seconds") else ""),
         ("images/s", f"{statistics.median(speeds):,.0f}" if len(speeds) else ""),
@@ -179,9 +198,10 @@ def list_results(run: Mapping[str, Any], curves: Curves) -> Rows:
         rows.append(("Best epoch", f"{best['epoch']:g}"))
     test = run.get("test") or {}
     metric = run_metric(run)
-    for title, name, show in ((metric.title, metric.name, metric.format), ("top-5", "top5", format_accuracy)):
-        if isinstance(test.get(name), float):
-            rows.append((f"Test {title}, {test.get('images', 0):,} images", show(test[name])))
+    if isinstance(test.get(metric.name), float):
+        rows.append((f"Test {metric.title}", format_test(test, metric)))
+    if isinstance(test.get("top5"), float):
+        rows.append(("Test top-5", format_accuracy(test["top5"])))
     for label, kind, name, show in (
         (f"Last validation {metric.title}", "validation", metric.name, metric.format),
         ("Last validation top-5", "validation", "top5", format_accuracy),
@@ -197,7 +217,7 @@ def list_results(run: Mapping[str, Any], curves: Curves) -> Rows:
         rows.append(("Last training loss, smoothed", format_significant(losses[-1])))
     memory = curves.points("train", "memory")[1]
     if len(memory):
-        rows.append(("Peak memory", f"{memory.max() / 2**30:.1f} GiB"))
+        rows.append(("Peak memory", format_bytes(memory.max())))
     rows += [(f"Model: {name.replace('_', ' ')}", format_count(value)) for name, value in run["model"].items()]
     rows += [(f"Data: {name.replace('_', ' ')}", format_value(value)) for name, value in run["data"].items()]
     return rows
@@ -209,13 +229,21 @@ def list_run(run: Mapping[str, Any]) -> Rows:
     return rows + [(str(name), format_value(value)) for name, value in run["versions"].items()]
 
 
-def list_hardest(run: Mapping[str, Any]) -> Rows:
-    """Return the classes with the lowest accuracy if there are too many for the confusion matrix."""
+def list_classes(run: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Return name, precision, recall, F1 and images of the classes, or of the hardest if there are more than 40."""
     classes = run.get("per_class") or []
-    if len(classes) <= MAX_MATRIX_CLASSES:
-        return []
-    worst = sorted(classes, key=lambda row: float(row["top1"]))[:MAX_ROWS]
-    return [(str(row["name"]), f"{format_accuracy(row['top1'])} of {format_value(row['images'])}") for row in worst]
+    if len(classes) > MAX_MATRIX_CLASSES:
+        classes = sorted(classes, key=lambda row: float(row.get("f1") or row.get("top1") or 0))[:MAX_ROWS]
+    return [
+        (
+            str(row.get("name")),
+            format_accuracy(row.get("precision")),  # runs of older versions have only the recall, as top-1
+            format_accuracy(row.get("top1")),
+            format_accuracy(row.get("f1")),
+            format_value(row.get("images")),
+        )
+        for row in classes
+    ]
 
 
 def list_confusions(run: Mapping[str, Any]) -> tuple[list[tuple[str, str, str]], Any, list[str]]:

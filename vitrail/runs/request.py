@@ -2,23 +2,30 @@
 
 import dataclasses
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from vitrail.aliases import upgrade_key
+from vitrail.checkpoints.bundled import describe_bundled
 from vitrail.data.datasets.lookup import open_splits
+from vitrail.data.image_formats import describe_skipped
 from vitrail.data.sampler import EpochSampler
 from vitrail.data.source import Source, Splits
 from vitrail.errors import UserError
+from vitrail.formatting import pluralize
 from vitrail.models.config import format_size
 from vitrail.models.registry import list_models
 from vitrail.models.registry import lookup as find_model
 from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.recipes import Recipe, lookup
-from vitrail.recipes.data_defaults import fit_to_data, median_side
+from vitrail.recipes.data_defaults import fit_to_data, has_colors, median_side
 from vitrail.recipes.duration import describe_cooldown
+from vitrail.runs.budget import choose_image_size
 from vitrail.runs.initial_model import (
     adds_token,
     locate_weights,
@@ -31,6 +38,11 @@ from vitrail.training.schedules import total_steps
 from vitrail.training.trainer import Options
 
 Log = Callable[[str], None]
+CPU = torch.device("cpu")
+DEFAULT_WEIGHTS = "vitrail_tiny"
+DEFAULT_MINUTES = 5.0
+MIN_PHOTO_SIDE = 40  # pixels; smaller images are digits, letters, icons
+MAX_FINETUNED = 20_000  # training images; with more, a training from scratch on a GPU gives better results
 
 
 @dataclass(frozen=True)
@@ -48,11 +60,13 @@ class TrainRequest:
     workers: int | None = None  # processes that decode images
     unreadable: Literal["skip", "fatal"] = "skip"  # what an image that cannot be read is
     explicit: tuple[str, ...] = ()  # keys that the user set and that `recipe` contains already
+    minutes: float | None = None  # time budget
 
     def __post_init__(self) -> None:
         options = self.options
         for minimum, value, message in (
             (1, self.micro_batch_size, "micro_batch_size is the number of images at a time: at least 1."),
+            (sys.float_info.min, self.minutes, "minutes is a time budget: greater than 0."),
             (0, self.workers, "workers is the number of processes that decode: 0 or more."),
             (0, options.save_steps if options else None, "save_steps is a number of steps: 0 or more."),
             (0, options.log_steps if options else None, "log_steps is a number of steps: 0 or more."),
@@ -73,6 +87,8 @@ def resolve_recipe(request: TrainRequest, device_type: str) -> Recipe:
     recipe, changes = request.recipe, request.changes
     if recipe is None:
         finetunes = any(upgrade_key(key) == "init.weights" and value for key, value in changes.items())
+        if not finetunes and request.model is None and suits_bundled_weights(request.source, device_type):
+            finetunes, changes = True, changes | {"init.weights": DEFAULT_WEIGHTS}
         recipe = "finetune" if finetunes else "small" if device_type == "cuda" else "laptop"
     resolved = lookup(recipe) if isinstance(recipe, str) else recipe
     resolved = resolved.set(changes | ({"model": request.model} if request.model else {}))
@@ -93,6 +109,21 @@ def resolve_recipe(request: TrainRequest, device_type: str) -> Recipe:
     return resolved
 
 
+def suits_bundled_weights(source: str, device_type: str) -> bool:
+    """Whether a training without further instructions starts from the bundled weights: photographs, and not very many on a GPU."""
+    train = open_splits(source).train
+    if device_type == "cuda" and len(train) > MAX_FINETUNED:
+        return False
+    return median_side(train) >= MIN_PHOTO_SIDE and has_colors(train)
+
+
+def time_budget(request: TrainRequest, recipe: Recipe, device: torch.device) -> float | None:
+    """Minutes that the training may take: as requested; without a recipe and a length, a few minutes on a CPU."""
+    if request.minutes or request.recipe is not None or "schedule.length" in request.explicit_keys:
+        return request.minutes
+    return DEFAULT_MINUTES if recipe.init.weights and device.type == "cpu" else None
+
+
 @dataclass(frozen=True)
 class OpenedData:
     splits: Splits
@@ -101,8 +132,8 @@ class OpenedData:
     messages: list[str]
 
 
-def open_data(request: TrainRequest, recipe: Recipe) -> OpenedData:
-    """Open the data and the pre-trained weights, check them, and fit the recipe to them."""
+def open_data(request: TrainRequest, recipe: Recipe, device: torch.device = CPU) -> OpenedData:
+    """Open the data and the pre-trained weights, check them, and fit the recipe to them and to the time on the device."""
     task = find_task(recipe.task)
     splits = open_splits(request.source, validation_fraction=recipe.data.validation_fraction)
     task.check_data(recipe, splits)
@@ -113,6 +144,10 @@ def open_data(request: TrainRequest, recipe: Recipe) -> OpenedData:
         recipe = with_token(recipe, pretrained, find_model(request.model)[1])
     if pretrained and pretrained.name in list_models():
         recipe = dataclasses.replace(recipe, model=pretrained.name)
+    minutes = time_budget(request, recipe, device)
+    if minutes and pretrained is not None and recipe.augmentation.image_size == (0, 0):
+        size = choose_image_size(pretrained, splits.train, device, minutes)
+        pretrained.preprocessing = pretrained.preprocessing._replace(image_size=(size, size))
     recipe, messages = fit_to_data(recipe, splits.train, pretrained.preprocessing if pretrained else None)
     sampler = make_sampler(recipe, splits.train)
     if total_steps(recipe.schedule, sampler.steps) < 1:
@@ -122,10 +157,12 @@ def open_data(request: TrainRequest, recipe: Recipe) -> OpenedData:
         )
     counts = f"{len(splits.train):,} training and {len(splits.validation):,} validation images"
     classes = f", {len(splits.train.classes)} classes" if splits.train.label is not None else ""
-    messages = [f"{splits.train.name}: {counts}{classes}", *messages, *task.describe(recipe)]
+    skipped = describe_skipped(dict.fromkeys(path for part in splits[:2] for path in part.skipped))
+    messages = [f"{splits.train.name}: {counts}{classes}", *([skipped] if skipped else []), *messages, *task.describe(recipe)]
     if recipe.data.repeats > 1 or recipe.data.round_to > 1:
         epoch = sampler.epoch_size()
-        messages.append(f"an epoch is {epoch.steps:,} steps, {epoch.samples:,} samples of {epoch.distinct:,} images")
+        images = pluralize(epoch.distinct, "image")
+        messages.append(f"an epoch is {pluralize(epoch.steps, 'step')}, {epoch.samples:,} samples of {images}")
     messages += describe_cooldown(recipe.schedule)
     return OpenedData(splits, recipe, pretrained, messages)
 
@@ -141,7 +178,8 @@ def describe_pretrained(pretrained: VisionTransformer, recipe: Recipe, class_nam
             "these weights have no distillation token: the token, its position and its classifier are newly initialized, "
             f"everything else is loaded{frozen}"
         )
-    return messages
+    notice = describe_bundled(recipe.init.weights)
+    return messages if notice is None else [*messages, notice]
 
 
 def make_sampler(recipe: Recipe, source: Source) -> EpochSampler:

@@ -18,13 +18,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import yaml
 
 import vitrail
 from vitrail.atomic_files import atomic_write, check_writable
 from vitrail.data.datasets.lookup import is_built_in
 from vitrail.data.source import Splits
 from vitrail.errors import UserError
+from vitrail.evaluation.probes.suite import hash_weights
 from vitrail.models.flops import cost
 from vitrail.recipes.schema import Recipe
 from vitrail.runs.run_json import read_run_json
@@ -42,6 +42,17 @@ def check_dependencies(recipe: Recipe, known: dict[str, str] | None, folder: Pat
             raise UserError(f"{path}, which {folder} was trained with, is missing: restore it, or put a link there.")
     if known is not None and find_task(recipe.task).dependencies(recipe) != known:
         raise UserError(f"{', '.join(known)} is not what {folder} was trained with: restore the original.")
+
+
+def describe_weights(path: str) -> dict[str, str]:
+    """The file of pre-trained weights and its digest; empty without weights."""
+    return {"path": path, "sha256": hash_weights(Path(path))} if path else {}
+
+
+def check_weights(recipe: Recipe, known: dict[str, str] | None, folder: Path) -> None:
+    """Raise UserError if the pre-trained weights are not those that the run was started with."""
+    if known and describe_weights(recipe.init.weights) != known:
+        raise UserError(f"{recipe.init.weights} is not what {folder} was started from: restore the original.")
 
 
 def describe_run(source: str, splits: Splits, trainer: Trainer, unreadable: str) -> dict[str, Any]:
@@ -67,9 +78,11 @@ def describe_run(source: str, splits: Splits, trainer: Trainer, unreadable: str)
             "fingerprint": fingerprint(splits),
         },
         "teachers": trainer.task.dependencies(trainer.recipe),
+        "weights": describe_weights(trainer.recipe.init.weights),
         "machine": {
             "device": torch.cuda.get_device_name(devices.device) if devices.device.type == "cuda" else "CPU",
             "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
             "processes": devices.world_size,
             "system": platform.platform(),
         },
@@ -227,5 +240,5 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def write_recipe(path: Path, recipe: Recipe) -> None:
-    text = yaml.safe_dump(json.loads(json.dumps(recipe.to_dict())), sort_keys=False)
-    atomic_write(path, lambda side: side.write_text(text))
+    text = recipe.to_yaml()
+    atomic_write(path, lambda side: side.write_text(text, encoding="utf-8"))

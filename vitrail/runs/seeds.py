@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,14 +94,17 @@ def train_seeds(folder: Path, seeds: Seeds, log: Log) -> bool:
         if (folder / FILE).exists():
             seeds = dataclasses.replace(seeds, count=max(seeds.count, read_seeds(folder).count))
         write_json(folder / FILE, to_dict(seeds))
+        finished = [number for number in seeds.numbers if is_finished(folder / f"seed-{number}")]
+        left = seeds.count - len(finished)
         for number in seeds.numbers:
             run = folder / f"seed-{number}"
-            if is_finished(run):
+            if number in finished:
                 log(f"seed {number} is finished")
                 continue
+            left -= 1
             log(f"seed {number}, of {seeds.numbers[0]} to {seeds.numbers[-1]}")
             try:
-                if not train_or_resume(run, seeds.request, number).finished:
+                if not train_or_resume(run, seeds.request, number, [1.0] * left).finished:
                     log(f"`vitrail resume {folder}` continues with this seed and the remaining ones.")
                     return False
             except UserError as error:
@@ -117,15 +120,15 @@ def train_seeds(folder: Path, seeds: Seeds, log: Log) -> bool:
     return True
 
 
-def train_or_resume(folder: Path, request: TrainRequest, seed: int) -> Run:
-    """Start the request's training with a seed in a run directory, or resume it there."""
+def train_or_resume(folder: Path, request: TrainRequest, seed: int, others: Sequence[float] = ()) -> Run:
+    """Start the request's training with a seed in a run directory, or resume it there; `others` as in `run_request`."""
     if (folder / "run.json").exists():
         options = request.options or Options()
         kept = {name: getattr(options, name) for name in ("on_nan", "keep", "save_seconds")}
         return resume(folder, device=request.device, workers=request.workers, **kept)
     assert isinstance(request.recipe, Recipe)
     recipe = dataclasses.replace(request.recipe, seed=seed)
-    return run_request(dataclasses.replace(request, recipe=recipe, out=folder))
+    return run_request(dataclasses.replace(request, recipe=recipe, out=folder), others)
 
 
 @contextlib.contextmanager

@@ -4,13 +4,13 @@ A timed step is the trainer's own, with augmentation, teacher, optimizer, EMA an
 """
 
 import dataclasses
-import datetime
 import math
 import operator
 import os
+import shlex
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -21,8 +21,9 @@ from vitrail.data.image_loader import ImageLoader
 from vitrail.data.loader import Batch, DecodedBatch, ImageReader, make_batch, plan_cache
 from vitrail.data.sampler import Samples
 from vitrail.data.source import Source, Splits, Subset
-from vitrail.data.workers import default_workers
-from vitrail.formatting import format_bytes, format_rate, percent
+from vitrail.data.workers import count_cores, default_workers
+from vitrail.devices import OtherPrograms, describe_load
+from vitrail.formatting import format_bytes, format_rate, format_time_span, percent, pluralize
 from vitrail.runs.memory import MemoryPlan, explain_out_of_memory
 from vitrail.training.distributed import Devices
 from vitrail.training.schedules import duration_to_steps
@@ -33,6 +34,10 @@ BUDGET = 1.0  # seconds for all timed steps but the first
 FIRST_IMAGES = 2  # of the first step
 GROWTH = 4  # factor of the number of images from one step to the next
 ROUNDS = 3  # of the whole step, where there is time for it
+BUSY = 0.25  # share of the cores that other programs use above which a forecast says so
+DAY = 24 * 60 * 60
+SHOWN_BYTES = 1e8  # of decoded images; less are not worth mentioning
+SMALL_SIDE = 64  # pixels; smaller images are not suggested
 DECODED = 16  # images that are decoded; larger batches repeat them
 TimedStep = Callable[[int, int], float]  # images in each of so many micro-batches: seconds
 
@@ -44,6 +49,7 @@ class Pace:
     step: float  # the whole batch
     validation: float = 0.0  # all validation images
     teacher: float = 0.0  # the teacher's part of a step
+    busy_cores: float = 0.0  # cores that other programs used meanwhile
 
 
 class Timed(NamedTuple):
@@ -56,13 +62,15 @@ class Timed(NamedTuple):
 def measure_pace(trainer: Trainer, splits: Splits, workers: int | None = None) -> Pace:
     """Measured by all processes together, without compilation; the trainer is left unchanged."""
     recipe, devices = trainer.recipe, trainer.devices
-    min_side = round(max(recipe.augmentation.image_size) * recipe.data.decode_scale) or None
+    min_side = recipe.decode_side
     train, validation = (SampleLoader(part, devices, min_side) for part in (splits.train, splits.validation))
+    others = OtherPrograms()
     with explain_out_of_memory(), undone(trainer), torch.compiler.set_stance("force_eager"):
         trainer.compute, trainer.validation = trainer.forward_backward, validation
         seconds, per_image = time_steps(trainer, train, validation)
         share = recipe.batch_size // devices.world_size
         teacher = share * time_teacher(trainer.task, devices, validation.images)
+    busy_cores = others.cores()
     if devices.device.type == "cuda":
         torch.cuda.empty_cache()  # the training allocates its memory anew
     decoding = [part.decoding_seconds(workers, min_side) for part in (train, validation)]
@@ -71,7 +79,9 @@ def measure_pace(trainer: Trainer, splits: Splits, workers: int | None = None) -
     validated = len(splits.validation) / devices.world_size
     times = [combine(seconds, share * decoding[0]), combine(validated * per_image, validated * decoding[1]), teacher]
     step, validation_seconds, teacher = devices.all_reduce_max(times)
-    return Pace(step, validation_seconds, min(teacher, step))  # a part of the step, though timed separately
+    return Pace(
+        step, validation_seconds, min(teacher, step), busy_cores
+    )  # the teacher's is a part of the step, though timed separately
 
 
 @contextmanager
@@ -184,25 +194,64 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def forecast(trainer: Trainer, memory: MemoryPlan, pace: Pace, trainings: int = 1) -> str:
-    """Steps, time and memory in one message; for several trainings one after the other."""
+def forecast(trainer: Trainer, memory: MemoryPlan, pace: Pace, source: str = "SOURCE", others: Sequence[float] = ()) -> list[str]:
+    """Messages: steps, time and memory, then what makes the time uncertain and what would save most of it.
+
+    `others` are the trainings that follow, as multiples of the time of this one.
+    """
     recipe, devices, steps = trainer.recipe, trainer.devices, trainer.total
     validations = math.ceil(steps / max(duration_to_steps(recipe.validation.every, trainer.sampler.steps, steps), 1))
     validating = validations * pace.validation
     seconds = pace.step * steps + validating
-    span = datetime.timedelta(seconds=round(seconds * trainings))
+    whole = seconds * (1 + sum(others))
     used = memory.memory(recipe.batch_size // devices.micro_batches)
-    return (
-        f"{steps:,} steps{f' for each of {trainings} seeds' if trainings > 1 else ''}, about {span} at "
+    message = (
+        f"{pluralize(steps, 'step')}, about {format_time_span(seconds)} at "
         f"{format_rate(recipe.batch_size / pace.step)} images/s{' before compiling' if trainer.options.compile else ''}"
         + (f", {percent(validating / seconds)} of it validation" if validating >= 0.005 * seconds else "")
+        + (f"; all {1 + len(others)} trainings about {format_time_span(whole)}" if others else "")
         + f"; {format_bytes(used)} of {format_bytes(memory.free)} memory"
+        + (f", {format_bytes(memory.cached)} of it decoded images" if memory.cached >= SHOWN_BYTES else "")
         + (
             f"; the teacher takes {percent(pace.teacher / pace.step)} of a step and {format_bytes(memory.teacher)}"
             if memory.teacher
             else ""
         )
     )
+    on_cpu = devices.device.type == "cpu"
+    advice = []
+    if on_cpu and pace.busy_cores >= BUSY * count_cores():
+        factor = max(1 + pace.busy_cores / count_cores(), 1.5)
+        advice.append(f"{describe_load(pace.busy_cores)}: it may take up to {factor:.1f} times longer or shorter")
+    if on_cpu and pace.teacher > 0.5 * pace.step:
+        advice.append(suggest_annotation(trainer, pace, source))
+    if on_cpu and whole > DAY:
+        advice.append(suggest_shorter(trainer, seconds, whole, source))
+    return [message, *advice]
+
+
+def suggest_annotation(trainer: Trainer, pace: Pace, source: str) -> str:
+    """The command that computes the teacher's predictions once, and how long it takes."""
+    teacher, recipe = trainer.recipe.distillation.teacher, trainer.recipe
+    command = shlex.join(["vitrail", "annotate", teacher, source, "--out", "labels"])
+    once = format_time_span(len(trainer.source) * pace.teacher / recipe.batch_size)
+    return f"most of the time is the teacher's: `{command}` stores its predictions in about {once}; then give --teacher labels"
+
+
+def suggest_shorter(trainer: Trainer, seconds: float, whole: float, source: str) -> str:
+    """Cheaper alternatives to a training of days, with the time that they take."""
+    epochs = trainer.total / trainer.sampler.steps
+    fitting = max(int(epochs * DAY / whole), 1)
+    height, width = trainer.recipe.augmentation.image_size
+    ideas = ["give --minutes 60 for a training that ends after an hour"]
+    if fitting < epochs:
+        ideas.append(f"--epochs {fitting} (about {format_time_span(whole * fitting / epochs)})")
+    if min(height, width) >= 2 * SMALL_SIDE:
+        ideas.append(f"--image-size {height // 2} (about {format_time_span(whole / 4)})")
+    if not trainer.recipe.init.weights:
+        start = shlex.join(["vitrail", "train", source, "--from", "vitrail_tiny"])
+        ideas.append(f"`{start}`, which starts from bundled weights and takes minutes")
+    return f"this is more than a day: {', or '.join(ideas)}"
 
 
 class SampleLoader(ImageLoader):

@@ -11,7 +11,7 @@ report.html       curves, result, recipe; report.png the curves alone
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +24,7 @@ from vitrail.errors import UserError
 from vitrail.formatting import escape_control
 from vitrail.interrupts import State, require_cleanup
 from vitrail.recipes import Recipe
+from vitrail.recipes.arguments import RECIPE_KEYS, open_recipe, recipe_changes
 from vitrail.runs.display import Display
 from vitrail.runs.finish import finish_run
 from vitrail.runs.prepare import Prepared, prepare, prepare_resumed
@@ -69,28 +70,82 @@ class Run:
 def train(
     source: str | Path = "digits",
     recipe: str | Recipe | None = None,
+    *,
+    from_: str | Path | None = None,
     model: str | None = None,
+    epochs: float | None = None,
+    minutes: float | None = None,
+    scope: str | None = None,
+    seed: int | None = None,
+    teacher: str | Path | None = None,
+    labels: str | Path | None = None,
+    lr: float | None = None,
+    batch_size: int | None = None,
+    image_size: int | tuple[int, int] | None = None,
+    weight_decay: float | None = None,
+    patience: int | None = None,
+    changes: Mapping[str, Any] | None = None,
     out: str | Path | None = None,
-    changes: dict[str, Any] | None = None,
-    options: Options | None = None,
     device: str | None = None,
     micro_batch_size: int | None = None,
     workers: int | None = None,
     unreadable: Literal["skip", "fatal"] = "skip",
+    options: Options | None = None,
 ) -> Run:
-    """Train on a source of images.
+    """Train on a source of images and return the finished run.
 
-    >>> run = vitrail.train("photos/", recipe="laptop", out="runs/photos", changes={"lr": 1e-3})
+    >>> run = vitrail.train("photos/", from_="vitrail_tiny", epochs=10, lr=1e-3, out="runs/photos")
     >>> model = vitrail.load(run.artifact)
+
+    The arguments are the options of `vitrail train`; None leaves the value of the recipe.
+
+    Args:
+        source: a folder with one subfolder per class, Parquet, tar, CIFAR or IDX files, a CSV table, hf://owner/name, "pets"
+            or "digits" (built in).
+        recipe: a name (see `vitrail recipes`), a Recipe, or a recipe.yaml of an earlier run; default: "finetune" with `from_` and
+            for photographs, otherwise "laptop" on a CPU and "small" on a GPU.
+        from_: initial weights: a checkpoint in any supported format, a run directory, or "vitrail_tiny" (bundled).
+        model: another model than the recipe's (see `vitrail models`).
+        epochs: total number of epochs, including the recipe's cooldown.
+        minutes: time budget: image size and number of epochs are chosen for it.
+        scope: what is trained: "full", "attention", "ffn", "head", "norm", "last_norm" or "last:N".
+        seed: seed of all random numbers.
+        teacher: a network or label store to distill from.
+        labels: a label store with token labels.
+        lr: learning rate; recipes with `optimizer.lr_batch_size` scale it with the batch size.
+        batch_size: images per optimizer step, over all devices.
+        image_size: image size in pixels: 96, or (height, width).
+        weight_decay: weight decay of the optimizer.
+        patience: stop after this many validations without a better primary metric; 0: never.
+        changes: any other value of the recipe by its key: {"mixing.mixup": 0.8}. The arguments above take precedence.
+        out: run directory; default: a new one under runs/.
+        device: "cpu", "cuda" or "cuda:1"; default: a GPU if available.
+        micro_batch_size: images per forward and backward pass; default: as many as fit in memory.
+        workers: processes that decode images; default: chosen by CPU cores.
+        unreadable: "skip" images that cannot be read, or stop with an error ("fatal").
+        options: compilation, sharding, checkpoints and logging; see `Options`.
     """
-    source = os.fspath(source)
+    everyday = {name: value for name, value in locals().items() if name in RECIPE_KEYS}
+    recipe = open_recipe(recipe)
     return run_request(
-        TrainRequest(source, recipe, model, changes or {}, out, options, device, micro_batch_size, workers, unreadable)
+        TrainRequest(
+            os.fspath(source),
+            recipe,
+            model,
+            recipe_changes(recipe, changes or {}, everyday),
+            out,
+            options,
+            device,
+            micro_batch_size,
+            workers,
+            unreadable,
+            minutes=minutes,
+        )
     )
 
 
-def run_request(request: TrainRequest) -> Run:
-    """Prepare and run a training."""
+def run_request(request: TrainRequest, others: Sequence[float] = ()) -> Run:
+    """Prepare and run a training; `others` are those that follow, as multiples of its time, for the forecast."""
     with interruptible() as folders, init_distributed(request.device) as devices:
         log = to_stderr if devices.is_main else discard
         with devices.sync_errors():
@@ -100,7 +155,7 @@ def run_request(request: TrainRequest) -> Run:
         folders.append(folder)
         if restarted:  # torchrun has started the processes of this run again
             return resume_in(folder, devices, request.options, request.workers, log)
-        prepared = prepare(request, recipe, devices, log, folder)
+        prepared = prepare(request, recipe, devices, log, folder, others)
         devices = prepared.trainer.devices
         check_same_data(devices, prepared.run)
         created = missing_folders(folder)
@@ -147,7 +202,7 @@ def run_prepared(prepared: Prepared, log: Log) -> Run:
     """Train from the newest checkpoint, if there is one, to the report."""
     trainer, run = prepared.trainer, prepared.run
     folder, devices, recipe, options = trainer.folder, trainer.devices, trainer.recipe, trainer.options
-    min_side = round(max(recipe.augmentation.image_size) * recipe.data.decode_scale) or None
+    min_side = recipe.decode_side
     if prepared.resumed:
         for message in trainer.task.messages:
             log(message)
@@ -158,13 +213,19 @@ def run_prepared(prepared: Prepared, log: Log) -> Run:
         log(loader.message)
     trainer.validation = loaders[1]
     loaded = load_checkpoint(trainer, log)
-    finished = trainer.step == trainer.total
+    finished = trainer.finished
     if finished:
         log("This run is finished; its report is written again.")
     elif loaded:
         log(f"resuming at step {trainer.step} of {trainer.total}")
     elif prepared.resumed:
         log(f"There is no checkpoint in {folder} yet: starting at the first step.")
+    if not loaded:
+        batch_size = max(recipe.batch_size // devices.micro_batches, 1)
+        for message in trainer.task.initialize(trainer.model, loaders[0], batch_size):
+            log(message)
+        if trainer.ema:
+            trainer.ema.reset()
     metrics = MetricsWriter(folder, trainer.step) if devices.is_main and not finished else None
     console = None if devices.is_main else Console(quiet=True)
     band = find_reference_band(run["recipe"], run["data"])
@@ -178,7 +239,7 @@ def run_prepared(prepared: Prepared, log: Log) -> Run:
                 trainer.run(loaders[0], display, metrics, Throughput(trainer.model, devices.device, devices.world_size))
                 display.finish()
     except Stopped:
-        if trainer.step == trainer.total:
+        if trainer.finished:
             log(f"Stopped after the last step; `vitrail resume {folder}` writes the report.")
         else:
             log(f"Stopped at step {trainer.step} of {trainer.total}; `vitrail resume {folder}` continues.")

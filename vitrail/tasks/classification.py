@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from vitrail.checkpoints.bundled import find_bundled
+from vitrail.checkpoints.hub import find_named, is_built_by_timm, locate
 from vitrail.data.datasets.lookup import check_trainable
 from vitrail.data.decode import decode
 from vitrail.data.image_loader import ImageLoader
@@ -21,7 +21,7 @@ from vitrail.data.transforms.mixup import Mix, draw_mix, flip_groups, mix_images
 from vitrail.data.transforms.pipeline import Augmented, augment, erase
 from vitrail.errors import UserError
 from vitrail.evaluation.accuracy import count_hits, summarize
-from vitrail.evaluation.confusion import class_accuracies, collect_predictions, confusion, thumbnail, worst_mistakes
+from vitrail.evaluation.confusion import class_metrics, collect_predictions, confusion, thumbnail, worst_mistakes
 from vitrail.models.vision_transformer import VisionTransformer, mix_tokens
 from vitrail.recipes.schema import Recipe
 from vitrail.tasks.distillation import distillation_loss, teacher_targets
@@ -111,6 +111,13 @@ class Classification(Task):
 
     def build_module(self, model: VisionTransformer) -> "ClassificationModule":
         return ClassificationModule(model, self.recipe)
+
+    def initialize(self, model: VisionTransformer, loader: ImageLoader, batch_size: int) -> list[str]:
+        if not self.recipe.init.probe_head:
+            return []
+        from vitrail.tasks.probe_head import fit_head
+
+        return fit_head(model, loader, batch_size, self.recipe.seed)
 
     def prepare_batch(self, batch: Batch, position: Position) -> tuple[Tensor, ClassificationTargets]:
         """Augmented and mixed images [B, 3, height, width] and their targets."""
@@ -210,8 +217,8 @@ class Classification(Task):
                     "confidence": round(float(confidence), 6),
                 }
             )
-        accuracies = class_accuracies(predictions, names)
-        return {"confusion": confusion(predictions, names), "per_class": accuracies, "mistakes": mistakes}
+        per_class = class_metrics(predictions, names)
+        return {"confusion": confusion(predictions, names), "per_class": per_class, "mistakes": mistakes}
 
     def hint_for_nan(self) -> str:
         if self.recipe.distillation.kind != "none" or self.recipe.token_labels.store:
@@ -291,7 +298,9 @@ def resolve_teacher(recipe: Recipe, explicit: frozenset[str] = frozenset()) -> R
         tokens = dataclasses.replace(tokens, weight=weight, target=target)
     if tokens.weight > 0:
         architecture["dense_head"] = True
-    teacher, store = (absolute(os.path.expanduser(path)) for path in (distillation.teacher, tokens.store))
+    teacher, store = (os.path.expanduser(path) for path in (distillation.teacher, tokens.store))
+    teacher = teacher if is_built_by_timm(teacher) else locate(teacher)
+    store = os.path.abspath(store) if store and os.path.exists(store) else store  # a run can be resumed from another directory
     if teacher or store:
         check_paths(teacher, store)
     return dataclasses.replace(
@@ -306,9 +315,10 @@ def check_paths(teacher: str, store: str) -> None:
     from vitrail.teachers.label_store import read_manifest
     from vitrail.teachers.sidecar import read_sidecar, sidecar_path
 
-    if teacher and not teacher.startswith("timm:") and not os.path.exists(find_bundled(teacher) or teacher):
+    if teacher and not is_built_by_timm(teacher) and not os.path.exists(find_named(teacher) or teacher):
         raise UserError(
-            f"There is no teacher at {teacher}: give a network's file, timm:NAME or a label store made by vitrail annotate."
+            f"There is no teacher at {teacher}: give a network's file, a name such as deit3_small, timm:NAME, or a label "
+            "store made by vitrail annotate."
         )
     if teacher.endswith((".pt2", ".onnx")) and "preprocessing" not in read_sidecar(teacher):
         raise UserError(
@@ -317,11 +327,6 @@ def check_paths(teacher: str, store: str) -> None:
         )
     if store:
         read_manifest(Path(store))
-
-
-def absolute(path: str) -> str:
-    """An existing path as an absolute one, so that a run can be resumed from another directory."""
-    return os.path.abspath(path) if path and os.path.exists(path) else path
 
 
 def describe_targets(recipe: Recipe) -> list[str]:

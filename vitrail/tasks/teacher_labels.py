@@ -20,6 +20,7 @@ from vitrail.teachers.lookup import open_teacher
 from vitrail.teachers.sidecar import sidecar_path
 from vitrail.teachers.teacher import Teacher
 
+MAX_ENLARGEMENT = 2  # of the student's images over those the teacher was trained on
 RENAME_CLASSES = "give the data's classes the teacher's names, or their WordNet ids in wordnet_ids.json next to the data"
 
 
@@ -58,8 +59,8 @@ def open_online_teacher(recipe: Recipe, source: Source, device: torch.device) ->
     path, augmentation = recipe.distillation.teacher, recipe.augmentation
     teacher = open_teacher(path, device)
     index = match_classes(teacher, source, path).to(device)
+    messages = class_order_message(teacher.class_names, teacher.classes, source) + choose_size(teacher, recipe)
     check_prediction(teacher, recipe, device)
-    messages = class_order_message(teacher.class_names, teacher.classes, source) + image_size_message(teacher, recipe)
     return OnlineTeacher(teacher, index, augmentation.mean, augmentation.std, messages)
 
 
@@ -96,20 +97,18 @@ def class_order_message(names: list[str] | None, count: int, source: Source) -> 
     return [f"the teacher has no class names: its {count} classes are taken in the order of the data's, {first} …"]
 
 
-def image_size_message(teacher: Teacher, recipe: Recipe) -> list[str]:
-    """A message if the teacher sees the student's images at another size than it was trained at."""
-    own, student, path = teacher.preprocessing.image_size, recipe.augmentation.image_size, recipe.distillation.teacher
-    if teacher.size is not None or own == student:
+def choose_size(teacher: Teacher, recipe: Recipe) -> list[str]:
+    """Set the size at which the teacher sees the student's images; return a message if it is not the student's.
+
+    A network keeps its accuracy on images up to twice as large as those it was trained on, and papers fine-tune students at 384
+    with teachers of 224 pixels. On smaller images it loses accuracy, on much larger ones accuracy and time.
+    """
+    own, student = teacher.preprocessing.image_size, recipe.augmentation.image_size
+    fits = all(usual <= side <= MAX_ENLARGEMENT * usual for side, usual in zip(student, own, strict=True))
+    if teacher.size is not None or fits or recipe.distillation.teacher_size == "student":
         return []
-    larger = all(side >= usual for side, usual in zip(student, own, strict=True))
-    advice = "run vitrail annotate once, at the teacher's own size, and give that label store"
-    if larger and os.path.exists(path):
-        advice = f'write {{"size": {own[0] if own[0] == own[1] else list(own)}}} to {sidecar_path(path)}'
-    effect = "which may be less accurate" + (" and slower" if larger else "")
-    return [
-        f"the teacher was trained at {format_size(own)} pixels and sees the student's images of {format_size(student)}, "
-        f"{effect}: {advice}"
-    ]
+    teacher.size = own
+    return [f"the teacher sees the images resized from {format_size(student)} to {format_size(own)} pixels, its own size"]
 
 
 def is_store(path: str) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.checkpoints.artifact import HEADER
-from vitrail.checkpoints.bundled import find_bundled
+from vitrail.checkpoints.hub import find_named, is_built_by_timm
 from vitrail.checkpoints.model_io import load
 from vitrail.checkpoints.readers import check_regular_file, read_weights
 from vitrail.errors import UserError
@@ -41,7 +41,8 @@ def open_teacher(
     * a path or name that `vitrail.load` accepts: artifacts, run directories, published vision transformers;
     * the state dict of a ResNet, RegNet or EfficientNet-Lite, or a Hugging Face folder of the first two;
     * an exported program (`.pt2`) or an ONNX file (`.onnx`), with its `preprocessing`;
-    * `timm:NAME` or `timm:NAME@weights.safetensors`, if timm is installed;
+    * weights by name: `deit3_small`, `timm:NAME`, `hf://owner/name`, which are downloaded;
+    * `timm:NAME` of a network that only timm implements, or `timm:NAME@weights.safetensors`, if timm is installed;
     * a module from images to logits, with its `preprocessing`; it is frozen and not copied.
 
     `classes` are the names (or the number) of the classes of a teacher without class names. `preprocessing` replaces the stored
@@ -52,9 +53,9 @@ def open_teacher(
     >>> teacher = open_teacher("regnety_160-a5fe301d.pth", device="cuda")
     >>> logits = teacher(images, mean=student.preprocessing.mean, std=student.preprocessing.std)
     """
-    path = teacher if isinstance(teacher, str | Path) and not str(teacher).startswith("timm:") else None
-    bundled = find_bundled(path) if path is not None else None
-    sidecar = read_sidecar(path) if path is not None and bundled is None else {}
+    path = teacher if isinstance(teacher, str | Path) and not is_built_by_timm(str(teacher)) else None
+    named = find_named(path) if path is not None else None
+    sidecar = read_sidecar(path) if path is not None and named is None else {}
     kind = sidecar.get("kind") if kind is None else kind
     classes = sidecar.get("classes") if classes is None else classes
     size = sidecar.get("size") if size is None else size
@@ -69,10 +70,10 @@ def open_teacher(
         opened = from_model(teacher)
     elif isinstance(teacher, nn.Module):
         opened = from_module(teacher, preprocessing)
-    elif str(teacher).startswith("timm:"):
+    elif path is None:
         opened = from_timm(str(teacher).removeprefix("timm:"), classes)
     else:
-        opened = from_path(bundled or Path(teacher).expanduser(), kind, device, bool(changes))
+        opened = from_path(named or Path(teacher).expanduser(), kind, device, bool(changes))
     for change in changes:
         opened.preprocessing, opened.channel_order = update_preprocessing(opened.preprocessing, opened.channel_order, change)
     if size is not None:
@@ -176,7 +177,10 @@ def from_timm(name: str, classes: Sequence[str] | int | None) -> Teacher:
         timm = importlib.import_module("timm")
         data = importlib.import_module("timm.data")
     except (ImportError, RuntimeError) as error:
-        raise UserError(f"timm:{name} needs timm, which cannot be imported ({first_line(error)}).") from None
+        raise UserError(
+            f"timm:{name} needs timm, which cannot be imported ({first_line(error)}): install it, or give hf://timm/{name}, "
+            "which needs no timm if it is a ResNet, RegNet or EfficientNet-Lite."
+        ) from None
     # With pretrained weights, timm would replace the classifier to change the number of classes.
     options = {} if classes is None or not weights else {"num_classes": classes if isinstance(classes, int) else len(classes)}
     tensors = read_weights(Path(weights).expanduser()).tensors if weights else None

@@ -175,7 +175,7 @@ def load_checkpoint(trainer: "Trainer", log: Callable[[str], None]) -> bool:
     if trainer.options.sharding != "none":
         groups = shard_tensors(trainer, groups)
     restore_training(trainer, step, groups, metadata)
-    if step == trainer.total and devices.is_main:
+    if trainer.finished and devices.is_main:
         trainer.checkpoints.prune(step)  # otherwise the next save does this
     return True
 

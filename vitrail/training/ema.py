@@ -57,6 +57,11 @@ class ModelEma:
             live, ema = self._live[name], self._ema[name]
             ema.copy_(live if skip is None else torch.where(skip > 0, ema, live))
 
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Start again at the current weights."""
+        copy_into(self._ema, self._live)
+
     def state_dict(self) -> dict[str, Tensor]:
         """The EMA under the names of the model's parameters and buffers. Not a copy."""
         return dict(self._ema)

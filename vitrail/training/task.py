@@ -85,6 +85,10 @@ class Task(ABC):
     def build_module(self, model: VisionTransformer) -> nn.Module:
         """The trainable module: the model, heads of the task, and the loss. Its submodule `model` is `model`."""
 
+    def initialize(self, model: VisionTransformer, loader: ImageLoader, batch_size: int) -> list[str]:
+        """Called once, before the first step of a new training, with the training images; returns messages for the user."""
+        return []
+
     @abstractmethod
     def prepare_batch(self, batch: Batch, position: Position) -> tuple[Tensor, Targets]:
         """Inputs and targets of one micro-batch, on the device. A pure function of the batch and the position."""

@@ -5,6 +5,7 @@ from a generator, which is seeded for each micro-batch. The state is therefore w
 the step; a run that is resumed from it continues bit for bit.
 """
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -106,9 +107,8 @@ class Trainer:
             group_size=recipe.images_per_group,
             labels=label.values if recipe.data.class_balanced and label else None,
         )
-        self.total = total_steps(recipe.schedule, self.sampler.steps)
-        self.validate_every = max(duration_to_steps(recipe.validation.every, self.sampler.steps, self.total), 1)
         self.log_every = options.log_steps or min(max(self.sampler.steps // 20, 1), 50)
+        self.set_length(recipe.schedule.length)
         self.model.to(device)
         self.task.module.to(device)
         self.model.recompute = options.recompute
@@ -134,7 +134,28 @@ class Trainer:
         window = [0.0, 0.0, 0.0, 0.0, -1.0, *(0.0 for _ in self.task.logs)]
         self.window = torch.tensor(window, dtype=torch.float64, device=device)
         self.pending_metrics: list[PendingMetrics] = []
-        self.best_weights: dict[str, Tensor] | None = None
+
+    def set_length(self, length: str) -> None:
+        """Set `schedule.length`; not possible after the first step."""
+        schedule = dataclasses.replace(self.recipe.schedule, length=length)
+        self.recipe = self.task.recipe = dataclasses.replace(self.recipe, schedule=schedule)
+        self.total = total_steps(schedule, self.sampler.steps)
+        self.validate_every = max(duration_to_steps(self.recipe.validation.every, self.sampler.steps, self.total), 1)
+
+    @property
+    def stopped_early(self) -> bool:
+        """Whether the last `validation.patience` validations were not better than the best.
+
+        This follows from `step` and `best`, which are the same on all processes and in checkpoints.
+        """
+        patience, every = self.recipe.validation.patience, self.validate_every
+        if not patience or not self.best or self.step == self.total:
+            return False
+        return self.step // every - int(self.best["step"]) // every >= patience
+
+    @property
+    def finished(self) -> bool:
+        return self.step == self.total or self.stopped_early
 
     def run(self, loader: ImageLoader, display: ProgressDisplay, metrics: MetricsWriter | None, throughput: Throughput) -> None:
         """Train from `step` to the end. Raises Stopped on request and NonFiniteLoss where the loss is NaN or Inf."""
@@ -143,16 +164,19 @@ class Trainer:
         started = saved - self.seconds
         message = f"Stopped at once; `vitrail resume {self.folder}` continues from the last checkpoint."
         with handle_stop_signals(message) as requested, closing(stream.iterate_steps(self.step, self.total)) as batches:  # type: ignore[type-var]
-            while self.step < self.total:
+            if self.step == 0 and self.recipe.validation.at_start:
+                display.show_activity("validating")
+                throughput.exclude(lambda: self._validate(display, metrics))
+            while not self.finished:
                 self.train_step(lambda: throughput.measure_data_wait(lambda: next(batches)))
                 throughput.count(self.recipe.batch_size)
-                ended = self.step == self.total
-                logging = ended or self.step % self.log_every == 0
+                last = self.step == self.total
+                logging = last or self.step % self.log_every == 0
                 if logging:
                     self._start_log(throughput)
                 # With several processes the log is read at once: a step that stops one of them stops all, at the same step.
                 self._write_logs(display, metrics, wait=logging and self.devices.world_size > 1)
-                if ended or self.step % self.validate_every == 0:
+                if last or self.step % self.validate_every == 0:
                     self._write_logs(display, metrics, wait=True)
                     display.show_activity("validating")
                     throughput.exclude(lambda: self._validate(display, metrics))
@@ -160,7 +184,7 @@ class Trainer:
                 overdue = time.monotonic() - saved > self.options.save_seconds
                 stop, due = self.devices.all_reduce_max([requested["stop"], overdue])
                 self.seconds = time.monotonic() - started
-                if stop or due or ended or (self.options.save_steps and self.step % self.options.save_steps == 0):
+                if stop or due or self.finished or (self.options.save_steps and self.step % self.options.save_steps == 0):
                     self._write_logs(display, metrics, wait=True)
                     if metrics:
                         metrics.sync()
@@ -292,7 +316,8 @@ class Trainer:
             self.best = {"step": self.step, "epoch": epoch} | {name: as_json(value) for name, value in values.items()}
             with self.evaluated_weights():
                 weights = gather_weights(self.model, self.options.sharding)
-                self.best_weights = {name: tensor.detach().clone() for name, tensor in weights.items()}
+                if self.devices.is_main:  # before it is printed: what was printed is on disk, whatever happens next
+                    save_artifact(self.folder / "best.safetensors", self.model, self.recipe, self.best, weights)
         if metrics:
             metrics.write("validation", self.step, epoch, values)
         display.log_validation(epoch, values | {"best": better})
@@ -320,11 +345,8 @@ class Trainer:
         return torch.autocast(self.devices.device.type, dtype) if dtype else nullcontext()
 
     def save(self) -> None:
-        """Write the best weights so far as an artifact, then the checkpoint, which relies on the artifact being there."""
+        """Write a checkpoint; the best weights so far are on disk already."""
         self._check_finite()
-        if self.best_weights is not None and self.devices.is_main:
-            save_artifact(self.folder / "best.safetensors", self.model, self.recipe, self.best, self.best_weights)
-        self.best_weights = None
         save_checkpoint(self)
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -11,6 +12,14 @@ from vitrail.errors import UserError
 # The SHA-256 of each file, which `tools/bundle_weights.py` prints.
 NAMES = {"vitrail_tiny": "6901d6adcf048996e3fa9ea47633b50032931d43a3bdb464e0db8d504b4f05eb"}
 
+# Data and license, which are printed where the weights are used.
+NOTICES = {
+    "vitrail_tiny": (
+        "vitrail_tiny: trained on Tiny ImageNet, a part of ImageNet, whose images are for non-commercial research and education: "
+        "use these weights for the same (docs/weights.md)"
+    )
+}
+
 
 def find_bundled(path: str | Path) -> Path | None:
     """The file of bundled weights; None for other paths, and if the current folder contains a file or folder of that name."""
@@ -18,6 +27,19 @@ def find_bundled(path: str | Path) -> Path | None:
     if name not in NAMES or os.path.exists(path):
         return None
     return verified_file(name)
+
+
+def describe_bundled(path: str | Path) -> str | None:
+    """Data and license of bundled weights; None for other paths."""
+    return NOTICES[upgrade_name(str(path))] if find_bundled(path) is not None else None
+
+
+@cache
+def announce_bundled(path: str | Path) -> None:
+    """Print data and license of bundled weights on standard error, once per process."""
+    notice = describe_bundled(path)
+    if notice is not None:
+        print(notice, file=sys.stderr)
 
 
 @cache

@@ -6,15 +6,15 @@ A folder has one subfolder per class, optionally below `train/`, `val/` and `tes
 import os
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from vitrail.data.image_formats import describe_skipped, is_image_file
 from vitrail.data.source import Labels, Source
 from vitrail.errors import UserError
 
-EXTENSIONS = frozenset(["jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "pgm"])
 SPLITS = {
     "train": "train",
     "training": "train",
@@ -49,10 +49,19 @@ class Paths:
 class FolderSource(Source):
     """Image files below a folder, sorted by the bytes of their names."""
 
-    def __init__(self, root: str, paths: Paths, label: Labels | None, extra: dict[str, Labels] | None = None) -> None:
+    def __init__(
+        self,
+        root: str,
+        paths: Paths,
+        label: Labels | None,
+        extra: dict[str, Labels] | None = None,
+        skipped: Sequence[str] = (),
+        defects: Sequence[str] = (),
+    ) -> None:
         self.name = root
         self.label = label
         self.extra = extra or {}
+        self.skipped, self.defects = tuple(skipped), tuple(defects)
         self._paths = paths
 
     def __len__(self) -> int:
@@ -100,24 +109,32 @@ def _split_folders(path: str) -> dict[str, str]:
 def _open_split(path: str, known: list[str] | None) -> FolderSource:
     folders = [entry.name for entry in listing(path) if _is_folder(entry)]
     _check_class_names(path, folders)
-    files = [(folder, list(_images(os.path.join(path, folder), folder))) for folder in folders]
+    skipped: list[str] = []
+    files = [(folder, list(_images(os.path.join(path, folder), folder, skipped))) for folder in folders]
+    outside: list[str] = []
+    flat = [entry.name for entry in listing(path) if _is_image(entry, entry.name, outside)]
     if not any(members for _, members in files):
-        flat = [entry.name for entry in listing(path) if _is_image(entry)]
         if not flat:
-            raise UserError(f"{path} holds no images: give a folder with one folder of .jpg, .png or .webp files per class.")
-        return FolderSource(path, Paths(flat), None)
+            found = describe_skipped([*skipped, *outside])
+            raise UserError(
+                f"{path} holds no images{f' ({found})' if found else ''}: give a folder with one folder of .jpg, .png or .webp "
+                "files per class."
+            )
+        return FolderSource(path, Paths(flat), None, skipped=[*skipped, *outside])
 
     names = known if known is not None else sort_classes([_class_name(folder) for folder in folders])
-    number = {name: index for index, name in enumerate(names)}
-    values: list[int] = []
+    defects = []
     for folder, members in files:
         if not members and known is None:
-            raise UserError(f"The class folder {os.path.join(path, folder)} holds no images: add some or remove it.")
-        if members and _class_name(folder) not in number:
-            raise UserError(f"The class {folder} of {path} is not a class of the training split: add it there or remove it.")
-        values += [number[_class_name(folder)]] * len(members) if members else []
+            defects.append(f"The class folder {os.path.join(path, folder)} holds no images: add some or remove it.")
+        if members and _class_name(folder) not in names:
+            defects.append(f"The class {folder} of {path} is not a class of the training split: add it there or remove it.")
+            names = [*names, _class_name(folder)]
+    number = {name: index for index, name in enumerate(names)}
+    values = [number[_class_name(folder)] for folder, members in files for _ in members]
     paths = Paths(member for _, members in files for member in members)
-    return FolderSource(path, paths, Labels(np.array(values, dtype=np.int64), names))
+    # Other files next to the class folders, such as a license, are not reported; images there are probably misplaced.
+    return FolderSource(path, paths, Labels(np.array(values, dtype=np.int64), names), None, [*skipped, *flat], defects)
 
 
 def sort_classes(names: list[str]) -> list[str]:
@@ -143,8 +160,11 @@ def _check_class_names(path: str, folders: list[str]) -> None:
         seen[key] = folder
 
 
-def _images(folder: str, relative: str, parents: frozenset[tuple[int, int]] = frozenset()) -> Iterator[str]:
-    """Yield the relative paths of the images at any depth. Links to a parent folder are not followed."""
+def _images(folder: str, relative: str, skipped: list[str], parents: frozenset[tuple[int, int]] = frozenset()) -> Iterator[str]:
+    """Yield the relative paths of the images at any depth; other files are appended to `skipped`.
+
+    Links to a parent folder are not followed.
+    """
     status = os.stat(folder)
     here = (status.st_dev, status.st_ino)
     if here in parents:
@@ -153,10 +173,10 @@ def _images(folder: str, relative: str, parents: frozenset[tuple[int, int]] = fr
         raise UserError(f"{folder} is more than {MAX_DEPTH} folders deep inside its class: move the images up.")
     for entry in listing(folder):
         inside = f"{relative}/{entry.name}"
-        if _is_image(entry):
+        if _is_folder(entry):
+            yield from _images(entry.path, inside, skipped, parents | {here})
+        elif _is_image(entry, inside, skipped):
             yield inside
-        elif _is_folder(entry):
-            yield from _images(entry.path, inside, parents | {here})
 
 
 def listing(path: str | Path) -> list[os.DirEntry[str]]:
@@ -180,13 +200,17 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def _is_image(entry: os.DirEntry[str]) -> bool:
-    if entry.name.rpartition(".")[2].lower() not in EXTENSIONS:
-        return False
+def _is_image(entry: os.DirEntry[str], relative: str, skipped: list[str]) -> bool:
+    """Return whether the entry is an image; the relative path of another file is appended to `skipped`."""
     try:
-        return entry.is_file()
+        if not entry.is_file():  # opening a named pipe would block
+            return False
     except OSError:
         return False
+    if is_image_file(entry.path):
+        return True
+    skipped.append(relative)
+    return False
 
 
 def split_of(name: str) -> str | None:
@@ -223,5 +247,6 @@ def _files(path: str, suffix: str, split: str | None, depth: int) -> Iterator[tu
 
 
 def cache_folder() -> Path:
-    """Return the user's cache folder, used if the folder of the data is not writable."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vitrail"
+    """Return the user's cache folder: $VITRAIL_CACHE, or vitrail/ in the cache folder of the system."""
+    folder = os.environ.get("VITRAIL_CACHE")
+    return Path(folder) if folder else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vitrail"

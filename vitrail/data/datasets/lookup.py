@@ -32,13 +32,14 @@ COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 def open_source(path: str | Path, split: str | None = None) -> Source:
     """Open one split of a data set. The default is the training split, which is everything if there are no splits."""
     sources = open_sources(path)
-    if split is None:
-        return sources["train"] if "train" in sources else next(iter(sources.values()))
-    name = SPLITS.get(split.lower())
-    if name is None:
-        raise UserError(f"Unknown split {split}: choose train, validation or test.")
-    if name not in sources:
-        raise UserError(f"{path} has no {name} split, only {', '.join(sources)}.")
+    name = "train" if "train" in sources else next(iter(sources))
+    if split is not None:
+        if split.lower() not in SPLITS:
+            raise UserError(f"Unknown split {split}: choose train, validation or test.")
+        name = SPLITS[split.lower()]
+        if name not in sources:
+            raise UserError(f"{path} has no {name} split, only {', '.join(sources)}.")
+    check_usable(sources)
     return sources[name]
 
 
@@ -58,6 +59,7 @@ def open_splits(
     labels and split.
     """
     sources = open_sources(path)
+    check_usable(sources)
     if class_order is not None:
         for source in sources.values():
             source.label = reorder_classes(source.label, class_order) if source.label else None
@@ -76,6 +78,13 @@ def open_splits(
             f"{train.name} has too few images per class to use {percent(fraction)} for validation: add images or a val folder."
         )
     return Splits(training, validation, test)
+
+
+def check_usable(sources: SourceDict) -> None:
+    """Raise UserError with the first defect of the splits. `open_sources` does not: an inspection reports all of them."""
+    for source in sources.values():
+        if source.defects:
+            raise UserError(source.defects[0])
 
 
 def check_trainable(source: Source) -> None:

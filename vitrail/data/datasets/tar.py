@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from vitrail.data.datasets.folder import EXTENSIONS, Paths, SourceDict, cache_folder, shards
+from vitrail.data.datasets.folder import Paths, SourceDict, cache_folder, shards
 from vitrail.data.datasets.table import class_labels, integers_if_all, label_columns
+from vitrail.data.image_formats import EXTENSIONS
 from vitrail.data.source import Labels, Source
 from vitrail.errors import UserError
 

@@ -17,6 +17,7 @@ from vitrail.data.datasets.lookup import open_source, open_sources, open_splits
 from vitrail.data.loader import Problem
 from vitrail.data.source import Labels, Source, Subset
 from vitrail.errors import UserError
+from vitrail.evaluation.feature_cache import cached_embed
 from vitrail.evaluation.features import Embedding, FeatureKind, embed
 from vitrail.evaluation.model import Model, count_classes
 from vitrail.evaluation.predict import has_image_extension, open_images
@@ -267,9 +268,11 @@ def embed_probe_data(
     batch_size: int = 64,
     workers: int | None = None,
     advance: Advance = lambda count: None,
+    cache: bool = False,
 ) -> tuple[Embedding, Embedding]:
-    """The features of memory and queries, on one device."""
-    memory, queries = (embed(model, source, kind, batch_size, workers, advance) for source in (data.memory, data.queries))
+    """The features of memory and queries, on one device; with `cache`, those on disk are used."""
+    compute = cached_embed if cache else embed
+    memory, queries = (compute(model, source, kind, batch_size, workers, advance) for source in (data.memory, data.queries))
     device = memory.vectors.device
     if queries.vectors.device != device:  # one of them did not fit on the GPU
         device = torch.device("cpu")

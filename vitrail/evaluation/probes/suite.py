@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from vitrail.atomic_files import atomic_write, check_writable_folder
-from vitrail.checkpoints.bundled import find_bundled
+from vitrail.checkpoints.hub import find_named
 from vitrail.checkpoints.model_io import split_delta_path
 from vitrail.errors import UserError
 from vitrail.evaluation.features import VECTORS, FeatureKind
@@ -157,6 +157,7 @@ def run_suite(
     batch_size: int = 64,
     workers: int | None = None,
     log: Callable[[str], None] = lambda message: None,
+    cache: bool = False,
 ) -> list[TaskResult]:
     """The result of every task with every weights, read from the folder if it exists there. One model is in memory at a time."""
     opened = {task.name: task.open() for task in tasks}  # first, so that a misspelled path is reported before any computation
@@ -173,7 +174,7 @@ def run_suite(
                 model = model or load(path)
                 try:
                     with progress(f"{task.name}, {path.name}", len(data.memory) + len(data.queries)) as advance:
-                        result = run_task(task, data, path, model, advance, batch_size, workers, log)
+                        result = run_task(task, data, path, model, advance, batch_size, workers, log, cache)
                 except UserError as error:
                     raise UserError(f"The task {task.name} failed with {path}: {error}") from None
                 write_result(file, result)
@@ -190,9 +191,10 @@ def run_task(
     batch_size: int,
     workers: int | None,
     log: Callable[[str], None],
+    cache: bool,
 ) -> TaskResult:
     kind = task.feature_kind(model)
-    memory, queries = embed_probe_data(model, data, kind, batch_size, workers, advance)
+    memory, queries = embed_probe_data(model, data, kind, batch_size, workers, advance, cache)
     unreadable = len(memory.problems) + len(queries.problems)
     if unreadable:
         log(f"{task.name}: {unreadable} images could not be read and were skipped.")
@@ -214,11 +216,11 @@ def result_name(task: ProbeTask, data: ProbeData, weights_hash: str) -> str:
 
 
 def hash_weights(path: Path) -> str:
-    """SHA-256 of a file with its sidecar file, of all files of a folder, of bundled weights, or of base+delta."""
+    """SHA-256 of a file with its sidecar file, of all files of a folder, of weights by name, or of base+delta."""
     base, delta = split_delta_path(path)
     if delta is not None:
         return hashlib.sha256((hash_weights(Path(base)) + hash_weights(Path(delta))).encode()).hexdigest()
-    path = find_bundled(path) or path
+    path = find_named(path) or path
     try:
         if path.is_file():
             with open(path, "rb") as file:

@@ -1,0 +1,92 @@
+"""A stand-in for the Hugging Face hub and for a server of plain files, on this machine."""
+
+import hashlib
+import re
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+class Server(ThreadingHTTPServer):
+    """`files` by path: /owner/name/FILE is a file of a repository at every revision but "nowhere"; others are plain files."""
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.files: dict[str, bytes] = {}
+        self.etags: dict[str, str] = {}  # instead of the SHA-256
+        self.redirects: dict[str, str] = {}
+        self.headers: dict[str, dict[str, str]] = {}  # additional ones, by path
+        self.requests: list[tuple[str, str, str | None, str | None]] = []  # method, path, Range, Authorization
+        self.stop_after: int | None = None  # bytes of the next large answer, after which the connection is closed
+        self.address = f"http://127.0.0.1:{self.server_port}"
+
+    def paths(self, method="GET"):
+        return [path for kind, path, *_ in self.requests if kind == method]
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_HEAD(self):
+        self.answer(body=False)
+
+    def do_GET(self):
+        self.answer(body=True)
+
+    def answer(self, body):
+        self.server.requests.append((self.command, self.path, self.headers["Range"], self.headers["Authorization"]))
+        if self.path in self.server.redirects:
+            self.reply(302, {"Location": self.server.redirects[self.path]})
+            return
+        hub = re.fullmatch(r"(/[^/]+/[^/]+)/resolve/([^/]+)/(.+)", self.path)
+        path = f"{hub[1]}/{hub[3]}" if hub else self.path
+        if path not in self.server.files:
+            known = hub and any(file.startswith(f"{hub[1]}/") for file in self.server.files)
+            code = {"X-Error-Code": "EntryNotFound" if known else "RepoNotFound"} if hub else {}
+            self.reply(404, code | {"X-Repo-Commit": COMMIT})
+            return
+        if hub and hub[2] == "nowhere":
+            self.reply(404, {"X-Error-Code": "RevisionNotFound"})
+            return
+        data = self.server.files[path]
+        tag = f'"{self.server.etags.get(path, hashlib.sha256(data).hexdigest())}"'
+        headers = {"ETag": tag, **({"X-Repo-Commit": COMMIT} if hub else {})} | self.server.headers.get(path, {})
+        wanted = re.fullmatch(r"bytes=(\d+)-", self.headers["Range"] or "")
+        start = int(wanted[1]) if wanted and self.headers["If-Range"] in (None, tag) else 0
+        if start >= len(data) > 0:
+            self.reply(416, {})
+            return
+        if start:
+            headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+        self.send_response(206 if start else 200)
+        for name, value in ({"Content-Length": str(len(data) - start)} | headers).items():
+            self.send_header(name, value)
+        self.end_headers()
+        if body:
+            stop, self.server.stop_after = (self.server.stop_after, None) if len(data) > 1000 else (None, self.server.stop_after)
+            self.wfile.write(data[start:] if stop is None else data[start : start + stop])
+            if stop is not None:
+                self.close_connection = True
+
+    def reply(self, code, headers):
+        self.send_response(code)
+        for name, value in ({"Content-Length": "0"} | headers).items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def log_message(self, *_):
+        pass
+
+
+@contextmanager
+def running():
+    server = Server()
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()

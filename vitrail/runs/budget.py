@@ -1,0 +1,57 @@
+"""A training within a time budget: the image size and the number of epochs that fit."""
+
+import time
+
+import torch
+
+from vitrail.data.source import Source
+from vitrail.models.flops import cost
+from vitrail.models.vision_transformer import VisionTransformer
+from vitrail.recipes.data_defaults import median_side
+from vitrail.runs.step_timing import Pace
+from vitrail.training.trainer import Trainer
+
+SIZES = (64, 96, 128, 160, 192, 224)
+MIN_EPOCHS = 10  # for a larger image size: below that more epochs give more than more pixels
+MAX_EPOCHS = 40  # of a fine-tuning; more give little
+TIMED_IMAGES, ROUNDS = 16, 3
+
+
+def choose_image_size(model: VisionTransformer, source: Source, device: torch.device, minutes: float) -> int:
+    """The largest size, from that of the weights to that of the images, at which MIN_EPOCHS fit into the budget."""
+    native = model.architecture.image_size[0]
+    seconds = image_seconds(model, device) / cost(model.architecture).macs
+    chosen = native
+    for size in SIZES:
+        if native < size <= max(median_side(source), native) and size % model.architecture.patch_size == 0:
+            macs = cost(model.architecture.replace(image_size=(size, size))).macs
+            if seconds * macs * len(source) * MIN_EPOCHS <= 60 * minutes:
+                chosen = size
+    return chosen
+
+
+def image_seconds(model: VisionTransformer, device: torch.device) -> float:
+    """Seconds of a forward and backward pass per image, the fastest of ROUNDS; the model is left unchanged."""
+    height, width = model.architecture.image_size
+    images = torch.zeros(TIMED_IMAGES, model.architecture.channels, height, width, device=device)
+    before, times = next(model.parameters()).device, []
+    model.to(device).eval()  # BatchNorm does not update its statistics
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        model(images).sum().backward()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    model.zero_grad(set_to_none=True)
+    model.to(before)
+    return min(times) / TIMED_IMAGES
+
+
+def choose_length(trainer: Trainer, pace: Pace, minutes: float) -> str:
+    """The duration that fits into the budget, validations included: at most MAX_EPOCHS, at least one step."""
+    steps = trainer.sampler.steps
+    epoch = steps * pace.step + pace.validation * max(steps / trainer.validate_every, 1.0)
+    epochs = 60 * minutes / epoch
+    if epochs >= 1:
+        return f"{min(int(epochs), MAX_EPOCHS)} epochs"
+    return f"{max(int(60 * minutes / pace.step), 1)} steps"

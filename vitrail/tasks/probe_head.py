@@ -1,0 +1,38 @@
+"""A classifier fitted to the features of frozen weights, with which a fine-tuning starts."""
+
+import numpy as np
+import torch
+from torch import nn
+
+from vitrail.data.image_loader import ImageLoader
+from vitrail.data.source import Subset
+from vitrail.evaluation.features import FeatureKind, embed
+from vitrail.evaluation.probes.linear import select_classifier
+from vitrail.models.vision_transformer import VisionTransformer
+
+MAX_IMAGES = 10_000  # that the classifier is fitted to
+WEIGHT_DECAYS = (1.0, 0.1, 0.01, 0.001)
+
+
+@torch.no_grad()
+def fit_head(model: VisionTransformer, loader: ImageLoader, batch_size: int, seed: int) -> list[str]:
+    """Set the classifier to a logistic regression on the features of the training images; returns messages.
+
+    A model whose classifier is not one linear layer keeps its initial one.
+    """
+    heads = [head for head in (model.head, model.head_distillation) if head is not None]
+    if model.architecture.pooling == "per_class" or any(type(head) is not nn.Linear for head in heads):
+        return ["the classifier is not fitted to the features first: it is not a linear layer"]
+    source = loader.source
+    chosen = source
+    if len(source) > MAX_IMAGES:
+        chosen = Subset(source, np.sort(np.random.default_rng(seed).choice(len(source), MAX_IMAGES, replace=False)))
+    for head, vector in zip(heads, ("penultimate", "distillation"), strict=False):
+        features = embed(model, loader if chosen is source else chosen, FeatureKind(vector), batch_size)
+        assert features.labels is not None
+        selected = select_classifier(features.vectors, features.labels, head.out_features, WEIGHT_DECAYS, seed=seed)
+        fitted = selected.classifier
+        weight = fitted.weight / fitted.scale[:, None]
+        head.weight.copy_(weight.T)
+        head.bias.copy_(fitted.bias - fitted.mean @ weight)
+    return [f"the classifier is fitted to the features of {len(chosen):,} training images"]
