@@ -227,6 +227,11 @@ class Recipe:
         return self.optimizer.lr * (self.batch_size / self.optimizer.lr_batch_size if self.optimizer.lr_batch_size else 1)
 
     @property
+    def min_decode_side(self) -> int | None:
+        """The shorter side that JPEG files keep when they are decoded at reduced size; None: full size."""
+        return round(max(self.augmentation.image_size) * self.data.decode_scale) or None
+
+    @property
     def mixes_images(self) -> bool:
         return max(self.mixing.mixup, self.mixing.cutmix, self.token_labels.mixtoken) > 0
 

@@ -69,7 +69,7 @@ def correct_predictions(
 ) -> np.ndarray:
     """Which validation images the best weights of a run classify correctly, [N] bool, in the precision of its validation."""
     recipe = Recipe.from_dict(read_run(folder)["recipe"])
-    min_side = round(max(recipe.augmentation.image_size) * recipe.data.decode_scale) or None
+    min_side = recipe.min_decode_side
     loader = loaders.setdefault(min_side, loaders.get(min_side) or open_loader(min_side))
     model = load(folder / "best.safetensors", device=loader.device).eval()
     dtype = DTYPES.get(recipe.precision)

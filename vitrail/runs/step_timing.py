@@ -56,7 +56,7 @@ class Timed(NamedTuple):
 def measure_pace(trainer: Trainer, splits: Splits, workers: int | None = None) -> Pace:
     """Measured by all processes together, without compilation; the trainer is left unchanged."""
     recipe, devices = trainer.recipe, trainer.devices
-    min_side = round(max(recipe.augmentation.image_size) * recipe.data.decode_scale) or None
+    min_side = recipe.min_decode_side
     train, validation = (SampleLoader(part, devices, min_side) for part in (splits.train, splits.validation))
     with explain_out_of_memory(), undone(trainer), torch.compiler.set_stance("force_eager"):
         trainer.compute, trainer.validation = trainer.forward_backward, validation
