@@ -110,7 +110,7 @@ def command_line() -> str:
 def git_state(folder: Path | None = None) -> str | None:
     """Commit of a folder, and whether it has changes; by default the commit of the current folder. None if it is not under git.
 
-    The current folder may be a stranger's, whose configuration `git status` would follow: it can run commands.
+    `git status` is not run in the current folder: the configuration of a downloaded repository can make it run commands.
     """
 
     def git(*args: str) -> str:

@@ -48,7 +48,7 @@ def group_batch_norms(module: nn.Module, recipe: Recipe, devices: Devices) -> No
 class GroupedStatistics(_BatchNorm):
     """A BatchNorm that normalizes each group of images of a training batch by itself.
 
-    The running statistics become the mean over the groups of what each would have made of them.
+    Each group updates a copy of the running statistics, which become the mean of the copies.
     """
 
     group_size: int
