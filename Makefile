@@ -5,7 +5,7 @@ BIN := .venv/bin
 
 .PHONY: demo test quick check tests format clean
 
-# Less than three minutes on two CPU cores: the bundled weights fine-tuned on photographs, the same from scratch, one page on both.
+# Three to four minutes on two CPU cores, the installation included: the bundled weights fine-tuned on photographs, the same from scratch, one page on both.
 demo: .venv/.ready
 	rm -rf runs/demo
 	$(BIN)/vitrail demo --out runs/demo

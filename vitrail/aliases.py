@@ -245,6 +245,11 @@ def upgrade_run(run: dict[str, Any]) -> dict[str, Any]:
     ):
         if isinstance(upgraded.get(name), dict):
             upgraded[name] = upgrade(upgraded[name])
+    recipe, parts = upgraded.get("recipe"), upgraded.get("micro_batches")
+    if isinstance(recipe, dict) and type(recipe.get("batch_size")) is int and type(parts) is int and parts > 0:
+        recipe.setdefault("group_size", recipe["batch_size"] // parts)  # a group was a micro-batch
+    if isinstance(recipe, dict) and isinstance(recipe.get("distillation"), dict):
+        recipe["distillation"].setdefault("teacher_size", "student")
     if isinstance(upgraded.get("mistakes"), list):
         upgraded["mistakes"] = upgrade_mistakes(upgraded["mistakes"])
     if isinstance(upgraded.get("confusion"), dict) and isinstance(upgraded["confusion"].get("pairs"), list):

@@ -322,3 +322,21 @@ def test_relative_positions_equal_their_definition():
             row = patches - 1 + (q - 1) - (k - 1) if q and k else -3 if k else -2 if q else -1
             expected = (query[:, :, q] @ table[row]) / 4
             torch.testing.assert_close(found[:, :, q, k], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_random_numbers_of_several_views():
+    """A batch of two views of each image uses the same numbers however the images are divided."""
+    noise = torch.rand(4)
+
+    def masks(rows):
+        drop = DropPath(0.5)
+        drop.noise = noise[rows]
+        return drop.sample_mask(torch.zeros(2 * len(rows), 3)).view(2, len(rows))
+
+    together = masks([0, 1, 2, 3])
+    assert torch.equal(together, torch.cat([masks([0, 1]), masks([2, 3])], 1))
+    assert torch.equal(together[0], noise < 0.5)
+    drop = DropPath(0.5)
+    drop.noise = noise
+    with pytest.raises(RuntimeError, match="random numbers for 4 images, not for 6"):
+        drop.sample_mask(torch.zeros(6, 3))

@@ -150,13 +150,13 @@ def test_the_batch_is_divided_by_memory_or_as_requested():
 def test_micro_batches_keep_mixed_pairs_and_normalized_groups_together():
     """Groups of a recipe are part of the result: a micro-batch has whole groups, or pairs of images of one group."""
     assert divided(1)[0] == 8
-    with pytest.raises(vitrail.UserError, match="with whole pairs of images: set a smaller group_size, which is 4"):
+    with pytest.raises(vitrail.UserError, match="with pairs of groups of 4 images: set group_size to at most 1"):
         divided(1, **{"mixing.mixup": 0.8, "group_size": 4})
     assert divided(3, **{"mixing.mixup": 0.8, "group_size": 4})[0] == 4
     norm = nn.BatchNorm2d(3)
     assert divided(8, module=norm, group_size=4) == (1, 4, [])
     assert divided(5, module=norm, group_size=4) == (2, 4, [])
-    with pytest.raises(vitrail.UserError, match="with whole groups: set a smaller group_size, which is 4"):
+    with pytest.raises(vitrail.UserError, match="with whole groups of 4 images: set group_size to at most 3"):
         divided(3, module=norm, group_size=4)
     count, size, (message,) = divided(3, module=norm)
     assert (count, size) == (4, 2)

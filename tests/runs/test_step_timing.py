@@ -23,7 +23,9 @@ from vitrail.training.ema import ModelEma
 from vitrail.training.trainer import Trainer
 
 CPU = torch.device("cpu")
-RECIPE = lookup("laptop").set({"augmentation.image_size": 8, "batch_size": 32, "precision": "fp32", "ema.decay": 0.9})
+RECIPE = lookup("laptop").set(
+    {"augmentation.image_size": 8, "batch_size": 32, "group_size": 16, "precision": "fp32", "ema.decay": 0.9}
+)
 
 
 class Clock:

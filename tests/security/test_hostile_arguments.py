@@ -14,17 +14,17 @@ from vitrail.recipes.schema import parse_value
 
 LAUGHS = "a: &a [x, x]\nb: &b [*a, *a]\ntask_options: {x: *b}\n"
 RECIPES = {
-    "recursive": ("&a [*a]", "aliases are not supported"),
-    "recursive value": ("task_options: &a {x: *a}", "aliases are not supported"),
-    "exponential": (LAUGHS, "aliases are not supported"),
+    "recursive": ("&a [*a]", "aliases, tags"),
+    "recursive value": ("task_options: &a {x: *a}", "aliases, tags"),
+    "exponential": (LAUGHS, "aliases, tags"),
     "nested": ("[" * 500, "nested too deeply"),
     "nested value": ("task_options: {x: " + "[" * 100 + "]" * 100 + "}", "nested more than 16 levels deep"),
-    "tag": ("name: !!python/object/apply:os.system [id]", "could not determine a constructor"),
+    "tag": ("name: !!python/object/apply:os.system [id]", "aliases, tags"),
     "date": ("name: 2001-99-99", "month must be in 1..12"),
     "long integer": ("seed: " + "9" * 5000, "is not YAML"),
     "large number": ("optimizer: {lr: " + "9" * 400 + "}", "not a finite number"),
     "key": ("task_options: {x: {1: 2}}", "has the key 1, which is not text"),
-    "bytes": ("task_options: {x: !!binary aGk=}", "should be text, a number, true or false"),
+    "bytes": ("task_options: {x: !!binary aGk=}", "aliases, tags"),
     "list": ("- 1", "The recipe is a group of settings"),
 }
 VALUES = [

@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from vitrail.atomic_files import check_writable
 from vitrail.data.datasets.lookup import open_source, open_sources
 from vitrail.errors import UserError
 from vitrail.formatting import escape_control
+from vitrail.runs.run_directory import git_state
 
 CLASSES = (b"caf\xe9", b"plain", b"\x1b[2J")
 
@@ -136,3 +138,17 @@ def test_images_of_no_pixels() -> None:
             model.preprocess(image)
     with pytest.raises(UserError, match="An image is a path, a PIL image, an array or a tensor, not None"):
         model.preprocess(None)
+
+
+def test_the_git_configuration_of_a_data_folder_runs_nothing(tmp_path, monkeypatch):
+    """`git status` would run the command of core.fsmonitor."""
+    folder, marker = tmp_path / "photos", tmp_path / "marker"
+    folder.mkdir()
+    (folder / "file").write_text("text")
+    identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+    for arguments in (("init", "-q"), ("add", "file"), (*identity, "commit", "-qm", "first")):
+        subprocess.run(["git", *arguments], cwd=folder, check=True)
+    subprocess.run(["git", "config", "core.fsmonitor", f"touch {marker}; false"], cwd=folder, check=True)
+    monkeypatch.chdir(folder)
+    assert len(git_state()) == 40
+    assert not marker.exists()

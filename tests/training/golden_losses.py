@@ -37,7 +37,7 @@ from vitrail.training.throughput import Throughput
 from vitrail.training.trainer import Options
 
 FILE = Path(__file__).with_suffix(".json")
-STEPS, BATCH, IMAGES = 20, 16, 32
+STEPS, BATCH, GROUP, IMAGES = 20, 16, 4, 32
 WARMUP = 10  # steps; replaces a warmup given in steps, which would be longer than the miniature
 # Recipe keys without effect on the training losses from scratch.
 IGNORED = (
@@ -87,6 +87,8 @@ def miniature(recipe: Recipe) -> Recipe:
         "name": f"miniature {recipe.name}",
         "model": "vit_base_patch16",  # every field is replaced, so that equal architectures give equal miniatures
         "batch_size": BATCH,
+        "group_size": GROUP if recipe.group_size else 0,
+        "data.decode_scale": 0.0,  # without effect on the digits
         "precision": "fp32",
         "augmentation.image_size": size,
         "init.weights": "",

@@ -78,7 +78,9 @@ def main(names):
             torch.full((1 << 26,), torch.nan, device=DEVICE)  # overwrites memory that has been freed
             found = calls[name]()
             torch.cuda.synchronize()
-            torch.testing.assert_close(found, first[name], rtol=1e-3, atol=1e-3, msg=lambda text, name=name: f"{name}: {text}")
+            # Kernels of the compiler may round a value in bfloat16 up once and down the next time.
+            error = ((found - first[name]).norm() / first[name].norm()).item()
+            assert error < 1e-3, f"{name}: relative error {error}"
     print("equal")
 
 

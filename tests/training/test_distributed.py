@@ -58,6 +58,12 @@ ALIKE = {
     "batch norms of groups": (BATCH_NORMS | {"group_size": 4}, Options(), 2, {}),
     "skipping drop-path": ({"architecture.drop_path_kind": "skip"}, Options(), 4, {}),
     "patience": (PATIENCE, Options(), 2, {}),
+    "skipping drop-path without mixing": (
+        {"architecture.drop_path_kind": "skip", "mixing.mixup": 0.0, "mixing.cutmix": 0.0, "group_size": 8},
+        Options(),
+        4,
+        {},
+    ),
     "mixed groups": (DENSE | {"group_size": 4, "token_labels.mixtoken": 1.0}, Options(), 2, {}),
 }
 SHARDED = {
@@ -97,6 +103,7 @@ def work(rank, port, folder):
             weights = gather_weights(training.model, "full")
             if two.is_main:
                 save_artifact(folder / f"{name}.safetensors", training.model, training.recipe, {}, weights)
+        trained(folder / "synchronized", two, BATCH_NORMS, Options(), until=10)
         found |= resume_sharded(folder, dataclasses.replace(two, micro_batches=2))
         for count in UNEVEN:
             for sharding in ("none", "full"):
@@ -252,6 +259,15 @@ def test_one_process_resumes_a_training_of_two(found, folder, one, begun):
     training = trained(run_folder, one_process(micro_batches), changes, Options(on_nan="skip"), **more)
     assert min(training.task.seen)[0] == 15
     check_equal(result_of(training)["weights"], one(changes, options, 1, more)["weights"], 1e-6)
+
+
+def test_one_process_resumes_synchronized_norms(found, folder, one):
+    """It computes the batch at once; in two micro-batches the statistics would be others."""
+    with pytest.raises(UserError, match="BatchNorm needs the statistics of groups of 16 images"):
+        prepared(folder / "never", one_process(2), BATCH_NORMS)
+    training = trained(folder / "synchronized", one_process(1), BATCH_NORMS, Options())
+    assert min(training.task.seen)[0] == 10
+    check_equal(result_of(training)["weights"], one(BATCH_NORMS, Options(), 1, {})["weights"], 5e-5)
 
 
 @pytest.mark.parametrize("count", UNEVEN)

@@ -141,7 +141,10 @@ def is_npz(path: Path) -> bool:
 def read_npz(path: Path) -> dict[str, Tensor]:
     try:
         with zipfile.ZipFile(path) as archive_file:
-            inflated = sum(member.file_size for member in archive_file.infolist())
+            members = archive_file.infolist()
+        if any(member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) for member in members):
+            raise ValueError("its compression is not that of numpy")
+        inflated = sum(member.file_size for member in members)
         if inflated > 50 * path.stat().st_size + (1 << 20):
             raise ValueError("its content is more than fifty times its size")
         with np.load(path, allow_pickle=False) as archive:

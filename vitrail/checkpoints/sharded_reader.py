@@ -6,6 +6,7 @@ the listing without checks, and parts of the files that the listing declares as 
 """
 
 import io
+import itertools
 import math
 import pickle
 import pickletools
@@ -31,6 +32,9 @@ from vitrail.checkpoints.readers import check_regular_file
 from vitrail.checkpoints.torch_files import load_pickled
 from vitrail.checkpoints.training_checkpoints import SHARD_INDEX, file_checksum, short_message
 from vitrail.errors import UserError
+
+MAX_CHUNKS = 1024  # of a tensor: one for each process
+Span = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Record:
@@ -185,6 +189,8 @@ def check_listing(pickled: Any, sizes: dict[str, int]) -> Metadata:
             raise ValueError(f"the entry {name!r}")
         chunks = [state_of(chunk, "ChunkStorageMetadata") for chunk in entry["chunks"]]
         spans = [(as_shape(chunk["offsets"]), as_shape(chunk["sizes"])) for chunk in chunks]
+        if len(spans) > MAX_CHUNKS or any(overlap(*pair) for pair in itertools.combinations(spans, 2)):
+            raise ValueError(f"the chunks of {name!r}")
         for start, span in spans:
             inside = [first + count <= side for first, count, side in zip(start, span, shape, strict=True)]
             place = places[name, start]
@@ -200,6 +206,12 @@ def check_listing(pickled: Any, sizes: dict[str, int]) -> Metadata:
     if sum(part.length for part in parts.values()) > sum(sizes.values()):
         raise ValueError("its parts overlap")
     return Metadata(tensors, storage_data=parts)
+
+
+def overlap(one: Span, other: Span) -> bool:
+    """Whether two chunks, each (start, size), have a common element."""
+    sides = zip(*one, *other, strict=True)
+    return all(start < begin + length and begin < start + size for start, size, begin, length in sides)
 
 
 def state_of(value: Any, name: str, module: str = METADATA) -> Any:

@@ -1,6 +1,11 @@
 """Files of `torch.save`, loaded without running code and within memory of about their size."""
 
 import argparse
+import contextlib
+import io
+import os
+import pickle
+import pickletools
 import struct
 import warnings
 import zipfile
@@ -15,20 +20,52 @@ END, LOCATOR, ZIP64_END = b"PK\5\6", b"PK\6\7", b"PK\6\6"  # the last records of
 def load_pickled(source: Path | IO[bytes]) -> Any:
     """The content of a file of `torch.save`; a hostile or damaged file can raise any exception, but runs nothing."""
     with source.open("rb") if isinstance(source, Path) else source as file:
-        zipped = file.read(4) == b"PK\3\4"
-        if zipped:
-            check_archive(file)
+        size = file.seek(0, 2)
         file.seek(0)
-        # Tensors are mapped from a file, except of the suffix that torch reads as another format.
-        mapped = zipped and isinstance(source, Path) and source.suffix != ".safetensors"
+        zipped = file.read(4) == b"PK\3\4"
+        check_pickles(check_archive(file) if zipped else file)
+        file.seek(0)
+        # Tensors are mapped from the file that was checked, whatever its path leads to by now.
+        opened = f"/proc/self/fd/{file.fileno()}" if isinstance(source, Path) else ""
+        mapped = zipped and os.path.exists(opened)
         # Training files of DeiT contain the command line options; a Namespace holds values only.
         with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about pickle protocols
-            return torch.load(source if mapped else file, map_location="cpu", weights_only=True, mmap=mapped)
+            content = torch.load(opened if mapped else file, map_location="cpu", weights_only=True, mmap=mapped)
+    if not zipped:
+        check_storages(content, size)
+    return content
 
 
-def check_archive(file: IO[bytes]) -> None:
-    """Raise ValueError if a zip archive is not as torch writes it: uncompressed members, and one directory at its end.
+def check_pickles(file: IO[bytes]) -> None:
+    """Raise UnpicklingError if a pickle at the start of a file calls `bytearray`, which could reserve any amount of memory."""
+    file.seek(0)
+    with contextlib.suppress(ValueError, EOFError, IndexError):  # after the pickles, the data of the tensors follow
+        while file.read(1):
+            file.seek(-1, 1)
+            for _, argument, _ in pickletools.genops(file):
+                if isinstance(argument, str) and argument.split(" ")[-1] == "bytearray":
+                    raise pickle.UnpicklingError("it calls GLOBAL builtins.bytearray")
+
+
+def check_storages(content: Any, size: int) -> None:
+    """Raise ValueError if tensors of the format of old versions, which torch may leave without data, are larger than the file."""
+    storages: dict[int, int] = {}
+    waiting = [content]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, torch.Tensor):
+            storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+        elif isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, list | tuple):
+            waiting += value
+    if sum(storages.values()) > size:
+        raise ValueError("its tensors are larger than the file")
+
+
+def check_archive(file: IO[bytes]) -> IO[bytes]:
+    """The pickle of an archive. Raises ValueError if the archive is not as torch writes it: uncompressed members, one directory.
 
     This is checked with `zipfile` and loaded by torch's own reader. The two look for the directory in different ways, so that an
     archive could show each of them another one; here its place is the only one where both find it.
@@ -53,3 +90,8 @@ def check_archive(file: IO[bytes]) -> None:
         raise ValueError("it is compressed, which torch.save does not do")
     if sum(member.file_size for member in members) > size or len({member.filename for member in members}) < len(members):
         raise ValueError("its members overlap")
+    with zipfile.ZipFile(file) as archive:
+        pickles = [member for member in members if member.filename.endswith("data.pkl")]
+        if len(pickles) != 1:
+            raise ValueError("it has no data.pkl")
+        return io.BytesIO(archive.read(pickles[0]))

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+GOLDEN = 0.6180339887  # multiples of it, modulo 1, are spread evenly
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -48,9 +49,15 @@ class DropPath(nn.Module):
     def uniform(self, x: Tensor) -> Tensor:
         """Uniform numbers in [0, 1) for a batch [B, ...], [B, 1, ...]."""
         shape = (x.shape[0], *(1,) * (x.ndim - 1))
-        if self.noise is not None and len(self.noise) == len(x):
-            return self.noise.view(shape)
-        return torch.rand(shape, device=x.device)
+        if self.noise is None:
+            return torch.rand(shape, device=x.device)
+        views, rest = divmod(len(x), len(self.noise))
+        if rest:
+            raise RuntimeError(f"stochastic depth has random numbers for {len(self.noise)} images, not for {len(x)}")
+        noise = self.noise
+        if views > 1:  # several views of each image, one after the other
+            noise = ((noise + GOLDEN * torch.arange(views, device=x.device)[:, None]) % 1.0).flatten()
+        return noise.view(shape)
 
     def extra_repr(self) -> str:
         return f"{self.rate:g}"

@@ -311,26 +311,29 @@ class Subset(NamedTuple):
 class SubsetDropPath(DropPath):
     """Keeps the branch for a fixed number of images of every group, chosen at random; `SubsetResidual` calls its methods.
 
-    The trainer sets `group_size` together with `noise`, which for a batch that is a part of a group has the ranks of its images
-    in the group, divided by `group_size`.
+    The trainer sets `group_size`, `num_kept` and `is_part` together with `noise`. For a batch that is a part of a group, noise
+    has the ranks of its images in the group, divided by `group_size`.
     """
 
     group_size: int = 0  # 0: the batch
+    num_kept: int = 0  # of a group
+    is_part: bool = False
 
     def forward(self, x: Tensor) -> Tensor:
         return x
 
-    def kept(self, group_size: int) -> int:
+    def count_kept(self, group_size: int) -> int:
         return max(round(group_size * (1.0 - self.rate)), 1)
 
     def sample_subset(self, x: Tensor) -> Subset:
         """The images of a batch [B, ...] of whole groups that keep the branch."""
-        group_size = self.group_size if self.group_size and len(x) % self.group_size == 0 else len(x)
-        return choose_subset(self.uniform(x).view(-1, group_size), self.kept(group_size))
+        if not self.group_size or len(x) % self.group_size:
+            return choose_subset(self.uniform(x).view(1, -1), self.count_kept(len(x)))
+        return choose_subset(self.uniform(x).view(-1, self.group_size), self.num_kept)
 
-    def part_factor(self, x: Tensor) -> Tensor:
+    def sample_part(self, x: Tensor) -> Tensor:
         """Factors [B, 1, ...] of the branch for a part of a group: zero for the images that do not keep it."""
-        share = self.kept(self.group_size) / self.group_size
+        share = self.num_kept / self.group_size
         return (self.uniform(x) < share) / share
 
 
@@ -348,9 +351,9 @@ class SubsetResidual(Residual):
             assert isinstance(branch, Branch)
             drop_path = branch.drop_path
             assert isinstance(drop_path, SubsetDropPath)
-            if drop_path.group_size > len(x):
+            if drop_path.is_part:
                 update = branch(x, layout, relative)
-                total = total + (update * drop_path.part_factor(x)).to(total.dtype)
+                total = total + (update * drop_path.sample_part(x)).to(total.dtype)
                 continue
             subset = drop_path.sample_subset(x)
             update = branch(gather_rows(x, subset), layout, relative)

@@ -96,7 +96,7 @@ class Architecture:
     layerscale_frozen: bool = False
     drop_path: float = 0.0
     drop_path_schedule: str = "uniform"
-    drop_path_kind: str = "each"  # drop each image at random, or "skip": do not compute a random part of the batch
+    drop_path_kind: str = "each"  # drop each image at random, or "skip": do not compute a random part of each group
     dropout: float = 0.0
     attention_dropout: float = 0.0
     # position embeddings and prefix tokens

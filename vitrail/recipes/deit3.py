@@ -28,6 +28,7 @@ DROP_PATH = {
     "huge": {300: 0.5, 400: 0.5, 600: 0.55, 800: 0.6},
 }
 GROUP_SIZE = {"tiny": 256, "small": 256, "base": 256, "large": 64, "huge": 64}  # images per GPU of the released commands
+FINETUNING_GROUP_SIZE = {("base", 384): 32, ("large", 384): 16, ("huge", 224): 32}  # others: 64
 
 RECIPES = Page()
 
@@ -69,7 +70,7 @@ def finetuned(
         **NO_REPEATS,
         architecture=drop_path_fields(drop_path),
         batch_size=512,
-        group_size=64,
+        group_size=FINETUNING_GROUP_SIZE.get((pretrained.split("_")[1], size), 64),
         init={"pretrained_recipe": pretrained, "scope": scope},
         augmentation={"image_size": (size, size), "policy": "rand", "magnitude": 9.0, "color_jitter": (0.0, 0.0, 0.0, 0.0)},
         mixing={"mixup": 0.8, "cutmix": 1.0},

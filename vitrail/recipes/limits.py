@@ -14,6 +14,7 @@ NOT_NEGATIVE = (0.0, math.inf)
 LIMITS: dict[str, tuple[float, float]] = {
     "seed": (0, 2**63 - 1),
     "batch_size": (1, math.inf),
+    "group_size": NOT_NEGATIVE,
     "data.repeats": (1, math.inf),
     "data.round_to": (1, math.inf),
     "data.validation_fraction": (0.0, BELOW_ONE),
@@ -66,6 +67,8 @@ def check_limits(leaves: dict[str, Any]) -> None:
         value = leaves[name]
         if not all(low <= part <= high for part in (value if isinstance(value, tuple) else (value,))):
             raise UserError(f"{name} must {describe_range(low, high)}.")
+    if leaves["group_size"] == 1:
+        raise UserError("group_size=1 leaves nothing to mix or to normalize: give at least 2, or 0 for the whole batch.")
     for name in ORDERED:
         if leaves[name][0] > leaves[name][1]:
             raise UserError(f"{name} must be [minimum, maximum], not [{leaves[name][0]}, {leaves[name][1]}].")

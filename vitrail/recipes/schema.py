@@ -232,6 +232,11 @@ class Recipe:
         return self.optimizer.lr * (self.batch_size / self.optimizer.lr_batch_size if self.optimizer.lr_batch_size else 1)
 
     @property
+    def min_decode_side(self) -> int | None:
+        """The shorter side that JPEG files keep when they are decoded at reduced size; None: full size."""
+        return round(max(self.augmentation.image_size) * self.data.decode_scale) or None
+
+    @property
     def mixes_images(self) -> bool:
         return max(self.mixing.mixup, self.mixing.cutmix, self.token_labels.mixtoken) > 0
 
@@ -240,11 +245,6 @@ class Recipe:
         """The group size for this batch size: its largest divisor from 2 to `group_size`, or the batch size."""
         sizes = range(min(self.group_size, self.batch_size), 1, -1)
         return next((size for size in sizes if self.batch_size % size == 0), self.batch_size)
-
-    @property
-    def decode_side(self) -> int | None:
-        """The shorter side that JPEG files keep when they are decoded at reduced size; None: full size."""
-        return round(max(self.augmentation.image_size) * self.data.decode_scale) or None
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -311,12 +311,17 @@ def parse_value(value: Any) -> Any:
         return value
 
 
+MAX_TEXT = 10_000  # characters of a value
+
+
 class PlainLoader(yaml.SafeLoader):  # type: ignore[misc]
-    """A safe loader without aliases, with which a short text could be a recursive or exponentially large value."""
+    """A safe loader without tags and aliases, with which a short text could be a recursive or exponentially large value."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.composer.ComposerError(None, None, "aliases are not supported", self.peek_event().start_mark)
+        event = self.peek_event()
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "tag", None) or len(getattr(event, "value", "")) > MAX_TEXT:
+            message = f"aliases, tags and values of more than {MAX_TEXT:,} characters are not supported"
+            raise yaml.composer.ComposerError(None, None, message, event.start_mark)
         return super().compose_node(parent, index)
 
 
@@ -324,7 +329,7 @@ def load_yaml(text: str) -> Any:
     """The value of a YAML text; YAMLError if there is none."""
     try:
         return yaml.load(text, PlainLoader)
-    except (ValueError, RecursionError) as error:  # dates that do not exist, integers of thousands of digits
+    except (ValueError, RecursionError, OverflowError) as error:  # dates that do not exist, numbers of thousands of digits
         raise yaml.YAMLError("it is nested too deeply" if isinstance(error, RecursionError) else str(error)) from None
 
 

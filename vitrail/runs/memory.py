@@ -91,7 +91,7 @@ def cached_bytes(splits: Splits, recipe: Recipe, device: torch.device) -> float:
     """Bytes of the decoded training and validation images that will be kept on the device of the training."""
     fraction, kept = 0.5 / int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 0.0
     for part in (splits.train, splits.validation):
-        plan = plan_cache(part, device, recipe.decode_side, memory_fraction=fraction)
+        plan = plan_cache(part, device, recipe.min_decode_side, memory_fraction=fraction)
         if plan.location == ("device" if device.type == "cuda" else "memory"):
             kept += plan.bytes
             fraction /= 2  # of what is left for the next one

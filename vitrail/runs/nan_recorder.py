@@ -4,6 +4,7 @@ A bundle is a folder with the checkpoint before the step (`state.safetensors`) a
 computes the step again, module by module.
 """
 
+import dataclasses
 import json
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -23,6 +24,7 @@ from vitrail.errors import UserError
 from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.recipes import Recipe
 from vitrail.tasks.registry import find_task
+from vitrail.training.batch_norm import is_synchronized
 from vitrail.training.checkpointing import (
     gather_tensors,
     restore_training,
@@ -48,8 +50,9 @@ def record_step(trainer: Trainer, loader: ImageLoader, step: int, run: dict[str,
     groups = {name: gather_tensors(tensors) if sharded else tensors for name, tensors in training_tensors(trainer).items()}
     if trainer.devices.is_main:
         write_checkpoint_file(bundle / STATE, step, groups, training_metadata(trainer))
-        # A sharded model computes only on all processes together; `replay` diagnoses the gathered weights in one process.
-        content = {"step": step, "run": run, "found": None if sharded else diagnose_step(trainer, loader)}
+        # A sharded model and synchronized norms compute only on all processes together; `replay` diagnoses in one process.
+        together = sharded or is_synchronized(trainer.task.module, trainer.recipe, trainer.devices.micro_batches)
+        content = {"step": step, "run": run, "found": None if together else diagnose_step(trainer, loader)}
         text = json.dumps(content, indent=1, allow_nan=False)
         atomic_write(bundle / FINDINGS, lambda temporary: temporary.write_text(text))
     trainer.devices.barrier()
@@ -57,7 +60,10 @@ def record_step(trainer: Trainer, loader: ImageLoader, step: int, run: dict[str,
 
 
 def replay(bundle: str | Path, device: str | None = None) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-    """The recorded diagnosis (None for a sharded training) and the diagnosis of computing the step again."""
+    """The recorded diagnosis, and that of computing the step again.
+
+    The first is None for a training that only all processes together can compute.
+    """
     from vitrail.models.config import Architecture
     from vitrail.runs.initial_model import rebuild
     from vitrail.runs.run_directory import fingerprint
@@ -80,12 +86,14 @@ def replay(bundle: str | Path, device: str | None = None) -> tuple[dict[str, Any
     if fingerprint(splits) != data:
         raise UserError(f"The images at {source} are not those that {bundle} was recorded with.")
     devices = Devices(choose_device(device), micro_batches=micro_batches)
-    min_side = recipe.decode_side
+    min_side = recipe.min_decode_side
     loader = ImageLoader(splits.train, devices.device, 0, min_side, unreadable)
     task = find_task(recipe.task)(recipe, splits.train, devices.device)
     architecture, name = Architecture.from_dict(run["architecture"]), str(run.get("model", {}).get("name", ""))
     model = rebuild(architecture, name, recipe, task.class_names)
     task.attach(model)
+    if is_synchronized(task.module, recipe, micro_batches):
+        devices = dataclasses.replace(devices, micro_batches=1)
     trainer = Trainer(recipe, model, task, splits.train, devices, folder, Options())
     restore_training(trainer, step, groups, metadata)
     return recorded, diagnose_step(trainer, loader)
@@ -116,9 +124,10 @@ def diagnose_step(trainer: Trainer, loader: ImageLoader) -> dict[str, Any]:
         # Compiled blocks do not call hooks.
         with torch.compiler.set_stance("force_eager"), BackwardMonitor(model) as backward:
             noise = trainer.drop_path_noise.applied(batch.position, position)
-            with ForwardMonitor(model) as forward, trainer.autocast(), noise:
-                loss = module(images, targets).reshape(-1)[0]
-            loss.backward()
+            with noise:  # also while activations are recomputed
+                with ForwardMonitor(model) as forward, trainer.autocast():
+                    loss = module(images, targets).reshape(-1)[0]
+                loss.backward()
         if forward.first_bad is None and not is_finite(loss):
             forward.first_bad = "loss"
         gradients = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}

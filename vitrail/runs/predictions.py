@@ -69,7 +69,7 @@ def correct_predictions(
 ) -> np.ndarray:
     """Which validation images the best weights of a run classify correctly, [N] bool, in the precision of its validation."""
     recipe = Recipe.from_dict(read_run(folder)["recipe"])
-    min_side = recipe.decode_side
+    min_side = recipe.min_decode_side
     loader = loaders.setdefault(min_side, loaders.get(min_side) or open_loader(min_side))
     model = load(folder / "best.safetensors", device=loader.device).eval()
     dtype = DTYPES.get(recipe.precision)

@@ -14,6 +14,7 @@ from vitrail.data.datasets.lookup import open_splits
 from vitrail.data.source import Splits
 from vitrail.devices import adapt_threads, set_threads
 from vitrail.errors import UserError
+from vitrail.layers.fused import SubsetDropPath
 from vitrail.models.config import Architecture, format_size
 from vitrail.models.flops import cost
 from vitrail.models.vision_transformer import VisionTransformer
@@ -29,7 +30,7 @@ from vitrail.runs.request import Log, TrainRequest, describe_pretrained, open_da
 from vitrail.runs.run_directory import check_dependencies, check_weights, describe_run, fingerprint, read_run
 from vitrail.runs.step_timing import forecast, measure_pace
 from vitrail.tasks.registry import find_task
-from vitrail.training.batch_norm import has_batch_norm
+from vitrail.training.batch_norm import has_batch_norm, is_synchronized
 from vitrail.training.checkpointing import CheckpointManager
 from vitrail.training.distributed import Devices, check_shardable, choose_micro_batches, is_launched
 from vitrail.training.precision import choose_precision
@@ -114,16 +115,7 @@ def prepare_resumed(
         splits = open_splits(run["source"], validation_fraction=recipe.data.validation_fraction, class_order=classes)
         if fingerprint(splits) != data:
             raise UserError(f"The images at {run['source']} are not those that {folder} was started with.")
-        if "group_size" not in run["recipe"]:  # runs of older versions: a group was a micro-batch
-            recipe = dataclasses.replace(recipe, group_size=recipe.batch_size // run["micro_batches"])
-        if "teacher_size" not in run["recipe"].get("distillation", {}):  # runs of older versions
-            recipe = recipe.set({"distillation.teacher_size": "student"})
         set_threads(run.get("machine", {}).get("threads"))
-        if run["micro_batches"] % devices.world_size:
-            raise UserError(
-                f"{folder} divides its batch into {run['micro_batches']} micro-batches, which {devices.world_size} processes "
-                "cannot share evenly."
-            )
         check_dependencies(recipe, run.get("teachers"), folder)
         task = find_task(recipe.task)(recipe, splits.train, devices.device)
         if CheckpointManager(folder / "checkpoints").all() and "architecture" in run:
@@ -134,7 +126,15 @@ def prepare_resumed(
             pretrained = open_pretrained(recipe) if recipe.init.weights else None
             model = build_initial(recipe, task.class_names, pretrained)
         task.attach(model)
-    devices = dataclasses.replace(devices, micro_batches=run["micro_batches"])
+        micro_batches = run["micro_batches"]
+        if is_synchronized(task.module, recipe, micro_batches):  # any number of processes can compute a group together
+            micro_batches = devices.world_size
+        if micro_batches % devices.world_size or recipe.batch_size % micro_batches:
+            raise UserError(
+                f"{folder} divides its batch of {recipe.batch_size} images into {micro_batches} micro-batches, which "
+                f"{devices.world_size} processes cannot share evenly."
+            )
+    devices = dataclasses.replace(devices, micro_batches=micro_batches)
     options = options or dataclasses.replace(
         saved,
         compile=saved.compile and devices.device.type == "cuda",
@@ -159,18 +159,22 @@ def divide_batch(
     wanted = micro_batch_size or memory.max_images
     if wanted < 1:
         memory.check(1)
-    sizes = (recipe.batch_size, devices.world_size, wanted)
-    pairs, groups = recipe.mixes_images, has_batch_norm(task.module) and recipe.init.mode == "train"
+    sizes, group_size = (recipe.batch_size, devices.world_size), recipe.images_per_group
+    if recipe.group_size and group_size != min(recipe.group_size, recipe.batch_size):
+        log(f"groups of {group_size} images: {recipe.group_size} do not divide the batch size {recipe.batch_size}")
+    rates = [module.rate for module in task.module.modules() if isinstance(module, SubsetDropPath)]
+    norms, pairs = has_batch_norm(task.module) and recipe.init.mode == "train", recipe.mixes_images or bool(rates)
     try:
-        micro_batches = choose_micro_batches(*sizes, recipe.images_per_group, pairs, groups)
+        micro_batches = choose_micro_batches(*sizes, wanted, group_size, pairs, whole_groups=norms or bool(rates))
     except UserError:
-        if recipe.group_size or not groups:
+        if norms and recipe.group_size:
             raise
-        micro_batches = choose_micro_batches(*sizes, recipe.images_per_group, pairs)
-        recipe = dataclasses.replace(recipe, group_size=recipe.batch_size // micro_batches)
-        log(
-            f"group_size set to {recipe.group_size}, the images of a micro-batch: BatchNorm computes statistics over whole groups"
-        )
+        # Without whole groups no image is skipped, which takes more memory than was measured.
+        wanted = micro_batch_size or int(memory.max_images * (1.0 - max(rates, default=0.0)))
+        micro_batches = choose_micro_batches(*sizes, wanted, group_size, pairs)
+        if norms:
+            recipe = dataclasses.replace(recipe, group_size=recipe.batch_size // micro_batches)
+            log(f"group_size set to {recipe.group_size}, the size of a micro-batch: BatchNorm needs whole groups")
     memory.check(recipe.batch_size // micro_batches)
     return dataclasses.replace(devices, micro_batches=micro_batches), recipe
 

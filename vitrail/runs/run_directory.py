@@ -121,15 +121,19 @@ def command_line() -> str:
 
 
 def git_state(folder: Path | None = None) -> str | None:
-    """Commit of a folder, or of the current one, and whether it has changes; None if it is not under git."""
+    """Commit of a folder, and whether it has changes; by default the commit of the current folder. None if it is not under git.
+
+    `git status` is not run in the current folder: the configuration of a downloaded repository can make it run commands.
+    """
 
     def git(*args: str) -> str:
         done = subprocess.run(["git", *args], capture_output=True, text=True, timeout=5, check=True, cwd=folder)
         return done.stdout.strip()
 
     try:
-        if folder is not None:
-            git("ls-files", "--error-unmatch", "__init__.py")  # not a package installed inside another repository
+        if folder is None:
+            return git("rev-parse", "HEAD")
+        git("ls-files", "--error-unmatch", "__init__.py")  # not a package installed inside another repository
         return git("rev-parse", "HEAD") + (" with changes" if git("status", "--porcelain") else "")
     except (OSError, subprocess.SubprocessError):
         return None

@@ -62,7 +62,7 @@ class Timed(NamedTuple):
 def measure_pace(trainer: Trainer, splits: Splits, workers: int | None = None) -> Pace:
     """Measured by all processes together, without compilation; the trainer is left unchanged."""
     recipe, devices = trainer.recipe, trainer.devices
-    min_side = recipe.decode_side
+    min_side = recipe.min_decode_side
     train, validation = (SampleLoader(part, devices, min_side) for part in (splits.train, splits.validation))
     others = OtherPrograms()
     with explain_out_of_memory(), undone(trainer), torch.compiler.set_stance("force_eager"):

@@ -202,7 +202,7 @@ def run_prepared(prepared: Prepared, log: Log) -> Run:
     """Train from the newest checkpoint, if there is one, to the report."""
     trainer, run = prepared.trainer, prepared.run
     folder, devices, recipe, options = trainer.folder, trainer.devices, trainer.recipe, trainer.options
-    min_side = recipe.decode_side
+    min_side = recipe.min_decode_side
     if prepared.resumed:
         for message in trainer.task.messages:
             log(message)

@@ -4,6 +4,7 @@ Every other name in a file is rejected. Operators that return random values, dep
 are not among them.
 """
 
+import functools
 import math
 import operator
 from collections.abc import Callable
@@ -118,7 +119,61 @@ def find_operator(target: str) -> Operator | None:
     known = f"{name}.{overload}"
     if known not in ATEN or target != f"torch.ops.aten.{known}":
         raise ValueError(f"it calls {target[:80]!r}, which is not among the supported operators")
-    return Operator(getattr(getattr(torch.ops.aten, name), overload), True, known in CREATION.split(), PIECES.get(known))
+    function = getattr(getattr(torch.ops.aten, name), overload)
+    check = CHECKS.get(known) or CHECKS.get(name)
+    if check is not None:
+        function = functools.partial(call_checked, function, check)
+    return Operator(function, True, known in CREATION.split(), PIECES.get(known))
+
+
+# torch does not check these arguments itself: it would read memory that belongs to others, or end the process.
+
+
+def call_checked(function: Callable[..., Any], check: Callable[..., None], **arguments: Any) -> Any:
+    check(**arguments)
+    return function(**arguments)
+
+
+def check_statistics(input: Tensor, **others: Any) -> None:
+    for name in ("weight", "bias", "running_mean", "running_var"):
+        value = others.get(name)
+        if value is not None and value.shape != (input.shape[1],):
+            raise ValueError(f"{name} has the shape {list(value.shape)} for {input.shape[1]} channels")
+
+
+def check_scales(self: Tensor | None = None, input: Tensor | None = None, output_size: Any = None, **others: Any) -> None:
+    image = self if self is not None else input
+    scales = [others.get("scales_h"), others.get("scales_w")]
+    if image is None or output_size is None:
+        return
+    for before, after, scale in zip(image.shape[-2:], output_size, scales, strict=True):
+        if scale is not None and abs(before * scale - after) > 1:
+            raise ValueError(f"a size of {after} is not {scale} times {before}")
+
+
+def check_division(self: Any, other: Any, **_: Any) -> None:
+    dividend, divisor = torch.as_tensor(self), torch.as_tensor(other)
+    if dividend.is_floating_point() or divisor.is_floating_point() or dividend.is_meta or divisor.is_meta:
+        return
+    if (divisor == -1).any() and (dividend == torch.iinfo(dividend.dtype).min).any():
+        raise ValueError("an integer division overflows")
+
+
+CHECKS: dict[str, Callable[..., None]] = {
+    "_native_batch_norm_legit_no_training": check_statistics,
+    "batch_norm": check_statistics,
+    "_upsample_bilinear2d_aa.default": check_scales,
+    "_upsample_bicubic2d_aa.default": check_scales,
+    "upsample_bilinear2d.default": check_scales,
+    "upsample_bicubic2d.default": check_scales,
+    "upsample_nearest2d.default": check_scales,
+    "_upsample_nearest_exact2d.default": check_scales,
+    "div.Tensor_mode": check_division,
+    "div.Scalar_mode": check_division,
+    "floor_divide": check_division,
+    "remainder": check_division,
+    "fmod": check_division,
+}
 
 
 def count_unbound(self: Tensor, dim: int = 0) -> int:

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from vitrail.teachers.network import Network, Size
 
+MAX_BATCH = 4096  # of a fixed batch size
+
 
 class FixedShapeNetwork(Network):
     autocast = False  # the precision is part of the file
@@ -32,6 +34,8 @@ def fixed_dimensions(shape: list[int | None]) -> tuple[int | None, Size | None]:
     if len(shape) != 4 or shape[1] not in (3, None):
         raise ValueError(f"its input is {shape}, not [B, 3, height, width]")
     batch_size, _, height, width = shape
+    if batch_size is not None and batch_size > MAX_BATCH:
+        raise ValueError(f"its batch size is {batch_size}, more than {MAX_BATCH}")
     if height is None or width is None:
         if height is not width:
             raise ValueError("only one of height and width is dynamic")

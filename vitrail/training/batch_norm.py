@@ -5,11 +5,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from vitrail.errors import UserError
 from vitrail.layers.norm import TokenBatchNorm
+from vitrail.recipes.schema import Recipe
 from vitrail.training.distributed import Devices
 
 
@@ -17,80 +20,101 @@ def has_batch_norm(module: nn.Module) -> bool:
     return any(isinstance(each, _BatchNorm) for each in module.modules())
 
 
-def group_batch_norms(module: nn.Module, group_size: int, devices: Devices, micro_batch_size: int) -> None:
-    """Compute the statistics of every BatchNorm over groups of images, by replacing its class in place.
+def is_synchronized(module: nn.Module, recipe: Recipe, micro_batches: int) -> bool:
+    """Whether a group is larger than a micro-batch, so that all processes together compute its statistics."""
+    return has_batch_norm(module) and recipe.images_per_group * micro_batches > recipe.batch_size
 
-    A group that is larger than a micro-batch is one micro-batch of every process: their statistics are synchronized.
-    """
-    synchronized = group_size > micro_batch_size
-    if group_size == micro_batch_size or (synchronized and devices.world_size == 1):
-        return
+
+def group_batch_norms(module: nn.Module, recipe: Recipe, devices: Devices) -> None:
+    """Compute the statistics of every BatchNorm over groups of images, by replacing its class in place."""
+    synchronized = is_synchronized(module, recipe, devices.micro_batches)
+    if synchronized and (recipe.images_per_group != recipe.batch_size or devices.accumulation > 1):
+        raise UserError(
+            f"BatchNorm needs the statistics of groups of {recipe.images_per_group} images, and {devices.world_size} "
+            f"process(es) compute {recipe.batch_size // devices.micro_batches} each at a time: set a smaller group_size or start "
+            f"{devices.micro_batches} processes."
+        )
     for norm in module.modules():
         if type(norm) in GROUPED:
             norm.__class__ = GROUPED[type(norm)]
             assert isinstance(norm, GroupedStatistics)
-            norm.group_size, norm.world_size = group_size, devices.world_size if synchronized else 1
+            norm.group_size, norm.world_size = recipe.images_per_group, devices.world_size if synchronized else 1
             if synchronized:  # not a decorator, which would import the compiler
-                norm.normalize_synchronized = torch.compiler.disable(norm.normalize_synchronized)  # type: ignore[method-assign]
+                own = torch.compiler.disable(norm.normalize_synchronized)
+                own = torch.compiler.disable(norm.normalize_synchronized)
+                norm.normalize_synchronized = own  # type: ignore[method-assign]
 
 
 class GroupedStatistics(_BatchNorm):
     """A BatchNorm that normalizes each group of images of a training batch by itself.
 
-    The running statistics become the mean over the groups of what each would have made of them.
+    Each group updates a copy of the running statistics, which become the mean of the copies.
     """
 
     group_size: int
     world_size: int
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.training:
-            return self._plain(x)
-        rows = x.flatten(0, 1) if x.ndim == 3 else x  # tokens [B, T, D] are normalized as rows
+        groups, rest = divmod(len(x), self.group_size)
+        if not self.training or (self.world_size == 1 and (groups < 2 or rest)):  # timed steps have batches of any size
+            out: Tensor = super().forward(x)
+            return out
+        rows = x.flatten(0, 1) if isinstance(self, TokenBatchNorm) else x
         if self.world_size > 1:
             return self.normalize_synchronized(rows).view_as(x)
-        groups, rest = divmod(len(x), self.group_size)
-        if groups < 2 or rest:
-            return self._plain(x)
         parts, means, variances = [], [], []
         for part in rows.chunk(groups):
             mean, variance = self.running_mean.clone(), self.running_var.clone()  # type: ignore[union-attr]
             parts.append(F.batch_norm(part, mean, variance, self.weight, self.bias, True, self.momentum or 0.0, self.eps))
             means.append(mean)
             variances.append(variance)
-        self.update(torch.stack(means).mean(0), torch.stack(variances).mean(0))
+        self.update_statistics(torch.stack(means).mean(0), torch.stack(variances).mean(0))
         return torch.cat(parts).view_as(x)
 
-    def _plain(self, x: Tensor) -> Tensor:
-        out: Tensor = super().forward(x)
-        return out
-
     def normalize_synchronized(self, x: Tensor) -> Tensor:
-        """Normalize by the statistics of the batches of all processes, [B, C] or [B, C, H, W]."""
-        from torch.distributed.nn.functional import all_reduce
-
+        """Normalize [B, C] or [B, C, ...] by the statistics of the batches of all processes."""
         values = x.float()
         dims = [0, *range(2, x.ndim)]
         shape = [1, -1, *[1] * (x.ndim - 2)]
-        mean = all_reduce(values.mean(dims)) / self.world_size
+        mean = all_reduce_sum(values.mean(dims)) / self.world_size
         centered = values - mean.view(shape)
-        variance = all_reduce(centered.square().mean(dims)) / self.world_size
+        variance = all_reduce_sum(centered.square().mean(dims)) / self.world_size
         count = self.world_size * x.numel() // x.shape[1]
         with torch.no_grad():
             momentum = self.momentum or 0.0
             new = torch.lerp(self.running_mean, mean, momentum)  # type: ignore[arg-type]
-            self.update(new, torch.lerp(self.running_var, variance * (count / max(count - 1, 1)), momentum))  # type: ignore[arg-type]
+            unbiased = variance * (count / max(count - 1, 1))
+            self.update_statistics(new, torch.lerp(self.running_var, unbiased, momentum))  # type: ignore[arg-type]
         out: Tensor = centered * torch.rsqrt(variance + self.eps).view(shape) * self.weight.view(shape) + self.bias.view(shape)
         return out.to(x.dtype)
 
     @torch.no_grad()
-    def update(self, mean: Tensor, variance: Tensor) -> None:
+    def update_statistics(self, mean: Tensor, variance: Tensor) -> None:
         assert self.running_mean is not None
         assert self.running_var is not None
         assert self.num_batches_tracked is not None
         self.running_mean.copy_(mean)
         self.running_var.copy_(variance)
         self.num_batches_tracked.add_(1)
+
+
+class AllReduceSum(torch.autograd.Function):
+    """The sum over all processes; so is its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        total = x.contiguous().clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return AllReduceSum.forward(ctx, gradient)
+
+
+def all_reduce_sum(x: Tensor) -> Tensor:
+    out: Tensor = AllReduceSum.apply(x)  # type: ignore[no-untyped-call]
+    return out
 
 
 class GroupedBatchNorm1d(GroupedStatistics, nn.BatchNorm1d):
@@ -115,7 +139,7 @@ GROUPED: dict[type[nn.Module], Any] = {
 class BatchNormStatistics:
     """Updates the running statistics once per step, with the mean over its micro-batches.
 
-    Each micro-batch is normalized by its own statistics. Plain BatchNorm would update the running statistics after every
+    Plain BatchNorm would update the running statistics after every
     micro-batch, differently on each process, twice with activation checkpointing, and to NaN in a step that is then skipped.
     """
 

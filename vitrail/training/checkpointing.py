@@ -239,11 +239,6 @@ def check_same_training(trainer: "Trainer", step: int, metadata: dict[str, Any])
         raise UserError(
             f"{checkpoint} belongs to another training, with {key}={saved.get(key)} instead of {current.get(key)}: move it away."
         )
-    if metadata["micro_batches"] != trainer.devices.micro_batches:
-        raise UserError(
-            f"{checkpoint} splits the batch into {metadata['micro_batches']} micro-batches, "
-            f"not {trainer.devices.micro_batches}: move it away."
-        )
 
 
 def optimizer_state(parameters: dict[str, nn.Parameter], optimizer: Optimizer) -> dict[str, Tensor]:

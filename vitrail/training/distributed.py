@@ -179,11 +179,11 @@ def is_launched() -> bool:
 
 
 def choose_micro_batches(
-    batch_size: int, world_size: int, max_size: int, group_size: int = 1, pairs: bool = False, groups: bool = False
+    batch_size: int, world_size: int, max_size: int, group_size: int = 1, pairs: bool = False, whole_groups: bool = False
 ) -> int:
     """The smallest number of equal micro-batches of at most `max_size` images that is a multiple of the world size.
 
-    With `pairs` a micro-batch has whole groups or pairs of images of one group, which are mixed. With `groups` it has whole
+    With `pairs` a micro-batch has whole groups or pairs of images of one group, which are mixed. With `whole_groups` it has whole
     groups, or all processes together have one group at a time, whose statistics they synchronize.
     """
     if batch_size % world_size:
@@ -196,14 +196,14 @@ def choose_micro_batches(
         if rest or size > max_size:
             continue
         whole, part = count % micro_batches == 0, micro_batches % count == 0
-        if (whole or not pairs or (part and size % 2 == 0)) and (
-            whole or not groups or (count == 1 and micro_batches == world_size)
-        ):
+        together = count == 1 and micro_batches == world_size
+        if (whole or not pairs or (part and size % 2 == 0)) and (whole or not whole_groups or together):
             return micro_batches
-    needed = "groups" if groups else "pairs of images" if pairs else ""
+    needed = "whole groups" if whole_groups else "pairs of groups" if pairs else ""
+    largest = min(max_size, batch_size // world_size)
     raise UserError(
-        f"batch_size={batch_size} cannot be split among {world_size} processes into parts of at most {max_size} images"
-        + (f" with whole {needed}: set a smaller group_size, which is {group_size}." if needed else ".")
+        f"batch_size={batch_size} cannot be split among {world_size} processes into parts of at most {largest} images"
+        + (f" with {needed} of {group_size} images: set group_size to at most {largest}." if needed else ".")
     )
 
 

@@ -112,8 +112,7 @@ class Trainer:
         self.model.to(device)
         self.task.module.to(device)
         self.model.recompute = options.recompute
-        micro_batch_size = recipe.batch_size // self.devices.micro_batches
-        group_batch_norms(self.task.module, recipe.images_per_group, self.devices, micro_batch_size)
+        group_batch_norms(self.task.module, recipe, self.devices)
         self.drop_path_noise = DropPathNoise(self.task.module, recipe.seed, recipe.batch_size, recipe.images_per_group)
         if options.compile:
             compile_blocks(optimize_for_training(self.model))
@@ -357,7 +356,7 @@ def head_parameters(task: Task, model: VisionTransformer) -> dict[str, torch.nn.
 
 
 def seed_generators(seed: int, device: torch.device) -> None:
-    """Seed what dropout and drop-path draw from. `torch.manual_seed` would take milliseconds."""
+    """Seed what dropout draws from. `torch.manual_seed` would take milliseconds."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index].manual_seed(seed)

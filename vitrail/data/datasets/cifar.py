@@ -134,6 +134,8 @@ def _names(folder: str, layout: Layout, column: str) -> list[str] | None:
         if os.path.isfile(file):
             names = read_pickle(file).get(f"{stem}_names")
             if isinstance(names, list):
+                if not all(isinstance(value, str | bytes) for value in names):
+                    raise UserError(f"{file} is damaged: its class names are not text. Download it again.")
                 return [value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value) for value in names]
     return None
 
@@ -159,12 +161,13 @@ class PickledArray:
 
     def array(self) -> np.ndarray | None:
         """Return the array if it is a uint8 matrix, else None."""
-        if len(self.state) != 5:
+        if not isinstance(self.state, tuple) or len(self.state) != 5:
             return None
         _, shape, dtype, fortran_order, raw = self.state
         if not isinstance(dtype, PickledDtype) or dtype.name != "u1" or not isinstance(raw, bytes):
             return None
-        if not isinstance(shape, tuple) or len(shape) != 2 or shape[0] * shape[1] != len(raw):
+        sides = isinstance(shape, tuple) and len(shape) == 2 and all(type(side) is int and side >= 0 for side in shape)
+        if not sides or shape[0] * shape[1] != len(raw):
             return None
         return np.frombuffer(raw, dtype=np.uint8).reshape(shape, order="F" if fortran_order else "C")
 

@@ -2,6 +2,7 @@
 
 import csv
 import os
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,6 +11,7 @@ from vitrail.data.datasets.folder import FolderSource, Paths, SourceDict, sort_c
 from vitrail.data.source import Labels
 from vitrail.errors import UserError
 
+MAX_COLUMNS = 1000
 PATH_COLUMNS = ("path", "file", "image", "filename", "file_name", "filepath", "image_path")
 MAIN_LABELS = ("label", "labels", "fine_label", "class")
 SPLIT_COLUMNS = ("split", "subset", "set", "partition")
@@ -21,6 +23,8 @@ Column = Sequence[str | int | None] | np.ndarray
 def open_table(path: str) -> SourceDict:
     """Open the splits of a table. Paths are relative to the folder of the table."""
     header, rows = _read(path)
+    if len(header) > MAX_COLUMNS:
+        raise UserError(f"{path} has {len(header):,} columns: keep the path, the split and the labels, at most {MAX_COLUMNS:,}.")
     path_column = next((name for name in PATH_COLUMNS if name in header), None)
     if path_column is None:
         raise UserError(f"{path} has no path column: rename one of its columns ({', '.join(header)}) to path, file or image.")
@@ -154,7 +158,7 @@ def class_labels(
 
 def _check_names(names: list[str] | None, what: str) -> None:
     if names and len(set(names)) < len(names):
-        duplicate = next(name for name in names if names.count(name) > 1)
+        duplicate = Counter(names).most_common(1)[0][0]
         raise UserError(f"The class name {duplicate} occurs twice in {what}: rename one of the two classes.")
 
 

@@ -25,6 +25,7 @@ from vitrail.errors import UserError
 
 LAYOUT = 1  # version of the index file; an index of another version is rebuilt
 MAX_TEXT_BYTES = 1 << 20  # larger .cls, .json and .txt members are ignored
+MAX_LABEL_COLUMNS = 32  # besides the label
 MAX_LABEL_LENGTH = 256  # characters; longer text is a caption
 MAX_NAME_LENGTH = 1024  # characters
 MAX_HEADER_BYTES = 1 << 14  # of an extended header
@@ -318,6 +319,6 @@ def _json_labels(file: str, member: str, text: str) -> dict[str, str]:
     except (ValueError, RecursionError):
         raise UserError(f"{member!r} in {file} is not valid JSON: create the shard again.") from None
     main, extra = label_columns([str(name) for name in content] if isinstance(content, dict) else [])
-    names = ({main: "label"} if main else {}) | {name: name for name in extra}
+    names = ({main: "label"} if main else {}) | {name: name for name in extra[:MAX_LABEL_COLUMNS]}
     labels = {column: content[name] for name, column in names.items() if isinstance(content[name], str | int)}
     return {column: str(label).encode("utf-8", "replace").decode() for column, label in labels.items()}  # no lone surrogates

@@ -54,7 +54,8 @@ INCREASING = dict.fromkeys(ENHANCEMENTS, Level(0.9, base=1.0, signed=True)) | {
 # The original levels of AutoAugment, in which a higher level is not always stronger.
 ORIGINAL = INCREASING | dict.fromkeys(ENHANCEMENTS, Level(1.8, base=0.1))
 ORIGINAL |= {"posterize": Level(4.0, base=4.0, integer=True), "solarize": Level(256.0, integer=True)}
-# The wide ranges of TrivialAugment. Its translations of up to 32 pixels are a fraction of 224 pixels here.
+# The wide ranges of TrivialAugment: the authors' of posterize and solarize, torchvision's of the enhancements. Translations of
+# up to 32 pixels are a fraction of 224 pixels here.
 WIDE = INCREASING | dict.fromkeys(ENHANCEMENTS, Level(0.99, base=1.0, signed=True)) | {"rotate": Level(135.0, signed=True)}
 WIDE |= dict.fromkeys(("shear_x", "shear_y"), Level(0.99, signed=True))
 WIDE |= dict.fromkeys(("translate_x", "translate_y"), Level(32 / 224, signed=True))
@@ -67,7 +68,7 @@ def arguments(levels: dict[str, Level], operation: Tensor, magnitude: Tensor, si
     """Arguments (float32) of the drawn operations at their magnitudes; all tensors have the same shape."""
     rows = [levels.get(name, Level()) for name in (*OPERATIONS, "none")]
     size, base, direction, integer, signed = gather_rows(rows, operation)
-    amount = size * (magnitude / 10)
+    amount = size * magnitude / 10  # in this order exact for the 31 magnitudes of TrivialAugment
     amount = torch.where(integer > 0, amount.floor(), amount)
     return base + direction * torch.where(signed > 0, sign * amount, amount)
 
