@@ -67,7 +67,7 @@ def has_colors(source: Source, samples: int = 16) -> bool:
         except (OSError, ValueError):
             continue
         colored.append(np.abs(pixels - pixels.mean(-1, keepdims=True)).mean() > MIN_COLOR)
-    return sum(colored) * 2 > len(colored)
+    return bool(sum(colored) * 2 > len(colored))
 
 
 def median_side(source: Source, samples: int = 64) -> int:

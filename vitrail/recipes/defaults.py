@@ -85,7 +85,7 @@ def finetune(name: str) -> Recipe:
         architecture={"drop_path": 0.1},
         batch_size=128,
         data=FAST_DECODING,
-        init=InitConfig(probe_head=True),
+        init=InitConfig(zero_head=True, probe_head=True),
         augmentation=Augmentation(image_size=FROM_IMAGES, scale=(0.35, 1.0), policy="rand", magnitude=6.0),
         mixing=MixingConfig(mixup=0.2),
         loss=LossConfig(label_smoothing=0.1),

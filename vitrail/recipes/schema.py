@@ -170,7 +170,7 @@ class InitConfig:
     weights: str = ""  # a checkpoint of any supported format; "": random initialization
     mode: Literal["train", "eval"] = "train"  # eval: no dropout or stochastic depth while fine-tuning
     zero_head: bool = False  # a new classifier is initialized to zero
-    probe_head: bool = False  # a new classifier is fitted to features of the frozen weights before the first step
+    probe_head: bool = False  # a classifier of zeros is fitted to features of the frozen weights before the first step
     head_bias: float = 0.0  # initial bias of a new classifier; -10 for sigmoids over thousands of classes
     scope: str = "full"  # what is trained: full, attention, ffn, head, norm, last_norm or last:n, each with the classifier
     pretrained_recipe: str = ""  # the recipe that produces such weights; if set, `weights` is required

@@ -163,9 +163,4 @@ def needs_new_classifier(pretrained: VisionTransformer, recipe: Recipe, class_na
     """Whether the classifier of the weights cannot be kept: unwanted, for other classes, or on other features."""
     known, a = pretrained.class_names, pretrained.architecture
     others = known != class_names if known is not None else a.classes != len(class_names or ())
-    return (
-        recipe.init.zero_head
-        or recipe.init.probe_head
-        or others
-        or recipe.architecture.get("pre_logits", a.pre_logits) != a.pre_logits
-    )
+    return recipe.init.zero_head or others or recipe.architecture.get("pre_logits", a.pre_logits) != a.pre_logits

@@ -110,7 +110,7 @@ def resolve_recipe(request: TrainRequest, device_type: str) -> Recipe:
 
 
 def suits_bundled_weights(source: str, device_type: str) -> bool:
-    """Whether a training without further instructions starts from the bundled weights: photographs, and not very many on a GPU."""
+    """Whether a training without further options starts from the bundled weights: photographs, and not very many on a GPU."""
     train = open_splits(source).train
     if device_type == "cuda" and len(train) > MAX_FINETUNED:
         return False

@@ -16,13 +16,13 @@ WEIGHT_DECAYS = (1.0, 0.1, 0.01, 0.001)
 
 @torch.no_grad()
 def fit_head(model: VisionTransformer, loader: ImageLoader, batch_size: int, seed: int) -> list[str]:
-    """Set the classifier to a logistic regression on the features of the training images; returns messages.
+    """Set a classifier of zeros to a logistic regression on the features of the training images; returns messages.
 
-    A model whose classifier is not one linear layer keeps its initial one.
+    A classifier that is not one linear layer, or not zero, is left as it is.
     """
-    heads = [head for head in (model.head, model.head_distillation) if head is not None]
-    if model.architecture.pooling == "per_class" or any(type(head) is not nn.Linear for head in heads):
-        return ["the classifier is not fitted to the features first: it is not a linear layer"]
+    heads = [head for head in (model.head, model.head_distillation) if isinstance(head, nn.Linear) and not head.weight.any()]
+    if model.architecture.pooling == "per_class" or not heads:
+        return []
     source = loader.source
     chosen = source
     if len(source) > MAX_IMAGES:
