@@ -1,12 +1,19 @@
 """Small data sets that would need much memory or time: repeated values, links, patterns, keys and headers."""
 
+import io
+import struct
+import zlib
+
 import numpy as np
 import pyarrow as pa
 import pytest
+from PIL import Image
 from pyarrow import parquet
 
 from tests.data.test_datasets import png
+from vitrail.data import decode as decode_module
 from vitrail.data.datasets.lookup import open_source
+from vitrail.data.decode import decode
 from vitrail.errors import UserError
 
 EXPANDS = "it would expand to more than 100 times its size"
@@ -70,3 +77,52 @@ def test_ordinary_parquet_files_repeat_values(tmp_path):
     source = open_source(tmp_path / "a.parquet")
     assert source.classes == ["the first class", "the second class"]
     assert source.encoded(999) == png(2)
+
+
+def jpeg_of_scans(scans: int, trailer: bytes = b"") -> bytes:
+    """A progressive JPEG of one block that repeats a scan."""
+
+    def segment(marker: int, data: bytes) -> bytes:
+        return struct.pack(">BBH", 255, marker, len(data) + 2) + data
+
+    tables = segment(0xC4, b"\0" + bytes([1] + [0] * 15) + b"\0") + segment(0xC4, b"\x10" + bytes([1] + [0] * 15) + b"\0")
+    start = b"\xff\xd8" + segment(0xDB, b"\0" + b"\1" * 64) + segment(0xC2, struct.pack(">BHHB", 8, 8, 8, 1) + b"\1\x11\0")
+    first = segment(0xDA, b"\1\1\0\0\0\0") + b"\x7f"
+    return start + tables + first + (segment(0xDA, b"\1\1\0\1\x3f\0") + b"\x7f") * (scans - 1) + b"\xff\xd9" + trailer
+
+
+def test_a_jpeg_of_many_scans():
+    """Each scan of a few bytes is decoded for all pixels."""
+    assert decode(jpeg_of_scans(10)).shape == (8, 8, 3)
+    assert decode(jpeg_of_scans(10, trailer=b"\xff\xda" * 1000)).shape == (8, 8, 3)  # a video follows in photos of some phones
+    with pytest.raises(ValueError, match="more than 100 scans"):
+        decode(jpeg_of_scans(101))
+
+
+def tiff(*tile_sides: int) -> bytes:
+    """A TIFF of 64 x 64 pixels in one tile; more than two tile sides are repeated tags."""
+    data = zlib.compress(bytes(64 * 64))
+    tags = [(256, 64), (257, 64), (258, 8), (259, 8), (262, 1), (277, 1)]
+    tags += [(322 + number % 2, side) for number, side in enumerate(tile_sides)] + [(324, 500), (325, len(data))]
+    directory = struct.pack("<H", len(tags)) + b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags)
+    return (b"II*\0\x08\0\0\0" + directory).ljust(500, b"\0") + data
+
+
+def test_a_tiff_with_a_tile_larger_than_the_image():
+    assert decode(tiff(64, 64)).shape == (64, 64, 3)
+    with pytest.raises(ValueError, match="decompression bomb"):
+        decode(tiff(40_000, 40_000))
+    with pytest.raises(ValueError, match="repeated tags"):  # the decoder uses the first and Pillow the last
+        decode(tiff(40_000, 40_000, 64, 64))
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "P", "L", "CMYK"])
+def test_large_images_are_converted_in_strips(mode, monkeypatch):
+    content = io.BytesIO()
+    image = Image.effect_noise((37, 50), 90).convert(mode)
+    if mode == "P":
+        image.info["transparency"] = 100
+    image.save(content, "TIFF" if mode == "CMYK" else "PNG")
+    whole = decode(content.getvalue())
+    monkeypatch.setattr(decode_module, "STRIP_PIXELS", 37 * 8)
+    assert np.array_equal(decode(content.getvalue()), whole)
