@@ -47,10 +47,11 @@ def read_training_weights(path: Path, ema: bool = False) -> Checkpoint:
         if ema and "ema" not in groups:
             raise UserError(f"{path} contains no EMA weights.")
         averaged = groups.get("ema", {}) if ema or recipe["ema"]["evaluate"] else {}
+        weights = groups["model"] | averaged  # frozen weights have no EMA
         header = artifact_header(path, recipe, step)
     except READ_ERRORS as error:
         raise UserError(f"{path} is not a complete training checkpoint: {short_message(error)}.") from None
-    return Checkpoint(groups["model"] | averaged, {ARTIFACT_HEADER: json.dumps(header)})  # frozen weights have no EMA
+    return Checkpoint(weights, {ARTIFACT_HEADER: json.dumps(header)})
 
 
 def artifact_header(path: Path, recipe: dict[str, Any], step: int) -> dict[str, Any]:
