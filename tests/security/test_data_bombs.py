@@ -1,7 +1,9 @@
 """Small data sets that would need much memory or time: repeated values, links, patterns, keys and headers."""
 
 import io
+import pickle
 import struct
+import tarfile
 import zlib
 
 import numpy as np
@@ -12,9 +14,13 @@ from pyarrow import parquet
 
 from tests.data.test_datasets import png
 from vitrail.data import decode as decode_module
+from vitrail.data.datasets.cifar import read_pickle
+from vitrail.data.datasets.folder import shards
 from vitrail.data.datasets.lookup import open_source
+from vitrail.data.datasets.tar import expand
 from vitrail.data.decode import decode
 from vitrail.errors import UserError
+from vitrail.evaluation.predict import find_images, open_images
 
 EXPANDS = "it would expand to more than 100 times its size"
 
@@ -126,3 +132,89 @@ def test_large_images_are_converted_in_strips(mode, monkeypatch):
     whole = decode(content.getvalue())
     monkeypatch.setattr(decode_module, "STRIP_PIXELS", 37 * 8)
     assert np.array_equal(decode(content.getvalue()), whole)
+
+
+def link_twice(root, depth=24):
+    """Two links in each of many folders are 2^24 paths; returns the first folder."""
+    folders = [root / "links" / str(number) for number in range(depth)]
+    for folder, following in zip(folders, [*folders[1:], None], strict=True):
+        folder.mkdir(parents=True)
+        if following is not None:
+            (folder / "a").symlink_to(following)
+            (folder / "b").symlink_to(following)
+    return folders[0]
+
+
+def test_links_that_multiply(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "class").symlink_to(link_twice(tmp_path))
+    for read in (open_source, lambda path: open_images([path])):
+        with pytest.raises(UserError, match="More than 16 links lead to"):
+            read(tmp_path / "data")
+
+
+def test_links_to_folders_of_shards(tmp_path):
+    for folder in ("data", "data/a", "b"):
+        (tmp_path / folder).mkdir()
+        for number in range(17):
+            (tmp_path / folder / str(number)).symlink_to(tmp_path / "b")
+    with pytest.raises(UserError, match="More than 16 links lead to"):
+        shards(str(tmp_path / "data"), ".tar")
+
+
+def test_a_folder_of_images_that_is_too_deep(tmp_path):
+    (tmp_path / "/".join("x" * 70)).mkdir(parents=True)
+    assert find_images(str(tmp_path), problems := []) == []
+    assert problems[0].reason == "more than 64 folders deep"
+
+
+def test_links_to_folders(tmp_path):
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "1.png").write_bytes(png(1))
+    for name in ("a", "b"):
+        (tmp_path / "data" / name).mkdir(parents=True)
+        for number in range(16):
+            (tmp_path / "data" / name / str(number)).symlink_to(tmp_path / "photos")
+    assert len(open_source(tmp_path / "data")) == 32
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["a{0..99999}{0..99999}.tar", "{a,b}" * 30 + ".tar", "{0..100000}.tar", "{3..1}.tar", "{0..999999999999999999}.tar"],
+)
+def test_patterns_of_too_many_shards(pattern):
+    with pytest.raises(UserError, match=r"expands to .* shards or more, not 1 to 100,000"):
+        open_source(pattern)
+
+
+def test_patterns():
+    assert expand("{a,b}-{08..10}.tar") == [f"{letter}-{number}.tar" for letter in "ab" for number in ("08", "09", "10")]
+    assert expand("{a,{b,c}}") == ["a", "b", "a", "c"]
+    assert expand("{0..1}{,x}") == ["0", "0x", "1", "1x"]
+    with pytest.raises(UserError, match=r"do not exist|does not exist"):
+        open_source("a{0.." + "9" * 5000 + "}.tar")
+
+
+@pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME])
+def test_extended_headers_one_after_the_other(kind, tmp_path):
+    """tarfile reads the header after an extended one recursively."""
+    header = tarfile.TarInfo("header")
+    header.type, header.size = kind, 12
+    block = header.tobuf(tarfile.USTAR_FORMAT) + b"12 path=abc\n".ljust(512, b"\0")
+    (tmp_path / "a.tar").write_bytes(block * 400 + bytes(1024))
+    with pytest.raises(UserError, match="damaged or not an uncompressed tar"):
+        open_source(tmp_path / "a.tar")
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 4])
+def test_keys_of_cifar_are_text(protocol, tmp_path):
+    """The hash of a tuple that contains another one twice takes twice the time."""
+    key: tuple = ("a",)
+    for _ in range(20):
+        key = (key, key)
+    for content in ({key: 1}, {key: 1, "b": 2}, {"a": {5: 1}}, {"a"}, frozenset("a")):
+        (tmp_path / "meta").write_bytes(pickle.dumps(content, protocol))
+        with pytest.raises(UserError, match="is damaged or unsafe"):
+            read_pickle(str(tmp_path / "meta"))
+    (tmp_path / "meta").write_bytes(pickle.dumps({b"a": {"b": [1]}}, protocol))
+    assert read_pickle(str(tmp_path / "meta")) == {"a": {"b": [1]}}

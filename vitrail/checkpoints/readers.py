@@ -212,7 +212,7 @@ def unwrap(content: Any, path: Path, ema: bool) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_complex():
             raise UserError(
-                f"{path}: the tensor {name!r} is nested, sparse, quantized, complex or without data: only dense ones are supported."
+                f"{path}: the tensor {name!r} is nested, sparse, quantized, complex or without data: use dense tensors."
             )
         if tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
             raise UserError(f"{path}: the shape of the tensor {name!r} is larger than its data.")

@@ -177,6 +177,17 @@ def _encode(text: str, encoding: str) -> bytes:
     return text.encode("latin1")
 
 
+def with_text_keys(load: Callable[[Any], None], keys: slice) -> Callable[[Any], None]:
+    """A method of an unpickler that adds items to a dictionary, with a check of the keys, which are on the stack."""
+
+    def load_checked(unpickler: Any) -> None:
+        if not all(isinstance(key, str | bytes) for key in unpickler.stack[keys]):
+            raise pickle.UnpicklingError("a key is not text")
+        load(unpickler)
+
+    return load_checked
+
+
 class PlainUnpickler(pickle._Unpickler):
     """Unpickles plain values and arrays. Every other name is rejected, so no code from the file can run.
 
@@ -190,6 +201,15 @@ class PlainUnpickler(pickle._Unpickler):
         ("numpy", "dtype"): PickledDtype,
         ("_codecs", "encode"): _encode,
     }
+
+    # Only keys of text: hashing nested tuples can take any time.
+    dispatch = pickle._Unpickler.dispatch | {
+        pickle.SETITEM[0]: with_text_keys(pickle._Unpickler.load_setitem, slice(-2, -1)),
+        pickle.SETITEMS[0]: with_text_keys(pickle._Unpickler.load_setitems, slice(None, None, 2)),
+        pickle.DICT[0]: with_text_keys(pickle._Unpickler.load_dict, slice(None, None, 2)),
+    }
+    for opcode in (pickle.ADDITEMS, pickle.FROZENSET):
+        del dispatch[opcode[0]]
 
     def find_class(self, module: str, name: str) -> Callable[..., Any]:
         if (module, name) not in self.ALLOWED:
