@@ -91,6 +91,8 @@ def read_checkpoint(path: Path) -> TrainingState:
         tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     if header["layout"] != LAYOUT:
         raise ValueError("it was written by another version of Vitrail")
+    if type(header["step"]) is not int or not 0 <= header["step"] < 1 << 62:
+        raise ValueError("its step is not a number of steps")
     if checksum(tensors, canonical_json(header["step"], header["facts"])) != header["checksum"]:
         raise ValueError("its checksum is wrong")
     return header["step"], split_groups(tensors), upgrade_run(header["facts"])

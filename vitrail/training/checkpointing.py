@@ -216,8 +216,21 @@ def training_metadata(trainer: "Trainer") -> dict[str, Any]:
 
 
 def restore_training(trainer: "Trainer", step: int, groups: TensorGroups, metadata: dict[str, Any]) -> None:
-    """Set the trainer to the state of a checkpoint."""
-    check_same_training(trainer, step, metadata)
+    """Set the trainer to the state of a checkpoint; UserError if it is the state of something else."""
+    try:
+        check_same_training(trainer, step, metadata)
+        restore_state(trainer, step, groups, metadata)
+    except torch.OutOfMemoryError:
+        raise
+    except READ_ERRORS as error:
+        place = f"The checkpoint of step {step} in {trainer.checkpoints.folder}"
+        raise UserError(f"{place} does not fit the training: {short_message(error)}.") from None
+
+
+def restore_state(trainer: "Trainer", step: int, groups: TensorGroups, metadata: dict[str, Any]) -> None:
+    best, needed = metadata["best"], {"epoch", trainer.task.metric.name}
+    if type(best) is not dict or (best and not needed <= best.keys()) or type(metadata["skipped"]) is not int:
+        raise ValueError("its metadata is damaged")
     trainer.step = step
     trainer.best, trainer.skipped, trainer.seconds = metadata["best"], metadata["skipped"], metadata["seconds"]
     if trainer.scaler:
