@@ -212,7 +212,7 @@ def test_keys_of_cifar_are_text(protocol, tmp_path):
     key: tuple = ("a",)
     for _ in range(20):
         key = (key, key)
-    for content in ({key: 1}, {key: 1, "b": 2}, {"a": {5: 1}}, {"a"}, frozenset("a")):
+    for content in ({key: 1}, {key: 1, "b": 2}, {"a": {5: 1}}, {"a": {key}}, {"a": frozenset([key])}):
         (tmp_path / "meta").write_bytes(pickle.dumps(content, protocol))
         with pytest.raises(UserError, match="is damaged or unsafe"):
             read_pickle(str(tmp_path / "meta"))

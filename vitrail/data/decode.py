@@ -143,7 +143,10 @@ def tile_pixels(image: Image.Image, encoded: bytes) -> int:
 
 def check_scans(image: Image.Image, encoded: bytes) -> None:
     """Raise ValueError if a progressive or arithmetic-coded JPEG has more than `MAX_SCANS` scans; others need bits per pixel."""
-    if image.format not in JPEGS or not (image.info.get("progressive") or ARITHMETIC in encoded[: image.fp.tell()]):
+    if image.format not in JPEGS:
+        return
+    header = encoded[: image.fp.tell()]  # type: ignore[attr-defined] # Pillow has read up to the first scan
+    if not (image.info.get("progressive") or ARITHMETIC in header):
         return
     if encoded.count(b"\xff\xda") <= MAX_SCANS:  # metadata and a video after the image may contain these bytes, too
         return

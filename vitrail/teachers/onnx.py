@@ -146,7 +146,7 @@ def is_large(shape: Any) -> bool:
         return False
     from onnx import numpy_helper
 
-    return prod(numpy_helper.to_array(shape).reshape(-1).tolist()) > MAX_FILLED
+    return bool(prod(numpy_helper.to_array(shape).reshape(-1).tolist()) > MAX_FILLED)
 
 
 def exceeds(tensor: Any, available: int) -> bool:

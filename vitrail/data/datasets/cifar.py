@@ -177,8 +177,18 @@ def _encode(text: str, encoding: str) -> bytes:
     return text.encode("latin1")
 
 
+# Where the keys of dictionaries and sets are on the stack. They must be text: hashing nested tuples can take any time.
+KEYS = {
+    pickle.SETITEM: slice(-2, -1),
+    pickle.SETITEMS: slice(None, None, 2),
+    pickle.DICT: slice(None, None, 2),
+    pickle.ADDITEMS: slice(None),
+    pickle.FROZENSET: slice(None),
+}
+
+
 def with_text_keys(load: Callable[[Any], None], keys: slice) -> Callable[[Any], None]:
-    """A method of an unpickler that adds items to a dictionary, with a check of the keys, which are on the stack."""
+    """Return a method of an unpickler that checks the keys on the stack before it calls `load`."""
 
     def load_checked(unpickler: Any) -> None:
         if not all(isinstance(key, str | bytes) for key in unpickler.stack[keys]):
@@ -202,14 +212,9 @@ class PlainUnpickler(pickle._Unpickler):
         ("_codecs", "encode"): _encode,
     }
 
-    # Only keys of text: hashing nested tuples can take any time.
     dispatch = pickle._Unpickler.dispatch | {
-        pickle.SETITEM[0]: with_text_keys(pickle._Unpickler.load_setitem, slice(-2, -1)),
-        pickle.SETITEMS[0]: with_text_keys(pickle._Unpickler.load_setitems, slice(None, None, 2)),
-        pickle.DICT[0]: with_text_keys(pickle._Unpickler.load_dict, slice(None, None, 2)),
+        opcode[0]: with_text_keys(pickle._Unpickler.dispatch[opcode[0]], keys) for opcode, keys in KEYS.items()
     }
-    for opcode in (pickle.ADDITEMS, pickle.FROZENSET):
-        del dispatch[opcode[0]]
 
     def find_class(self, module: str, name: str) -> Callable[..., Any]:
         if (module, name) not in self.ALLOWED:
