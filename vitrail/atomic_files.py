@@ -50,6 +50,14 @@ def atomic_write_text(path: Path, text: str) -> None:
     atomic_write(path, lambda temporary: temporary.write_text(text, encoding="utf-8", errors="surrogateescape"))
 
 
+def reject_links(folder: Path, names: re.Pattern[str]) -> None:
+    """Raise UserError if an entry of a folder with such a name is a link that leads out of it, through which would be written."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        target = Path(os.path.realpath(path))
+        if path.is_symlink() and names.fullmatch(path.name) and not target.is_relative_to(os.path.realpath(folder)):
+            raise UserError(f"{path} is a link to {target} outside of its folder, which would be overwritten: remove the link.")
+
+
 def check_writable(path: Path | None) -> None:
     """Raise UserError if a file or folder cannot be written at `path`; called before anything is computed."""
     if path is None:
@@ -123,6 +131,7 @@ def reject_overwrite(out: Path | None, *inputs: str | Path) -> None:
 def atomic_replace(path: Path, temporary: Path | None = None) -> Iterator[Path]:
     """Yield a temporary path next to `path`, which replaces `path` at the end or is removed on failure."""
     temporary = temporary or path.with_name(f".{path.name}.part")
+    temporary.unlink(missing_ok=True)  # of an interrupted process, or a link
     try:
         yield temporary
         fsync_path(temporary)

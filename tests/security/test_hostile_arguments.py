@@ -33,6 +33,8 @@ VALUES = [
     ("optimizer.lr", "!!timestamp 2001-99-99"),
     ("seed", "9" * 5000),
     ("optimizer.lr", "9" * 400),
+    ("augmentation.image_size", "1" * 5000 + "x1"),
+    ("init.scope", "last:" + "1" * 5000),
     ("task_options.x", "{1: 2}"),
     ("task_options.x", "2001-01-01"),
     ("task_options.x", "[" * 100 + "]" * 100),
@@ -56,6 +58,31 @@ def test_changes(key, value):
     with pytest.raises(UserError) as caught:
         Recipe().set({key: value})
     assert key in str(caught.value)
+
+
+@pytest.mark.parametrize(("key", "value"), [("schedule.length", "1e999 epochs"), ("schedule.warmup", "1" * 400 + " steps")])
+def test_durations_without_end(key, value):
+    with pytest.raises(UserError, match="is too long for a training"):
+        Recipe().set({key: value})
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("info", "vitrail_tiny", "--image-size", "1" * 5000),
+        ("bench", "vitrail_tiny", "--batch-size", "1" * 5000),
+        ("train", "x" * 300, "--out", "run"),
+        ("train", "digits", "--recipe", "x" * 300 + ".yaml"),
+        ("resume", "x" * 300),
+        ("replay", "x" * 300),
+        ("compare", "x" * 300),
+        ("convert", "vitrail_tiny", "x" * 300 + ".pth"),
+    ],
+    ids=lambda command: command[0],
+)
+def test_long_numbers_and_names(command, tmp_path, monkeypatch, cli_error):
+    monkeypatch.chdir(tmp_path)
+    assert cli_error(*command)
 
 
 def test_aliases_in_changes_are_text():

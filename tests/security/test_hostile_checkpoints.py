@@ -1,5 +1,6 @@
 """Checkpoints from strangers: nothing in them is run, and reading them needs memory of about their size and little time."""
 
+import contextlib
 import io
 import json
 import os
@@ -294,6 +295,7 @@ def rewrite_header(path, change):
     with safetensors.safe_open(path, "pt") as file:
         header = json.loads(file.metadata()["vitrail"])
     change(header)
+    header.pop("header_sha256", None)  # as in files of older versions
     safetensors.torch.save_file(tensors, path, {"vitrail": json.dumps(header)})
 
 
@@ -360,10 +362,34 @@ def test_every_flipped_bit_of_the_weights_is_noticed(tmp_path):
             vitrail.load(path)
 
 
-def test_checksum_does_not_depend_on_metadata_and_order(tmp_path):
+def test_every_flipped_bit_of_the_header_is_noticed(tmp_path):
+    """A model that is loaded has the architecture, preprocessing and class names that were saved."""
+    model = tiny_model()
+    model.class_names = ["cat", "dog", "owl"]
+    path = vitrail.save(model, tmp_path / "model.safetensors")
+    whole = path.read_bytes()
+    generator = np.random.default_rng(0)
+    for position in generator.integers(8, 8 + int.from_bytes(whole[:8], "little"), 300):
+        damaged = bytearray(whole)
+        damaged[position] ^= 1 << int(generator.integers(8))
+        path.write_bytes(damaged)
+        with contextlib.suppress(UserError):
+            loaded = vitrail.load(path)
+            assert loaded.architecture == model.architecture
+            assert (loaded.preprocessing, loaded.class_names) == (model.preprocessing, model.class_names)
+    for name in (b"sha256", b"header_sha256", b"class_names", b"crop_ratio"):
+        path.write_bytes(whole.replace(b'"%s\\"' % name, b'"%s\\"' % (name[:-1] + b"_"), 1))
+        with pytest.raises(UserError, match=r"is unknown|does not match its checksum"):
+            vitrail.load(path)
+
+
+def test_checksum_does_not_depend_on_notes_and_order(tmp_path):
     model = tiny_model()
     path = vitrail.save(model, tmp_path / "model.safetensors")
-    rewrite_header(path, lambda header: header.update(notes={"source": "a note added with other tools"}))
+    tensors = safetensors.torch.load_file(path)
+    with safetensors.safe_open(path, "pt") as file:
+        header = json.loads(file.metadata()["vitrail"]) | {"notes": {"source": "a note added with other tools"}, "name": "other"}
+    safetensors.torch.save_file(tensors, path, {"vitrail": json.dumps(dict(reversed(header.items())))})
     assert vitrail.load(path).notes["source"]
     rewrite_header(path, lambda header: header.pop("sha256"))
     assert torch.equal(vitrail.load(path).head.weight, model.head.weight)  # as files of older versions

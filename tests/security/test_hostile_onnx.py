@@ -77,6 +77,14 @@ HOSTILE = {
     "a large initializer": lambda: make_model(weight=onnx.TensorProto(name="weight", dims=[3, 10**12], data_type=1)),
     "a negative side": lambda: make_model(weight=onnx.TensorProto(name="weight", dims=[-3, -4], data_type=1, raw_data=b"0" * 48)),
     "a large constant": lambda: make_model([node("Constant", (), value=onnx.TensorProto(dims=[10**12], data_type=1))]),
+    "a large filled tensor": lambda: make_model(
+        [
+            node("Constant", (), ("shape",), value=onnx.numpy_helper.from_array(np.array([7, 10**8]))),
+            node("ConstantOfShape", ("shape",), ("zeros",)),
+            node("ReduceMax", ("zeros",), ("largest",)),
+            node("Add", ("logits", "largest")),
+        ]
+    ),
     "an external constant": lambda: make_model([node("Constant", (), value=outside("it.onnx"))]),
 }
 
@@ -102,9 +110,10 @@ def test_functions_of_the_file_are_rejected(tmp_path):
 def test_memory_is_limited(size, tmp_path, monkeypatch):
     """Also if the size is computed by the program."""
     monkeypatch.setattr("vitrail.teachers.onnx.free_memory", lambda: 1 << 30)
-    shape = onnx.numpy_helper.from_array(np.array([size], np.int64))
+    half = onnx.numpy_helper.from_array(np.array([size // 2], np.int64))
     nodes = [
-        node("Constant", (), ("shape",), value=shape),
+        node("Constant", (), ("half",), value=half),
+        node("Add", ("half", "half"), ("shape",)),
         node("ConstantOfShape", ("shape",), ("zeros",)),
         node("ReduceSum", ("zeros",), ("sum",)),
         node("Add", ("logits", "sum")),

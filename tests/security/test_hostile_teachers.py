@@ -267,6 +267,14 @@ COSTLY = {
         ],
         "more than the available",
     ),
+    "a value repeated without memory": (
+        [
+            full([1], "one"),
+            make_node("torch.ops.aten.expand.default", "many", self=name("one"), size={"as_ints": [2**45]}),
+            make_node("torch.ops.aten.sum.default", "last", self=name("many")),
+        ],
+        "repeats values to more than 8.6 GB",
+    ),
     "a list without end": ([full([2**27], "many"), HALVES], "a list has other than 1 tensors"),
     "a number without end": (
         [number("_operator.add", "n0", {"as_int": 9}, {"as_int": 0}), *SQUARES, full([1])],

@@ -64,9 +64,8 @@ class Result(NamedTuple):
 
 def train_once(name: str, seed: int, folder: Path) -> Result:
     training = TRAININGS[name]
-    run = vitrail.train(
-        training.source, training.recipe, None, folder, training.changes | {"seed": seed}, device="cpu", workers=0
-    )
+    changes = training.changes | {"seed": seed}
+    run = vitrail.train(training.source, training.recipe, changes=changes, out=folder, device="cpu", workers=0)
     return Result(read_run(run.folder)["test"]["top1"], run.best["loss"])
 
 

@@ -23,6 +23,7 @@ from vitrail.version import __version__
 LAYOUT = 1  # version of the header
 HEADER = "vitrail"  # the metadata entry of an artifact
 DELTA = "vitrail_delta"  # the metadata entry of a file with only the tensors that differ from other weights
+FIELDS = {"layout", "version", "name", "architecture", "preprocessing", "class_names", "notes", "sha256"}  # of the header
 UPGRADES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {"recipe": upgrade_recipe, "metrics": upgrade_metrics}
 
 
@@ -61,6 +62,13 @@ def read_header(text: str, path: str | Path, overrides: dict[str, Any]) -> Heade
 
 
 def parse_header(content: dict[str, Any]) -> Header:
+    unknown = set() if "header_sha256" in content else set(content) - FIELDS
+    unknown |= set(content["preprocessing"]) - set(Preprocessing._fields)
+    if unknown:
+        raise UserError(f"{min(unknown)!r} is unknown.")
+    expected = header_fingerprint(content)
+    if content.get("header_sha256", expected) != expected:
+        raise UserError("it does not match its checksum; copy or download the file again.")
     architecture = Architecture.from_dict(content["architecture"])
     preprocessing = Preprocessing.from_dict(content["preprocessing"])
     preprocessing.check()
@@ -108,6 +116,7 @@ def artifact_metadata(
     }
     if tensors is not None:
         header["sha256"] = fingerprint(tensors)
+        header["header_sha256"] = header_fingerprint(header)
     return {HEADER: json.dumps(header)}
 
 
@@ -132,6 +141,12 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
         digest.update(json.dumps([name, str(tensors[name].dtype), list(tensors[name].shape)]).encode())
         digest.update(as_bytes(tensors[name]).numpy().data)
     return digest.hexdigest()
+
+
+def header_fingerprint(header: dict[str, Any]) -> str:
+    """SHA-256 of the fields of a header that affect predictions; name and notes can be changed with other tools."""
+    fields = [header.get(name) for name in ("architecture", "preprocessing", "class_names", "sha256")]
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
 """Reading of checkpoint files, recognized by their content. No pickle can run code; damaged files raise a `UserError`."""
 
 import json
+import os
 import pickle
 import re
 import zipfile
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ FOLDER_FILES = ("model.safetensors", "pytorch_model.bin")  # of a Hugging Face o
 BEST = "best.safetensors"  # of a run directory
 TRAINING_HEADER = "vitrail_checkpoint"  # the metadata entry of a training checkpoint in one file
 SHARDED = ".sharded"  # the suffix of the folder of a sharded training checkpoint
+MAX_SHARED = 2  # ratio of the sizes of the tensors of a PyTorch file, which may share data, to that of the file
 PREFIXES = ("module.", "_orig_mod.", "backbone.", "model.")
 
 
@@ -41,7 +42,7 @@ class Checkpoint:
 def read_weights(path: str | Path, ema: bool = False) -> Checkpoint:
     """The weights in a file or folder of any supported format, or weights by name; `ema` selects the EMA weights."""
     path = find_named(path) or Path(path)
-    if not path.exists():
+    if not os.path.exists(path):  # which has no exception for a name that is too long
         raise UserError(f"There is no file {path}.{suggest(str(path))}")
     if path.suffix == SHARDED and path.is_dir():
         return read_training_checkpoint(path, ema)
@@ -100,7 +101,9 @@ def read_shards(path: Path, index: dict[str, Any]) -> dict[str, Tensor]:
     """The tensors of all files in an index; the files must be in the same folder."""
     places = index.get("weight_map")
     names = list(places.values()) if isinstance(places, dict) else []
-    if not names or not all(isinstance(name, str) and Path(name).name == name and not (path / name).is_dir() for name in names):
+    if not names or not all(
+        isinstance(name, str) and Path(name).name == name and not os.path.isdir(path / name) for name in names
+    ):
         raise UserError(f"The index in {path} does not list files of that folder.")
     tensors: dict[str, Tensor] = {}
     for name in sorted(set(names)):
@@ -173,7 +176,10 @@ def read_torch(path: Path, ema: bool) -> dict[str, Tensor]:
         if isinstance(error, pickle.UnpicklingError):
             raise UserError(f"{path} is a damaged PyTorch file, or not a checkpoint.") from None
         raise UserError(f"{path} is a damaged or incomplete PyTorch file ({first_line(error)}).") from None
-    return unwrap(content, path, ema)
+    tensors = unwrap(content, path, ema)
+    if sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()) > MAX_SHARED * path.stat().st_size + (1 << 20):
+        raise UserError(f"{path}: its tensors share data and would need more than {MAX_SHARED} times the memory of the file.")
+    return tensors
 
 
 def first_line(error: Exception) -> str:
@@ -183,31 +189,36 @@ def first_line(error: Exception) -> str:
 def unwrap(content: Any, path: Path, ema: bool) -> dict[str, Tensor]:
     """The state dict inside a training file, without the name prefixes of wrappers."""
     if ema:
-        inner = next((content[name] for name in EMA if isinstance(content, Mapping) and name in content), None)
+        inner = next((plain(content)[name] for name in EMA if name in plain(content)), None)
         if inner is None:
             raise UserError(f"{path} contains no EMA weights.")
         content = inner
     for _ in range(3):
-        inner = next(
-            (content[name] for name in WRAPPERS if isinstance(content, Mapping) and isinstance(content.get(name), Mapping)), None
-        )
+        inner = next((plain(content)[name] for name in WRAPPERS if isinstance(plain(content).get(name), dict)), None)
         if inner is None:
             break
         content = inner
-    if not isinstance(content, Mapping):
+    if not isinstance(content, dict):
         raise UserError(f"{path} contains a {type(content).__name__}, not a dictionary of tensors.")
-    tensors = {str(key): value for key, value in content.items() if isinstance(value, Tensor)}
+    tensors = {
+        key: Tensor.detach(value) for key, value in plain(content).items() if isinstance(key, str) and isinstance(value, Tensor)
+    }
     if not tensors:
-        has_ema = any(name in content for name in EMA)
+        has_ema = any(name in plain(content) for name in EMA)
         raise UserError(f"{path} contains no tensors{' except EMA weights: load it with ema=True (--ema)' if has_ema else ''}.")
     for name, tensor in tensors.items():
-        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_complex():
+        if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_complex():
             raise UserError(
-                f"{path}: the tensor {name!r} is sparse, quantized, complex or without data; only dense tensors are supported."
+                f"{path}: the tensor {name!r} is nested, sparse, quantized, complex or without data: use dense tensors."
             )
         if tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
             raise UserError(f"{path}: the shape of the tensor {name!r} is larger than its data.")
     return strip_prefixes(tensors)
+
+
+def plain(content: Any) -> dict[Any, Any]:
+    """The items of an unpickled dictionary, which can have attributes that hide its methods; {} for other values."""
+    return dict(dict.items(content)) if isinstance(content, dict) else {}
 
 
 def strip_prefixes(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

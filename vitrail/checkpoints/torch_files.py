@@ -1,7 +1,6 @@
 """Files of `torch.save`, loaded without running code and within memory of about their size."""
 
 import argparse
-import contextlib
 import io
 import os
 import pickle
@@ -23,7 +22,8 @@ def load_pickled(source: Path | IO[bytes]) -> Any:
         size = file.seek(0, 2)
         file.seek(0)
         zipped = file.read(4) == b"PK\3\4"
-        check_pickles(check_archive(file) if zipped else file)
+        # An old file starts with five pickles: magic number, version, system, content, keys of the storages.
+        check_pickles(check_archive(file) if zipped else file, 1 if zipped else 5)
         file.seek(0)
         # Tensors are mapped from the file that was checked, whatever its path leads to by now.
         opened = f"/proc/self/fd/{file.fileno()}" if isinstance(source, Path) else ""
@@ -34,18 +34,19 @@ def load_pickled(source: Path | IO[bytes]) -> Any:
             content = torch.load(opened if mapped else file, map_location="cpu", weights_only=True, mmap=mapped)
     if not zipped:
         check_storages(content, size)
-    return content
+    return torch.Tensor.detach(content) if isinstance(content, torch.Tensor) else content  # without attributes of the file
 
 
-def check_pickles(file: IO[bytes]) -> None:
-    """Raise UnpicklingError if a pickle at the start of a file calls `bytearray`, which could reserve any amount of memory."""
+def check_pickles(file: IO[bytes], count: int) -> None:
+    """Raise an exception if one of the pickles at the start of a file is damaged or calls `bytearray`.
+
+    `bytearray` could reserve any amount of memory.
+    """
     file.seek(0)
-    with contextlib.suppress(ValueError, EOFError, IndexError):  # after the pickles, the data of the tensors follow
-        while file.read(1):
-            file.seek(-1, 1)
-            for _, argument, _ in pickletools.genops(file):
-                if isinstance(argument, str) and argument.split(" ")[-1] == "bytearray":
-                    raise pickle.UnpicklingError("it calls GLOBAL builtins.bytearray")
+    for _ in range(count):
+        for _, argument, _ in pickletools.genops(file):
+            if isinstance(argument, str) and argument.split(" ")[-1] == "bytearray":
+                raise pickle.UnpicklingError("it calls GLOBAL builtins.bytearray")
 
 
 def check_storages(content: Any, size: int) -> None:

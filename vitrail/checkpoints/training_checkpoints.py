@@ -47,10 +47,11 @@ def read_training_weights(path: Path, ema: bool = False) -> Checkpoint:
         if ema and "ema" not in groups:
             raise UserError(f"{path} contains no EMA weights.")
         averaged = groups.get("ema", {}) if ema or recipe["ema"]["evaluate"] else {}
+        weights = groups["model"] | averaged  # frozen weights have no EMA
         header = artifact_header(path, recipe, step)
     except READ_ERRORS as error:
         raise UserError(f"{path} is not a complete training checkpoint: {short_message(error)}.") from None
-    return Checkpoint(groups["model"] | averaged, {ARTIFACT_HEADER: json.dumps(header)})  # frozen weights have no EMA
+    return Checkpoint(weights, {ARTIFACT_HEADER: json.dumps(header)})
 
 
 def artifact_header(path: Path, recipe: dict[str, Any], step: int) -> dict[str, Any]:
@@ -90,6 +91,8 @@ def read_checkpoint(path: Path) -> TrainingState:
         tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     if header["layout"] != LAYOUT:
         raise ValueError("it was written by another version of Vitrail")
+    if type(header["step"]) is not int or not 0 <= header["step"] < 1 << 62:
+        raise ValueError("its step is not a number of steps")
     if checksum(tensors, canonical_json(header["step"], header["facts"])) != header["checksum"]:
         raise ValueError("its checksum is wrong")
     return header["step"], split_groups(tensors), upgrade_run(header["facts"])

@@ -161,7 +161,7 @@ def split(text: str) -> list[str]:
 def parse_numbers(option: str, text: str | None) -> list[int]:
     parts = split(text) if text is not None else []
     for part in parts:
-        if not (part.isascii() and part.isdigit() and 0 < int(part) < 1 << 24):
+        if not (part.isascii() and part.isdigit() and len(part) < 10 and 0 < int(part) < 1 << 24):
             raise UserError(f"{option} {text} is not a list of positive integers such as 1,256.")
     return [int(part) for part in parts]
 

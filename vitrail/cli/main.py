@@ -186,6 +186,9 @@ def run() -> int:
     except BrokenPipeError:
         return 0
     except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            print_message(f"{error.filename} cannot be opened: its name is too long.")
+            return 2
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         with contextlib.suppress(OSError):

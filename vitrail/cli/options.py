@@ -180,7 +180,10 @@ def parse_size(text: str | None) -> tuple[int, int] | None:
     if text is None:
         return None
     sides = text.lower().split("x")
-    if not all(side.isascii() and side.isdigit() and 0 < int(side) < 1 << 16 for side in sides) or len(sides) > 2:
+    if (
+        not all(side.isascii() and side.isdigit() and len(side) < 10 and 0 < int(side) < 1 << 16 for side in sides)
+        or len(sides) > 2
+    ):
         raise UserError(f"{text!r} is not an image size; write 384, or 192x256 for height 192 and width 256.")
     return int(sides[0]), int(sides[-1])
 

@@ -5,6 +5,8 @@ with bit-identical results in less time; see docs/decoding.md.
 """
 
 import io
+import re
+import struct
 import warnings
 from collections.abc import Callable
 
@@ -22,9 +24,14 @@ except ImportError:
 # images, increase the limit before worker processes start.
 PIXEL_LIMIT = 2**27
 LARGE, PIXELS_PER_BYTE = 2**25, 2000  # images above this number of pixels must not be compressed more than this
+STRIP_PIXELS = 2**24  # larger images are converted in strips of this size
+MAX_SCANS = 100  # of a JPEG; a scan of a few bytes can cover all pixels, and encoders write about ten
+ARITHMETIC = b"\xff\xc9"  # start of a frame
+SCAN, END_OF_IMAGE, MARKER = 0xDA, 0xD9, re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]", re.DOTALL)
 
 JPEGS = ("JPEG", "MPO")  # MPO: written by some cameras, a JPEG followed by more images
 ORIENTATION, BITS_PER_SAMPLE, PHOTOMETRIC, SAMPLE_FORMAT = 274, 258, 262, 339  # TIFF and EXIF tags
+TILE_SIDES = (322, 323)
 SIGNED = 2  # value of SAMPLE_FORMAT
 WHITE_IS_ZERO = 0  # value of PHOTOMETRIC
 
@@ -106,8 +113,9 @@ def open_and_convert(encoded: bytes, convert: Callable[[Image.Image], np.ndarray
             warnings.simplefilter("ignore")
             with Image.open(io.BytesIO(encoded), formats=readable_formats()) as image:
                 kind = image.format or kind
-                if image.width * image.height > limit:
+                if max(image.width * image.height, tile_pixels(image, encoded)) > limit:
                     raise Image.DecompressionBombError
+                check_scans(image, encoded)
                 return np.ascontiguousarray(convert(image))
     except UnidentifiedImageError:
         extra = missing_extra(encoded)
@@ -120,6 +128,42 @@ def open_and_convert(encoded: bytes, convert: Callable[[Image.Image], np.ndarray
         raise
     except Exception as error:  # damaged files raise OSError, SyntaxError, struct.error, IndexError, ...
         raise ValueError(f"damaged or truncated {kind}: {error}") from error
+
+
+def tile_pixels(image: Image.Image, encoded: bytes) -> int:
+    """Return the size of a tile of a TIFF, which is decoded as a whole even if the image is smaller; 0 if there are none."""
+    if image.format != "TIFF":
+        return 0
+    order, big = "<" if encoded[:2] == b"II" else ">", 43 in encoded[2:4]
+    (start,) = struct.unpack_from(order + ("8xQ" if big else "4xI"), encoded)
+    count, entry = struct.unpack_from(order + ("Q" if big else "H"), encoded, start)[0], 20 if big else 12
+    first_tag = start + (8 if big else 2)
+    tags = [encoded[at : at + 2] for at in range(first_tag, min(first_tag + count * entry, len(encoded)), entry)]
+    if len(set(tags)) < len(tags):
+        raise ValueError("repeated tags")  # Pillow uses the last, its decoder the first
+    width, height = (first(image.tag_v2.get(tag)) or 0 for tag in TILE_SIDES)  # type: ignore[attr-defined]
+    return width * height
+
+
+def check_scans(image: Image.Image, encoded: bytes) -> None:
+    """Raise ValueError if a progressive or arithmetic-coded JPEG has more than `MAX_SCANS` scans; others need bits per pixel."""
+    if image.format not in JPEGS:
+        return
+    header = encoded[: image.fp.tell()]  # type: ignore[attr-defined] # Pillow has read up to the first scan
+    if not (image.info.get("progressive") or ARITHMETIC in header):
+        return
+    if encoded.count(b"\xff\xda") <= MAX_SCANS:  # metadata and a video after the image may contain these bytes, too
+        return
+    scans, position = 0, 2
+    while marker := MARKER.search(encoded, position):
+        position = marker.end()
+        kind = encoded[position - 1]
+        if kind == END_OF_IMAGE:
+            return
+        scans += kind == SCAN
+        if scans > MAX_SCANS:
+            raise ValueError(f"more than {MAX_SCANS} scans")
+        position += int.from_bytes(encoded[position : position + 2], "big")
 
 
 def to_pixels(image: Image.Image, encoded: bytes, min_side: int | None) -> np.ndarray:
@@ -157,6 +201,18 @@ def to_rgb(image: Image.Image) -> np.ndarray:
     image.load()
     if image.mode.startswith(("I", "F")):
         return np.repeat(gray_to_uint8(image)[:, :, None], 3, axis=2)
+    rows = max(STRIP_PIXELS // image.width, 1)
+    if image.height <= rows:
+        return color_to_uint8(image)
+    # Conversions of the whole image would need many times its memory.
+    pixels = np.empty((image.height, image.width, 3), dtype=np.uint8)
+    for top in range(0, image.height, rows):
+        strip = image.crop((0, top, image.width, min(top + rows, image.height)))
+        pixels[top : top + rows] = color_to_uint8(strip)
+    return pixels
+
+
+def color_to_uint8(image: Image.Image) -> np.ndarray:
     if image.has_transparency_data:
         colors = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), colors)

@@ -2,6 +2,7 @@
 
 import glob
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vitrail.atomic_files import describe_error
-from vitrail.data.datasets.folder import Paths, listing
+from vitrail.data.datasets.folder import MAX_DEPTH, Paths, count_visit, listing
 from vitrail.data.decode import decode
 from vitrail.data.image_formats import EXTENSIONS
 from vitrail.data.loader import ImageReader, Problem
@@ -185,11 +186,18 @@ def add_file(path: str, files: list[str], problems: list[Problem]) -> None:
         problems.append(Problem(path, "broken symbolic link" if os.path.islink(path) else "no such file"))
 
 
-def find_images(folder: str, problems: list[Problem], parents: frozenset[str] = frozenset()) -> list[str]:
+def find_images(
+    folder: str, problems: list[Problem], parents: tuple[str, ...] = (), visits: Counter[str] | None = None
+) -> list[str]:
     """The images of a folder at any depth, in byte order; symbolic links to a parent folder are not followed."""
     resolved = os.path.realpath(folder)
+    visits = Counter() if visits is None else visits
     if resolved in parents:
         return []
+    if len(parents) > MAX_DEPTH:
+        problems.append(Problem(folder, f"more than {MAX_DEPTH} folders deep"))
+        return []
+    count_visit(resolved, visits)
     try:
         entries = listing(folder)
     except UserError as error:
@@ -199,7 +207,7 @@ def find_images(folder: str, problems: list[Problem], parents: frozenset[str] = 
     for entry in entries:
         if os.path.isdir(entry.path):
             before = len(problems)
-            inside = find_images(entry.path, problems, parents | {resolved})
+            inside = find_images(entry.path, problems, (*parents, resolved), visits)
             files += inside
             if has_image_extension(entry.name) and not inside and len(problems) == before:
                 problems.append(Problem(entry.path, "a folder with an image extension in its name"))

@@ -18,6 +18,7 @@ from vitrail.recipes.limits import check_limits
 
 DURATION = re.compile(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*(epochs?|steps?|%)\s*")
 DURATIONS = ("schedule.length", "schedule.warmup", "schedule.cooldown", "schedule.step_size", "validation.every")
+MAX_DURATION = 1e9
 DURATION_FORMAT = "write '300 epochs', '20000 steps' or '5%'"
 SCOPES = ("full", "attention", "ffn", "head", "norm", "last_norm")
 Group = TypeVar("Group")  # a dataclass of settings
@@ -302,7 +303,7 @@ def parse_value(value: Any) -> Any:
         return value
     if re.fullmatch(r"[-+]?\d+(\.\d*)?e[-+]?\d+", value):
         return float(value)
-    size = re.fullmatch(r"(\d+)x(\d+)", value)
+    size = re.fullmatch(r"(\d{1,9})x(\d{1,9})", value)
     if size:
         return [int(size[1]), int(size[2])]
     try:
@@ -354,13 +355,15 @@ def parse_duration(text: str) -> tuple[float, str]:
     match = DURATION.fullmatch(str(text))
     if not match:
         raise UserError(f"{text!r} is not a duration: {DURATION_FORMAT}.")
+    if float(match[1]) > MAX_DURATION:
+        raise UserError(f"{text!r} is too long for a training: give at most {MAX_DURATION:g} epochs or steps.")
     return float(match[1]), match[2].rstrip("s")
 
 
 def parse_scope(text: str) -> tuple[str, int]:
     """ "attention" to ("attention", 0), "last:3" to ("last", 3)."""
     kind, _, count = text.partition(":")
-    if kind == "last" and count.isascii() and count.isdigit():
+    if kind == "last" and count.isascii() and count.isdigit() and len(count) < 10:
         return kind, int(count)
     if text not in SCOPES:
         raise UserError(f"init.scope={text!r} is not known; choose from {', '.join(SCOPES)} or last:n.")

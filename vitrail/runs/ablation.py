@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vitrail.atomic_files import atomic_write
+from vitrail.atomic_files import atomic_write, reject_links
 from vitrail.errors import UserError
 from vitrail.evaluation.statistics import wilson
 from vitrail.models.config import Architecture
@@ -37,12 +37,13 @@ from vitrail.runs.run_directory import check_empty, next_folder, write_json, wri
 from vitrail.runs.run_json import read_run_json
 from vitrail.runs.seed_plot import draw_seed_plot
 from vitrail.runs.seeds import train_or_resume
-from vitrail.training.checkpointing import LOCK
+from vitrail.training.checkpointing import LOCK, WRITTEN
 from vitrail.training.metrics import Metric
 from vitrail.training.schedules import total_steps
 
 BASE = "base"
 NOMINAL_IMAGES = 100_000  # of an epoch, where only ratios count
+TABLES = ("table.md", "table.json", "table.png")
 MAX_NAME = 100  # characters of a cell's name, which is a folder's
 Axis = tuple[str, list[Any]]  # a recipe key and its values
 
@@ -199,6 +200,9 @@ def open_ablation(folder: Path, source: str, cells: Sequence[Cell], seeds: Seque
     source, known = absolute(source), []
     if os.path.isdir(source) and Path(os.path.realpath(folder)).is_relative_to(Path(source).resolve()):
         raise UserError(f"{folder} is inside the data, where it would become a class: give another folder with --out.")
+    reject_links(folder, re.compile("|".join(map(re.escape, [PLAN, *TABLES, *(cell.name for cell in cells)]))))
+    for cell in cells:
+        reject_links(folder / cell.name, WRITTEN)
     if (folder / PLAN).exists():
         plan = read_plan(folder)
         if (plan["source"], plan["base"]) != (source, content(cells[0].recipe)):

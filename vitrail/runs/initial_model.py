@@ -61,6 +61,8 @@ def configure(model: VisionTransformer, recipe: Recipe, class_names: list[str] |
 
 def locate_weights(weights: str) -> str:
     """The absolute path of weights, so that a run can be resumed from another directory; a run directory stands for its best."""
+    if not weights:
+        return ""
     base, delta = split_delta_path(weights)
     if delta is not None:
         return f"{locate_weights(str(base))}+{os.path.abspath(delta)}"

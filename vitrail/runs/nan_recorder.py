@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitrail.aliases import upgrade_run
 from vitrail.atomic_files import atomic_write
 from vitrail.checkpoints.training_checkpoints import READ_ERRORS, read_checkpoint, short_message
 from vitrail.data.datasets.lookup import open_splits
@@ -23,6 +22,7 @@ from vitrail.devices import choose_device
 from vitrail.errors import UserError
 from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.recipes import Recipe
+from vitrail.runs.run_json import check_run
 from vitrail.tasks.registry import find_task
 from vitrail.training.batch_norm import is_synchronized
 from vitrail.training.checkpointing import (
@@ -74,10 +74,15 @@ def replay(bundle: str | Path, device: str | None = None) -> tuple[dict[str, Any
     try:
         content = json.loads((folder / FINDINGS).read_text())
         step, groups, metadata = read_checkpoint(folder / STATE)
-        run, recorded = upgrade_run(content["run"]), content["found"]
+        run, recorded = check_run(content["run"], folder / FINDINGS), content["found"]
+        if recorded is not None and not ("first_bad_module" in recorded and "first_bad_gradient" in recorded):
+            raise ValueError("it has no diagnosis")
         recipe, source, data = Recipe.from_dict(run["recipe"]), run["source"], run["data"]["fingerprint"]
         micro_batches, unreadable, classes = run["micro_batches"], run["unreadable"], list(run["data"].get("classes") or ())
-    except READ_ERRORS as error:
+        if recipe.batch_size % micro_batches:
+            raise ValueError(f"{micro_batches} micro-batches do not divide its batch of {recipe.batch_size}")
+        architecture = Architecture.from_dict(run["architecture"])
+    except (*READ_ERRORS, RecursionError) as error:
         raise UserError(f"{bundle} is not a complete bundle of the NaN recorder: {short_message(error)}.") from None
     try:
         splits = open_splits(source, validation_fraction=recipe.data.validation_fraction, class_order=classes)
@@ -89,8 +94,7 @@ def replay(bundle: str | Path, device: str | None = None) -> tuple[dict[str, Any
     min_side = recipe.min_decode_side
     loader = ImageLoader(splits.train, devices.device, 0, min_side, unreadable)
     task = find_task(recipe.task)(recipe, splits.train, devices.device)
-    architecture, name = Architecture.from_dict(run["architecture"]), str(run.get("model", {}).get("name", ""))
-    model = rebuild(architecture, name, recipe, task.class_names)
+    model = rebuild(architecture, str(run.get("model", {}).get("name", "")), recipe, task.class_names)
     task.attach(model)
     if is_synchronized(task.module, recipe, micro_batches):
         devices = dataclasses.replace(devices, micro_batches=1)

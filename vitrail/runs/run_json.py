@@ -68,6 +68,10 @@ def is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 62
 
 
+def is_positive(value: Any) -> bool:
+    return is_count(value) and value > 0
+
+
 def is_number(value: Any) -> bool:
     """Whether `value` is a number that fits a float, or the text that stands for NaN or Inf in JSON."""
     return isinstance(value, float) or value in ("nan", "inf", "-inf") or (isinstance(value, int) and abs(value) < 1 << 62)
@@ -92,7 +96,7 @@ SHAPE: dict[str, Any] = {
     "source": is_text,
     "recipe": {"name": is_text},
     "options": {"save_seconds": is_duration, "save_steps": is_count, "keep": is_count, "log_steps": is_count},
-    "micro_batches": is_count,
+    "micro_batches": is_positive,
     "unreadable": is_text,
     "metric": {"name": is_text, "title": is_text, "higher_is_better": is_flag, "percent": is_flag},
     "architecture": {},

@@ -17,6 +17,7 @@ from vitrail.data.loader import free_memory
 from vitrail.errors import UserError
 from vitrail.teachers.fixed_shape import FixedShapeNetwork, first_line, fixed_dimensions
 
+MAX_FILLED = 2**26  # values of a tensor that a node fills with one value
 STANDARD = ("", "ai.onnx")  # names of the standard domain
 # Without Loop and Scan, every program ends.
 OPERATORS = frozenset(
@@ -110,9 +111,14 @@ def limit_memory() -> None:
 def find_unsafe_content(model: Any, path: Path) -> Iterator[str]:
     """Descriptions of everything in a parsed file that could run code, read other files or never end."""
     graph = model.graph
+    # A program can also compute a shape; the limit of memory applies to that.
+    shapes = {tensor.name: tensor for tensor in graph.initializer}
+    shapes |= {node.output[0]: node.attribute[0].t for node in graph.node if node.op_type == "Constant" and node.attribute}
     if model.functions or model.training_info or graph.sparse_initializer:
         yield "functions, training steps or sparse tensors"
     for node in graph.node:
+        if node.op_type == "ConstantOfShape" and node.input and is_large(shapes.get(node.input[0])):
+            yield f"a tensor of one value repeated more than {MAX_FILLED:,} times"
         if node.domain not in STANDARD or node.op_type not in OPERATORS:
             yield f"the operator {'.'.join(filter(None, (node.domain, node.op_type)))[:80]!r}, which is not supported"
         for attribute in node.attribute:
@@ -132,6 +138,15 @@ def find_unsafe_content(model: Any, path: Path) -> Iterator[str]:
             available = file.stat().st_size
         if exceeds(tensor, available):
             yield f"the tensor {tensor.name[:80]!r}, whose shape is larger than its data"
+
+
+def is_large(shape: Any) -> bool:
+    """Whether the values of a tensor are a shape of more than MAX_FILLED values; False without data in the file."""
+    if shape is None or shape.external_data or shape.ByteSize() > 4096:
+        return False
+    from onnx import numpy_helper
+
+    return bool(prod(numpy_helper.to_array(shape).reshape(-1).tolist()) > MAX_FILLED)
 
 
 def exceeds(tensor: Any, available: int) -> bool:

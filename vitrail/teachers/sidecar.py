@@ -48,7 +48,7 @@ def read_sidecar(teacher: str | Path) -> dict[str, Any]:
 
 def read_classes(text: str) -> list[str] | int:
     """The number of classes, or their names from a file with one name per line."""
-    if text.isascii() and text.isdigit():
+    if text.isascii() and text.isdigit() and len(text) < 10:
         return int(text)
     path = Path(text).expanduser()
     try:

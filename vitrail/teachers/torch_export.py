@@ -48,6 +48,7 @@ MEMORY_FORMATS = {1: torch.contiguous_format, 2: torch.channels_last, 4: torch.p
 STRIDED = 7  # torch's number of the layout
 PLAIN = {"int": int, "float": float, "bool": bool, "string": str}
 INFINITE = ("Infinity", "-Infinity", "NaN")  # floats that JSON has no numbers for
+MAX_EXPANDED = 2**33  # bytes that a value would have if it were stored; larger ones would take long to add up
 LARGEST = 2**63 - 1  # of integers; larger ones could grow with every node
 
 
@@ -150,6 +151,10 @@ class ExportedNetwork(FixedShapeNetwork):
                         f"{self.name} needs more than the available {format_bytes(limit)} of memory for images of shape "
                         f"{list(images.shape)}: use a smaller batch size, or another teacher."
                     )
+            if images.is_meta:  # before the program is run
+                tensors = [value for value in values.values() if isinstance(value, Tensor)]
+                if any(each.nbytes > max(MAX_EXPANDED, each.untyped_storage().nbytes()) for each in tensors):
+                    raise UserError(f"{self.name} repeats values to more than {format_bytes(MAX_EXPANDED)}: use another teacher.")
             for name in call.unused:
                 values.pop(name, None)
         return resolve(Name(self.output_name))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from vitrail.aliases import upgrade_checkpoint_key, upgrade_run
-from vitrail.atomic_files import WriteError, atomic_write, describe_error, fsync_path
+from vitrail.atomic_files import WriteError, atomic_write, describe_error, fsync_path, reject_links
 from vitrail.checkpoints.artifact import save_tensors, write_safetensors
 from vitrail.checkpoints.readers import TRAINING_HEADER
 from vitrail.checkpoints.training_checkpoints import (
@@ -53,6 +53,11 @@ NAME = re.compile(r"step-(\d{9})(\.safetensors|\.sharded)")
 # Temporary names of the files that `atomic_write` writes in a run directory.
 UNFINISHED = re.compile(r"\.(step-\d{9}|best|last|run|recipe|metrics|report|state|bundle)\.[a-z]+(\.\d+)?\.part")
 LOCK = ".lock"
+# Names of the files and folders that a training writes, or several of them with different seeds.
+WRITTEN = re.compile(
+    r"(run|seeds|bundle)\.json|recipe\.yaml|metrics\.jsonl|(best|last|state)\.safetensors|report\.(html|png)|\.lock"
+    r"|checkpoints|tensorboard|seed--?\d+|not-finite-\d+|" + NAME.pattern
+)
 
 
 class CheckpointManager:
@@ -113,15 +118,21 @@ def remove(path: Path) -> None:
 
 @contextlib.contextmanager
 def lock_run_directory(folder: Path, enabled: bool = True) -> Iterator[None]:
-    """Hold an exclusive lock on a run directory and remove the temporary files of an interrupted process."""
+    """Hold an exclusive lock on a run directory and remove the temporary files of an interrupted process.
+
+    The files must not be links to others: they are overwritten, and the run directory may come from someone else.
+    """
     with contextlib.ExitStack() as stack:
         if enabled:
+            subfolders = (folder, folder / "checkpoints", *folder.glob("not-finite-*"))
             try:
                 folder.mkdir(parents=True, exist_ok=True)
+                for subfolder in subfolders:
+                    reject_links(subfolder, WRITTEN)
                 lock(stack.enter_context((folder / LOCK).open("a")), folder)
             except OSError as error:
                 raise UserError(f"{folder} cannot be written: {describe_error(error)}.") from None
-            for subfolder in (folder, folder / "checkpoints", *folder.glob("not-finite-*")):
+            for subfolder in subfolders:
                 for path in subfolder.glob(".*.part"):
                     if UNFINISHED.fullmatch(path.name):
                         remove(path)
@@ -205,8 +216,21 @@ def training_metadata(trainer: "Trainer") -> dict[str, Any]:
 
 
 def restore_training(trainer: "Trainer", step: int, groups: TensorGroups, metadata: dict[str, Any]) -> None:
-    """Set the trainer to the state of a checkpoint."""
-    check_same_training(trainer, step, metadata)
+    """Set the trainer to the state of a checkpoint; UserError if it is the state of something else."""
+    try:
+        check_same_training(trainer, step, metadata)
+        restore_state(trainer, step, groups, metadata)
+    except torch.OutOfMemoryError:
+        raise
+    except READ_ERRORS as error:
+        place = f"The checkpoint of step {step} in {trainer.checkpoints.folder}"
+        raise UserError(f"{place} does not fit the training: {short_message(error)}.") from None
+
+
+def restore_state(trainer: "Trainer", step: int, groups: TensorGroups, metadata: dict[str, Any]) -> None:
+    best, needed = metadata["best"], {"epoch", trainer.task.metric.name}
+    if type(best) is not dict or (best and not needed <= best.keys()) or type(metadata["skipped"]) is not int:
+        raise ValueError("its metadata is damaged")
     trainer.step = step
     trainer.best, trainer.skipped, trainer.seconds = metadata["best"], metadata["skipped"], metadata["seconds"]
     if trainer.scaler:

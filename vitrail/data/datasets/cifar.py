@@ -177,6 +177,27 @@ def _encode(text: str, encoding: str) -> bytes:
     return text.encode("latin1")
 
 
+# Where the keys of dictionaries and sets are on the stack. They must be text: hashing nested tuples can take any time.
+KEYS = {
+    pickle.SETITEM: slice(-2, -1),
+    pickle.SETITEMS: slice(None, None, 2),
+    pickle.DICT: slice(None, None, 2),
+    pickle.ADDITEMS: slice(None),
+    pickle.FROZENSET: slice(None),
+}
+
+
+def with_text_keys(load: Callable[[Any], None], keys: slice) -> Callable[[Any], None]:
+    """Return a method of an unpickler that checks the keys on the stack before it calls `load`."""
+
+    def load_checked(unpickler: Any) -> None:
+        if not all(isinstance(key, str | bytes) for key in unpickler.stack[keys]):
+            raise pickle.UnpicklingError("a key is not text")
+        load(unpickler)
+
+    return load_checked
+
+
 class PlainUnpickler(pickle._Unpickler):
     """Unpickles plain values and arrays. Every other name is rejected, so no code from the file can run.
 
@@ -189,6 +210,10 @@ class PlainUnpickler(pickle._Unpickler):
         ("numpy", "ndarray"): PickledArray,
         ("numpy", "dtype"): PickledDtype,
         ("_codecs", "encode"): _encode,
+    }
+
+    dispatch = pickle._Unpickler.dispatch | {
+        opcode[0]: with_text_keys(pickle._Unpickler.dispatch[opcode[0]], keys) for opcode, keys in KEYS.items()
     }
 
     def find_class(self, module: str, name: str) -> Callable[..., Any]:

@@ -6,6 +6,7 @@ A folder has one subfolder per class, optionally below `train/`, `val/` and `tes
 import os
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -25,6 +26,7 @@ SPLITS = {
     "testing": "test",
 }
 MAX_DEPTH = 64  # of folders inside a class folder
+MAX_VISITS = 16  # of one folder inside a class or another folder, to which several links can lead
 SourceDict = dict[str, Source]  # the splits of a data set: "train", "validation", "test"
 
 
@@ -160,23 +162,33 @@ def _check_class_names(path: str, folders: list[str]) -> None:
         seen[key] = folder
 
 
-def _images(folder: str, relative: str, skipped: list[str], parents: frozenset[tuple[int, int]] = frozenset()) -> Iterator[str]:
+def _images(
+    folder: str, relative: str, skipped: list[str], parents: tuple[str, ...] = (), visits: Counter[str] | None = None
+) -> Iterator[str]:
     """Yield the relative paths of the images at any depth; other files are appended to `skipped`.
 
     Links to a parent folder are not followed.
     """
-    status = os.stat(folder)
-    here = (status.st_dev, status.st_ino)
+    visits = Counter() if visits is None else visits
+    here = os.path.realpath(folder)
     if here in parents:
         return
+    count_visit(here, visits)
     if len(parents) > MAX_DEPTH:
         raise UserError(f"{folder} is more than {MAX_DEPTH} folders deep inside its class: move the images up.")
     for entry in listing(folder):
         inside = f"{relative}/{entry.name}"
         if _is_folder(entry):
-            yield from _images(entry.path, inside, skipped, parents | {here})
+            yield from _images(entry.path, inside, skipped, (*parents, here), visits)
         elif _is_image(entry, inside, skipped):
             yield inside
+
+
+def count_visit(folder: str, visits: Counter[str]) -> None:
+    """Raise UserError if a folder is visited so often that links, each to a folder with more links, multiply its images."""
+    visits[folder] += 1
+    if visits[folder] > MAX_VISITS:
+        raise UserError(f"More than {MAX_VISITS} links lead to {folder}: remove some of them.")
 
 
 def listing(path: str | Path) -> list[os.DirEntry[str]]:
@@ -223,7 +235,7 @@ def shards(path: str, suffix: str) -> dict[str, list[str]]:
     """Return the files with a suffix below a folder by split, which is taken from the name of the file or of its folder."""
     files: dict[str, list[str]] = {}
     unnamed: list[str] = []
-    for file, split in _files(path, suffix, None, 0):
+    for file, split in _files(path, suffix, None, 0, Counter()):
         if split is None:
             unnamed.append(file)
         else:
@@ -236,12 +248,13 @@ def shards(path: str, suffix: str) -> dict[str, list[str]]:
     return files or ({"train": unnamed} if unnamed else {})
 
 
-def _files(path: str, suffix: str, split: str | None, depth: int) -> Iterator[tuple[str, str | None]]:
+def _files(path: str, suffix: str, split: str | None, depth: int, visits: Counter[str]) -> Iterator[tuple[str, str | None]]:
+    count_visit(os.path.realpath(path), visits)
     for entry in listing(path):
         own = split_of(entry.name) or split
         if _is_folder(entry):
             if depth < 3:  # deep enough for data/train/0000.parquet; stops at cyclic links
-                yield from _files(entry.path, suffix, own, depth + 1)
+                yield from _files(entry.path, suffix, own, depth + 1, visits)
         elif entry.name.lower().endswith(suffix) and os.path.isfile(entry.path):  # opening a named pipe would block
             yield entry.path, own
 

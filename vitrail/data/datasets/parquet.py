@@ -11,12 +11,13 @@ import os
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
+from mmap import mmap
 from typing import Any
 
 import numpy as np
 
 from vitrail.data.datasets.folder import SourceDict, shards
-from vitrail.data.datasets.parquet_footer import Chunk, RowGroup, read_footer
+from vitrail.data.datasets.parquet_footer import Chunk, RowGroup, check_expanded, page_sizes, read_footer
 from vitrail.data.datasets.table import Column, class_labels, label_columns
 from vitrail.data.datasets.tar import MappedFiles
 from vitrail.data.source import Labels, Source
@@ -24,6 +25,8 @@ from vitrail.errors import UserError
 
 IMAGE_COLUMNS = ("image", "img", "picture", "jpg", "png", "webp")
 BATCH_ROWS = 256
+LABEL_BATCH_ROWS = 65_536
+BATCH_BYTES = 64 * 2**20  # of values that a file stores once and repeats
 CACHE_BYTES = 128 * 2**20  # of decoded row groups per process, for compressed columns
 
 
@@ -86,11 +89,11 @@ class ByteColumn:
     def __init__(self, files: MappedFiles, leaf: str, footers: list[list[RowGroup]]) -> None:
         self.leaf = leaf
         self._files = files
-        self._groups: list[tuple[int, Chunk]] = []  # file, its values
+        self._groups: list[tuple[int, RowGroup]] = []  # file, row group
         self._starts = [0]
         for file, footer in enumerate(footers):
             for group in footer:
-                self._groups.append((file, group.chunks[leaf]))
+                self._groups.append((file, group))
                 self._starts.append(self._starts[-1] + group.rows)
         self.count = self._starts[-1]
         self._spans: dict[int, np.ndarray] = {}
@@ -110,7 +113,7 @@ class ByteColumn:
             if values is not None:
                 self._decoded[group] = values  # most recently used
                 return _as_bytes(values[row])
-            spans = None if self._groups[group][1].compressed else self._locate(group)
+            spans = None if self._chunk(group).compressed else self._locate(group)
             if spans is None:
                 values = self._cache_group(group)
                 return _as_bytes(values[row])
@@ -122,21 +125,23 @@ class ByteColumn:
         """Yield the values of a row group as Arrow arrays of bytes, `BATCH_ROWS` at a time: a row group may have gigabytes."""
         import pyarrow
 
-        number, chunk = self._groups[group]
+        number, metadata = self._groups[group]
         path = self._files.paths[number]
         rows = 0
         try:
             # Opened once per row group: an open reader is neither picklable nor thread-safe.
-            with open_file(path) as file:
-                for batch in file.iter_batches(BATCH_ROWS, row_groups=[chunk.group], columns=[self.leaf], use_threads=False):
-                    column = batch.column(0)
-                    rows += len(column)
-                    # flatten() instead of field(): a null struct must stay null.
-                    yield column.flatten()[0] if pyarrow.types.is_struct(column.type) else column
+            for batch in read_batches(path, self._files[number], [self.leaf], [metadata], BATCH_ROWS):
+                column = batch.column(0)
+                rows += len(column)
+                # flatten() instead of field(): a null struct must stay null.
+                yield column.flatten()[0] if pyarrow.types.is_struct(column.type) else column
         except (pyarrow.ArrowException, OSError) as error:
             raise OSError(f"{path} cannot be read: {_first_line(error)}") from None
-        if rows != self._starts[group + 1] - self._starts[group]:
-            raise OSError(f"{path} is damaged: row group {chunk.group} has {rows} rows, not the number in its metadata")
+        if rows != metadata.rows:
+            raise OSError(f"{path} is damaged: row group {metadata.number} has {rows} rows, not the number in its metadata")
+
+    def _chunk(self, group: int) -> Chunk:
+        return self._groups[group][1].chunks[self.leaf]
 
     def _locate(self, group: int) -> np.ndarray | None:
         """Return the file offsets [rows, (start, stop)] of every value, -1 for null; None if a value is not stored plainly.
@@ -144,8 +149,7 @@ class ByteColumn:
         Plain encoding stores each value after its length, page by page; a repeated value may be stored once. So a value starts
         right after the previous one, after a page header, or has occurred before.
         """
-        number, chunk = self._groups[group]
-        mapped = self._files[number]
+        chunk, mapped = self._chunk(group), self._files[self._groups[group][0]]
         spans: list[tuple[int, int]] = []
         seen: dict[bytes, int] = {}
         position = chunk.start
@@ -239,6 +243,31 @@ def open_file(path: str) -> Any:
     return parquet.ParquetFile(pyarrow.memory_map(os.fsencode(path)))  # bytes: file names need not be valid UTF-8
 
 
+def read_batches(path: str, mapped: mmap, columns: list[str], groups: list[RowGroup], rows: int) -> Iterator[Any]:
+    """Yield columns of some row groups in batches of at most `rows` rows; OSError if they expand out of proportion."""
+    import pyarrow
+    from pyarrow import types
+
+    # As pyarrow selects columns: "a" is also the columns "a.b".
+    chunks = [
+        chunk
+        for group in groups
+        for name, chunk in group.chunks.items()
+        if any(f"{name}.".startswith(f"{column}.") for column in columns)
+    ]
+    sizes = [page_sizes(mapped, chunk) for chunk in chunks]
+    check_expanded(sum(total for total, _ in sizes), len(mapped))
+    rows = min(rows, max(BATCH_BYTES // max([1, *(largest for _, largest in sizes)]), 1))
+    decoded = 0
+    with open_file(path) as file:
+        for batch in file.iter_batches(rows, row_groups=[group.number for group in groups], columns=columns, use_threads=False):
+            # A dictionary would repeat its values in each row only when the rows are converted.
+            arrays = [array.dictionary_decode() if types.is_dictionary(array.type) else array for array in batch.columns]
+            decoded += sum(array.nbytes for array in arrays)
+            check_expanded(decoded, len(mapped))
+            yield pyarrow.RecordBatch.from_arrays(arrays, names=batch.schema.names)
+
+
 def _open_file(path: str, known: Columns | None) -> tuple[list[RowGroup], Columns, Any]:
     """Return (row groups, columns, table of the label columns) of a file."""
     import pyarrow
@@ -247,16 +276,32 @@ def _open_file(path: str, known: Columns | None) -> tuple[list[RowGroup], Column
         footer = read_footer(path)
         with open_file(path) as file:
             columns = _find_columns(path, file.schema_arrow, known)
-            table = file.read(columns=columns.labels) if columns.labels else None
+            table = _read_labels(path, columns.labels, file.schema_arrow, footer) if columns.labels else None
         if any(leaf not in group.chunks for group in footer for leaf in (columns.image, columns.mask) if leaf):
             raise OSError("a row group has no images")
-        if table is not None and table.num_rows != sum(group.rows for group in footer):
-            raise OSError("its label columns do not have the number of rows in its footer")
         return footer, columns, table
     except PermissionError:
         raise UserError(f"{path} cannot be read: change its permissions.") from None
     except (pyarrow.ArrowException, OSError, ValueError, LookupError) as error:
         raise UserError(f"{path} is damaged or not a Parquet file ({_first_line(error)}): download it again.") from None
+
+
+def _read_labels(path: str, columns: list[str], schema: Any, footer: list[RowGroup]) -> Any:
+    """Return the table of the label columns."""
+    import pyarrow
+    from pyarrow import types
+
+    rows = sum(group.rows for group in footer)
+    check_expanded(8 * rows * len(columns), os.path.getsize(path))
+    kinds = [schema.field(name).type for name in columns]
+    schema = pyarrow.schema(
+        [(name, kind.value_type if types.is_dictionary(kind) else kind) for name, kind in zip(columns, kinds, strict=True)]
+    )
+    batches = read_batches(path, MappedFiles([path])[0], columns, footer, LABEL_BATCH_ROWS) if footer else ()
+    table = pyarrow.Table.from_batches([batch.select(columns) for batch in batches], schema)
+    if table.num_rows != rows:
+        raise OSError("its label columns do not have the number of rows in its footer")
+    return table
 
 
 def _find_columns(path: str, schema: Any, known: Columns | None) -> Columns:

@@ -1,26 +1,29 @@
-"""The footer of a Parquet file: rows and column chunks.
+"""The footer of a Parquet file (rows and column chunks), and the sizes of the pages.
 
 Arrow checks a footer when it reads columns, but ends the process if a damaged one is inspected through `ParquetFile.metadata`.
 """
 
 import os
+from mmap import mmap
 from typing import Any, NamedTuple
 
 MAX_RATIO = 100  # of the decoded columns to the file
+DATA_PAGE, DATA_PAGE_V2 = 0, 3  # types of pages
+UNREPEATED = (0, 2, 6, 8)  # encodings of pages that store each value once, or indices of a dictionary page
 # Types of Thrift's compact protocol.
 BOOLEANS, BYTE, INTEGER, INTEGERS, DOUBLE, BINARY, LISTS, STRUCT = (1, 2), 3, 6, (4, 5, 6), 7, 8, (9, 10), 12
 
 
 class Chunk(NamedTuple):
-    """The values of a column in a row group: number of the group, byte range in the file, and whether they are compressed."""
+    """The values of a column in a row group: byte range in the file, and whether they are compressed."""
 
-    group: int
     start: int
     stop: int
     compressed: bool
 
 
 class RowGroup(NamedTuple):
+    number: int
     rows: int
     chunks: dict[str, Chunk]  # by dotted column name
 
@@ -45,9 +48,37 @@ def read_footer(path: str) -> list[RowGroup]:
         raise OSError("the numbers of rows in its footer are invalid")
     if any(not 0 < chunk.start <= chunk.stop <= size for group, _ in groups for chunk in group.chunks.values()):
         raise OSError("a column has an invalid position in its footer")
+    check_expanded(expanded, size)
+    return [group for group, _ in groups if group.rows]
+
+
+def check_expanded(expanded: int, size: int) -> None:
+    """Raise OSError if so many decoded bytes are out of proportion to the size of the file."""
     if expanded > MAX_RATIO * size + 2**26:
         raise OSError(f"it would expand to more than {MAX_RATIO} times its size")
-    return [group for group, _ in groups if group.rows]
+
+
+def page_sizes(data: mmap, chunk: Chunk) -> tuple[int, int]:
+    """Return the decompressed size of the pages of a column, and that of the largest page whose values can be repeated.
+
+    Arrow reserves memory for the sizes in the page headers, whatever the footer says. A value of a dictionary page, or a prefix
+    of the encoding DELTA_BYTE_ARRAY, is stored once and can be part of any number of rows.
+    """
+    position, total, largest = chunk.start, 0, 0
+    try:
+        while position < chunk.stop:
+            header, position = read_struct(data, position)
+            kind, expanded, stored = header[1], header[2], header[3]
+            if not (0 <= expanded < 2**31 and 0 <= stored < 2**31):
+                raise LookupError(expanded)
+            encoding = header[5][2] if kind == DATA_PAGE else header[8][4] if kind == DATA_PAGE_V2 else None
+            total += expanded
+            if encoding not in UNREPEATED:
+                largest = max(largest, expanded)
+            position += stored
+    except (LookupError, TypeError, AttributeError, RecursionError):
+        raise OSError("the header of a page is damaged") from None
+    return total, largest
 
 
 def parse_group(number: int, group: dict[int, Any]) -> tuple[RowGroup, int]:
@@ -59,17 +90,19 @@ def parse_group(number: int, group: dict[int, Any]) -> tuple[RowGroup, int]:
         content = column[3]
         start = min(offset for offset in (content[9], content.get(11, 0)) if offset)
         name = b".".join(content[3]).decode("utf-8", "replace")
-        chunks[name] = Chunk(number, start, start + content[7], content[4] != 0)
+        if name in chunks:
+            raise LookupError("two columns of the same name")
+        chunks[name] = Chunk(start, start + content[7], content[4] != 0)
         expanded += max(content[6], 0)
-    return RowGroup(group[3], chunks), expanded
+    return RowGroup(number, group[3], chunks), expanded
 
 
 # Thrift's compact protocol. Each function takes the data and a position, and returns a value and the position after it;
 # IndexError or LookupError if the data is damaged.
 
 
-def read_struct(data: bytes, position: int) -> tuple[dict[int, Any], int]:
-    """Return the fields of a struct by their ids."""
+def read_struct(data: bytes | mmap, position: int) -> tuple[dict[int, Any], int]:
+    """Return the fields of a struct by their ids. Of a field that occurs twice, other readers may use either one."""
     fields: dict[int, Any] = {}
     number = 0
     while header := data[position]:
@@ -79,6 +112,8 @@ def read_struct(data: bytes, position: int) -> tuple[dict[int, Any], int]:
         else:
             number, position = read_value(data, position, INTEGER)
         kind = header & 15
+        if number in fields:
+            raise LookupError(number)
         if kind in BOOLEANS:
             fields[number] = kind == 1
         else:
@@ -86,7 +121,7 @@ def read_struct(data: bytes, position: int) -> tuple[dict[int, Any], int]:
     return fields, position + 1
 
 
-def read_value(data: bytes, position: int, kind: int) -> tuple[Any, int]:
+def read_value(data: bytes | mmap, position: int, kind: int) -> tuple[Any, int]:
     if kind == STRUCT:
         return read_struct(data, position)
     if kind in LISTS:
@@ -113,7 +148,7 @@ def read_value(data: bytes, position: int, kind: int) -> tuple[Any, int]:
     return data[position : position + value], position + value
 
 
-def read_varint(data: bytes, position: int) -> tuple[int, int]:
+def read_varint(data: bytes | mmap, position: int) -> tuple[int, int]:
     value = data[position]
     position += 1
     shift = 7

@@ -30,6 +30,7 @@ MAX_LABEL_LENGTH = 256  # characters; longer text is a caption
 MAX_NAME_LENGTH = 1024  # characters
 MAX_HEADER_BYTES = 1 << 14  # of an extended header
 MAX_SHARDS = 100_000
+BRACES = re.compile(r"\{(?:(\d{1,18})\.\.(\d{1,18})|([^{}]*,[^{}]*))\}")
 MAX_OPEN_FILES = 256  # each mapped file uses a file descriptor
 
 
@@ -142,18 +143,28 @@ def open_tar(path: str) -> SourceDict:
 
 def expand(pattern: str) -> list[str]:
     """Expand `{000..003}` and `{a,b}` in a pattern to paths."""
-    match = re.search(r"\{(?:(\d+)\.\.(\d+)|([^{}]*,[^{}]*))\}", pattern)
-    if match is None:
-        return [pattern]
-    first, last, alternatives = match.groups()
-    if alternatives is None:
-        count = int(last) - int(first) + 1
+    paths = [pattern]
+    while match := BRACES.search(paths[0]):  # the others have the same braces
+        first, last, alternatives = match.groups()
+        count = len(paths) * (alternatives.count(",") + 1 if alternatives else max(int(last) - int(first) + 1, 0))
         if not 0 < count <= MAX_SHARDS:
-            raise UserError(f"The pattern {pattern} expands to {max(count, 0)} shards: write it as in shard-{{000..003}}.tar.")
-        options = [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
-    else:
+            raise UserError(
+                f"The pattern {pattern} expands to {count:,} shards or more, not 1 to {MAX_SHARDS:,}: write it as in "
+                "shard-{000..003}.tar."
+            )
+        paths = [each for path in paths for each in _expand_first(path)]
+    return paths
+
+
+def _expand_first(pattern: str) -> list[str]:
+    match = BRACES.search(pattern)
+    assert match
+    first, last, alternatives = match.groups()
+    if alternatives:
         options = alternatives.split(",")
-    return [path for option in options for path in expand(pattern[: match.start()] + option + pattern[match.end() :])]
+    else:
+        options = [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+    return [pattern[: match.start()] + option + pattern[match.end() :] for option in options]
 
 
 def _index(files: list[str]) -> Index:
@@ -255,7 +266,8 @@ def _samples(file: str, number: int) -> list[dict[str, Any]]:
         with open(file, "rb") as stream:
             stream.seek(end)
             complete = not any(stream.read(tarfile.BLOCKSIZE))
-    except (tarfile.TarError, ValueError, ArithmeticError, LookupError, struct.error):  # damaged headers raise nearly anything
+    # Damaged headers raise nearly anything.
+    except (tarfile.TarError, ValueError, ArithmeticError, LookupError, RecursionError, struct.error):
         raise UserError(
             f"{file} is damaged or not an uncompressed tar: download it again, or decompress .tar.gz to .tar."
         ) from None
