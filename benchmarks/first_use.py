@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +37,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vitrail.atomic_files import atomic_write
-from vitrail.data.formats import SUFFIXES
+from vitrail.data.datasets.lookup import open_sources
+from vitrail.data.decode import decode
+from vitrail.data.source import Source
 from vitrail.errors import UserError
 from vitrail.evaluation.statistics import wilson
 
@@ -54,41 +57,34 @@ RESNET_SIZE, RESNET_WIDTH = 64, 32
 BATCH_SIZE, LR, WARMUP, WEIGHT_DECAY = 64, 2e-3, 0.05, 0.05  # warmup: share of the time
 
 
-class Images(NamedTuple):
-    """The image files of one split."""
-
-    files: list[Path]
-    labels: np.ndarray  # int64 [N]
-
-
 class ImageSet(NamedTuple):
+    """A folder with the splits train and test, of the same classes."""
+
     folder: Path
-    classes: list[str]
-    train: Images
-    test: Images
+    train: Source
+    test: Source
 
 
 def open_set(folder: Path) -> ImageSet:
-    """The files and labels of FOLDER/train and FOLDER/test, which have the same classes."""
-    found: dict[str, Images] = {}
-    names: dict[str, list[str]] = {}
     for split in ("train", "test"):
         if not (folder / split).is_dir():
             raise UserError(f"{folder} has no folder {split}: each folder needs train/ and test/ with one subfolder per class.")
-        names[split] = sorted(path.name for path in (folder / split).iterdir() if path.is_dir())
-        rows = [
-            (path, label)
-            for label, name in enumerate(names[split])
-            for path in sorted((folder / split / name).iterdir())
-            if path.suffix.lower() in SUFFIXES
-        ]
-        found[split] = Images([path for path, _ in rows], np.array([label for _, label in rows], dtype=np.int64))
-        if not rows:
-            raise UserError(f"{folder / split} has no images in subfolders.")
-    if names["train"] != names["test"]:
-        different = ", ".join(sorted(set(names["train"]) ^ set(names["test"])))
-        raise UserError(f"{folder}/train and {folder}/test have different classes: {different}.")
-    return ImageSet(folder, names["train"], found["train"], found["test"])
+    sources = open_sources(folder)
+    images = ImageSet(folder, sources["train"], sources["test"])
+    different = set(images.train.classes) ^ set(images.test.classes)
+    if different:
+        raise UserError(f"{folder}/train and {folder}/test have different classes: {', '.join(sorted(different))}.")
+    return images
+
+
+def labels_of(source: Source) -> np.ndarray:
+    assert source.label is not None
+    return source.label.values
+
+
+def read_images(source: Source) -> Iterator[Image.Image]:
+    for index in range(len(source)):
+        yield Image.fromarray(decode(source.encoded(index)))
 
 
 # vitrail train and vitrail probe
@@ -169,12 +165,11 @@ def normalize(vectors: np.ndarray) -> np.ndarray:
     return vectors / np.sqrt((vectors**2).sum(-1, keepdims=True) + 1e-6)
 
 
-def classic_features(files: list[Path]) -> np.ndarray:
+def classic_features(source: Source) -> np.ndarray:
     """HOG and color histograms [N, D], each of norm 1."""
     rows = []
-    for path in files:
-        with Image.open(path) as image:
-            small = image.convert("RGB").resize((HOG_SIZE, HOG_SIZE), Image.Resampling.BILINEAR)
+    for image in read_images(source):
+        small = image.resize((HOG_SIZE, HOG_SIZE), Image.Resampling.BILINEAR)
         parts = gradient_histograms(np.asarray(small, float)), color_histograms(np.asarray(small.convert("HSV")))
         rows.append(np.concatenate([normalize(part) for part in parts]).astype(np.float32))
     return np.stack(rows)
@@ -188,7 +183,7 @@ def fit_svm(images: ImageSet) -> dict[str, Any]:
     except ImportError:
         raise UserError("The svm method needs scikit-learn: pip install scikit-learn, or choose other --methods.") from None
     start = time.perf_counter()
-    train, test = classic_features(images.train.files), classic_features(images.test.files)
+    train, test, labels = classic_features(images.train), classic_features(images.test), labels_of(images.train)
     inner, inner_test = train @ train.T, test @ train.T
     distances = 2 * (2 - inner)  # squared; the squared norm of the features is 2
     median = float(np.median(distances[np.triu_indices(len(train), 1)]))
@@ -197,13 +192,13 @@ def fit_svm(images: ImageSet) -> dict[str, Any]:
         kernels[f"rbf {width:g}"] = np.exp(-width / median * distances), np.exp(-width / median * 2 * (2 - inner_test))
     folds = StratifiedKFold(FOLDS, shuffle=True, random_state=0)
     scores = {
-        (name, cost): float(cross_val_score(SVC(C=cost, kernel="precomputed"), kernel, images.train.labels, cv=folds).mean())
+        (name, cost): float(cross_val_score(SVC(C=cost, kernel="precomputed"), kernel, labels, cv=folds).mean())
         for name, (kernel, _) in kernels.items()
         for cost in COSTS
     }
     name, cost = max(scores, key=lambda key: scores[key])
-    model = SVC(C=cost, kernel="precomputed").fit(kernels[name][0], images.train.labels)
-    accuracy = float((model.predict(kernels[name][1]) == images.test.labels).mean())
+    model = SVC(C=cost, kernel="precomputed").fit(kernels[name][0], labels)
+    accuracy = float((model.predict(kernels[name][1]) == labels_of(images.test)).mean())
     seconds = time.perf_counter() - start
     return {"accuracy": accuracy, "kernel": name, "C": cost, "cross_validation": scores[name, cost], "seconds": seconds}
 
@@ -247,12 +242,10 @@ def make_resnet(classes: int) -> nn.Sequential:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
 
 
-def load_pixels(files: list[Path], side: int) -> Tensor:
+def load_pixels(source: Source, side: int) -> Tensor:
     """uint8 [N, 3, side, side]: the center of each image, its shorter side resized."""
-    pixels = np.empty((len(files), side, side, 3), np.uint8)
-    for row, path in zip(pixels, files, strict=True):
-        with Image.open(path) as image:
-            image = image.convert("RGB")
+    pixels = np.empty((len(source), side, side, 3), np.uint8)
+    for row, image in zip(pixels, read_images(source), strict=True):
         cut = [(length - min(image.size)) / 2 for length in image.size]
         box = (cut[0], cut[1], image.width - cut[0], image.height - cut[1])
         row[:] = np.asarray(image.resize((side, side), Image.Resampling.BICUBIC, box))
@@ -280,13 +273,13 @@ def train_resnet(images: ImageSet, seconds: float, seed: int, optimizer_name: st
     torch.manual_seed(seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     size, stored = RESNET_SIZE, RESNET_SIZE * 5 // 4
-    pixels, labels = load_pixels(images.train.files, stored), torch.from_numpy(images.train.labels)
-    model = make_resnet(len(images.classes)).to(device, memory_format=torch.channels_last).train()  # type: ignore[call-overload]
+    pixels, labels = load_pixels(images.train, stored), torch.from_numpy(labels_of(images.train)).long()
+    model = make_resnet(len(images.train.classes)).to(device, memory_format=torch.channels_last).train()  # type: ignore[call-overload]
     if optimizer_name == "sgd":
         optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9, weight_decay=5e-4, nesterov=True)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), LR, weight_decay=WEIGHT_DECAY)
-    lr, steps = optimizer.param_groups[0]["lr"], 0
+    lr, seen = optimizer.param_groups[0]["lr"], 0
     order = torch.randperm(len(pixels))
     while (share := (time.perf_counter() - start) / seconds) < 1:
         if len(order) < min(BATCH_SIZE, len(pixels)):
@@ -297,14 +290,14 @@ def train_resnet(images: ImageSet, seconds: float, seed: int, optimizer_name: st
         F.cross_entropy(logits, labels[batch].to(device), label_smoothing=0.1).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        steps += 1
+        seen += len(batch)
     edge = (stored - size) // 2
-    test = load_pixels(images.test.files, stored)[..., edge : edge + size, edge : edge + size]
+    test = load_pixels(images.test, stored)[..., edge : edge + size, edge : edge + size]
     model.eval()
     with torch.inference_mode():
         predictions = torch.cat([model(standardize(part.to(device))).argmax(1).cpu() for part in test.split(BATCH_SIZE)])
-    accuracy = float((predictions.numpy() == images.test.labels).mean())
-    return {"accuracy": accuracy, "seconds": seconds, "epochs": steps * BATCH_SIZE / len(pixels)}
+    accuracy = float((predictions.numpy() == labels_of(images.test)).mean())
+    return {"accuracy": accuracy, "seconds": seconds, "epochs": seen / len(pixels)}
 
 
 # All methods, and the table
@@ -314,9 +307,9 @@ def compare_methods(images: ImageSet, options: argparse.Namespace) -> dict[str, 
     """The results of the chosen methods on one set."""
     row: dict[str, Any] = {
         "set": images.folder.name,
-        "classes": len(images.classes),
-        "train_images": len(images.train.files),
-        "test_images": len(images.test.files),
+        "classes": len(images.train.classes),
+        "train_images": len(images.train),
+        "test_images": len(images.test),
     }
     seconds = 60 * options.minutes if options.minutes else math.nan
     for method in options.methods:

@@ -4,10 +4,12 @@ import json
 import os
 import signal
 
+import numpy as np
 import pytest
 
 import vitrail
 from tests.training.small import FAST_PATCHES, SHORT
+from vitrail.data.datasets.lookup import open_splits
 from vitrail.errors import UserError
 from vitrail.runs import finish, seeds
 from vitrail.runs.request import TrainRequest
@@ -71,6 +73,18 @@ def test_every_seed_is_trained_and_summarized(tmp_path, capsys):
     assert loss.startswith(f"validation loss {sum(values(tmp_path / 'run')) / 3:.4f} ± ")
     single = vitrail.train("digits", "laptop", out=tmp_path / "one", changes=CHANGES | {"seed": 1}, device="cpu", workers=0)
     assert single.best["loss"] == values(tmp_path / "run")[1]
+
+
+def test_folds_validate_on_every_image_once(tmp_path):
+    folder, plan = tmp_path / "folds", planned(3, {"data.folds": 3})
+    assert train_seeds(folder, plan, lambda message: None)
+    data = [json.loads((folder / f"seed-{seed}" / "run.json").read_text())["data"] for seed in range(3)]
+    parts = [open_splits("digits", fold=(number, 3)).validation for number in range(3)]
+    images = np.sort(np.concatenate([part.indices for part in parts]))
+    assert np.array_equal(images, np.arange(len(parts[0].source)))
+    assert [each["validation"] for each in data] == [len(part) for part in parts]
+    assert len({each["fingerprint"] for each in data}) == 3
+    assert "3 of 3 folds" in summaries(folder)[0]
 
 
 def test_a_stopped_training_continues(tmp_path, at_step, monkeypatch):

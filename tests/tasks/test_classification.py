@@ -6,10 +6,11 @@ from torch import nn
 from torch.autograd import gradcheck
 
 import vitrail
+from vitrail.data.datasets.lookup import open_splits
 from vitrail.models.vision_transformer import mix_tokens
 from vitrail.recipes import lookup
-from vitrail.recipes.schema import DistillationConfig, LossConfig, OptimizerConfig, Recipe, TokenLabelConfig
-from vitrail.tasks.classification import ClassificationModule
+from vitrail.recipes.schema import DistillationConfig, LossConfig, OptimizerConfig, Recipe, TokenLabelConfig, ValidationConfig
+from vitrail.tasks.classification import Classification, ClassificationModule
 from vitrail.tasks.targets import ClassificationTargets
 from vitrail.training.optimizers import parameter_groups
 
@@ -223,3 +224,13 @@ def test_gradients_of_the_loss(kind, what):
         model, Recipe(distillation=distillation, token_labels=TokenLabelConfig("somewhere", 0.5, mixtoken=1.0, mixtoken_on=what))
     )
     assert gradcheck(lambda x: task(x, targets), images.requires_grad_(), fast_mode=True)
+
+
+@pytest.mark.parametrize(("select_by", "better"), [("metric", [True, False, False]), ("loss", [False, True, False])])
+def test_the_best_weights_are_selected_by_accuracy_or_loss(select_by, better):
+    task = Classification(
+        Recipe(validation=ValidationConfig(select_by=select_by)), open_splits("digits").train, torch.device("cpu")
+    )
+    best = {"top1": 0.8, "loss": 0.5}
+    others = [{"top1": 0.81, "loss": 0.6}, {"top1": 0.79, "loss": 0.4}, {"top1": 0.9, "loss": float("nan")}]
+    assert [task.is_better(values, best) for values in others] == better

@@ -53,7 +53,7 @@ class TrainOptions(NamedTuple):
     ] = None
     weight_decay: Annotated[float | None, everyday_option(help="Weight decay of the optimizer.")] = None
     patience: Annotated[
-        int | None, everyday_option(help="Stop after N validations without a better primary metric; 0: never (default).")
+        int | None, everyday_option(help="Stop after N validations without better weights; 0: never (default).")
     ] = None
     scope: Annotated[
         str | None, everyday_option(help="What is trained: full, attention, ffn, head, norm, last_norm or last:N.")
@@ -75,6 +75,15 @@ class TrainOptions(NamedTuple):
     seeds: Annotated[
         int | None,
         run_option(min=1, max=1000, help="Train this many seeds, starting at --seed, into OUT/seed-0, OUT/seed-1, …."),
+    ] = None
+    folds: Annotated[
+        int | None,
+        run_option(
+            min=2,
+            max=1000,
+            help="Cross-validation: train this many times, each time validating on another part of the images, into OUT/seed-0, "
+            "OUT/seed-1, ….",
+        ),
     ] = None
     device: DeviceOption = None
     micro_batch_size: MicroBatchSizeOption = None
@@ -113,13 +122,16 @@ class TrainOptions(NamedTuple):
             log_steps=self.log_steps,
             on_nan="skip" if self.on_nan == "skip" else "stop",
         )
+        if self.folds is not None and self.seeds is not None:
+            raise UserError("--folds trains once per part of the images, --seeds once per seed: give one of them.")
         recipe = open_recipe(self.recipe)
+        changes = parse_set(self.changes) | ({"data.folds": self.folds} if self.folds else {})
         everyday = {name: getattr(self, name) for name in RECIPE_KEYS} | {"image_size": parse_size(self.image_size)}
         return TrainRequest(
             self.source,
             recipe,
             self.model,
-            recipe_changes(recipe, parse_set(self.changes), everyday),
+            recipe_changes(recipe, changes, everyday),
             self.out,
             options,
             self.device,
@@ -141,10 +153,11 @@ def train(options: TrainOptions) -> None:
     from vitrail.runs.train import run_request
 
     request = options.request()
-    if options.seeds is not None:
+    trainings = options.folds or options.seeds
+    if trainings is not None:
         from vitrail.runs.seeds import choose_folder, plan_seeds
 
-        seeds = plan_seeds(request, options.seeds)
+        seeds = plan_seeds(request, trainings)
         train_all(choose_folder(request.out, seeds), seeds)
     elif not run_request(request).finished:
         sys.exit(130)
@@ -160,7 +173,7 @@ def plan(options: TrainOptions) -> None:
     """
     from vitrail.runs.plan import plan as make_plan
 
-    for message in make_plan(options.request(), options.seeds or 1):
+    for message in make_plan(options.request(), options.folds or options.seeds or 1):
         print(message)
 
 

@@ -18,6 +18,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "data.repeats": (1, math.inf),
     "data.round_to": (1, math.inf),
     "data.validation_fraction": (0.0, BELOW_ONE),
+    "data.folds": (0, 1000),
     "data.decode_scale": NOT_NEGATIVE,
     "augmentation.scale": (ABOVE_ZERO, 1.0),
     "augmentation.ratio": POSITIVE,

@@ -46,6 +46,7 @@ class DataConfig:
     round_to: int = 1  # an epoch's number of samples is rounded down to a multiple of this
     class_balanced: bool = False  # classes take turns
     validation_fraction: float = 0.0  # fraction of each training class to validate on instead of the validation split; 0: none
+    folds: int = 0  # validate on one of so many equal parts of every training class: number seed modulo folds; 0: no folds
     decode_scale: float = 0.0  # JPEGs are decoded at reduced size, at least this multiple of the input size; 0: full size
 
 
@@ -158,7 +159,8 @@ class ValidationConfig:
 
     every: str = "1 epochs"
     at_start: bool = False  # also before the first step
-    patience: int = 0  # end the training after so many validations without a better primary metric; 0: never
+    patience: int = 0  # end the training after so many validations without better weights; 0: never
+    select_by: Literal["metric", "loss"] = "metric"  # of the validation, for the best weights; the loss varies less by chance
     crop_ratio: float = 0.875
     interpolation: str = "bicubic"
     resize: Literal["shorter", "square"] = "shorter"
@@ -231,6 +233,11 @@ class Recipe:
     def lr(self) -> float:
         """The learning rate at this recipe's batch size."""
         return self.optimizer.lr * (self.batch_size / self.optimizer.lr_batch_size if self.optimizer.lr_batch_size else 1)
+
+    @property
+    def fold(self) -> tuple[int, int] | None:
+        """The part of the training images to validate on and the number of parts; None without folds."""
+        return (self.seed % self.data.folds, self.data.folds) if self.data.folds else None
 
     @property
     def min_decode_side(self) -> int | None:

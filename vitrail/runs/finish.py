@@ -40,7 +40,8 @@ def finish_run(prepared: Prepared, log: Log) -> None:
     if trainer.stopped_early:
         epochs = f"epoch {trainer.step / trainer.sampler.steps:g} of {trainer.total / trainer.sampler.steps:g}"
         validations = pluralize(trainer.recipe.validation.patience, "validation")
-        log(f"stopped at {epochs}: {validations} in a row without a better {metric.title}")
+        better = "lower loss" if trainer.recipe.validation.select_by == "loss" else f"better {metric.title}"
+        log(f"stopped at {epochs}: {validations} in a row without a {better}")
     if trainer.skipped:
         log(f"{trainer.skipped} of {trainer.step} steps were skipped: their loss or gradient was NaN or Inf.")
     unread = len(splits.validation) - best.get("images", len(splits.validation))

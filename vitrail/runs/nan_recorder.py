@@ -85,7 +85,7 @@ def replay(bundle: str | Path, device: str | None = None) -> tuple[dict[str, Any
     except (*READ_ERRORS, RecursionError) as error:
         raise UserError(f"{bundle} is not a complete bundle of the NaN recorder: {short_message(error)}.") from None
     try:
-        splits = open_splits(source, validation_fraction=recipe.data.validation_fraction, class_order=classes)
+        splits = open_splits(source, validation_fraction=recipe.data.validation_fraction, class_order=classes, fold=recipe.fold)
     except UserError as error:
         raise UserError(f"The data of {bundle} cannot be opened: {error}") from None
     if fingerprint(splits) != data:

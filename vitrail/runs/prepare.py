@@ -112,7 +112,9 @@ def prepare_resumed(
             classes = list(run["data"].get("classes") or ())
         except (KeyError, TypeError) as error:
             raise UserError(f"{folder / 'run.json'} does not describe a training that can be resumed: {error}.") from None
-        splits = open_splits(run["source"], validation_fraction=recipe.data.validation_fraction, class_order=classes)
+        splits = open_splits(
+            run["source"], validation_fraction=recipe.data.validation_fraction, class_order=classes, fold=recipe.fold
+        )
         if fingerprint(splits) != data:
             raise UserError(f"The images at {run['source']} are not those that {folder} was started with.")
         set_threads(run.get("machine", {}).get("threads"))

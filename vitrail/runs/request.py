@@ -135,7 +135,7 @@ class OpenedData:
 def open_data(request: TrainRequest, recipe: Recipe, device: torch.device = CPU) -> OpenedData:
     """Open the data and the pre-trained weights, check them, and fit the recipe to them and to the time on the device."""
     task = find_task(recipe.task)
-    splits = open_splits(request.source, validation_fraction=recipe.data.validation_fraction)
+    splits = open_splits(request.source, validation_fraction=recipe.data.validation_fraction, fold=recipe.fold)
     task.check_data(recipe, splits)
     for part in (splits.train, splits.validation):
         median_side(part)  # raises if no image can be read

@@ -1,4 +1,7 @@
-"""One request with several seeds, one after the other: RUN/seed-0, RUN/seed-1, …, and RUN/seeds.json, from which it resumes."""
+"""One request with several seeds, one after the other: RUN/seed-0, RUN/seed-1, …, and RUN/seeds.json, from which it resumes.
+
+With `data.folds` the seed is also the number of the fold: cross-validation.
+"""
 
 import contextlib
 import dataclasses
@@ -183,18 +186,20 @@ def summaries(folder: Path, at: At = "best") -> list[str]:
     lines: list[str] = []
     if not any(folder.glob("seed-*/run.json")):
         return lines
+    folds = read_seeds(folder).recipe.data.folds if has_seeds(folder) else 0
     metrics = {metric.name: metric for metric in (choose_metric([folder], PRIMARY), METRICS["loss"], METRICS["test"])}
     for metric in metrics.values():
         results, _ = read_results([folder], metric, at)
         if not results:
             continue
-        if len({result.data for result in results}) > 1:
+        if not folds and len({result.data for result in results}) > 1:
             raise UserError(f"The seeds of {folder} were not trained on the same images: they cannot be averaged.")
         spread = summarize([result.value for result in results])
         unit = " %" if metric.percent else ""
         line = f"{metric.title} {metric.show(spread.mean)}"
         if spread.sd is not None:
-            line += f" ± {metric.show(spread.sd)}{unit} (mean ± sd, n = {spread.n}; 95 % interval of the mean "
+            count = f"{spread.n} of {folds} folds" if folds else f"n = {spread.n}"
+            line += f" ± {metric.show(spread.sd)}{unit} (mean ± sd, {count}; 95 % interval of the mean "
             line += f"{metric.show(spread.low)} to {metric.show(spread.high)})"
         else:
             line += f"{unit} (n = 1)"

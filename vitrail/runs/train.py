@@ -116,7 +116,7 @@ def train(
         batch_size: images per optimizer step, over all devices.
         image_size: image size in pixels: 96, or (height, width).
         weight_decay: weight decay of the optimizer.
-        patience: stop after this many validations without a better primary metric; 0: never.
+        patience: stop after this many validations without better weights; 0: never.
         changes: any other value of the recipe by its key: {"mixing.mixup": 0.8}. The arguments above take precedence.
         out: run directory; default: a new one under runs/.
         device: "cpu", "cuda" or "cuda:1"; default: a GPU if available.

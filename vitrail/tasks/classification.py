@@ -196,8 +196,12 @@ class Classification(Task):
         return {name: value for name, value in found.items() if value is not None}
 
     def is_better(self, values: Mapping[str, Any], best: Mapping[str, Any]) -> bool:
-        """The higher accuracy; of equal ones, which small validation sets often have, the lower loss. A NaN loss is worst."""
-        return validation_score(values) > validation_score(best)
+        """The higher accuracy; of equal ones, which small validation sets often have, the lower loss. A NaN loss is worst.
+
+        With `validation.select_by=loss` the lower loss.
+        """
+        first = 1 if self.recipe.validation.select_by == "loss" else 0
+        return validation_score(values)[first:] > validation_score(best)[first:]
 
     def report(self, model: VisionTransformer, loader: ImageLoader, splits: Splits, batch_size: int) -> dict[str, Any]:
         """Confusion, accuracy per class and the most confident mistakes on the validation images."""

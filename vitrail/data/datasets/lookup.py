@@ -17,7 +17,7 @@ from vitrail.data.datasets.parquet import open_parquet
 from vitrail.data.datasets.pets import open_pets
 from vitrail.data.datasets.table import open_table
 from vitrail.data.datasets.tar import expand, open_tar
-from vitrail.data.source import Source, Splits, reorder_classes, split_by_seed
+from vitrail.data.source import Source, Splits, reorder_classes, split_by_seed, split_fold
 from vitrail.errors import UserError
 from vitrail.formatting import percent
 
@@ -49,12 +49,14 @@ def open_splits(
     default_fraction: float = 0.1,
     validation_fraction: float = 0.0,
     class_order: Sequence[str] | None = None,
+    fold: tuple[int, int] | None = None,
 ) -> Splits:
     """Open the training, validation and test splits.
 
     If the data has no validation split, `default_fraction` of every training class is used for validation. With
     `validation_fraction`, that fraction of every training class is used for validation even if there is a validation split, which
-    then becomes the test split if there is none: a model selected on the validation images is reported on other images.
+    then becomes the test split if there is none: a model selected on the validation images is reported on other images. The same
+    holds for `fold`, (i, n): part i of n equal parts of every training class is used.
     `class_order` are the classes of an earlier run on this data: earlier versions sorted numbers as text, and the order decides
     labels and split.
     """
@@ -68,11 +70,11 @@ def open_splits(
     train = sources["train"] if "train" in sources else next(iter(sources.values()))
     test = sources.get("test") if "train" in sources else None
     if "train" in sources and "validation" in sources:
-        if not validation_fraction:
+        if not validation_fraction and fold is None:
             return Splits(train, sources["validation"], test)
         test = test if test is not None else sources["validation"]
     fraction = validation_fraction or default_fraction
-    training, validation = split_by_seed(train, fraction, seed)
+    training, validation = split_by_seed(train, fraction, seed) if fold is None else split_fold(train, *fold)
     if not len(validation):
         raise UserError(
             f"{train.name} has too few images per class to use {percent(fraction)} for validation: add images or a val folder."
