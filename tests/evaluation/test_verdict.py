@@ -46,6 +46,9 @@ def test_results_that_are_not_better_than_a_baseline():
     text = " ".join(judge(0.8, 1, [0.8], 1000, baselines={"majority": 0.25, "probe": 0.79}).describe())
     assert "difference to the probe on the frozen features is within the interval" in text
     assert "Only" not in text
+    text = " ".join(judge(0.8, 0, [0.7], 1000, baselines={"probe": 0.8}).describe())
+    assert "Training did not improve on the probe" in text
+    assert "within the interval" not in text
 
 
 def test_the_last_validation_is_compared_with_the_two_before():

@@ -188,7 +188,6 @@ def cifar(count):
     [
         ("laptop-digits", "digits", "laptop", None, None),
         ("small-cifar10", "cifar10/", "small", None, 20),
-        ("finetune-pets", "pets", "finetune", "vitrail_tiny", None),
     ],
 )
 def test_a_band_of_the_package_is_found_by_its_command(name, source, recipe, weights, epochs, monkeypatch):

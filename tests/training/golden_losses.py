@@ -48,6 +48,7 @@ IGNORED = (
     "init.pretrained_recipe",
     "init.weights",
     "init.zero_head",
+    "init.probe_head",
     "architecture.dense_weight",
 )
 HEAD_STD = 1.0  # of the teacher's head, which is initialized with zeros otherwise
@@ -93,6 +94,7 @@ def miniature(recipe: Recipe) -> Recipe:
         "augmentation.image_size": size,
         "init.weights": "",
         "init.pretrained_recipe": "",
+        "validation.at_start": False,
     }
     # Keeps the learning rate of the recipe's own batch size.
     changes["optimizer.lr_batch_size"] = round(recipe.optimizer.lr_batch_size * BATCH / recipe.batch_size)

@@ -50,7 +50,11 @@ TRAININGS = {
     "pets": Training(
         "pets",
         "finetune",
-        SHARED | ADAPTED | {"schedule.length": "1 epochs", "validation.every": "1 epochs", "mixing.mixup": 0.1},
+        SHARED
+        | ADAPTED
+        # Without the probe, so that the result is that of the training.
+        | {"init.probe_head": False, "validation.at_start": False}
+        | {"schedule.length": "1 epochs", "validation.every": "1 epochs", "mixing.mixup": 0.1},
     ),
 }
 

@@ -26,6 +26,7 @@ class Verdict:
     probe: float | None = None  # a classifier on the frozen features
     validations: int = 1  # of which this one is the best
     neighbors: float | None = None  # mean accuracy of the validations next to it
+    frozen: bool = False  # the best weights are those before the first step, the frozen ones with the probe
 
     @property
     def margin(self) -> float:
@@ -54,6 +55,11 @@ class Verdict:
         sentences = [f"{interval}; {', '.join(baselines)}." if baselines else f"{interval}."]
         if self.majority is not None and self.low <= self.majority:
             sentences.append("This is not clearly better than always predicting the most frequent class.")
+        elif self.frozen:
+            sentences.append(
+                "Training did not improve on the probe, so these are the initial weights with its classifier; a longer training "
+                "(--minutes, --epochs) may."
+            )
         elif self.probe is not None and self.low <= self.probe:
             sentences.append("The difference to the probe on the frozen features is within the interval.")
         if self.images < FEW_IMAGES:
@@ -101,6 +107,7 @@ def judge_run(run: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> Ver
         images,
         len((run.get("data") or {}).get("classes") or ()),
         baselines,
+        frozen="probe" in baselines and best.get("step") == 0,
         validations=max(len(validations), 1),
         neighbors=float(np.mean([line["top1"] for line in near])) if len(near) == NEIGHBORS else None,
     )
