@@ -26,7 +26,7 @@ def folder(tmp_path_factory):
     """A base in a foreign format, and a run that has tuned its attention."""
     where = tmp_path_factory.mktemp("tuning")
     vitrail.save(randomize(vitrail.create("deit_tiny_patch16", 7, 32, **PARTS)), where / "base.pth", "deit")
-    changes = ["batch_size=16", "schedule.length=2 steps", "augmentation.image_size=24x32"]
+    changes = ["batch_size=16", "schedule.length=2 steps", "augmentation.image_size=24x32", "validation.at_start=false"]
     words = [word for change in changes for word in ("--set", change)]
     run_cli(
         "train", "digits", "--from", where / "base.pth", "--scope", "attention", "--workers", 0, "--out", where / "run", *words

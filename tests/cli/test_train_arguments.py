@@ -57,7 +57,7 @@ def test_names_are_those_of_the_command_line():
     assert PARAMETERS.keys() - {"options"} <= set(TrainOptions._fields)
     others = set(TrainOptions._fields) - PARAMETERS.keys()
     settings = {field.name for field in dataclasses.fields(Options)} | {"shard", "save_every"}
-    assert others - settings == {"seeds"}
+    assert others - settings == {"seeds", "folds"}
     for name, hint in get_type_hints(TrainOptions, include_extras=True).items():
         declared = [option for part in get_args(hint)[1:] for option in part.param_decls or ()]
         if name in RECIPE_KEYS and declared:

@@ -96,7 +96,7 @@ def test_fixres_trains_the_classifier_and_the_last_norm():
         assert trained(model) == {f"{part}.{kind}" for part in (norm, "head") for kind in ("weight", "bias")}, name
 
 
-@pytest.mark.parametrize("count", [4, 99, 10**30])
+@pytest.mark.parametrize("count", [4, 99, 10**8])
 def test_more_blocks_than_the_model_has(count):
     model = vitrail.create("deit_tiny_patch16", 3, 32, device="meta", depth=3)
     before = trained(model)

@@ -51,7 +51,7 @@ def choose_length(trainer: Trainer, pace: Pace, minutes: float) -> str:
     """The duration that fits into the budget, validations included: at most MAX_EPOCHS, at least one step."""
     steps = trainer.sampler.steps
     epoch = steps * pace.step + pace.validation * max(steps / trainer.validate_every, 1.0)
-    epochs = 60 * minutes / epoch
-    if epochs >= 1:
-        return f"{min(int(epochs), MAX_EPOCHS)} epochs"
-    return f"{max(int(60 * minutes / pace.step), 1)} steps"
+    seconds = 60 * minutes - pace.fixed
+    if seconds >= epoch:
+        return f"{min(int(seconds / epoch), MAX_EPOCHS)} epochs"
+    return f"{max(int(seconds / pace.step), 1)} steps"

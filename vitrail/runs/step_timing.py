@@ -25,6 +25,7 @@ from vitrail.data.workers import count_cores, default_workers
 from vitrail.devices import OtherPrograms, describe_load
 from vitrail.formatting import format_bytes, format_rate, format_time_span, percent, pluralize
 from vitrail.runs.memory import MemoryPlan, explain_out_of_memory
+from vitrail.tasks.probe_head import MAX_IMAGES
 from vitrail.training.distributed import Devices
 from vitrail.training.schedules import duration_to_steps
 from vitrail.training.task import Task
@@ -50,6 +51,7 @@ class Pace:
     validation: float = 0.0  # all validation images
     teacher: float = 0.0  # the teacher's part of a step
     busy_cores: float = 0.0  # cores that other programs used meanwhile
+    fixed: float = 0.0  # before the first and after the last step: the fit of the classifier, the evaluation of the best weights
 
 
 class Timed(NamedTuple):
@@ -79,9 +81,10 @@ def measure_pace(trainer: Trainer, splits: Splits, workers: int | None = None) -
     validated = len(splits.validation) / devices.world_size
     times = [combine(seconds, share * decoding[0]), combine(validated * per_image, validated * decoding[1]), teacher]
     step, validation_seconds, teacher = devices.all_reduce_max(times)
-    return Pace(
-        step, validation_seconds, min(teacher, step), busy_cores
-    )  # the teacher's is a part of the step, though timed separately
+    evaluated = [splits.validation] * (1 + recipe.validation.at_start) + ([splits.test] if splits.test is not None else [])
+    images = sum(map(len, evaluated)) + (min(len(splits.train), MAX_IMAGES) if recipe.init.probe_head else 0)
+    fixed = validation_seconds * images / len(splits.validation)
+    return Pace(step, validation_seconds, min(teacher, step), busy_cores, fixed)  # the teacher's part is timed separately
 
 
 @contextmanager
@@ -202,7 +205,7 @@ def forecast(trainer: Trainer, memory: MemoryPlan, pace: Pace, source: str = "SO
     recipe, devices, steps = trainer.recipe, trainer.devices, trainer.total
     validations = math.ceil(steps / max(duration_to_steps(recipe.validation.every, trainer.sampler.steps, steps), 1))
     validating = validations * pace.validation
-    seconds = pace.step * steps + validating
+    seconds = pace.step * steps + validating + pace.fixed
     whole = seconds * (1 + sum(others))
     used = memory.memory(recipe.batch_size // devices.micro_batches)
     message = (
