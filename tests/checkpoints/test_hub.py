@@ -230,7 +230,7 @@ def test_damage_in_the_cache_is_found(server):
 @pytest.mark.parametrize(
     ("name", "parts"),
     [
-        ("hf://nobody/nothing", ["there is no such repository", "hf download nobody/nothing"]),
+        ("hf://owner/missing", ["there is no such repository", "hf download owner/missing"]),
         ("timm:deit3_smal_patch16_224", ["there is no such repository", "similar names: deit3_small_patch16_224.fb_in1k"]),
         ("hf://timm/deit3_small_patch16_224.fb_in1k@nowhere", ["no revision nowhere"]),
         ("hf://owner", ["write hf://owner/name"]),

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from vitrail.data.source import stratified_folds
 from vitrail.evaluation.threshold_curves import (
     MAX_POINTS,
     choose_threshold,
     rates,
-    stratified_folds,
     trace_thresholds,
     tune_thresholds,
 )

@@ -85,6 +85,8 @@ def test_folds_validate_on_every_image_once(tmp_path):
     assert [each["validation"] for each in data] == [len(part) for part in parts]
     assert len({each["fingerprint"] for each in data}) == 3
     assert "3 of 3 folds" in summaries(folder)[0]
+    with pytest.raises(UserError, match=r"data\.folds=1 would leave no images to train on"):
+        planned(1, {"data.folds": 1})
 
 
 def test_a_stopped_training_continues(tmp_path, at_step, monkeypatch):

@@ -90,7 +90,7 @@ def test_an_online_teacher_sees_the_students_images(source, teacher, monkeypatch
     """The augmented and mixed ones; its predictions are not mixed."""
     monkeypatch.setattr(teacher_labels, "open_teacher", lambda path, device: teacher)
     changes = {"augmentation__mean": [0.5, 0.4, 0.3], "augmentation__std": [0.5, 0.6, 0.7]}  # not the teacher's
-    recipe = recipe_of(distillation__teacher="timm:somebody", distillation__kind=kind, distillation__temperature=2.0, **changes)
+    recipe = recipe_of(distillation__teacher="timm:other", distillation__kind=kind, distillation__temperature=2.0, **changes)
     _, _, images, targets = targets_for(recipe, source, mix)
     mean, std = (torch.tensor(each)[:, None, None] for each in (recipe.augmentation.mean, recipe.augmentation.std))
     own = (torch.tensor(each)[:, None, None] for each in (teacher.preprocessing.mean, teacher.preprocessing.std))
@@ -254,7 +254,7 @@ def test_a_teacher_of_other_classes(source, monkeypatch, tmp_path):
     strange = make_teacher(7, names=["oak", "elm", "ash", "fir", "yew", "red", "fig"])
     monkeypatch.setattr(teacher_labels, "open_teacher", lambda path, device: strange)
     with pytest.raises(UserError, match=r"2 of 3.*blue.*green") as online:
-        targets_for(recipe_of(distillation__teacher="timm:somebody"), source)
+        targets_for(recipe_of(distillation__teacher="timm:other"), source)
     make_store(tmp_path / "store", strange, source, outputs=("logits", "tokens"))
     with pytest.raises(UserError, match=r"2 of 3.*blue.*green"):
         targets_for(recipe_of(distillation__teacher=str(tmp_path / "store")), source)
@@ -266,7 +266,7 @@ def test_a_teacher_of_other_classes(source, monkeypatch, tmp_path):
 def test_a_teacher_of_unnamed_classes(source, monkeypatch, tmp_path):
     monkeypatch.setattr(teacher_labels, "open_teacher", lambda path, device: make_teacher(7))
     with pytest.raises(UserError, match=r"7 classes without names.*: name the teacher's with vitrail annotate --classes\.$"):
-        targets_for(recipe_of(distillation__teacher="timm:somebody"), source)
+        targets_for(recipe_of(distillation__teacher="timm:other"), source)
     (tmp_path / "net.pth").touch()
     with pytest.raises(UserError, match=r"7 classes without names.*: name the teacher's in .*net\.pth\.teacher\.json\.$"):
         targets_for(recipe_of(distillation__teacher=str(tmp_path / "net.pth")), source)
@@ -296,7 +296,7 @@ def test_the_size_of_a_teacher_is_chosen(source, teacher, monkeypatch):
 
     def opened(size, **changes):
         monkeypatch.setattr(teacher, "size", None)
-        recipe = recipe_of(distillation__teacher="timm:somebody", **changes).set({"augmentation.image_size": size})
+        recipe = recipe_of(distillation__teacher="timm:other", **changes).set({"augmentation.image_size": size})
         return teacher_labels.open_online_teacher(recipe, source, CPU).messages
 
     (message,) = opened([12, 16])

@@ -100,16 +100,23 @@ class Splits(NamedTuple):
     test: Source | None
 
 
+def stratified_folds(labels: np.ndarray, folds: int) -> np.ndarray:
+    """The fold of each image [N], with the images of every label spread evenly; always the same for the same labels."""
+    fold = np.zeros(len(labels), dtype=np.int64)
+    shuffled = np.random.default_rng(0).permutation(len(labels))
+    order = shuffled[np.argsort(labels[shuffled], kind="stable")]
+    fold[order] = np.arange(len(labels)) % folds
+    return fold
+
+
 def split_fold(source: Source, fold: int, folds: int) -> tuple[Source, Source]:
     """Split a source into (training, validation): validation gets part `fold` of `folds` equal parts of every class.
 
     Every image is in the validation part of exactly one fold.
     """
     values = source.label.values if source.label else np.zeros(len(source), dtype=np.int64)
-    order = np.random.default_rng(0).permutation(len(source))
-    order = order[np.argsort(values[order], kind="stable")]  # class by class: every part has as many images of it
-    validation = np.sort(order[fold::folds])
-    return Subset(source, np.setdiff1d(np.arange(len(source)), validation)), Subset(source, validation)
+    validates = stratified_folds(values, folds) == fold
+    return Subset(source, np.flatnonzero(~validates)), Subset(source, np.flatnonzero(validates))
 
 
 def split_by_seed(source: Source, fraction: float, seed: int) -> tuple[Source, Source]:

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from vitrail.data.source import stratified_folds
+
 FOLDS = 5
 MAX_POINTS = 200  # of a curve in JSON
 
@@ -137,12 +139,3 @@ def divide(numerator: np.ndarray, denominator: Any) -> np.ndarray:
 
 def reaches(probability: np.ndarray, threshold: float | None) -> np.ndarray:
     return probability >= (np.inf if threshold is None else threshold)
-
-
-def stratified_folds(labels: np.ndarray, folds: int) -> np.ndarray:
-    """The fold of each image [N], with the images of every label spread evenly; always the same for the same labels."""
-    fold = np.zeros(len(labels), dtype=np.int64)
-    shuffled = np.random.default_rng(0).permutation(len(labels))
-    order = shuffled[np.argsort(labels[shuffled], kind="stable")]
-    fold[order] = np.arange(len(labels)) % folds
-    return fold

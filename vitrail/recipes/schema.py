@@ -223,6 +223,8 @@ class Recipe:
                 "augmentation.crop_last=true and a square augmentation.image_size."
             )
         check_limits(self.leaves())
+        if self.data.folds == 1:
+            raise UserError("data.folds=1 would leave no images to train on: give 2 or more, or 0 for no folds.")
         if self.loss.kind == "binary" and self.loss.binary_targets == "present" and self.loss.label_smoothing > 0:
             raise UserError(
                 "loss.binary_targets=present sets every class above zero to one, so label smoothing has no meaning: "

@@ -18,6 +18,7 @@ from vitrail.runs.prepare import Prepared
 from vitrail.runs.report import format_test, write_report
 from vitrail.runs.request import Log
 from vitrail.runs.run_directory import read_run, write_json
+from vitrail.tasks.probe_head import linear_heads
 from vitrail.training.distributed import Devices
 from vitrail.training.metrics import as_json, read_metrics
 
@@ -81,7 +82,9 @@ def measure_baselines(prepared: Prepared, lines: Sequence[Mapping[str, Any]]) ->
     if train is not None and validation is not None:
         found["majority"] = majority_share(train.values, validation.values)
     first = next((line for line in lines if line["kind"] == "validation"), {})
-    if prepared.trainer.recipe.init.probe_head and first.get("step") == 0 and "top1" in first:
+    trainer, init = prepared.trainer, prepared.trainer.recipe.init
+    fitted = init.probe_head and init.zero_head and trainer.options.sharding == "none" and linear_heads(trainer.model)
+    if fitted and first.get("step") == 0 and "top1" in first:
         found["probe"] = first["top1"]
     return found
 

@@ -220,10 +220,11 @@ def run_prepared(prepared: Prepared, log: Log) -> Run:
         log(f"resuming at step {trainer.step} of {trainer.total}")
     elif prepared.resumed:
         log(f"There is no checkpoint in {folder} yet: starting at the first step.")
-    if not loaded:
+    if not loaded and options.sharding == "none":  # a task cannot set sharded weights
         batch_size = max(recipe.batch_size // devices.micro_batches, 1)
         for message in trainer.task.initialize(trainer.model, loaders[0], batch_size):
             log(message)
+        devices.broadcast_weights(trainer.model)  # rounding can differ between processes
         if trainer.ema:
             trainer.ema.reset()
     metrics = MetricsWriter(folder, trainer.step) if devices.is_main and not finished else None

@@ -14,14 +14,20 @@ MAX_IMAGES = 10_000  # that the classifier is fitted to
 WEIGHT_DECAYS = (1.0, 0.1, 0.01, 0.001)
 
 
+def linear_heads(model: VisionTransformer) -> list[nn.Linear]:
+    """The classifiers that can be fitted to features: those that are one linear layer."""
+    heads = [head for head in (model.head, model.head_distillation) if isinstance(head, nn.Linear)]
+    return [] if model.architecture.pooling == "per_class" else heads
+
+
 @torch.no_grad()
 def fit_head(model: VisionTransformer, loader: ImageLoader, batch_size: int, seed: int) -> list[str]:
     """Set a classifier of zeros to a logistic regression on the features of the training images; returns messages.
 
     A classifier that is not one linear layer, or not zero, is left as it is.
     """
-    heads = [head for head in (model.head, model.head_distillation) if isinstance(head, nn.Linear) and not head.weight.any()]
-    if model.architecture.pooling == "per_class" or not heads:
+    heads = [head for head in linear_heads(model) if not head.weight.any()]
+    if not heads:
         return []
     source = loader.source
     chosen = source

@@ -84,6 +84,12 @@ class Devices:
         """The value of rank 0."""
         return self.all_gather(value)[0]
 
+    def broadcast_weights(self, model: nn.Module) -> None:
+        """Copy the parameters and buffers of rank 0, which must not be sharded, to all processes."""
+        if self.world_size > 1:
+            for tensor in (*model.parameters(), *model.buffers()):
+                dist.broadcast(tensor.detach(), 0)
+
     @contextmanager
     def sync_errors(self) -> Iterator[None]:
         """Raise a UserError of one process on all processes at the end of the block, so that none of them hangs.

@@ -86,7 +86,10 @@ class Task(ABC):
         """The trainable module: the model, heads of the task, and the loss. Its submodule `model` is `model`."""
 
     def initialize(self, model: VisionTransformer, loader: ImageLoader, batch_size: int) -> list[str]:
-        """Called once, before the first step of a new training, with the training images; returns messages for the user."""
+        """Called once, before the first step of a new training, with the training images; returns messages for the user.
+
+        Not called if the weights are sharded.
+        """
         return []
 
     @abstractmethod
