@@ -40,9 +40,8 @@ def run(tmp_path):
     return lambda name: Path(shutil.copytree(FOLDER / name, tmp_path / name))
 
 
-@pytest.mark.parametrize(("weights", "name"), [(FOLDER / "finished_run", "finished_run"), ("house_tiny", "house_tiny")])
-def test_artifact_predicts_the_same_logits(weights, name):
-    model, recorded = vitrail.load(weights), torch.tensor(LOGITS[name])
+def test_artifact_predicts_the_same_logits():
+    model, recorded = vitrail.load(FOLDER / "finished_run"), torch.tensor(LOGITS["finished_run"])
     images = torch.randn(len(recorded), 3, *model.architecture.image_size, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         assert_same(model(images), recorded)

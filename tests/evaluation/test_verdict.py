@@ -39,6 +39,14 @@ def test_the_interval_and_baselines_are_named():
     assert verdict.to_dict()["neighbors"] == pytest.approx(0.71)
 
 
+def test_a_later_validation_than_the_highest():
+    run = {"best": {"top1": 0.7, "images": 100, "step": 3, "highest": 0.73, "highest_step": 1}}
+    assert (
+        judge_run(run, make_lines(0.73, 0.6, 0.7)).describe()[-1].startswith("The highest of 3 validations is 73.0 %; the latest")
+    )
+    assert judge_run({"best": run["best"] | {"highest": "x"}}, make_lines(0.73, 0.6, 0.7)).highest is None
+
+
 def test_results_that_are_not_better_than_a_baseline():
     text = " ".join(judge(0.8, 1, [0.8], baselines={"majority": 0.75, "probe": 0.9}).describe())
     assert "not clearly better than always predicting the most frequent class" in text

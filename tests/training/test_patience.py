@@ -26,7 +26,7 @@ def scores(monkeypatch):
     monkeypatch.setattr(Trainer, "evaluate", evaluate)
 
 
-def run(folder, patience, kill_at=None):
+def run(folder, patience, kill_at=None, **changes):
     """Start or resume the run in a process of its own, which is killed after the validation of step `kill_at`."""
     validate = Trainer._validate
 
@@ -40,7 +40,7 @@ def run(folder, patience, kill_at=None):
         if (folder / "run.json").exists():
             train.resume(folder, device="cpu")
         else:
-            start(folder, RECIPE | {"validation.patience": patience}, OPTIONS)
+            start(folder, RECIPE | {"validation.patience": patience} | changes, OPTIONS)
 
     return in_child(work, folder.with_suffix(".txt"))
 
@@ -72,3 +72,14 @@ def test_a_finished_run_is_not_continued(tmp_path):
     assert run(folder, 2) == run(folder, 2) == 0
     assert "This run is finished; its report is written again." in folder.with_suffix(".txt").read_text()
     assert lines(folder)[-1]["step"] == 20
+
+
+@pytest.mark.parametrize("kill_at", [None, 20])
+def test_the_latest_weights_within_one_standard_error_are_kept(kill_at, tmp_path):
+    folder = tmp_path / "run"
+    for kill in (kill_at, None) if kill_at else (None,):
+        run(folder, 3, kill, **{"validation.select_by": "latest"})
+    content = json.loads((folder / "run.json").read_text())
+    assert (content["steps"], content["stopped_early"]) == (24, True)  # three validations after the highest, that of step 12
+    found = {name: content["best"][name] for name in ("step", "top1", "highest", "highest_step")}
+    assert found == {"step": 20, "top1": 0.5, "highest": 0.5, "highest_step": 12}

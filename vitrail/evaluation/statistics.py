@@ -122,6 +122,11 @@ def wilson(share: float, n: int, confidence: float = CONFIDENCE) -> tuple[float,
     return max(center - margin, 0.0), min(center + margin, 1.0)
 
 
+def standard_error(share: float, n: int) -> float:
+    """The standard deviation of a share of n independent images."""
+    return math.sqrt(max(share * (1 - share), 0.0) / n)
+
+
 def mcnemar(first: np.ndarray, second: np.ndarray) -> float:
     """The exact two-sided p-value of McNemar's test; correct predictions bool [N] of two models on the same images."""
     if first.shape != second.shape:

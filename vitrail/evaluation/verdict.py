@@ -26,6 +26,7 @@ class Verdict:
     probe: float | None = None  # a classifier on the frozen features
     validations: int = 1  # of which this one is the best
     neighbors: float | None = None  # mean accuracy of the validations next to it
+    highest: float | None = None  # of the validations, where a later one within one standard error was chosen
     frozen: bool = False  # the best weights are those before the first step, the frozen ones with the probe
 
     @property
@@ -72,6 +73,11 @@ class Verdict:
         return sentences
 
     def _describe_selection(self) -> str:
+        if self.highest is not None:
+            return (
+                f"The highest of {self.validations} validations is {percent(self.highest, 1)}; the latest within one standard "
+                "error of it was chosen, since smaller differences are noise."
+            )
         sentence = f"It is the best of {self.validations} validations on the same images and therefore optimistic"
         if self.neighbors is None:
             return f"{sentence}."
@@ -93,6 +99,7 @@ def judge_run(run: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> Ver
     best = run.get("best") or {}
     top1: Any = best.get("top1")
     images: Any = best.get("images")
+    highest: Any = best.get("highest")
     if not has_interval(top1, images) or (run.get("metric") or {}).get("name", "top1") != "top1":
         return None
     baselines = {name: float(value) for name, value in (run.get("baselines") or {}).items() if isinstance(value, int | float)}
@@ -110,6 +117,7 @@ def judge_run(run: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> Ver
         frozen="probe" in baselines and best.get("step") == 0,
         validations=max(len(validations), 1),
         neighbors=float(np.mean([line["top1"] for line in near])) if len(near) == NEIGHBORS else None,
+        highest=highest if has_interval(highest, images) and highest > top1 else None,
     )
 
 

@@ -36,7 +36,7 @@ MODELS = {
         patch_size=4,
     ),
     "vitrail_tiny": SMALL.replace(
-        width=192, depth=11, heads=3, stem_width=32, stem_layers=(1, 1, 1), image_size=64, patch_size=8
+        width=192, depth=11, heads=3, stem_width=32, stem_layers=(1, 1, 1), image_size=128, patch_size=16
     ),
     "vitrail_small": SMALL,
 }

@@ -21,16 +21,19 @@ MIN_DECODED, MIN_COLOR = 64, 3.0  # pixels of the shorter side; mean difference 
 MIN_STEPS, MIN_BATCH_SIZE = 8, 16  # per epoch, of the default recipes, which are for data sets of any size
 
 
-def fit_to_data(recipe: Recipe, source: Source, trained: Preprocessing | None = None) -> tuple[Recipe, list[str]]:
+def fit_to_data(
+    recipe: Recipe, source: Source, trained: Preprocessing | None = None, reason: str = "the size the weights were trained at"
+) -> tuple[Recipe, list[str]]:
     """The recipe with image size (0, 0) replaced by one that suits the images, and messages about what was changed.
 
-    `trained` is the preprocessing of the initial weights: their image size, mean and standard deviation are kept.
+    `trained` is the preprocessing of the initial weights: their image size (for that `reason`), mean and standard deviation are
+    kept.
     """
     messages = []
     if recipe.augmentation.image_size == (0, 0):
         changes: dict[str, object] = {}
         if trained is not None:
-            size, reason = trained.image_size, "the size the weights were trained at"
+            size = trained.image_size
             changes |= {"augmentation.mean": list(trained.mean), "augmentation.std": list(trained.std)}
         else:
             side = median_side(source)

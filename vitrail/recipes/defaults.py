@@ -92,7 +92,7 @@ def finetune(name: str) -> Recipe:
         distillation=BOTH_HEADS,
         optimizer=OptimizerConfig(lr=2e-3, weight_decay=0.05, clip_grad_norm=1.0, layer_decay=0.75),
         schedule=ScheduleConfig(length="20 epochs", warmup="10%"),
-        validation=ValidationConfig(at_start=True, select_by="loss", crop_ratio=1.0),
+        validation=ValidationConfig(at_start=True, select_by="latest", crop_ratio=1.0),
         about=About(
             "vitrail",
             "from any checkpoint, on one GPU",

@@ -160,7 +160,8 @@ class ValidationConfig:
     every: str = "1 epochs"
     at_start: bool = False  # also before the first step
     patience: int = 0  # end the training after so many validations without better weights; 0: never
-    select_by: Literal["metric", "loss"] = "metric"  # of the validation, for the best weights; the loss varies less by chance
+    # For the best weights. "loss" varies less by chance; "latest": the latest within one standard error of the highest accuracy
+    select_by: Literal["metric", "loss", "latest"] = "metric"
     crop_ratio: float = 0.875
     interpolation: str = "bicubic"
     resize: Literal["shorter", "square"] = "shorter"

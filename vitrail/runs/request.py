@@ -25,7 +25,7 @@ from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.recipes import Recipe, lookup
 from vitrail.recipes.data_defaults import fit_to_data, has_colors, median_side
 from vitrail.recipes.duration import describe_cooldown
-from vitrail.runs.budget import choose_image_size
+from vitrail.runs.budget import MIN_EPOCHS, choose_image_size
 from vitrail.runs.initial_model import (
     adds_token,
     locate_weights,
@@ -41,6 +41,7 @@ Log = Callable[[str], None]
 CPU = torch.device("cpu")
 DEFAULT_WEIGHTS = "vitrail_tiny"
 DEFAULT_MINUTES = 5.0
+NARROW, NARROW_LAYER_DECAY = 192, 0.9  # width; small networks gain by larger steps of their first blocks
 MIN_PHOTO_SIDE = 40  # pixels; smaller images are digits, letters, icons
 MAX_FINETUNED = 20_000  # training images; with more, a training from scratch on a GPU gives better results
 
@@ -144,11 +145,16 @@ def open_data(request: TrainRequest, recipe: Recipe, device: torch.device = CPU)
         recipe = with_token(recipe, pretrained, find_model(request.model)[1])
     if pretrained and pretrained.name in list_models():
         recipe = dataclasses.replace(recipe, model=pretrained.name)
-    minutes = time_budget(request, recipe, device)
+    minutes, reason = time_budget(request, recipe, device), "the size the weights were trained at"
     if minutes and pretrained is not None and recipe.augmentation.image_size == (0, 0):
         size = choose_image_size(pretrained, splits.train, device, minutes)
-        pretrained.preprocessing = pretrained.preprocessing._replace(image_size=(size, size))
-    recipe, messages = fit_to_data(recipe, splits.train, pretrained.preprocessing if pretrained else None)
+        if (size, size) != pretrained.preprocessing.image_size:
+            pretrained.preprocessing = pretrained.preprocessing._replace(image_size=(size, size))
+            reason = f"the largest size at which {MIN_EPOCHS} epochs fit into {minutes:g} minutes"
+    recipe, messages = fit_to_data(recipe, splits.train, pretrained.preprocessing if pretrained else None, reason)
+    narrow = pretrained is not None and pretrained.architecture.width <= NARROW
+    if narrow and recipe.name == "finetune" and "optimizer.layer_decay" not in request.explicit_keys:
+        recipe = recipe.set({"optimizer.layer_decay": NARROW_LAYER_DECAY})
     sampler = make_sampler(recipe, splits.train)
     if total_steps(recipe.schedule, sampler.steps) < 1:
         raise UserError(

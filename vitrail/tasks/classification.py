@@ -22,6 +22,7 @@ from vitrail.data.transforms.pipeline import Augmented, augment, erase
 from vitrail.errors import UserError
 from vitrail.evaluation.accuracy import count_hits, summarize
 from vitrail.evaluation.confusion import class_metrics, collect_predictions, confusion, thumbnail, worst_mistakes
+from vitrail.evaluation.statistics import standard_error
 from vitrail.models.vision_transformer import VisionTransformer, mix_tokens
 from vitrail.recipes.schema import Recipe
 from vitrail.tasks.distillation import distillation_loss, teacher_targets
@@ -198,10 +199,15 @@ class Classification(Task):
     def is_better(self, values: Mapping[str, Any], best: Mapping[str, Any]) -> bool:
         """The higher accuracy; of equal ones, which small validation sets often have, the lower loss. A NaN loss is worst.
 
-        With `validation.select_by=loss` the lower loss.
+        With `validation.select_by=loss` the lower loss; with `latest` all that are within one standard error of the best.
         """
-        first = 1 if self.recipe.validation.select_by == "loss" else 0
-        return validation_score(values)[first:] > validation_score(best)[first:]
+        score, highest = validation_score(values), validation_score(best)
+        match self.recipe.validation.select_by:
+            case "loss":
+                return score[1:] > highest[1:]
+            case "latest":
+                return score[0] >= highest[0] - standard_error(highest[0], int(best["images"]))
+        return score > highest
 
     def report(self, model: VisionTransformer, loader: ImageLoader, splits: Splits, batch_size: int) -> dict[str, Any]:
         """Confusion, accuracy per class and the most confident mistakes on the validation images."""

@@ -119,7 +119,7 @@ class Task(ABC):
         """Metrics over all images of a split, computed by all processes together; `metric.name` is one of them."""
 
     def is_better(self, values: Mapping[str, Any], best: Mapping[str, Any]) -> bool:
-        """Whether `values` of `evaluate` are better than the best so far."""
+        """Whether `values` of `evaluate` replace those of the best weights; `best` has the highest metric so far."""
         name, sign = self.metric.name, 1 if self.metric.higher_is_better else -1
         return sign * float(values[name]) > sign * float(best[name])
 

@@ -142,6 +142,12 @@ class Trainer:
         self.validate_every = max(duration_to_steps(self.recipe.validation.every, self.sampler.steps, self.total), 1)
 
     @property
+    def highest(self) -> dict[str, Any]:
+        """`best` with metric and step of the highest validation, where `validation.select_by=latest` chose a later one."""
+        best, name = self.best, self.task.metric.name
+        return best | {name: best["highest"], "step": best["highest_step"]} if "highest" in best else best
+
+    @property
     def stopped_early(self) -> bool:
         """Whether the last `validation.patience` validations were not better than the best.
 
@@ -150,7 +156,7 @@ class Trainer:
         patience, every = self.recipe.validation.patience, self.validate_every
         if not patience or not self.best or self.step == self.total:
             return False
-        return self.step // every - int(self.best["step"]) // every >= patience
+        return self.step // every - int(self.highest["step"]) // every >= patience
 
     @property
     def finished(self) -> bool:
@@ -309,10 +315,13 @@ class Trainer:
 
     def _validate(self, display: ProgressDisplay, metrics: MetricsWriter | None) -> None:
         self._check_finite()
-        values, epoch = self.evaluate(), self.step / self.sampler.steps
-        better = not self.best or self.task.is_better(values, self.best)
+        values, epoch, metric = self.evaluate(), self.step / self.sampler.steps, self.task.metric
+        highest = self.highest
+        better = not highest or self.task.is_better(values, highest)
         if better:
             self.best = {"step": self.step, "epoch": epoch} | {name: as_json(value) for name, value in values.items()}
+            if self.recipe.validation.select_by == "latest" and highest and values[metric.name] <= highest[metric.name]:
+                self.best |= {"highest": highest[metric.name], "highest_step": highest["step"]}
             with self.evaluated_weights():
                 weights = gather_weights(self.model, self.options.sharding)
                 if self.devices.is_main:  # before it is printed: what was printed is on disk, whatever happens next

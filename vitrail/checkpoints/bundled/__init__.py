@@ -10,13 +10,13 @@ from vitrail.aliases import upgrade_name
 from vitrail.errors import UserError
 
 # The SHA-256 of each file, which `tools/bundle_weights.py` prints.
-NAMES = {"vitrail_tiny": "6901d6adcf048996e3fa9ea47633b50032931d43a3bdb464e0db8d504b4f05eb"}
+NAMES = {"vitrail_tiny": "dac3fdae49d3f5707c1ebba1165e2dd3c60cce99c36a38a766dda1f196e80073"}
 
 # Data and license, which are printed where the weights are used.
 NOTICES = {
     "vitrail_tiny": (
-        "vitrail_tiny: trained on Tiny ImageNet, a part of ImageNet, whose images are for non-commercial research and education: "
-        "use these weights for the same (docs/weights.md)"
+        "vitrail_tiny: trained on Tiny ImageNet and photographs of COCO, with a teacher trained on ImageNet, whose images are "
+        "for non-commercial research and education: use these weights for the same (docs/weights.md)"
     )
 }
 
