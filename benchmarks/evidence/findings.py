@@ -4,7 +4,7 @@
 """
 
 # Files that the results do not record: the name for the command, and a remark.
-BUNDLED = ("vitrail_tiny", "it was `vitrail_tiny`, which comes with the package")
+BUNDLED = ("vitrail_tiny", "it was the first `vitrail_tiny`, for images of 64 pixels, which came with the package then")
 UNRECORDED = {
     "distillation": ("cifar10_resnet56.pt", "the name is known, the content is not"),
     "tokens": (

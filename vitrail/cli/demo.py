@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 WEIGHTS, IMAGES = "vitrail_tiny", "pets"
 MIN_EPOCHS, MAX_EPOCHS = 0.1, 10_000.0  # 0.1 epochs are one step
-NEXT = f"train photos/ --from {WEIGHTS} --scope attention"
+NEXT = "train photos/"
 # Shared by both trainings; float32 is fast on every CPU, and few images need small batches for enough steps.
 SHARED: dict[str, Any] = {
     "batch_size": 32,
@@ -32,7 +32,7 @@ SHARED: dict[str, Any] = {
 }
 ADAPTED: dict[str, Any] = {"init.weights": WEIGHTS, "init.scope": "attention", "optimizer.lr": 5e-3}
 # From scratch, all layers train at the full learning rate; the image size is that of the bundled weights.
-SCRATCH: dict[str, Any] = {"optimizer.lr": 1e-3, "optimizer.layer_decay": 1.0, "augmentation.image_size": [64, 64]}
+SCRATCH: dict[str, Any] = {"optimizer.lr": 1e-3, "optimizer.layer_decay": 1.0, "augmentation.image_size": [128, 128]}
 
 
 def demo(
