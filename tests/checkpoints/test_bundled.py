@@ -17,7 +17,7 @@ from vitrail.checkpoints.bundled import NAMES, find_bundled
 from vitrail.checkpoints.readers import read_safetensors
 from vitrail.errors import UserError
 from vitrail.runs.initial_model import states_architecture
-from vitrail.runs.request import TrainRequest, resolve_recipe
+from vitrail.runs.request import TrainRequest, open_data, resolve_recipe
 from vitrail.teachers.lookup import open_teacher
 
 PACKAGE = Path(vitrail.__file__).parent
@@ -82,6 +82,14 @@ def test_current_folder_takes_precedence(tmp_path):
     assert vitrail.load("./vitrail_tiny").architecture.classes == 3
     recipe = resolve_recipe(TrainRequest(changes={"init.weights": "vitrail_tiny"}), "cpu")
     assert recipe.init.weights == str(tmp_path / "vitrail_tiny" / "best.safetensors")
+
+
+@pytest.mark.parametrize(("changes", "decay"), [({}, 0.9), ({"optimizer.layer_decay": 0.75}, 0.75)])
+def test_a_small_network_is_fine_tuned_with_less_layer_decay(changes, decay):
+    request = TrainRequest("pets", changes={"init.weights": "vitrail_tiny", "schedule.length": "1 steps"} | changes)
+    data = open_data(request, resolve_recipe(request, "cpu"))
+    assert data.recipe.optimizer.layer_decay == decay
+    assert any("optimizer.layer_decay set to 0.9" in message for message in data.messages) == (not changes)
 
 
 def test_recipe_contains_the_name_and_not_the_path():

@@ -155,6 +155,7 @@ def open_data(request: TrainRequest, recipe: Recipe, device: torch.device = CPU)
     narrow = pretrained is not None and pretrained.architecture.width <= NARROW
     if narrow and recipe.name == "finetune" and "optimizer.layer_decay" not in request.explicit_keys:
         recipe = recipe.set({"optimizer.layer_decay": NARROW_LAYER_DECAY})
+        messages.append(f"optimizer.layer_decay set to {NARROW_LAYER_DECAY}: the network has at most {NARROW} channels")
     sampler = make_sampler(recipe, splits.train)
     if total_steps(recipe.schedule, sampler.steps) < 1:
         raise UserError(
