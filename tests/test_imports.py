@@ -10,6 +10,7 @@ PACKAGE = Path(__file__).parents[1] / "vitrail"
 ORDER = [
     "pages",
     "layers",
+    "heads",
     "data",
     "models",
     "recipes",
@@ -29,6 +30,7 @@ EXCEPTIONS = {("models/vision_transformer.py", "evaluation")}  # model.predict
 SHARED = {"__init__", "__main__", "config", "fold", "lookup", "registry"}
 TWINS = [
     {"models", "recipes"},  # the page of a paper
+    {"recipes", "tasks"},  # an objective and the recipes that use it
     {"models", "recipes", "checkpoints/formats"},  # a paper whose repository has a format of its own
     {"data", "data/transforms/kernels"},  # the same on the GPU
     {"data/transforms", "data/transforms/kernels"},

@@ -268,7 +268,7 @@ class Recipe:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Recipe":
         """The inverse of `to_dict`, also of one saved as JSON or under old names; unknown keys are errors."""
-        return _build(cls, upgrade_recipe(values) if isinstance(values, dict) else values, "")
+        return build_group(cls, upgrade_recipe(values) if isinstance(values, dict) else values, "")
 
     def set(self, changes: dict[str, Any]) -> "Recipe":
         """A copy with values changed by dotted key: {"optimizer.lr": 1e-3, "architecture.drop_path": 0.1}.
@@ -394,7 +394,8 @@ def unknown_key(key: str, recipe: Recipe) -> UserError:
     return UserError(f"A recipe has no {key!r}" + (f"; the nearest are {hint}" if hint else "") + ".")
 
 
-def _build(kind: type[Group], values: Any, location: str) -> Group:
+def build_group(kind: type[Group], values: Any, location: str) -> Group:
+    """A dataclass of settings from plain values; unknown keys and values of other types raise UserError."""
     if not isinstance(values, dict):
         raise UserError(f"{location or 'The recipe'} is a group of settings, not {values!r}.")
     hints = get_type_hints(kind)
@@ -414,7 +415,7 @@ KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "text
 def _convert(hint: Any, value: Any, location: str) -> Any:
     """A plain value converted to the declared type of its field."""
     if dataclasses.is_dataclass(hint):
-        return _build(typing.cast(type, hint), value, location)
+        return build_group(typing.cast(type, hint), value, location)
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Literal:
         if value not in arguments:

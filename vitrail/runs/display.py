@@ -17,7 +17,7 @@ from rich.text import Text
 
 from vitrail.formatting import format_bytes, format_clock, format_significant, percent, pluralize
 from vitrail.runs.reference_curves import BandStatus, ReferenceBand
-from vitrail.training.metrics import TOP1, Metric, SmoothedValue
+from vitrail.training.metrics import SPEED, TOP1, Metric, SmoothedValue
 
 REFRESH = 0.2  # minimum seconds between two refreshes
 MAX_DRAWING = 0.003  # fraction of the time spent on drawing, however slow the terminal is
@@ -25,6 +25,8 @@ STYLES = {"within": "green", "above": "cyan", "below": "bold red"}
 BLOCKS = "▁▂▃▄▅▆▇█"
 SPARKLINE = 24  # characters of the loss curve, from the start of the training to its end
 WIDE, NARROW = 100, 64  # columns
+# Values with a label and a place of their own, or that are not shown.
+SHOWN = frozenset(("loss", "lr", "gradient_norm", "skipped", "top1", "top5", "images", "best"))
 
 
 class Display:
@@ -117,6 +119,7 @@ class Display:
             parts.append(labeled("loss", format_significant(self._loss)))
         if values.get("loss") is not None:
             parts.append(labeled("val loss", format_significant(values["loss"])))
+        parts += labeled_values({name: value for name, value in values.items() if name not in SHOWN | {self.metric.name}})
         if values.get("best"):
             parts.append(Text("best", "bold green"))
         if self.band and not self.interactive:
@@ -124,6 +127,11 @@ class Display:
             parts.append(Text(message))
         self.activity = ""
         self._print(Text("  ").join(parts))
+        self._draw()
+
+    def warn(self, message: str) -> None:
+        """Print a warning that stays."""
+        self._print(Text(f"warning: {message}", "bold yellow"))
         self._draw()
 
     def finish(self) -> None:
@@ -173,6 +181,7 @@ class Display:
             parts.append(labeled("lr", f"{values['lr']:.2e}"))
         if values.get("gradient_norm") is not None:
             parts.append(labeled("grad norm", f"{values['gradient_norm']:.3g}"))
+        parts += labeled_values({name: value for name, value in values.items() if name not in SHOWN | SPEED})
         if values.get("skipped"):
             parts.append(labeled("skipped", f"{values['skipped']:,.0f}", "red"))
         return parts
@@ -233,6 +242,11 @@ class Display:
             return
         encoding = self.console.encoding
         self.console.print(Text(line.plain.encode(encoding, "replace").decode(encoding)), soft_wrap=True)
+
+
+def labeled_values(values: Mapping[str, Any]) -> list[Text]:
+    """Values that a task names itself, such as "effective_rank"."""
+    return [labeled(name.replace("_", " "), format_significant(float(value))) for name, value in values.items()]
 
 
 def labeled(label: str, value: str, style: str = "") -> Text:

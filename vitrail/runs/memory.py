@@ -65,11 +65,11 @@ def plan_memory(
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     fixed = 4.0 * (price.parameters * (1 + bool(recipe.ema.decay)) + trained * (COPIES[recipe.optimizer.kind] - 1)) / sharded_over
     heads = [p for name, p in task.module.named_parameters() if not name.startswith("model.")]
-    fixed += 4.0 * COPIES[recipe.optimizer.kind] * sum(parameter.numel() for parameter in heads)
+    fixed += 4.0 * sum(p.numel() * (COPIES[recipe.optimizer.kind] if p.requires_grad else 1) for p in heads)
     teacher = float(sum(tensor.nbytes for tensor in task.teacher.state_dict().values())) if task.teacher is not None else 0.0
     fixed += teacher + cached
     held = 4.0 * price.parameters + teacher  # allocated already
-    per_image = activation_bytes(model, price)
+    per_image = activation_bytes(model, price) * task.relative_cost
     if task.teacher is not None and device.type == "cpu":  # on a GPU it is measured; the teacher runs before the student
         per_image = max(per_image, teacher_activation_bytes(task))
     free = fixed + per_image * max_images  # where the system does not report it

@@ -78,6 +78,8 @@ def prepare(
         model.recompute = options.recompute
         if options.sharding != "none":
             check_shardable(model)
+            if not task.shardable:
+                raise UserError(f"--shard does not support the task {recipe.task}: train without it.")
         shown = len(task.messages)
         task.attach(model)
         sharded_over = devices.world_size if options.sharding != "none" else 1

@@ -237,7 +237,8 @@ def run_prepared(prepared: Prepared, log: Log) -> Run:
             if options.compile:
                 display.show_activity("compiling")
             if not finished:
-                trainer.run(loaders[0], display, metrics, Throughput(trainer.model, devices.device, devices.world_size))
+                speed = Throughput(trainer.model, devices.device, devices.world_size, trainer.task.relative_cost)
+                trainer.run(loaders[0], display, metrics, speed)
                 display.finish()
     except Stopped:
         if trainer.finished:

@@ -43,6 +43,7 @@ class Classification(Task):
     """Class labels as targets; the recipe's `loss`, `mixing`, `distillation` and `token_labels` say how."""
 
     metric = TOP1
+    shardable = True
 
     def __init__(self, recipe: Recipe, source: Source, device: torch.device) -> None:
         super().__init__(recipe, source, device)

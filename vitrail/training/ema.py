@@ -18,12 +18,13 @@ class ModelEma:
     The EMA of sharded weights (FSDP2) is sharded in the same way.
     """
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
+    def __init__(self, model: nn.Module, decay: float, into: Mapping[str, Tensor] | None = None) -> None:
+        """`into`: the tensors that hold the EMA, by the names of the model's; default: copies of the model's."""
         if not 0 <= decay < 1:
             raise UserError(f"The EMA decay must be in [0, 1), not {decay}.")
         self.decay = decay
         self._live = named_tensors(model)
-        self._ema = {name: tensor.clone() for name, tensor in self._live.items()}
+        self._ema = {name: tensor.clone() if into is None else into[name] for name, tensor in self._live.items()}
         by_dtype: dict[torch.dtype, list[str]] = {}
         for name, tensor in self._live.items():
             by_dtype.setdefault(tensor.dtype, []).append(name)
@@ -79,16 +80,23 @@ class ModelEma:
         Values are copied, not swapped by reference, because compiled code, CUDA graphs and FSDP2 refer to the memory. A sharded
         model must be passed as its root module, whose gathered weights are freed on entry and exit.
         """
-        reshard(model)
-        live = named_tensors(model)
-        check_matching(live, self._ema)
-        saved = {name: tensor.clone() for name, tensor in live.items()}
-        try:
-            copy_into(live, self._ema)
+        with replaced_weights(model, self._ema):
             yield
-        finally:
-            reshard(model)
-            copy_into(live, saved)
+
+
+@contextmanager
+def replaced_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    """Context in which the trainable parameters and the buffers of a model have other values; see `ModelEma.applied`."""
+    reshard(model)
+    live = named_tensors(model)
+    check_matching(live, weights)
+    saved = {name: tensor.clone() for name, tensor in live.items()}
+    try:
+        copy_into(live, weights)
+        yield
+    finally:
+        reshard(model)
+        copy_into(live, saved)
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:

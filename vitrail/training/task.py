@@ -6,6 +6,7 @@ the checkpoints. The trainer uses this interface and imports no task; `vitrail.t
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -41,6 +42,7 @@ class Task(ABC):
 
     metric: ClassVar[Metric]
     logs: ClassVar[tuple[str, ...]] = ()  # names of the values that the module returns after the loss
+    shardable: ClassVar[bool] = False  # whether the module calls nothing of the model but `outputs`, which --shard needs
     module: nn.Module  # forward(images, targets) -> the loss [], or [1 + len(logs)] with the loss first
 
     def __init__(self, recipe: Recipe, source: Source, device: torch.device) -> None:
@@ -74,6 +76,11 @@ class Task(ABC):
     def class_names(self) -> list[str] | None:
         """One output of the model's classifier each; None for a model without a classifier."""
         return None
+
+    @property
+    def relative_cost(self) -> float:
+        """Cost of a training image relative to one forward and backward pass at the recipe's image size."""
+        return 1.0
 
     # Training
 
@@ -114,6 +121,10 @@ class Task(ABC):
 
     # Evaluation
 
+    def evaluated_weights(self, model: VisionTransformer) -> AbstractContextManager[None]:
+        """Context in which `model` has the weights to validate and save, such as those of an EMA teacher."""
+        return nullcontext()
+
     @abstractmethod
     def evaluate(self, model: VisionTransformer, loader: ImageLoader, batch_size: int, devices: Devices) -> dict[str, Any]:
         """Metrics over all images of a split, computed by all processes together; `metric.name` is one of them."""
@@ -122,6 +133,13 @@ class Task(ABC):
         """Whether `values` of `evaluate` replace those of the best weights; `best` has the highest metric so far."""
         name, sign = self.metric.name, 1 if self.metric.higher_is_better else -1
         return sign * float(values[name]) > sign * float(best[name])
+
+    def diagnose(self, values: Mapping[str, Any], epoch: float) -> str:
+        """What these validation metrics after so many epochs show to be wrong, and what to change; "" if nothing.
+
+        Raises UserError to stop the training.
+        """
+        return ""
 
     def report(self, model: VisionTransformer, loader: ImageLoader, splits: Splits, batch_size: int) -> dict[str, Any]:
         """Further facts about the best weights on the validation images, for run.json and the report."""

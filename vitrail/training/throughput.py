@@ -49,8 +49,10 @@ def peak_memory() -> float:
 class Throughput:
     """Measures the throughput since the last `measure`; excluded time (validation, saving) does not count."""
 
-    def __init__(self, model: VisionTransformer, device: torch.device, world_size: int) -> None:
-        self.flops_per_image = 6 * cost(model.architecture).macs  # 2 per multiply-add, in 1 forward and 2 backward products
+    def __init__(self, model: VisionTransformer, device: torch.device, world_size: int, relative_cost: float = 1.0) -> None:
+        """`relative_cost`: forward and backward passes per training image, see `Task.relative_cost`."""
+        macs = cost(model.architecture).macs * relative_cost
+        self.flops_per_image = 6 * macs  # 2 per multiply-add, in 1 forward and 2 backward products
         self.device, self.peak = device, (peak_flops(device) or 0.0) * world_size
         self.images, self.data_wait, self.excluded, self.since = 0, 0.0, 0.0, time.perf_counter()
 

@@ -77,6 +77,8 @@ class ProgressDisplay(Protocol):
 
     def show_activity(self, activity: str) -> None: ...
 
+    def warn(self, message: str) -> None: ...
+
 
 @dataclass
 class Trainer:
@@ -115,7 +117,9 @@ class Trainer:
         group_batch_norms(self.task.module, recipe, self.devices)
         self.drop_path_noise = DropPathNoise(self.task.module, recipe.seed, recipe.batch_size, recipe.images_per_group)
         if options.compile:
-            compile_blocks(optimize_for_training(self.model))
+            for network in self.task.module.modules():
+                if isinstance(network, VisionTransformer):
+                    compile_blocks(optimize_for_training(network))
         self.module = wrap_module(self.task.module, self.model, self.devices, options.sharding)
         self.head_parameters = head_parameters(self.task, self.model)
         self.parameters = [*self.model.parameters(), *self.head_parameters.values()]
@@ -329,6 +333,9 @@ class Trainer:
         if metrics:
             metrics.write("validation", self.step, epoch, values)
         display.log_validation(epoch, values | {"best": better})
+        problem = self.task.diagnose(values, epoch)
+        if problem:
+            display.warn(problem)
 
     def evaluate(self) -> dict[str, Any]:
         """The task's metrics on the validation images, with the EMA weights if the recipe evaluates those."""
@@ -345,8 +352,10 @@ class Trainer:
         return options.compile and self.devices.device.type == "cuda" and alone and plain
 
     def evaluated_weights(self) -> AbstractContextManager[None]:
-        """The EMA weights in the model, where the recipe evaluates and saves them."""
-        return self.ema.applied(self.model) if self.ema and self.recipe.ema.evaluate else nullcontext()
+        """The EMA weights in the model, where the recipe evaluates and saves them, or those that the task evaluates."""
+        if self.ema and self.recipe.ema.evaluate:
+            return self.ema.applied(self.model)
+        return self.task.evaluated_weights(self.model)
 
     def autocast(self) -> AbstractContextManager[None]:
         dtype = DTYPES.get(self.recipe.precision)

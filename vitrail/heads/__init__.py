@@ -1,0 +1,1 @@
+"""Modules that a task puts on a backbone: projections, predictions of masked patches."""

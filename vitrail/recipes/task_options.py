@@ -1,0 +1,96 @@
+"""Settings of the self-supervised tasks: the keys and defaults of a recipe's `task_options`. Importable without torch."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from vitrail.errors import UserError
+from vitrail.recipes.schema import Recipe, build_group
+
+Options = TypeVar("Options", bound="SelfSupervisedOptions")
+
+
+@dataclass(frozen=True)
+class SelfSupervisedOptions:
+    """Settings of all tasks that learn without labels."""
+
+    knn_k: int = 20  # neighbors of the k-NN accuracy, where there are labels
+    knn_images: int = 20_000  # training images among which neighbors are searched, at most
+    on_collapse: Literal["warn", "stop"] = "warn"
+
+    def __post_init__(self) -> None:
+        if self.knn_k < 1 or self.knn_images < 1:
+            raise UserError("task_options.knn_k and knn_images are numbers of images: at least 1.")
+
+
+@dataclass(frozen=True)
+class DinoOptions(SelfSupervisedOptions):
+    """Self-distillation between views (DINO). Durations in epochs may be fractions."""
+
+    local_crops: int = 8
+    local_size: int = 96  # pixels of a side
+    global_scale: tuple[float, float] = (0.4, 1.0)  # share of the image's area
+    local_scale: tuple[float, float] = (0.05, 0.4)
+    # How a network with weights of a fixed grid (ResMLP) sees local crops: enlarged to its size, not at all, or at their own
+    # size with interpolated weights. Other networks see them at their own size.
+    fixed_grid: Literal["resize", "none", "interpolate"] = "resize"
+    outputs: int = 65_536
+    hidden: int = 2048
+    bottleneck: int = 256
+    head_layers: int = 3
+    norm_last_layer: bool = True  # the gains of the last layer are fixed to 1
+    freeze_last_layer: float = 1.0  # epochs in which the last layer is not trained
+    student_temperature: float = 0.1
+    teacher_temperature: float = 0.07
+    teacher_temperature_start: float = 0.04
+    teacher_temperature_warmup: float = 30.0  # epochs
+    center_momentum: float = 0.9  # 1: no centering
+    momentum: float = 0.996  # of the teacher at the start; it grows to 1 along a cosine
+    weight_decay_end: float = 0.4  # at the last step, along a cosine from optimizer.weight_decay
+    clip_grad: float = 3.0  # largest gradient norm of each parameter; 0: none
+    patch_weight: float = 0.0  # of the loss of masked patches (iBOT); 0: none
+    mask_ratio: tuple[float, float] = (0.1, 0.5)  # of the patches of a masked global view, with patch_weight
+    mask_prob: float = 0.5  # share of the global views that are masked, with patch_weight
+
+
+@dataclass(frozen=True)
+class MaskedPatchOptions(SelfSupervisedOptions):
+    """Masked patch prediction of ViT: a share of the patch embeddings is corrupted, their content is predicted."""
+
+    target: Literal["mean_color", "downsized", "pixels"] = "mean_color"
+    corrupted: float = 0.5  # share of the patches
+    masked: float = 0.8  # of the corrupted patches: replaced by the mask token
+    replaced: float = 0.1  # replaced by another patch of the batch; the rest is left as it is
+
+
+@dataclass(frozen=True)
+class BeitOptions(SelfSupervisedOptions):
+    """BEiT: predict the codes that a tokenizer gives to masked patches."""
+
+    tokenizer: str = ""  # the weights of `vitrail tokenizer train`
+    masked: float = 75 / 196  # share of the patches
+    min_block: float = 16 / 196  # smallest block, as a share of the patches
+    aspect: float = 0.3  # smallest aspect ratio of a block; the largest is its inverse
+    mask_place: Literal["after_stem", "before_stem"] = "after_stem"  # before: pixels of masked patches are set to the mean
+
+
+@dataclass(frozen=True)
+class TokenizerOptions(SelfSupervisedOptions):
+    """A discrete autoencoder whose codes BEiT predicts."""
+
+    codes: int = 8192
+    width: int = 256  # of the code vectors and of the decoder
+    temperature: float = 0.9  # of the Gumbel softmax
+    temperature_end: float = 0.9
+    usage_weight: float = 0.01  # of the loss that keeps all codes in use: the negative entropy of their mean
+
+
+def read_options(kind: type[Options], recipe: Recipe) -> Options:
+    """The `task_options` of a recipe as a typed group; unknown keys and wrong values raise UserError."""
+    return build_group(kind, recipe.task_options, "task_options")
+
+
+def complete_options(kind: type[Options], recipe: Recipe, **changes: Any) -> Recipe:
+    """The recipe with all `task_options` written out, so that a run records the values of its defaults."""
+    options = dataclasses.replace(read_options(kind, recipe), **changes)
+    return dataclasses.replace(recipe, task_options=dataclasses.asdict(options))
