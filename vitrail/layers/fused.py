@@ -216,6 +216,8 @@ def folded_patch_linear(branch: Branch, body: PatchLinear, x: Tensor, layout: La
         return None
     if not are_trained(norm, scale) or has_hooks(norm, linear, scale):
         return None
+    if body.interpolate and layout.grid != body.grid:
+        return None
     check_grid(layout, body.grid)
     factor = scale.weight.view(-1)  # type: ignore[operator]
     shift = linear.bias[:, None] * factor

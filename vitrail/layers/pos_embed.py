@@ -21,7 +21,8 @@ def resample(grid_values: Tensor, old: Grid, new: Grid, method: str = "bicubic")
     """
     if not torch.compiler.is_exporting() and old == new:
         return grid_values
-    image = grid_values.float().reshape(1, *old, -1).permute(0, 3, 1, 2)
+    precise = grid_values.to(torch.promote_types(grid_values.dtype, torch.float32))
+    image = precise.reshape(1, *old, -1).permute(0, 3, 1, 2)
     mode, _, antialias = method.partition("_")
     if mode == "aligned":
         image = F.interpolate(image, size=new, mode="bilinear", align_corners=True)

@@ -25,19 +25,26 @@ class TokenLinear(nn.Linear):
 
     def product(self, x: Tensor) -> Tensor:
         """The layer without its bias."""
-        weight, rows = self.weight, self.out_features
-        if not x.is_meta and torch.is_autocast_enabled(x.device.type):  # cast before `expand`, not once per image
-            weight = weight.to(torch.get_autocast_dtype(x.device.type))
-        if x.is_cuda and torch.compiler.is_compiling():  # aligned rows for vectorized loads; the compiler fuses the padding
-            across, down = -weight.shape[1] % 8, -rows % 8
-            weight, x = F.pad(weight, (0, across, 0, down)), F.pad(x, (0, 0, 0, across))
-        elif x.is_cuda:
-            weight = F.pad(weight, (0, -weight.shape[1] % 8))[:, : weight.shape[1]]
-        return torch.bmm(weight.expand(x.shape[0], -1, -1), x)[:, :rows]
+        return multiply_tokens(self.weight, x)
+
+
+def multiply_tokens(weight: Tensor, x: Tensor) -> Tensor:
+    """The product of a matrix [M, N] with the tokens of [B, N, D]."""
+    rows = len(weight)
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type):  # cast before `expand`, not once per image
+        weight = weight.to(torch.get_autocast_dtype(x.device.type))
+    if x.is_cuda and torch.compiler.is_compiling():  # aligned rows for vectorized loads; the compiler fuses the padding
+        across, down = -weight.shape[1] % 8, -rows % 8
+        weight, x = F.pad(weight, (0, across, 0, down)), F.pad(x, (0, 0, 0, across))
+    elif x.is_cuda:
+        weight = F.pad(weight, (0, -weight.shape[1] % 8))[:, : weight.shape[1]]
+    return torch.bmm(weight.expand(x.shape[0], -1, -1), x)[:, :rows]
 
 
 class PatchLinear(nn.Module):
     """ResMLP's cross-patch layer: one linear layer over the patches, shared by all channels."""
+
+    interpolate = False  # the weights to the grid of the input in every forward pass; otherwise another grid is an error
 
     def __init__(self, grid: Grid):
         super().__init__()
@@ -45,6 +52,10 @@ class PatchLinear(nn.Module):
         self.map = TokenLinear(grid[0] * grid[1], grid[0] * grid[1])
 
     def forward(self, x: Tensor, layout: Layout, relative: nn.Module | None = None) -> Tensor:
+        if self.interpolate and layout.grid != self.grid:
+            weight, bias = resize_weights(self.map, self.grid, layout.grid, self.grid, layout.grid)
+            product = multiply_tokens(weight, x)
+            return product + bias.to(product.dtype)[:, None]
         check_grid(layout, self.grid)
         out: Tensor = self.map(x)
         return out
@@ -79,14 +90,20 @@ class PatchMlp(nn.Module):
 
 
 def resize_token_linear(old: TokenLinear, grid: Grid, new_grid: Grid, out: Grid, new_out: Grid) -> TokenLinear:
-    """The layer for another grid: inputs and outputs are resampled bicubically, row sums are kept."""
+    """The layer for another grid, with the weights of `resize_weights`."""
     with torch.no_grad():
-        columns = resample(old.weight.T, grid, new_grid)  # [N', out]
-        weight = resample(columns.T, out, new_out) * (grid[0] * grid[1] / (new_grid[0] * new_grid[1]))
+        weight, bias = resize_weights(old, grid, new_grid, out, new_out)
         new = TokenLinear(new_grid[0] * new_grid[1], new_out[0] * new_out[1], device="meta")
         new.weight = nn.Parameter(weight.contiguous(), old.weight.requires_grad)
-        new.bias = nn.Parameter(resample(old.bias[:, None], out, new_out)[:, 0].contiguous(), old.bias.requires_grad)
+        new.bias = nn.Parameter(bias.contiguous(), old.bias.requires_grad)
     return new
+
+
+def resize_weights(old: TokenLinear, grid: Grid, new_grid: Grid, out: Grid, new_out: Grid) -> tuple[Tensor, Tensor]:
+    """Weight and bias for another grid: inputs and outputs are resampled bicubically, row sums are kept."""
+    columns = resample(old.weight.T, grid, new_grid)  # [N', out]
+    weight = resample(columns.T, out, new_out) * (grid[0] * grid[1] / (new_grid[0] * new_grid[1]))
+    return weight, resample(old.bias[:, None], out, new_out)[:, 0]
 
 
 class ConvMixer(nn.Module):

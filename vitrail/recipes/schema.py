@@ -120,7 +120,7 @@ class OptimizerConfig:
     nesterov: bool = True
     weight_decay: float = 0.05
     weight_decay_coupled: bool = False  # added to the gradient (L2) instead of subtracted from the weights
-    weight_decay_on: Literal["matrices", "kernels", "all"] = "matrices"
+    weight_decay_on: Literal["matrices", "tensors", "kernels", "all"] = "matrices"
     clip_grad_norm: float = 0.0  # maximum global gradient norm; 0: none
     trust_ratio_on: Literal["decayed", "all"] = "decayed"  # parameters that LAMB scales by the norm of the weights
     max_trust_ratio: float = 0.0  # 0: none

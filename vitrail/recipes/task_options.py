@@ -8,6 +8,7 @@ from vitrail.errors import UserError
 from vitrail.recipes.schema import Recipe, build_group
 
 Options = TypeVar("Options", bound="SelfSupervisedOptions")
+DURATIONS = ("freeze_last_layer", "teacher_temperature_warmup")  # of DINO
 
 
 @dataclass(frozen=True)
@@ -25,12 +26,17 @@ class SelfSupervisedOptions:
 
 @dataclass(frozen=True)
 class DinoOptions(SelfSupervisedOptions):
-    """Self-distillation between views (DINO). Durations in epochs may be fractions."""
+    """Self-distillation between views (DINO). Durations in epochs may be fractions.
 
+    The recipe's augmentation is that of the first global view; the others differ in what is named here.
+    """
+
+    second_blur: float = 0.1  # of the second global view
+    second_solarize: float = 0.2
     local_crops: int = 8
-    local_size: int = 96  # pixels of a side
-    global_scale: tuple[float, float] = (0.4, 1.0)  # share of the image's area
-    local_scale: tuple[float, float] = (0.05, 0.4)
+    local_size: int = 0  # pixels of a side; 0: 3/7 of the image size
+    local_scale: tuple[float, float] = (0.05, 0.4)  # share of the image's area
+    local_blur: float = 0.5
     # How a network with weights of a fixed grid (ResMLP) sees local crops: enlarged to its size, not at all, or at their own
     # size with interpolated weights. Other networks see them at their own size.
     fixed_grid: Literal["resize", "none", "interpolate"] = "resize"
@@ -48,9 +54,24 @@ class DinoOptions(SelfSupervisedOptions):
     momentum: float = 0.996  # of the teacher at the start; it grows to 1 along a cosine
     weight_decay_end: float = 0.4  # at the last step, along a cosine from optimizer.weight_decay
     clip_grad: float = 3.0  # largest gradient norm of each parameter; 0: none
-    patch_weight: float = 0.0  # of the loss of masked patches (iBOT); 0: none
-    mask_ratio: tuple[float, float] = (0.1, 0.5)  # of the patches of a masked global view, with patch_weight
-    mask_prob: float = 0.5  # share of the global views that are masked, with patch_weight
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("outputs", "hidden", "bottleneck", "head_layers"):
+            if getattr(self, name) < 1:
+                raise UserError(f"task_options.{name}={getattr(self, name)} is out of range: give at least 1.")
+        for name in ("student_temperature", "teacher_temperature", "teacher_temperature_start"):
+            if getattr(self, name) <= 0:
+                raise UserError(f"task_options.{name}={getattr(self, name):g} is out of range: give a number above 0.")
+        for name in ("second_blur", "second_solarize", "local_blur", "center_momentum", "momentum"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UserError(f"task_options.{name}={getattr(self, name):g} is out of range: give a number from 0 to 1.")
+        for name in ("local_crops", "local_size", *DURATIONS, "weight_decay_end", "clip_grad"):
+            if getattr(self, name) < 0:
+                raise UserError(f"task_options.{name}={getattr(self, name):g} is out of range: give 0 or more.")
+        low, high = self.local_scale
+        if not 0 < low <= high <= 1:
+            raise UserError(f"task_options.local_scale=[{low:g}, {high:g}] should be two shares of the area, the smaller first.")
 
 
 @dataclass(frozen=True)

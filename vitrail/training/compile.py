@@ -1,12 +1,19 @@
 """Compilation of models block by block, for training and inference."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import TypeVar
+
 import torch
 
 from vitrail.layers.fused import optimize_for_training
 from vitrail.layers.pooling import QueryPooling
 from vitrail.models.vision_transformer import VisionTransformer
 
-__all__ = ["compile_blocks", "optimize_for_training"]
+__all__ = ["compile_blocks", "compile_function", "is_compiled", "optimize_for_training", "static_shapes"]
+
+Result = TypeVar("Result")
 
 
 def compile_blocks(model: VisionTransformer) -> None:
@@ -19,3 +26,27 @@ def compile_blocks(model: VisionTransformer) -> None:
         model.stem.compile()
     if isinstance(model.pooling, QueryPooling):
         model.pooling.compile()
+
+
+def is_compiled(model: VisionTransformer) -> bool:
+    """Whether `compile_blocks` has compiled the model."""
+    return model.blocks[0]._compiled_call_impl is not None
+
+
+@cache
+def compile_function(function: Callable[..., Result]) -> Callable[..., Result]:
+    """A compiled function, with a graph for each shape of its arguments."""
+    return torch.compile(function, dynamic=False)
+
+
+@contextmanager
+def static_shapes(model: VisionTransformer) -> Iterator[None]:
+    """Context in which a compiled model gets a graph for each shape of the images, not a slower one for all of them.
+
+    For a task that runs images of a few sizes in every step.
+    """
+    if is_compiled(model):
+        with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+            yield
+    else:
+        yield

@@ -10,6 +10,7 @@ Parameters with weight decay (`weight_decay_on`):
   tokens and pooling queries. The released code omits the distillation token and BEiT's relative position tables from its list of
   exceptions, so they are decayed there. Here no token or table is decayed: class and distillation token are rows of one tensor,
   and the first published weights were trained when that list had no effect, so no published result depends on it.
+* "tensors", the rule of the released DINO code: all but vectors, scalars and biases, so tokens and position embeddings too.
 * "kernels", the rule of Google's code: the weights of linear layers and convolutions only.
 * "all".
 
@@ -36,7 +37,7 @@ TOKENS_AND_POSITIONS = re.compile(r"pos_embed\..*|stem\.position|prefix|pooling\
 KERNELS = (nn.Linear, nn.modules.conv._ConvNd, PerClassHead)
 
 
-def decayed_parameters(model: VisionTransformer, on: Literal["matrices", "kernels", "all"]) -> set[str]:
+def decayed_parameters(model: VisionTransformer, on: Literal["matrices", "tensors", "kernels", "all"]) -> set[str]:
     """Names of the parameters with weight decay."""
     if on == "all":
         return {name for name, _ in model.named_parameters()}
@@ -45,7 +46,7 @@ def decayed_parameters(model: VisionTransformer, on: Literal["matrices", "kernel
     return {
         name
         for name, parameter in model.named_parameters()
-        if parameter.ndim > 1 and not name.endswith("bias") and not TOKENS_AND_POSITIONS.fullmatch(name)
+        if parameter.ndim > 1 and not name.endswith("bias") and (on == "tensors" or not TOKENS_AND_POSITIONS.fullmatch(name))
     }
 
 

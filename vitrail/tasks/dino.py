@@ -1,0 +1,376 @@
+"""DINO (arXiv 2104.14294): a student predicts, from one view of an image, what its teacher outputs for another view.
+
+The teacher is an EMA of the student. Its outputs are centered and sharpened, so that neither one output nor the uniform
+distribution fits all images. Global views pass through both networks as one batch, local views through the student as another.
+"""
+
+import copy
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+from vitrail.data.loader import Batch
+from vitrail.data.rng import sample_key
+from vitrail.data.sampler import EpochSampler
+from vitrail.data.transforms.pipeline import augment_views
+from vitrail.errors import UserError
+from vitrail.evaluation.feature_health import entropy_of_sums
+from vitrail.heads.projection import ProjectionHead
+from vitrail.layers.layout import Layout
+from vitrail.layers.token_mixers import PatchLinear
+from vitrail.models.config import format_size
+from vitrail.models.inputs import FIXED_GRID
+from vitrail.models.registry import build
+from vitrail.models.vision_transformer import VisionTransformer
+from vitrail.recipes.task_options import DinoOptions
+from vitrail.tasks.self_supervised import SelfSupervised, Sums
+from vitrail.training.compile import compile_function, is_compiled, static_shapes
+from vitrail.training.ema import ModelEma, copy_into, named_tensors
+from vitrail.training.gradient_norm import local_tensors
+from vitrail.training.schedules import cosine
+from vitrail.training.task import Position
+
+LOCAL_SHARE = 3 / 7  # of the image size: 96 of 224 pixels
+TEACHER_COST = 1 / 3  # of a forward pass, relative to forward and backward
+
+
+class DinoTargets(NamedTuple):
+    """What the module needs besides the global views [2B, 3, H, W]."""
+
+    local: Tensor | None  # local views [n * B, 3, h, w], one view of all images after the other
+    temperature: Tensor  # [] of the teacher
+
+
+class Network(nn.Module):
+    """A model with a projection head."""
+
+    def __init__(self, model: VisionTransformer, head: ProjectionHead) -> None:
+        super().__init__()
+        self.model, self.head = model, head
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Images to outputs [B, K]."""
+        out: Tensor = self.head(pool(self.model, images))
+        return out
+
+
+class DinoModule(nn.Module):
+    """Student, teacher, the teacher's center, and the loss between their outputs."""
+
+    center: Tensor
+    output_sum: Tensor
+    temperature: Tensor
+
+    def __init__(self, model: VisionTransformer, options: DinoOptions) -> None:
+        super().__init__()
+        o = self.options = options
+        sizes = (model.architecture.width, o.outputs, o.hidden, o.bottleneck, o.head_layers)
+        self.model, self.head = model, ProjectionHead(*sizes, fixed_gain=o.norm_last_layer)
+        self.teacher = Network(copy_without_noise(model), copy.deepcopy(self.head)).requires_grad_(False)
+        self.register_buffer("center", torch.zeros(o.outputs))
+        # The teacher's outputs, summed over the micro-batches of a step.
+        self.register_buffer("output_sum", torch.zeros(o.outputs), persistent=False)
+        self.register_buffer("temperature", torch.tensor(o.teacher_temperature_start))  # of the latest step, for the validation
+
+    @property
+    def student(self) -> Network:
+        """Model and head, under the names of those of the teacher."""
+        return Network(self.model, self.head)
+
+    def forward(self, images: Tensor, targets: DinoTargets) -> Tensor:
+        """Loss, entropy of the teacher, KL divergence, and the standard deviation of global and of local views."""
+        compiled = is_compiled(self.model)
+        sharpen_outputs = compile_function(sharpen) if compiled else sharpen
+        compare_outputs = compile_function(compare_view) if compiled else compare_view
+        with static_shapes(self.model):
+            with torch.no_grad():
+                sharpened = sharpen_outputs(self.teacher(images), self.center, targets.temperature)
+                self.output_sum += sharpened.total
+                self.temperature.copy_(targets.temperature)
+            features = pool(self.model, images)
+            if targets.local is not None:
+                features = torch.cat([features, pool(self.model, targets.local)])
+        size = len(images) // 2
+        projected = self.head.project(features)
+        logits = self.head.compare(projected).unflatten(0, (-1, size))
+        probabilities = sharpened.probabilities.unflatten(0, (2, size))
+        loss = ViewCrossEntropy.apply(logits, probabilities, self.options.student_temperature, compare_outputs)  # type: ignore[no-untyped-call]
+        entropy = sharpened.entropy.mean()
+        with torch.no_grad():
+            deviations = projected.unflatten(0, (-1, size)).std(1, correction=0).mean(1) * math.sqrt(projected.shape[1])
+            parts = [part.mean() for part in (deviations[:2], deviations[2:]) if len(part)]
+        return torch.stack([loss, entropy, loss.detach() - entropy, *parts])
+
+
+def pool(model: VisionTransformer, images: Tensor) -> Tensor:
+    """The pooled features [B, D]. The size of the images is not checked: the weights may be interpolated to it."""
+    layout = Layout(*model.stem.grid(*images.shape[-2:]))
+    return model.read(*model.encode(model.stem(images), layout), patches=False).pooled
+
+
+def copy_without_noise(model: VisionTransformer) -> VisionTransformer:
+    """A copy of a model without dropout and stochastic depth."""
+    noise = dict.fromkeys(("drop_path", "dropout", "attention_dropout"), 0.0)
+    plain = build(model.architecture.replace(**noise), model.name, device="meta")
+    plain.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
+    return plain
+
+
+class Sharpened(NamedTuple):
+    """Output distributions of a teacher."""
+
+    probabilities: Tensor  # [B, K]
+    entropy: Tensor  # [B]
+    total: Tensor  # [K] sum of the outputs
+
+
+def sharpen(outputs: Tensor, center: Tensor, temperature: Tensor) -> Sharpened:
+    """The distributions softmax((outputs - center) / temperature) of outputs [B, K]."""
+    outputs = promote(outputs)
+    scaled = (outputs - center) / temperature
+    normalizer = scaled.logsumexp(1, keepdim=True)
+    probabilities = (scaled - normalizer).exp()
+    entropy = normalizer[:, 0] - (probabilities * scaled).sum(1)
+    return Sharpened(probabilities, entropy, outputs.sum(0))
+
+
+def compare_view(logits: Tensor, target: Tensor, pairs: float, temperature: float, scale: float) -> tuple[Tensor, Tensor]:
+    """The cross-entropy [] between distributions, summed over images and times `scale`, and its gradient [B, K].
+
+    `target` [B, K] is the sum of `pairs` distributions, to each of which softmax(logits / temperature) is compared.
+    """
+    scaled = promote(logits) / temperature
+    normalizer = scaled.logsumexp(1, keepdim=True)
+    loss = pairs * normalizer.sum() - (target * scaled).sum()
+    gradient = (scaled - normalizer).exp() * pairs - target
+    return loss * scale, gradient * (scale / temperature)
+
+
+def promote(values: Tensor) -> Tensor:
+    """Half precision as float32; other values as they are."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+class ViewCrossEntropy(torch.autograd.Function):
+    """The cross-entropy between every view of the teacher and every other view of the student, the mean over pairs and images.
+
+    The student's logits [V, B, K] are by far the largest tensor of a step. The gradient is computed together with the loss and
+    replaces them in memory, one view at a time, so that no copy of them in float32 exists.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float, compare: Callable[..., Any]) -> Tensor:
+        """`targets` [2, B, K]: the teacher's distributions of the first two views."""
+        views, size = logits.shape[:2]
+        scale = 1.0 / (size * (2 * views - 2))
+        # In float16 small gradients would become zero before the loss scale multiplies them.
+        gradient = torch.empty_like(logits, dtype=torch.float32) if logits.dtype == torch.float16 else logits.detach()
+        both = targets[0] + targets[1] if views > 2 else targets[0]
+        loss = targets.new_zeros(())
+        for view in range(views):
+            target, pairs = (targets[1 - view], 1.0) if view < 2 else (both, 2.0)
+            term, own = compare(logits[view], target, pairs, temperature, scale)
+            loss = loss + term
+            gradient[view].copy_(own)
+        ctx.gradient = gradient
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gradient, ctx.gradient = ctx.gradient, None
+        return gradient.mul_(grad), None, None, None
+
+
+class Dino(SelfSupervised):
+    """Self-distillation between views; see `DinoOptions` for the settings. The evaluated model is the teacher."""
+
+    options_kind = DinoOptions
+    options: DinoOptions
+    module: DinoModule
+
+    def build_module(self, model: VisionTransformer) -> DinoModule:
+        self.options, size = self._choose_views(model), model.architecture.image_size
+        o, first = self.options, self.recipe.augmentation
+        second = dataclasses.replace(first, blur=o.second_blur, solarize=o.second_solarize)
+        local = dataclasses.replace(first, image_size=self.local_size, scale=o.local_scale, blur=o.local_blur)
+        self.views = [first, second, *[local] * o.local_crops]
+        self.logs = ("teacher_entropy", "kl", "global_std", *(["local_std"] if o.local_crops else []))  # type: ignore[misc]
+        others = f"{o.local_crops} local of {format_size(self.local_size)}" if o.local_crops else "none local"
+        self.messages.append(f"views of an image: 2 global of {format_size(size)} pixels, {others}")
+        model.pre_logits.requires_grad_(False)  # not used; all trained parameters need a gradient
+        self.ema: ModelEma | None = None
+        self.swapped = False
+        return DinoModule(model, o)
+
+    def _choose_views(self, model: VisionTransformer) -> DinoOptions:
+        """The options for this model; sets `local_size`."""
+        o, a = self.options, model.architecture
+        if a.pooling == "per_class":
+            raise UserError("DINO compares one vector per image, and this model has one per class: choose another pooling.")
+        if self.recipe.optimizer.weight_decay == 0 and o.weight_decay_end > 0:
+            raise UserError(
+                f"task_options.weight_decay_end={o.weight_decay_end:g} needs an optimizer.weight_decay above 0 to start from: "
+                "set both above 0, or both to 0."
+            )
+        height, width = a.image_size
+        if o.local_size:
+            self.local_size = (o.local_size, o.local_size)
+        else:
+            cells = [max(round(LOCAL_SHARE * side / a.patch_size), 1) for side in (height, width)]
+            self.local_size = (cells[0] * a.patch_size, cells[1] * a.patch_size)
+        if max(self.local_size[0] - height, self.local_size[1] - width) > 0:
+            raise UserError(
+                f"task_options.local_size={o.local_size} is larger than the images of {format_size(a.image_size)} pixels: give "
+                f"at most {min(height, width)}, or 0 for 3/7 of the image size."
+            )
+        rest = o.local_size % a.patch_size
+        if rest:
+            below = max(o.local_size - rest, a.patch_size)
+            raise UserError(
+                f"task_options.local_size={o.local_size} is not a multiple of the patch size {a.patch_size}: give {below}, or 0 "
+                "for 3/7 of the image size."
+            )
+        return self._adapt_to_grid(model) if a.mixer in FIXED_GRID or a.pooling in FIXED_GRID else o
+
+    def _adapt_to_grid(self, model: VisionTransformer) -> DinoOptions:
+        """The options for a model with weights for each patch."""
+        o, a = self.options, model.architecture
+        if not o.local_crops or self.local_size == a.image_size:
+            return o
+        reason = (
+            f"{a.mixer if a.mixer in FIXED_GRID else a.pooling} layers have weights for {model.grid[0]} x {model.grid[1]} patches"
+        )
+        if o.fixed_grid == "none":
+            self.messages.append(f"no local crops: {reason}")
+            return dataclasses.replace(o, local_crops=0)
+        if o.fixed_grid == "resize":
+            self.messages.append(f"local crops are enlarged to {format_size(a.image_size)} pixels: {reason}")
+            self.local_size = a.image_size
+            return o
+        if a.mixer != "linear" or a.pooling in FIXED_GRID:
+            raise UserError("task_options.fixed_grid=interpolate is for linear mixers alone: use resize or none.")
+        self.messages.append(f"weights are interpolated for local crops: {reason}")
+        for module in model.modules():
+            if isinstance(module, PatchLinear):
+                module.interpolate = True
+        return o
+
+    @property
+    def relative_cost(self) -> float:
+        height, width = self.recipe.augmentation.image_size
+        local = self.local_size[0] * self.local_size[1] / (height * width)
+        return 2 * (1 + TEACHER_COST) + self.options.local_crops * local
+
+    # Training
+
+    def prepare_batch(self, batch: Batch, position: Position) -> tuple[Tensor, DinoTargets]:
+        keys = sample_key(self.recipe.seed, position.epoch, batch.index, batch.repeat)
+        views = [view.images for view in augment_views(batch.pixels, batch.sizes, keys, self.views)]
+        temperature = torch.full((), self.temperature_at(position.epoch), device=keys.device)
+        return torch.cat(views[:2]), DinoTargets(torch.cat(views[2:]) if len(views) > 2 else None, temperature)
+
+    def temperature_at(self, epoch: int) -> float:
+        """The teacher's temperature: linear over the epochs of the warmup, the last of which has the final value."""
+        o = self.options
+        if epoch >= o.teacher_temperature_warmup:
+            return o.teacher_temperature
+        share = min(epoch / (o.teacher_temperature_warmup - 1), 1.0) if o.teacher_temperature_warmup > 1 else 0.0
+        return o.teacher_temperature_start + share * (o.teacher_temperature - o.teacher_temperature_start)
+
+    def before_optimizer_step(self, optimizer: Optimizer, position: Position) -> None:
+        """Weight decay of this step; clipped gradients; no gradient of the last layer in the first epochs."""
+        o, module = self.options, self.module
+        decay = between(self.recipe.optimizer.weight_decay, o.weight_decay_end, position)
+        for group in optimizer.param_groups:
+            if group.setdefault("decayed", group["weight_decay"] > 0):
+                group["weight_decay"] = decay
+        if o.clip_grad:
+            clip_each(module.student, o.clip_grad)
+        if position.step < o.freeze_last_layer * self._steps_per_epoch():
+            module.head.direction.grad = module.head.gain.grad = None
+
+    def _steps_per_epoch(self) -> int:
+        recipe = self.recipe
+        return EpochSampler(len(self.source), recipe.batch_size, repeats=recipe.data.repeats, round_to=recipe.data.round_to).steps
+
+    @torch.no_grad()
+    def after_optimizer_step(self, position: Position, skipped: Tensor) -> None:
+        o, module = self.options, self.module
+        if self.ema is None:  # created here: the weights have been moved to the device since `build_module`
+            teacher = dict(module.teacher.named_parameters()) | dict(module.teacher.named_buffers())
+            self.ema = ModelEma(module.student, 0.0, into=teacher)
+        self.ema.decay = between(o.momentum, 1.0, position)
+        self.ema.update(skipped)
+        if dist.is_initialized():
+            dist.all_reduce(module.output_sum)
+        mean = module.output_sum / (2 * self.recipe.batch_size)
+        new = module.center * o.center_momentum + mean * (1 - o.center_momentum)
+        module.center.copy_(torch.where(skipped > 0, module.center, new))
+        module.output_sum.zero_()
+
+    def hint_for_nan(self) -> str:
+        return "A lower optimizer.lr, a lower task_options.clip_grad or precision=bf16 often helps"
+
+    # Validation
+
+    @contextmanager
+    def evaluated_weights(self, model: VisionTransformer) -> Iterator[None]:
+        """The teacher's weights in the model, and the student's in the teacher, with which it is compared."""
+        live = named_tensors(model)
+        of_teacher = dict(self.module.teacher.model.named_parameters()) | dict(self.module.teacher.model.named_buffers())
+        teacher = {name: of_teacher[name] for name in live}
+        swap(live, teacher)
+        self.swapped = True
+        try:
+            yield
+        finally:
+            self.swapped = False
+            swap(live, teacher)
+
+    def measure(self, model: VisionTransformer, batch: Batch, images: Tensor) -> Sums:
+        if not self.swapped:  # weights of another epoch than the heads'
+            return {}
+        module = self.module
+        teacher = sharpen(module.teacher.head(pool(model, images)), module.center, module.temperature)
+        logits = promote(module.head(pool(module.teacher.model, images))) / self.options.student_temperature
+        gap = -(teacher.probabilities * F.log_softmax(logits, 1)).sum(1) - teacher.entropy
+        count = torch.full((), float(len(images)), device=images.device)
+        return {"entropy": teacher.entropy.sum(), "outputs": teacher.probabilities.sum(0), "gap": gap.sum(), "count": count}
+
+    def summarize(self, sums: Sums) -> dict[str, float]:
+        count = float(sums["count"])
+        entropy = entropy_of_sums(sums["entropy"], sums["outputs"], count)
+        return {
+            "output_entropy": entropy.mean,
+            "mean_output_entropy": entropy.of_mean,
+            "information": entropy.information,
+            "teacher_student_gap": float(sums["gap"]) / count,
+        }
+
+
+def between(start: float, end: float, position: Position) -> float:
+    """A value that goes from `start` at the first step to `end` after the last along a cosine."""
+    return end + (start - end) * cosine(position.step / position.total_steps)
+
+
+def clip_each(module: nn.Module, limit: float) -> None:
+    """Clip the gradient of every parameter to a norm of `limit` of its own; the device is not synchronized."""
+    gradients = local_tensors([parameter.grad for parameter in module.parameters() if parameter.grad is not None])
+    norms = torch.stack(torch._foreach_norm(gradients))
+    factors = (limit / (norms + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_(gradients, list(factors.to(gradients[0].dtype).unbind()))
+
+
+def swap(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> None:
+    """Exchange the values of tensors of the same names."""
+    kept = {name: tensor.clone() for name, tensor in first.items()}
+    copy_into(first, second)
+    copy_into(second, kept)
