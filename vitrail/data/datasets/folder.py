@@ -119,7 +119,7 @@ def _open_split(path: str, known: list[str] | None) -> FolderSource:
             found = describe_skipped([*skipped, *outside])
             raise UserError(
                 f"{path} holds no images{f' ({found})' if found else ''}: give a folder with one folder of .jpg, .png or .webp "
-                "files per class."
+                "files per class, or with the files alone if they have no labels."
             )
         return FolderSource(path, Paths(flat), None, skipped=[*skipped, *outside])
 
