@@ -51,6 +51,7 @@ SLOW = {
     "runs/test_resume.py",
     "runs/test_seeds.py",
     "runs/test_train.py",
+    "runs/test_unlabeled_runs.py",
     "tasks/test_second_task.py",
     "teachers/test_annotation_interrupted.py",
     "test_benchmarks.py",

@@ -16,7 +16,7 @@ from pyarrow import parquet
 
 from tests.data.test_datasets import FEATURES, png, samples, write_cifar, write_folder, write_idx, write_parquet, write_tar
 from vitrail.data.datasets.cifar import read_pickle
-from vitrail.data.datasets.lookup import check_trainable, open_source, open_splits
+from vitrail.data.datasets.lookup import check_trainable, check_usable, open_source, open_sources, open_splits
 from vitrail.errors import UserError
 
 Damage = Callable[[Path], object]  # makes files in a folder; gives the path to open if it is not that folder
@@ -359,7 +359,7 @@ def hub_address_too_short(root: Path) -> object:
 def test_error_messages(tmp_path: Path, damage: Damage, pattern: str) -> None:
     path = str(damage(tmp_path) or tmp_path)
     with pytest.raises(UserError, match=pattern) as caught:
-        open_source(path)
+        check_usable(open_sources(path).values())
     text = str(caught.value)
     assert "\n" not in text
     assert text.endswith(".")

@@ -8,7 +8,7 @@ from PIL import Image
 
 from tests.images import make_folder, make_image, write_invalid_image
 from vitrail.data import image_formats
-from vitrail.data.datasets.lookup import open_source, open_sources
+from vitrail.data.datasets.lookup import check_usable, open_source, open_sources
 from vitrail.data.decode import decode
 from vitrail.data.image_formats import describe_skipped, is_image_file, readable_formats, recognize
 from vitrail.data.inspection import inspect
@@ -107,7 +107,7 @@ def test_an_inspection_never_aborts(tmp_path, run_cli):
     done = run_cli("data", "inspect", root, "--workers", "0", "--out", tmp_path / "sheet.png")
     assert done.returncode == 0, done.stderr
     with pytest.raises(UserError, match=r"The class folder .*empty holds no images"):
-        open_source(root)
+        check_usable(open_sources(root).values())
 
 
 def test_an_inspection_of_unreadable_images_of_one_class(tmp_path):

@@ -1,6 +1,5 @@
 """Commands `vitrail data inspect` and `vitrail data pack`."""
 
-import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -71,8 +70,9 @@ def draw_augmented(path: Path, train: "Source", title: str, name: str, seed: int
     from vitrail.recipes.data_defaults import fit_to_data
 
     recipe, _ = fit_to_data(lookup(name), train)
-    mixing = dataclasses.asdict(recipe.mixing)
-    save_sheet(path, augmented_views(train, recipe.augmentation, f"{title}, augmented by {name}", seed, **mixing))
+    mixing = recipe.mixing
+    strength = (mixing.mixup, mixing.cutmix, mixing.switch_prob)
+    save_sheet(path, augmented_views(train, recipe.augmentation, f"{title}, augmented by {name}", seed, *strength))
 
 
 class ReductionOptions(NamedTuple):

@@ -224,11 +224,11 @@ def shorten_paths(files: Sequence[str]) -> list[str]:
 
 
 def open_labeled(path: str, split: str | None, weights: Path) -> "EvaluationData":
+    from vitrail.data.datasets.lookup import require_labels
     from vitrail.evaluation.evaluate import open_evaluation_data
 
     data = open_evaluation_data(path, split, training_classes(weights, path))
-    if data.source.label is None:
-        raise UserError(f"{path} has no labels: put the images into one folder per class, or give a table with a label.")
+    require_labels(data.source)
     return data
 
 

@@ -183,7 +183,7 @@ def _class_findings(report: Report) -> Iterator[str]:
     labeled = {split: each for split, each in report.splits.items() if each.classes is not None}
     unlabeled = [split for split in report.splits if split not in labeled]
     if unlabeled:
-        yield f"No class labels in {' and '.join(unlabeled)}: usable for prediction, not for training or evaluation."
+        yield f"No class labels in {' and '.join(unlabeled)}: usable for prediction and self-supervised training."
     for split, each in labeled.items():
         if len(present(each)) == 1:
             yield f"{split} has only one class, {next(iter(present(each)))}: a classifier needs at least two."

@@ -21,6 +21,7 @@ import numpy as np
 from vitrail.aliases import upgrade_skipped
 from vitrail.atomic_files import atomic_replace, create_folder, describe_error, file_sha256, fsync_path, shard_write_error
 from vitrail.data.datasets.folder import SPLITS, SourceDict
+from vitrail.data.datasets.lookup import check_usable
 from vitrail.data.loader import Problem, unreadable_error
 from vitrail.data.parquet_shard import ShardWriter, make_schema
 from vitrail.data.reencoding import Reencoding, Row
@@ -94,6 +95,7 @@ def pack(
     except ImportError:
         raise UserError("Writing Parquet files needs pyarrow: pip install pyarrow.") from None
     sources = {split: sources[split] for split in SPLIT_ORDER if split in sources}
+    check_usable(source for source in sources.values() if source.label is None)  # else its labels would be lost
     check_output(name, out)
     # Format and quality have no effect without resize.
     options = {"splits": list(sources), "shard_size": shard_size, "resize": None}

@@ -30,7 +30,7 @@ class Source(ABC):
     extra: dict[str, Labels]  # extra label columns by name, such as "coarse_label"
     has_masks: bool = False
     skipped: tuple[str, ...] = ()  # files at the path that are not images or cannot be read
-    defects: tuple[str, ...] = ()  # reasons why no model can be trained or evaluated on it, such as a class without images
+    defects: tuple[str, ...] = ()  # reasons why its labels cannot be trained on, such as a class without images
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -123,14 +123,20 @@ def split_by_seed(source: Source, fraction: float, seed: int) -> tuple[Source, S
     """Split a source into (training, validation), stratified by class: validation gets `fraction` of every class.
 
     The same seed gives the same split. Every class with at least two images has at least one in each part; the image of a class
-    with a single image stays in the training part.
+    with a single image stays in the training part. Of four images or more, validation has at least two: if the classes do not
+    give them, as of few images without labels, any two images of the largest classes.
     """
     rng = np.random.default_rng(seed)
     values = source.label.values if source.label else np.zeros(len(source), dtype=np.int64)
     per_class: list[np.ndarray] = []
     for value in np.unique(values):
         members = rng.permutation(np.flatnonzero(values == value))
-        per_class.append(members[: max(round(len(members) * fraction), 1) if len(members) > 1 and fraction > 0 else 0])
+        count = min(max(round(len(members) * fraction), 1), len(members) - 1) if fraction > 0 else 0
+        per_class.append(members[:count])
     validation = np.sort(np.concatenate(per_class)) if per_class else np.zeros(0, dtype=np.int64)
+    if len(validation) < 2 and len(source) >= 4 and fraction > 0:
+        _, group, counts = np.unique(values, return_inverse=True, return_counts=True)
+        order = rng.permutation(len(source))
+        validation = np.sort(order[np.argsort(-counts[group[order]], kind="stable")][:2])
     training = np.setdiff1d(np.arange(len(source)), validation)
     return Subset(source, training), Subset(source, validation)

@@ -20,7 +20,7 @@ from vitrail.runs.request import Log
 from vitrail.runs.run_directory import read_run, write_json
 from vitrail.tasks.probe_head import linear_heads
 from vitrail.training.distributed import Devices
-from vitrail.training.metrics import as_json, read_metrics
+from vitrail.training.metrics import TOP1, as_json, read_metrics
 
 
 def finish_run(prepared: Prepared, log: Log) -> None:
@@ -76,7 +76,9 @@ def read_best(prepared: Prepared) -> dict[str, Any]:
 
 def measure_baselines(prepared: Prepared, lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Accuracies on the validation images: of always predicting the most frequent class ("majority"), and of the classifier on
-    the frozen features with which the training started ("probe"), if it was validated."""
+    the frozen features with which the training started ("probe"), if it was validated. {} for a metric other than accuracy."""
+    if prepared.trainer.task.metric != TOP1:
+        return {}
     train, validation = prepared.splits.train.label, prepared.splits.validation.label
     found = {}
     if train is not None and validation is not None:

@@ -32,6 +32,8 @@ def compare_predictions(groups: Sequence[Group], device: str | None = None) -> l
     if len({result.data for group in groups for result in group.results}) > 1:
         raise UserError("--images needs runs on the same data.")
     first_run = read_run(groups[0].results[0].folder)
+    if (first_run.get("metric") or {}).get("name", "top1") != "top1":
+        raise UserError("--images compares predicted classes, which these runs do not have: remove it.")
     source = str(first_run["source"])
     splits = open_splits(source, class_order=first_run["data"].get("classes"))
     if fingerprint(splits) != groups[0].results[0].data:

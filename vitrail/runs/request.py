@@ -138,6 +138,8 @@ def open_data(request: TrainRequest, recipe: Recipe, device: torch.device = CPU)
     task = find_task(recipe.task)
     splits = open_splits(request.source, validation_fraction=recipe.data.validation_fraction, fold=recipe.fold)
     task.check_data(recipe, splits)
+    if recipe.data.class_balanced and splits.train.label is None:
+        raise UserError(f"{splits.train.name} has no labels, which data.class_balanced needs: set it to false.")
     for part in (splits.train, splits.validation):
         median_side(part)  # raises if no image can be read
     pretrained = open_pretrained(recipe, request.model) if recipe.init.weights else None
@@ -163,9 +165,10 @@ def open_data(request: TrainRequest, recipe: Recipe, device: torch.device = CPU)
             "give more."
         )
     counts = f"{len(splits.train):,} training and {len(splits.validation):,} validation images"
-    classes = f", {len(splits.train.classes)} classes" if splits.train.label is not None else ""
+    classes = f", {len(splits.train.classes)} classes" if splits.train.label is not None else ", no labels"
     skipped = describe_skipped(dict.fromkeys(path for part in splits[:2] for path in part.skipped))
-    messages = [f"{splits.train.name}: {counts}{classes}", *([skipped] if skipped else []), *messages, *task.describe(recipe)]
+    notes = [*splits.train.defects[:1], *([skipped] if skipped else [])]
+    messages = [f"{splits.train.name}: {counts}{classes}", *notes, *messages, *task.describe(recipe)]
     if recipe.data.repeats > 1 or recipe.data.round_to > 1:
         epoch = sampler.epoch_size()
         images = pluralize(epoch.distinct, "image")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.checkpoints.hub import find_named, is_built_by_timm, locate
-from vitrail.data.datasets.lookup import check_trainable
+from vitrail.data.datasets.lookup import check_trainable, check_usable
 from vitrail.data.decode import decode
 from vitrail.data.image_loader import ImageLoader
 from vitrail.data.loader import Batch
@@ -74,6 +74,7 @@ class Classification(Task):
 
     @classmethod
     def check_data(cls, recipe: Recipe, splits: Splits) -> None:
+        check_usable(part for part in splits if part is not None)
         for part in (splits.train, splits.validation):
             check_trainable(part)
         if splits.validation.classes != splits.train.classes:

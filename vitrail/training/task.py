@@ -16,6 +16,8 @@ from torch.optim import Optimizer
 from vitrail.data.image_loader import ImageLoader
 from vitrail.data.loader import Batch
 from vitrail.data.source import Source, Splits
+from vitrail.errors import UserError
+from vitrail.formatting import pluralize
 from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.recipes.schema import Recipe
 from vitrail.training.distributed import Devices
@@ -60,7 +62,14 @@ class Task(ABC):
 
     @classmethod
     def check_data(cls, recipe: Recipe, splits: Splits) -> None:
-        """Raise UserError if the data cannot be used for this task."""
+        """Raise UserError if the data cannot be used for this task: here, if it has fewer than two images of either split.
+
+        A task with labels also calls `check_usable`: data is opened even if its labels have defects.
+        """
+        train, validation = len(splits.train), len(splits.validation)
+        if min(train, validation) < 2:
+            images = f"{pluralize(train, 'image')} for training and {validation:,} for validation"
+            raise UserError(f"{splits.train.name} has too few images: {images}; add images until there are at least 2 of each.")
 
     @classmethod
     def describe(cls, recipe: Recipe) -> list[str]:

@@ -110,7 +110,6 @@ def _split_folders(path: str) -> dict[str, str]:
 
 def _open_split(path: str, known: list[str] | None) -> FolderSource:
     folders = [entry.name for entry in listing(path) if _is_folder(entry)]
-    _check_class_names(path, folders)
     skipped: list[str] = []
     files = [(folder, list(_images(os.path.join(path, folder), folder, skipped))) for folder in folders]
     outside: list[str] = []
@@ -120,12 +119,12 @@ def _open_split(path: str, known: list[str] | None) -> FolderSource:
             found = describe_skipped([*skipped, *outside])
             raise UserError(
                 f"{path} holds no images{f' ({found})' if found else ''}: give a folder with one folder of .jpg, .png or .webp "
-                "files per class."
+                "files per class, or with the files alone if they have no labels."
             )
         return FolderSource(path, Paths(flat), None, skipped=[*skipped, *outside])
 
-    names = known if known is not None else sort_classes([_class_name(folder) for folder in folders])
-    defects = []
+    names = known if known is not None else sort_classes(list(dict.fromkeys(map(_class_name, folders))))
+    defects = _name_conflicts(path, folders)
     for folder, members in files:
         if not members and known is None:
             defects.append(f"The class folder {os.path.join(path, folder)} holds no images: add some or remove it.")
@@ -151,15 +150,17 @@ def _class_name(folder: str) -> str:
     return unicodedata.normalize("NFC", os.fsencode(folder).decode("utf-8", "replace"))
 
 
-def _check_class_names(path: str, folders: list[str]) -> None:
+def _name_conflicts(path: str, folders: list[str]) -> list[str]:
+    conflicts = []
     seen: dict[str, str] = {}
     for folder in folders:
         key = _class_name(folder).casefold()
         if key in seen:
             same = _class_name(folder) == _class_name(seen[key])
             reason = "have the same name after Unicode normalization" if same else "differ only in case"
-            raise UserError(f"The class folders {seen[key]} and {folder} of {path} {reason}: merge or rename them.")
+            conflicts.append(f"The class folders {seen[key]} and {folder} of {path} {reason}: merge or rename them.")
         seen[key] = folder
+    return conflicts
 
 
 def _images(

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from vitrail.data.datasets.parquet import open_parquet
 from vitrail.data.datasets.pets import open_pets
 from vitrail.data.datasets.table import open_table
 from vitrail.data.datasets.tar import expand, open_tar
-from vitrail.data.source import Source, Splits, reorder_classes, split_by_seed, split_fold
+from vitrail.data.source import Labels, Source, Splits, reorder_classes, split_by_seed, split_fold
 from vitrail.errors import UserError
 from vitrail.formatting import percent
 
@@ -39,7 +39,6 @@ def open_source(path: str | Path, split: str | None = None) -> Source:
         name = SPLITS[split.lower()]
         if name not in sources:
             raise UserError(f"{path} has no {name} split, only {', '.join(sources)}.")
-    check_usable(sources)
     return sources[name]
 
 
@@ -61,7 +60,6 @@ def open_splits(
     labels and split.
     """
     sources = open_sources(path)
-    check_usable(sources)
     if class_order is not None:
         for source in sources.values():
             source.label = reorder_classes(source.label, class_order) if source.label else None
@@ -75,18 +73,28 @@ def open_splits(
         test = test if test is not None else sources["validation"]
     fraction = validation_fraction or default_fraction
     training, validation = split_by_seed(train, fraction, seed) if fold is None else split_fold(train, *fold)
+    few = f"{train.name} has too few images per class to use {percent(fraction)} for validation: add images or a val folder."
     if not len(validation):
-        raise UserError(
-            f"{train.name} has too few images per class to use {percent(fraction)} for validation: add images or a val folder."
-        )
+        raise UserError(few if len(train) > 1 else f"{train.name} holds a single image: add images, at least 4.")
+    labels = [part.label.values for part in (validation, training) if part.label is not None and fold is None]
+    if labels and len(np.setdiff1d(labels[0], labels[1])):  # nearly all classes have a single image
+        validation.defects = (*validation.defects, few)
     return Splits(training, validation, test)
 
 
-def check_usable(sources: SourceDict) -> None:
-    """Raise UserError with the first defect of the splits. `open_sources` does not: an inspection reports all of them."""
-    for source in sources.values():
+def check_usable(sources: Iterable[Source]) -> None:
+    """Raise UserError with the first defect of the labels. Opening the data does not: some tasks do not need labels."""
+    for source in sources:
         if source.defects:
             raise UserError(source.defects[0])
+
+
+def require_labels(source: Source) -> Labels:
+    """Return the main labels; UserError if there are none or if they cannot be used."""
+    if source.label is None:
+        check_usable([source])
+        raise UserError(f"{source.name} has no labels: put the images into one folder per class, or give a table with a label.")
+    return source.label
 
 
 def check_trainable(source: Source) -> None:
@@ -95,7 +103,8 @@ def check_trainable(source: Source) -> None:
         raise UserError(f"{source.name} holds no images: add some.")
     if source.label is None:
         raise UserError(
-            f"{source.name} has no labels: put the images into one folder per class, or add a label column to the table."
+            f"{source.name} has no labels: put the images into one folder per class or add a label column to the table, or "
+            "learn without labels with --recipe dino_small."
         )
     present = np.unique(source.label.values[source.label.values >= 0])
     if len(present) < 2:
@@ -105,7 +114,10 @@ def check_trainable(source: Source) -> None:
                 f"{source.name} has too few images: of its {len(source.label.names)} classes only {only} is in both the training "
                 "and the validation split; add images until every class has at least two."
             )
-        raise UserError(f"{source.name} has only one class ({only}): give the folder that holds the class folders, at least two.")
+        raise UserError(
+            f"{source.name} has only one class ({only}): give the folder that holds the class folders, at least two, or learn "
+            "without labels with --recipe dino_small."
+        )
 
 
 def open_sources(path: str | Path) -> SourceDict:

@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from mmap import mmap
 from typing import Any
@@ -18,7 +18,7 @@ import numpy as np
 
 from vitrail.data.datasets.folder import SourceDict, shards
 from vitrail.data.datasets.parquet_footer import Chunk, RowGroup, check_expanded, page_sizes, read_footer
-from vitrail.data.datasets.table import Column, class_labels, label_columns
+from vitrail.data.datasets.table import MAIN_LABELS, Column, class_labels, label_columns, main_labels
 from vitrail.data.datasets.tar import MappedFiles
 from vitrail.data.source import Labels, Source
 from vitrail.errors import UserError
@@ -39,6 +39,7 @@ class Columns:
     main: str | None
     extra: tuple[str, ...]
     names: dict[str, list[str]]
+    unusable: tuple[tuple[str, str], ...]  # names and types of label columns without one class per image
 
     @property
     def labels(self) -> list[str]:
@@ -56,10 +57,12 @@ class ParquetSource(Source):
         columns: Columns,
         label: Labels | None,
         extra: dict[str, Labels],
+        defects: Sequence[str],
     ) -> None:
         self.name = name
         self.label = label
         self.extra = extra
+        self.defects = tuple(defects)
         self.has_masks = columns.mask is not None
         self._files = MappedFiles(files)
         self._images = ByteColumn(self._files, columns.image, footers)
@@ -213,14 +216,18 @@ def open_parquet(path: str) -> SourceDict:
         raise UserError(f"{path} holds no images: give Parquet files with a column named image.")
 
     labels: dict[str, dict[str, Labels | None]] = {}
+    defects = [
+        f"The column {name} of {path} has the type {kind}, not one class per image: use integers or text."
+        for name, kind in columns.unusable
+    ]
     for name in columns.labels:
         try:
             values = {split: _label_column(group, name, path) for split, group in tables.items()}
         except (ValueError, LookupError):  # text that is not UTF-8, integers above 2^63, two columns of this name
             raise UserError(f"The column {name} of {path} is damaged: write it again as integers or UTF-8 text.") from None
-        labels[name] = class_labels(
-            values, columns.names.get(name), f"the column {name} of {path}", required=name == columns.main
-        )
+        names, what = columns.names.get(name), f"the column {name} of {path}"
+        is_main = name == columns.main
+        labels[name] = main_labels(values, names, what, defects) if is_main else class_labels(values, names, what, False)
     return {
         split: ParquetSource(
             path,
@@ -229,6 +236,7 @@ def open_parquet(path: str) -> SourceDict:
             columns,
             labels[columns.main][split] if columns.main else None,
             {name: column for name in columns.extra if (column := labels[name][split]) is not None},
+            defects,
         )
         for split, files in split_files.items()
         if any(footers[split])
@@ -325,13 +333,10 @@ def _find_columns(path: str, schema: Any, known: Columns | None) -> Columns:
         if types.is_integer(kind) or types.is_boolean(kind) or types.is_string(kind) or types.is_large_string(kind):
             usable.append(field.name)
     main, extra = label_columns(usable, list(class_names))
-    unusable = next((name for name in ("label", "labels", "fine_label", "class") if name in schema.names), None)
-    if main is None and unusable is not None:
-        kind = schema.field(unusable).type
-        raise UserError(f"The column {unusable} of {path} has the type {kind}, not one class per image: use integers or text.")
+    unusable = [(name, str(schema.field(name).type)) for name in MAIN_LABELS if main is None and name in schema.names]
     if known is not None and not class_names and known.names:
         class_names = known.names  # shards that were added later often have no metadata
-    return Columns(leaves[candidates[0]], leaves.get("mask"), main, tuple(extra), class_names)
+    return Columns(leaves[candidates[0]], leaves.get("mask"), main, tuple(extra), class_names, tuple(unusable))
 
 
 def _features(path: str, schema: Any) -> dict[str, dict[str, Any]]:

@@ -44,17 +44,20 @@ def open_table(path: str) -> SourceDict:
 
     main, extra = label_columns(header)
     labels: dict[str, dict[str, Labels | None]] = {}
+    defects: list[str] = []
     for name in ([main] if main else []) + extra:
         column = header.index(name)
         texts = {split: [rows[index][1][column].strip() for index in indices] for split, indices in members.items()}
-        labels[name] = class_labels(integers_if_all(texts), None, f"the column {name} of {path}", required=name == main)
+        values, what = integers_if_all(texts), f"the column {name} of {path}"
+        labels[name] = main_labels(values, None, what, defects) if name == main else class_labels(values, None, what, False)
     root = os.path.dirname(path) or "."
     return {
         split: FolderSource(
             root,
             Paths(files[index] for index in indices),
             labels[main][split] if main else None,
-            {name: values for name in extra if (values := labels[name][split]) is not None},
+            {name: found for name in extra if (found := labels[name][split]) is not None},
+            defects=defects,
         )
         for split, indices in members.items()
     }
@@ -120,6 +123,15 @@ def integers_if_all(columns: dict[str, list[str]]) -> dict[str, Column]:
 
 def is_integer(text: str) -> bool:
     return text.removeprefix("-").isdecimal() and len(text) < 18
+
+
+def main_labels(columns: dict[str, Column], names: list[str] | None, what: str, defects: list[str]) -> dict[str, Labels | None]:
+    """As `class_labels`; a column without one class per image is appended to `defects` and gives no labels."""
+    try:
+        return class_labels(columns, names, what)
+    except UserError as error:
+        defects.append(str(error))
+        return dict.fromkeys(columns)
 
 
 def class_labels(

@@ -11,6 +11,7 @@ import re
 import struct
 import tarfile
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from vitrail.data.datasets.folder import Paths, SourceDict, cache_folder, shards
-from vitrail.data.datasets.table import class_labels, integers_if_all, label_columns
+from vitrail.data.datasets.table import class_labels, integers_if_all, label_columns, main_labels
 from vitrail.data.image_formats import EXTENSIONS
 from vitrail.data.source import Labels, Source
 from vitrail.errors import UserError
@@ -73,11 +74,19 @@ class TarSource(Source):
     """The images of some tar shards: rows of an index."""
 
     def __init__(
-        self, name: str, files: list[str], index: Index, rows: np.ndarray, label: Labels | None, extra: dict[str, Labels]
+        self,
+        name: str,
+        files: list[str],
+        index: Index,
+        rows: np.ndarray,
+        label: Labels | None,
+        extra: dict[str, Labels],
+        defects: Sequence[str],
     ) -> None:
         self.name = name
         self.label = label
         self.extra = extra
+        self.defects = tuple(defects)
         self._files = MappedFiles(files)
         self._keys = Paths(index.keys[rows].tolist())
         self._entries = np.stack(
@@ -124,9 +133,11 @@ def open_tar(path: str) -> SourceDict:
     rows = {split: np.flatnonzero(split_of_shard[index.shard] == split) for split in split_files}
     main, extra = label_columns(sorted(index.columns))
     labels: dict[str, dict[str, Labels | None]] = {}
+    defects: list[str] = []
     for name in ([main] if main else []) + extra:
         texts = {split: index.columns[name][members].tolist() for split, members in rows.items()}
-        labels[name] = class_labels(integers_if_all(texts), None, f"{name} of {path}", required=name == main)
+        values, what = integers_if_all(texts), f"{name} of {path}"
+        labels[name] = main_labels(values, None, what, defects) if name == main else class_labels(values, None, what, False)
     return {
         split: TarSource(
             path,
@@ -135,6 +146,7 @@ def open_tar(path: str) -> SourceDict:
             members,
             labels[main][split] if main else None,
             {name: column for name in extra if (column := labels[name][split]) is not None},
+            defects,
         )
         for split, members in rows.items()
         if len(members)

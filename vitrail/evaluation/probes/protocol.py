@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vitrail.aliases import PROBE_SETTINGS
 from vitrail.data.datasets.folder import SPLITS
-from vitrail.data.datasets.lookup import open_source, open_sources, open_splits
+from vitrail.data.datasets.lookup import check_usable, open_source, open_sources, open_splits, require_labels
 from vitrail.data.loader import Problem
 from vitrail.data.source import Labels, Source, Subset
 from vitrail.errors import UserError
@@ -55,9 +55,12 @@ def open_probe_data(
     if queries_name is not None:
         data = ProbeData(sources[memory_name], sources[queries_name], memory_name, queries_name)
     else:
+        if not sources[memory_name].extra:
+            require_labels(sources[memory_name])
         if len(sources) > 1 or memory is not None:
             raise UserError(f"{path} has no labeled split for queries other than {memory_name}: choose one with --queries.")
         splits = open_splits(path, seed)
+        check_usable(splits[:2])
         data = ProbeData(splits.train, splits.validation, "nine tenths of every class", "the other tenth")
     return data._replace(memory=subsample(data.memory, max_images, seed), queries=subsample(data.queries, max_images, seed))
 
@@ -84,9 +87,7 @@ def label_column(source: Source, name: str = LABEL) -> Labels:
     if name in source.extra:
         return source.extra[name]
     if name == LABEL:
-        if source.label is None:
-            raise UserError(f"{source.name} has no labels: put the images into one folder per class, or give a table.")
-        return source.label
+        return require_labels(source)
     columns = ", ".join([*([LABEL] if source.label else []), *source.extra]) or "none"
     raise UserError(f"{source.name} has no labels called {name}; there are {columns}.")
 
