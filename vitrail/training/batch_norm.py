@@ -93,8 +93,10 @@ class GroupedStatistics(_BatchNorm):
         assert self.running_mean is not None
         assert self.running_var is not None
         assert self.num_batches_tracked is not None
-        self.running_mean.copy_(mean)
-        self.running_var.copy_(variance)
+        # As `data`, whose changes autograd does not count: an earlier call of this step keeps the statistics for its backward
+        # pass, which does not use them in training.
+        self.running_mean.data.copy_(mean)
+        self.running_var.data.copy_(variance)
         self.num_batches_tracked.add_(1)
 
 
