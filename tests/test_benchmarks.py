@@ -45,6 +45,11 @@ MODEL = "deit_tiny_patch16"
             MODEL,
         ),
         (f"gpu.py latency {MODEL} --device cpu --rounds 1 --no-timm --precision fp32 --out OUT", "inference, 1"),
+        (
+            "self_supervised.py --device cpu --batch-size 2 --size 32 --local-size 16 --depth 1 --outputs 64 --rounds 1 "
+            "--repeats 1",
+            "as the authors' code",
+        ),
         ("walks.py predict", "vitrail predict: "),
         ("overhead.py --device cpu --rounds 1 --repeats 1", "| backward |"),
         ("forecast.py --rounds 1 -- --epochs 0.2 --device cpu --workers 0 --set architecture.width=16", "estimated / actual"),

@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 def initial_model(recipe, source):
     """The model at step 0 of a classification training."""
     pretrained = open_pretrained(recipe) if recipe.init.weights else None
-    return build_initial(recipe, list(source.classes), pretrained)
+    return build_initial(recipe, list(source.classes) if recipe.task == "classification" else None, pretrained)
 
 
 def make_trainer(recipe, source, folder=Path(), devices=None, options=None, model=None, kind=Trainer):

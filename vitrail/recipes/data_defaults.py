@@ -9,7 +9,7 @@ from vitrail.data.source import Source
 from vitrail.errors import UserError
 from vitrail.models.preprocessing import Preprocessing
 from vitrail.models.registry import lookup
-from vitrail.recipes.defaults import RECIPES as DEFAULTS
+from vitrail.recipes.lookup import EMPTY, summaries
 from vitrail.recipes.schema import Recipe
 
 # Largest shorter side of the images, image size and patch size of the network.
@@ -47,7 +47,7 @@ def fit_to_data(
     batch_size, reason = recipe.batch_size, f"the training set has {len(source)} images"
     if batch_size > len(source):
         batch_size = 1 << int(np.log2(max(len(source) // 4, min(len(source), 4))))
-    elif recipe.name in DEFAULTS and batch_size == DEFAULTS[recipe.name]().batch_size:
+    elif (known := summaries().get(recipe.name, EMPTY)).paper == "vitrail" and batch_size == known.batch_size:
         reason += f", and an epoch should have at least {MIN_STEPS} steps"
         while len(source) // batch_size < MIN_STEPS and batch_size >= 2 * MIN_BATCH_SIZE:
             batch_size //= 2

@@ -20,6 +20,7 @@ PAGES = (
     "deit",
     "cait",
     "resmlp",
+    "dino",
     "patchconvnet",
     "deit3",
     "deit3_21k",

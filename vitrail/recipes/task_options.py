@@ -114,4 +114,10 @@ def read_options(kind: type[Options], recipe: Recipe) -> Options:
 def complete_options(kind: type[Options], recipe: Recipe, **changes: Any) -> Recipe:
     """The recipe with all `task_options` written out, so that a run records the values of its defaults."""
     options = dataclasses.replace(read_options(kind, recipe), **changes)
-    return dataclasses.replace(recipe, task_options=dataclasses.asdict(options))
+    return dataclasses.replace(recipe, task_options=write_options(options))
+
+
+def write_options(options: SelfSupervisedOptions) -> dict[str, Any]:
+    """The `task_options` of a recipe: plain values, which are the same after a recipe has been saved and read."""
+    values = dataclasses.asdict(options)
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
