@@ -7,7 +7,10 @@ from importlib.metadata import entry_points
 from vitrail.errors import UserError
 from vitrail.training.task import Task
 
-BUILT_IN = {"classification": "vitrail.tasks.classification:Classification"}
+BUILT_IN = {
+    "classification": "vitrail.tasks.classification:Classification",
+    "masked_patches": "vitrail.tasks.masked_patches:MaskedPatches",
+}
 ENTRY_POINTS = "vitrail.tasks"  # the group under which an installed package offers tasks
 _registered: dict[str, type[Task]] = {}
 

@@ -14,7 +14,7 @@ from vitrail.data.source import Source, Splits, Subset
 from vitrail.data.transforms.pipeline import augment
 from vitrail.errors import UserError
 from vitrail.evaluation.feature_health import measure_health
-from vitrail.evaluation.features import POOLED, compute_features
+from vitrail.evaluation.features import POOLED, FeatureKind, compute_features
 from vitrail.evaluation.probes.knn import PROTOCOLS, knn_accuracy
 from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.recipes.schema import Recipe
@@ -42,6 +42,7 @@ class SelfSupervised(Task):
     """
 
     options_kind: ClassVar[type[SelfSupervisedOptions]]
+    features: ClassVar[FeatureKind] = POOLED  # of the validation: a vector that the task trains
     metric = KNN
 
     def __init__(self, recipe: Recipe, source: Source, device: torch.device) -> None:
@@ -75,9 +76,11 @@ class SelfSupervised(Task):
         if self.labeled:
             values["knn"] = self._knn_accuracy(model, loader, rows, batch_size, devices)
         values |= measure_health(*rows.features.unbind(1))._asdict()
-        if sums:
-            names = sorted(sums)
-            values |= self.summarize({name: devices.all_reduce_sum(sums[name]) for name in names})
+        total: Sums = {}
+        for part in devices.all_gather({name: value.cpu() for name, value in sums.items()}):  # a process may have no images
+            total |= {name: total[name] + value if name in total else value for name, value in part.items()}
+        if total:
+            values |= self.summarize(total)
         return values | {"images": len(rows.images)}
 
     def measure(self, model: VisionTransformer, batch: Batch, images: Tensor) -> Sums:
@@ -118,7 +121,7 @@ class SelfSupervised(Task):
                 sums[name] = sums[name] + value.double() if name in sums else value.double()
             keys = sample_key(0, 0, batch.index, batch.repeat)  # the same views at every validation
             view = augment(batch.pixels, batch.sizes, keys, self.recipe.augmentation).images
-            return torch.stack([compute_features(model, part, POOLED).float() for part in (images, view)], 1)
+            return torch.stack([compute_features(model, part, self.features).float() for part in (images, view)], 1)
 
         return collect(embed_both, loader, batch_size, devices)
 
@@ -128,7 +131,7 @@ class SelfSupervised(Task):
         """Top-1 of the validation images, classified by their nearest neighbors among training images."""
 
         def embed(batch: Batch) -> Tensor:
-            return compute_features(model, model.preprocessing.apply(batch.pixels, batch.sizes), POOLED).float()
+            return compute_features(model, model.preprocessing.apply(batch.pixels, batch.sizes), self.features).float()
 
         own = collect(embed, self._open_gallery(len(loader.source)), batch_size, devices)
         known, asked = own.labels >= 0, queries.labels >= 0
