@@ -1,6 +1,9 @@
 """What the tasks without labels have in common: data of any kind, validation by k-NN and feature statistics, a collapse alarm."""
 
+import math
+import shlex
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -30,6 +33,7 @@ MIN_IMAGES = 2  # of each split
 # A collapsed network gives all images nearly the same features. At initialization the spread is above 0.2 for the networks here.
 MIN_SPREAD = 0.05
 MIN_RANK = 1.5
+MIN_RANK_IMAGES = 16  # with fewer the effective rank is low for any network
 Sums = dict[str, Tensor]  # values summed over validation images and processes
 
 
@@ -102,12 +106,21 @@ class SelfSupervised(Task):
 
     def find_collapse(self, values: Mapping[str, Any], epoch: float) -> str:
         """What shows that the network has collapsed, and the setting to change; "" if it has not."""
-        if float(values["feature_std"]) < MIN_SPREAD or float(values["effective_rank"]) < MIN_RANK:
+        rank = float(values["effective_rank"]) if values.get("images", math.inf) >= MIN_RANK_IMAGES else math.inf
+        if float(values["feature_std"]) < MIN_SPREAD or rank < MIN_RANK:
             return (
                 f"the features of all images are nearly equal (standard deviation {float(values['feature_std']):.3f}, effective "
                 f"rank {float(values['effective_rank']):.1f}): the network has collapsed; {self.hint_for_collapse()}."
             )
         return ""
+
+    def suggest_next(self, model: VisionTransformer, folder: Path, source: str) -> str:
+        labeled = source if self.labeled else "LABELED_IMAGES"
+        train, probe = ["vitrail", "train", labeled, "--from", str(folder)], ["vitrail", "probe", "knn", str(folder), labeled]
+        vector = self.features.vector
+        if vector not in ("pooled", model.architecture.pooling):
+            probe += ["--vector", vector]
+        return f"next: `{shlex.join(train)}` trains a classifier from these weights, `{shlex.join(probe)}` tests their features"
 
     def hint_for_collapse(self) -> str:
         return "lower optimizer.lr or give a longer schedule.warmup"
