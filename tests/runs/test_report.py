@@ -265,3 +265,57 @@ def test_accuracy_with_its_interval_and_baselines(tmp_path, monkeypatch):
     assert "the validations next to it have 50.0 %" in text
     assert "70.00 % ± 4.5 (400 images)" in text
     assert all(part in text for part in ("precision", "25.00 %", "33.33 %"))
+
+
+KNN = {"name": "knn", "title": "k-NN", "higher_is_better": True, "percent": True}
+
+
+def write_self_supervised(folder, validations=4):
+    """A run without a classifier: its validations have metrics that the task names."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with MetricsWriter(folder) as metrics:
+        for epoch in range(1, validations + 1):
+            metrics.write("train", 25 * epoch, epoch, {"loss": 2.0 / epoch, "lr": 1e-3, "accuracy": 0.1, "$entropy": 1.5})
+            values = {"knn": 0.2 * epoch, "loss": 1.0 / epoch, "images": 50, "effective_rank": 4.5 + epoch, "feature_std": 0.25}
+            metrics.write("validation", 25 * epoch, epoch, values | {"accuracy": 0.375, "majority_accuracy": 0.125})
+    warning = {"epoch": 2.0, "last_epoch": 4.0, "message": "features are <nearly> equal"}
+    best = {"epoch": 4.0, "knn": 0.8, "loss": 0.25}
+    run = describe(best=best, metric=KNN, warnings=[warning, warning | {"epoch": 4.0}], test={"knn": 0.7, "images": 40})
+    (folder / "run.json").write_text(json.dumps(run))
+    return folder
+
+
+def test_report_of_a_run_without_accuracy(tmp_path, monkeypatch):
+    monkeypatch.setattr(Curves, "draw", lambda *_: b"")
+    text = Page(write_report(write_self_supervised(tmp_path)).read_text()).text
+    assert "reached a validation k-NN of 80.00 % at epoch 4 of 4" in text
+    assert "Warning, epochs 2 to 4: features are <nearly> equal" in text
+    assert "Warning, epoch 4: features" in text
+    assert "interval" not in text
+    assert "top-1" not in text
+    for row in ("effective rank8.500", "feature std0.2500", "accuracy0.3750", "majority accuracy0.1250", "Test k-NN70.00 %"):
+        assert row in text
+
+
+@pytest.mark.parametrize("columns", [1, 2])
+def test_metrics_of_the_task_have_small_panels(tmp_path, monkeypatch, columns):
+    """One each, with training and validation in one panel, and what a constant prediction gives as a dashed line."""
+    figures = []
+    monkeypatch.setattr(curves, "render_png", lambda figure: figures.append(figure) or b"")
+    write_self_supervised(tmp_path)
+    drawn = make_curves(read_run_info(tmp_path), read_metrics(tmp_path))
+    drawn.draw(columns=columns)
+    panels = {axes.get_title(loc="left"): axes for axes in figures[0].axes[4:]}
+    assert list(panels) == ["accuracy", "$entropy", "effective rank", "feature std"]
+    assert panels["effective rank"].get_title(loc="right") == "8.500"
+    assert panels["$entropy"].get_title(loc="right") == "1.500"
+    lines = panels["accuracy"].lines
+    assert [line.get_linestyle() for line in lines] == ["-", "--", "-"]
+    assert [list(line.get_ydata()) for line in lines[1:]] == [[0.125] * 4, [0.375] * 4]
+    boxes = [axes.get_position() for axes in figures[0].axes]
+    for index, box in enumerate(boxes):
+        assert 0 < box.x0 < box.x1 < 1
+        assert 0 < box.y0 < box.y1 < 1
+        assert not any(box.overlaps(other) for other in boxes[:index])
+    monkeypatch.undo()
+    assert Image.open(io.BytesIO(drawn.draw(DARK, columns))).size == ((750, 2355) if columns == 1 else (1650, 1267))

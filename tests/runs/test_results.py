@@ -104,3 +104,16 @@ def test_unknown_metrics_are_rejected(tmp_path):
         choose_metric([run], "speed")
     with pytest.raises(UserError, match="exist only for the best weights"):
         read_results([run], METRICS["test"], "last")
+
+
+@pytest.mark.parametrize(("name", "title"), [("knn", "k-NN"), ("agreement", "neighbor agreement")])
+def test_metrics_of_trainings_without_labels(tmp_path, name, title):
+    metric = {"name": name, "title": title, "higher_is_better": True, "percent": True}
+    best = {"epoch": 4.0, "knn": 0.5, "agreement": 0.25, "loss": 1.0}
+    run = make_run(tmp_path / "run", best=best | {}, metric=metric, test={name: 0.125, "images": 8})
+    primary, test = choose_metric([run], "primary"), choose_metric([run], "test")
+    assert (primary.name, primary.title) == (name, f"validation {title}")
+    assert (test.title, test.percent) == (f"test {title}", True)
+    assert [result.value for result in read_results([run], primary)[0]] == [best[name]]
+    assert [result.value for result in read_results([run], test)[0]] == [0.125]
+    assert choose_metric([run], "agreement").show(0.25) == "25.00"

@@ -138,6 +138,7 @@ def ablate(
     from vitrail.runs import ablation
     from vitrail.runs.comparison import comparison_to_dict, find_metric
     from vitrail.runs.request import TrainRequest, open_data, resolve_recipe
+    from vitrail.runs.results import choose_metric
     from vitrail.runs.train import to_stderr
     from vitrail.tasks.registry import find_task
 
@@ -160,7 +161,7 @@ def ablate(
         workers=training.workers,
     )
     base = resolve_recipe(request, choose_device(training.device).type)
-    measure = find_metric(metric, find_task(base.task).metric)
+    find_metric(metric, find_task(base.task).metric)  # raises here if it is not known
     drops = [part.strip() for text in variants.drop or [] for part in text.split(",") if part.strip()]
     axes = [ablation.parse_axis(text) for text in variants.vary or []]
     cells, messages = ablation.make_cells(base, axes, drops, variants.grid)
@@ -174,6 +175,7 @@ def ablate(
     if not finished:
         print("Stopped; run the same command again to continue.", file=sys.stderr)
         sys.exit(130)
+    measure = choose_metric([folder], metric)  # the task's may depend on the data
     rows, messages = ablation.tabulate(opened, measure, at)  # type: ignore[arg-type]
     for message in (*messages, *failed):
         print(message, file=sys.stderr)

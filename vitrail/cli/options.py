@@ -69,7 +69,7 @@ KeepOption = Annotated[int | None, run_option("--keep", min=1, help="Number of c
 MetricOption = Annotated[
     str,
     typer.Option(
-        "--metric", help="primary (that of the task), top1, top5 or loss on the validation split, or test (of the best weights)."
+        "--metric", help="primary (that of the task), top1, top5, knn, agreement or loss on the validation split, or test."
     ),
 ]
 AtOption = Annotated[

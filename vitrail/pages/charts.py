@@ -55,7 +55,7 @@ def render_png(figure: "Figure") -> bytes:
 
 def style_axes(axes: "Axes", title: str, palette: Palette) -> None:
     axes.set_facecolor(palette.background)
-    axes.set_title(title, loc="left", color=palette.foreground, fontweight="bold", fontsize=11)
+    axes.set_title(title, loc="left", color=palette.foreground, fontweight="bold", fontsize=11, parse_math=False)
     axes.grid(color=palette.grid, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(colors=palette.muted, length=0)

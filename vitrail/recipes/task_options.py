@@ -78,10 +78,21 @@ class DinoOptions(SelfSupervisedOptions):
 class MaskedPatchOptions(SelfSupervisedOptions):
     """Masked patch prediction of ViT: a share of the patch embeddings is corrupted, their content is predicted."""
 
+    # What is predicted: the mean color of the patch or the colors of its 4 x 4 parts, in 512 classes, or all pixels.
     target: Literal["mean_color", "downsized", "pixels"] = "mean_color"
     corrupted: float = 0.5  # share of the patches
-    masked: float = 0.8  # of the corrupted patches: replaced by the mask token
-    replaced: float = 0.1  # replaced by another patch of the batch; the rest is left as it is
+    masked: float = 0.8  # share of the corrupted patches that is replaced by the mask token
+    replaced: float = 0.1  # share that is replaced by other patches of the image; the rest is left as it is
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.corrupted < 1:
+            raise UserError(f"task_options.corrupted={self.corrupted:g} is a share of the patches: above 0 and below 1.")
+        if self.masked <= 0 or self.replaced < 0 or self.masked + self.replaced > 1 + 1e-9:
+            raise UserError(
+                f"task_options.masked={self.masked:g} and replaced={self.replaced:g} are shares of the corrupted patches: masked "
+                "must be above 0, replaced at least 0, and both together at most 1."
+            )
 
 
 @dataclass(frozen=True)

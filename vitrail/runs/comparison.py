@@ -22,6 +22,8 @@ SEED_FOLDER = re.compile(r"seed-\d+")
 METRICS = {
     "top1": Metric("top1", "validation top-1", percent=True),
     "top5": Metric("top5", "validation top-5", percent=True),
+    "knn": Metric("knn", "validation k-NN", percent=True),
+    "agreement": Metric("agreement", "validation neighbor agreement", percent=True),
     "loss": Metric("loss", "validation loss", higher_is_better=False),
     "test": Metric("test", "test top-1", percent=True),
 }
@@ -33,6 +35,8 @@ def find_metric(name: str, primary: Metric | None = None) -> Metric:
     primary = primary or TOP1
     if name in (PRIMARY, primary.name):
         return METRICS.get(primary.name, primary._replace(title=f"validation {primary.title}"))
+    if name == "test":
+        return primary._replace(name=name, title=f"test {primary.title}")
     if name not in METRICS:
         raise UserError(f"--metric {name} is not known; choose from {', '.join([PRIMARY, *METRICS])}.")
     return METRICS[name]

@@ -1,4 +1,4 @@
-"""The curves of a run as an image: losses, accuracies, learning rate and throughput over the epochs."""
+"""The curves of a run as an image: losses, accuracies, learning rate, throughput and the task's other metrics over the epochs."""
 
 import math
 from collections.abc import Sequence
@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Points = tuple[np.ndarray, np.ndarray]  # epochs and values
+# Entries of metrics.jsonl that are no metrics of the task, or that have a panel of their own.
+KNOWN = frozenset(("step", "epoch", "kind", "speed", "loss", "gradient_norm", "lr", "skipped", "top1", "top5", "images"))
+CONSTANTS = ("majority_", "constant_")  # prefixes of what a constant prediction gives, drawn with the metric itself
+MAX_PANELS = 16  # of other metrics
+PANEL, GAP = 1.2, 0.65  # height of such a panel and of its title and labels, in inches
 
 
 @dataclass(frozen=True)
@@ -40,9 +45,13 @@ class Curves:
 
     def smooth_losses(self) -> Points:
         """Return the training loss, smoothed as in the progress display and the reference bands."""
-        epochs, losses = self.points("train", "loss")
+        return self.smooth_points("loss")
+
+    def smooth_points(self, name: str) -> Points:
+        """Return a metric of the training, smoothed."""
+        epochs, values = self.points("train", name)
         smoothed, total = SmoothedValue(), self.total or 1
-        return epochs, np.array([smoothed.add(epoch / total, loss) for epoch, loss in zip(epochs, losses, strict=True)])
+        return epochs, np.array([smoothed.add(epoch / total, value) for epoch, value in zip(epochs, values, strict=True)])
 
     def best_point(self) -> tuple[float, float] | None:
         """Return epoch and metric of the best weights, None if they were not validated."""
@@ -52,14 +61,27 @@ class Curves:
         index = int(abs(epochs - self.best).argmin())
         return float(epochs[index]), float(accuracies[index])
 
+    def other_metrics(self) -> list[str]:
+        """Return the names of the task's metrics besides loss and primary metric, in the order of the file."""
+        return list(dict.fromkeys(name for line in self.lines for name in line if name not in KNOWN | {self.metric.name}))
+
     def draw(self, palette: Palette = LIGHT, columns: int = 2) -> bytes:
         """Draw the curves as PNG; one column is for narrow screens."""
-        width, height = size = (11, 6.6) if columns == 2 else (5, 12)
+        width, height = (11, 6.6) if columns == 2 else (5, 12)
         heights = (3, 2) if columns == 2 else (3, 3, 2, 2)
-        with new_figure(palette, size) as figure:
+        found = self.other_metrics()
+        others = [name for name in found if not any(prefix + part == name for prefix in CONSTANTS for part in found)][:MAX_PANELS]
+        rows = math.ceil(len(others) / (2 * columns))
+        below = rows * (PANEL + GAP)
+        height += below
+        with new_figure(palette, (width, height)) as figure:
             # Fixed margins: matplotlib's automatic layout takes as long as all the drawing.
-            figure.subplots_adjust(0.8 / width, 0.6 / height, 1 - 0.2 / width, 1 - 0.4 / height, wspace=0.18, hspace=0.22)
-            panels = figure.subplots(len(heights), columns, sharex=True, squeeze=False, height_ratios=heights)
+            sides = {"left": 0.8 / width, "right": 1 - 0.2 / width}
+            vertical = {"bottom": (0.6 + below) / height, "top": 1 - 0.4 / height}
+            grid = figure.add_gridspec(
+                len(heights), columns, **sides, **vertical, wspace=0.18, hspace=0.22, height_ratios=heights
+            )
+            panels = grid.subplots(sharex=True, squeeze=False)
             for axes, title, draw in zip(
                 panels.flat,
                 ("Loss", f"Validation {self.metric.title}", "Learning rate", "Images per second"),
@@ -71,6 +93,11 @@ class Curves:
             for axes in panels[-1]:
                 axes.set_xlabel("epoch", color=palette.muted)
                 axes.set_xlim(0, self.total or 1)
+            if others:
+                vertical = {"bottom": 0.35 / height, "top": (below - GAP / 2) / height}
+                grid = figure.add_gridspec(rows, 2 * columns, **sides, **vertical, wspace=0.3, hspace=GAP / PANEL)
+                for index, name in enumerate(others):
+                    self._draw_other(figure.add_subplot(grid[index]), palette, name)
             return render_png(figure)
 
     def _draw_losses(self, axes: "Axes", palette: Palette) -> None:
@@ -130,6 +157,24 @@ class Curves:
             axes.set_title(f"median {np.median(speeds):,.0f}", loc="right", color=palette.muted, fontsize=9)
             axes.yaxis.set_major_formatter("{x:,.0f}")
         add_legend(axes, palette, "no throughput recorded")
+
+    def _draw_other(self, axes: "Axes", palette: Palette, name: str) -> None:
+        """Draw a metric of the task, with that of a constant prediction if there is one."""
+        style_axes(axes, name.replace("_", " "), palette)
+        axes.tick_params(labelsize=8)
+        axes.xaxis.set_major_formatter("{x:g}")
+        epochs, values = self.smooth_points(name)
+        if len(epochs):
+            axes.plot(epochs, values, color=palette.blue, linewidth=1.4)
+        last = values[-1:]
+        for prefix, color, style in (*((prefix, palette.muted, "--") for prefix in CONSTANTS), ("", palette.orange, "-")):
+            epochs, values = self.points("validation", prefix + name)
+            if len(epochs):
+                marks = marker_style(values) if not prefix else {}
+                axes.plot(epochs, values, style, color=color, linewidth=1.4, **marks | ({"markersize": 3} if marks else {}))
+        for value in values[-1:] if len(values) else last:
+            axes.set_title(format_significant(value), loc="right", color=palette.muted, fontsize=9)
+        axes.set_xlim(0, self.total or 1)
 
     def _draw_band(self, axes: "Axes", palette: Palette, name: str) -> None:
         if not self.band:

@@ -1,6 +1,7 @@
 """The end of a training: evaluate the best weights once more, complete run.json, write the report."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,12 +16,15 @@ from vitrail.evaluation.verdict import judge_run, majority_share
 from vitrail.formatting import pluralize
 from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.runs.prepare import Prepared
-from vitrail.runs.report import format_test, write_report
+from vitrail.runs.report import describe_warning, format_test, write_report
 from vitrail.runs.request import Log
 from vitrail.runs.run_directory import read_run, write_json
 from vitrail.tasks.probe_head import linear_heads
 from vitrail.training.distributed import Devices
 from vitrail.training.metrics import TOP1, as_json, read_metrics
+from vitrail.training.task import Task
+
+NUMBER = re.compile(r"\d+(\.\d+)?")
 
 
 def finish_run(prepared: Prepared, log: Log) -> None:
@@ -32,10 +36,12 @@ def finish_run(prepared: Prepared, log: Log) -> None:
     write_json(folder / "run.json", run)  # what follows may be interrupted
     run |= evaluate_best(prepared, log)
     lines = read_metrics(folder)
-    run["baselines"] = measure_baselines(prepared, lines) | (run.get("baselines") or {})
+    if trainer.task.class_names is not None:
+        run["baselines"] = measure_baselines(prepared, lines) | (run.get("baselines") or {})
     verdict = judge_run(run, lines)
     if verdict is not None:
         run["verdict"] = verdict.to_dict()
+    run["warnings"] = list_warnings(trainer.task, lines)
     write_json(folder / "run.json", run)
     write_report(folder)
     if trainer.stopped_early:
@@ -50,13 +56,28 @@ def finish_run(prepared: Prepared, log: Log) -> None:
         log(f"{unread:,} of {len(splits.validation):,} validation images could not be read and were skipped.")
     if "test" in run:
         log(f"test {metric.title} {format_test(run['test'], metric)}")
-    value = metric.format(best[metric.name]) if verdict is None else verdict.plus_minus
-    log(f"best validation {metric.title} {value} (epoch {best['epoch']:g})")
-    for sentence in verdict.describe() if verdict is not None else []:
-        log(sentence)
+    for warning in run["warnings"]:
+        log(describe_warning(warning))
+    if verdict is not None:
+        log(f"best validation {metric.title} {verdict.plus_minus} (epoch {best['epoch']:g})")
+        for sentence in verdict.describe():
+            log(sentence)
+    else:
+        log(f"best weights of epoch {best['epoch']:g}: validation {metric.title} {metric.format(best[metric.name])}")
     weights = folder / "best.safetensors"
     missing = "" if weights.is_file() else ", which is missing"
     log(f"report {folder / 'report.html'}; weights {weights}{missing}")
+    if suggestion := trainer.task.suggest_next(trainer.model, folder, run["source"]):
+        log(suggestion)
+
+
+def report_stopped(prepared: Prepared) -> None:
+    """Write the report of a training that its task has stopped, with the reason; nothing if it was stopped by something else."""
+    folder = prepared.trainer.folder
+    warnings = list_warnings(prepared.trainer.task, read_metrics(folder))
+    if warnings:
+        write_json(folder / "run.json", read_run(folder) | {"warnings": warnings})
+        write_report(folder)
 
 
 def read_best(prepared: Prepared) -> dict[str, Any]:
@@ -72,6 +93,26 @@ def read_best(prepared: Prepared) -> dict[str, Any]:
         return best
     except (OSError, ValueError, KeyError, TypeError, safetensors.SafetensorError):  # missing: reported below
         return prepared.trainer.best
+
+
+def list_warnings(task: Task, lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What the task found wrong in the validations; the same problem in several in a row is one entry, with its last numbers."""
+    found: list[dict[str, Any]] = []
+    before = ""
+    for line in lines:
+        if line["kind"] != "validation":
+            continue
+        try:
+            message = task.diagnose(line, line["epoch"])
+        except UserError as error:
+            message = str(error)
+        problem = NUMBER.sub("", message)
+        if message and problem == before:
+            found[-1] |= {"last_epoch": line["epoch"], "message": message}
+        elif message:
+            found.append({"epoch": line["epoch"], "last_epoch": line["epoch"], "message": message})
+        before = problem
+    return found
 
 
 def measure_baselines(prepared: Prepared, lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -4,6 +4,7 @@ These parts of `run.json` are optional and shown if present:
 
 * `test`: {"top1", "top5", "images"} of the best weights;
 * `baselines`: {"majority", "probe"}, accuracies on the validation images;
+* `warnings`: [{"epoch", "last_epoch", "message"}] of the validations;
 * `per_class`: [{"name", "top1", "precision", "recall", "f1", "images"}] of the validation images;
 * `confusion`: {"names": […], "matrix": [[…]]} with a row per label, or {"pairs": `confused_pairs(…)`};
 * `mistakes`: [{"image": `thumbnail(…)`, "label": …, "prediction": …, "confidence": …, "location": …}].
@@ -30,6 +31,7 @@ from vitrail.training.metrics import TOP1, Metric, read_metrics
 
 MAX_MATRIX_CLASSES = 40  # a larger confusion matrix is not readable
 MAX_ROWS = 12
+MAX_METRICS = 32  # of the task, besides loss and primary metric
 NARROW, DARK_MODE = "(max-width: 40rem)", "(prefers-color-scheme: dark)"
 Rows = list[tuple[str, str]]  # label and value
 
@@ -49,6 +51,7 @@ def write_report(folder: str | Path) -> Path:
         summary=summarize(run, curves),
         verdict=verdict.describe() if (verdict := judge_run(run, curves.lines)) else [],
         status=band_status(curves),
+        warnings=[describe_warning(warning) for warning in run.get("warnings") or []],
         cards=list_highlights(run, curves),
         chart=[
             (f"{NARROW} and {DARK_MODE}", png_url(curves.draw(DARK, 1))),
@@ -115,6 +118,12 @@ def format_best(run: Mapping[str, Any], best: Mapping[str, Any]) -> str:
     """Format the metric of the best validation, an accuracy of a known number of images with its interval: "84.10 % ± 5.2"."""
     verdict, metric = judge_run(run, ()), run_metric(run)
     return verdict.plus_minus if verdict else metric.format(best.get(metric.name))
+
+
+def describe_warning(warning: Mapping[str, Any]) -> str:
+    """Format a warning with its epochs: "warning, epochs 3 to 7: …"."""
+    first, last = (f"{float(warning.get(name) or 0):g}" for name in ("epoch", "last_epoch"))
+    return f"warning, {f'epoch {first}' if first == last else f'epochs {first} to {last}'}: {warning.get('message', '')}"
 
 
 def format_test(test: Mapping[str, Any], metric: Metric) -> str:
@@ -212,6 +221,10 @@ def list_results(run: Mapping[str, Any], curves: Curves) -> Rows:
         values = curves.points(kind, name)[1]
         if len(values):
             rows.append((label, show(float(statistics.median(values) if kind == "train" else values[-1]))))
+    for name in curves.other_metrics()[:MAX_METRICS]:
+        values = curves.points("validation", name)[1]
+        if len(values):
+            rows.append((f"Last validation {name.replace('_', ' ')}", format_significant(float(values[-1]))))
     losses = curves.smooth_losses()[1]
     if len(losses):
         rows.append(("Last training loss, smoothed", format_significant(losses[-1])))

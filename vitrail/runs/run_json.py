@@ -109,6 +109,7 @@ SHAPE: dict[str, Any] = {
     "baselines": {"": is_number},
     "verdict": {"": is_number, "images": is_count, "validations": is_count},
     "test": {"": is_number, "images": is_count},
+    "warnings": [{"": is_number, "message": is_text}],
     "steps": is_count,
     "seconds": is_duration,
     "per_class": [{"": is_number, "name": is_text, "images": is_count}],

@@ -17,7 +17,7 @@ from vitrail.devices import choose_device
 from vitrail.errors import UserError
 from vitrail.evaluation.statistics import summarize
 from vitrail.recipes import Recipe
-from vitrail.runs.comparison import METRICS, PRIMARY
+from vitrail.runs.comparison import PRIMARY
 from vitrail.runs.request import Log, TrainRequest, resolve_recipe
 from vitrail.runs.results import At, choose_metric, is_finished, read_results
 from vitrail.runs.run_directory import check_empty, next_folder, write_json
@@ -187,7 +187,7 @@ def summaries(folder: Path, at: At = "best") -> list[str]:
     if not any(folder.glob("seed-*/run.json")):
         return lines
     folds = read_seeds(folder).recipe.data.folds if has_seeds(folder) else 0
-    metrics = {metric.name: metric for metric in (choose_metric([folder], PRIMARY), METRICS["loss"], METRICS["test"])}
+    metrics = {metric.name: metric for metric in (choose_metric([folder], name) for name in (PRIMARY, "loss", "test"))}
     for metric in metrics.values():
         results, _ = read_results([folder], metric, at)
         if not results:

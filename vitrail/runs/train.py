@@ -26,7 +26,7 @@ from vitrail.interrupts import State, require_cleanup
 from vitrail.recipes import Recipe
 from vitrail.recipes.arguments import RECIPE_KEYS, open_recipe, recipe_changes
 from vitrail.runs.display import Display
-from vitrail.runs.finish import finish_run
+from vitrail.runs.finish import finish_run, report_stopped
 from vitrail.runs.prepare import Prepared, prepare, prepare_resumed
 from vitrail.runs.reference_curves import find_reference_band
 from vitrail.runs.request import Log, TrainRequest, resolve_recipe
@@ -255,6 +255,11 @@ def run_prepared(prepared: Prepared, log: Log) -> Run:
             f"`vitrail replay {bundle}` shows where it started. {trainer.task.hint_for_nan()}; "
             f"`vitrail resume {folder} --on-nan skip` skips such steps."
         ) from None
+    except UserError:
+        if devices.is_main:
+            with contextlib.suppress(UserError, OSError):
+                report_stopped(prepared)
+        raise
     finally:
         loaders[0].close()
     try:

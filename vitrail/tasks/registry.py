@@ -10,6 +10,7 @@ from vitrail.training.task import Task
 BUILT_IN = {
     "classification": "vitrail.tasks.classification:Classification",
     "dino": "vitrail.tasks.dino:Dino",
+    "masked_patches": "vitrail.tasks.masked_patches:MaskedPatches",
 }
 ENTRY_POINTS = "vitrail.tasks"  # the group under which an installed package offers tasks
 _registered: dict[str, type[Task]] = {}

@@ -1,6 +1,9 @@
 """What the tasks without labels have in common: data of any kind, validation by k-NN and feature statistics, a collapse alarm."""
 
+import math
+import shlex
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -10,11 +13,11 @@ from torch import Tensor
 from vitrail.data.image_loader import ImageLoader
 from vitrail.data.loader import Batch
 from vitrail.data.rng import sample_key
-from vitrail.data.source import Source, Splits, Subset
+from vitrail.data.source import Source, Subset
 from vitrail.data.transforms.pipeline import augment
 from vitrail.errors import UserError
 from vitrail.evaluation.feature_health import measure_health
-from vitrail.evaluation.features import POOLED, compute_features
+from vitrail.evaluation.features import POOLED, FeatureKind, compute_features
 from vitrail.evaluation.probes.knn import PROTOCOLS, knn_accuracy
 from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.recipes.schema import Recipe
@@ -26,10 +29,10 @@ from vitrail.training.task import Task
 KNN = Metric("knn", "k-NN", percent=True)
 AGREEMENT = Metric("agreement", "neighbor agreement", percent=True)
 GALLERY = 5  # training images per validation image among which neighbors are searched, at most
-MIN_IMAGES = 2  # of each split
 # A collapsed network gives all images nearly the same features. At initialization the spread is above 0.2 for the networks here.
 MIN_SPREAD = 0.05
 MIN_RANK = 1.5
+MIN_RANK_IMAGES = 16  # with fewer the effective rank is low for any network
 Sums = dict[str, Tensor]  # values summed over validation images and processes
 
 
@@ -42,6 +45,7 @@ class SelfSupervised(Task):
     """
 
     options_kind: ClassVar[type[SelfSupervisedOptions]]
+    features: ClassVar[FeatureKind] = POOLED  # of the validation: a vector that the task trains
     metric = KNN
 
     def __init__(self, recipe: Recipe, source: Source, device: torch.device) -> None:
@@ -54,12 +58,6 @@ class SelfSupervised(Task):
     @classmethod
     def resolve_recipe(cls, recipe: Recipe, explicit: frozenset[str]) -> Recipe:
         return complete_options(cls.options_kind, recipe)
-
-    @classmethod
-    def check_data(cls, recipe: Recipe, splits: Splits) -> None:
-        for part, use in ((splits.train, "train on"), (splits.validation, "validate with")):
-            if len(part) < MIN_IMAGES:
-                raise UserError(f"{part.name} has too few images to {use} ({len(part)}): add some, at least {2 * MIN_IMAGES}.")
 
     @classmethod
     def describe(cls, recipe: Recipe) -> list[str]:
@@ -75,9 +73,11 @@ class SelfSupervised(Task):
         if self.labeled:
             values["knn"] = self._knn_accuracy(model, loader, rows, batch_size, devices)
         values |= measure_health(*rows.features.unbind(1))._asdict()
-        if sums:
-            names = sorted(sums)
-            values |= self.summarize({name: devices.all_reduce_sum(sums[name]) for name in names})
+        total: Sums = {}
+        for part in devices.all_gather({name: value.cpu() for name, value in sums.items()}):  # a process may have no images
+            total |= {name: total[name] + value if name in total else value for name, value in part.items()}
+        if total:
+            values |= self.summarize(total)
         return values | {"images": len(rows.images)}
 
     def measure(self, model: VisionTransformer, batch: Batch, images: Tensor) -> Sums:
@@ -99,12 +99,21 @@ class SelfSupervised(Task):
 
     def find_collapse(self, values: Mapping[str, Any], epoch: float) -> str:
         """What shows that the network has collapsed, and the setting to change; "" if it has not."""
-        if float(values["feature_std"]) < MIN_SPREAD or float(values["effective_rank"]) < MIN_RANK:
+        rank = float(values["effective_rank"]) if values.get("images", math.inf) >= MIN_RANK_IMAGES else math.inf
+        if float(values["feature_std"]) < MIN_SPREAD or rank < MIN_RANK:
             return (
                 f"the features of all images are nearly equal (standard deviation {float(values['feature_std']):.3f}, effective "
                 f"rank {float(values['effective_rank']):.1f}): the network has collapsed; {self.hint_for_collapse()}."
             )
         return ""
+
+    def suggest_next(self, model: VisionTransformer, folder: Path, source: str) -> str:
+        labeled = source if self.labeled else "LABELED_IMAGES"
+        train, probe = ["vitrail", "train", labeled, "--from", str(folder)], ["vitrail", "probe", "knn", str(folder), labeled]
+        vector = self.features.vector
+        if vector not in ("pooled", model.architecture.pooling):
+            probe += ["--vector", vector]
+        return f"next: `{shlex.join(train)}` trains a classifier from these weights, `{shlex.join(probe)}` tests their features"
 
     def hint_for_collapse(self) -> str:
         return "lower optimizer.lr or give a longer schedule.warmup"
@@ -118,7 +127,7 @@ class SelfSupervised(Task):
                 sums[name] = sums[name] + value.double() if name in sums else value.double()
             keys = sample_key(0, 0, batch.index, batch.repeat)  # the same views at every validation
             view = augment(batch.pixels, batch.sizes, keys, self.recipe.augmentation).images
-            return torch.stack([compute_features(model, part, POOLED).float() for part in (images, view)], 1)
+            return torch.stack([compute_features(model, part, self.features).float() for part in (images, view)], 1)
 
         return collect(embed_both, loader, batch_size, devices)
 
@@ -128,7 +137,7 @@ class SelfSupervised(Task):
         """Top-1 of the validation images, classified by their nearest neighbors among training images."""
 
         def embed(batch: Batch) -> Tensor:
-            return compute_features(model, model.preprocessing.apply(batch.pixels, batch.sizes), POOLED).float()
+            return compute_features(model, model.preprocessing.apply(batch.pixels, batch.sizes), self.features).float()
 
         own = collect(embed, self._open_gallery(len(loader.source)), batch_size, devices)
         known, asked = own.labels >= 0, queries.labels >= 0

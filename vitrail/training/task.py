@@ -7,6 +7,7 @@ the checkpoints. The trainer uses this interface and imports no task; `vitrail.t
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -153,6 +154,10 @@ class Task(ABC):
     def report(self, model: VisionTransformer, loader: ImageLoader, splits: Splits, batch_size: int) -> dict[str, Any]:
         """Further facts about the best weights on the validation images, for run.json and the report."""
         return {}
+
+    def suggest_next(self, model: VisionTransformer, folder: Path, source: str) -> str:
+        """A sentence on what to do with the weights of a finished run in `folder`, trained on `source`; "" if it is obvious."""
+        return ""
 
     def hint_for_nan(self) -> str:
         """What often helps when the loss becomes NaN or Inf."""
