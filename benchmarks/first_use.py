@@ -2,6 +2,7 @@
 
     python benchmarks/first_use.py photos/ flowers/ --seeds 3 --out first_use.json
     python benchmarks/first_use.py photos/ --minutes 1 --methods vitrail svm      # a shorter training, fewer methods
+    python benchmarks/first_use.py --merge first_use.json second.json             # the table of results in several files
 
 Each folder has train/ and test/ with one subfolder per class. Methods, all fitted to train/ and evaluated once on test/:
 
@@ -317,7 +318,8 @@ def compare_methods(images: ImageSet, options: argparse.Namespace) -> dict[str, 
         print(f"{row['set']}: {TITLES[method]} ...", file=sys.stderr, flush=True)
         if method == "vitrail":
             args = [*options.args, *(["--minutes", f"{options.minutes:g}"] if options.minutes else [])]
-            row[method] = [train_default(images, seed, args) for seed in range(options.seeds)]
+            seeds = range(options.first_seed, options.first_seed + options.seeds)
+            row[method] = [train_default(images, seed, args) for seed in seeds]
             seconds = row[method][0]["wall_s"]
         elif method == "svm":
             row[method] = fit_svm(images)
@@ -326,6 +328,17 @@ def compare_methods(images: ImageSet, options: argparse.Namespace) -> dict[str, 
         else:
             row[method] = train_resnet(images, seconds, seed=0)
     return row
+
+
+def merge_results(files: list[Path]) -> list[dict[str, Any]]:
+    """The rows of all files, one for each set; seeds of vitrail train are put together, of other methods the first counts."""
+    merged: dict[str, dict[str, Any]] = {}
+    for file in files:
+        for row in json.loads(file.read_text())["rows"]:
+            known = merged.setdefault(row["set"], {})
+            runs = {run["seed"]: run for run in (*row.get("vitrail", ()), *known.get("vitrail", ()))}
+            merged[row["set"]] = row | known | ({"vitrail": [runs[seed] for seed in sorted(runs)]} if runs else {})
+    return [merged[name] for name in sorted(merged)]
 
 
 def accuracy_of(row: dict[str, Any], method: str) -> float:
@@ -371,8 +384,10 @@ def format_table(rows: list[dict[str, Any]], methods: list[str]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="a folder with train/ and test/")
+    parser.add_argument("folders", nargs="*", type=Path, metavar="DIR", help="a folder with train/ and test/")
+    parser.add_argument("--merge", nargs="+", type=Path, metavar="FILE", help="print the table of results that --out wrote")
     parser.add_argument("--seeds", type=positive, default=1, help="number of trainings of vitrail on each set")
+    parser.add_argument("--first-seed", type=int, default=0, help="the others follow it")
     parser.add_argument("--minutes", type=float, help="passed to vitrail train; default: no options")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--out", type=Path, help="write the results as JSON, after every set")
@@ -381,6 +396,12 @@ def main() -> None:
     options = parser.parse_args(words[:cut])
     options.args = words[cut + 1 :]
     options.methods = [method for method in METHODS if method in options.methods]
+    if options.merge:
+        rows = merge_results(options.merge)
+        print(format_table(rows, [method for method in METHODS if all(method in row for row in rows)]))
+        return
+    if not options.folders:
+        raise UserError("Give a folder with train/ and test/, or --merge and files that --out wrote.")
     if options.minutes is not None and not options.minutes > 0:
         raise UserError("--minutes is a time: greater than 0.")
     if "resnet" in options.methods and "vitrail" not in options.methods and not options.minutes:
@@ -388,7 +409,7 @@ def main() -> None:
     check_file(options.out)
     sets = [open_set(folder) for folder in options.folders]
     hardware = machine("cuda" if torch.cuda.is_available() else "cpu")
-    rows: list[dict[str, Any]] = []
+    rows = []
     for images in sets:
         rows.append(compare_methods(images, options))
         if options.out:

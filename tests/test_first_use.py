@@ -2,14 +2,18 @@
 
 import importlib
 import itertools
+import json
 import math
+import shutil
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from PIL import Image
 
-from tests.images import make_folder
+from tests.images import make_folder, make_image
 from vitrail.errors import UserError
 from vitrail.formatting import format_time_span
 
@@ -86,3 +90,60 @@ def test_table_has_means_over_sets_and_spreads_over_seeds(first_use):
     lines = first_use.format_table([row("a", 0.7, 0.8), row("b", 0.5, 0.5)], ["vitrail", "svm"]).splitlines()
     assert lines[2] == "| a | 3 | 60 | 1,000 | 75.0 ± 7.1 (72.2 to 77.6) | 40.0 (37.0 to 43.1) | 100 | 110 | 1.10 |"
     assert lines[4] == "| mean |  |  |  | 62.5 | 40.0 | 100 | 110 | 1.10 |"
+
+
+def test_results_of_several_files_are_merged(first_use, tmp_path):
+    def write(name, **methods):
+        row = {"set": "a", "classes": 3, "train_images": 60, "test_images": 1000} | methods
+        (tmp_path / name).write_text(json.dumps({"rows": [row]}))
+        return tmp_path / name
+
+    runs = [{"seed": seed, "accuracy": 0.5 + seed / 10, "forecast_s": 100.0, "wall_s": 100.0} for seed in range(3)]
+    files = write("2.json", vitrail=runs[2:]), write("0.json", vitrail=runs[:2]), write("svm.json", svm={"accuracy": 0.25})
+    (merged,) = first_use.merge_results(files)
+    assert merged["vitrail"] == runs
+    assert first_use.accuracy_of(merged, "vitrail") == pytest.approx(0.6)
+    assert first_use.accuracy_of(merged, "svm") == 0.25
+
+
+@pytest.fixture
+def sets(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module("first_use_sets")
+
+
+def make_set(sets, monkeypatch, *words):
+    monkeypatch.setattr("sys.argv", ["first_use_sets.py", "satellite", *map(str, words)])
+    sets.main()
+
+
+def test_sets_have_no_duplicates_and_bounded_sizes(sets, tmp_path, monkeypatch):
+    """Of 40 images of a class three are copies; the class with few images is left out."""
+    for folder, count in (("aGrass", 37), ("bField", 37), ("cRiver", 4)):
+        for number in range(count):
+            pattern = np.random.default_rng([ord(folder[0]), number]).integers(0, 255, (6, 8, 3), np.uint8)
+            path = tmp_path / "clone" / folder / f"{number}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pattern).resize((400, 300), Image.Resampling.NEAREST).save(path)
+    for number in range(3):
+        shutil.copy(tmp_path / "clone/aGrass/5.jpg", tmp_path / f"clone/aGrass/copy{number}.jpg")
+    options = (tmp_path / "clone", tmp_path / "out", "--train", 20, "--test", 15, "--side", 64)
+    make_set(sets, monkeypatch, *options)
+    files = sorted((tmp_path / "out").rglob("*.jpg"))
+    counts = Counter(path.relative_to(tmp_path / "out").parent.as_posix() for path in files)
+    assert counts == {"train/Grass": 20, "test/Grass": 15, "train/Field": 20, "test/Field": 15}
+    assert {Image.open(path).size for path in files} == {(64, 48)}
+    pixels = {Image.open(path).tobytes() for path in files}
+    assert len(pixels) == len(files)
+    with pytest.raises(UserError, match="give a new folder"):
+        make_set(sets, monkeypatch, *options)
+    with pytest.raises(UserError, match="no images of palewithout/RSSCN7"):
+        make_set(sets, monkeypatch, tmp_path / "out", tmp_path / "other")
+
+
+def test_the_split_of_a_repository_is_kept(sets, tmp_path):
+    for split, number in (("train", 1), ("test", 2), ("train", 3)):
+        make_image(tmp_path / "dataset" / split / "Fruit" / "Apple" / f"{number}.jpg", number, size=(30, 20))
+    found = sets.find_images(tmp_path, sets.SETS["grocery"])
+    drawn = sets.draw(found["Apple"], train=5, test=5)
+    assert {split: sorted(path.stem for path in paths) for split, paths in drawn.items()} == {"train": ["1", "3"], "test": ["2"]}

@@ -17,7 +17,9 @@ from vitrail.data.image_loader import ImageLoader
 from vitrail.data.source import Subset
 from vitrail.recipes.schema import Recipe
 from vitrail.runs.display import Display
+from vitrail.runs.train import train
 from vitrail.tasks.classification import Classification
+from vitrail.tasks.registry import register_task
 from vitrail.training.checkpointing import load_checkpoint
 from vitrail.training.distributed import Devices
 from vitrail.training.metrics import MetricsWriter
@@ -76,6 +78,31 @@ class Recorded(Classification):
         self.seen[key] = (batch.index.tolist(), batch.repeat.tolist())
         images, targets = super().prepare_batch(batch, position)
         return (images * torch.nan if key == self.poison else images), targets
+
+
+class Fitted(Classification):
+    """Fits a classifier that every process rounds differently, and records the classifier of the validations after that."""
+
+    def initialize(self, model, loader, batch_size):
+        torch.nn.init.zeros_(model.head.weight)
+        messages = super().initialize(model, loader, batch_size)
+        model.head.weight.data += int(os.environ.get("RANK", "0"))
+        Fitted.heads = []
+        return messages
+
+    def evaluate(self, model, loader, batch_size, devices):
+        Fitted.heads.append(model.head.weight.detach().clone())
+        return super().evaluate(model, loader, batch_size, devices)
+
+
+def finetuned(folder, **options):
+    """The best validation and the classifiers of a short training that starts with a fitted classifier."""
+    register_task("fitted", Fitted)
+    Fitted.heads = []
+    changes = {"task": "fitted", "init.probe_head": True, "validation.at_start": True, "schedule.length": "2 steps"}
+    changes |= {"schedule.warmup": "1 steps", "ema.warmup": True}
+    finished = train(recipe=TINY, changes=changes, out=folder, device="cpu", workers=0, options=Options(**options))
+    return {"best": finished.best, "heads": Fitted.heads}
 
 
 def prepared(folder, devices, changes=None, options=None, validation=None):

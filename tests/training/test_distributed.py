@@ -17,6 +17,7 @@ from tests.training.processes import (
     DENSE,
     TINY,
     environment,
+    finetuned,
     free_port,
     one_process,
     poison_last,
@@ -116,6 +117,8 @@ def work(rank, port, folder):
                 run(training)
             run_json = RUN | {"micro_batches": 2}
             found[f"bundle {sharding}"] = record_step(training, train_images(training), stopped.value.step, run_json)
+        found["fitted"] = finetuned(folder / "fitted")
+        found["fitted sharded"] = finetuned(folder / "fitted sharded", sharding="full")["best"]
         found["error"] = raise_on_second(two)
         with pytest.raises(UserError, match="batch_size=15 is not divisible by 2 processes"):
             train(recipe=TINY, changes={"batch_size": 15}, out=folder / "rejected", device="cpu")
@@ -232,6 +235,17 @@ def test_sharded_equals_one_process(found, folder, one, name):
     assert ours["skipped"] == 1
     model = vitrail.load(folder / f"{name}.safetensors")
     check_equal({f"model {key}": tensor for key, tensor in model.state_dict().items()}, part(ours["weights"], "model"))
+
+
+def test_all_processes_start_with_the_same_fitted_classifier(found, tmp_path):
+    """That of the first process, also in the EMA; the task cannot set sharded weights, which are trained without it."""
+    ours, theirs, alone = found[0]["fitted"], found[1]["fitted"], finetuned(tmp_path / "fitted")
+    for step in (0, 1):  # before the first step and after the last; the first process validates the best weights once more
+        assert torch.equal(ours["heads"][step], theirs["heads"][step])
+    torch.testing.assert_close(ours["heads"][0], alone["heads"][0], rtol=0, atol=1e-3)
+    assert ours["heads"][0].any()
+    check_metrics(ours["best"], alone["best"])
+    assert found[0]["fitted sharded"] == found[1]["fitted sharded"]
 
 
 def part(weights, kind):

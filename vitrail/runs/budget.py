@@ -17,10 +17,15 @@ MAX_EPOCHS = 40  # of a fine-tuning; more give little
 TIMED_IMAGES, ROUNDS = 16, 3
 
 
-def choose_image_size(model: VisionTransformer, source: Source, device: torch.device, minutes: float) -> int:
-    """The largest size, from that of the weights to that of the images, at which MIN_EPOCHS fit into the budget."""
+def choose_image_size(
+    model: VisionTransformer, source: Source, device: torch.device, minutes: float, dtype: torch.dtype | None = None
+) -> int:
+    """The largest size, from that of the weights to that of the images, at which MIN_EPOCHS fit into the budget.
+
+    `dtype` is that of the training's autocast, None for float32.
+    """
     native = model.architecture.image_size[0]
-    seconds = image_seconds(model, device) / cost(model.architecture).macs
+    seconds = image_seconds(model, device, dtype) / cost(model.architecture).macs
     chosen = native
     for size in SIZES:
         if native < size <= max(median_side(source), native) and size % model.architecture.patch_size == 0:
@@ -30,7 +35,7 @@ def choose_image_size(model: VisionTransformer, source: Source, device: torch.de
     return chosen
 
 
-def image_seconds(model: VisionTransformer, device: torch.device) -> float:
+def image_seconds(model: VisionTransformer, device: torch.device, dtype: torch.dtype | None = None) -> float:
     """Seconds of a forward and backward pass per image, the fastest of ROUNDS; the model is left unchanged."""
     height, width = model.architecture.image_size
     images = torch.zeros(TIMED_IMAGES, model.architecture.channels, height, width, device=device)
@@ -38,7 +43,9 @@ def image_seconds(model: VisionTransformer, device: torch.device) -> float:
     model.to(device).eval()  # BatchNorm does not update its statistics
     for _ in range(ROUNDS):
         start = time.perf_counter()
-        model(images).sum().backward()
+        with torch.autocast(device.type, dtype, enabled=dtype is not None):
+            loss = model(images).sum()
+        loss.backward()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - start)
@@ -54,4 +61,4 @@ def choose_length(trainer: Trainer, pace: Pace, minutes: float) -> str:
     seconds = 60 * minutes - pace.fixed
     if seconds >= epoch:
         return f"{min(int(seconds / epoch), MAX_EPOCHS)} epochs"
-    return f"{max(int(seconds / pace.step), 1)} steps"
+    return f"{max(int((seconds - pace.validation) / pace.step), 1)} steps"

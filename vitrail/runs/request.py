@@ -34,8 +34,9 @@ from vitrail.runs.initial_model import (
     with_token,
 )
 from vitrail.tasks.registry import find_task
+from vitrail.training.precision import choose_precision
 from vitrail.training.schedules import total_steps
-from vitrail.training.trainer import Options
+from vitrail.training.trainer import DTYPES, Options
 
 Log = Callable[[str], None]
 CPU = torch.device("cpu")
@@ -149,7 +150,8 @@ def open_data(request: TrainRequest, recipe: Recipe, device: torch.device = CPU)
         recipe = dataclasses.replace(recipe, model=pretrained.name)
     minutes, reason = time_budget(request, recipe, device), "the size the weights were trained at"
     if minutes and pretrained is not None and recipe.augmentation.image_size == (0, 0):
-        size = choose_image_size(pretrained, splits.train, device, minutes)
+        dtype = DTYPES.get(choose_precision(recipe, device, request.explicit_keys)[0].precision)
+        size = choose_image_size(pretrained, splits.train, device, minutes, dtype)
         if (size, size) != pretrained.preprocessing.image_size:
             pretrained.preprocessing = pretrained.preprocessing._replace(image_size=(size, size))
             reason = f"the largest size at which {MIN_EPOCHS} epochs fit into {minutes:g} minutes"

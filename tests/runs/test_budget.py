@@ -1,0 +1,73 @@
+"""The image size and the length that fit into a time budget."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import vitrail
+from tests.images import make_folder
+from vitrail.data.datasets.lookup import open_splits
+from vitrail.models.flops import cost
+from vitrail.runs import budget, request
+from vitrail.runs.budget import MAX_EPOCHS, MIN_EPOCHS, choose_image_size, choose_length, image_seconds
+from vitrail.runs.request import TrainRequest, open_data, resolve_recipe
+from vitrail.runs.step_timing import Pace
+from vitrail.training import precision
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def photos(tmp_path):
+    make_folder(tmp_path / "photos", count=10, size=(200, 170))
+    return tmp_path / "photos"
+
+
+def minutes_for(model, source, size, seconds):
+    """Minutes in which MIN_EPOCHS of images of `size` take place, if one of the model's own size takes `seconds`."""
+    macs = cost(model.architecture.replace(image_size=(size, size))).macs / cost(model.architecture).macs
+    return seconds * macs * len(source) * MIN_EPOCHS / 60
+
+
+def test_the_largest_size_that_fits_is_chosen_up_to_that_of_the_images(photos, monkeypatch):
+    model, source = vitrail.load("vitrail_tiny"), open_splits(str(photos)).train
+    monkeypatch.setattr(budget, "image_seconds", lambda *_: 0.02)
+    enough = {size: 1.001 * minutes_for(model, source, size, 0.02) for size in (128, 160, 192)}
+    assert [choose_image_size(model, source, CPU, minutes) for minutes in enough.values()] == [128, 160, 160]
+    assert choose_image_size(model, source, CPU, 0.999 * minutes_for(model, source, 160, 0.02)) == 128
+
+
+@pytest.mark.parametrize(
+    ("has_bfloat16", "changes", "size"), [(True, {}, 160), (False, {}, 128), (True, {"precision": "fp32"}, 128)]
+)
+def test_the_size_is_chosen_with_the_precision_of_the_training(has_bfloat16, changes, size, photos, monkeypatch):
+    """bfloat16 takes half of the time: a size that float32 has no time for fits."""
+    model, source = vitrail.load("vitrail_tiny"), open_splits(str(photos)).train
+    monkeypatch.setattr(precision, "has_bfloat16", lambda _: has_bfloat16)
+    monkeypatch.setattr(budget, "image_seconds", lambda _, __, dtype: 0.01 if dtype == torch.bfloat16 else 0.02)
+    monkeypatch.setattr(request, "has_colors", lambda _: True)
+    asked = TrainRequest(str(photos), changes=changes, minutes=1.5 * minutes_for(model, source, 160, 0.01))
+    data = open_data(asked, resolve_recipe(asked, "cpu"))
+    assert data.recipe.augmentation.image_size == (size, size)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_passes_are_timed_in_that_precision_and_leave_the_model_unchanged(dtype):
+    model = vitrail.create("vitrail_mini", classes=3, image_size=(32, 32))
+    before, types = {name: value.clone() for name, value in model.state_dict().items()}, set()
+    model.blocks[0].register_forward_hook(lambda _, __, output: types.add(output.dtype))
+    model.head.register_forward_hook(lambda _, __, output: types.add(output.dtype))
+    assert image_seconds(model, CPU, dtype) > 0
+    assert (torch.bfloat16 in types) == (dtype is not None)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("minutes", "length"), [(1, "5 epochs"), (0.2, "8 steps"), (0.001, "1 steps"), (100, f"{MAX_EPOCHS} epochs")]
+)
+def test_the_length_fits_with_its_validations(minutes, length):
+    """An epoch has 10 steps of a second and a validation of 1.5 s; 2 s are spent before and after."""
+    trainer = SimpleNamespace(sampler=SimpleNamespace(steps=10), validate_every=10)
+    assert choose_length(trainer, Pace(step=1.0, validation=1.5, fixed=2.0), minutes) == length
