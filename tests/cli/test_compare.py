@@ -67,7 +67,7 @@ def test_by_folder_and_other_images(runs, capsys):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"metric": "speed"}, "choose from primary, top1, top5, loss, test"),
+        ({"metric": "speed"}, "choose from primary, top1, top5, knn, agreement, loss, test"),
         ({"at": "first"}, "choose best or last"),
         ({"by": "name"}, "choose recipe or folder"),
         ({"plot": Path("plot.pdf")}, "ends in .png"),

@@ -403,6 +403,19 @@ def test_the_artifact_is_a_backbone_for_other_trainings(tmp_path):
     assert all(parameter.requires_grad for parameter in trainer.model.parameters())
 
 
+def test_it_starts_from_weights_of_other_trainings(tmp_path):
+    """They keep their pooling; their classifier is not part of the new artifact."""
+    weights = tmp_path / "weights.safetensors"
+    before = vitrail.create("deit3_small_patch16", 7, 16, width=16, depth=1, heads=2, patch_size=4)
+    vitrail.save(before, weights)
+    request = TrainRequest("digits", lookup("masked_small"), changes={"init.weights": str(weights), "batch_size": 16})
+    data = open_data(request, resolve_recipe(request, "cpu"))
+    trainer = make_trainer(data.recipe, data.splits.train)
+    a = trainer.model.architecture
+    assert (a.pooling, a.classes, a.residual) == ("class", 0, "layerscale")
+    assert torch.equal(trainer.model.stem.proj.weight, before.stem.proj.weight)
+
+
 def test_the_best_weights_have_the_lowest_loss():
     task, _ = task_for(recipe_with())
     best = {"loss": 1.0, "knn": 0.9}

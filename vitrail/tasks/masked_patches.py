@@ -4,6 +4,7 @@ Of the corrupted patches most are replaced by a mask token, some by other patche
 linear head on the final tokens predicts what was there: colors in 512 classes, or pixels.
 """
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -96,6 +97,9 @@ class MaskedPatches(SelfSupervised):
                 "masked_patches predicts the pixels of single, complete images: set mixing.mixup=0, mixing.cutmix=0, "
                 "token_labels.mixtoken=0 and augmentation.random_erasing=0."
             )
+        if recipe.init.weights and "architecture.pooling" not in explicit:  # weights keep their own
+            architecture = {field: value for field, value in recipe.architecture.items() if field != "pooling"}
+            recipe = dataclasses.replace(recipe, architecture=architecture)
         return super().resolve_recipe(recipe, explicit)
 
     # Training
