@@ -310,9 +310,12 @@ def test_reprojected_masks_match_their_images(policy):
 def test_views_have_their_own_keys():
     batch = images(3, 40, 40)
     large, small = Augmentation(image_size=(32, 32), scale=(0.4, 1.0)), Augmentation(image_size=(16, 16), scale=(0.05, 0.4))
-    views = augment_views(batch, sizes_of(batch), keys(3), [large, large, small, small])
-    assert [view.images.shape[-1] for view in views] == [32, 32, 16, 16]
+    views = augment_views(batch, sizes_of(batch), keys(3), [(large, 1), (large, 1), (small, 2)])
+    assert [view.images.shape for view in views] == [(3, 3, 32, 32), (3, 3, 32, 32), (6, 3, 16, 16)]
     assert not torch.equal(views[0].images, views[1].images)
+    alone = augment_views(batch, sizes_of(batch), keys(3), [(large, 1), (large, 1), (small, 1), (small, 1)])
+    assert torch.equal(views[2].images, torch.cat([view.images for view in alone[2:]])), "in one batch or in two: the same views"
+    assert not torch.equal(*views[2].images.split(3))
 
 
 def test_mixup_and_cutmix():

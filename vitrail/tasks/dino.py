@@ -201,7 +201,7 @@ class Dino(SelfSupervised):
         o, first = self.options, self.recipe.augmentation
         second = dataclasses.replace(first, blur=o.second_blur, solarize=o.second_solarize)
         local = dataclasses.replace(first, image_size=self.local_size, scale=o.local_scale, blur=o.local_blur)
-        self.views = [first, second, *[local] * o.local_crops]
+        self.views = [(first, 1), (second, 1), *([(local, o.local_crops)] if o.local_crops else [])]
         self.logs = ("teacher_entropy", "kl", "global_std", *(["local_std"] if o.local_crops else []))  # type: ignore[misc]
         others = f"{o.local_crops} local of {format_size(self.local_size)}" if o.local_crops else "none local"
         self.messages.append(f"views of an image: 2 global of {format_size(size)} pixels, {others}")
@@ -273,9 +273,9 @@ class Dino(SelfSupervised):
 
     def prepare_batch(self, batch: Batch, position: Position) -> tuple[Tensor, DinoTargets]:
         keys = sample_key(self.recipe.seed, position.epoch, batch.index, batch.repeat)
-        views = [view.images for view in augment_views(batch.pixels, batch.sizes, keys, self.views)]
+        first, second, *local = (view.images for view in augment_views(batch.pixels, batch.sizes, keys, self.views))
         temperature = torch.full((), self.temperature_at(position.epoch), device=keys.device)
-        return torch.cat(views[:2]), DinoTargets(torch.cat(views[2:]) if len(views) > 2 else None, temperature)
+        return torch.cat([first, second]), DinoTargets(local[0] if local else None, temperature)
 
     def temperature_at(self, epoch: int) -> float:
         """The teacher's temperature: linear over the epochs of the warmup, the last of which has the final value."""

@@ -134,10 +134,19 @@ def apply_dino(padded: policies.PaddedImages, key: Tensor, augmentation: Augment
     return policies.apply_masked(padded._replace(pixels=pixels), solarized, "solarize", 128.0)
 
 
-def augment_views(pixels: Tensor, sizes: Tensor, key: Tensor, views: list[Augmentation]) -> list[Augmented]:
-    """Several views of every image, each with its own keys: two for an instance loss, two global and many local ones for DINO."""
-    keys = [hash32(key + GOLDEN * (number + 1)) for number in range(len(views))]
-    return [augment(pixels, sizes, own_key, view) for own_key, view in zip(keys, views, strict=True)]
+def augment_views(pixels: Tensor, sizes: Tensor, key: Tensor, views: Sequence[tuple[Augmentation, int]]) -> list[Augmented]:
+    """Several views of every image: `count` views with the settings of each pair in `views`.
+
+    The views of a pair are one batch [count * B], one view of all images after the other: many small batches would take longer to
+    launch than to compute. Every view has keys of its own.
+    """
+    augmented, number = [], 0
+    for augmentation, count in views:
+        keys = torch.cat([hash32(key + GOLDEN * (number + view + 1)) for view in range(count)])
+        number += count
+        repeated = pixels if count == 1 else torch.cat([pixels] * count)  # unlike `repeat`, this keeps the memory format
+        augmented.append(augment(repeated, sizes.repeat(count, 1), keys, augmentation))
+    return augmented
 
 
 def reproject(
