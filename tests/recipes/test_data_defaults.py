@@ -65,6 +65,17 @@ def test_minimum_number_of_steps_of_the_default_recipes(count, batch):
     assert fit_to_data(paper, digits(count))[0].batch_size == 64
 
 
+@pytest.mark.parametrize(
+    ("count", "batch", "steps"), [(1152, 64, 18), (1151, 32, 18), (300, 32, 8), (255, 16, 8)]
+)
+def test_fine_tuning_has_more_and_smaller_steps(count, batch, steps):
+    recipe = lookup("finetune").set({"augmentation.image_size": 8})
+    fitted, messages = fit_to_data(recipe, digits(count), Preprocessing(image_size=(8, 8)))
+    assert fitted.batch_size == batch
+    reason = f"the training set has {count} images, and an epoch should have at least {steps} steps"
+    assert messages == [f"batch size reduced from 128 to {batch}: {reason}"]
+
+
 @pytest.mark.parametrize(("count", "batch"), [(63, 8), (20, 4), (5, 4), (3, 2), (2, 2), (1, 1)])
 def test_a_batch_size_above_the_number_of_images_is_reduced(count, batch):
     fitted, messages = fit_to_data(ANY.set({"augmentation.image_size": 8}), digits(count))

@@ -145,5 +145,5 @@ def test_ablation_and_comparison_by_the_metric_of_the_data(photos, tmp_path):
     expected = read_metrics(tmp_path / "base" / "seed-0")[-1]["agreement"]
     assert table["groups"][0]["mean"] == pytest.approx(expected)
     groups, _ = group_results(read_results([tmp_path], choose_metric([tmp_path], "primary"))[0], False)
-    with pytest.raises(UserError, match=r"--images compares classifiers, and .* is a training without one: remove --images"):
+    with pytest.raises(UserError, match="--images compares predicted classes, which these runs do not have"):
         compare_predictions(groups)

@@ -19,6 +19,7 @@ LARGEST = (224, 16)
 LARGE_SIDES = 3  # a JPEG with sides of twice decode_scale=1.5 times the image size is decoded at half size or less
 MIN_DECODED, MIN_COLOR = 64, 3.0  # pixels of the shorter side; mean difference of the channels from gray
 MIN_STEPS, MIN_BATCH_SIZE = 8, 16  # per epoch, of the default recipes, which are for data sets of any size
+FINETUNING_STEPS, FINETUNING_BATCH_SIZE = 18, 32  # fine-tuning gains by more and smaller steps, down to this batch size
 
 
 def fit_to_data(
@@ -48,9 +49,11 @@ def fit_to_data(
     if batch_size > len(source):
         batch_size = 1 << int(np.log2(max(len(source) // 4, min(len(source), 4))))
     elif (known := summaries().get(recipe.name, EMPTY)).paper == "vitrail" and batch_size == known.batch_size:
-        reason += f", and an epoch should have at least {MIN_STEPS} steps"
-        while len(source) // batch_size < MIN_STEPS and batch_size >= 2 * MIN_BATCH_SIZE:
-            batch_size //= 2
+        limits = [(MIN_STEPS, MIN_BATCH_SIZE)] + ([(FINETUNING_STEPS, FINETUNING_BATCH_SIZE)] if trained is not None else [])
+        for steps, smallest in limits:
+            while len(source) // batch_size < steps and batch_size >= 2 * smallest:
+                batch_size //= 2
+                reason = f"the training set has {len(source)} images, and an epoch should have at least {steps} steps"
     if recipe.data.decode_scale == 0 and median_side(source) > LARGE_SIDES * min(recipe.augmentation.image_size):
         messages.append(
             "images are decoded at full size, as in the released code; data.decode_scale=1.5 decodes large JPEGs faster"

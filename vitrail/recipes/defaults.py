@@ -90,7 +90,7 @@ def finetune(name: str) -> Recipe:
         mixing=MixingConfig(mixup=0.2),
         loss=LossConfig(label_smoothing=0.1),
         distillation=BOTH_HEADS,
-        optimizer=OptimizerConfig(lr=2e-3, weight_decay=0.05, clip_grad_norm=1.0, layer_decay=0.75),
+        optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.05, clip_grad_norm=1.0, layer_decay=0.75),
         schedule=ScheduleConfig(length="20 epochs", warmup="10%"),
         validation=ValidationConfig(at_start=True, select_by="latest", crop_ratio=1.0),
         about=About(

@@ -12,7 +12,7 @@ from vitrail.runs.step_timing import Pace
 from vitrail.training.trainer import Trainer
 
 SIZES = (64, 96, 128, 160, 192, 224)
-MIN_EPOCHS = 8  # for a larger image size: below that more epochs give more than more pixels
+MIN_EPOCHS = 12  # for a larger image size: below that more epochs give more than more pixels
 MAX_EPOCHS = 40  # of a fine-tuning; more give little
 TIMED_IMAGES, ROUNDS = 16, 3
 

@@ -74,8 +74,6 @@ def correct_predictions(
     min_side = recipe.min_decode_side
     loader = loaders.setdefault(min_side, loaders.get(min_side) or open_loader(min_side))
     model = load(folder / "best.safetensors", device=loader.device).eval()
-    if not model.architecture.classes:
-        raise UserError(f"--images compares classifiers, and {folder} is a training without one: remove --images.")
     dtype = DTYPES.get(recipe.precision)
     with torch.autocast(loader.device.type, dtype) if dtype else contextlib.nullcontext():
         predictions = collect_predictions(model, loader, model.preprocessing, BATCH)
