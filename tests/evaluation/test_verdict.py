@@ -63,6 +63,13 @@ def test_the_last_validation_is_compared_with_the_two_before():
     assert judge(0.8, 4, [0.1, 0.7, 0.74, 0.8]).neighbors == pytest.approx(0.72)
 
 
+def test_initial_weights_are_not_compared_with_trained_ones():
+    lines = [{"kind": "validation", "step": step, "top1": top1} for step, top1 in enumerate((0.8, 0.6, 0.7))]
+    run = {"best": {"top1": 0.8, "images": 100, "step": 0}}
+    assert judge_run(run, lines).neighbors == pytest.approx(0.65)
+    assert judge_run(run | {"baselines": {"probe": 0.8}}, lines).neighbors is None
+
+
 def test_the_best_of_two_validations_has_no_estimate():
     assert judge(0.8, 2, [0.7, 0.8]).describe()[-1].endswith("of 2 validations on the same images and therefore optimistic.")
     assert judge(0.8, 9, [0.7, 0.8]).neighbors is None  # the metrics do not have the best step

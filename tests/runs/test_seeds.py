@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 import vitrail
+from tests.images import make_folder
 from tests.training.small import FAST_PATCHES, SHORT
 from vitrail.data.datasets.lookup import open_splits
 from vitrail.errors import UserError
-from vitrail.runs import finish, seeds
-from vitrail.runs.request import TrainRequest
+from vitrail.runs import finish, prepare, seeds
+from vitrail.runs.request import DEFAULT_MINUTES, TrainRequest
 from vitrail.runs.seeds import choose_folder, has_seeds, plan_seeds, read_seeds, resumed_seeds, summaries, train_seeds
 from vitrail.training.metrics import read_metrics
 from vitrail.training.trainer import NonFiniteLoss, Trainer
@@ -27,8 +28,8 @@ def fast(monkeypatch):
     monkeypatch.setattr(finish, "write_report", lambda folder: (folder / "report.html").write_text(""))
 
 
-def planned(count, changes=None, source="digits"):
-    request = TrainRequest(source, "laptop", changes=CHANGES | (changes or {}), device="cpu", workers=0)
+def planned(count, changes=None, source="digits", minutes=None):
+    request = TrainRequest(source, "laptop", changes=CHANGES | (changes or {}), device="cpu", workers=0, minutes=minutes)
     return plan_seeds(request, count)
 
 
@@ -87,6 +88,27 @@ def test_folds_validate_on_every_image_once(tmp_path):
     assert "3 of 3 folds" in summaries(folder)[0]
     with pytest.raises(UserError, match=r"data\.folds=1 would leave no images to train on"):
         planned(1, {"data.folds": 1})
+
+
+def test_all_seeds_have_the_length_that_the_first_chose_for_its_time(tmp_path, monkeypatch):
+    """The speed varies from training to training; trainings of different lengths could not be compared."""
+    lengths = iter(["3 steps", "2 steps", "4 steps"])
+    monkeypatch.setattr(prepare, "choose_length", lambda *_: next(lengths))
+    folder, plan = tmp_path / "seeds", planned(2, minutes=1.0)
+    assert train_seeds(folder, plan, lambda message: None)
+    assert train_seeds(folder, planned(3, minutes=1.0), lambda message: None)
+    runs = [json.loads((folder / f"seed-{seed}" / "run.json").read_text()) for seed in range(3)]
+    assert [run["recipe"]["schedule"]["length"] for run in runs] == ["3 steps"] * 3
+    assert [run["recipe"]["seed"] for run in runs] == [0, 1, 2]
+    with pytest.raises(UserError, match="seeds of another training"):
+        choose_folder(folder, planned(2, minutes=2.0))
+
+
+def test_the_default_time_budget_applies_to_every_seed(tmp_path):
+    make_folder(tmp_path / "photos", size=(80, 80))
+    request = TrainRequest(str(tmp_path / "photos"), device="cpu")
+    assert plan_seeds(request, 2).request.minutes == DEFAULT_MINUTES
+    assert planned(2).request.minutes is None
 
 
 def test_a_stopped_training_continues(tmp_path, at_step, monkeypatch):

@@ -105,6 +105,7 @@ def judge_run(run: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> Ver
     baselines = {name: float(value) for name, value in (run.get("baselines") or {}).items() if isinstance(value, int | float)}
     validations = [line for line in lines if line["kind"] == "validation" and line.get("top1") is not None]
     place = next((index for index, line in enumerate(validations) if line["step"] == best.get("step")), None)
+    frozen = "probe" in baselines and best.get("step") == 0  # trained weights beside them say nothing about these
     near: list[Mapping[str, Any]] = []
     if place is not None:  # the one before and the one after; at the end the two before
         order = sorted(range(len(validations)), key=lambda index: abs(index - place))
@@ -114,9 +115,9 @@ def judge_run(run: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> Ver
         images,
         len((run.get("data") or {}).get("classes") or ()),
         baselines,
-        frozen="probe" in baselines and best.get("step") == 0,
+        frozen=frozen,
         validations=max(len(validations), 1),
-        neighbors=float(np.mean([line["top1"] for line in near])) if len(near) == NEIGHBORS else None,
+        neighbors=float(np.mean([line["top1"] for line in near])) if len(near) == NEIGHBORS and not frozen else None,
         highest=highest if has_interval(highest, images) and highest > top1 else None,
     )
 

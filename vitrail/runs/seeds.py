@@ -18,9 +18,9 @@ from vitrail.errors import UserError
 from vitrail.evaluation.statistics import summarize
 from vitrail.recipes import Recipe
 from vitrail.runs.comparison import PRIMARY
-from vitrail.runs.request import Log, TrainRequest, resolve_recipe
+from vitrail.runs.request import Log, TrainRequest, resolve_recipe, time_budget
 from vitrail.runs.results import At, choose_metric, is_finished, read_results
-from vitrail.runs.run_directory import check_empty, next_folder, write_json
+from vitrail.runs.run_directory import check_empty, next_folder, read_run, write_json
 from vitrail.runs.train import Run, resume, run_request
 from vitrail.training.checkpointing import lock_run_directory
 from vitrail.training.trainer import Options
@@ -54,18 +54,22 @@ class Seeds:
 
     def is_same(self, other: "Seeds") -> bool:
         """Whether both have the same trainings, regardless of how many."""
-        ours, theirs = (json.dumps([each.request.source, each.request.model, each.recipe.to_dict()]) for each in (self, other))
-        return ours == theirs
+        requests = [
+            (each.request.source, each.request.model, each.request.minutes, each.recipe.to_dict()) for each in (self, other)
+        ]
+        return json.dumps(requests[0]) == json.dumps(requests[1])
 
 
 def plan_seeds(request: TrainRequest, count: int) -> Seeds:
     """The request with its recipe resolved, so that the same command on another day means the same trainings."""
-    recipe = resolve_recipe(request, choose_device(request.device).type)
+    device = choose_device(request.device)
+    recipe = resolve_recipe(request, device.type)
+    minutes = time_budget(request, recipe, device)
     path = os.path.expanduser(request.source)
     source = os.path.abspath(path) if os.path.exists(path) else request.source
-    return Seeds(
-        dataclasses.replace(request, source=source, recipe=recipe, changes={}, explicit=request.explicit_keys, out=None), count
-    )
+    explicit = request.explicit_keys
+    request = dataclasses.replace(request, source=source, recipe=recipe, changes={}, explicit=explicit, out=None, minutes=minutes)
+    return Seeds(request, count)
 
 
 def choose_folder(out: str | Path | None, seeds: Seeds) -> Path:
@@ -105,9 +109,10 @@ def train_seeds(folder: Path, seeds: Seeds, log: Log) -> bool:
                 log(f"seed {number} is finished")
                 continue
             left -= 1
-            log(f"seed {number}, of {seeds.numbers[0]} to {seeds.numbers[-1]}")
+            folds = seeds.recipe.data.folds
+            log(f"fold {number + 1} of {folds}" if folds else f"seed {number}, of {seeds.numbers[0]} to {seeds.numbers[-1]}")
             try:
-                if not train_or_resume(run, seeds.request, number, [1.0] * left).finished:
+                if not train_or_resume(run, like_the_first(folder, seeds), number, [1.0] * left).finished:
                     log(f"`vitrail resume {folder}` continues with this seed and the remaining ones.")
                     return False
             except UserError as error:
@@ -121,6 +126,14 @@ def train_seeds(folder: Path, seeds: Seeds, log: Log) -> bool:
             f"`vitrail resume {folder}` tries again."
         )
     return True
+
+
+def like_the_first(folder: Path, seeds: Seeds) -> TrainRequest:
+    """The request; where it has a time budget, with what the first training chose for it, so that all trainings are alike."""
+    started = [run for number in seeds.numbers if ((run := folder / f"seed-{number}") / "run.json").exists()]
+    if not started or seeds.request.minutes is None:
+        return seeds.request
+    return dataclasses.replace(seeds.request, recipe=Recipe.from_dict(read_run(started[0])["recipe"]), minutes=None)
 
 
 def train_or_resume(folder: Path, request: TrainRequest, seed: int, others: Sequence[float] = ()) -> Run:
