@@ -10,8 +10,8 @@ from vitrail.data.rng import sample_key
 from vitrail.data.transforms.masks import block_mask
 
 IMAGES = 8_000
-# Frequencies in masks that BEiT's masking_generator.py drew: of the number of masked patches, rows and columns, of each patch, and
-# the mean number of pairs of masked neighbors.
+# Frequencies in masks of BEiT's masking_generator.py: of the number of masked patches, rows and columns, and of each patch; the
+# mean numbers of pairs of masked neighbors.
 REFERENCES = json.loads(Path(__file__).with_name("beit_masks.json").read_text())
 
 
