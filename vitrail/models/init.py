@@ -87,10 +87,7 @@ def init_beit_normal(weight: Tensor) -> None:
 
 
 def init_beit(model: "VisionTransformer") -> None:
-    """BEiT's code: the last layers of block l, counted from 1, are divided by sqrt(2 l); convolutions of the stem as linear layers.
-
-    Position tables are those of the class of the table: zero for the relative bias.
-    """
+    """BEiT's code: the last layers of block l, counted from 1, are divided by sqrt(2 l); convolutions are as linear layers."""
     for number, block in enumerate(model.blocks, 1):
         for _, last in branch_layers(block):
             last.weight.data.div_(math.sqrt(2.0 * number))

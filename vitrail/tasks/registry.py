@@ -7,7 +7,11 @@ from importlib.metadata import entry_points
 from vitrail.errors import UserError
 from vitrail.training.task import Task
 
-BUILT_IN = {"classification": "vitrail.tasks.classification:Classification"}
+BUILT_IN = {
+    "classification": "vitrail.tasks.classification:Classification",
+    "beit": "vitrail.tasks.beit:Beit",
+    "tokenizer": "vitrail.tasks.tokenizer:TokenizerTraining",
+}
 ENTRY_POINTS = "vitrail.tasks"  # the group under which an installed package offers tasks
 _registered: dict[str, type[Task]] = {}
 

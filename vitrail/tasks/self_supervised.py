@@ -43,6 +43,7 @@ class SelfSupervised(Task):
 
     options_kind: ClassVar[type[SelfSupervisedOptions]]
     metric = KNN
+    feature_kind = POOLED  # of the validation
 
     def __init__(self, recipe: Recipe, source: Source, device: torch.device) -> None:
         super().__init__(recipe, source, device)
@@ -118,7 +119,7 @@ class SelfSupervised(Task):
                 sums[name] = sums[name] + value.double() if name in sums else value.double()
             keys = sample_key(0, 0, batch.index, batch.repeat)  # the same views at every validation
             view = augment(batch.pixels, batch.sizes, keys, self.recipe.augmentation).images
-            return torch.stack([compute_features(model, part, POOLED).float() for part in (images, view)], 1)
+            return torch.stack([compute_features(model, part, self.feature_kind).float() for part in (images, view)], 1)
 
         return collect(embed_both, loader, batch_size, devices)
 
@@ -128,7 +129,7 @@ class SelfSupervised(Task):
         """Top-1 of the validation images, classified by their nearest neighbors among training images."""
 
         def embed(batch: Batch) -> Tensor:
-            return compute_features(model, model.preprocessing.apply(batch.pixels, batch.sizes), POOLED).float()
+            return compute_features(model, model.preprocessing.apply(batch.pixels, batch.sizes), self.feature_kind).float()
 
         own = collect(embed, self._open_gallery(len(loader.source)), batch_size, devices)
         known, asked = own.labels >= 0, queries.labels >= 0
