@@ -16,7 +16,7 @@ def tokenizer(name: str) -> Recipe:
     return Recipe(
         name=name,
         task="tokenizer",
-        task_options=dataclasses.asdict(TokenizerOptions(codes=8192, temperature=1.0, temperature_end=0.1)),
+        task_options=dataclasses.asdict(TokenizerOptions(codes=8192)),
         model="vitrail_mini",
         architecture={"width": 256, "patch_size": 8, "stem_norm": "layer"},
         batch_size=256,
@@ -34,7 +34,7 @@ def tokenizer_small(name: str) -> Recipe:
     return Recipe(
         name=name,
         task="tokenizer",
-        task_options=dataclasses.asdict(TokenizerOptions(codes=512, width=128, temperature=1.0, temperature_end=0.1)),
+        task_options=dataclasses.asdict(TokenizerOptions(codes=512, width=128)),
         model="vitrail_mini",
         architecture={"stem_norm": "layer"},
         batch_size=64,

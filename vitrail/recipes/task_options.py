@@ -100,7 +100,7 @@ class TokenizerOptions(SelfSupervisedOptions):
     width: int = 256  # of the code vectors and of the decoder
     temperature: float = 0.9  # of the Gumbel softmax at the first step
     temperature_end: float = 0.9  # at the last step
-    usage_weight: float = 0.01  # of the loss that keeps all codes in use
+    usage_weight: float = 0.03  # of the loss that keeps all codes in use
 
     def __post_init__(self) -> None:
         super().__post_init__()
