@@ -46,9 +46,6 @@ BEIT = Recipe(name="tiny", task="beit", model="vit_tiny_patch16_12x1_ls_hmlp_ln"
         "architecture.pos_embed_place": "shared",
         "architecture.drop_path": 0.1,
         "augmentation.scale": [0.5, 1.0],
-        "task_options.masked": 0.45,
-        "task_options.min_block": 0.25,
-        "task_options.aspect": 1.0,  # squares, after which a mask often lacks some patches
     }
 )
 

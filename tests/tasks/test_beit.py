@@ -121,11 +121,12 @@ def test_the_loss_is_a_mean_over_masked_patches(tokenizer):
     by_image = make(with_tokenizer(tokenizer), Path(), one_process(1)).task
     by_batch = make(with_tokenizer(tokenizer).set({"task_options.average": "batch"}), Path(), one_process(1)).task
     module, batch = by_image.module.eval(), batch_of(8)
+    masks = torch.arange(16) < torch.arange(8)[:, None] % 5 + 2
+    by_image._draw_masks = by_batch._draw_masks = lambda keys: masks
     images, targets = by_image.prepare_batch(batch, at())
     logits = module.predict(images, targets.mask, torch.arange(16).expand(8, -1))
     codes = torch.full((8, 16), -100).scatter(1, targets.positions, targets.codes)
     losses = F.cross_entropy(logits.transpose(1, 2), codes, reduction="none")
-    assert len(targets.mask.sum(1).unique()) > 1
     each = (losses * targets.mask).sum(1) / targets.mask.sum(1)
     assert module(images, targets)[0].item() == pytest.approx(each.mean().item(), rel=1e-5)
     _, averaged = by_batch.prepare_batch(batch, at())
