@@ -29,6 +29,7 @@ VALUES = {
     "seed": 7,
     "teacher": "teacher.pth",
     "labels": "store",
+    "tokenizer": "tok.safetensors",
     "lr": 0.1,
     "batch_size": 24,
     "image_size": (96, 128),

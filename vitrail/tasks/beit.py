@@ -1,7 +1,6 @@
 """BEiT (arXiv 2106.08254): predict the codes that a frozen tokenizer gives to masked patches."""
 
 import dataclasses
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vitrail.atomic_files import file_sha256
-from vitrail.checkpoints import load
 from vitrail.checkpoints.readers import BEST
 from vitrail.data.loader import Batch
 from vitrail.data.rng import sample_key
@@ -28,11 +26,10 @@ from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.recipes.schema import Recipe
 from vitrail.recipes.task_options import BeitOptions, complete_options, read_options
 from vitrail.tasks.self_supervised import SelfSupervised, Sums
-from vitrail.tasks.tokenizer import check_tokenizer, compute_codes
+from vitrail.tasks.tokenizer import NEEDS_TOKENIZER, compute_codes, open_tokenizer
 from vitrail.training.task import Position
 
 SEPARATE_PATCHES = ("linear", "hmlp", "local_transformer")  # stems in which a token depends on the pixels of its patch only
-NEEDS_TOKENIZER = "run `vitrail tokenizer train photos/ --out tok.safetensors` and give --tokenizer tok.safetensors"
 PATIENCE = 5.0  # epochs, after which a network should predict better than the most frequent code
 TESTED_MASKS = 64
 
@@ -89,7 +86,7 @@ class Beit(SelfSupervised):
 
     def __init__(self, recipe: Recipe, source: Source, device: torch.device) -> None:
         super().__init__(recipe, source, device)
-        self.tokenizer = self.teacher = open_tokenizer(self.options.tokenizer).to(device)
+        self.tokenizer = self.teacher = open_tokenizer(self.options.tokenizer, device)
 
     @classmethod
     def resolve_recipe(cls, recipe: Recipe, explicit: frozenset[str]) -> Recipe:
@@ -228,19 +225,6 @@ class Beit(SelfSupervised):
                 f"frequent one ({percent(majority, 1)}): {self.hint_for_collapse()}."
             )
         return ""
-
-
-def open_tokenizer(path: str) -> VisionTransformer:
-    """The frozen tokenizer in a file that `vitrail tokenizer train` has written."""
-    model = load(path)
-    try:
-        task = json.loads(model.notes["recipe"])["task"]
-    except (KeyError, TypeError, ValueError):
-        task = ""
-    if task != "tokenizer":
-        raise UserError(f"{path} is not a tokenizer: {NEEDS_TOKENIZER}.")
-    check_tokenizer(model, path)
-    return model.eval().requires_grad_(False)
 
 
 def code_losses(logits: Tensor, codes: Tensor) -> Tensor:

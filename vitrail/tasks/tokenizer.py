@@ -4,7 +4,8 @@ The encoder is a `VisionTransformer` with mean pooling whose classifier is appli
 artifact is that encoder; the decoder is in the checkpoints.
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,13 +14,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from vitrail.checkpoints import load
 from vitrail.data.image_loader import ImageLoader
-from vitrail.data.loader import Batch
+from vitrail.data.loader import Batch, Problem
 from vitrail.data.rng import sample_key, uniform
-from vitrail.data.source import Splits
+from vitrail.data.source import Source, Splits
 from vitrail.data.transforms.pipeline import augment
 from vitrail.errors import UserError
 from vitrail.evaluation.confusion import thumbnail
+from vitrail.evaluation.features import readable_batches
+from vitrail.evaluation.model import decode_side
 from vitrail.heads.pixel_decoder import PixelDecoder
 from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.recipes.schema import Recipe
@@ -33,6 +37,7 @@ USAGE_DECAY = 0.95  # of the EMA of the codes' usage
 MIN_USAGE = 0.01  # relative to equal usage; below, a code does not become more attractive
 MIN_USED = 0.1  # of the codes; a tokenizer that uses fewer is reported
 SHOWN = 8  # images in the report
+NEEDS_TOKENIZER = "run `vitrail tokenizer train photos/ --out tok.safetensors` and give --tokenizer tok.safetensors"
 
 
 class TokenizerTargets(NamedTuple):
@@ -88,7 +93,7 @@ class TokenizerTraining(SelfSupervised):
     options: TokenizerOptions
     module: TokenizerModule
 
-    def __init__(self, recipe: Recipe, source: Any, device: torch.device) -> None:
+    def __init__(self, recipe: Recipe, source: Source, device: torch.device) -> None:
         super().__init__(recipe, source, device)
         self.metric = type(self).metric  # type: ignore[misc]  # with or without labels
 
@@ -175,6 +180,19 @@ class TokenizerTraining(SelfSupervised):
         return "A lower optimizer.lr or a higher task_options.temperature_end often helps"
 
 
+def open_tokenizer(path: str, device: torch.device) -> VisionTransformer:
+    """The frozen tokenizer in a file that `vitrail tokenizer train` has written."""
+    model = load(path, device=device)
+    try:
+        task = json.loads(model.notes["recipe"])["task"]
+    except (KeyError, TypeError, ValueError):
+        task = ""
+    if task != "tokenizer":
+        raise UserError(f"{path} is not a tokenizer: {NEEDS_TOKENIZER}.")
+    check_tokenizer(model, path)
+    return model.eval().requires_grad_(False)
+
+
 def check_tokenizer(model: VisionTransformer, name: str) -> None:
     """Raise UserError unless the classifier of the model can be applied to its patches."""
     a = model.architecture
@@ -192,6 +210,21 @@ def compute_code_logits(model: VisionTransformer, images: Tensor) -> Tensor:
 def compute_codes(model: VisionTransformer, images: Tensor) -> Tensor:
     """The most probable code of every patch, int64 [B, N]."""
     return compute_code_logits(model, images).argmax(-1)
+
+
+@torch.no_grad()
+def count_codes(
+    model: VisionTransformer, source: Source, batch_size: int, workers: int | None, advance: Callable[[int], None]
+) -> tuple[Tensor, list[Problem]]:
+    """The number of patches with each code over all images of a source, float64 [K], and the images that cannot be read."""
+    device = next(model.parameters()).device
+    problems: list[Problem] = []
+    counts = torch.zeros(model.architecture.classes, dtype=torch.float64, device=device)
+    for batch in readable_batches(source, device, decode_side(model), batch_size, workers, problems):
+        codes = compute_codes(model, model.preprocessing.apply(batch.pixels, batch.sizes))
+        counts += torch.bincount(codes.flatten(), minlength=len(counts))
+        advance(len(codes))
+    return counts, problems
 
 
 def reconstruction_errors(found: Tensor, images: Tensor) -> Tensor:
