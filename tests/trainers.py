@@ -22,6 +22,7 @@ def make_trainer(recipe, source, folder=Path(), devices=None, options=None, mode
     """A trainer on a training source; `validation` is set by whoever evaluates."""
     devices = devices or Devices(CPU)
     task = find_task(recipe.task)(recipe, source, devices.device)
-    model = model or initial_model(recipe, source)
+    if model is None:
+        model = build_initial(recipe, task.class_names, open_pretrained(recipe) if recipe.init.weights else None)
     task.attach(model)
     return kind(recipe, model, task, source, devices, Path(folder), options or Options())

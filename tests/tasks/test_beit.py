@@ -16,8 +16,10 @@ from vitrail.checkpoints.training_checkpoints import read_checkpoint
 from vitrail.data.datasets.lookup import open_splits
 from vitrail.data.image_loader import ImageLoader
 from vitrail.errors import UserError
+from vitrail.recipes import lookup
 from vitrail.recipes.task_options import TokenizerOptions
 from vitrail.tasks.beit import Beit, BeitModule, BeitTargets, hide_pixels
+from vitrail.tasks.registry import find_task
 from vitrail.tasks.tokenizer import TokenizerModule, TokenizerTargets, gumbel_noise
 from vitrail.training.task import Position
 
@@ -344,6 +346,12 @@ def test_bad_settings(name, tokenizer):
         recipe, changes = dataclasses.replace(recipe, architecture={}), {"model": changes["model"]}
     with pytest.raises(UserError, match=message):
         make(Beit.resolve_recipe(recipe.set(changes), frozenset()), Path(), one_process(1))
+
+
+def test_a_tokenizer_for_training_from_labels(tokenizer):
+    recipe = lookup("laptop").set({"tokenizer": str(tokenizer)})
+    with pytest.raises(UserError, match=r"task_options.tokenizer has no effect on training from labels"):
+        find_task(recipe.task).resolve_recipe(recipe, frozenset())
 
 
 def test_other_weights_are_no_tokenizer(tmp_path):

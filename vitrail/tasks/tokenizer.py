@@ -37,6 +37,7 @@ USAGE_DECAY = 0.95  # of the EMA of the codes' usage
 MIN_USAGE = 0.01  # relative to equal usage; below, a code does not become more attractive
 MIN_USED = 0.1  # of the codes; a tokenizer that uses fewer is reported
 SHOWN = 8  # images in the report
+MAX_DRAWN = 1 << 30  # random numbers at a time: their kernel counts in 32 bits
 NEEDS_TOKENIZER = "run `vitrail tokenizer train photos/ --out tok.safetensors` and give --tokenizer tok.safetensors"
 
 
@@ -235,7 +236,8 @@ def reconstruction_errors(found: Tensor, images: Tensor) -> Tensor:
 
 def gumbel_noise(keys: Tensor, shape: torch.Size) -> Tensor:
     """Gumbel noise [B, *shape] as a function of the keys [B]."""
-    drawn = uniform(keys, "gumbel", shape.numel()).clamp(min=2.0**-24)
+    parts = [uniform(some, "gumbel", shape.numel()) for some in keys.split(max(MAX_DRAWN // shape.numel(), 1))]
+    drawn = (torch.cat(parts) if len(parts) > 1 else parts[0]).clamp(min=2.0**-24)
     out: Tensor = (-(-drawn.log()).log()).unflatten(1, shape)
     return out
 
