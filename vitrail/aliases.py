@@ -103,6 +103,7 @@ USUAL = {
     "image_size": "augmentation.image_size",
     "img_size": "augmentation.image_size",
     "input_size": "augmentation.image_size",
+    "tokenizer": "task_options.tokenizer",
     "mixup": "mixing.mixup",
     "cutmix": "mixing.cutmix",
     "label_smoothing": "loss.label_smoothing",

@@ -366,17 +366,6 @@ def test_random_masks():
     assert found.float().mean(0).std() < 0.1
 
 
-def test_block_masks():
-    index, repeat = np.arange(200), np.zeros(200, dtype=np.int64)
-    found = masks.block_mask(0, 0, index, repeat, (14, 14), num_masked=75)
-    counts = found.sum((1, 2))
-    assert counts.max() <= 75
-    assert counts.float().mean() > 70
-    assert torch.equal(found[5:9], masks.block_mask(0, 0, index[5:9], repeat[5:9], (14, 14), num_masked=75))
-    neighbours = (found[:, :, 1:] & found[:, :, :-1]).sum() / found[:, :, 1:].sum()
-    assert neighbours > 0.6, "blocks, not dots"
-
-
 def test_unknown_names_are_rejected():
     with pytest.raises(UserError, match="choose from none, rand"):
         Augmentation(policy="magic")

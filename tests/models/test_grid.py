@@ -72,13 +72,14 @@ def architectures(draw):
         distillation=two_heads,
         fusion=draw(st.sampled_from(["logit_mean", "softmax_sum", "class", "distillation"])),
         pooling=pooling,
+        keep_class_token=pooling == "mean" and mixer in ATTENTION and draw(st.booleans()),
         pooling_depth=draw(st.sampled_from([1, 2])),
         pooling_keys=draw(st.sampled_from(["all", "patches"])),
         pooling_scale=draw(st.booleans()),
         final_norm=draw(st.booleans()),
         pre_logits=draw(st.sampled_from([0, 8])) if pooling != "per_class" else 0,
         dense_head=pooling != "per_class" and draw(st.booleans()),
-        weight_init=draw(st.sampled_from(["deit", "vit"])),
+        weight_init=draw(st.sampled_from(["deit", "vit", "beit"])),
     )
 
 

@@ -113,6 +113,19 @@ blocks.*.proj.weight  0.0510  0.0884
 blocks.*.fc?.weight   0.0323  0.0559
 blocks.*.fc?.bias     1e-6
 """
+# BEiT's pre-training code, two blocks.
+BEIT = """
+prefix                   0.0108  0.0200
+stem.proj.weight         0.0108  0.0200
+blocks.*.qkv.weight      0.0108  0.0200
+blocks.0.*.proj.weight   0.0076  0.0141
+blocks.1.*.proj.weight   0.0054  0.0100
+blocks.*.fc1.weight      0.0108  0.0200
+blocks.0.*.fc2.weight    0.0076  0.0141
+blocks.1.*.fc2.weight    0.0054  0.0100
+head.weight              0.0108  0.0200
+"""
+SHARED_BIAS = {"pos_embed": "relative_bias", "pos_embed_place": "shared"}
 MODELS = {
     "deit_small_patch16": (DEIT, {"depth": 1}),
     "deit_small_distilled_patch16": (DEIT, {"depth": 1}),
@@ -125,6 +138,7 @@ MODELS = {
     "lvvit_s": (LVVIT, {"depth": 1}),
     "vit_small_patch16": (VIT, {"depth": 1, "pre_logits": 384}),
     "vit_base_r50_s16": (HYBRID, {"depth": 1, "width": 384, "heads": 6, "stem_layers": (1,), "patch_size": 4}),
+    "vit_small_patch16_12x1_ls": (BEIT, {"depth": 2, "weight_init": "beit", **SHARED_BIAS}),
 }
 
 

@@ -65,9 +65,7 @@ def test_minimum_number_of_steps_of_the_default_recipes(count, batch):
     assert fit_to_data(paper, digits(count))[0].batch_size == 64
 
 
-@pytest.mark.parametrize(
-    ("count", "batch", "steps"), [(1152, 64, 18), (1151, 32, 18), (300, 32, 8), (255, 16, 8)]
-)
+@pytest.mark.parametrize(("count", "batch", "steps"), [(1152, 64, 18), (1151, 32, 18), (300, 32, 8), (255, 16, 8)])
 def test_fine_tuning_has_more_and_smaller_steps(count, batch, steps):
     recipe = lookup("finetune").set({"augmentation.image_size": 8})
     fitted, messages = fit_to_data(recipe, digits(count), Preprocessing(image_size=(8, 8)))

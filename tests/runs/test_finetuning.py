@@ -270,3 +270,46 @@ def test_learning_rates_that_a_paper_tried():
     assert recipe.about.validation_fraction == 0.1
     assert recipe.lr in recipe.about.lr_grid
     assert lookup("deit_base").about.lr_grid == ()
+
+
+BEIT = {"pooling": "mean", "pool_norm": True, "keep_class_token": True, "pos_embed_place": "layers"}
+PRETRAINED = {"width": 32, "heads": 2, "depth": 2, "patch_size": 4, "pos_embed": "relative_bias", "pos_embed_place": "shared"}
+
+
+def test_weights_of_beit_are_fine_tuned_with_mean_pooling(tmp_path):
+    """Blocks, stem and class token are kept, each block has a copy of the relative bias, and the norm after pooling is new."""
+    base = randomize(vitrail.create("vit_tiny_patch16_12x1_ls", 0, 16, **PRETRAINED))
+    vitrail.save(base, tmp_path / "beit.safetensors")
+    changes = {"init.weights": str(tmp_path / "beit.safetensors"), "augmentation.image_size": 16, "init.zero_head": False}
+    data = opened(resolved(changes | {f"architecture.{field}": value for field, value in BEIT.items()}))
+    assert "pooling, final norm and position tables are those of the recipe" in described(data)[-1]
+    model = build_initial(data.recipe, CLASSES, data.pretrained).eval()
+    assert {field: getattr(model.architecture, field) for field in BEIT} == BEIT
+    image = torch.randn(2, 3, 16, 16)
+    with torch.no_grad():
+        patches = base.encode(*base.embed(image))[0][:, 1:]
+        features = model.features(image)
+        torch.testing.assert_close(features.tokens, patches)
+        pooled = torch.nn.functional.layer_norm(patches.mean(1), (32,), eps=1e-6)
+        torch.testing.assert_close(features.pooled, pooled)
+        torch.testing.assert_close(model(image), model.head(pooled))
+    larger = build_initial(data.recipe.set({"augmentation.image_size": 24}), CLASSES, vitrail.load(tmp_path / "beit.safetensors"))
+    assert torch.equal(larger.pos_embed[0].table, larger.pos_embed[1].table)
+    assert larger.pos_embed[0].table.shape == (11 * 11 + 3, 2)
+
+
+@pytest.mark.parametrize(
+    ("parts", "asked", "field"),
+    [
+        ({}, {"pooling": "mean"}, "pooling"),  # the class token would be lost
+        ({"pos_embed": "learned"}, {"pos_embed_place": "layers"}, "pos_embed_place"),
+        ({"pooling": "mean", "pool_norm": True}, {"pool_norm": False}, "pool_norm"),
+    ],
+)
+def test_other_changes_of_pooling_and_positions_are_refused(parts, asked, field, tmp_path):
+    base = vitrail.create("vit_tiny_patch16_12x1_ls", 0, 16, **PRETRAINED | parts)
+    vitrail.save(base, tmp_path / "base.safetensors")
+    changes = {"init.weights": str(tmp_path / "base.safetensors"), "augmentation.image_size": 16}
+    recipe = resolved(changes | {f"architecture.{name}": value for name, value in asked.items()})
+    with pytest.raises(UserError, match=f"has {field}=.* was requested"):
+        opened(recipe)

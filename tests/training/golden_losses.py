@@ -4,7 +4,7 @@ A miniature is a recipe with a tiny model of the same structure, batch size 16 a
 twenty steps cover the warmup and what follows. Recipes with equal miniatures share one list of losses.
 
 Recipes with a teacher use an untrained model with confident predictions; recipes with token labels use the maps of that model on
-the same digits.
+the same digits; BEiT predicts the codes of an untrained tokenizer.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ IGNORED = (
     "architecture.dense_weight",
 )
 # Task options that would make a miniature slow, or do not fit its size.
-SMALL_OPTIONS = {"outputs": 64, "hidden": 32, "bottleneck": 16, "local_crops": 2, "local_size": 0}
+SMALL_OPTIONS = {"outputs": 64, "hidden": 32, "bottleneck": 16, "local_crops": 2, "local_size": 0, "codes": 16}
 HEAD_STD = 1.0  # of the teacher's head, which is initialized with zeros otherwise
 
 
@@ -172,9 +172,19 @@ def labels() -> str:
     return str(path)
 
 
+@cache
+def tokenizer() -> str:
+    """The path of an untrained tokenizer, whose codes differ enough to be learned."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = create("vitrail_mini", SMALL_OPTIONS["codes"], 16, width=32, depth=1, patch_size=4)
+    model.notes["recipe"] = json.dumps({"task": "tokenizer"})
+    return str(vitrail.save(model, Path(folder().name, "tokenizer.safetensors")))
+
+
 def with_teacher(small_recipe: Recipe) -> Recipe:
-    """The recipe with a teacher and a label store, if it needs them."""
-    changes = {}
+    """The recipe with a teacher, a label store and a tokenizer, if it needs them."""
+    changes = {"task_options.tokenizer": tokenizer()} if small_recipe.task == "beit" else {}
     if small_recipe.distillation.kind != "none":
         changes["distillation.teacher"] = teacher()
     if small_recipe.token_labels.weight > 0 or small_recipe.token_labels.target != "labels":

@@ -28,6 +28,7 @@ from vitrail.cli.models import convert, info, models
 from vitrail.cli.predict import predict
 from vitrail.cli.probe import probe
 from vitrail.cli.recipes import recipes
+from vitrail.cli.tokenizer import tokenizer
 from vitrail.cli.train import plan, replay, resume, train
 from vitrail.errors import UserError
 from vitrail.version import __version__
@@ -43,6 +44,7 @@ PANELS: dict[str, dict[str, typer.Typer | Callable[..., None]]] = {
         "compare": compare,
         "ablate": ablate,
         "replay": replay,
+        "tokenizer": tokenizer,
     },
     "Evaluate": {
         "predict": predict,

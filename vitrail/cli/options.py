@@ -60,6 +60,14 @@ FromOption = Annotated[
 EpochsOption = Annotated[
     float | None, everyday_option("--epochs", help="Total number of epochs, including the recipe's cooldown.")
 ]
+ImageSizeOption = Annotated[
+    str | None,
+    everyday_option("--image-size", metavar="SIZE", help="Image size: 96, or 96x128 (height x width); default: from the images."),
+]
+MinutesOption = Annotated[
+    float | None,
+    everyday_option("--minutes", metavar="MINUTES", help="Time budget: image size and number of epochs are chosen for it."),
+]
 
 # The run directory of a training.
 SaveEveryOption = Annotated[

@@ -13,9 +13,11 @@ from vitrail.cli.options import (
     DeviceOption,
     EpochsOption,
     FromOption,
+    ImageSizeOption,
     JsonOption,
     KeepOption,
     MicroBatchSizeOption,
+    MinutesOption,
     ModelOption,
     SaveEveryOption,
     SetOption,
@@ -42,15 +44,10 @@ class TrainOptions(NamedTuple):
     source: SourceArgument = "digits"
     from_: FromOption = None
     epochs: EpochsOption = None
-    minutes: Annotated[
-        float | None,
-        everyday_option(metavar="MINUTES", help="Time budget: image size and number of epochs are chosen for it."),
-    ] = None
+    minutes: MinutesOption = None
     lr: Annotated[float | None, everyday_option(help="Learning rate, at the batch size that the recipe states it for.")] = None
     batch_size: Annotated[int | None, everyday_option(help="Images per optimizer step, over all devices.")] = None
-    image_size: Annotated[
-        str | None, everyday_option(metavar="SIZE", help="Image size: 96, or 96x128 (height x width); default: from the images.")
-    ] = None
+    image_size: ImageSizeOption = None
     weight_decay: Annotated[float | None, everyday_option(help="Weight decay of the optimizer.")] = None
     patience: Annotated[
         int | None, everyday_option(help="Stop after N validations without better weights; 0: never (default).")
@@ -60,6 +57,9 @@ class TrainOptions(NamedTuple):
     ] = None
     teacher: Annotated[str | None, everyday_option(help="Distill from this network or label store.")] = None
     labels: Annotated[str | None, everyday_option(help="Label store with token labels.")] = None
+    tokenizer: Annotated[
+        str | None, everyday_option(help="Tokenizer whose codes BEiT predicts, made by `vitrail tokenizer train`.")
+    ] = None
     seed: Annotated[int | None, everyday_option(help="Seed of all random numbers.")] = None
     recipe: Annotated[
         str | None,

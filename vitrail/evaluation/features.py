@@ -194,9 +194,10 @@ def check_kind(model: Model, kind: FeatureKind) -> None:
     a = model.architecture
     if kind.before_norm and kind.vector in ("penultimate", "logits"):
         raise UserError(f"The vector {kind.vector} is computed after the final norm: remove --before-norm.")
+    no_token = a.pooling == "per_class" or (a.pooling == "mean" and not a.keep_class_token)
     missing = {
-        "class": ("class token", a.pooling in ("mean", "per_class")),
-        "class_mean": ("class token", a.pooling in ("mean", "per_class")),
+        "class": ("class token", no_token),
+        "class_mean": ("class token", no_token),
         "distillation": ("distillation token", not a.distillation),
         "penultimate": ("single input vector of its last layer", a.pooling == "per_class"),
         "logits": ("classifier", not a.classes),

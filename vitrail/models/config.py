@@ -35,7 +35,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "pooling": POOLINGS,
     "pooling_keys": ("all", "patches"),
     "fusion": FUSIONS,
-    "weight_init": ("deit", "vit"),
+    "weight_init": ("deit", "vit", "beit"),
 }
 # Fields that matter in training or initialization only.
 TRAINING_ONLY = {
@@ -105,6 +105,7 @@ class Architecture:
     pos_embed_prefix: bool = True  # prefix tokens have position embeddings too
     pos_embed_resample: str = "bicubic"
     class_token_at: int = 0  # the block before which the class token is prepended
+    keep_class_token: bool = False  # with pooling=mean: the blocks have a class token too, which is not pooled
     distillation: bool = False  # a second prefix token with its own head
     distillation_head: bool = True  # False: the token has no head
     # pooling
@@ -173,6 +174,11 @@ class Architecture:
             (
                 self.mixer in SPATIAL and self.pooling == "class",
                 f"the {self.mixer} mixer takes no class token; use pooling=mean, class_attention, per_class or class_mlp.",
+            ),
+            (self.keep_class_token and self.pooling != "mean", "keep_class_token needs pooling=mean."),
+            (
+                self.keep_class_token and self.mixer not in ATTENTION,
+                f"the {self.mixer} mixer does not use a class token; use keep_class_token=false.",
             ),
             (
                 self.pos_embed in RELATIVE and self.mixer not in ATTENTION,
@@ -273,7 +279,7 @@ class Architecture:
     @property
     def num_prefix_tokens(self) -> int:
         """Prefix tokens in (some of) the blocks."""
-        return (2 if self.distillation else 1) if self.pooling == "class" else 0
+        return (2 if self.distillation else 1) if self.pooling == "class" or self.keep_class_token else 0
 
     @property
     def pos_embed_prefix_rows(self) -> int:

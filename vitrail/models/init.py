@@ -1,9 +1,9 @@
-"""Weight initialization: that of the DeiT family, that of ViT, Fixup and T-Fixup."""
+"""Weight initialization: those of the DeiT family, of ViT and of BEiT, Fixup and T-Fixup."""
 
 import math
 from typing import TYPE_CHECKING
 
-from torch import nn
+from torch import Tensor, nn
 
 from vitrail.layers.attention import Attention
 from vitrail.layers.bit_resnet import ResNetStem
@@ -28,6 +28,8 @@ def init_weights(model: "VisionTransformer") -> None:
             # Not cut at 2 standard deviations but at +-2, as in the authors' code: in effect a normal distribution.
             if a.weight_init == "vit" and module is not model.head:
                 nn.init.xavier_uniform_(module.weight)
+            elif a.weight_init == "beit":
+                init_beit_normal(module.weight)
             else:
                 nn.init.trunc_normal_(module.weight, std=0.02)
             if module.bias is not None:
@@ -36,6 +38,8 @@ def init_weights(model: "VisionTransformer") -> None:
         nn.init.zeros_(model.prefix) if a.weight_init == "vit" else nn.init.trunc_normal_(model.prefix, std=0.02)
     if a.weight_init == "vit":
         init_vit(model)
+    if a.weight_init == "beit":
+        init_beit(model)
     if a.residual == "fixup":
         init_fixup(model)
     if a.residual == "tfixup":
@@ -77,10 +81,29 @@ def init_lecun_normal(layer: nn.Conv2d | nn.Linear) -> None:
         nn.init.zeros_(layer.bias)
 
 
-def branch_layers(model: "VisionTransformer") -> list[tuple[nn.Linear, nn.Linear]]:
-    """The first and the last linear layer of every attention and MLP."""
+def init_beit_normal(weight: Tensor) -> None:
+    """BEiT's distribution: a normal one of standard deviation 0.02, cut at one standard deviation."""
+    nn.init.trunc_normal_(weight, std=0.02, a=-0.02, b=0.02)
+
+
+def init_beit(model: "VisionTransformer") -> None:
+    """BEiT's code: the last layers of block l, counted from 1, are divided by sqrt(2 l); convolutions are as linear layers."""
+    for number, block in enumerate(model.blocks, 1):
+        for _, last in branch_layers(block):
+            last.weight.data.div_(math.sqrt(2.0 * number))
+    for layer in model.stem.modules():
+        if isinstance(layer, nn.Conv2d):
+            init_beit_normal(layer.weight)
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
+    if model.prefix is not None:
+        init_beit_normal(model.prefix)
+
+
+def branch_layers(blocks: nn.Module) -> list[tuple[nn.Linear, nn.Linear]]:
+    """The first and the last linear layer of every attention and MLP of one or more blocks."""
     pairs = []
-    for module in model.blocks.modules():
+    for module in blocks.modules():
         if isinstance(module, Attention):
             pairs.append((module.qkv, module.proj))
         elif isinstance(module, FeedForward):
@@ -90,7 +113,7 @@ def branch_layers(model: "VisionTransformer") -> list[tuple[nn.Linear, nn.Linear
 
 def init_fixup(model: "VisionTransformer") -> None:
     """Fixup with two layers per branch: the first is scaled by branches^(-1/2), the last is zero."""
-    pairs = branch_layers(model)
+    pairs = branch_layers(model.blocks)
     for first, last in pairs:
         first.weight.data.mul_(len(pairs) ** -0.5)
         nn.init.zeros_(last.weight)

@@ -22,6 +22,7 @@ RECIPE_KEYS = {
     "seed": "seed",
     "teacher": "distillation.teacher",
     "labels": "token_labels.store",
+    "tokenizer": "task_options.tokenizer",
     "lr": "optimizer.lr",
     "batch_size": "batch_size",
     "image_size": "augmentation.image_size",

@@ -26,6 +26,7 @@ PAGES = (
     "deit3",
     "deit3_21k",
     "three_things",
+    "beit",
     "lvvit",
     "grafit",
 )

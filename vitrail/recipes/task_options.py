@@ -100,10 +100,28 @@ class BeitOptions(SelfSupervisedOptions):
     """BEiT: predict the codes that a tokenizer gives to masked patches."""
 
     tokenizer: str = ""  # the weights of `vitrail tokenizer train`
-    masked: float = 75 / 196  # share of the patches
+    masked: float = 75 / 196  # share of the patches, at most
     min_block: float = 16 / 196  # smallest block, as a share of the patches
     aspect: float = 0.3  # smallest aspect ratio of a block; the largest is its inverse
-    mask_place: Literal["after_stem", "before_stem"] = "after_stem"  # before: pixels of masked patches are set to the mean
+    # before_stem: the pixels of masked patches are set to the mean before the stem, too, whose patches must not overlap
+    mask_place: Literal["after_stem", "before_stem"] = "after_stem"
+    # The loss is the mean over images of the mean over their masked patches; "batch", as in the authors' code: the mean over all
+    # masked patches of a micro-batch, which depends slightly on how the batch is divided.
+    average: Literal["image", "batch"] = "image"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.masked < 1:
+            raise UserError(f"task_options.masked={self.masked:g} is a share of the patches: give more than 0 and less than 1.")
+        if not 0 <= self.min_block <= self.masked:
+            raise UserError(
+                f"task_options.min_block={self.min_block:g} is larger than the masked share of the patches ({self.masked:g}): "
+                "give a smaller one."
+                if self.min_block > 0
+                else f"task_options.min_block={self.min_block:g} is a share of the patches: give 0 or more."
+            )
+        if not 0 < self.aspect <= 1:
+            raise UserError(f"task_options.aspect={self.aspect:g} is the smallest aspect ratio: give more than 0 and at most 1.")
 
 
 @dataclass(frozen=True)
@@ -112,9 +130,18 @@ class TokenizerOptions(SelfSupervisedOptions):
 
     codes: int = 8192
     width: int = 256  # of the code vectors and of the decoder
-    temperature: float = 0.9  # of the Gumbel softmax
-    temperature_end: float = 0.9
-    usage_weight: float = 0.01  # of the loss that keeps all codes in use: the negative entropy of their mean
+    temperature: float = 0.9  # of the Gumbel softmax at the first step
+    temperature_end: float = 0.9  # at the last step
+    usage_weight: float = 0.03  # of the loss that keeps all codes in use
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.codes < 2 or self.width < 1:
+            raise UserError("task_options.codes is at least 2, task_options.width at least 1.")
+        if min(self.temperature, self.temperature_end) <= 0:
+            raise UserError("task_options.temperature and temperature_end divide the logits: give numbers above 0.")
+        if self.usage_weight < 0:
+            raise UserError(f"task_options.usage_weight={self.usage_weight:g} is the weight of a loss: give 0 or more.")
 
 
 def read_options(kind: type[Options], recipe: Recipe) -> Options:

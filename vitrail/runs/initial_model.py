@@ -12,6 +12,7 @@ from vitrail.checkpoints.model_io import split_delta_path
 from vitrail.checkpoints.readers import BEST
 from vitrail.checkpoints.training_checkpoints import is_training_checkpoint
 from vitrail.errors import UserError
+from vitrail.layers.pos_embed import RELATIVE
 from vitrail.models.config import TRAINING_ONLY, Architecture
 from vitrail.models.preprocessing import Preprocessing
 from vitrail.models.registry import build as build_model
@@ -24,6 +25,8 @@ from vitrail.training.scope import apply_scope
 
 # Fields in which a training may differ from its pre-trained weights, because they are initialized anew or resampled.
 REPLACED = {"classes", "pre_logits", "patch_size", "image_size", "dense_head", "dense_weight"}
+# Fields in which BEiT's fine-tuning differs from its pre-training, see `can_restructure`.
+RESTRUCTURED = ("pooling", "pool_norm", "keep_class_token", "pos_embed_place")
 # The fields of a distillation token, which is added to weights without one.
 DISTILLATION_TOKEN = ("distillation", "distillation_head", "fusion")
 
@@ -83,15 +86,35 @@ def open_pretrained(recipe: Recipe, model: str | None = None) -> VisionTransform
     wanted = found.replace(**others)
     if model is not None:
         wanted = find_model(model)[1].replace(**recipe.architecture, classes=found.classes, image_size=found.image_size)
-    added = DISTILLATION_TOKEN if wanted.distillation and not found.distillation else ()
+    added = {*DISTILLATION_TOKEN} if wanted.distillation and not found.distillation else set()
+    added |= {*RESTRUCTURED} if can_restructure(found, wanted) else set()
     different = [field for field in found.differences(wanted) if field not in REPLACED and field not in added]
     if different:
-        field = different[0]
+        field = max(different, key=lambda name: getattr(found, name) != getattr(wanted, name))  # not one that is just unused
         raise UserError(
             f"{weights} has {field}={getattr(found, field)}, but {field}={getattr(wanted, field)} was requested: remove that "
             "setting, or start from other weights."
         )
     return pretrained
+
+
+def can_restructure(found: Architecture, wanted: Architecture) -> bool:
+    """Whether weights can be used with other pooling and positions, as BEiT is fine-tuned.
+
+    The patch tokens are averaged before a new norm, and the class token stays in the blocks; the relative bias that all blocks
+    share is copied to each of them.
+    """
+    same_pooling = (found.pooling, found.keep_class_token) == (wanted.pooling, wanted.keep_class_token)
+    to_mean = found.pooling == "class" and wanted.keep_class_token and not found.distillation
+    same_place, to_layers = found.pos_embed_place == wanted.pos_embed_place, wanted.pos_embed_place == "layers"
+    copied = found.pos_embed in RELATIVE and found.pos_embed_place == "shared" and to_layers
+    return (same_pooling or to_mean) and (same_place or copied) and found.pool_norm <= wanted.pool_norm
+
+
+def is_restructured(pretrained: VisionTransformer, recipe: Recipe) -> bool:
+    """Whether the recipe changes the pooling or the positions of the weights."""
+    found = pretrained.architecture
+    return any(recipe.architecture.get(field, getattr(found, field)) != getattr(found, field) for field in RESTRUCTURED)
 
 
 def adds_token(pretrained: VisionTransformer, recipe: Recipe) -> bool:
@@ -129,19 +152,22 @@ def states_architecture(path: str) -> bool:
 
 def adapt(pretrained: VisionTransformer, recipe: Recipe, class_names: list[str] | None) -> tuple[VisionTransformer, bool]:
     """A pre-trained model at the recipe's size and for these classes, and whether its classifier is new."""
-    changes = {field: value for field, value in recipe.architecture.items() if field in REPLACED | TRAINING_ONLY}
+    changed = REPLACED | TRAINING_ONLY | set(RESTRUCTURED)
+    changes = {field: value for field, value in recipe.architecture.items() if field in changed}
     pretrained.resize(*recipe.augmentation.image_size, patch_size=changes.pop("patch_size", None))
     before = pretrained.architecture
     after = before.replace(**changes | {"classes": len(class_names or ()), "image_size": before.image_size})
     new_head, token = needs_new_classifier(pretrained, recipe, class_names), adds_token(pretrained, recipe)
+    restructured = is_restructured(pretrained, recipe)
     if token:
         after = after.replace(
             **{field: recipe.architecture[field] for field in DISTILLATION_TOKEN if field in recipe.architecture}
         )
-    if not new_head and not token and after.dense_head == before.dense_head:
+    if not new_head and not token and not restructured and after.dense_head == before.dense_head:
         return pretrained, False
     model = build_model(after, pretrained.name)
-    state, dropped = model.state_dict(), ("head", "pre_logits") if new_head else ()
+    state = model.state_dict()
+    dropped = (*(("head", "pre_logits") if new_head else ()), *(("norm.",) if after.pool_norm > before.pool_norm else ()))
     # Per-class queries belong to the classifier too; their shape changes with the number of classes.
     kept = {
         name: tensor
@@ -152,6 +178,8 @@ def adapt(pretrained: VisionTransformer, recipe: Recipe, class_names: list[str] 
         for name, tensor in pretrained.state_dict().items():
             if name.startswith(("prefix", "pooling.queries", "pos_embed.")) and len(state[name]) == len(tensor) + 1:
                 kept[name] = torch.cat([tensor[:1], state[name][1:2], tensor[1:]])
+    if after.pos_embed_place != before.pos_embed_place:
+        kept |= {name: pretrained.pos_embed[0].table for name in state if name.startswith("pos_embed.")}
     model.load_state_dict(state | kept)
     # A head that is not trained would add its initial values to the predictions; image labels do not train a dense head.
     untrained = ("head_dense",) if recipe.distillation.trains_second_head else ("head_dense", "head_distillation")
@@ -165,4 +193,5 @@ def needs_new_classifier(pretrained: VisionTransformer, recipe: Recipe, class_na
     """Whether the classifier of the weights cannot be kept: unwanted, for other classes, or on other features."""
     known, a = pretrained.class_names, pretrained.architecture
     others = known != class_names if known is not None else a.classes != len(class_names or ())
+    others = others or is_restructured(pretrained, recipe)
     return recipe.init.zero_head or others or recipe.architecture.get("pre_logits", a.pre_logits) != a.pre_logits

@@ -7,7 +7,8 @@ These parts of `run.json` are optional and shown if present:
 * `warnings`: [{"epoch", "last_epoch", "message"}] of the validations;
 * `per_class`: [{"name", "top1", "precision", "recall", "f1", "images"}] of the validation images;
 * `confusion`: {"names": […], "matrix": [[…]]} with a row per label, or {"pairs": `confused_pairs(…)`};
-* `mistakes`: [{"image": `thumbnail(…)`, "label": …, "prediction": …, "confidence": …, "location": …}].
+* `mistakes`: [{"image": `thumbnail(…)`, "label": …, "prediction": …, "confidence": …, "location": …}];
+* `reconstructions`: [{"image": `thumbnail(…)` of an image beside its reconstruction, "location": …}].
 """
 
 import math
@@ -74,6 +75,9 @@ def write_report(folder: str | Path) -> Path:
                 "location": error.get("location"),
             }
             for error in run.get("mistakes") or []
+        ],
+        reconstructions=[
+            {"url": image_url(pair.get("image")), "location": pair.get("location")} for pair in run.get("reconstructions") or []
         ],
         recipe=run["recipe"],
         run=list_run(run),

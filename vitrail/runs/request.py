@@ -28,6 +28,7 @@ from vitrail.recipes.duration import describe_cooldown
 from vitrail.runs.budget import MIN_EPOCHS, choose_image_size
 from vitrail.runs.initial_model import (
     adds_token,
+    is_restructured,
     locate_weights,
     needs_new_classifier,
     open_pretrained,
@@ -184,6 +185,8 @@ def describe_pretrained(pretrained: VisionTransformer, recipe: Recipe, class_nam
     image_size = format_size(pretrained.architecture.image_size)
     name = pretrained.name or "a model"
     messages = [f"starting from {recipe.init.weights}: {name} at {image_size} pixels, with {head} classifier"]
+    if is_restructured(pretrained, recipe):
+        messages.append("pooling, final norm and position tables are those of the recipe: blocks and stem are loaded")
     if adds_token(pretrained, recipe):
         frozen = "" if recipe.init.scope == "full" else f"; init.scope={recipe.init.scope} does not train the token"
         messages.append(

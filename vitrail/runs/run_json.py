@@ -115,4 +115,5 @@ SHAPE: dict[str, Any] = {
     "per_class": [{"": is_number, "name": is_text, "images": is_count}],
     "confusion": {"names": [is_text], "matrix": [[is_count]], "pairs": [{"count": is_count, "of": is_count}]},
     "mistakes": [{"confidence": is_number}],
+    "reconstructions": [{"location": is_text}],
 }

@@ -79,6 +79,7 @@ def train(
     seed: int | None = None,
     teacher: str | Path | None = None,
     labels: str | Path | None = None,
+    tokenizer: str | Path | None = None,
     lr: float | None = None,
     batch_size: int | None = None,
     image_size: int | tuple[int, int] | None = None,
@@ -112,6 +113,7 @@ def train(
         seed: seed of all random numbers.
         teacher: a network or label store to distill from.
         labels: a label store with token labels.
+        tokenizer: the tokenizer whose codes BEiT predicts, made by `vitrail tokenizer train`.
         lr: learning rate; recipes with `optimizer.lr_batch_size` scale it with the batch size.
         batch_size: images per optimizer step, over all devices.
         image_size: image size in pixels: 96, or (height, width).

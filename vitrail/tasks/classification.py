@@ -66,6 +66,8 @@ class Classification(Task):
 
     @classmethod
     def resolve_recipe(cls, recipe: Recipe, explicit: frozenset[str]) -> Recipe:
+        for name in recipe.task_options:
+            raise UserError(f"task_options.{name} has no effect on training from labels: choose another recipe, or remove it.")
         return resolve_teacher(recipe, explicit)
 
     @classmethod

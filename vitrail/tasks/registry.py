@@ -11,6 +11,8 @@ BUILT_IN = {
     "classification": "vitrail.tasks.classification:Classification",
     "dino": "vitrail.tasks.dino:Dino",
     "masked_patches": "vitrail.tasks.masked_patches:MaskedPatches",
+    "beit": "vitrail.tasks.beit:Beit",
+    "tokenizer": "vitrail.tasks.tokenizer:TokenizerTraining",
 }
 ENTRY_POINTS = "vitrail.tasks"  # the group under which an installed package offers tasks
 _registered: dict[str, type[Task]] = {}

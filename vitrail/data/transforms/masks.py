@@ -2,11 +2,13 @@
 
 import math
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from vitrail.data.rng import uniform
+
+TRIES = 10  # to place a block, before the mask is left as it is
+ATTEMPTS = 48  # to place all blocks; of 200,000 of BEiT's masks none needs more than 40
 
 
 def random_mask(key: Tensor, grid: tuple[int, int], ratio: float) -> Tensor:
@@ -17,44 +19,30 @@ def random_mask(key: Tensor, grid: tuple[int, int], ratio: float) -> Tensor:
     return out
 
 
-def block_mask(
-    seed: int,
-    epoch: int,
-    index: np.ndarray,
-    repeat: np.ndarray,
-    grid: tuple[int, int],
-    num_masked: int,
-    min_patches: int = 16,
-    aspect: float = 0.3,
-) -> Tensor:
-    """Block-wise masks of BEiT, bool [B, height, width]: blocks are added until `num_masked` patches are masked.
+def block_mask(key: Tensor, grid: tuple[int, int], count: int, min_block: int = 16, aspect: float = 0.3) -> Tensor:
+    """Block-wise masks of BEiT with the random keys [B], bool [B, height, width]; does not synchronize with the GPU.
 
-    A block has between `min_patches` and the number of missing patches, and a log-uniform aspect ratio. It is accepted if it adds
-    at least one patch and at most the missing number. After ten failed tries the mask is left as it is, so at most `num_masked`
-    patches are masked.
+    Blocks are added until `count` patches are masked. The area of a block is uniform between `min_block` and the number of
+    missing patches, its aspect ratio log-uniform between `aspect` and the inverse, its place uniform. It is accepted if it is
+    smaller than the grid and adds at least one patch and at most the missing number. After ten failed tries in a row the mask is
+    left as it is, so at most `count` patches are masked.
     """
-    masks = np.zeros((len(index), *grid), dtype=bool)
-    for image, (number, copy) in enumerate(zip(index, repeat, strict=True)):
-        rng = np.random.default_rng([seed & (2**64 - 1), epoch, int(number), int(copy)])
-        mask = masks[image]
-        while (missing := num_masked - int(mask.sum())) > 0:
-            if not _add_block(mask, rng, missing, min_patches, aspect):
-                break
-    return torch.from_numpy(masks)
-
-
-def _add_block(mask: np.ndarray, rng: np.random.Generator, missing: int, min_patches: int, aspect: float) -> bool:
-    height, width = mask.shape
-    for _ in range(10):
-        area = rng.uniform(min_patches, max(missing, min_patches))
-        shape = math.exp(rng.uniform(math.log(aspect), -math.log(aspect)))
-        box_h, box_w = round(math.sqrt(area * shape)), round(math.sqrt(area / shape))
-        if not (0 < box_h < height and 0 < box_w < width):
-            continue
-        top, left = rng.integers(height - box_h + 1), rng.integers(width - box_w + 1)
-        box = mask[top : top + box_h, left : left + box_w]
-        new = box.size - int(box.sum())
-        if 0 < new <= missing:
-            box[:] = True
-            return True
-    return False
+    height, width = grid
+    rows, columns = torch.arange(height, device=key.device)[:, None], torch.arange(width, device=key.device)
+    draws = uniform(key, "block_mask", 4 * ATTEMPTS).unflatten(1, (ATTEMPTS, 4))[..., None, None]
+    mask = torch.zeros(len(key), height, width, dtype=torch.bool, device=key.device)
+    missing = torch.full((len(key), 1, 1), count, device=key.device)
+    failed = torch.zeros_like(missing)
+    # Every image takes part in every attempt: a loop that ends when all masks are done would have to wait for the device.
+    for area, shape, y, x in (attempt.unbind(1) for attempt in draws.unbind(1)):
+        area, shape = min_block + (missing - min_block) * area, torch.exp((1.0 - 2.0 * shape) * math.log(aspect))
+        box_height, box_width = (area * shape).sqrt().round(), (area / shape).sqrt().round()
+        top, left = (y * (height - box_height + 1)).floor(), (x * (width - box_width + 1)).floor()
+        inside = (rows >= top) & (rows < top + box_height) & (columns >= left) & (columns < left + box_width)
+        new = inside & ~mask
+        added = new.sum((1, 2), keepdim=True)
+        fits = (box_height < height) & (box_width < width) & (added > 0) & (added <= missing) & (failed < TRIES)
+        mask |= new & fits
+        missing = missing - added * fits
+        failed = torch.where(fits, 0, failed + 1)
+    return mask
