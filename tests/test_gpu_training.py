@@ -131,3 +131,8 @@ def test_attention_gradients_are_finite(queries, keys, compiled):
 @pytest.mark.parametrize("order", itertools.permutations(["optimized", "overhead", "training"]), ids=" ".join)
 def test_graphs_of_several_kinds_in_one_process(order):
     assert "equal" in run_python("-m", "tests.training.graphs_together", *order)
+
+
+@pytest.mark.parametrize("task", ["dino", "masked", "beit", "tokenizer"])
+def test_captured_steps_of_self_supervised_tasks(task):
+    assert "equal" in run_python("-m", "tests.training.self_supervised_on_gpu", task)
