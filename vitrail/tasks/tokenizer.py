@@ -198,7 +198,9 @@ def check_tokenizer(model: VisionTransformer, name: str) -> None:
     """Raise UserError unless the classifier of the model can be applied to its patches."""
     a = model.architecture
     if a.pooling != "mean" or a.pool_norm or a.pre_logits or a.dense_head or a.distillation:
-        raise UserError(f"{name} is a model with pooling=mean and one linear classifier, which is applied to every patch.")
+        raise UserError(
+            f"{name} cannot be a tokenizer: that is a model with pooling=mean and one linear classifier for all patches."
+        )
 
 
 def compute_code_logits(model: VisionTransformer, images: Tensor) -> Tensor:
