@@ -94,7 +94,6 @@ class DinoModule(nn.Module):
             with torch.no_grad():
                 sharpened = sharpen_outputs(self.teacher(images), self.center, targets.temperature)
                 self.output_sum += sharpened.total
-                self.temperature.copy_(targets.temperature)
             features = pool(self.model, images)
             if targets.local is not None:
                 features = torch.cat([features, pool(self.model, targets.local)])
@@ -315,6 +314,7 @@ class Dino(SelfSupervised):
         new = module.center * o.center_momentum + mean * (1 - o.center_momentum)
         module.center.copy_(torch.where(skipped > 0, module.center, new))
         module.output_sum.zero_()
+        module.temperature.fill_(self.temperature_at(position.epoch))
 
     def hint_for_nan(self) -> str:
         return "A lower optimizer.lr, a lower task_options.clip_grad or precision=bf16 often helps"
