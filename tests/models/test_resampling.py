@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import vitrail
-from vitrail.layers.pos_embed import resample
+from vitrail.layers.pos_embed import RESAMPLE, interpolate, interpolate_by_products, resample
 
 
 def cubic(x: np.ndarray, a: float) -> np.ndarray:
@@ -114,3 +114,13 @@ def test_there_and_back_keeps_the_logits(name, table, size, other):
     assert there.isfinite().all()
     assert (back - before).norm() <= BOUNDS[name, table] * before.norm()
     assert not torch.equal(back, before), "nothing was resampled"
+
+
+@pytest.mark.parametrize("method", RESAMPLE)
+def test_products_interpolate_alike(method):
+    image = torch.randn(1, 3, 7, 5, dtype=torch.float64, requires_grad=True)
+    for size in ((3, 4), (9, 11)):
+        found, expected = (function(image, size, method) for function in (interpolate_by_products, interpolate))
+        torch.testing.assert_close(found, expected)
+        weights = torch.randn_like(found)
+        torch.testing.assert_close(*(torch.autograd.grad((each * weights).sum(), image)[0] for each in (found, expected)))

@@ -23,12 +23,29 @@ def resample(grid_values: Tensor, old: Grid, new: Grid, method: str = "bicubic")
         return grid_values
     precise = grid_values.to(torch.promote_types(grid_values.dtype, torch.float32))
     image = precise.reshape(1, *old, -1).permute(0, 3, 1, 2)
+    if image.is_cuda and image.requires_grad:
+        image = interpolate_by_products(image, new, method)
+    else:
+        image = interpolate(image, new, method)
+    return image.flatten(2)[0].T.to(grid_values.dtype)
+
+
+def interpolate(image: Tensor, size: Grid, method: str) -> Tensor:
+    """[1, D, h, w] to [1, D, h', w']."""
     mode, _, antialias = method.partition("_")
     if mode == "aligned":
-        image = F.interpolate(image, size=new, mode="bilinear", align_corners=True)
-    else:
-        image = F.interpolate(image, size=new, mode=mode, align_corners=False, antialias=bool(antialias))
-    return image.flatten(2)[0].T.to(grid_values.dtype)
+        return F.interpolate(image, size=size, mode="bilinear", align_corners=True)
+    return F.interpolate(image, size=size, mode=mode, align_corners=False, antialias=bool(antialias))
+
+
+def interpolate_by_products(image: Tensor, size: Grid, method: str) -> Tensor:
+    """`interpolate` as a product with a matrix for each axis: on a GPU its gradient is the same in every run."""
+    with torch.autocast(image.device.type, enabled=False):
+        rows, columns = (
+            interpolate(torch.eye(old, dtype=image.dtype, device=image.device)[None, None], (new, old), method)[0, 0]
+            for old, new in zip(image.shape[-2:], size, strict=True)
+        )
+        return rows @ image @ columns.T
 
 
 class LearnedPosEmbed(nn.Module):

@@ -31,11 +31,12 @@ from vitrail.models.inputs import FIXED_GRID
 from vitrail.models.registry import build
 from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.recipes.task_options import DinoOptions
+from vitrail.tasks.dino_collapse import SIMILAR_VIEWS, CollapseAlarm
 from vitrail.tasks.self_supervised import SelfSupervised, Sums
 from vitrail.training.compile import compile_function, is_compiled, static_shapes
 from vitrail.training.ema import ModelEma, copy_into, named_tensors
 from vitrail.training.gradient_norm import local_tensors
-from vitrail.training.schedules import cosine
+from vitrail.training.schedules import cosine, duration_to_steps, total_steps
 from vitrail.training.task import Position
 
 LOCAL_SHARE = 3 / 7  # of the image size: 96 of 224 pixels
@@ -94,7 +95,6 @@ class DinoModule(nn.Module):
             with torch.no_grad():
                 sharpened = sharpen_outputs(self.teacher(images), self.center, targets.temperature)
                 self.output_sum += sharpened.total
-                self.temperature.copy_(targets.temperature)
             features = pool(self.model, images)
             if targets.local is not None:
                 features = torch.cat([features, pool(self.model, targets.local)])
@@ -208,6 +208,7 @@ class Dino(SelfSupervised):
         model.pre_logits.requires_grad_(False)  # not used; all trained parameters need a gradient
         self.ema: ModelEma | None = None
         self.swapped = False
+        self.alarm = CollapseAlarm(o, self.recipe.optimizer.lr)
         return DinoModule(model, o)
 
     def _choose_views(self, model: VisionTransformer) -> DinoOptions:
@@ -315,6 +316,7 @@ class Dino(SelfSupervised):
         new = module.center * o.center_momentum + mean * (1 - o.center_momentum)
         module.center.copy_(torch.where(skipped > 0, module.center, new))
         module.output_sum.zero_()
+        module.temperature.fill_(self.temperature_at(position.epoch))
 
     def hint_for_nan(self) -> str:
         return "A lower optimizer.lr, a lower task_options.clip_grad or precision=bf16 often helps"
@@ -339,21 +341,45 @@ class Dino(SelfSupervised):
         if not self.swapped:  # weights of another epoch than the heads'
             return {}
         module = self.module
-        teacher = sharpen(module.teacher.head(pool(model, images)), module.center, module.temperature)
+        outputs = promote(module.teacher.head(pool(model, images)))
+        teacher = sharpen(outputs, module.center, module.temperature)
         logits = promote(module.head(pool(module.teacher.model, images))) / self.options.student_temperature
         gap = -(teacher.probabilities * F.log_softmax(logits, 1)).sum(1) - teacher.entropy
         count = torch.full((), float(len(images)), device=images.device)
-        return {"entropy": teacher.entropy.sum(), "outputs": teacher.probabilities.sum(0), "gap": gap.sum(), "count": count}
+        scaled = (outputs - module.center) / module.temperature
+        return {
+            "entropy": teacher.entropy.sum(),
+            "probabilities": teacher.probabilities.sum(0),
+            "outputs": scaled.sum(0),
+            "squares": scaled.square().sum(),
+            "gap": gap.sum(),
+            "count": count,
+        }
 
     def summarize(self, sums: Sums) -> dict[str, float]:
         count = float(sums["count"])
-        entropy = entropy_of_sums(sums["entropy"], sums["outputs"], count)
+        entropy = entropy_of_sums(sums["entropy"], sums["probabilities"], count)
+        mean = sums["outputs"] / count
+        variance = float(sums["squares"] / (count * len(mean)) - mean.mean() ** 2)
         return {
             "output_entropy": entropy.mean,
             "mean_output_entropy": entropy.of_mean,
             "information": entropy.information,
+            "common_output": float(mean.var(correction=0)) / max(variance, 1e-12),
             "teacher_student_gap": float(sums["gap"]) / count,
         }
+
+    def find_collapse(self, values: Mapping[str, Any], epoch: float) -> str:
+        problem = super().find_collapse(values, epoch)
+        if "information" not in values:
+            return problem
+        schedule, steps = self.recipe.schedule, self._steps_per_epoch()
+        warmed_up = epoch * steps > duration_to_steps(schedule.warmup, steps, total_steps(schedule, steps))
+        found = self.alarm.check(values, float(self.module.temperature), round(epoch * steps), warmed_up)
+        return problem or found
+
+    def hint_for_collapse(self) -> str:
+        return f"lower optimizer.lr={self.recipe.optimizer.lr:g} or task_options.teacher_temperature, or {SIMILAR_VIEWS}"
 
 
 def between(start: float, end: float, position: Position) -> float:

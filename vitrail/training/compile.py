@@ -30,7 +30,7 @@ def compile_blocks(model: VisionTransformer) -> None:
 
 def is_compiled(model: VisionTransformer) -> bool:
     """Whether `compile_blocks` has compiled the model."""
-    return model.blocks[0]._compiled_call_impl is not None
+    return any(block._compiled_call_impl is not None for block in model.blocks)
 
 
 @cache

@@ -1,0 +1,72 @@
+"""A short training with DINO: `python -m tests.tasks.dino_process FOLDER [STEP]` runs it, and kills itself in that step."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from tests.training.processes import run
+from vitrail.data.datasets.lookup import open_splits
+from vitrail.data.image_loader import ImageLoader
+from vitrail.data.source import Subset
+from vitrail.recipes import lookup
+from vitrail.runs.initial_model import build_initial
+from vitrail.tasks.dino import Dino
+from vitrail.training.checkpointing import load_checkpoint
+from vitrail.training.distributed import init_distributed
+from vitrail.training.trainer import Options, Trainer
+
+# A stem with BatchNorm and drop-path; two groups in a batch, so that two processes have one each.
+CHANGES = {
+    "model": "vitrail_mini",
+    "architecture.width": 16,
+    "architecture.depth": 1,
+    "architecture.drop_path": 0.2,
+    "augmentation.image_size": [8, 8],
+    "architecture.patch_size": 2,
+    "batch_size": 16,
+    "group_size": 8,
+    "precision": "fp32",
+    "task_options.knn_images": 64,
+    "task_options.outputs": 32,
+    "task_options.hidden": 16,
+    "task_options.bottleneck": 8,
+    "task_options.local_crops": 2,
+    "task_options.freeze_last_layer": 0.05,  # four of 80 steps of an epoch
+    "optimizer.eps": 1e-5,
+    "schedule.length": "10 steps",
+    "schedule.warmup": "2 steps",
+    "validation.every": "5 steps",
+}
+
+
+class Killed(Dino):
+    """Kills its process after the update of the step `at`."""
+
+    at = -1
+
+    def after_optimizer_step(self, position, skipped):
+        super().after_optimizer_step(position, skipped)
+        if position.step == self.at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def trained(folder, devices, kill_at=-1):
+    """A trainer that has run to its end, from its checkpoint if there is one."""
+    recipe, splits = lookup("dino_small").set(CHANGES), open_splits("digits")
+    task = Killed(recipe, splits.train, devices.device)
+    task.at = kill_at
+    model = build_initial(recipe, task.class_names, None)
+    task.attach(model)
+    trainer = Trainer(recipe, model, task, splits.train, devices, Path(folder), Options(save_steps=4))
+    trainer.validation = ImageLoader(Subset(splits.validation, np.arange(16)), devices.device, 0)
+    load_checkpoint(trainer, print)
+    run(trainer)
+    return trainer
+
+
+if __name__ == "__main__":
+    with init_distributed("cpu") as _devices:
+        trained(sys.argv[1], _devices, *map(int, sys.argv[2:]))
