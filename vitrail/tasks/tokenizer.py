@@ -107,7 +107,7 @@ class TokenizerTraining(SelfSupervised):
         return [str(code) for code in range(self.options.codes)]
 
     def build_module(self, model: VisionTransformer) -> TokenizerModule:
-        check_tokenizer(model, "A tokenizer")
+        check_tokenizer(model, self.recipe.model)
         patch, grid = model.architecture.patch_size, model.grid
         size = model.architecture.image_size
         if (grid[0] * patch, grid[1] * patch) != size:
@@ -199,7 +199,7 @@ def check_tokenizer(model: VisionTransformer, name: str) -> None:
     a = model.architecture
     if a.pooling != "mean" or a.pool_norm or a.pre_logits or a.dense_head or a.distillation:
         raise UserError(
-            f"{name} cannot be a tokenizer: that is a model with pooling=mean and one linear classifier for all patches."
+            f"{name} cannot be a tokenizer, which has pooling=mean and one linear classifier for all patches."
         )
 
 
