@@ -13,6 +13,7 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import vitrail
 from tests.training.on_gpu import CHANGES
@@ -112,6 +113,16 @@ def test_a_captured_training_resumes(graphs):
     assert [(line["step"], line["lr"]) for line in others] == [(line["step"], line["lr"]) for line in lines]
     assert [line["loss"] for line in others] == pytest.approx([line["loss"] for line in lines], rel=1e-2)
     check_alike(graphs, "resumed_graph", "captured")
+
+
+def test_dino_is_captured_and_resumes_bit_for_bit(tmp_path):
+    program = ["-m", "tests.tasks.dino_process"]
+    assert run_python(*program, tmp_path / "whole", -1, "cuda").rstrip().endswith("\ncaptured")
+    with pytest.raises(AssertionError):  # it kills itself
+        run_python(*program, tmp_path / "killed", 6, "cuda")
+    run_python(*program, tmp_path / "killed", -1, "cuda")
+    ours, theirs = (load_file(tmp_path / name / "checkpoints" / "step-000000010.safetensors") for name in ("killed", "whole"))
+    assert not [name for name in theirs if not torch.equal(ours[name], theirs[name])]
 
 
 @pytest.mark.parametrize("compiled", [False, True])

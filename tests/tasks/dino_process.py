@@ -1,4 +1,7 @@
-"""A short training with DINO: `python -m tests.tasks.dino_process FOLDER [STEP]` runs it, and kills itself in that step."""
+"""A short training with DINO: `python -m tests.tasks.dino_process FOLDER [STEP [DEVICE]]` runs it, and kills itself in that step.
+
+On a GPU it is compiled, in bfloat16 and captured, which the last line of the output confirms.
+"""
 
 import os
 import signal
@@ -55,12 +58,13 @@ class Killed(Dino):
 
 def trained(folder, devices, kill_at=-1):
     """A trainer that has run to its end, from its checkpoint if there is one."""
-    recipe, splits = lookup("dino_small").set(CHANGES), open_splits("digits")
+    gpu = devices.device.type == "cuda"
+    recipe, splits = lookup("dino_small").set(CHANGES | ({"precision": "bf16"} if gpu else {})), open_splits("digits")
     task = Killed(recipe, splits.train, devices.device)
     task.at = kill_at
     model = build_initial(recipe, task.class_names, None)
     task.attach(model)
-    trainer = Trainer(recipe, model, task, splits.train, devices, Path(folder), Options(save_steps=4))
+    trainer = Trainer(recipe, model, task, splits.train, devices, Path(folder), Options(save_steps=4, compile=gpu))
     trainer.validation = ImageLoader(Subset(splits.validation, np.arange(16)), devices.device, 0)
     load_checkpoint(trainer, print)
     run(trainer)
@@ -68,5 +72,7 @@ def trained(folder, devices, kill_at=-1):
 
 
 if __name__ == "__main__":
-    with init_distributed("cpu") as _devices:
-        trained(sys.argv[1], _devices, *map(int, sys.argv[2:]))
+    _folder, _step, _device = [*sys.argv[1:], *["-1", "cpu"][len(sys.argv) - 2 :]]
+    with init_distributed(_device) as _devices:
+        _trainer = trained(_folder, _devices, int(_step))
+        print("captured" if getattr(_trainer.compute, "graph", None) is not None else "not captured")

@@ -256,6 +256,8 @@ def test_two_groups_without_layer_decay():
     assert all(group["lr_scale"] == 1.0 for group in groups)
     (everything,) = parameter_groups(model, OptimizerConfig(weight_decay=0.05, weight_decay_on="all"))
     assert len(everything["params"]) == len(list(model.parameters()))
+    added = decayed_parameters(model, "tensors") - decayed_parameters(model, "matrices")
+    assert added == {"prefix", "pos_embed.0.table"}
     (together,) = parameter_groups(model, OptimizerConfig(weight_decay=0.0))
     assert together["weight_decay"] == 0.0
 

@@ -319,7 +319,7 @@ class Dino(SelfSupervised):
         module.temperature.fill_(self.temperature_at(position.epoch))
 
     def hint_for_nan(self) -> str:
-        return "A lower optimizer.lr, a lower task_options.clip_grad or precision=bf16 often helps"
+        return "A lower optimizer.lr, a lower task_options.clip_grad or a longer schedule.warmup often helps"
 
     # Validation
 
