@@ -226,7 +226,7 @@ def forecast(trainer: Trainer, memory: MemoryPlan, pace: Pace, source: str = "SO
     if on_cpu and pace.busy_cores >= BUSY * count_cores():
         factor = max(1 + pace.busy_cores / count_cores(), 1.5)
         advice.append(f"{describe_load(pace.busy_cores)}: it may take up to {factor:.1f} times longer or shorter")
-    if on_cpu and pace.teacher > 0.5 * pace.step:
+    if on_cpu and recipe.distillation.teacher and pace.teacher > 0.5 * pace.step:
         advice.append(suggest_annotation(trainer, pace, source))
     if on_cpu and whole > DAY:
         advice.append(suggest_shorter(trainer, seconds, whole, source))
