@@ -297,6 +297,8 @@ def test_local_files_and_bundled_weights_take_precedence(server, tmp_path, weigh
 def test_a_misspelled_name_suggests(server):
     with pytest.raises(vitrail.UserError, match=r"no file deit3_smal\. .*similar names: deit3_small_patch16_224.fb_in1k"):
         vitrail.load("deit3_smal")
+    with pytest.raises(vitrail.UserError, match=r"no file deit3_small\.pth\. Without the suffix, deit3_small is the name"):
+        vitrail.load("deit3_small.pth")
     assert server.requests == []
 
 

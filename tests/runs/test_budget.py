@@ -1,4 +1,4 @@
-"""The image size and the length that fit into a time budget."""
+"""A training without options: its weights, and the image size and the length that fit into a time budget."""
 
 from types import SimpleNamespace
 
@@ -22,6 +22,34 @@ CPU = torch.device("cpu")
 def photos(tmp_path):
     make_folder(tmp_path / "photos", count=10, size=(200, 170))
     return tmp_path / "photos"
+
+
+@pytest.mark.parametrize(
+    ("size", "mode", "device", "recipe"),
+    [((80, 60), "RGB", "cpu", "finetune"), ((80, 60), "L", "cpu", "laptop"), ((28, 28), "RGB", "cuda", "small")],
+)
+def test_photographs_start_from_the_bundled_weights(size, mode, device, recipe, tmp_path):
+    make_folder(tmp_path / "images", size=size, mode=mode)
+    resolved = resolve_recipe(TrainRequest(str(tmp_path / "images")), device)
+    assert (resolved.name, resolved.init.weights) == (recipe, "vitrail_tiny" if recipe == "finetune" else "")
+
+
+def test_very_many_photographs_are_trained_from_scratch_on_a_gpu(photos, monkeypatch):
+    monkeypatch.setattr(request, "MAX_FINETUNED", 20)
+    assert resolve_recipe(TrainRequest(str(photos)), "cuda").name == "small"
+    assert resolve_recipe(TrainRequest(str(photos)), "cpu").name == "finetune"
+
+
+def test_a_training_from_scratch_says_what_it_is_for(photos, tmp_path):
+    def messages(source, recipe="laptop", **changes):
+        asked = TrainRequest(str(source), recipe, changes=changes)
+        return " ".join(open_data(asked, resolve_recipe(asked, "cpu")).messages)
+
+    make_folder(tmp_path / "letters", mode="L")
+    hint = "training from scratch is for images unlike photographs"
+    assert hint in messages(photos)
+    assert hint not in messages(tmp_path / "letters")
+    assert hint not in messages(photos, "finetune", **{"init.weights": "vitrail_tiny"})
 
 
 def minutes_for(model, source, size, seconds):

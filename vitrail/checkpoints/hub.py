@@ -144,9 +144,11 @@ def is_repository(name: str) -> bool:
 
 
 def suggest(text: str) -> str:
-    """A sentence on weights with similar names for a name that is neither a file nor known; "" for other paths."""
-    if "/" in text or os.path.splitext(text)[1] in (".pth", ".pt", ".safetensors", ".npz", ".bin", ".tar"):
-        return ""
+    """A sentence on weights with this name or similar ones, for a path that is neither a file nor known; "" for other paths."""
+    stem, suffix = os.path.splitext(text)
+    if "/" in text or suffix in (".pth", ".pt", ".safetensors", ".npz", ".bin", ".tar"):
+        known = stem in spellings()
+        return f" Without the suffix, {stem} is the name of released weights, which are downloaded." if known else ""
     short = {each: weights.name for each, weights in spellings().items()} | {name: name for name in NAMES}
     near = difflib.get_close_matches(text.lower(), short, 8, 0.6)
     names = list(dict.fromkeys(short[each] for each in near))[:3]

@@ -43,6 +43,7 @@ Log = Callable[[str], None]
 CPU = torch.device("cpu")
 DEFAULT_WEIGHTS = "vitrail_tiny"
 DEFAULT_MINUTES = 5.0
+FROM_SCRATCH = ("laptop", "small")  # the default recipes that have no weights to start from
 NARROW, NARROW_LAYER_DECAY = 192, 0.9  # width; small networks gain by larger steps of their first blocks
 MIN_PHOTO_SIDE = 40  # pixels; smaller images are digits, letters, icons
 MAX_FINETUNED = 20_000  # training images; with more, a training from scratch on a GPU gives better results
@@ -90,7 +91,7 @@ def resolve_recipe(request: TrainRequest, device_type: str) -> Recipe:
     recipe, changes = request.recipe, request.changes
     if recipe is None:
         finetunes = any(upgrade_key(key) == "init.weights" and value for key, value in changes.items())
-        if not finetunes and request.model is None and suits_bundled_weights(request.source, device_type):
+        if not finetunes and request.model is None and suits_bundled_weights(open_splits(request.source).train, device_type):
             finetunes, changes = True, changes | {"init.weights": DEFAULT_WEIGHTS}
         recipe = "finetune" if finetunes else "small" if device_type == "cuda" else "laptop"
     resolved = lookup(recipe) if isinstance(recipe, str) else recipe
@@ -112,9 +113,8 @@ def resolve_recipe(request: TrainRequest, device_type: str) -> Recipe:
     return resolved
 
 
-def suits_bundled_weights(source: str, device_type: str) -> bool:
+def suits_bundled_weights(train: Source, device_type: str) -> bool:
     """Whether a training without further options starts from the bundled weights: photographs, and not very many on a GPU."""
-    train = open_splits(source).train
     if device_type == "cuda" and len(train) > MAX_FINETUNED:
         return False
     return median_side(train) >= MIN_PHOTO_SIDE and has_colors(train)
@@ -161,6 +161,11 @@ def open_data(request: TrainRequest, recipe: Recipe, device: torch.device = CPU)
     if narrow and recipe.name == "finetune" and "optimizer.layer_decay" not in request.explicit_keys:
         recipe = recipe.set({"optimizer.layer_decay": NARROW_LAYER_DECAY})
         messages.append(f"optimizer.layer_decay set to {NARROW_LAYER_DECAY}: the network has at most {NARROW} channels")
+    if recipe.name in FROM_SCRATCH and pretrained is None and suits_bundled_weights(splits.train, device.type):
+        messages.append(
+            "training from scratch is for images unlike photographs, or very many of them; "
+            f"for these, --from {DEFAULT_WEIGHTS} is better"
+        )
     sampler = make_sampler(recipe, splits.train)
     if total_steps(recipe.schedule, sampler.steps) < 1:
         raise UserError(
