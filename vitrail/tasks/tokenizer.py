@@ -198,9 +198,7 @@ def check_tokenizer(model: VisionTransformer, name: str) -> None:
     """Raise UserError unless the classifier of the model can be applied to its patches."""
     a = model.architecture
     if a.pooling != "mean" or a.pool_norm or a.pre_logits or a.dense_head or a.distillation:
-        raise UserError(
-            f"{name} cannot be a tokenizer, which has pooling=mean and one linear classifier for all patches."
-        )
+        raise UserError(f"{name} cannot be a tokenizer, which has pooling=mean and one linear classifier for all patches.")
 
 
 def compute_code_logits(model: VisionTransformer, images: Tensor) -> Tensor:
