@@ -330,6 +330,7 @@ BAD = {
     "large blocks": ({"task_options.min_block": 0.5}, "larger than the masked share of the patches"),
     "negative blocks": ({"task_options.min_block": -0.5}, "is a share of the patches: give 0 or more"),
     "aspect": ({"task_options.aspect": 0.0}, "is the smallest aspect ratio"),
+    "size": ({"augmentation.image_size": [9, 8]}, "9x8 pixels are not a multiple of that: give another image size"),
     "one row": ({"augmentation.image_size": [2, 16]}, "Masks do not fit into 1 x 8 patches"),
     "overlap": ({"model": "vit_tiny_patch16_12x1_conv", "task_options.mask_place": "before_stem"}, "in the conv stem they do"),
     "per class": ({"model": "patchconvnet_s20_multi", "architecture": {}}, "BEiT trains without classes"),
