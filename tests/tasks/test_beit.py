@@ -330,6 +330,7 @@ BAD = {
     "large blocks": ({"task_options.min_block": 0.5}, "larger than the masked share of the patches"),
     "negative blocks": ({"task_options.min_block": -0.5}, "is a share of the patches: give 0 or more"),
     "aspect": ({"task_options.aspect": 0.0}, "is the smallest aspect ratio"),
+    "size": ({"augmentation.image_size": [9, 8]}, "9x8 pixels are not a multiple of that: give another image size"),
     "one row": ({"augmentation.image_size": [2, 16]}, "Masks do not fit into 1 x 8 patches"),
     "overlap": ({"model": "vit_tiny_patch16_12x1_conv", "task_options.mask_place": "before_stem"}, "in the conv stem they do"),
     "per class": ({"model": "patchconvnet_s20_multi", "architecture": {}}, "BEiT trains without classes"),
@@ -369,7 +370,7 @@ def test_other_weights_are_no_tokenizer(tmp_path):
         ({"task_options.temperature_end": 0.0}, "give numbers above 0"),
         ({"task_options.usage_weight": -1.0}, "give 0 or more"),
         ({"augmentation.image_size": [9, 8]}, "an image size that is a multiple of the patch size 2, not 9 x 8"),
-        ({"architecture.pooling": "class", "architecture.mixer": "attention"}, "a model with pooling=mean"),
+        ({"architecture.pooling": "class", "architecture.mixer": "attention"}, "cannot be a tokenizer, which has pooling=mean"),
     ],
 )
 def test_bad_tokenizers(changes, message):

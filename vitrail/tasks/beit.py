@@ -20,6 +20,7 @@ from vitrail.data.transforms.pipeline import augment
 from vitrail.errors import UserError
 from vitrail.evaluation.features import FeatureKind
 from vitrail.formatting import percent
+from vitrail.models.config import format_size
 from vitrail.models.init import init_beit_normal
 from vitrail.models.registry import lookup as find_model
 from vitrail.models.vision_transformer import VisionTransformer
@@ -108,6 +109,12 @@ class Beit(SelfSupervised):
 
     def build_module(self, model: VisionTransformer) -> BeitModule:
         options, stem = self.options, model.architecture.stem
+        size, patch = model.architecture.image_size, model.architecture.patch_size
+        if any(side % patch for side in size):
+            raise UserError(
+                f"BEiT predicts a code for each patch of {patch} x {patch} pixels, and {format_size(size)} pixels are not a "
+                "multiple of that: give another image size."
+            )
         self.grid, patches = model.grid, model.grid[0] * model.grid[1]
         self.count, self.min_block = round(options.masked * patches), max(round(options.min_block * patches), 1)
         self._check_masks()
