@@ -30,6 +30,7 @@ def test_python_of_the_readme(tmp_path, monkeypatch):
     scope: dict = {}
     for code in blocks(README, "python"):
         exec(code, scope)
+    assert scope["inputs"].shape == (1, 3, 128, 128)  # as the comment says
     assert scope["logits"].shape == (2, 10)
     assert scope["features"].tokens.shape == (2, 192, 384)
     assert scope["features"].grid == (12, 16)

@@ -50,6 +50,7 @@ SKIP = Options(on_nan="skip")
 # The weights do not change, so the second validation is not better than the first.
 PATIENCE = {"validation.patience": 1, "validation.every": "2 steps", "optimizer.lr": 1e-30, "schedule.warmup_lr": 0.0}
 # name: recipe changes, options, micro-batches, other arguments
+UNMIXED = {"mixing.mixup": 0.0, "mixing.cutmix": 0.0}
 ALIKE = {
     "adamw": ({}, Options(), 2, {}),
     "adamw, four micro-batches": ({}, Options(), 4, {}),
@@ -59,12 +60,7 @@ ALIKE = {
     "batch norms of groups": (BATCH_NORMS | {"group_size": 4}, Options(), 2, {}),
     "skipping drop-path": ({"architecture.drop_path_kind": "skip"}, Options(), 4, {}),
     "patience": (PATIENCE, Options(), 2, {}),
-    "skipping drop-path without mixing": (
-        {"architecture.drop_path_kind": "skip", "mixing.mixup": 0.0, "mixing.cutmix": 0.0, "group_size": 8},
-        Options(),
-        4,
-        {},
-    ),
+    "skipping drop-path without mixing": (UNMIXED | {"architecture.drop_path_kind": "skip", "group_size": 8}, Options(), 4, {}),
     "mixed groups": (DENSE | {"group_size": 4, "token_labels.mixtoken": 1.0}, Options(), 2, {}),
 }
 SHARDED = {
