@@ -16,7 +16,7 @@ COLLAPSED = 0.005
 # temperature of 0.2 for the teacher and 0.1 for the student the information was at most 0.012, also for pets.
 UNINFORMED, MAX_TEMPERATURE = 0.05, 0.8  # of the student's temperature
 # Share of the variance of the outputs that is common to all images: at most 0.33 for pets. It is up to 0.8 for digits, whose
-# outputs are nearly uniform: the entropy of their mean is within 0.06 of its limit. Without centering it is 0.78 or more, with an
+# outputs are nearly uniform: the entropy of their mean is within 0.06 of its limit. Without centering it is 0.76 or more, with an
 # entropy that is 1 to 6 lower.
 COMMON, COMMON_SPREAD = 0.6, 0.5
 NO_CENTERING = 0.999  # of center_momentum
