@@ -1,8 +1,8 @@
 """The collapse alarm of DINO: what the teacher's outputs on the validation images show, and the setting to change.
 
 The limits were measured over 3 to 12 epochs of `dino_small` (n = 3 seeds for 3 epochs, 1 for more) with vitrail_mini and with a
-small ViT, 1,024 and 4,096 outputs, on the built-in pets (at 32 and 64 pixels) and digits. Some of these trainings are repeated, in
-miniature, by `tests/tasks/test_dino_collapse.py`.
+small ViT, 1,024 and 4,096 outputs, on the built-in pets (at 32 and 64 pixels) and digits. Some of these trainings are
+repeated, in miniature, by `tests/tasks/test_dino_collapse.py`.
 """
 
 import math
