@@ -21,7 +21,8 @@ def resample(grid_values: Tensor, old: Grid, new: Grid, method: str = "bicubic")
     """
     if not torch.compiler.is_exporting() and old == new:
         return grid_values
-    precise = grid_values.to(torch.promote_types(grid_values.dtype, torch.float32))
+    # Not torch.promote_types, which an exported program would contain as an operator.
+    precise = grid_values if grid_values.dtype == torch.float64 else grid_values.float()
     image = precise.reshape(1, *old, -1).permute(0, 3, 1, 2)
     if image.is_cuda and image.requires_grad:
         image = interpolate_by_products(image, new, method)
