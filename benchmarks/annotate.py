@@ -32,13 +32,13 @@ import torch
 from arguments import positive, run_program
 from PIL import Image
 from timing import half_range, machine, time_rounds
+from vitrail.models.convnets.resnet import ResNet, ResNetConfig
 
 from vitrail.data.datasets.lookup import open_source
 from vitrail.data.image_loader import ImageLoader
 from vitrail.data.source import Source, Subset
 from vitrail.devices import choose_device
 from vitrail.evaluation.predict import read_batches
-from vitrail.models.convnets.resnet import ResNet, ResNetConfig
 from vitrail.models.preprocessing import DECODE_SCALE, Preprocessing
 from vitrail.recipes import Recipe, lookup
 from vitrail.runs.initial_model import build_initial

@@ -4,7 +4,7 @@ from itertools import pairwise
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from vitrail.models import cait, deit, deit3, lvvit, patchconvnet, resmlp, three_things, vit
+from vitrail.models import cait, deit, deit3, lvvit, patchconvnet, resmlp, resnet, three_things, vit
 from vitrail.models.config import CHOICES, Architecture
 
 COLUMNS = ("stem", "mixer", "branches", "residual", "norm", "pos_embed", "pooling")
@@ -19,6 +19,7 @@ PAPERS = {
     "DeiT III": (deit3.MODELS["deit3_base_patch16"], "#ff8ab7"),
     "Three things": (three_things.MODELS["vit_base_patch16_12x1_hmlp"].replace(branches=2), "#a463f2"),
     "LV-ViT": (lvvit.MODELS["lvvit_s"], "#9c6b4e"),
+    "ResNet, RegNet": (resnet.MODELS["resnet50"], "#9498a0"),
 }
 STEP, ROW, TOP, LEFT, WIDTH = 150, 30, 86, 16, 122
 

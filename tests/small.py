@@ -23,6 +23,16 @@ def shrink(a: Architecture) -> Architecture:
         changes |= {"stem_width": 32, "stem_layers": tuple(1 for _ in a.stem_layers)}
     if a.stem == "resnet_features":
         changes["width"] = 32 * 4 * 8
+    if a.convnet:
+        basic, stages = a.convnet.block == "basic", len(a.convnet.depths)
+        changes["width"] = 16
+        changes["convnet"] = a.convnet.replace(
+            depths=(2,) + (1,) * (stages - 1),
+            widths=(16,) * stages,
+            inner_widths=(16 if basic else 8,) * stages,
+            groups=(1 if basic else 2,) * stages,
+            root_widths=(4,) * len(a.convnet.root_widths),
+        )
     if a.stem in ("tower", "basic"):
         changes["stem_width"] = 8
     if a.stem == "linear":

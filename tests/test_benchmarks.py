@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import vitrail
+from tests.images import make_masked_folder
 from tests.models.test_every_model import randomize
 from vitrail.errors import UserError
 
@@ -63,6 +64,16 @@ def test_it_runs(words, expected, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert expected in done.stdout
+
+
+def test_segmentations_are_compared(tmp_path):
+    make_masked_folder(tmp_path / "data" / "camvid", 8, (32, 32))
+    words = "--methods ridge U-Net --seeds 1 --epochs 1 --size 32 --batch-size 4 --device cpu --parallel 2"
+    program = [sys.executable, ROOT / "benchmarks" / "segmentation.py", "heads", tmp_path / "data", "--out", tmp_path / "out"]
+    done = subprocess.run([*program, *words.split()], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "| camvid | vitrail_tiny | ridge | " in done.stdout
+    assert "| camvid | from scratch | U-Net | " in done.stdout
 
 
 def test_an_interrupt_is_a_message():

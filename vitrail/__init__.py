@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from vitrail.checkpoints import load, save
     from vitrail.deploy.optimize import optimize
     from vitrail.evaluation.predict import predict
+    from vitrail.evaluation.segmented_images import segment
     from vitrail.models import Architecture, VisionTransformer, build, create, list_models
     from vitrail.recipes import Recipe
     from vitrail.runs.train import resume, train
@@ -28,6 +29,7 @@ __all__ = [
     "predict",
     "resume",
     "save",
+    "segment",
     "train",
 ]
 
@@ -37,6 +39,7 @@ HOMES |= dict.fromkeys(("load", "save"), "vitrail.checkpoints")
 HOMES |= dict.fromkeys(("resume", "train"), "vitrail.runs.train")
 HOMES["optimize"] = "vitrail.deploy.optimize"
 HOMES["predict"] = "vitrail.evaluation.predict"
+HOMES["segment"] = "vitrail.evaluation.segmented_images"
 HOMES["Recipe"] = "vitrail.recipes"
 
 

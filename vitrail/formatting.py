@@ -1,6 +1,6 @@
 """Numbers and names as text."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -28,6 +28,17 @@ def pluralize(number: int, noun: str) -> str:
     """Format a number and its noun: "1 image", "2,000 images", "2 classes"."""
     plural = noun if number == 1 else f"{noun}es" if noun.endswith("s") else f"{noun}s"
     return f"{number:,} {plural}"
+
+
+def format_ranges(numbers: Sequence[int]) -> str:
+    """Format the ascending numbers [1, 2, 3, 7] as "1-3, 7"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def format_bytes(count: float) -> str:

@@ -10,7 +10,7 @@ SCALED = {"architecture.residual": "layerscale", "architecture.layerscale_init":
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim; `{teacher}`, `{labels}` and `{weights}` in a variant are replaced by the options of the command."""
+    """A claim; `{teacher}`, `{labels}`, `{weights}` and `{tokenizer}` in a variant are replaced by the options of the command."""
 
     text: str
     paper: str  # published numbers
@@ -20,6 +20,23 @@ class Claim:
     recipe: str = "small"
 
 
+# Pre-training without labels on the same images, before the same training with labels.
+BLOCKS = {"architecture.width": 256, "architecture.depth": 8, "architecture.heads": 4, "architecture.patch_size": 8}
+DINO_STAGE = {"own_recipe": "dino_small", "own_epochs": 20, "task_options.local_crops": 4, "batch_size": 512}
+BEIT_STAGE = {"own_recipe": "beit_small", "own_epochs": 20, "task_options.tokenizer": "{tokenizer}"}
+MASKED_STAGE = {"own_recipe": "masked_small", "own_epochs": 20}
+RELATIVE = {"architecture.pos_embed": "relative_bias", "architecture.pos_embed_place": "shared"}
+MASKING = {
+    "architecture.pooling": "mean",
+    "architecture.residual": "layerscale",
+    "architecture.layerscale_init": 0.1,
+    "architecture.weight_init": "beit",
+} | RELATIVE
+STEMS = {
+    "linear": {},
+    "hMLP": {"architecture.stem": "hmlp", "architecture.stem_norm": "layer", "architecture.stem_strides": [4, 2]},
+    "convolutions": {"architecture.stem": "conv", "architecture.stem_norm": "layer"},
+}
 SCOPES = Claim(  # from `vitrail_tiny`, the network trained on Tiny ImageNet
     "Fine-tuning only the attention is as good as fine-tuning all weights; fine-tuning only the MLPs is worse.",
     "Three things, Table 5, ViT-S from 224 to 384, AdamW: full 82.7, attention 82.5, ffn 82.2",
@@ -174,5 +191,41 @@ CLAIMS = {
             },
         },
         PLAIN | SCALED | {"architecture.patch_size": 4},
+    ),
+    "pre-training": Claim(
+        "Pre-training without labels, followed by the same training with labels, is better than labels alone.",
+        "Three things, Table 7, ViT-B: labels 82.20 ± 0.06, BEiT and labels 83.05",
+        "tiny-imagenet",
+        {"labels alone": {}, "DINO, then labels": {"first": DINO_STAGE}, "BEiT, then labels": {"first": BEIT_STAGE}},
+        {"model": "vit_small_patch16_12x1_ls_hmlp", "architecture.stem_norm": "layer"} | BLOCKS | MASKING,
+    ),
+    "pre-training of MLPs": Claim(
+        "Pre-training without labels, followed by the same training with labels, is better than labels alone, also for ResMLP.",
+        "ResMLP, Tables 4.2 and 4.3, S12: labels 76.6, DINO and labels 76.5; S24: 79.4 and 79.9",
+        "tiny-imagenet",
+        {"labels alone": {}, "DINO, then labels": {"first": DINO_STAGE | {"task_options.fixed_grid": "none"}}},
+        {"model": "resmlp_s12", "architecture.patch_size": 8, "architecture.drop_path": 0.0},
+    ),
+    "masked patches": Claim(
+        "Masked patch prediction before the training with labels is better than labels alone; predicting mean colors or "
+        "downsized patches is better than the regression of all pixels.",
+        "ViT, Section 4.6 and Appendix B.1.2, ViT-B/16: from scratch 77.9, masked patch prediction 79.9; all three targets "
+        "work, the regression slightly worse",
+        "tiny-imagenet",
+        {
+            "labels alone": {},
+            "mean color": {"first": MASKED_STAGE},
+            "downsized": {"first": MASKED_STAGE | {"task_options.target": "downsized"}},
+            "pixels": {"first": MASKED_STAGE | {"task_options.target": "pixels"}},
+        },
+        {"model": "vit_small_patch16", "architecture.pooling": "mean"} | BLOCKS,
+    ),
+    "stems of masked models": Claim(
+        "With masked pre-training, the hMLP stem is better than a linear one; a stem of overlapping convolutions is not.",
+        "Three things, Table 7, ViT-B, labels and BEiT: linear 82.20, 83.05; convolutions 82.57, 83.04; hMLP 82.54, 83.43",
+        "tiny-imagenet",
+        {f"{stem}, labels alone": changes for stem, changes in STEMS.items()}
+        | {f"{stem}, BEiT": changes | {"first": BEIT_STAGE | changes} for stem, changes in STEMS.items()},
+        {"model": "vit_small_patch16"} | BLOCKS | MASKING,
     ),
 }

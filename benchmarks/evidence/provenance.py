@@ -15,7 +15,12 @@ from vitrail.errors import UserError
 from vitrail.teachers.label_store import MANIFEST
 from vitrail.teachers.sidecar import sidecar_path
 
-FILES = {"teacher": "distillation.teacher", "labels": "token_labels.store", "weights": "init.weights"}  # option: recipe key
+FILES = {  # option: recipe key
+    "teacher": "distillation.teacher",
+    "labels": "token_labels.store",
+    "weights": "init.weights",
+    "tokenizer": "task_options.tokenizer",
+}
 IDENTIFYING = (MANIFEST, "best.safetensors", "model.safetensors", "pytorch_model.bin")  # files that identify a directory
 CODE = ("vitrail", "benchmarks", ":(exclude)benchmarks/evidence/results")  # paths that affect a training
 ROOT = Path(__file__).parents[2]
@@ -78,7 +83,8 @@ def commit(root: Path = ROOT) -> str:
 def needs(claim: Claim, variant: str) -> list[str]:
     """Options whose file a variant is trained with."""
     own = claim.base | claim.variants.get(variant, {})
-    return [option for option, key in FILES.items() if own.get(key) == f"{{{option}}}"]
+    stages = (own, own.get("first", {}))
+    return [option for option, key in FILES.items() if any(stage.get(key) == f"{{{option}}}" for stage in stages)]
 
 
 def common(claim: Claim, run: dict[str, Any]) -> dict[str, Any]:

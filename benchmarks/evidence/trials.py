@@ -58,14 +58,14 @@ class Images:
         return self._loaders[min_side]
 
 
-def train(images: Images, claim: Claim, changes: dict[str, Any], out: Path | None = None) -> dict[str, Any]:
-    """Train, and return the top-1 accuracy on the test (or else validation) images after the last step, and the cost.
+def train(images: Images, recipe_name: str, changes: dict[str, Any], out: Path | None = None) -> dict[str, Any]:
+    """Train, and return the metric on the test (or else validation) images after the last step, and the cost.
 
-    The weights are saved to `out`, if given.
+    The metric is the top-1 accuracy, or that of a task without labels. The weights are saved to `out`, if given.
     """
     devices, start = images.devices, time.monotonic()
     device, source = devices.device, images.splits.train
-    recipe = resolve_recipe(TrainRequest(recipe=claim.recipe, changes=changes), device.type)
+    recipe = resolve_recipe(TrainRequest(recipe=recipe_name, changes=changes), device.type)
     pretrained = open_pretrained(recipe) if recipe.init.weights else None
     recipe, _ = fit_to_data(recipe, source, pretrained.preprocessing if pretrained else None)
     task = find_task(recipe.task)(recipe, source, device)
@@ -84,12 +84,12 @@ def train(images: Images, claim: Claim, changes: dict[str, Any], out: Path | Non
                 vitrail.save(model, out)
     model_cost = cost(model.architecture)
     return {
-        "top1": training.best["top1"],
+        task.metric.name: training.best[task.metric.name],
         "images": training.best["images"],
         "steps": training.total,
         "parameters": model_cost.parameters,
         "macs": model_cost.macs,
-        "operations": 6 * model_cost.macs * training.total * recipe.batch_size,
+        "operations": 6 * model_cost.macs * training.total * recipe.batch_size * task.relative_cost,
         "size": list(recipe.augmentation.image_size),
         "seconds": round(time.monotonic() - start, 1),
         "seconds_of_steps": round(time.monotonic() - steps_start, 1),
@@ -97,20 +97,30 @@ def train(images: Images, claim: Claim, changes: dict[str, Any], out: Path | Non
 
 
 def train_in_stages(images: Images, claim: Claim, changes: dict[str, Any], epochs: float) -> dict[str, Any]:
-    """Train in one stage, or in two if the variant has a `first` stage, which has a share of the epochs."""
+    """Train in one stage, or in two if the variant has a `first` stage.
+
+    A first stage has a `share` of the epochs; or `own_epochs` and `own_recipe`, and then only the changes that are
+    common to all variants of the claim.
+    """
     changes = dict(changes)
     first = changes.pop("first", None)
     if not first:
-        return train(images, claim, changes)
-    share = first["share"]
+        return train(images, claim.recipe, changes)
+    own = {key: value for key, value in first.items() if key not in ("share", "own_recipe", "own_epochs")}
+    share = first.get("share", 0.0)
     with tempfile.TemporaryDirectory() as folder:
         weights = Path(folder) / "first.safetensors"
-        early = {key: value for key, value in first.items() if key != "share"} | {"schedule.length": f"{share * epochs:g} epochs"}
-        before = train(images, claim, changes | early, weights)
+        if share:
+            early = changes | own | {"schedule.length": f"{share * epochs:g} epochs"}
+        else:
+            shared = (*claim.base, *RESERVED)
+            early = {key: value for key, value in changes.items() if key in shared} | own
+            early |= {"schedule.length": f"{first['own_epochs']:g} epochs"}
+        before = train(images, first.get("own_recipe", claim.recipe), early, weights)
         rest = {"schedule.length": f"{(1 - share) * epochs:g} epochs", "init.weights": str(weights)}
-        after = train(images, claim, changes | rest)
+        after = train(images, claim.recipe, changes | rest)
     both = {key: round(before[key] + after[key], 1) for key in ("steps", "operations", "seconds", "seconds_of_steps")}
-    return after | both
+    return before | after | both
 
 
 class Trial:
@@ -130,8 +140,9 @@ class Trial:
             request = TrainRequest(recipe=self.claim.recipe, changes=final)
             resolve_recipe(request, images.devices.device.type)  # raises before anything is trained
             files = {option: describe_file(getattr(options, option)) for option in needs(self.claim, variant)}
+            names = {getattr(options, option): f"{{{option}}}" for option in files}
             changes = {key: value for key, value in self.changes[variant].items() if key not in FILES.values()}
-            self.metadata[variant] = metadata | {"files": files, "changes": changes}
+            self.metadata[variant] = metadata | {"files": files, "changes": replace_values(changes, names)}
         self.load_results()
 
     def _changes(self, variant: str, common: dict[str, str]) -> dict[str, Any]:
@@ -145,8 +156,9 @@ class Trial:
         varied = next((key for key in common if any(key in changes for changes in claim.variants.values())), None)
         if varied:
             raise UserError(f"{varied} differs between the variants of {self.name}: remove it from --set.")
-        files = {key: getattr(options, option) for option, key in FILES.items() if option in needs(claim, variant)}
-        return claim.base | claim.variants[variant] | files | common
+        changes = claim.base | claim.variants[variant] | common
+        used = {f"{{{option}}}": getattr(options, option) for option in needs(claim, variant)}
+        return replace_values(changes, used)
 
     def load_results(self) -> dict[str, Any]:
         """The content of the results file, to which the runs may be added."""
@@ -173,6 +185,14 @@ class Trial:
                 text = json.dumps(content, indent=1)
                 atomic_write(self.file, partial(Path.write_text, data=text))
                 log(f"{label}: {100 * result['top1']:.2f} % in {result['seconds']:.0f} s")
+
+
+def replace_values(changes: dict[str, Any], new: dict[str, str]) -> dict[str, Any]:
+    """Changes in which the values that are keys of `new` are replaced, also in a first stage."""
+    return {
+        key: replace_values(value, new) if isinstance(value, dict) else new.get(value, value) if isinstance(value, str) else value
+        for key, value in changes.items()
+    }
 
 
 def common_changes(pairs: list[str]) -> dict[str, str]:

@@ -10,14 +10,16 @@ from vitrail.checkpoints.codecs import UnsupportedByFormat
 from vitrail.checkpoints.model_io import FORMATS
 from vitrail.models.registry import build, lookup
 
-SUFFIX = {"vitrail": ".safetensors", "deit": ".pth", "timm": ".safetensors", "hf": "", "npz": ".npz"}
+SUFFIX = {"vitrail": ".safetensors", "deit": ".pth", "timm": ".safetensors", "torchvision": ".pth", "hf": "", "npz": ".npz"}
 
 
 def little(name, **changes):
     """A family's member small enough to be written in a moment, with the widths that its heads are inferred from."""
     plain, architecture = lookup(name)
     sizes = {"depth": min(architecture.depth, 2), "classes": 7, "image_size": 2 * architecture.patch_size}
-    if architecture.width > 256 and architecture.stem != "resnet_features":
+    if architecture.convnet:
+        sizes |= {field: getattr(structures()[name], field) for field in ("convnet", "width")} if name in structures() else {}
+    elif architecture.width > 256 and architecture.stem != "resnet_features":
         sizes |= {"width": 192, "heads": 3 if architecture.heads > 1 else 1}
         sizes |= {"pooling_heads": 3} if architecture.pooling_heads > 1 else {}
     if architecture.stem.startswith("resnet"):
@@ -48,6 +50,10 @@ HOLDS = {
     "lvvit_t": {"vitrail", "deit"},
     "axial_vit_base_patch16": {"vitrail"},
     "bit_r50x1": {"vitrail"},
+    "resnet18": {"vitrail", "timm", "torchvision"},
+    "resnext50d_32x4d": {"vitrail", "timm"},
+    "resnet50_cifar": {"vitrail", "timm", "torchvision"},
+    "regnety_040": {"vitrail", "timm", "torchvision"},
     "resmlp_s12_class_mlp": {"vitrail"},
     "vit_base_patch16_12x1_local": {"vitrail"},
 }

@@ -326,7 +326,8 @@ def test_a_token_is_not_sent_to_other_hosts(server, tmp_path):
 
 
 def test_teachers_and_timm(server):
-    assert is_built_by_timm("timm:resnet50.a1_in1k")
+    assert is_built_by_timm("timm:resnest50d.in1k")
+    assert not is_built_by_timm("timm:resnet50.a1_in1k")
     assert is_built_by_timm("timm:deit3_small_patch16_224@weights.pth")
     assert not is_built_by_timm("timm:deit3_small_patch16_224.fb_in1k")
     teacher = open_teacher("timm:deit3_small_patch16_224.fb_in1k")

@@ -54,3 +54,51 @@ def test_their_averaged_vit(tmp_path):
     image = torch.randn(2, 3, 224, 224)
     with torch.inference_mode():
         torch.testing.assert_close(vitrail.load(tmp_path / "weights.pth")(image), theirs(image), rtol=1e-4, atol=1e-4)
+
+
+CONVNETS = [
+    *("resnet18", "resnet50", "resnet50d", "resnext50_32x4d", "resnext50d_32x4d", "wide_resnet50_2"),
+    *("regnety_040", "regnety_080", "regnety_080_tv", "regnety_160"),
+]
+TORCHVISION = {
+    "resnet18": "resnet18",
+    "resnet50": "resnet50",
+    "resnext50_32x4d": "resnext50_32x4d",
+    "wide_resnet50_2": "wide_resnet50_2",
+    "regnety_080_tv": "regnet_y_8gf",
+    "regnety_160": "regnet_y_16gf",
+}
+
+
+def check_convnet(theirs, name, format, tmp_path):
+    """In float64, with random weights and statistics: our logits are theirs, and what we write is their state dict."""
+    torch.manual_seed(0)
+    for key, value in theirs.state_dict().items():
+        if key.endswith("running_var"):
+            value.uniform_(0.5, 1.5)
+        elif value.is_floating_point() and value.ndim == 1:
+            value.uniform_(0.6, 1.2)
+    theirs = theirs.eval()
+    torch.save(theirs.state_dict(), tmp_path / "weights.pth")
+    ours = vitrail.load(tmp_path / "weights.pth")
+    assert ours.name == name
+    assert not ours.architecture.differences(vitrail.create(name, device="meta").architecture)
+    image = torch.randn(2, 3, 130, 97, dtype=torch.float64)
+    with torch.inference_mode():
+        expected, found = theirs.double()(image), ours.double()(image)
+    assert (expected - found).abs().max() <= 1e-10 * expected.abs().max()
+    vitrail.save(ours.float(), tmp_path / "back.pth", format)
+    back, before = torch.load(tmp_path / "back.pth"), torch.load(tmp_path / "weights.pth")
+    assert back.keys() == before.keys()
+    assert all(torch.equal(back[key], before[key]) for key in before)
+
+
+@pytest.mark.parametrize("name", CONVNETS)
+def test_convnets_of_timm(name, tmp_path):
+    check_convnet(timm.create_model(name), name, "timm", tmp_path)
+
+
+@pytest.mark.parametrize("name", TORCHVISION)
+def test_convnets_of_torchvision(name, tmp_path):
+    models = pytest.importorskip("torchvision.models")
+    check_convnet(getattr(models, TORCHVISION[name])(), name, "torchvision", tmp_path)

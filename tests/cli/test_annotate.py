@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+from tests.convnets import timm_state
 from tests.images import make_folder, make_image, write_invalid_image
 from tests.teachers.predictions import network
 from tests.teachers.test_tokenlabeling import write_maps
@@ -19,7 +20,7 @@ from vitrail.teachers.label_store import LabelStore
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("annotate")
-    torch.save(network(3).state_dict(), folder / "[b]net.pth")
+    torch.save(timm_state(network(3)), folder / "[b]net.pth")
     for split, count in (("train", 6), ("test", 4)):
         make_folder(folder / "photos" / split, count=count, size=(20 if split == "train" else 18, 16))
     return folder
@@ -59,7 +60,7 @@ def test_every_split_and_class_names(run_cli, place, tmp_path):
 
 
 def test_classes_of_the_data_or_all_classes(run_cli, place, cli_error, tmp_path):
-    torch.save(network(5).state_dict(), tmp_path / "net.pth")
+    torch.save(timm_state(network(5)), tmp_path / "net.pth")
     (tmp_path / "names.txt").write_text("red\ncyan\nblue\npink\ngreen\n")
     (tmp_path / "net.pth.teacher.json").write_text('{"classes": "names.txt", "size": 32}')  # as --classes and --size
     words = ("annotate", tmp_path / "net.pth", place / "photos", "--device", "cpu", "--top-k", 2)

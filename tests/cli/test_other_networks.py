@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import vitrail
+from tests.convnets import small_resnet, timm_state
 from tests.images import make_folder
 from tests.teachers.test_lookup import fake_timm
 from vitrail.bench.candidates import open_candidate
@@ -16,10 +17,10 @@ from vitrail.data.datasets.lookup import open_source
 from vitrail.evaluation.evaluate import adapt_model, collect_scores, open_loader
 from vitrail.evaluation.features import FeatureKind, check_kind, embed
 from vitrail.evaluation.model import compute_logits, open_model
-from vitrail.models.convnets.efficientnet import EfficientNet, EfficientNetConfig, Stage
-from vitrail.models.convnets.regnet import RegNet, RegNetConfig
-from vitrail.models.convnets.resnet import ResNet, ResNetConfig
+from vitrail.models.efficientnet import EfficientNet, EfficientNetConfig, Stage
 from vitrail.models.preprocessing import Preprocessing, pad_images, to_pixels
+from vitrail.models.registry import build
+from vitrail.models.regnet import regnet
 from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.teachers import Teacher, open_teacher
 from vitrail.teachers.fixed_shape import FixedShapeNetwork
@@ -27,8 +28,8 @@ from vitrail.teachers.fixed_shape import FixedShapeNetwork
 NAMES = ["blue", "green", "red"]
 STAGES = tuple(Stage(1, width, 3, 2) for width in (4, 6, 8, 10, 12, 14, 16))
 NETWORKS = {
-    "regnet": RegNet(RegNetConfig((1, 1), (8, 16), 4, 8, classes=3)),
-    "resnet": ResNet(ResNetConfig((1, 1), False, 3, planes=4, inner_width=4, stem_widths=(4,))),
+    "regnet": build(regnet((1, 1), (8, 16), 4, root=8).replace(classes=3)),
+    "resnet": build(small_resnet(width=4, classes=3)),
     "efficientnet": EfficientNet(EfficientNetConfig(STAGES, 4, 16, 3)),
 }
 
@@ -41,7 +42,7 @@ def place(tmp_path_factory):
     for name, network in NETWORKS.items():
         for parameter in network.parameters():
             torch.nn.init.normal_(parameter, std=0.5)
-        content = network.state_dict()
+        content = network.state_dict() if name == "efficientnet" else timm_state(network)
         torch.save({"model": content} if name == "regnet" else content, folder / f"{name}.pth")
         sidecar = {"classes": NAMES, "preprocessing": {"image_size": 32}}
         (folder / f"{name}.pth.teacher.json").write_text(json.dumps(sidecar))
@@ -86,7 +87,7 @@ def test_disagree_probe_embed_and_predict(place, run_cli, tmp_path):
 def test_features_are_the_input_of_the_classifier(place):
     model, source = open_model(place / "regnet.pth", "cpu"), open_source(place / "data")
     features, logits = (embed(model, source, FeatureKind(vector), workers=0).vectors for vector in ("pooled", "logits"))
-    torch.testing.assert_close(NETWORKS["regnet"].get_classifier()(features), logits)
+    torch.testing.assert_close(NETWORKS["regnet"].head(features), logits)
     for kind in (FeatureKind("class"), FeatureKind(before_norm=True)):
         with pytest.raises(vitrail.UserError, match="choose pooled, penultimate or logits"):
             check_kind(model, kind)

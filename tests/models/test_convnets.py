@@ -1,7 +1,5 @@
 """Convnets by their published names: parity with `transformers`, with the ports' own code, with printed tables."""
 
-import dataclasses
-
 import pytest
 import torch
 import transformers
@@ -10,30 +8,33 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import vitrail
+from tests.convnets import small_resnet, timm_state
 from tests.golden.fill import fill, image
-from vitrail.models.convnets import efficientnet, regnet, resnet
-from vitrail.models.convnets.efficientnet import EfficientNet, EfficientNetConfig, Stage
-from vitrail.models.convnets.regnet import RegNet, RegNetConfig
-from vitrail.models.convnets.resnet import ResNet, ResNetConfig
+from vitrail.checkpoints.formats.convnets import infer, to_pair
+from vitrail.models import efficientnet
+from vitrail.models.efficientnet import EfficientNet, EfficientNetConfig, Stage
+from vitrail.models.registry import build
+from vitrail.models.regnet import regnet
 from vitrail.teachers import open_teacher
 
-REGNETS = {
-    "regnety_040": (RegNetConfig((2, 6, 12, 2), (128, 192, 512, 1088), 64), 20_646_656),
-    "regnety_080": (RegNetConfig((2, 4, 10, 1), (168, 448, 896, 2016), 56), 39_180_068),
-    "regnety_120": (RegNetConfig((2, 5, 11, 1), (224, 448, 896, 2240), 112), 51_822_544),
-    "regnety_160": (RegNetConfig(), 83_590_140),
-    "regnetx_032": (RegNetConfig((2, 6, 15, 2), (96, 192, 432, 1008), 48, squeeze=False), 15_296_552),
+# Parameters as torchvision and timm publish them.
+COUNTS = {
+    "resnet18": 11_689_512,
+    "resnet34": 21_797_672,
+    "resnet50": 25_557_032,
+    "resnet101": 44_549_160,
+    "resnet152": 60_192_808,
+    "resnet50d": 25_576_264,
+    "resnext50_32x4d": 25_028_904,
+    "resnext50d_32x4d": 25_048_136,
+    "wide_resnet50_2": 68_883_240,
+    "regnety_040": 20_646_656,
+    "regnety_080": 39_180_068,
+    "regnety_080_tv": 39_381_472,
+    "regnety_120": 51_822_544,
+    "regnety_160": 83_590_140,
 }
-RESNETS = {
-    "resnet18": (ResNetConfig((2, 2, 2, 2), False), 11_689_512),
-    "resnet34": (ResNetConfig((3, 4, 6, 3), False), 21_797_672),
-    "resnet50": (ResNetConfig(), 25_557_032),
-    "resnet101": (ResNetConfig((3, 4, 23, 3)), 44_549_160),
-    "resnet152": (ResNetConfig((3, 8, 36, 3)), 60_192_808),
-    "resnet50d": (ResNetConfig(stem_widths=(32, 32, 64), avg_down=True), 25_576_264),
-    "resnext50_32x4d": (ResNetConfig(inner_width=128, groups=32), 25_028_904),
-    "wide_resnet50_2": (ResNetConfig(inner_width=128), 68_883_240),
-}
+REGNETX = regnet((2, 6, 15, 2), (96, 192, 432, 1008), 48, squeeze=False)  # RegNetX-3.2GF: 15,296,552 parameters
 CIFAR = {20: 269_722, 32: 464_154, 44: 658_586, 56: 853_018, 110: 1_727_962}  # depth -> parameters
 LITE = {  # depths, widths, parameters, logits that the port's own code gives for the filled network
     0: ((1, 2, 2, 3, 3, 4, 1), (16, 24, 40, 80, 112, 192, 320), 4_652_008, [-0.1487, 0.1210, 0.2636, -0.2834, -0.4067]),
@@ -46,11 +47,8 @@ LITE_SIZES = {0: 224, 1: 240, 2: 260, 3: 280, 4: 300}
 
 
 def cifar(depth, **changes):
-    blocks = (depth - 2) // 6
-    plan = ResNetConfig(
-        (blocks,) * 3, False, 10, planes=16, inner_width=16, stem_widths=(16,), small_stem=True, pad_shortcut=True
-    )
-    return dataclasses.replace(plan, **changes)
+    plan = {"root_stride": 1, "shortcut": "pad"} | changes
+    return small_resnet(((depth - 2) // 6,) * 3, 16, classes=10, **plan)
 
 
 def lite(number, classes=1000):
@@ -66,6 +64,11 @@ def on_meta(make):
 
 def shapes(network):
     return {key: tuple(value.shape) for key, value in network.state_dict().items()}
+
+
+def exported(model):
+    """The shapes of its tensors in timm's names."""
+    return {to_pair(key, model.architecture).theirs[0]: shape for key, shape in shapes(model).items()}
 
 
 def parameters(network):
@@ -84,33 +87,41 @@ def shake(network):
     return network.eval()
 
 
-@pytest.mark.parametrize("name", RESNETS)
-def test_resnets_are_the_published_ones(name):
-    plan, count = RESNETS[name]
-    network = on_meta(lambda: ResNet(plan))
-    assert parameters(network) == count
-    assert resnet.infer(shapes(network)) == plan
+@pytest.mark.parametrize("name", COUNTS)
+def test_convnets_are_the_published_ones(name):
+    model = vitrail.create(name, device="meta")
+    assert parameters(model) == COUNTS[name]
+    assert infer(exported(model), {}, None) == model.architecture
+
+
+def test_grafits_resnext_50d_32x8d():
+    """Table 2.10 prints 48 M."""
+    assert round(parameters(vitrail.create("resnext50d_32x8d", device="meta")) / 1e6) == 48
+
+
+def test_a_regnetx():
+    model = build(REGNETX, device="meta")
+    assert parameters(model) == 15_296_552
+    assert infer(exported(model), {}, None) == REGNETX
 
 
 def test_names_of_a_resnet50():
-    keys = on_meta(lambda: ResNet(ResNetConfig())).state_dict().keys()
+    keys = exported(vitrail.create("resnet50", device="meta"))
     assert len(keys) == 320  # as torchvision's
-    assert {"conv1.weight", "bn1.running_var", "layer1.0.downsample.1.bias", "layer4.2.conv3.weight", "fc.bias"} <= keys
+    assert {"conv1.weight", "bn1.running_var", "layer1.0.downsample.1.bias", "layer4.2.conv3.weight", "fc.bias"} <= keys.keys()
 
 
-@pytest.mark.parametrize("name", REGNETS)
-def test_regnets_are_the_published_ones(name):
-    plan, count = REGNETS[name]
-    network = on_meta(lambda: RegNet(plan))
-    assert parameters(network) == count
-    assert regnet.infer(shapes(network)) == plan
+def test_names_of_a_resnext50d():
+    keys = exported(vitrail.create("resnext50d_32x4d", device="meta"))
+    assert {"conv1.6.weight", "conv1.4.bias", "layer1.0.downsample.2.bias", "layer2.0.downsample.1.weight"} <= keys.keys()
 
 
 def test_the_teacher_of_deit():
     """RegNetY-16GF: 83.59 M parameters; 15.91 G multiply-adds, or 15.96 G with two operations per normalized number."""
-    network = on_meta(lambda: RegNet(RegNetConfig()))
-    keys = network.state_dict().keys()
-    assert {"stem.bn.bias", "s1.b1.downsample.conv.weight", "s3.b11.se.fc2.bias", "s4.b1.conv3.bn.weight", "head.fc.bias"} <= keys
+    network = vitrail.create("regnety_160", device="meta").eval()
+    keys = exported(network)
+    names = {"stem.bn.bias", "s1.b1.downsample.conv.weight", "s3.b11.se.fc2.bias", "s4.b1.conv3.bn.weight", "head.fc.bias"}
+    assert names <= keys.keys()
     normed = []
     for module in network.modules():
         if isinstance(module, nn.BatchNorm2d):
@@ -124,9 +135,9 @@ def test_the_teacher_of_deit():
 
 @pytest.mark.parametrize("depth", CIFAR)
 def test_cifar_resnets_are_the_published_ones(depth):
-    network = on_meta(lambda: ResNet(cifar(depth)))
+    network = build(cifar(depth), device="meta")
     assert parameters(network) == CIFAR[depth]
-    assert resnet.infer(shapes(network)) == cifar(depth)
+    assert infer(exported(network), {}, None) == cifar(depth)
 
 
 @pytest.mark.parametrize("number", LITE)
@@ -153,10 +164,12 @@ RESNET_CASES = [
     {"layer_type": "bottleneck", "hidden_sizes": [16, 32, 64], "depths": [1, 2, 1]},
     {"layer_type": "bottleneck", "hidden_sizes": [16, 32, 64], "depths": [1, 2, 1], "downsample_in_bottleneck": True},
     {"layer_type": "basic", "hidden_sizes": [8, 16, 32, 64], "depths": [1, 1, 2, 1]},
+    {"layer_type": "basic", "hidden_sizes": [8, 16], "depths": [1, 1], "downsample_in_first_stage": True},
 ]
 REGNET_CASES = [
     {"layer_type": "y", "hidden_sizes": [16, 24, 48, 64], "depths": [1, 2, 1, 1], "groups_width": 8},
     {"layer_type": "x", "hidden_sizes": [16, 24, 48, 64], "depths": [2, 1, 1, 1], "groups_width": 8},
+    {"layer_type": "y", "hidden_sizes": [16, 24], "depths": [1, 1], "groups_width": 8, "downsample_in_first_stage": False},
 ]
 CASES = [("ResNet", case) for case in RESNET_CASES] + [("RegNet", case) for case in REGNET_CASES]
 
@@ -231,7 +244,7 @@ TORCHVISION = (
 
 
 @pytest.mark.parametrize("naming", [TIMM, TORCHVISION], ids=["timm", "torchvision"])
-@pytest.mark.parametrize("options", REGNET_CASES, ids=["y", "x"])
+@pytest.mark.parametrize("options", REGNET_CASES[:2], ids=["y", "x"])
 def test_a_regnet_by_either_names(options, naming, tmp_path):
     model = theirs("RegNet", options)
     state = renamed(model.state_dict(), options["layer_type"] == "y", *naming)
@@ -261,8 +274,8 @@ def reference_cifar(state, images, blocks):
 
 
 def test_a_cifar_resnet_by_its_ports_names(tmp_path):
-    network = shake(ResNet(cifar(20)))
-    state = {key.replace("fc.", "linear."): value for key, value in network.state_dict().items() if "tracked" not in key}
+    network = shake(build(cifar(20)))
+    state = {key.replace("fc.", "linear."): value for key, value in timm_state(network).items() if "tracked" not in key}
     torch.save({"best_prec1": 91.0, "state_dict": {f"module.{key}": value for key, value in state.items()}}, tmp_path / "it.th")
     teacher = open_teacher(tmp_path / "it.th")
     images = torch.randn(3, 3, 32, 32)
@@ -273,8 +286,8 @@ def test_a_cifar_resnet_by_its_ports_names(tmp_path):
 
 
 def test_a_cifar_resnet_with_convolutions_in_its_shortcuts(tmp_path):
-    network = shake(ResNet(cifar(20, pad_shortcut=False)))
-    state = {key.replace("downsample.", "shortcut."): value for key, value in network.state_dict().items()}
+    network = shake(build(cifar(20, shortcut="conv")))
+    state = {key.replace("downsample.", "shortcut."): value for key, value in timm_state(network).items()}
     torch.save(state, tmp_path / "it.pth")
     images = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
@@ -283,9 +296,9 @@ def test_a_cifar_resnet_with_convolutions_in_its_shortcuts(tmp_path):
 
 def test_weights_of_keras(tmp_path):
     """The stride on the first convolution, another epsilon, blue first, values up to 255."""
-    plan = ResNetConfig((1, 1, 1, 1), planes=8, inner_width=8, stem_widths=(8,), classes=4, stride_in_1x1=True, eps=1e-3)
-    network = shake(ResNet(plan))
-    torch.save({key: value.half() for key, value in network.state_dict().items() if "tracked" not in key}, tmp_path / "it.pt")
+    network = shake(build(small_resnet((1, 1, 1, 1), bottleneck=True, stride_in_1x1=True, eps=1e-3)))
+    state = {to_pair(key, network.architecture).theirs[0]: value for key, value in network.state_dict().items()}
+    torch.save({key: value.half() for key, value in state.items() if "tracked" not in key}, tmp_path / "it.pt")
     network.load_state_dict(network.half().state_dict())
     network.float()
     teacher = open_teacher(tmp_path / "it.pt", kind="resnet_keras")
@@ -301,24 +314,18 @@ def test_weights_of_keras(tmp_path):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda state: state.pop("layer2.0.bn1.bias"), r"the tensor 'layer2.0.bn1.bias' of a ResNet is missing"),
-        (lambda state: state.pop("fc.weight"), r"the tensor 'fc.weight' of a ResNet is missing"),
-        (lambda state: state.update({"layer1.0.se.fc1.weight": torch.zeros(2, 2)}), r"do not belong to a ResNet"),
+        (lambda state: state.pop("layer2.0.bn1.bias"), r"the tensor 'layer2.0.bn1.bias' of a convnet is missing"),
+        (lambda state: state.pop("fc.weight"), r"the tensor 'fc.weight' of a convnet is missing"),
+        (lambda state: state.update({"layer1.0.se.fc1.weight": torch.zeros(2, 2)}), r"do not belong to a"),
         (lambda state: state.update({"bn1.weight": torch.zeros(3)}), r"has shape \(3,\)"),
         (lambda state: state.update({"bn1.weight": torch.zeros(16, dtype=torch.int32)}), r"torch.int32"),
-        (lambda state: state.update({"layer1.0.conv1.weight": torch.zeros(())}), r"do not match"),
+        (lambda state: state.update({"layer1.0.conv1.weight": torch.zeros(())}), r"does not match"),
     ],
 )
 def test_damaged_convnets_get_a_sentence(change, says, tmp_path):
-    state = dict(ResNet(cifar(20)).state_dict())
+    state = timm_state(cifar(20))
     change(state)
     torch.save(state, tmp_path / "it.pth")
     with pytest.raises(vitrail.UserError, match=says) as caught:
         open_teacher(tmp_path / "it.pth")
     assert str(tmp_path) in str(caught.value)
-
-
-def test_a_configuration_that_is_not_this_network(tmp_path):
-    theirs("RegNet", REGNET_CASES[0] | {"downsample_in_first_stage": False}).save_pretrained(tmp_path)
-    with pytest.raises(vitrail.UserError, match="first stage"):
-        open_teacher(tmp_path)

@@ -13,7 +13,8 @@ from vitrail.models.config import Architecture, as_size
 from vitrail.models.registry import build, list_models, lookup
 
 PLAIN = Architecture()
-STEM = [field.name for field in fields(Architecture) if field.name.startswith("stem_")] + ["patch_size", "image_size"]
+STEM = [field.name for field in fields(Architecture) if field.name.startswith("stem_")]
+STEM += ["convnet", "patch_size", "image_size"]
 FIXED_GRID = ("linear", "mlp")  # mixers tied to their grid until `resize`
 
 
@@ -50,6 +51,8 @@ def test_full_size_on_the_meta_device(name):
     """
     whole = lookup(name)[1]
     few = {"depth": min(whole.depth, 2), "stem_layers": tuple(min(layers, 2) for layers in whole.stem_layers)}
+    if whole.convnet:
+        few["convnet"] = whole.convnet.replace(depths=tuple(min(depth, 2) for depth in whole.convnet.depths))
     model = vitrail.create(name, device="meta", **few).train()
     height, width = model.architecture.image_size
     step = model.architecture.patch_size

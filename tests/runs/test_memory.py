@@ -24,7 +24,7 @@ from vitrail.runs.memory import (
     plan_memory,
     teacher_activation_bytes,
 )
-from vitrail.runs.prepare import divide_batch, uncovered_pixels
+from vitrail.runs.prepare import describe_grid, divide_batch
 from vitrail.runs.step_timing import Pace, forecast
 from vitrail.tasks.classification import Classification
 from vitrail.tasks.teacher_labels import OnlineTeacher
@@ -241,7 +241,7 @@ def test_decoded_images_are_counted(source):
     [({}, 16, 0), ({}, (18, 16), 2), ({}, (16, 19), 3), ({"stem": "conv"}, 18, 0), ({"stem": "hmlp"}, 18, 2)],
 )
 def test_pixels_that_no_patch_covers(parts, size, lost):
-    messages = uncovered_pixels(vitrail.create("deit_tiny_patch16", 3, size, patch_size=4, depth=1, **parts))
+    messages = describe_grid(vitrail.create("deit_tiny_patch16", 3, size, patch_size=4, depth=1, **parts))
     assert messages == [] if not lost else messages[0].endswith(f"the last {lost} are ignored")
 
 

@@ -8,9 +8,9 @@ import zipfile
 import pytest
 import torch
 
+from tests.convnets import timm_state
 from tests.teachers.test_lookup import SMALL, Exploit
 from vitrail.errors import UserError
-from vitrail.models.convnets.resnet import ResNet
 from vitrail.teachers import open_teacher
 from vitrail.teachers.sidecar import read_classes
 from vitrail.teachers.tokenlabeling import read_label_map
@@ -22,7 +22,7 @@ VALUES = [
 
 
 def test_changed_sidecars(tmp_path):
-    torch.save(ResNet(SMALL).state_dict(), tmp_path / "it.pth")
+    torch.save(timm_state(SMALL), tmp_path / "it.pth")
     settings = [{key: value} for key in ("kind", "classes", "size", "preprocessing") for value in VALUES]
     keys = ("image_size", "crop_ratio", "resize", "interpolation", "mean", "std", "order", "range")
     settings += [{"preprocessing": {key: value}} for key in keys for value in VALUES]

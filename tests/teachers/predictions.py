@@ -7,9 +7,10 @@ import numpy as np
 import torch
 from PIL import Image
 
+from tests.convnets import small_resnet
 from vitrail.data.datasets.lookup import open_source
-from vitrail.models.convnets.resnet import ResNet, ResNetConfig
 from vitrail.models.preprocessing import Preprocessing
+from vitrail.models.registry import build
 from vitrail.teachers import open_teacher
 from vitrail.teachers.annotation import AnnotationRequest, annotate
 from vitrail.teachers.label_store import LabelStore
@@ -20,8 +21,8 @@ PREPARED = Preprocessing(image_size=(16, 16), crop_ratio=0.8, interpolation="bil
 def network(classes=7, seed=0):
     """A ResNet that answers differently for different images."""
     torch.manual_seed(seed)
-    made = ResNet(ResNetConfig((1, 1), False, classes, planes=8, inner_width=8, stem_widths=(8,))).eval()
-    torch.nn.init.normal_(made.fc.weight, std=4.0)
+    made = build(small_resnet(classes=classes)).eval()
+    torch.nn.init.normal_(made.head.weight, std=4.0)
     return made
 
 

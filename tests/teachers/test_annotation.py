@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.convnets import timm_state
 from tests.images import make_folder, make_image, write_invalid_image
 from tests.teachers.predictions import contents, in_a_process, make_source, make_store, make_teacher, network
 from vitrail.data.datasets.concat import join
@@ -66,8 +67,8 @@ def test_accuracy_of_a_store_is_that_of_its_teacher(tmp_path):
 def test_one_forward_pass_if_the_crop_is_the_full_image(prepared, size, passes, tmp_path, monkeypatch):
     source, teacher = make_source(tmp_path / "p", 4, size), make_teacher()
     teacher.preprocessing = teacher.preprocessing._replace(**prepared)
-    maps, asked = type(teacher.network.model).forward_features, []
-    teacher.network.model.forward_features = lambda images: asked.append(len(images)) or maps(teacher.network.model, images)
+    maps, asked = type(teacher.network.model).embed, []
+    teacher.network.model.embed = lambda images: asked.append(len(images)) or maps(teacher.network.model, images)
     make_store(tmp_path / "s", teacher, source, 12, outputs=ALL, top_k=3, views=2)
     assert asked == [1] + [4] * 3 * 2 * passes  # one to get the shapes; three batches in two views
     monkeypatch.setattr(annotation.Annotator, "is_uncropped", lambda self, sizes: False)
@@ -182,8 +183,8 @@ def test_finished_shards_are_not_computed_again(tmp_path):
     make_store(tmp_path / "s", teacher, source)
     before = contents(tmp_path / "s")
     asked = []
-    teacher.network.model.forward_features = lambda images: (
-        asked.append(len(images)) or type(teacher.network.model).forward_features(teacher.network.model, images)
+    teacher.network.model.embed = lambda images: (
+        asked.append(len(images)) or type(teacher.network.model).embed(teacher.network.model, images)
     )
     result = annotate(teacher, source, tmp_path / "s", AnnotationRequest(batch_size=4), workers=0, shard_size=10)
     assert asked == [1]  # to get the shapes
@@ -246,7 +247,7 @@ def test_unsuitable_output_folders_are_rejected(tmp_path):
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e6])
 def test_nan_and_inf_are_rejected(value, tmp_path):
     source, teacher = make_source(tmp_path / "p", 3), make_teacher()
-    teacher.network.model.fc.bias.data[2] = value
+    teacher.network.model.head.bias.data[2] = value
     with pytest.raises(UserError, match=r"NaN or Inf, or exceed float16, for .*blue/000\.png"):
         make_store(tmp_path / "s", teacher, source)
 
@@ -288,7 +289,7 @@ def test_top_k_above_the_number_of_classes_is_all(tmp_path):
 
 
 def test_a_checkpoint_file_of_a_convnet(tmp_path):
-    torch.save(network(5).state_dict(), tmp_path / "net.pth")
+    torch.save(timm_state(network(5)), tmp_path / "net.pth")
     teacher = open_teacher(tmp_path / "net.pth", size=32)
     store = make_store(tmp_path / "s", teacher, make_source(tmp_path / "p", 2), outputs=("tokens",), top_k=2)
     assert store.manifest["size"] == [32, 32]
@@ -301,8 +302,8 @@ def test_a_batch_of_several_chunks_is_one_batch(tmp_path, monkeypatch):
     for name in ("blue/005.png", "green/000.png"):
         (tmp_path / "p" / name).write_text(f"{name} is no image")
     teacher, sizes = make_teacher(), []
-    maps = type(teacher.network.model).forward_features
-    teacher.network.model.forward_features = lambda images: sizes.append(len(images)) or maps(teacher.network.model, images)
+    maps = type(teacher.network.model).embed
+    teacher.network.model.embed = lambda images: sizes.append(len(images)) or maps(teacher.network.model, images)
     one = make_store(tmp_path / "one", teacher, source, shard_size=20, batch_size=12)
     assert sizes == [1, 10, 8, 4]  # one to get the shapes; 20 images and 4 in batches of 12, without the unreadable
     monkeypatch.setattr(annotation, "CHUNK", 5)
@@ -315,7 +316,7 @@ def test_a_batch_of_several_chunks_is_one_batch(tmp_path, monkeypatch):
 def test_failing_network_is_reported_before_images_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr(annotation, "find_unique_images", lambda *_: pytest.fail("read images"))
     strange = open_teacher(make_teacher().network.model, preprocessing={"image_size": 16})
-    strange.network.model.forward_features = lambda images: images @ images.new_zeros(5, 5)
+    strange.network.model.embed = lambda images: images @ images.new_zeros(5, 5)
     with pytest.raises(UserError, match=r"fails on an image of 16 x 16 \(.*\): give another --size") as raised:
         annotate(strange, make_source(tmp_path / "p", 1), tmp_path / "s")
     assert "\n" not in str(raised.value)

@@ -86,7 +86,7 @@ def test_classes_above_half_precision_and_above_sixteen_bits(place, tmp_path):
     few = Subset(source, np.arange(3))
     for classes, kind in ((40_000, "uint16"), (70_000, "uint32")):
         teacher = make_teacher(classes)
-        teacher.network.model.fc.bias.data[classes - 1] = 1e4  # the last class is predicted
+        teacher.network.model.head.bias.data[classes - 1] = 1e4  # the last class is predicted
         store = make_store(tmp_path / kind, teacher, few, top_k=2)
         assert store.manifest["arrays"]["logits.classes"]["dtype"] == kind
         for each in (store, store.to("cpu")):

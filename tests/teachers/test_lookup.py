@@ -14,14 +14,14 @@ import transformers
 from torch import nn
 
 import vitrail
+from tests.convnets import small_resnet, timm_state
 from tests.small import structures
 from tests.teachers.test_teacher import HALF, TimmLike
-from vitrail.models.convnets.resnet import ResNet, ResNetConfig
 from vitrail.models.preprocessing import Preprocessing
 from vitrail.models.registry import build
 from vitrail.teachers import open_teacher
 
-SMALL = ResNetConfig((1, 1), False, 4, planes=8, inner_width=8, stem_widths=(8,))
+SMALL = small_resnet()
 
 
 def little(name="deit_tiny_patch16"):
@@ -87,18 +87,18 @@ def test_preprocessing_in_other_units():
 
 
 def test_other_settings_are_kept(tmp_path):
-    torch.save(ResNet(SMALL).state_dict(), tmp_path / "it.pth")
+    torch.save(timm_state(SMALL), tmp_path / "it.pth")
     teacher = open_teacher(tmp_path / "it.pth", preprocessing={"crop_ratio": 0.95}, size=48)
     assert teacher.preprocessing == Preprocessing(crop_ratio=0.95, interpolation="bilinear")
     assert teacher.adapt(torch.zeros(1, 3, 64, 64)).shape == (1, 3, 48, 48)
 
 
-KERAS = ResNetConfig((1, 1, 1, 1), classes=4, planes=8, inner_width=8, stem_widths=(8,))
+KERAS = small_resnet((1, 1, 1, 1), bottleneck=True)
 
 
 def test_settings_of_a_kind_are_kept(tmp_path):
     """The order is BGR unless the preprocessing contains another one."""
-    torch.save(ResNet(KERAS).state_dict(), tmp_path / "it.pth")
+    torch.save(timm_state(KERAS), tmp_path / "it.pth")
 
     def opened(**prepared):
         return open_teacher(tmp_path / "it.pth", kind="resnet_keras", preprocessing=prepared or None)
@@ -120,16 +120,16 @@ def test_settings_of_a_kind_are_kept(tmp_path):
 
 def test_statistics_that_contradict_the_preprocessing(tmp_path):
     """The batch norm of a network trained on values up to 255."""
-    network = ResNet(KERAS)
+    network = build(KERAS)
     images = torch.rand(16, 3, 64, 64)
     outside = torch.rand(16, 3, 1, 1).expand(-1, -1, 64, 64)
     for scale, usual in ((4.5, True), (255.0, False)):  # as of deviation 0.225, and as they are
         network.train()
-        network.bn1.momentum = None
-        network.bn1.reset_running_stats()
+        network.stem.root.norm1.momentum = None
+        network.stem.root.norm1.reset_running_stats()
         with torch.no_grad():
-            network.forward_features((0.2 * images + 0.8 * outside - 0.45) * scale)
-        torch.save(network.state_dict(), tmp_path / "it.pth")
+            network.features((0.2 * images + 0.8 * outside - 0.45) * scale)
+        torch.save(timm_state(network), tmp_path / "it.pth")
         if usual:
             assert open_teacher(tmp_path / "it.pth").channel_order == "rgb"
             continue
@@ -140,13 +140,13 @@ def test_statistics_that_contradict_the_preprocessing(tmp_path):
 
 
 def test_sidecar_of_a_file(tmp_path):
-    torch.save(ResNet(KERAS).state_dict(), tmp_path / "it.pth")
+    torch.save(timm_state(KERAS), tmp_path / "it.pth")
     (tmp_path / "names.txt").write_text("a\nb\nc\nd\n")
     said = {"kind": "resnet_keras", "classes": "names.txt", "preprocessing": {"crop_ratio": 1.0}, "size": [40, 48]}
     (tmp_path / "it.pth.teacher.json").write_text(json.dumps(said))
     teacher = open_teacher(tmp_path / "it.pth")
     assert (teacher.channel_order, teacher.class_names, teacher.size) == ("bgr", list("abcd"), (40, 48))
-    assert teacher.network.model.config.stride_in_1x1
+    assert teacher.network.model.architecture.convnet.stride_in_1x1
     assert teacher.preprocessing.crop_ratio == 1.0
     other = open_teacher(tmp_path / "it.pth", classes=list("wxyz"), preprocessing={"image_size": 64}, kind="checkpoint", size=32)
     assert (other.channel_order, other.class_names, other.size) == ("rgb", list("wxyz"), (32, 32))
@@ -156,7 +156,7 @@ def test_sidecar_of_a_file(tmp_path):
 
 
 def test_name_too_long_for_a_sidecar(tmp_path):
-    torch.save(ResNet(KERAS).state_dict(), tmp_path / ("n" * 250))
+    torch.save(timm_state(KERAS), tmp_path / ("n" * 250))
     assert open_teacher(tmp_path / ("n" * 250)).classes == 4
 
 
@@ -186,7 +186,7 @@ def test_sidecar_of_a_folder(tmp_path):
     ],
 )
 def test_invalid_sidecar_files(text, says, tmp_path):
-    torch.save(ResNet(KERAS).state_dict(), tmp_path / "it.pth")
+    torch.save(timm_state(KERAS), tmp_path / "it.pth")
     (tmp_path / "it.pth.teacher.json").write_text(text)
     with pytest.raises(vitrail.UserError, match=says) as caught:
         open_teacher(tmp_path / "it.pth")
@@ -297,7 +297,7 @@ def test_timm_that_fails(tmp_path, monkeypatch):
         open_teacher("timm:resnet999")
     monkeypatch.setitem(sys.modules, "timm", None)
     with pytest.raises(vitrail.UserError, match="needs timm"):
-        open_teacher("timm:resnet50")
+        open_teacher("timm:resnest50d")
 
 
 @pytest.mark.timm

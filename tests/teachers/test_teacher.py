@@ -6,10 +6,9 @@ from torch import nn
 
 import vitrail
 from tests.small import structures
-from vitrail.models.convnets.convnet import ConvNet
-from vitrail.models.convnets.regnet import RegNet, RegNetConfig
 from vitrail.models.preprocessing import Preprocessing
 from vitrail.models.registry import build
+from vitrail.models.regnet import regnet
 from vitrail.teachers import Teacher, open_teacher
 from vitrail.teachers.network import ConvNetwork, TimmNetwork
 
@@ -17,7 +16,7 @@ HALF = Preprocessing((8, 8), mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
 STUDENT = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
-class Little(ConvNet):
+class Little(nn.Module):
     def __init__(self):
         super().__init__()
         self.conv, self.fc = nn.Conv2d(3, 6, 3, 2, 1), nn.Linear(6, 4)
@@ -95,7 +94,7 @@ def test_autocast_around_it_has_no_effect():
 
 
 def test_the_mean_of_dense_logits_is_the_logits_of_a_convnet():
-    teacher = Teacher(ConvNetwork(RegNet(RegNetConfig((1, 1), (8, 16), 8, 8, classes=5))), HALF, 5)
+    teacher = open_teacher(build(regnet((1, 1), (8, 16), 8, root=8).replace(classes=5)))
     images = torch.randn(2, 3, 40, 64)
     dense = teacher.dense(images)
     assert dense.shape == (2, 5, 5, 8)

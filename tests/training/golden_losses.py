@@ -4,11 +4,12 @@ A miniature is a recipe with a tiny model of the same structure, batch size 16 a
 twenty steps cover the warmup and what follows. Recipes with equal miniatures share one list of losses.
 
 Recipes with a teacher use an untrained model with confident predictions; recipes with token labels use the maps of that model on
-the same digits; BEiT predicts the codes of an untrained tokenizer.
+the same digits; BEiT predicts the codes of an untrained tokenizer; the masks of segmentations are the strokes of the digits.
 """
 
 import contextlib
 import hashlib
+import io
 import json
 import tempfile
 from collections.abc import Mapping
@@ -18,12 +19,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from rich.console import Console
 
 import vitrail
 from tests.trainers import make_trainer
 from vitrail.data.datasets.lookup import open_splits
+from vitrail.data.decode import decode
 from vitrail.data.image_loader import ImageLoader
+from vitrail.data.mask_classes import numbered_classes
 from vitrail.data.source import Subset
 from vitrail.models.config import Architecture
 from vitrail.models.registry import create
@@ -53,6 +57,7 @@ IGNORED = (
 )
 # Task options that would make a miniature slow, or do not fit its size.
 SMALL_OPTIONS = {"outputs": 64, "hidden": 32, "bottleneck": 16, "local_crops": 2, "local_size": 0, "codes": 16}
+SMALL_OPTIONS |= {"channels": 8, "auxiliary": 4}
 HEAD_STD = 1.0  # of the teacher's head, which is initialized with zeros otherwise
 
 
@@ -77,6 +82,11 @@ def shrink(a: Architecture) -> Architecture:
         changes["patch_size"] = 8
     if a.stem == "resnet":  # every stage after the first halves the resolution
         changes |= {"stem_width": 32, "stem_layers": (1, 1), "patch_size": 8, "image_size": (32, 32)}
+    if a.convnet:
+        changes["convnet"] = a.convnet.replace(
+            depths=(2, 1), widths=(32, 32), inner_widths=(8, 8), groups=(1, 1), root_widths=(8,) * len(a.convnet.root_widths)
+        )
+        changes |= {"patch_size": changes["convnet"].stride, "image_size": (32, 32)}
     if a.stem == "resnet_features":
         changes |= {"stem_width": 32, "stem_layers": (1, 1), "patch_size": 8, "image_size": (32, 32), "width": 256}
     return a.replace(**changes)
@@ -138,6 +148,27 @@ def miniatures() -> tuple[dict[str, str], dict[str, Recipe]]:
 @cache
 def digits() -> ImageLoader:
     return ImageLoader(Subset(open_splits("digits").train, np.arange(IMAGES)), workers=0, log=lambda message: None)
+
+
+class Strokes(Subset):
+    """Digits with masks: the bright pixels are class 1, the first row is ignored."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.has_masks, self.mask_classes = True, numbered_classes([0, 1])
+
+    def mask(self, index: int) -> bytes:
+        mask = (decode(self.encoded(index)).mean(-1) > 100).astype(np.uint8)
+        mask[0] = 255
+        file = io.BytesIO()
+        Image.fromarray(mask).save(file, "PNG")
+        return file.getvalue()
+
+
+@cache
+def strokes() -> ImageLoader:
+    source = Strokes(open_splits("digits").train, np.arange(IMAGES))
+    return ImageLoader(source, workers=0, log=lambda message: None, masks=True)
 
 
 @cache
@@ -210,11 +241,12 @@ class Losses:
 
 def first_losses(small_recipe: Recipe) -> list[float]:
     losses = Losses()
-    training = make_trainer(with_teacher(small_recipe), digits().source, Path("nowhere"), options=Options(log_steps=1))
+    loader = strokes() if small_recipe.task == "segmentation" else digits()
+    training = make_trainer(with_teacher(small_recipe), loader.source, Path("nowhere"), options=Options(log_steps=1))
     training.total = training.validate_every = STEPS + 1
     display = Display(STEPS, training.sampler.steps, BATCH, console=Console(quiet=True))
     with contextlib.suppress(StopTraining):
-        training.run(digits(), display, losses, throughput())  # type: ignore[arg-type]
+        training.run(loader, display, losses, throughput())  # type: ignore[arg-type]
     return losses.values
 
 

@@ -60,7 +60,9 @@ def run_steps(recipe, options, device):
         trainer.train_step(lambda: batch)
         losses.append(float(trainer.window[0] - before))
     if options.compile:
-        assert trainer.compute.graph is not None, "the step was not captured"
+        assert trainer.compute.graph is not None, f"the step was not captured: {trainer.compute.failure}"
+        views = trainer.task._captured_views
+        assert views.graphs, f"the views were not captured: {views.failure}"
     return np.array(losses), torch.cat([parameter.detach().float().flatten() for parameter in trainer.task.module.parameters()])
 
 

@@ -241,9 +241,9 @@ def test_groups_of_every_model(name):
     assert decayed_parameters(model, "kernels") == decayed_parameters(model, "matrices")
     for group in groups:
         for parameter in group["params"]:
-            key, last = names[parameter], model.architecture.depth + 1
-            if key.startswith("blocks."):
-                layer = int(key.split(".")[1]) + 1
+            key, last = names[parameter], len(model.layers) + 1
+            if key.startswith("blocks.") or (key.startswith("stem.blocks.") and model.architecture.convnet):
+                layer = int(key.removeprefix("stem.").split(".")[1]) + 1
             else:
                 layer = 0 if key.split(".")[0] in ("stem", "prefix", "pos_embed") else last
             assert group["lr_scale"] == 0.65 ** (last - layer)

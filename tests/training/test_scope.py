@@ -89,7 +89,12 @@ def test_parameters_of_each_scope():
 
 
 def test_fixres_trains_the_classifier_and_the_last_norm():
-    last = {"bit_r50x1": "stem.stages.3.2.norm3", "deit_tiny_patch16": "norm", "cait_xxs24": "norm"}
+    last = {
+        "bit_r50x1": "stem.stages.3.2.norm3",
+        "regnety_080": "stem.blocks.16.norm3",
+        "deit_tiny_patch16": "norm",
+        "cait_xxs24": "norm",
+    }
     for name, norm in last.items():
         model = vitrail.create(name, device="meta")
         apply_scope(model, "last_norm")
@@ -120,8 +125,9 @@ def test_every_model_trains_its_head_in_every_scope(name, scope):
     """At least the classifier is trained in every scope."""
     model = vitrail.build(structures()[name])
     before = trained(model)
-    if scope == "last:1" and not model.blocks:  # a purely convolutional model
-        with pytest.raises(vitrail.UserError, match="0 blocks"):
+    impossible = {"last:1": not model.layers, "attention": not model.blocks, "ffn": not model.blocks}
+    if impossible.get(scope):
+        with pytest.raises(vitrail.UserError, match=r"0 blocks|is a convnet"):
             apply_scope(model, scope)
         return
     apply_scope(model, scope)

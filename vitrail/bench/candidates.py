@@ -27,7 +27,7 @@ from vitrail.runs.initial_model import locate_weights
 from vitrail.tasks.classification import ClassificationModule
 from vitrail.tasks.losses import classification_loss
 from vitrail.tasks.targets import ClassificationTargets
-from vitrail.teachers.network import ConvNetwork, ModuleNetwork
+from vitrail.teachers.network import ConvNetwork, ModuleNetwork, TransformerNetwork
 from vitrail.teachers.teacher import Teacher
 from vitrail.training.compile import optimize_for_training
 
@@ -71,6 +71,8 @@ class Candidate:
         """The architecture with the image size and depth of a setting."""
         changes: dict[str, Any] = {"image_size": setting.size or self.architecture.image_size}
         if setting.depth:
+            if not self.architecture.depth:
+                raise UserError(f"The depth of {self.name} cannot be changed: remove --depth.")
             changes["depth"] = setting.depth
         return self.architecture.replace(**changes)
 
@@ -145,6 +147,8 @@ def open_candidate(name: str, is_file: bool = False) -> Candidate:
     """A model by its name, or by a checkpoint of any kind or run directory with its architecture."""
     if is_file:
         model = open_model(locate_weights(name), "cpu")
+        if isinstance(model, Teacher) and isinstance(model.network, TransformerNetwork):
+            model = model.network.model
         if isinstance(model, Teacher):
             return open_network(name, model)
         architecture, model_name = model.architecture, model.name
@@ -235,7 +239,7 @@ def make_timm(name: str, architecture: Architecture, other_depth: bool) -> nn.Mo
     """timm's model with our image size, classes and stochastic depth; without LayerScale if ours has none."""
     timm = import_timm()
     options: dict[str, Any] = {
-        "img_size": architecture.image_size,
+        **({} if architecture.convnet else {"img_size": architecture.image_size}),  # convnets have no argument for it
         "num_classes": architecture.classes,
         "in_chans": architecture.channels,
         "drop_path_rate": architecture.drop_path,

@@ -15,6 +15,7 @@ from vitrail.atomic_files import atomic_write
 from vitrail.checkpoints.assembly import assemble
 from vitrail.checkpoints.readers import Checkpoint
 from vitrail.errors import UserError
+from vitrail.heads.task_heads import read_config, write_config
 from vitrail.models.config import TRAINING_ONLY, Architecture
 from vitrail.models.preprocessing import Preprocessing
 from vitrail.models.vision_transformer import VisionTransformer
@@ -23,7 +24,17 @@ from vitrail.version import __version__
 LAYOUT = 1  # version of the header
 HEADER = "vitrail"  # the metadata entry of an artifact
 DELTA = "vitrail_delta"  # the metadata entry of a file with only the tensors that differ from other weights
-FIELDS = {"layout", "version", "name", "architecture", "preprocessing", "class_names", "notes", "sha256"}  # of the header
+FIELDS = {
+    "layout",
+    "version",
+    "name",
+    "architecture",
+    "preprocessing",
+    "class_names",
+    "notes",
+    "sha256",
+    "task_head",
+}  # of the header
 UPGRADES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {"recipe": upgrade_recipe, "metrics": upgrade_metrics}
 
 
@@ -36,6 +47,7 @@ class Header(NamedTuple):
     class_names: list[str] | None
     notes: dict[str, str]
     sha256: str | None = None  # `fingerprint` of the tensors; files of older versions have none
+    task_head: Any = None  # the configuration of a head for dense prediction, see `vitrail.heads.task_heads`
 
     def apply_to(self, model: VisionTransformer) -> VisionTransformer:
         model.name = model.name if self.name is None else self.name
@@ -77,7 +89,8 @@ def parse_header(content: dict[str, Any]) -> Header:
         raise ValueError("class names")
     notes = {str(key): str(value) for key, value in (content.get("notes") or {}).items()}
     name = upgrade_name(str(content["name"])) if "name" in content else None
-    return Header(name, architecture, preprocessing, names, upgrade_notes(notes), content.get("sha256"))
+    task_head = read_config(content["task_head"]) if content.get("task_head") is not None else None
+    return Header(name, architecture, preprocessing, names, upgrade_notes(notes), content.get("sha256"), task_head)
 
 
 def upgrade_notes(notes: dict[str, str]) -> dict[str, str]:
@@ -98,7 +111,7 @@ def load_artifact(checkpoint: Checkpoint, path: str | Path, overrides: dict[str,
     if header.sha256 is not None and header.sha256 != fingerprint(checkpoint.tensors):
         raise UserError(f"{path} is damaged: its tensors do not match their checksum; copy or download it again.")
     tensors = {upgrade_tensor(key): tensor for key, tensor in checkpoint.tensors.items()}
-    return header.apply_to(assemble(header.architecture, tensors, path))
+    return header.apply_to(assemble(header.architecture, tensors, path, task_head=header.task_head))
 
 
 def artifact_metadata(
@@ -114,6 +127,8 @@ def artifact_metadata(
         "class_names": model.class_names,
         "notes": model.notes | (notes or {}),
     }
+    if model.task_head is not None:
+        header["task_head"] = write_config(model.task_head)
     if tensors is not None:
         header["sha256"] = fingerprint(tensors)
         header["header_sha256"] = header_fingerprint(header)
@@ -146,6 +161,7 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
 def header_fingerprint(header: dict[str, Any]) -> str:
     """SHA-256 of the fields of a header that affect predictions; name and notes can be changed with other tools."""
     fields = [header.get(name) for name in ("architecture", "preprocessing", "class_names", "sha256")]
+    fields += [header["task_head"]] if header.get("task_head") is not None else []
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 

@@ -2,7 +2,9 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from vitrail.checkpoints.codecs import SAME, Pair
@@ -19,17 +21,18 @@ def own_names(key: str, architecture: Architecture) -> Pair:
 
 
 def assemble(
-    architecture: Architecture, tensors: dict[str, Tensor], path: str | Path, to_pair: ToPair = own_names
+    architecture: Architecture, tensors: dict[str, Tensor], path: str | Path, to_pair: ToPair = own_names, task_head: Any = None
 ) -> VisionTransformer:
-    """A model of an architecture with these tensors; missing, surplus and mismatched tensors are errors."""
-    model = build_empty(architecture, len(tensors), path)
+    """A model of an architecture, and of the configuration of a task head, with these tensors; all must match."""
+    model = build_empty(architecture, len(tensors), path, task_head)
+    title = model.name or ("convnet" if architecture.convnet else "vision transformer")
     state: dict[str, Tensor] = {}
     used: set[str] = set()
     for key, expected in model.state_dict().items():
         pair = to_pair(key, architecture)
         missing = [name for name in pair.theirs if name not in tensors]
         if missing:
-            raise UserError(f"{path}: the tensor {missing[0]!r} of a {model.name or 'vision transformer'} is missing.")
+            raise UserError(f"{path}: the tensor {missing[0]!r} of a {title} is missing.")
         try:
             tensor = pair.codec.read([tensors[name] for name in pair.theirs])
         except (RuntimeError, IndexError):
@@ -52,18 +55,21 @@ def assemble(
     return reset_requires_grad(model)
 
 
-def build_empty(architecture: Architecture, num_tensors: int, path: str | Path) -> VisionTransformer:
+def build_empty(architecture: Architecture, num_tensors: int, path: str | Path, task_head: Any = None) -> VisionTransformer:
     """A model without data, for the weights of a file with this number of tensors.
 
     An architecture in a file may say anything; to build layers for which there are no tensors could take hours.
     """
     a = architecture
     layers = a.depth * a.branches + (a.pooling_depth if a.has_query_pooling else 0)
+    layers += sum(a.convnet.depths) if a.convnet else 0
     layers += sum(a.stem_layers) + max(len(a.stem_kernels), len(a.stem_strides))
     if layers > num_tensors:
         raise UserError(f"{path}: {num_tensors} tensors are too few for the {layers} layers of its architecture.")
     try:
-        return build(architecture, device="meta")
+        model = build(architecture, device="meta")
+        with torch.device("meta"):
+            return model if task_head is None else model.set_task_head(task_head)
     except RuntimeError as error:
         raise UserError(f"{path}: its architecture cannot be built ({error}).") from None
 
@@ -88,7 +94,11 @@ def unwrap_compiled(model: nn.Module) -> VisionTransformer:
 
 def check_architecture(model: VisionTransformer) -> VisionTransformer:
     """The model, if its tensors are those of its architecture; with a replaced head its file could not be loaded."""
-    expected = {key: tensor.shape for key, tensor in build(model.architecture, name="-", device="meta").state_dict().items()}
+    empty = build(model.architecture, name="-", device="meta")
+    if model.task_head is not None:
+        with torch.device("meta"):
+            empty.set_task_head(model.task_head.config)
+    expected = {key: tensor.shape for key, tensor in empty.state_dict().items()}
     actual = {key: tensor.shape for key, tensor in model.state_dict().items()}
     wrong = sorted(key for key in expected.keys() | actual.keys() if expected.get(key) != actual.get(key))
     if wrong:

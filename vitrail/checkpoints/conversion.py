@@ -12,31 +12,47 @@ from vitrail.atomic_files import atomic_write, atomic_write_text
 from vitrail.checkpoints.artifact import write_safetensors
 from vitrail.checkpoints.assembly import ToPair, assemble
 from vitrail.checkpoints.codecs import Hints, Shapes, UnknownFormat, UnsupportedByFormat
-from vitrail.checkpoints.formats import deit, google, huggingface, timm
+from vitrail.checkpoints.formats import convnets, deit, google, huggingface, timm
 from vitrail.checkpoints.readers import Checkpoint
 from vitrail.errors import UserError
 from vitrail.models.config import Architecture
 from vitrail.models.preprocessing import GOOGLE
 from vitrail.models.vision_transformer import VisionTransformer
 
-TITLES = {"deit": "DeiT", "timm": "timm", "hf": "Hugging Face", "npz": "Google npz"}
-TO_PAIR: dict[str, ToPair] = {"deit": deit.to_pair, "timm": timm.to_pair, "hf": huggingface.to_pair, "npz": google.to_pair}
+TITLES = {"deit": "DeiT", "timm": "timm", "torchvision": "torchvision", "hf": "Hugging Face", "npz": "Google npz"}
+TO_PAIR: dict[str, ToPair] = {
+    "deit": deit.to_pair,
+    "timm": timm.to_pair,
+    "torchvision": convnets.to_torchvision_pair,
+    "hf": huggingface.to_pair,
+    "npz": google.to_pair,
+}
 IGNORED = {"pos_embed_resample"}  # without effect at the model's own image size
 NUMERICS = {"activation", "norm_eps", "stem_eps", "fusion"}  # fields that `approximate` may lose
 
 
 def load_foreign(checkpoint: Checkpoint, path: str | Path, hints: Hints, overrides: dict[str, Any]) -> VisionTransformer:
     """A model from a checkpoint of another project; `hints` and `overrides` are fields of the architecture."""
+    model = assemble_foreign(checkpoint, path, hints, overrides)
+    if "preprocessing" in model.notes and convnets.variance_exceeds_preprocessing(model):
+        raise UserError(
+            f"{path} was trained on other values than the usual ones of a ResNet, perhaps 0 to 255: give its kind "
+            f"(resnet_keras) or its preprocessing, as an option or in {Path(path).name}.teacher.json."
+        )
+    return model
+
+
+def assemble_foreign(checkpoint: Checkpoint, path: str | Path, hints: Hints, overrides: dict[str, Any]) -> VisionTransformer:
+    """As `load_foreign`, whatever values the weights were trained on."""
+    title = "convnet" if convnets.recognize(checkpoint.tensors) else "vision transformer"
     try:
         kind, tensors = recognize(checkpoint, path)
         architecture = infer(kind, shapes_of(tensors), hints, checkpoint.config).replace(**overrides)
     except KeyError as error:
-        raise UserError(f"{path}: the tensor {error.args[0]!r} of a vision transformer is missing.") from None
+        raise UserError(f"{path}: the tensor {error.args[0]!r} of a {title} is missing.") from None
     except (ValueError, TypeError, IndexError, ZeroDivisionError):
-        raise UserError(
-            f"{path} has the names of a vision transformer, but its shapes (or its config.json) do not match one."
-        ) from None
-    model = assemble(architecture, tensors, path, TO_PAIR[kind])
+        raise UserError(f"{path} has the names of a {title}, but its shapes (or its config.json) do not match one.") from None
+    model = assemble(architecture, tensors, path, convnets.to_pair if architecture.convnet else TO_PAIR[kind])
     model.notes["format"] = kind
     try:
         read_description(model, kind, checkpoint)
@@ -49,6 +65,8 @@ def recognize(checkpoint: Checkpoint, path: str | Path = "the checkpoint") -> tu
     """The format, and the tensors under the canonical names of that format."""
     tensors = checkpoint.tensors
     keys = list(tensors)
+    if convnet := convnets.recognize(keys):
+        return convnet, convnets.normalize(tensors)
     if google.recognizes(keys):
         return "npz", google.normalize(tensors)
     if huggingface.recognizes(keys):
@@ -68,6 +86,8 @@ def recognize(checkpoint: Checkpoint, path: str | Path = "the checkpoint") -> tu
 
 
 def infer(kind: str, shapes: Shapes, hints: Hints | None = None, config: dict[str, Any] | None = None) -> Architecture:
+    if convnets.recognize(shapes):
+        return convnets.infer(shapes, hints or {}, config)
     if kind == "hf":
         return huggingface.infer(shapes, hints, config)
     infer_others = {"npz": google.infer, "timm": timm.infer, "deit": deit.infer}
@@ -81,6 +101,8 @@ def shapes_of(tensors: dict[str, Tensor]) -> Shapes:
 def read_description(model: VisionTransformer, kind: str, checkpoint: Checkpoint) -> None:
     """Set preprocessing and class names from the configuration files of a folder; the defaults of the paper without them."""
     config = checkpoint.config or {}
+    if model.architecture.convnet:
+        model.preprocessing = convnets.default_preprocessing(model.architecture)
     if kind == "npz":
         model.preprocessing = GOOGLE._replace(image_size=model.architecture.image_size)  # also of a model without a name
     if isinstance(config.get("pretrained_cfg"), dict):
@@ -89,6 +111,9 @@ def read_description(model: VisionTransformer, kind: str, checkpoint: Checkpoint
         model.notes["preprocessing"] = "assumed: the file does not contain its preprocessing"
     if kind == "hf" and checkpoint.preprocessor:
         model.preprocessing = huggingface.read_preprocessing(checkpoint.preprocessor, model.architecture.image_size)
+        if checkpoint.preprocessor.get("crop_pct"):  # of ConvNextImageProcessor, which convnets have
+            crop = float(checkpoint.preprocessor["crop_pct"])
+            model.preprocessing = model.preprocessing._replace(resize="shorter", crop_ratio=crop)
     if kind == "hf" and checkpoint.config:
         model.class_names = huggingface.class_names(checkpoint.config, model.architecture.classes)
     elif isinstance(names := config.get("label_names"), list) and len(names) == model.architecture.classes:  # of timm
@@ -101,7 +126,7 @@ def save_foreign(model: VisionTransformer, path: Path, format: str, approximate:
         write_huggingface_folder(model, tensors, path)
     elif format == "npz":
         atomic_write(path, lambda temporary: write_npz(tensors, temporary))
-    elif format == "timm" and path.suffix == ".safetensors":
+    elif format in ("timm", "torchvision") and path.suffix == ".safetensors":
         atomic_write(path, lambda temporary: write_safetensors(tensors, temporary, {"format": "pt"}))
     else:
         content = {"model": tensors} if format == "deit" else tensors

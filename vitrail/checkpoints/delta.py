@@ -140,7 +140,7 @@ def attach(base: nn.Module, delta: Delta | str | Path, **overrides: Any) -> Visi
     shared = base.state_dict()
     check_base(delta, base.name, shared)
     header = delta.describe(overrides)
-    model = build_empty(header.architecture, len(shared) + len(delta.tensors), delta.origin)
+    model = build_empty(header.architecture, len(shared) + len(delta.tensors), delta.origin, header.task_head)
     device = next(base.parameters()).device
     state = {}
     for name, expected in model.state_dict().items():

@@ -17,6 +17,7 @@ SUFFIXES = {
     "vitrail": (".safetensors",),
     "deit": (".pth", ".pt", ".bin", ".tar"),
     "timm": (".safetensors", ".pth", ".pt", ".bin"),
+    "torchvision": (".safetensors", ".pth", ".pt"),
     "hf": (),  # a folder
     "npz": (".npz",),
 }

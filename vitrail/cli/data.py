@@ -14,6 +14,7 @@ from vitrail.errors import UserError
 from vitrail.formatting import format_bytes, pluralize
 
 if TYPE_CHECKING:
+    from vitrail.data.datasets.folder import SourceDict
     from vitrail.data.source import Source
 
 data = typer.Typer(no_args_is_help=True, help="Inspect a data set, or write it as Parquet shards.")
@@ -30,13 +31,13 @@ def inspect(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the images on the sheet.")] = 0,
     workers: WorkersOption = None,
 ) -> None:
-    """Report classes, image sizes, formats, unreadable files, duplicates and leaks between splits.
+    """Report classes, image sizes, formats, masks, unreadable files, duplicates and leaks between splits.
 
     Example: [bold]vitrail data inspect photos/ --out sheet.png --recipe deit_small[/bold]
     """
     from vitrail.atomic_files import check_writable
     from vitrail.data import inspection
-    from vitrail.data.contact_sheet import base_name, contact_sheet
+    from vitrail.data.contact_sheet import base_name, contact_sheet, overlay_sheet
     from vitrail.data.datasets.lookup import open_sources
     from vitrail.data.inspection_report import findings, print_report
     from vitrail.data.progress import progress
@@ -52,6 +53,9 @@ def inspect(
         save_sheet(out, contact_sheet(train, base_name(source), seed))
         for name in recipe or []:
             draw_augmented(out.with_stem(f"{out.stem}-{name}"), train, base_name(source), name, seed)
+        masks = out.with_stem(f"{out.stem}-masks")
+        if train.has_masks:
+            save_sheet(masks, overlay_sheet(train, base_name(source), seed))
     with progress("inspecting", sum(map(len, sources.values()))) as advance:
         report = inspection.inspect(source, sources, workers, advance)
     if as_json:
@@ -60,6 +64,8 @@ def inspect(
     print_report(report, Console(width=None if sys.stdout.isatty() else 80))
     if out is not None:
         print(f"\nContact sheet: {out}")
+        if train.has_masks:
+            print(f"Images with their masks: {masks}")
         for name in recipe or []:
             print(f"Augmented images of {name}: {out.with_stem(f'{out.stem}-{name}')}")
 
@@ -119,9 +125,21 @@ def pack(
         print_message(f"Interrupted; {hint}.")
         sys.exit(130)
     kept = f" ({result.kept:,} of them from an earlier run)" if result.kept else ""
+    save_mask_classes(out, sources)
     shards = f"{pluralize(len(result.shards), 'shard')}{kept}, {format_bytes(result.bytes)}"
     print_text(f"{source} -> {out}: {pluralize(result.rows, 'image')} in {shards}")
     print_skipped(result.skipped, f"; {out / 'data' / '_pack.json'} lists all")
+
+
+def save_mask_classes(out: Path, sources: "SourceDict") -> None:
+    """Write the names of the classes of masks beside the shards, which do not contain them."""
+    from vitrail.atomic_files import atomic_write
+    from vitrail.data.mask_classes import write_json
+
+    classes = next((source.mask_classes for source in sources.values() if source.mask_classes is not None), None)
+    if classes is not None:
+        text = write_json(classes)
+        atomic_write(out / "classes.json", lambda file: file.write_text(text, encoding="utf-8"))
 
 
 def save_sheet(path: Path, sheet: Any) -> None:

@@ -21,6 +21,7 @@ from vitrail.cli.options import (
     expand_options,
     parse_sizes,
 )
+from vitrail.cli.segment import ProtocolOptions, evaluate_masks
 from vitrail.errors import UserError
 
 if TYPE_CHECKING:
@@ -81,9 +82,12 @@ def evaluate(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for report.html, its plots and evaluation.json.")] = None,
     *,
+    segmentation: ProtocolOptions,
     shared: DataOptions,
 ) -> None:
     """Evaluate a model: accuracy, precision, recall, confusions, calibration; several data sets, image sizes and crop ratios.
+
+    Weights of a segmentation are evaluated by mIoU, per class and near boundaries.
 
     Example: [bold]vitrail evaluate runs/photos-laptop photos/ --out report --wrong wrong.csv[/bold]
     """
@@ -91,6 +95,7 @@ def evaluate(
     from vitrail.data.progress import progress
     from vitrail.evaluation.evaluate import check_positive, sweep_sizes
     from vitrail.evaluation.model import HEADS, check_head, open_model
+    from vitrail.models.vision_transformer import VisionTransformer
 
     image_sizes, ratios = parse_sizes(sizes), parse_ratios(crop_ratios)
     options = shared.evaluation(cast("Head", check_choice("--head", head, HEADS)))
@@ -100,6 +105,9 @@ def evaluate(
     if wrong is not None and wrong.is_dir():
         raise UserError(f"{wrong} is a folder: give --wrong the name of a CSV file.")
     model = open_model(weights, shared.hardware.device)
+    if isinstance(model, VisionTransformer) and model.task_head is not None:
+        evaluate_masks(model, weights, sources[0], shared.split, segmentation, shared.hardware, out, shared.as_json)
+        return
     check_head(model, options.head)
     data = [open_labeled(path, shared.split, weights) for path in sources]
     matchings = match_sources(model, data, sources, shared.class_map)

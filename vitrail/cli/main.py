@@ -28,6 +28,7 @@ from vitrail.cli.models import convert, info, models
 from vitrail.cli.predict import predict
 from vitrail.cli.probe import probe
 from vitrail.cli.recipes import recipes
+from vitrail.cli.segment import segment
 from vitrail.cli.tokenizer import tokenizer
 from vitrail.cli.train import plan, replay, resume, train
 from vitrail.errors import UserError
@@ -48,6 +49,7 @@ PANELS: dict[str, dict[str, typer.Typer | Callable[..., None]]] = {
     },
     "Evaluate": {
         "predict": predict,
+        "segment": segment,
         "evaluate": evaluate,
         "disagree": disagree,
         "embed": embed,

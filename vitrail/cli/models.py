@@ -102,9 +102,13 @@ def info(
         return
     console = make_console()
     print_table(COLUMNS, [row(model.name or Path(name).name, model_cost)])
-    default = Architecture().to_dict()
-    console.print("\n[bold]architecture[/bold] (differences from ViT-B/16)")
-    print_fields({field: value for field, value in architecture.items() if value != default[field]})
+    default, convnet = Architecture().to_dict(), architecture.pop("convnet", None)
+    if convnet and not architecture["depth"]:
+        console.print("\n[bold]architecture[/bold] (a convnet)")
+        print_fields(convnet | {field: architecture[field] for field in ("classes", "drop_path")})
+    else:
+        console.print("\n[bold]architecture[/bold] (differences from ViT-B/16)")
+        print_fields({field: value for field, value in architecture.items() if value != default[field]} | (convnet or {}))
     assumed = " (assumed: not recorded in the file)" if "preprocessing" in model.notes else ""
     console.print(f"\n[bold]preprocessing[/bold]{assumed}")
     print_fields(model.preprocessing.to_dict())
@@ -169,7 +173,9 @@ def is_checkpoint(name: str) -> bool:
 def convert(
     source: Annotated[Path, typer.Argument(metavar="IN", help="A checkpoint in any supported format.")],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="The file or folder to write.")],
-    format: Annotated[str | None, typer.Option(help="vitrail, deit, timm, hf or npz; default: by the suffix of OUT.")] = None,
+    format: Annotated[
+        str | None, typer.Option(help="vitrail, deit, timm, torchvision, hf or npz; default: by the suffix of OUT.")
+    ] = None,
     check: Annotated[bool, typer.Option("--check", help="Load OUT and print the largest difference of the logits.")] = False,
     approximate: Annotated[bool, typer.Option("--approximate", help="Write even if the format changes the logits.")] = False,
     ema: Annotated[bool, typer.Option("--ema", help="Use the EMA weights of a training checkpoint.")] = False,
@@ -192,8 +198,9 @@ def convert(
     if (target.is_file() or (target / "config.json").is_file()) and not overwrite:
         raise UserError(f"{target} exists: give another name, or --overwrite.")
     check_writable(target)
-    format = format or {".safetensors": "vitrail", ".npz": "npz", ".pth": "deit", "": "hf"}.get(target.suffix, "vitrail")
     model = load(source, image_size=size, ema=ema)
+    torch_format = "timm" if model.architecture.convnet else "deit"
+    format = format or {".npz": "npz", ".pth": torch_format, "": "hf"}.get(target.suffix, "vitrail")
     save(model, target, format, approximate)
     print_text(f"{model.name or 'model'} -> {target} ({format})")
     if format not in ("vitrail", "hf"):

@@ -22,7 +22,10 @@ feature_option = partial(typer.Option, rich_help_panel="Features")
 hardware_option = partial(typer.Option, rich_help_panel="Hardware")
 
 # Arguments.
-SOURCE = "A folder with one subfolder per class, Parquet, tar, CIFAR or IDX files, a CSV table, hf://owner/name, pets or digits."
+SOURCE = (
+    "A folder with one subfolder per class (or with images/ and masks/), Parquet, tar, CIFAR or IDX files, a CSV table, "
+    "hf://owner/name, pets or digits."
+)
 WEIGHTS = "A checkpoint in any supported format, or a run directory."
 SourceArgument = Annotated[str, typer.Argument(metavar="SOURCE", help=SOURCE)]
 WeightsArgument = Annotated[Path, typer.Argument(metavar="WEIGHTS", help=WEIGHTS)]

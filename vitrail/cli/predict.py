@@ -15,6 +15,7 @@ from rich.console import Console
 
 from vitrail.cli.console import make_table
 from vitrail.cli.options import HardwareOptions, WeightsArgument, expand_options
+from vitrail.cli.segment import ProtocolOptions, predict_masks
 from vitrail.errors import UserError
 from vitrail.formatting import escape_control, percent, shorten_path
 
@@ -43,10 +44,17 @@ def predict(
         str | None, typer.Option(help="table, json (one line per image) or csv; default: by the extension of OUT, else table.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Short for --format json.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Write to this file instead of standard output.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write to this file instead of standard output; a segmentation: to overlay.png, a .json file or a folder."
+        ),
+    ] = None,
     hardware: HardwareOptions = HARDWARE,
+    *,
+    segmentation: ProtocolOptions,
 ) -> None:
-    """Predict the most probable classes of images.
+    """Predict the most probable classes of images or, with weights of a segmentation, of their pixels.
 
     Exit code 1: some images could not be read; 2: none could.
 
@@ -57,6 +65,7 @@ def predict(
     from vitrail.data.progress import progress
     from vitrail.evaluation.model import open_model
     from vitrail.evaluation.predict import iterate_predictions, open_images, parse_path_list
+    from vitrail.models.vision_transformer import VisionTransformer
 
     output_format = choose_format(format, as_json, out)
     if out is not None:
@@ -66,6 +75,9 @@ def predict(
     source, problems = open_images(paths)
     if out is not None:
         reject_overwrite(out, *str(weights).split("+"), *(source.location(index) for index in range(len(source))))
+    if isinstance(model, VisionTransformer) and model.task_head is not None:
+        predict_masks(model, source, problems, segmentation, out, output_format == "json" and (as_json or format is not None))
+        return
     unreadable = len(problems)
 
     def readable() -> "Iterator[Prediction]":

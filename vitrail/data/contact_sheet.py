@@ -91,6 +91,30 @@ def contact_sheet(source: Source, title: str, seed: int = 0) -> Image.Image:
     return sheet
 
 
+def overlay_sheet(source: Source, title: str, seed: int = 0, count: int = 24, columns: int = 6) -> Image.Image:
+    """Draw random images with their masks over them, and a legend of the classes."""
+    from vitrail.data.loader import ImageReader, Problem
+    from vitrail.data.mask_checks import complete_classes
+    from vitrail.data.overlay import class_colors, draw_overlay, with_legend
+
+    classes = complete_classes([source])
+    colors, reader = class_colors(classes.names), ImageReader(source, None, masks=True)
+    order = np.random.default_rng(seed).permutation(len(source)).tolist()
+    images = (image for image in map(reader.read_image, order) if not isinstance(image, Problem))
+    tiles = [draw_overlay(pixels, mask, colors) for pixels, mask in islice(images, count) if mask is not None]
+    if not tiles:
+        raise UserError(f"None of the masks of {source.name} can be read.")
+    side = 2 * TILE
+    rows = -(-len(tiles) // columns)
+    size = (2 * MARGIN + columns * (side + GAP) - GAP, MARGIN + header_height() + rows * (side + GAP) + MARGIN // 2)
+    sheet = Image.new("RGB", size, BACKGROUND)
+    draw_header(ImageDraw.Draw(sheet), size[0], title, f"{len(source):,} images, {len(classes.names)} classes, seed {seed}")
+    for number, tile in enumerate(tiles):
+        row, column = divmod(number, columns)
+        draw_image(sheet, (MARGIN + column * (side + GAP), MARGIN + header_height() + row * (side + GAP)), tile, (side, side))
+    return with_legend(np.asarray(sheet), list(zip(classes.names, colors, strict=True)))
+
+
 def augmented_views(
     source: Source,
     augmentation: Augmentation,

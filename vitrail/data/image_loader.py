@@ -36,25 +36,26 @@ class ImageLoader:
         min_side: int | None = None,
         unreadable: Literal["skip", "fatal"] = "skip",
         log: Callable[[str], None] = log_to_stderr,
+        masks: bool = False,
     ) -> None:
-        self.source, self.device = source, torch.device(device)
+        self.source, self.device, self.masks = source, torch.device(device), masks
         self.min_side, self.unreadable, self.log = min_side, unreadable, log
         self.workers = default_workers() if workers is None else workers
         fraction = 0.5 / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # every process on this machine has its own cache
-        plan = plan_cache(source, self.device, min_side, memory_fraction=fraction)
+        plan = plan_cache(source, self.device, min_side, memory_fraction=fraction, masks=masks)
         self.message = plan.message
         self.cache: ImageCache | None = None
         if plan.location != "files":
-            self.cache = build_cache(source, self.device if plan.location == "device" else "cpu", self.workers, min_side)
+            place = self.device if plan.location == "device" else "cpu"
+            self.cache = build_cache(source, place, self.workers, min_side, masks)
         self._pool: Workers | None = None
 
     def train_loader(self, sampler: EpochSampler, own_micro_batches: Sequence[int], micro_batches: int) -> TrainLoader:
         """Return the loader of the micro-batches `own_micro_batches`, out of `micro_batches` per step."""
         if self.cache is not None:
             return CachedLoader(self.cache, sampler, own_micro_batches, micro_batches, self.unreadable, self.log)
-        return WorkerLoader(
-            self.source, sampler, own_micro_batches, micro_batches, self.workers, self.min_side, self.unreadable, log=self.log
-        )
+        place = (own_micro_batches, micro_batches, self.workers, self.min_side, self.unreadable)
+        return WorkerLoader(self.source, sampler, *place, masks=self.masks, log=self.log)
 
     def iterate(self, batch_size: int, rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
         """Yield every `world_size`-th image once, starting at `rank`, in batches on the device; unreadable images are skipped."""
@@ -64,15 +65,18 @@ class ImageLoader:
             decoded_batches: Iterator[DecodedBatch] = map(self.cache.select, map(first_samples, chunks))
         else:
             if self._pool is None:
-                self._pool = Workers(ImageReader(self.source, self.min_side, False).read_images, self.workers)
+                self._pool = Workers(ImageReader(self.source, self.min_side, self.masks).read_images, self.workers)
             decoded_batches = self._pool.run(chunks)
         for decoded in decoded_batches:
             readable = decoded.sizes[:, 0] > 0
             if readable.any():
                 rows = torch.from_numpy(np.flatnonzero(readable))
-                pixels = decoded.pixels if readable.all() else decoded.pixels[rows.to(decoded.pixels.device)]
+                pixels, masks = decoded.pixels, decoded.masks
+                if not readable.all():
+                    pixels = pixels[rows.to(pixels.device)]
+                    masks = masks[rows.to(masks.device)] if masks is not None else None
                 samples = first_samples(decoded.samples.index[readable])
-                yield make_batch(self.source, DecodedBatch(pixels, decoded.sizes[readable], None, samples, [])).to(self.device)
+                yield make_batch(self.source, DecodedBatch(pixels, decoded.sizes[readable], masks, samples, [])).to(self.device)
 
     def close(self) -> None:
         if self._pool is not None:

@@ -12,6 +12,7 @@ from vitrail.data.datasets.folder import SourceDict
 from vitrail.data.decode import check_pixels, decode_mask, fit_mask, open_and_convert, to_pixels
 from vitrail.data.duplicates import THUMBNAIL, exact_groups, fingerprint, near_groups
 from vitrail.data.loader import Problem
+from vitrail.data.mask_classes import IGNORE
 from vitrail.data.source import Source
 from vitrail.data.workers import Workers, default_workers
 
@@ -36,7 +37,11 @@ class Scan:
 
     records: np.ndarray  # IMAGE_RECORD [N]
     formats: Counter[str] = field(default_factory=Counter)  # "JPEG RGB" -> images
-    mask_ids: set[int] = field(default_factory=set)
+    mask_pixels: Counter[int] = field(default_factory=Counter)  # by id
+    mask_images: Counter[int] = field(default_factory=Counter)  # images in which an id occurs
+    other_sizes: list[str] = field(default_factory=list)  # locations of images whose mask has another size
+    ignored: list[str] = field(default_factory=list)  # locations of images whose mask has no class
+    unknown: dict[int, str] = field(default_factory=dict)  # ids that are not classes, and where they were found first
     problems: list[Problem] = field(default_factory=list)
 
 
@@ -76,15 +81,43 @@ class Scanner:
         mask = source.mask(index)
         if mask is not None:
             try:
-                ids = fit_mask(decode_mask(mask), pixels)
+                self._scan_mask(source, index, mask, pixels, scan)
             except ValueError as error:
                 raise ValueError(f"mask: {error}") from None
-            scan.mask_ids.update(np.unique(ids).tolist())
             record["bytes"] += len(mask)
             record["mask"] = True
         scan.formats[format] += 1
         record["height"], record["width"] = pixels.shape[:2]
         record["digest"], record["hash"], record["thumbnail"] = fingerprint(pixels)
+
+    def _scan_mask(self, source: Source, index: int, encoded: bytes, pixels: np.ndarray, scan: Scan) -> None:
+        classes = source.mask_classes
+        ids = decode_mask(encoded) if classes is None else classes.read_ids(encoded)
+        fit_mask(ids, pixels)  # raises if it has another aspect ratio
+        if ids.shape != pixels.shape[:2]:
+            scan.other_sizes.append(source.location(index))
+        found, counts = np.unique(ids, return_counts=True)
+        scan.mask_pixels.update(dict(zip(found.tolist(), counts.tolist(), strict=True)))
+        scan.mask_images.update(found.tolist())
+        if classes is None:
+            return
+        if not np.isin(found, classes.ids).any():
+            scan.ignored.append(source.location(index))
+        for number in found.tolist():
+            if number not in classes.ids and number not in classes.ignored:
+                scan.unknown.setdefault(number, source.location(index))
+
+
+@dataclass(frozen=True)
+class MaskReport:
+    """The masks of a split."""
+
+    classes: list[dict[str, Any]]  # name, id, share of the labeled pixels, images in which it occurs
+    ignored_share: float  # of all pixels
+    other_sizes: list[str]  # images whose mask has another size with the same aspect ratio
+    ignored: list[str]  # images whose mask has no class
+    unknown: dict[int, str]  # ids that are not classes, and where they were found first
+    unmasked: int  # images without a mask
 
 
 @dataclass(frozen=True)
@@ -96,6 +129,7 @@ class SplitReport:
     extra_labels: dict[str, int]  # number of classes per column
     masks: int
     mask_ids: list[int]
+    mask_report: MaskReport | None
     resolution: dict[str, list[float]]  # minimum, quartiles, maximum
     below_default_size: int
     unreadable: list[Problem]
@@ -199,7 +233,11 @@ def _merge(scans: list[Scan]) -> Scan:
     merged = Scan(np.concatenate([scan.records for scan in scans]))
     for scan in scans:
         merged.formats += scan.formats
-        merged.mask_ids |= scan.mask_ids
+        merged.mask_pixels += scan.mask_pixels
+        merged.mask_images += scan.mask_images
+        merged.other_sizes += scan.other_sizes
+        merged.ignored += scan.ignored
+        merged.unknown = scan.unknown | merged.unknown
         merged.problems += scan.problems
     return merged
 
@@ -217,7 +255,8 @@ def _describe_split(source: Source, scan: Scan) -> SplitReport:
         classes=dict(zip(label.names, counts, strict=True)) if label else None,
         extra_labels={name: len(labels.names) for name, labels in source.extra.items()},
         masks=int(records["mask"].sum()),
-        mask_ids=sorted(scan.mask_ids),
+        mask_ids=sorted(scan.mask_pixels),
+        mask_report=_describe_masks(source, scan, records["mask"]) if records["mask"].any() else None,
         resolution={name: np.quantile(values, (0, 0.25, 0.5, 0.75, 1)).tolist() for name, values in measures.items()}
         if len(records)
         else {},
@@ -226,6 +265,24 @@ def _describe_split(source: Source, scan: Scan) -> SplitReport:
         skipped=list(source.skipped),
         defects=list(source.defects),
     )
+
+
+def _describe_masks(source: Source, scan: Scan, masked: np.ndarray) -> MaskReport:
+    classes, unnamed = source.mask_classes, {number: f"class {number}" for number in sorted(scan.mask_pixels)}
+    names = dict(zip(classes.ids, classes.names, strict=True)) if classes else unnamed
+    names = {number: name for number, name in names.items() if number != IGNORE}
+    labeled, total = sum(scan.mask_pixels[number] for number in names), sum(scan.mask_pixels.values())
+    rows = [
+        {
+            "name": name,
+            "id": number,
+            "share": scan.mask_pixels[number] / max(labeled, 1),
+            "images": scan.mask_images[number],
+        }
+        for number, name in names.items()
+    ]
+    problems = (scan.other_sizes, scan.ignored, scan.unknown)
+    return MaskReport(rows, 1 - labeled / max(total, 1), *problems, int((~masked).sum()) + source.unmasked)
 
 
 def _compare(

@@ -3,15 +3,14 @@
 import textwrap
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from vitrail.data.image_formats import describe_skipped
-from vitrail.data.inspection import DEFAULT_SIZE, Report, SplitReport
-from vitrail.formatting import escape_control, format_bytes, pluralize
+from vitrail.data.inspection import DEFAULT_SIZE, MaskReport, Report, SplitReport
+from vitrail.formatting import escape_control, format_bytes, format_ranges, pluralize
 
 WIDTH = 80
 MIN_CLASS_IMAGES = 10  # fewer images of a class are reported
@@ -19,6 +18,7 @@ MAX_NEAR_FRACTION = 0.05  # above it, near duplicates are not reported one by on
 MAX_IMBALANCE = 10  # ratio of the largest to the smallest class above which it is reported
 MAX_LISTED = 10  # items of a list that are printed; --json has all
 MAX_GROUPS = 5
+MAX_MASK_CLASSES = 40
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -29,7 +29,7 @@ def print_report(report: Report, console: Console) -> None:
         Text.assemble((escape_control(report.source), "bold"), f": {images:,} images, {format_bytes(size)}"), width=width
     )
     console.print()
-    for table in (_overview(report), _resolution(report), _duplicates(report)):
+    for table in (_overview(report), _resolution(report), _mask_classes(report), _duplicates(report)):
         if table is not None:
             console.print(table, width=width)
             console.print()
@@ -81,7 +81,7 @@ def _overview(report: Report) -> Table:
         row(name, [_class_at(each, position) for each in splits])
     row("largest / smallest", [f"{imbalance(each):.1f}" if present(each) else "" for each in splits])
     row("extra labels", [", ".join(f"{name} ({count:,})" for name, count in each.extra_labels.items()) for each in splits])
-    row("masks", [f"{each.masks:,}, ids {_ranges(each.mask_ids)}" if each.masks else "" for each in splits])
+    row("masks", [f"{each.masks:,}, ids {format_ranges(each.mask_ids)}" if each.masks else "" for each in splits])
     below = [f"{percent_of(each.below_default_size, each.readable)}" if each.readable else "" for each in splits]
     row(f"shorter side < {DEFAULT_SIZE}", below)
     return table
@@ -95,6 +95,23 @@ def _resolution(report: Report) -> Table | None:
             is_integer = name in ("width", "height")
             table.add_row("" if number else split, name, *(f"{value:,.0f}" if is_integer else f"{value:.3g}" for value in values))
     return table if table.row_count else None
+
+
+def _mask_classes(report: Report) -> Table | None:
+    """The share of each class in the labeled pixels of masks, and the images in which it occurs."""
+    reports = {split: each.mask_report for split, each in report.splits.items() if each.mask_report is not None}
+    if not reports:
+        return None
+    table = _table("masks", "id", *(f"{split} {what}" for split in reports for what in ("pixels", "images")))
+    first = next(iter(reports.values()))
+    for row, (name, number) in enumerate((entry["name"], entry["id"]) for entry in first.classes[:MAX_MASK_CLASSES]):
+        entries = [each.classes[row] if row < len(each.classes) else {"share": 0.0, "images": 0} for each in reports.values()]
+        cells = [cell for entry in entries for cell in (f"{100 * entry['share']:.2f} %", f"{entry['images']:,}")]
+        table.add_row(escape(escape_control(name)), str(number), *cells)
+    if len(first.classes) > MAX_MASK_CLASSES:
+        table.add_row(f"and {len(first.classes) - MAX_MASK_CLASSES} more; --json lists all")
+    table.add_row("ignored", "", *(cell for each in reports.values() for cell in (f"{100 * each.ignored_share:.2f} %", "")))
+    return table
 
 
 def _duplicates(report: Report) -> Table | None:
@@ -161,6 +178,8 @@ def findings(report: Report) -> Iterator[str]:
             yield f"{len(each.unreadable):,} of {each.images:,} {split} images cannot be read: fix or remove them."
         if skipped := describe_skipped(each.skipped):
             yield f"{split}: {skipped}."
+        if each.mask_report is not None:
+            yield from _mask_findings(split, each.mask_report, report.source)
     for split, counts in report.repeats.items():
         if counts.total:
             yield (
@@ -177,11 +196,33 @@ def findings(report: Report) -> Iterator[str]:
         )
 
 
+def _mask_findings(split: str, masks: MaskReport, source: str) -> Iterator[str]:
+    if masks.unknown:
+        number, location = next(iter(masks.unknown.items()))
+        ids = format_ranges(sorted(masks.unknown))
+        yield (
+            f"Masks of {split} have ids that are not classes: {ids}, first {number} in {shorten(location, source)}; name them in "
+            "classes.json, or list them there under ignore."
+        )
+    for found, what in (
+        (masks.other_sizes, "a mask of another size than the image"),
+        (masks.ignored, "a mask without any class"),
+    ):
+        if found:
+            have = "has" if len(found) == 1 else "have"
+            yield f"{pluralize(len(found), 'image')} of {split} {have} {what}, first {shorten(found[0], source)}."
+    if masks.unmasked:
+        yield f"{pluralize(masks.unmasked, 'image')} of {split} without a mask: not used for segmentation."
+    missing = [str(entry["name"]) for entry in masks.classes if not entry["images"]]
+    if missing:
+        yield f"{pluralize(len(missing), 'class')} of the masks of {split} without pixels: {_list(missing)}."
+
+
 def _class_findings(report: Report) -> Iterator[str]:
     for each in report.splits.values():
         yield from each.defects
     labeled = {split: each for split, each in report.splits.items() if each.classes is not None}
-    unlabeled = [split for split in report.splits if split not in labeled]
+    unlabeled = [split for split, each in report.splits.items() if split not in labeled and each.mask_report is None]
     if unlabeled:
         yield f"No class labels in {' and '.join(unlabeled)}: usable for prediction and self-supervised training."
     for split, each in labeled.items():
@@ -245,13 +286,6 @@ def _shares(formats: dict[str, int], total: int) -> str:
     rest = sum(formats[name] for name in names[3:])
     shares = [f"{name} {percent_of(formats[name], total)}" for name in names[:3]]
     return "\n".join(shares + ([f"others {percent_of(rest, total)}"] if rest else []))
-
-
-def _ranges(ids: list[int]) -> str:
-    """Format [1, 2, 3, 7] as "1-3, 7"."""
-    breaks = np.flatnonzero(np.diff(ids) > 1) + 1
-    runs = [part.tolist() for part in np.split(np.array(ids), breaks)]
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def _list(names: list[str]) -> str:

@@ -20,13 +20,12 @@ from torch.nn.functional import pad
 
 from vitrail.atomic_files import describe_error
 from vitrail.data.decode import decode, decode_mask, decoded_size, fit_mask
+from vitrail.data.mask_classes import IGNORE
 from vitrail.data.sampler import EpochSampler, Samples, first_samples
 from vitrail.data.source import Source
 from vitrail.data.workers import Workers, default_workers
 from vitrail.errors import UserError
 from vitrail.formatting import escape_control, format_bytes
-
-IGNORE = 255  # class id of mask pixels outside the image and of images without a mask
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Batch:
     position: Tensor  # int64 [B]: positions in the epoch
     labels: Tensor | None  # int64 [B]
     extra: dict[str, Tensor]  # extra label columns, int64 [B] each
-    masks: Tensor | None  # uint8 [B, H, W]
+    masks: Tensor | None  # uint8 [B, H, W]: class indices
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> "Batch":
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
@@ -96,10 +95,18 @@ class ImageReader:
         """Return the pixels [H, W, 3] and, with `masks`, the mask [H, W], or the problem if the image is unreadable."""
         try:
             pixels = decode(self.source.encoded(index), self.min_side)
-            encoded = self.source.mask(index) if self.masks else None
-            return pixels, fit_mask(decode_mask(encoded), pixels) if encoded is not None else None
+            return pixels, self.read_mask(index, pixels) if self.masks else None
         except (OSError, ValueError) as error:
             return Problem(self.source.location(index), describe_error(error))
+
+    def read_mask(self, index: int, pixels: np.ndarray) -> np.ndarray | None:
+        """Return the mask of an image: class indices [H, W], or the ids of the file if its classes are not known."""
+        encoded, classes = self.source.mask(index), self.source.mask_classes
+        if encoded is None and classes is not None:
+            raise ValueError("it has no mask")
+        if encoded is None:
+            return None
+        return fit_mask(decode_mask(encoded) if classes is None else classes.read(encoded), pixels)
 
     def read_images(self, indices: np.ndarray) -> DecodedBatch:
         images = [self.read_image(int(index)) for index in indices]

@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from vitrail.data.mask_classes import MaskClasses
+
 Encoded = bytes | np.ndarray  # the bytes of an image file, or pixels uint8 [height, width, 3] if the data set stores pixels
 
 
@@ -29,6 +31,8 @@ class Source(ABC):
     label: Labels | None  # the main label, None for unlabeled data
     extra: dict[str, Labels]  # extra label columns by name, such as "coarse_label"
     has_masks: bool = False
+    mask_classes: MaskClasses | None = None  # None: no masks, or ids whose classes are not known
+    unmasked: int = 0  # images that were left out because they have no mask
     skipped: tuple[str, ...] = ()  # files at the path that are not images or cannot be read
     defects: tuple[str, ...] = ()  # reasons why its labels cannot be trained on, such as a class without images
 
@@ -62,7 +66,8 @@ class Subset(Source):
 
     def __post_init__(self) -> None:
         self.name = self.source.name
-        self.has_masks = self.source.has_masks
+        self.has_masks, self.mask_classes = self.source.has_masks, self.source.mask_classes
+        self.unmasked = self.source.unmasked
         self.skipped, self.defects = self.source.skipped, self.source.defects
         self.label = select_labels(self.source.label, self.indices) if self.source.label else None
         self.extra = {key: select_labels(labels, self.indices) for key, labels in self.source.extra.items()}

@@ -24,6 +24,7 @@ from vitrail.deploy.folded_layers import (
 from vitrail.layers.attention import Attention, AxialAttention, TalkingHeads
 from vitrail.layers.bit_resnet import ResNetStem, StandardizedConv, pad_same
 from vitrail.layers.block import Branch, Residual
+from vitrail.layers.convnet import ConvNetStem
 from vitrail.layers.fold import (
     ChannelAffine,
     LinearMap,
@@ -305,7 +306,7 @@ def fold_stem(stem: nn.Module, notes: Notes) -> None:
         if isinstance(norm, nn.BatchNorm2d):
             fold_into_conv(conv, batch_norm_affine(norm))
             setattr(parent, name, nn.Identity())
-            notes.done["batch norms folded into the stem's convolutions"] += 1
+            notes.done["batch norms folded into the convolutions before them"] += 1
         elif not isinstance(norm, nn.Identity):
             notes.leave("layer norms of the stem: no linear layer follows directly")
 
@@ -319,6 +320,13 @@ def norms_after_convs(stem: nn.Module) -> list[tuple[nn.Conv2d, nn.Module, str]]
         return paired_norms(stem) + inner
     if isinstance(stem, TowerStem):
         return paired_norms(stem)
+    if isinstance(stem, ConvNetStem):
+        return [
+            (layer, parent, name.replace("conv", "norm"))
+            for parent in stem.modules()
+            for name, layer in parent.named_children()
+            if isinstance(layer, nn.Conv2d) and name.startswith("conv")
+        ]
     layers = stem.layers
     assert isinstance(layers, nn.Sequential)
     return [(conv, layers, str(index + 1)) for index, conv in enumerate(layers) if isinstance(conv, nn.Conv2d)]

@@ -195,9 +195,9 @@ def compile_parts(backbone: VisionTransformer) -> None:
     """Compile each block and the stem, as in training: equal blocks share one graph."""
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, 16)  # two kinds of blocks, several shapes
-    for block in backbone.blocks:
+    for block in backbone.layers:
         block.compile()
-    if backbone.architecture.stem != "linear":  # a linear stem is a single kernel
+    if backbone.architecture.stem not in ("linear", "convnet"):  # a single kernel, and blocks that are compiled already
         backbone.stem.compile()
 
 

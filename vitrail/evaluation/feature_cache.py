@@ -25,7 +25,7 @@ from vitrail.evaluation.features import Embedding, FeatureKind, check_kind, embe
 from vitrail.evaluation.model import Model, decode_side, device_of
 from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.teachers.image_digests import image_keys
-from vitrail.teachers.network import ConvNetwork
+from vitrail.teachers.network import ConvNetwork, TransformerNetwork
 from vitrail.version import __version__
 
 MAX_BYTES = 2_000_000_000  # of all files
@@ -60,6 +60,9 @@ def content_hash(model: Model, source: Source, kind: FeatureKind, workers: int |
     """A hash of everything that features depend on; None for networks whose program is not known from their weights."""
     if isinstance(model, VisionTransformer):
         network = json.dumps(model.architecture.to_dict(), sort_keys=True)
+    elif isinstance(model.network, TransformerNetwork):
+        described = json.dumps(model.network.model.architecture.to_dict(), sort_keys=True)
+        network = f"{described} {model.channel_order} {model.size}"
     elif isinstance(model.network, ConvNetwork):
         network = f"{model.network} {model.channel_order} {model.size}"
     else:

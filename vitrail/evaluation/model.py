@@ -14,6 +14,7 @@ from vitrail.devices import choose_device
 from vitrail.errors import UserError
 from vitrail.models.preprocessing import min_decode_side
 from vitrail.models.vision_transformer import VisionTransformer
+from vitrail.teachers.sidecar import sidecar_path
 from vitrail.teachers.teacher import Teacher
 
 Model = VisionTransformer | Teacher
@@ -25,12 +26,12 @@ PROGRAMS = (".onnx", ".pt2")
 def open_model(weights: str | Path, device: str | torch.device | None = None) -> Model:
     """The model of a checkpoint, a run directory, or weights by name; by default on a GPU if one is available.
 
-    Weights that are not those of a vision transformer are opened by `open_teacher`, with their sidecar file.
+    Weights that `load` does not know, and weights with a sidecar file, are opened by `open_teacher`.
     """
     chosen = choose_device(str(device) if device is not None else None)
     announce_bundled(weights)
     path = find_weights(weights)
-    if path.suffix not in PROGRAMS and not is_built_by_timm(str(weights)):
+    if path.suffix not in PROGRAMS and not is_built_by_timm(str(weights)) and not sidecar_path(path).is_file():
         try:
             return load(path, device=chosen)
         except UnknownFormat:

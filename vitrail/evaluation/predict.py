@@ -226,6 +226,8 @@ def iterate_predictions(
     model: Model, source: Source, top: int = 5, batch_size: int = 32, workers: int | None = None
 ) -> Iterator[Prediction | Problem]:
     """A prediction for each image of a source in order, or the reason why the image cannot be read."""
+    if getattr(model, "task_head", None) is not None:
+        raise UserError("These weights segment images: call vitrail.segment(weights, images).")
     if not count_classes(model):
         raise UserError("This model has no classifier: it cannot predict classes.")
     names = model.class_names or [f"class {index}" for index in range(count_classes(model))]

@@ -17,7 +17,7 @@ from vitrail.layers.mlp import FeedForward
 from vitrail.layers.norm import activation, map_norm
 from vitrail.layers.pos_embed import resize_patch_kernel
 
-STEMS = ("linear", "conv", "tower", "basic", "hmlp", "local_transformer", "resnet", "resnet_features")
+STEMS = ("linear", "conv", "tower", "basic", "hmlp", "local_transformer", "resnet", "resnet_features", "convnet")
 
 
 class PatchProjection(nn.Conv2d):

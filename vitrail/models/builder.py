@@ -9,6 +9,7 @@ from vitrail.layers import patch_embed
 from vitrail.layers.attention import Attention, AxialAttention, TalkingHeads
 from vitrail.layers.bit_resnet import ResNetStem
 from vitrail.layers.block import Block, Branch, Residual
+from vitrail.layers.convnet import ConvNetStem
 from vitrail.layers.drop_path import DropPath, drop_path_rates
 from vitrail.layers.fused import SubsetDropPath, SubsetResidual
 from vitrail.layers.layer_scale import ShiftedLinear, residual_scale
@@ -27,6 +28,7 @@ Stem = (
     | patch_embed.HmlpStem
     | patch_embed.LocalTransformerStem
     | ResNetStem
+    | ConvNetStem
 )
 
 
@@ -46,6 +48,8 @@ def make_stem(a: Architecture) -> Stem:
             return patch_embed.HmlpStem(a.channels, a.width, a.stem_strides, a.stem_norm, a.stem_activation)
         case "local_transformer":
             return patch_embed.LocalTransformerStem(a.channels, a.width, a.patch_size)
+    if a.convnet is not None:
+        return ConvNetStem(a.channels, a.convnet, drop_path_rates(a.drop_path, sum(a.convnet.depths), a.drop_path_schedule))
     patch = a.patch_size // a.backbone_stride if a.stem == "resnet" else 0
     return ResNetStem(a.channels, a.width, a.stem_layers, a.stem_width, patch, a.stem_eps)
 

@@ -9,6 +9,7 @@ from typing import Any
 from vitrail.aliases import upgrade_architecture
 from vitrail.errors import UserError
 from vitrail.layers.attention import ATTENTION
+from vitrail.layers.convnet import ConvNetConfig
 from vitrail.layers.layer_scale import SCALES
 from vitrail.layers.norm import ACTIVATIONS, MAP_NORMS, TOKEN_NORMS
 from vitrail.layers.patch_embed import STEMS, basic_strides, hmlp_strides
@@ -35,7 +36,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "pooling": POOLINGS,
     "pooling_keys": ("all", "patches"),
     "fusion": FUSIONS,
-    "weight_init": ("deit", "vit", "beit"),
+    "weight_init": ("deit", "vit", "beit", "resnet"),
 }
 # Fields that matter in training or initialization only.
 TRAINING_ONLY = {
@@ -82,6 +83,7 @@ class Architecture:
     stem_strides: tuple[int, ...] = ()  # of the tower, the hMLP and the basic stages
     stem_layers: tuple[int, ...] = ()  # basic blocks, or bottlenecks of the ResNet, per stage
     stem_eps: float = 1e-6  # of the GroupNorm of the ResNet
+    convnet: ConvNetConfig | None = None  # of the stem "convnet", a ResNet or RegNet with BatchNorm
     # blocks
     mixer: str = "attention"
     qkv_bias: bool = True
@@ -125,6 +127,8 @@ class Architecture:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "image_size", as_size(self.image_size))
+        if isinstance(self.convnet, dict):
+            object.__setattr__(self, "convnet", ConvNetConfig.from_dict(self.convnet))
         check_types(self)
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices and not (name in ("stem_norm", "stem_activation") and not getattr(self, name)):
@@ -148,7 +152,10 @@ class Architecture:
     def _constraints(self) -> list[tuple[bool, str]]:
         """Which combinations are not possible: for each constraint, whether it is violated, and the error message."""
         return [
-            (self.depth < 1 and self.stem != "resnet_features", "depth=0 is a model without blocks; give at least 1."),
+            (
+                self.depth < 1 and self.stem not in ("resnet_features", "convnet"),
+                "depth=0 is a model without blocks; give at least 1.",
+            ),
             (
                 self.depth * self.branches > 2000,
                 f"depth={self.depth} x branches={self.branches} exceeds the limit of 2000.",
@@ -159,7 +166,7 @@ class Architecture:
                 f"pooling_mlp_ratio={self.pooling_mlp_ratio} gives an MLP without units.",
             ),
             (
-                min(self.image_size) < self.patch_size,
+                min(self.image_size) < self.patch_size and self.stem != "convnet",  # which pads its images
                 f"image size {format_size(self.image_size)} is smaller than one patch of {self.patch_size}.",
             ),
             (
@@ -225,6 +232,22 @@ class Architecture:
                 self.stem == "resnet_features"
                 and self.width != self.stem_width * (2 ** (len(self.stem_layers) + 1) if self.stem_layers else 1),
                 "stem=resnet_features needs width = stem_width x 2^(stages + 1), the channels of the last stage.",
+            ),
+            (
+                (self.stem == "convnet") != (self.convnet is not None),
+                "the stem convnet and the field convnet need each other: set both or none.",
+            ),
+            (
+                self.convnet is not None and self.width != self.convnet.widths[-1],
+                "stem=convnet needs the width of its last stage.",
+            ),
+            (
+                self.convnet is not None and self.patch_size != self.convnet.stride,
+                "stem=convnet needs its total stride as the patch size.",
+            ),
+            (
+                self.convnet is not None and self.drop_path_kind == "skip" and self.drop_path > 0,
+                "a convnet computes all images: set drop_path_kind=each.",
             ),
             (
                 self.stem in ("conv", "basic") and self.patch_size & (self.patch_size - 1) != 0,
@@ -301,7 +324,8 @@ class Architecture:
         return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        values = dataclasses.asdict(self)
+        return values if self.convnet else {name: value for name, value in values.items() if name != "convnet"}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Architecture":
@@ -391,6 +415,8 @@ def check_types(a: Architecture) -> None:
             fits = type(value) is int and low <= value <= high
         else:
             fits = field.name == "image_size" or type(value) is kind
+            if field.name == "convnet":
+                fits = value is None or isinstance(value, ConvNetConfig)
         if not fits:
             hint = f"the default is {field.default!r}"
             if kind in (int, float):

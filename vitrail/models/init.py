@@ -1,4 +1,4 @@
-"""Weight initialization: those of the DeiT family, of ViT and of BEiT, Fixup and T-Fixup."""
+"""Weight initialization: those of the DeiT family, of ViT, of BEiT and of ResNet, Fixup and T-Fixup."""
 
 import math
 from typing import TYPE_CHECKING
@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from vitrail.layers.attention import Attention
 from vitrail.layers.bit_resnet import ResNetStem
+from vitrail.layers.convnet import ConvBlock
 from vitrail.layers.mlp import FeedForward
 from vitrail.layers.patch_embed import LinearStem
 from vitrail.layers.pooling import ClassAttention
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 def init_weights(model: "VisionTransformer") -> None:
     """Initialize all linear layers and prefix tokens as `architecture.weight_init` and `architecture.residual` say.
 
-    Convolutions keep torch's default, as in the code of the DeiT family.
+    Convolutions keep torch's default, as in the code of the DeiT family, except with "beit" and "resnet".
     """
     a = model.architecture
     pointwise = pointwise_convolutions(model)
@@ -40,6 +41,8 @@ def init_weights(model: "VisionTransformer") -> None:
         init_vit(model)
     if a.weight_init == "beit":
         init_beit(model)
+    if a.weight_init == "resnet":
+        init_resnet(model)
     if a.residual == "fixup":
         init_fixup(model)
     if a.residual == "tfixup":
@@ -98,6 +101,19 @@ def init_beit(model: "VisionTransformer") -> None:
                 nn.init.zeros_(layer.bias)
     if model.prefix is not None:
         init_beit_normal(model.prefix)
+
+
+def init_resnet(model: "VisionTransformer") -> None:
+    """He's normal distribution of convolutions by their outputs; zero for the last norm of every branch (arXiv 1706.02677)."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, ConvBlock):
+            nn.init.zeros_(module.last_norm.weight)
+    if isinstance(model.head, nn.Linear):
+        nn.init.normal_(model.head.weight, std=0.01)
 
 
 def branch_layers(blocks: nn.Module) -> list[tuple[nn.Linear, nn.Linear]]:

@@ -14,12 +14,12 @@ import torch
 from vitrail.aliases import upgrade_name
 from vitrail.devices import check_device
 from vitrail.errors import UserError
-from vitrail.models import cait, defaults, deit, deit3, lvvit, patchconvnet, resmlp, three_things, vit
+from vitrail.models import cait, defaults, deit, deit3, lvvit, patchconvnet, regnet, resmlp, resnet, three_things, vit
 from vitrail.models.config import Architecture
 from vitrail.models.preprocessing import Preprocessing
 from vitrail.models.vision_transformer import VisionTransformer
 
-PAGES: tuple[ModuleType, ...] = (vit, deit, cait, resmlp, patchconvnet, deit3, three_things, lvvit, defaults)
+PAGES: tuple[ModuleType, ...] = (vit, deit, cait, resmlp, patchconvnet, deit3, three_things, lvvit, resnet, regnet, defaults)
 SIZE = re.compile(r"_(\d{3,4})$")
 DATA = re.compile(r"\.[\w.]+$|_in2[12]k$|_in2[12]ft1k$")  # timm's tags of the training data
 FILES = (".pth", ".pt", ".tar", ".bin", ".ckpt", ".npz", ".safetensors")
@@ -97,7 +97,8 @@ def create(
     ]
     model = build(architecture, plain, device)
     if changed:
-        model.name += " with " + ", ".join(f"{field}={getattr(architecture, field)}" for field in changed)
+        parts = ("another convnet" if field == "convnet" else f"{field}={getattr(architecture, field)}" for field in changed)
+        model.name += " with " + ", ".join(parts)
     return model
 
 
@@ -113,6 +114,8 @@ def build(architecture: Architecture, name: str = "", device: torch.device | str
 def preprocessing_of(name: str) -> Preprocessing:
     if name in ("lvvit_m", "lvvit_l"):
         return lvvit.LARGE_PREPROCESSING
+    if name in ("resnet18_cifar", "resnet50_cifar"):
+        return resnet.SMALL_PREPROCESSING
     page = model_pages().get(name, three_things if three_things.PATTERN.fullmatch(name) else None)
     return page.PREPROCESSING if page else Preprocessing()
 

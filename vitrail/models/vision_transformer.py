@@ -1,4 +1,4 @@
-"""`VisionTransformer`, the one class of all architectures."""
+"""`VisionTransformer`, the one class of all architectures; a convnet is one with a stem and no blocks."""
 
 import re
 from collections.abc import Sequence
@@ -11,8 +11,9 @@ from torch.utils.checkpoint import checkpoint
 from vitrail.errors import UserError
 from vitrail.layers.attention import Attention
 from vitrail.layers.block import Block, Branch
+from vitrail.layers.convnet import ConvNetStem
 from vitrail.layers.kernels import has_hooks
-from vitrail.layers.layout import Layout, Resizable
+from vitrail.layers.layout import Layout, Resizable, to_map
 from vitrail.layers.norm import PER_TOKEN_NORMS, token_norm
 from vitrail.layers.patch_embed import LinearStem
 from vitrail.layers.pooling import ClassAttentionBlock, PerClassHead, QueryPooling
@@ -71,9 +72,10 @@ class VisionTransformer(nn.Module):
         self.preprocessing = Preprocessing(image_size=a.image_size)
         self.class_names: list[str] | None = None
         self.notes: dict[str, str] = {}
-        self.recompute = False  # gradient checkpointing: blocks store their input only and are recomputed in the backward pass
+        self.task_head: nn.Module | None = None  # for dense prediction: see `set_task_head`
 
         self.stem = make_stem(a)
+        self.recompute = False
         grid = self.grid = self.stem.grid(*a.image_size)
         if min(grid) < 1:
             raise UserError(f"image size {format_size(a.image_size)} gives no patch of {a.patch_size} pixels; use a larger one.")
@@ -121,6 +123,51 @@ class VisionTransformer(nn.Module):
         patches, layout = self.embed(image)
         return self.read(*self.encode(patches, layout))
 
+    def feature_maps(self, image: Tensor, blocks: Sequence[int] = ()) -> list[Tensor]:
+        """Feature maps [B, C, h, w]: one per stage of a convnet, at falling resolutions.
+
+        Of other models the patch tokens after the final norm, or after each of `blocks`.
+        """
+        if isinstance(self.stem, ConvNetStem) and not self.blocks:
+            return self.stem.stages(image)
+        patches, layout = self.embed(image)
+        taken: dict[int, Tensor] = {}
+        x, layout = self.encode(patches, layout, taken if blocks else None)
+        if blocks:
+            return [to_map(taken[block][:, -layout.patches :], layout) for block in blocks]
+        tokens = x if self.architecture.pool_norm else self.norm(x)
+        return [to_map(tokens[:, layout.prefix :], layout)]
+
+    def set_task_head(self, config: Any) -> "VisionTransformer":
+        """Add the head for dense prediction of a configuration (`vitrail.heads.task_heads`), newly initialized."""
+        from vitrail.heads.task_heads import build_head
+
+        a, maps = self.architecture, max(len(config.blocks), 1)
+        if any(block >= a.depth for block in config.blocks):
+            raise UserError(f"the model has {a.depth} blocks, 0 being the first: it has no block {max(config.blocks)}.")
+        channels, strides = [a.width] * maps, [a.patch_size] * maps
+        if a.convnet and not self.blocks:
+            channels = list(a.convnet.widths)
+            strides = [a.convnet.stride >> index for index in reversed(range(len(channels)))]
+        self.task_head = build_head(config, channels, strides)
+        return self
+
+    @property
+    def recompute(self) -> bool:
+        """Gradient checkpointing: blocks store their input only and are recomputed in the backward pass."""
+        return self._recompute
+
+    @recompute.setter
+    def recompute(self, value: bool) -> None:
+        self._recompute = value
+        if isinstance(self.stem, ConvNetStem):
+            self.stem.recompute = value
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The residual blocks in order: those of a convnet, then `blocks`. They are compiled and sharded one by one."""
+        return [*(self.stem.blocks if isinstance(self.stem, ConvNetStem) else ()), *self.blocks]
+
     def embed(self, image: Tensor) -> tuple[Tensor, Layout]:
         """The stem: patch tokens [B, N, D] without position embeddings. Masks and MixToken go between this and `encode`."""
         # While tracing, the checks would become guards of the graph, and an error would split the graph for good.
@@ -131,14 +178,16 @@ class VisionTransformer(nn.Module):
         height, width = image.shape[-2:]
         return self.stem(image), Layout(*self.stem.grid(height, width))
 
-    def encode(self, patches: Tensor, layout: Layout) -> tuple[Tensor, Layout]:
-        """Position embeddings, prefix tokens and all blocks: [B, N, D] to [B, T, D]."""
+    def encode(self, patches: Tensor, layout: Layout, taken: dict[int, Tensor] | None = None) -> tuple[Tensor, Layout]:
+        """Position embeddings, prefix tokens and all blocks: [B, N, D] to [B, T, D]; the output of each block goes to `taken`."""
         x, layout = self._add_pos_embed(patches, layout)
         recompute = self.recompute and torch.is_grad_enabled()
         for index, block in enumerate(self.blocks):
             x, layout = self._prepare_block_input(index, x, layout)
             arguments = (x, layout, self._relative_pos_embed(index))
             x = checkpoint(block, *arguments, use_reentrant=False) if recompute else block(*arguments)
+            if taken is not None:
+                taken[index] = x
         return self._prepare_block_input(len(self.blocks), x, layout)
 
     def block(self, index: int) -> Block:

@@ -16,6 +16,8 @@ from vitrail.recipes.schema import Recipe
 SIZES = ((12, 8, 2), (20, 16, 2), (30, 28, 4), (48, 32, 4), (72, 64, 8), (160, 128, 16))
 LARGEST = (224, 16)
 
+SMALLEST_CROP, LARGEST_CROP, CROP_STEP = 224, 512, 32  # pixels of the crops of segmentations
+
 LARGE_SIDES = 3  # a JPEG with sides of twice decode_scale=1.5 times the image size is decoded at half size or less
 MIN_DECODED, MIN_COLOR = 64, 3.0  # pixels of the shorter side; mean difference of the channels from gray
 MIN_STEPS, MIN_BATCH_SIZE = 8, 16  # per epoch, of the default recipes, which are for data sets of any size
@@ -35,11 +37,15 @@ def fit_to_data(
         changes: dict[str, object] = {}
         if trained is not None:
             size = trained.image_size
+            if recipe.augmentation.crop == "scaled":
+                size, reason = crop_size(source)
             changes |= {"augmentation.mean": list(trained.mean), "augmentation.std": list(trained.std)}
         else:
             side = median_side(source)
             length, patch = next(((size, patch) for limit, size, patch in SIZES if side <= limit), LARGEST)
             size, reason = (length, length), f"the images' median shorter side is {side} pixels"
+            if recipe.augmentation.crop == "scaled":
+                (size, reason), patch = crop_size(source), LARGEST[1]
             stem = recipe.architecture.get("stem", lookup(recipe.model)[1].stem)
             if "patch_size" not in recipe.architecture and stem in ("linear", "conv", "basic", "hmlp"):
                 changes["architecture.patch_size"] = patch
@@ -62,6 +68,13 @@ def fit_to_data(
         messages.append(f"batch size reduced from {recipe.batch_size} to {batch_size}: {reason}")
         recipe = dataclasses.replace(recipe, batch_size=batch_size)
     return recipe, messages
+
+
+def crop_size(source: Source) -> tuple[tuple[int, int], str]:
+    """The size of the crops of a segmentation, twice that of small images: a patch should cover a small part of an image."""
+    side = median_side(source)
+    length = min(max(round(2 * side / CROP_STEP) * CROP_STEP, SMALLEST_CROP), LARGEST_CROP)
+    return (length, length), f"twice the images' median shorter side of {side} pixels, from {SMALLEST_CROP} to {LARGEST_CROP}"
 
 
 def has_colors(source: Source, samples: int = 16) -> bool:

@@ -14,6 +14,7 @@ from vitrail.recipes.cait import add_transfers, transfer
 from vitrail.recipes.deit import LAMB
 from vitrail.recipes.derivation import Page, change, drop_path_fields, top1
 from vitrail.recipes.schema import About, Recipe
+from vitrail.recipes.segmentation import add_segmentation
 
 PAPER = "DeiT III, arXiv 2204.07118"
 NO_REPEATS: dict[str, Any] = {"data": {"repeats": 1, "round_to": 1}}
@@ -133,3 +134,13 @@ for _model, _scores in TRANSFERS.items():
 # A CaiT with 12 blocks in the same training.
 _about = {"row": "Table 6.13", "expected": top1(83.3)}
 RECIPES.derive("deit3_cait_b12_400ep", "deit3_base_400ep", model="cait_b12", about=_about)
+
+#       channels of UperNet, mIoU at one and at several scales (Table 6.12)
+for _model, (_channels, _single, _multi) in {
+    "tiny": (192, 40.1, 41.8),
+    "small": (384, 45.6, 46.8),
+    "base": (512, 49.3, 50.2),
+    "large": (512, 51.5, 52.0),
+}.items():
+    _base = f"deit3_{_model}_400ep"
+    add_segmentation(RECIPES, PAPER, "Table 6.12", _base, f"deit3_{_model}", (_single, _multi), _channels)

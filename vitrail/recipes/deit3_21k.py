@@ -12,6 +12,7 @@ from vitrail.recipes.deit import LAMB
 from vitrail.recipes.deit3 import MODELS, NO_REPEATS, PAPER
 from vitrail.recipes.derivation import Page, change, drop_path_fields, top1
 from vitrail.recipes.schema import About, Recipe, ScheduleConfig
+from vitrail.recipes.segmentation import add_segmentation
 
 RECIPES = Page()
 
@@ -117,6 +118,11 @@ RECIPES.derive(
     schedule={"min_lr": 1e-6},
     about={"row": "Section 6.3.4, A2", "expected": top1(79.6)},
 )
+
+# Table 6.12: mIoU at one and at several scales.
+for _model, _mious in {"base": (51.8, 52.8), "large": (53.8, 54.7)}.items():
+    _base = f"deit3_{_model}_21k_90ep"
+    add_segmentation(RECIPES, PAPER, "Table 6.12, pre-trained on ImageNet-21k", _base, f"deit3_{_model}_21k", _mious)
 
 PLAIN_21K = {"architecture.residual": "plain", "mixing.mixup": 0.8, "augmentation.policy": "rand"}
 SCALED_21K = PLAIN_21K | {"architecture.residual": "layerscale"}

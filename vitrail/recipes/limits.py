@@ -22,6 +22,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "data.decode_scale": NOT_NEGATIVE,
     "augmentation.scale": (ABOVE_ZERO, 1.0),
     "augmentation.ratio": POSITIVE,
+    "augmentation.factors": (0.05, 20.0),
     "augmentation.padding": NOT_NEGATIVE,
     "augmentation.magnitude": NOT_NEGATIVE,
     "augmentation.magnitude_std": NOT_NEGATIVE,
@@ -58,7 +59,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "validation.patience": NOT_NEGATIVE,
     "validation.crop_ratio": (ABOVE_ZERO, 1.0),
 }
-ORDERED = ("augmentation.scale", "augmentation.ratio")  # minimum, maximum
+ORDERED = ("augmentation.scale", "augmentation.ratio", "augmentation.factors")  # minimum, maximum
 FROM_DATA = ("classes", "channels", "image_size")  # architecture fields that follow from the data
 
 

@@ -16,6 +16,7 @@ from vitrail.recipes.schema import Recipe
 # In the order in which they are listed.
 PAGES = (
     "defaults",
+    "segmentation",
     "vit",
     "masked_patches",
     "deit",
@@ -29,6 +30,7 @@ PAGES = (
     "beit",
     "lvvit",
     "grafit",
+    "fixres",
 )
 INDEX = Path(__file__).with_name("index.json")
 

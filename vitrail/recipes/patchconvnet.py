@@ -1,8 +1,9 @@
 """PatchConvNet: "Augmenting convolutional networks with attention-based aggregation" (arXiv 2112.13692).
 
 DeiT's augmentations with LAMB. Names are those of the models; `…_batchnorm` has batch norm, `…_to_{size}` is a larger size,
-`…_21k` and `…_21k_to_1k[_{size}]` the pre-training on ImageNet-21k and its fine-tuning, `…_to_{data}[_320]` a transfer. The text
-says that gradients are not clipped; the released LAMB is Apex's, which clips at 1, and so do these recipes.
+`…_21k` and `…_21k_to_1k[_{size}]` the pre-training on ImageNet-21k and its fine-tuning, `…_to_{data}[_320]` a transfer,
+`…_to_ade20k` a segmentation. The text says that gradients are not clipped; the released LAMB is Apex's, which clips at 1, and so
+do these recipes.
 
     vitrail train imagenet/ --recipe patchconvnet_s60
 """
@@ -14,6 +15,7 @@ from vitrail.recipes.deit import LAMB
 from vitrail.recipes.derivation import Page, change, drop_path_fields, top1
 from vitrail.recipes.lookup import lookup
 from vitrail.recipes.schema import About, Recipe
+from vitrail.recipes.segmentation import add_segmentation
 
 PAPER = "PatchConvNet, arXiv 2112.13692"
 # Batch norm's statistics are those of the full batch, so no images are left out of a block.
@@ -135,3 +137,15 @@ for _size, _scores_224, _scores_320 in (
 ):
     add_transfers(RECIPES, f"patchconvnet_{_size}", "Table 5.5, CaiT's rule", _scores_224, **NO_REPEATS)
     add_transfers(RECIPES, f"patchconvnet_{_size}", "Table 5.5 at 320", _scores_320, "_320", **AT_320)
+
+#      mIoU at one and at several scales (Table 5.3), after ImageNet-1k and ImageNet-21k
+for _base, _scores in {
+    "s60": (46.0, 46.9),
+    "b60": (48.1, 48.6),
+    "b120": (49.4, 50.3),
+    "s60_21k": (48.4, 49.3),
+    "b60_21k": (50.5, 51.1),
+    "b120_21k": (51.9, 52.8),
+    "l120_21k": (52.2, 52.9),
+}.items():
+    add_segmentation(RECIPES, PAPER, "Table 5.3", f"patchconvnet_{_base}", f"patchconvnet_{_base}", _scores)

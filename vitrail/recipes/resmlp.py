@@ -1,8 +1,9 @@
 """ResMLP: "Feedforward networks for image classification with data-efficient training" (arXiv 2105.03404).
 
 DeiT's training with LAMB for 400 epochs, in full precision. Names are those of the models; `…_distilled` has a teacher,
-`resmlp_s12_90ep` is the control with SGD, `…_21k` the pre-training, `…_to_{data}` a transfer. The paper's text inherits a batch
-size of 1024 and a drop-path rate of 0.1; the released settings, used here, have 2048 and rates that grow with depth as in CaiT.
+`resmlp_s12_90ep` is the control with SGD, `…_21k` the pre-training, `…_to_{data}` a transfer, `…_to_ade20k` a
+segmentation. The paper's text inherits a batch size of 1024 and a drop-path rate of 0.1; the released settings, used here, have
+2048 and rates that grow with depth as in CaiT.
 
     vitrail train imagenet/ --recipe resmlp_s24
 """
@@ -11,6 +12,7 @@ from vitrail.recipes.cait import add_transfers, transfer
 from vitrail.recipes.deit import LAMB, SGD, distilled
 from vitrail.recipes.derivation import Page, change, top1
 from vitrail.recipes.schema import About, Recipe, ScheduleConfig
+from vitrail.recipes.segmentation import add_segmentation
 
 PAPER = "ResMLP, arXiv 2105.03404"
 RECIPES = Page()
@@ -111,3 +113,8 @@ for _size, _scores in {"s12": (98.1, 87.0, 97.4, 84.6, 60.2, 71.0), "s24": (98.7
     add_transfers(RECIPES, _base, "Table 4.4, CaiT's rule", _scores)
     for _data, _score in zip(("cifar10", "cifar100"), _scores, strict=False):
         RECIPES.add(f"{_base}_to_{_data}", released_transfer, _base, _data, _score)
+
+# Table 4.6: crops of 224, in which the map over patches keeps its size, and windows of 224 in the test. The paper says "x3
+# schedule" without a number of iterations.
+for _size, _score in {"s12": 35.9, "s24": 39.1, "s36": 39.1, "b24": 42.5}.items():
+    add_segmentation(RECIPES, PAPER, "Table 4.6", f"resmlp_{_size}", f"resmlp_{_size}", (_score, None), crop=224)

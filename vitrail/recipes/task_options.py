@@ -1,4 +1,4 @@
-"""Settings of the self-supervised tasks: the keys and defaults of a recipe's `task_options`. Importable without torch."""
+"""Settings of the tasks: the keys and defaults of a recipe's `task_options`. Importable without torch."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar
 from vitrail.errors import UserError
 from vitrail.recipes.schema import Recipe, build_group
 
-Options = TypeVar("Options", bound="SelfSupervisedOptions")
+Options = TypeVar("Options")  # a dataclass
 DURATIONS = ("freeze_last_layer", "teacher_temperature_warmup")  # of DINO
 
 
@@ -144,6 +144,38 @@ class TokenizerOptions(SelfSupervisedOptions):
             raise UserError(f"task_options.usage_weight={self.usage_weight:g} is the weight of a loss: give 0 or more.")
 
 
+@dataclass(frozen=True)
+class SegmentationOptions:
+    """A class for every pixel."""
+
+    head: Literal["upernet", "fcn", "linear"] = "upernet"
+    channels: int = 512  # of UperNet and FCN
+    auxiliary: int = 256  # channels of the FCN head that is trained beside an UperNet; 0: none
+    auxiliary_weight: float = 0.4  # of its loss
+    dropout: float = 0.1
+    blocks: tuple[int, ...] = ()  # blocks whose tokens the head reads; []: the final tokens
+    max_class_share: float = 0.75  # crops in which one class has more of the pixels are drawn again; 1: never
+    ignore: tuple[int, ...] = ()  # further ids of the mask files that are not trained or evaluated
+    short_side: int = 0  # of validation and prediction; 0: that of the crops
+    window: int = 0  # side of a sliding window in validation and prediction; 0: whole images if the model takes them
+    stride: int = 0  # of the window; 0: two thirds of it
+
+    def __post_init__(self) -> None:
+        for name in ("channels", "auxiliary", "short_side", "window", "stride"):
+            if not (name == "channels") <= getattr(self, name) <= 1 << 14:
+                raise UserError(f"task_options.{name}={getattr(self, name)} is out of range.")
+        if not 0 <= self.dropout < 1 or self.auxiliary_weight < 0:
+            raise UserError("task_options.dropout is at least 0 and below 1, task_options.auxiliary_weight at least 0.")
+        if not 0 < self.max_class_share <= 1:
+            raise UserError(f"task_options.max_class_share={self.max_class_share:g} is a share: above 0 and at most 1.")
+        if any(not 0 <= number <= 255 for number in self.ignore) or any(block < 0 for block in self.blocks):
+            raise UserError("task_options.ignore has ids from 0 to 255, task_options.blocks numbers of blocks from 0 on.")
+        if self.stride > self.window:
+            raise UserError(
+                f"task_options.stride={self.stride} is larger than the window {self.window}: pixels would be left out."
+            )
+
+
 def read_options(kind: type[Options], recipe: Recipe) -> Options:
     """The `task_options` of a recipe as a typed group; unknown keys and wrong values raise UserError."""
     return build_group(kind, recipe.task_options, "task_options")
@@ -151,11 +183,11 @@ def read_options(kind: type[Options], recipe: Recipe) -> Options:
 
 def complete_options(kind: type[Options], recipe: Recipe, **changes: Any) -> Recipe:
     """The recipe with all `task_options` written out, so that a run records the values of its defaults."""
-    options = dataclasses.replace(read_options(kind, recipe), **changes)
+    options: Any = dataclasses.replace(read_options(kind, recipe), **changes)  # type: ignore[type-var]
     return dataclasses.replace(recipe, task_options=write_options(options))
 
 
-def write_options(options: SelfSupervisedOptions) -> dict[str, Any]:
+def write_options(options: Any) -> dict[str, Any]:
     """The `task_options` of a recipe: plain values, which are the same after a recipe has been saved and read."""
     values = dataclasses.asdict(options)
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}

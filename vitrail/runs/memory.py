@@ -148,8 +148,8 @@ def teacher_activation_bytes(task: Task) -> float:
 
 def activation_bytes(model: VisionTransformer, price: Cost) -> float:
     """Bytes that one image keeps for the backward pass; with recomputing, the input of every block and all of one block."""
-    depth = len(model.blocks)
-    if not model.recompute or depth < 2:
+    depth = len(model.layers)
+    if not model.recompute or depth < 2 or model.architecture.convnet:  # whose blocks differ: the estimate is an upper bound
         return float(price.activation_bytes)
     return 4.0 * price.tokens * model.architecture.width * depth + price.activation_bytes / depth
 

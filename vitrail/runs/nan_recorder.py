@@ -166,8 +166,9 @@ class ForwardMonitor:
         self.hooks = ExitStack()
 
     def __enter__(self) -> "ForwardMonitor":
+        blocks = self.model.layers
         for name, module in list(self.model.named_modules())[1:]:
-            before, after = self._make_hooks(name, name.startswith("blocks.") and name.count(".") == 1)
+            before, after = self._make_hooks(name, module in blocks)
             self.hooks.callback(module.register_forward_pre_hook(before).remove)
             self.hooks.callback(module.register_forward_hook(after).remove)
         return self

@@ -90,7 +90,7 @@ def prepare(
     price = cost(model.architecture)
     place = f"; run {folder}" if folder is not None else ""
     log(f"{model.name}: {price.parameters:,} parameters, {price.macs / 1e9:.2f} G multiply-adds per image{place}")
-    for message in (*task.messages[shown:], *uncovered_pixels(model), devices.describe(recipe.batch_size)):
+    for message in (*task.messages[shown:], *describe_grid(model), devices.describe(recipe.batch_size)):
         log(message)
     trainer = Trainer(recipe, model, task, splits.train, devices, folder or Path(), options)
     pace = measure_pace(trainer, splits, request.workers)
@@ -119,6 +119,7 @@ def prepare_resumed(
         )
         if fingerprint(splits) != data:
             raise UserError(f"The images at {run['source']} are not those that {folder} was started with.")
+        find_task(recipe.task).complete_data(recipe, splits)
         set_threads(run.get("machine", {}).get("threads"))
         check_dependencies(recipe, run.get("teachers"), folder)
         task = find_task(recipe.task)(recipe, splits.train, devices.device)
@@ -183,9 +184,14 @@ def divide_batch(
     return dataclasses.replace(devices, micro_batches=micro_batches), recipe
 
 
-def uncovered_pixels(model: VisionTransformer) -> list[str]:
-    """A message on pixels outside the patch grid, if there are any: allowed, as in papers, and rarely intended."""
+def describe_grid(model: VisionTransformer) -> list[str]:
+    """A message on pixels outside the patch grid, or on a grid of one position: allowed, and rarely intended."""
     image_size, patch = model.architecture.image_size, model.architecture.patch_size
+    if model.architecture.convnet and model.grid == (1, 1):
+        return [
+            f"the last feature map has a single position for images of {format_size(image_size)} pixels: larger images, or a "
+            "model for small ones such as resnet18_cifar, keep more details"
+        ]
     lost = [side - cells * patch for side, cells in zip(image_size, model.grid, strict=True)]
     if max(lost) <= 0:
         return []

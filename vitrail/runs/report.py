@@ -8,6 +8,8 @@ These parts of `run.json` are optional and shown if present:
 * `per_class`: [{"name", "top1", "precision", "recall", "f1", "images"}] of the validation images;
 * `confusion`: {"names": […], "matrix": [[…]]} with a row per label, or {"pairs": `confused_pairs(…)`};
 * `mistakes`: [{"image": `thumbnail(…)`, "label": …, "prediction": …, "confidence": …, "location": …}];
+* `segmentations`: [{"image": `thumbnail(…)` of an image beside its mask and its prediction, "location": …}], `protocol`, and
+  `boundaries`: [{"pixels", "share", "miou", "pixel_accuracy"}]; their `per_class` has "iou" and "pixels";
 * `reconstructions`: [{"image": `thumbnail(…)` of an image beside its reconstruction, "location": …}].
 """
 
@@ -33,6 +35,8 @@ from vitrail.training.metrics import TOP1, Metric, read_metrics
 MAX_MATRIX_CLASSES = 40  # a larger confusion matrix is not readable
 MAX_ROWS = 12
 MAX_METRICS = 32  # of the task, besides loss and primary metric
+PIXEL_COLUMNS = ("class", "IoU", "precision", "recall", "pixels")
+BOUNDARY_COLUMNS = ("pixels", "share", "mIoU", "accuracy")
 NARROW, DARK_MODE = "(max-width: 40rem)", "(prefers-color-scheme: dark)"
 Rows = list[tuple[str, str]]  # label and value
 
@@ -61,8 +65,9 @@ def write_report(folder: str | Path) -> Path:
             ("", png_url(light)),
         ],
         results=list_results(run, curves),
-        class_columns=("class", "precision", "recall", "F1", "images"),
-        classes=list_classes(run),
+        class_columns=PIXEL_COLUMNS if is_segmentation(run) else ("class", "precision", "recall", "F1", "images"),
+        classes=list_pixel_classes(run) if is_segmentation(run) else list_classes(run),
+        confused_unit="pixels" if is_segmentation(run) else "images",
         pairs=pairs,
         matrix=matrix,
         names=names,
@@ -79,6 +84,11 @@ def write_report(folder: str | Path) -> Path:
         reconstructions=[
             {"url": image_url(pair.get("image")), "location": pair.get("location")} for pair in run.get("reconstructions") or []
         ],
+        segmentations=[
+            {"url": image_url(each.get("image")), "location": each.get("location")} for each in run.get("segmentations") or []
+        ],
+        boundary_columns=BOUNDARY_COLUMNS,
+        boundaries=list_boundaries(run),
         recipe=run["recipe"],
         run=list_run(run),
     )
@@ -261,6 +271,25 @@ def list_classes(run: Mapping[str, Any]) -> list[tuple[str, ...]]:
         )
         for row in classes
     ]
+
+
+def is_segmentation(run: Mapping[str, Any]) -> bool:
+    return any("iou" in row for row in run.get("per_class") or [])
+
+
+def list_pixel_classes(run: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Return name, IoU, precision, recall and pixels of the classes of a segmentation."""
+    shown = ("iou", "precision", "recall")
+    return [
+        (str(row.get("name")), *(format_accuracy(row.get(name)) for name in shown), format_value(row.get("pixels")))
+        for row in run.get("per_class") or []
+    ]
+
+
+def list_boundaries(run: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Return the rows of `BOUNDARY_COLUMNS`."""
+    shown = ("share", "miou", "pixel_accuracy")
+    return [(str(row.get("pixels")), *(format_accuracy(row.get(name)) for name in shown)) for row in run.get("boundaries") or []]
 
 
 def list_confusions(run: Mapping[str, Any]) -> tuple[list[tuple[str, str, str]], Any, list[str]]:

@@ -139,6 +139,7 @@ def open_data(request: TrainRequest, recipe: Recipe, device: torch.device = CPU)
     """Open the data and the pre-trained weights, check them, and fit the recipe to them and to the time on the device."""
     task = find_task(recipe.task)
     splits = open_splits(request.source, validation_fraction=recipe.data.validation_fraction, fold=recipe.fold)
+    task.complete_data(recipe, splits)
     task.check_data(recipe, splits)
     if recipe.data.class_balanced and splits.train.label is None:
         raise UserError(f"{splits.train.name} has no labels, which data.class_balanced needs: set it to false.")
@@ -173,7 +174,8 @@ def open_data(request: TrainRequest, recipe: Recipe, device: torch.device = CPU)
             "give more."
         )
     counts = f"{len(splits.train):,} training and {len(splits.validation):,} validation images"
-    classes = f", {len(splits.train.classes)} classes" if splits.train.label is not None else ", no labels"
+    unlabeled = ", masks" if splits.train.has_masks else ", no labels"
+    classes = f", {len(splits.train.classes)} classes" if splits.train.label is not None else unlabeled
     skipped = describe_skipped(dict.fromkeys(path for part in splits[:2] for path in part.skipped))
     notes = [*splits.train.defects[:1], *([skipped] if skipped else [])]
     messages = [f"{splits.train.name}: {counts}{classes}", *notes, *messages, *task.describe(recipe)]

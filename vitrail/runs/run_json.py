@@ -116,4 +116,7 @@ SHAPE: dict[str, Any] = {
     "confusion": {"names": [is_text], "matrix": [[is_count]], "pairs": [{"count": is_count, "of": is_count}]},
     "mistakes": [{"confidence": is_number}],
     "reconstructions": [{"location": is_text}],
+    "segmentations": [{"": is_number, "image": is_text, "location": is_text}],
+    "boundaries": [{"": is_number, "pixels": is_text}],
+    "protocol": is_text,
 }

@@ -98,6 +98,10 @@ def undone(trainer: Trainer) -> Iterator[None]:
     task_state = {name: tensor.clone() for name, tensor in trainer.task.state_dict().items()}
     scaler = trainer.scaler.state_dict() if trainer.scaler else None
     training = module.training
+    # SGD and Adagrad have a state before the first step.
+    optimizer_state = {
+        parameter: {name: value.clone() for name, value in state.items()} for parameter, state in trainer.optimizer.state.items()
+    }
     try:
         yield
     finally:
@@ -106,10 +110,11 @@ def undone(trainer: Trainer) -> Iterator[None]:
                 tensor.copy_(value)
         trainer.task.load_state_dict(task_state)
         trainer.optimizer.state.clear()
+        trainer.optimizer.state.update(optimizer_state)
         trainer.optimizer.zero_grad(set_to_none=True)
         if trainer.scaler and scaler:
             trainer.scaler.load_state_dict(scaler)
-        module.train(training)
+        trainer.set_mode(training)
         trainer.step = 0
         trainer.compute, trainer.devices, trainer.validation = kept
 

@@ -210,7 +210,8 @@ def run_prepared(prepared: Prepared, log: Log) -> Run:
             log(message)
     with devices.sync_errors():
         parts = (prepared.splits.train, prepared.splits.validation)
-        loaders = [ImageLoader(part, devices.device, prepared.workers, min_side, run["unreadable"], log) for part in parts]
+        reading = (devices.device, prepared.workers, min_side, run["unreadable"], log, trainer.task.reads_masks)
+        loaders = [ImageLoader(part, *reading) for part in parts]
     for loader in loaders:
         log(loader.message)
     trainer.validation = loaders[1]

@@ -28,7 +28,6 @@ from vitrail.recipes.schema import Recipe
 from vitrail.recipes.task_options import BeitOptions, complete_options, read_options
 from vitrail.tasks.self_supervised import SelfSupervised, Sums
 from vitrail.tasks.tokenizer import NEEDS_TOKENIZER, compute_codes, open_tokenizer
-from vitrail.training.task import Position
 
 SEPARATE_PATCHES = ("linear", "hmlp", "local_transformer")  # stems in which a token depends on the pixels of its patch only
 PATIENCE = 5.0  # epochs, after which a network should predict better than the most frequent code
@@ -160,10 +159,9 @@ class Beit(SelfSupervised):
             augmentation, image_size=size, interpolation="lanczos", mean=normalization.mean, std=normalization.std
         )
 
-    def prepare_batch(self, batch: Batch, position: Position) -> tuple[Tensor, BeitTargets]:
-        keys = sample_key(self.recipe.seed, position.epoch, batch.index, batch.repeat)
-        images = augment(batch.pixels, batch.sizes, keys, self.recipe.augmentation).images
-        view = augment(batch.pixels, batch.sizes, keys, self.tokenizer_view, erase=False).images  # the same crop and flip
+    def make_views(self, pixels: Tensor, sizes: Tensor, keys: Tensor) -> tuple[Tensor, BeitTargets]:
+        images = augment(pixels, sizes, keys, self.recipe.augmentation).images
+        view = augment(pixels, sizes, keys, self.tokenizer_view, erase=False).images  # the same crop and flip
         return images, self._make_targets(self._tokenize(view), keys)
 
     def run_teacher(self, images: Tensor) -> None:

@@ -18,7 +18,6 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from vitrail.data.loader import Batch
-from vitrail.data.rng import sample_key
 from vitrail.data.sampler import EpochSampler
 from vitrail.data.transforms.pipeline import augment_views
 from vitrail.errors import UserError
@@ -273,10 +272,12 @@ class Dino(SelfSupervised):
     # Training
 
     def prepare_batch(self, batch: Batch, position: Position) -> tuple[Tensor, DinoTargets]:
-        keys = sample_key(self.recipe.seed, position.epoch, batch.index, batch.repeat)
-        first, second, *local = (view.images for view in augment_views(batch.pixels, batch.sizes, keys, self.views))
-        temperature = torch.full((), self.temperature_at(position.epoch), device=keys.device)
-        return torch.cat([first, second]), DinoTargets(local[0] if local else None, temperature)
+        images, local = super().prepare_batch(batch, position)
+        return images, DinoTargets(local, torch.full((), self.temperature_at(position.epoch), device=images.device))
+
+    def make_views(self, pixels: Tensor, sizes: Tensor, keys: Tensor) -> tuple[Tensor, Tensor | None]:
+        first, second, *local = (view.images for view in augment_views(pixels, sizes, keys, self.views))
+        return torch.cat([first, second]), local[0] if local else None
 
     def temperature_at(self, epoch: int) -> float:
         """The teacher's temperature: linear over the epochs of the warmup, the last of which has the final value."""

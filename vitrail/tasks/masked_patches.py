@@ -24,7 +24,6 @@ from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.recipes.schema import Recipe
 from vitrail.recipes.task_options import MaskedPatchOptions
 from vitrail.tasks.self_supervised import SelfSupervised, Sums
-from vitrail.training.task import Position
 
 # Stems whose tokens depend on the pixels of one patch each. With the others the neighbors of a masked patch contain its pixels.
 SEPARATE_STEMS = ("linear", "hmlp", "local_transformer")
@@ -128,9 +127,8 @@ class MaskedPatches(SelfSupervised):
         self.logs = ("accuracy",)  # type: ignore[misc]  # depends on the target
         return MaskedPatchModule(model, ColorHead(a.width, self.cells**2), masked)
 
-    def prepare_batch(self, batch: Batch, position: Position) -> tuple[Tensor, MaskedPatchTargets]:
-        keys = sample_key(self.recipe.seed, position.epoch, batch.index, batch.repeat)
-        images = augment(batch.pixels, batch.sizes, keys, self.recipe.augmentation).images
+    def make_views(self, pixels: Tensor, sizes: Tensor, keys: Tensor) -> tuple[Tensor, MaskedPatchTargets]:
+        images = augment(pixels, sizes, keys, self.recipe.augmentation).images
         return images, self.make_targets(images, keys)
 
     def make_targets(self, images: Tensor, keys: Tensor) -> MaskedPatchTargets:

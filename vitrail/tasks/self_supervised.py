@@ -2,6 +2,7 @@
 
 import math
 import shlex
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -22,9 +23,10 @@ from vitrail.evaluation.probes.knn import PROTOCOLS, knn_accuracy
 from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.recipes.schema import Recipe
 from vitrail.recipes.task_options import SelfSupervisedOptions, complete_options, read_options
+from vitrail.training.cuda_graphs import CapturedFunction
 from vitrail.training.distributed import Devices
 from vitrail.training.metrics import Metric
-from vitrail.training.task import Task
+from vitrail.training.task import Position, Task
 
 KNN = Metric("knn", "k-NN", percent=True)
 AGREEMENT = Metric("agreement", "neighbor agreement", percent=True)
@@ -39,7 +41,7 @@ Sums = dict[str, Tensor]  # values summed over validation images and processes
 class SelfSupervised(Task):
     """Learns from images alone. Labels, where there are any, are used for the k-NN accuracy of the validation.
 
-    Subclasses set `options_kind`, implement `build_module` and `prepare_batch`, and may add sums over the validation images
+    Subclasses set `options_kind`, implement `build_module` and `make_views`, and may add sums over the validation images
     (`measure`) that become metrics (`summarize`). With labels the best weights are those with the highest k-NN accuracy, without
     labels the latest.
     """
@@ -54,6 +56,7 @@ class SelfSupervised(Task):
         self.labeled = has_classes(source)
         self.metric = KNN if self.labeled else AGREEMENT  # type: ignore[misc]  # depends on the data
         self._galleries: dict[int, ImageLoader] = {}
+        self._captured_views = CapturedFunction(self.make_views)
 
     @classmethod
     def resolve_recipe(cls, recipe: Recipe, explicit: frozenset[str]) -> Recipe:
@@ -62,6 +65,20 @@ class SelfSupervised(Task):
     @classmethod
     def describe(cls, recipe: Recipe) -> list[str]:
         return ["labels are not trained on: they are used for the k-NN accuracy alone, where there are any"]
+
+    # Training
+
+    def prepare_batch(self, batch: Batch, position: Position) -> tuple[Tensor, Any]:
+        keys = sample_key(self.recipe.seed, position.epoch, batch.index, batch.repeat)
+        out: tuple[Tensor, Any] = self._captured_views(batch.pixels, batch.sizes, keys)
+        return out
+
+    @abstractmethod
+    def make_views(self, pixels: Tensor, sizes: Tensor, keys: Tensor) -> tuple[Tensor, Any]:
+        """Inputs and targets, or what the task makes targets of, from uint8 images of `sizes` [B, 2] with the keys [B].
+
+        A pure function of these tensors: on a GPU it is captured as a CUDA graph, because its kernels are many and small.
+        """
 
     # Validation
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from vitrail.checkpoints import load
 from vitrail.data.image_loader import ImageLoader
 from vitrail.data.loader import Batch, Problem
-from vitrail.data.rng import sample_key, uniform
+from vitrail.data.rng import uniform
 from vitrail.data.source import Source, Splits
 from vitrail.data.transforms.pipeline import augment
 from vitrail.errors import UserError
@@ -118,11 +118,13 @@ class TokenizerTraining(SelfSupervised):
         return TokenizerModule(model, self.options)
 
     def prepare_batch(self, batch: Batch, position: Position) -> tuple[Tensor, TokenizerTargets]:
-        keys = sample_key(self.recipe.seed, position.epoch, batch.index, batch.repeat)
-        images = augment(batch.pixels, batch.sizes, keys, self.recipe.augmentation).images
+        images, keys = super().prepare_batch(batch, position)
         start, end = self.options.temperature, self.options.temperature_end
         temperature = start * (end / start) ** (position.step / max(position.total_steps, 1))
         return images, TokenizerTargets(keys, torch.full((), temperature, device=images.device))
+
+    def make_views(self, pixels: Tensor, sizes: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        return augment(pixels, sizes, keys, self.recipe.augmentation).images, keys
 
     def after_optimizer_step(self, position: Position, skipped: Tensor) -> None:
         self.module.update_usage(skipped)

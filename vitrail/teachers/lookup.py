@@ -19,10 +19,15 @@ from vitrail.models.preprocessing import Preprocessing
 from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.teachers.fixed_shape import FixedShapeNetwork, first_line
 from vitrail.teachers.network import ConvNetwork, ModuleNetwork, Network, Size, TimmNetwork, TransformerNetwork
-from vitrail.teachers.sidecar import read_sidecar, sidecar_path
+from vitrail.teachers.sidecar import read_sidecar
 from vitrail.teachers.teacher import Teacher
 
 KINDS = ("checkpoint", "resnet_keras", "exported", "onnx")
+# The first ResNets of Keras, in Caffe's convention: BGR, values 0 to 255, only the mean subtracted; here as of RGB, 0 to 1.
+KERAS = Preprocessing(
+    interpolation="bilinear", mean=(123.68 / 255, 116.779 / 255, 103.939 / 255), std=(1 / 255, 1 / 255, 1 / 255)
+)
+KERAS_HINTS = {"stride_in_1x1": True, "eps": 1e-3}
 EXTRA = ("order", "range")  # keys of a preprocessing dictionary that are not fields of `Preprocessing`
 
 PreprocessingLike = Preprocessing | Mapping[str, Any]
@@ -100,26 +105,12 @@ def from_path(path: Path, kind: str | None, device: torch.device | None, has_pre
     checkpoint = read_weights(path)
     if HEADER in checkpoint.metadata:
         return from_model(load(path), str(path))
-    from vitrail.checkpoints.conversion import recognize
-    from vitrail.checkpoints.formats.convnets import CIFAR_SIZE, load_convnet, variance_exceeds_preprocessing
+    from vitrail.checkpoints.conversion import assemble_foreign, load_foreign, recognize
+    from vitrail.checkpoints.formats.efficientnet_lite import load_efficientnet
 
-    convnet = load_convnet(checkpoint, path, kind)
-    if convnet is not None:
-        if kind is None and not has_preprocessing and variance_exceeds_preprocessing(convnet):
-            raise UserError(
-                f"{path} was trained on other values than the usual ones of a ResNet, perhaps 0 to 255: give its kind "
-                f"(resnet_keras) or its preprocessing, as an option or in {sidecar_path(path)}."
-            )
-        small = convnet.preprocessing.image_size == (CIFAR_SIZE, CIFAR_SIZE)  # does not generalize to larger images
-        return Teacher(
-            ConvNetwork(convnet.network),
-            convnet.preprocessing,
-            convnet.classes,
-            convnet.class_names,
-            convnet.channel_order,
-            path.name,
-            CIFAR_SIZE if small else None,
-        )
+    if efficientnet := load_efficientnet(checkpoint, path):
+        convnet, preprocessing = efficientnet
+        return Teacher(ConvNetwork(convnet), preprocessing, convnet.config.classes, name=path.name)
     try:
         recognize(checkpoint)
     except UserError:
@@ -127,7 +118,12 @@ def from_path(path: Path, kind: str | None, device: torch.device | None, has_pre
             f"{path} is not a supported vision transformer, ResNet, RegNet or EfficientNet-Lite (its first tensor is "
             f"{next(iter(checkpoint.tensors))!r}): open it as timm:NAME@{path}, or give its network as a module."
         ) from None
-    return from_model(load(path), str(path))
+    if kind == "resnet_keras":
+        opened = from_model(assemble_foreign(checkpoint, path, KERAS_HINTS, {}), str(path))
+        opened.preprocessing, opened.channel_order = KERAS, "bgr"
+        return opened
+    read = assemble_foreign if kind == "checkpoint" or has_preprocessing else load_foreign
+    return from_model(read(checkpoint, path, {}, {}), str(path))
 
 
 def open_program(path: Path, kind: str, device: torch.device | None) -> FixedShapeNetwork:
@@ -143,6 +139,7 @@ def open_program(path: Path, kind: str, device: torch.device | None) -> FixedSha
 def from_model(model: VisionTransformer, path: str = "This model") -> Teacher:
     if not model.architecture.classes:
         raise UserError(f"{path} has no classifier: use a teacher that was trained to classify.")
+    convnet = model.architecture.convnet
     return Teacher(
         TransformerNetwork(model),
         model.preprocessing,
@@ -150,6 +147,8 @@ def from_model(model: VisionTransformer, path: str = "This model") -> Teacher:
         model.class_names,
         "rgb",
         model.name or Path(path).name,
+        # A convnet for small images does not generalize to larger ones.
+        model.architecture.image_size if convnet is not None and convnet.root_stride == 1 else None,
     )
 
 
@@ -162,9 +161,9 @@ def from_module(module: nn.Module, preprocessing: PreprocessingLike | None) -> T
 def wrap(module: nn.Module) -> Network:
     if isinstance(module, Network):
         return module
-    from vitrail.models.convnets.convnet import ConvNet
+    from vitrail.models.efficientnet import EfficientNet
 
-    if isinstance(module, ConvNet):
+    if isinstance(module, EfficientNet):
         return ConvNetwork(module)
     is_timm = hasattr(module, "forward_features") and hasattr(module, "forward_head")
     return TimmNetwork(module) if is_timm else ModuleNetwork(module)

@@ -10,7 +10,7 @@ from vitrail.errors import UserError
 from vitrail.models.vision_transformer import Features, VisionTransformer, fuse_logits
 
 if TYPE_CHECKING:
-    from vitrail.models.convnets.convnet import ConvNet
+    from vitrail.models.efficientnet import EfficientNet
 
 Size = tuple[int, int]
 
@@ -61,9 +61,9 @@ class SharedPassNetwork(Network):
 
 
 class ConvNetwork(SharedPassNetwork):
-    """One of `vitrail.models.convnets`; dense logits are the classifier at every position of the feature maps."""
+    """A convnet that cannot be trained here; dense logits are the classifier at every position of the feature maps."""
 
-    def __init__(self, model: "ConvNet"):
+    def __init__(self, model: "EfficientNet"):
         super().__init__()
         self.model = model
 

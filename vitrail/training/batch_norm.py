@@ -1,6 +1,6 @@
 """BatchNorm whose results do not depend on how a step is divided into micro-batches and distributed over processes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,12 @@ from vitrail.training.distributed import Devices
 
 def has_batch_norm(module: nn.Module) -> bool:
     return any(isinstance(each, _BatchNorm) for each in module.modules())
+
+
+def frozen_norms(model: nn.Module) -> list[nn.Module]:
+    """The BatchNorms of a model whose parameters are not trained: they use their running statistics and do not change them."""
+    norms = (each for each in model.modules() if isinstance(each, _BatchNorm))
+    return [norm for norm in norms if not any(parameter.requires_grad for parameter in norm.parameters())]
 
 
 def is_synchronized(module: nn.Module, recipe: Recipe, micro_batches: int) -> bool:
@@ -145,9 +151,10 @@ class BatchNormStatistics:
     micro-batch, differently on each process, twice with activation checkpointing, and to NaN in a step that is then skipped.
     """
 
-    def __init__(self, model: nn.Module, devices: Devices) -> None:
+    def __init__(self, model: nn.Module, devices: Devices, frozen: Sequence[nn.Module] = ()) -> None:
+        """`frozen` are norms whose statistics do not change."""
         self.devices = devices
-        norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+        norms = [module for module in model.modules() if isinstance(module, _BatchNorm) and module not in frozen]
         self.running: list[Tensor] = []
         self.counts: list[Tensor] = []
         for norm in norms:

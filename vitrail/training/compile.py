@@ -19,10 +19,10 @@ Result = TypeVar("Result")
 def compile_blocks(model: VisionTransformer) -> None:
     """Compile each block by itself: equal blocks share one graph, which takes seconds instead of minutes."""
     config = torch._dynamo.config
-    config.recompile_limit = max(config.recompile_limit, 2 * len(model.blocks) + 8)  # drop-path rates and shapes differ
-    for block in model.blocks:
+    config.recompile_limit = max(config.recompile_limit, 2 * len(model.layers) + 8)  # drop-path rates and shapes differ
+    for block in model.layers:
         block.compile()
-    if model.architecture.stem != "linear":  # which is a single kernel
+    if model.architecture.stem not in ("linear", "convnet"):  # a single kernel, and blocks that are compiled already
         model.stem.compile()
     if isinstance(model.pooling, QueryPooling):
         model.pooling.compile()
@@ -30,7 +30,7 @@ def compile_blocks(model: VisionTransformer) -> None:
 
 def is_compiled(model: VisionTransformer) -> bool:
     """Whether `compile_blocks` has compiled the model."""
-    return any(block._compiled_call_impl is not None for block in model.blocks)
+    return any(block._compiled_call_impl is not None for block in model.layers)
 
 
 @cache

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 WARMUP = 3  # calls before the capture, in which compilers compile and libraries choose their kernels
+SAME_SHAPES = 4  # calls before a function is captured; the memory estimate makes two
+MAX_GRAPHS = 4  # of one function, for inputs of different shapes
 
 
 @contextmanager
@@ -72,12 +74,12 @@ class CapturedStep:
         self.step, self.preserved, self.device = step, preserved, device
         self.parameters = list(model.parameters())
         self.graph: CudaGraph | None = None
-        self.possible = True
+        self.failure: RuntimeError | None = None  # why the step cannot be captured
 
     def __call__(self, *arguments: Any) -> Tensor:
         leaves, structure = pytree.tree_flatten(arguments)
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if self.graph is None and self.possible:
+        if self.graph is None and self.failure is None:
             self._capture(inputs, leaves, structure)
         if self.graph is None or [tensor.shape for tensor in inputs] != [tensor.shape for tensor in self.graph.inputs]:
             return self.step(*arguments)
@@ -98,8 +100,8 @@ class CapturedStep:
         try:
             self.graph = CudaGraph(step, inputs, self._clear_gradients)
             self.gradients = [parameter.grad for parameter in self.parameters]
-        except RuntimeError:
-            self.possible = False
+        except RuntimeError as error:
+            self.failure = error
             torch.cuda.synchronize()
         self._clear_gradients()
         with torch.no_grad():
@@ -110,3 +112,33 @@ class CapturedStep:
     def _clear_gradients(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
+
+
+class CapturedFunction:
+    """A function of tensors that returns tensors (any tree of them), as a CUDA graph where that is possible.
+
+    A graph is captured when `SAME_SHAPES` calls in a row have inputs of the same shapes, so that inputs whose shapes always
+    differ, such as padded photographs, cost nothing; at most `MAX_GRAPHS` are kept. Calls on a CPU and functions that synchronize
+    with the device run without a graph. The next call overwrites the output.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.graphs: dict[Any, CudaGraph] = {}
+        self.previous: Any = None
+        self.repeated = 0  # calls in a row with the shapes of `previous`
+        self.failure: RuntimeError | None = None  # why the function cannot be captured
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        if self.failure is not None or not inputs[0].is_cuda:
+            return self.function(*inputs)
+        key = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in inputs)
+        self.repeated = self.repeated + 1 if key == self.previous else 1
+        self.previous = key
+        if key not in self.graphs and self.repeated == SAME_SHAPES and len(self.graphs) < MAX_GRAPHS:
+            try:
+                self.graphs[key] = CudaGraph(self.function, inputs)
+            except RuntimeError as error:
+                self.failure = error
+                torch.cuda.synchronize()
+        return self.graphs[key].replay(inputs) if key in self.graphs else self.function(*inputs)

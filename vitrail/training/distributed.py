@@ -241,7 +241,7 @@ def wrap_fsdp(module: nn.Module, model: VisionTransformer, devices: Devices) -> 
     mesh = init_device_mesh(devices.device.type, (devices.world_size,))
     # Weights are gathered in float32 and rounded by autocast where they are used, as without sharding. Gathering them in half
     # precision would be faster but change the results: norms, layer scales and the residual stream would be rounded too.
-    for part in (*model.blocks, model):
+    for part in (*model.layers, model):
         fully_shard(part, mesh=mesh)
     register_fsdp_forward_method(model, "outputs")  # the task calls this method; FSDP2 gathers the weights around it
     return module

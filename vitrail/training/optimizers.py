@@ -54,15 +54,17 @@ def layer_index(name: str, model: VisionTransformer) -> int:
     """Index for layer-wise lr decay: 0 for stem, tokens and position embedding, b + 1 for block b, depth + 1 after the blocks.
 
     A position table of a single block belongs to that block. A relative position table shared by all blocks belongs to the last
-    layer, as in BEiT.
+    layer, as in BEiT. The blocks of a convnet are blocks too, and come first.
     """
     a = model.architecture
     part, *rest = name.split(".")
+    if name.startswith("stem.blocks.") and a.convnet:
+        return int(rest[1]) + 1
     if part == "blocks" or (part == "pos_embed" and a.pos_embed_place == "layers"):
-        return int(rest[0]) + 1
+        return len(model.layers) - a.depth + int(rest[0]) + 1
     if part in ("stem", "prefix") or (part == "pos_embed" and a.pos_embed not in RELATIVE):
         return 0
-    return a.depth + 1
+    return len(model.layers) + 1
 
 
 def parameter_groups(model: VisionTransformer, config: OptimizerConfig) -> list[dict[str, Any]]:
@@ -71,7 +73,7 @@ def parameter_groups(model: VisionTransformer, config: OptimizerConfig) -> list[
     For LAMB the weight of a per-class head is a group of its own: its rows are separate layers in PatchConvNet's code.
     """
     decayed = decayed_parameters(model, config.weight_decay_on)
-    last = model.architecture.depth + 1
+    last = len(model.layers) + 1
     rows = model.head.weight if config.kind == "lamb" and isinstance(model.head, PerClassHead) else None
     groups: dict[tuple[float, int, bool], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():

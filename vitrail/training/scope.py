@@ -15,9 +15,15 @@ def apply_scope(model: VisionTransformer, scope: str) -> int:
     Parameters that the architecture freezes stay frozen. The classifier is always trained. `attention` and `ffn` train those
     weights of every block (in every branch) and the position embedding, which a new image size changes; `norm` trains every norm
     layer, `last_norm` (FixRes) the last of them; `last:n` trains the last n blocks and all that follows them.
+    A BatchNorm that is not trained keeps its statistics too (`batch_norm.py: frozen_norms`).
     """
     kind, count = parse_scope(scope)
-    depth = len(model.blocks)
+    depth = len(model.layers)
+    if kind in ("attention", "ffn") and not model.blocks:
+        raise UserError(
+            f"init.scope={scope} trains transformer blocks, and {model.name or 'this model'} is a convnet: give norm, last_norm, "
+            "last:n, head or full."
+        )
     norms = [name.rpartition(".")[0] for name, _ in model.named_parameters() if NORM_PARAMETER.search(name)]
     if count > depth:
         raise UserError(f"init.scope={scope} exceeds the depth of the model, {depth} blocks: give last:{depth}, or full.")
@@ -35,7 +41,10 @@ def apply_scope(model: VisionTransformer, scope: str) -> int:
         if kind == "last_norm":
             return name.rpartition(".")[0] in norms[-1:]
         if kind == "last":
-            return int(parts[1]) >= depth - count if parts[0] == "blocks" else parts[0] in ("norm", "pooling", "pre_logits")
+            if model.architecture.convnet and parts[:2] == ["stem", "blocks"]:
+                return int(parts[2]) >= depth - count
+            own = len(model.blocks)
+            return int(parts[1]) >= own - count if parts[0] == "blocks" else parts[0] in ("norm", "pooling", "pre_logits")
         return False
 
     for name, parameter in model.named_parameters():

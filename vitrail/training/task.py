@@ -45,6 +45,7 @@ class Task(ABC):
 
     metric: ClassVar[Metric]
     logs: ClassVar[tuple[str, ...]] = ()  # names of the values that the module returns after the loss
+    reads_masks: ClassVar[bool] = False  # whether batches contain segmentation masks
     shardable: ClassVar[bool] = False  # whether the module calls nothing of the model but `outputs`, which --shard needs
     module: nn.Module  # forward(images, targets) -> the loss [], or [1 + len(logs)] with the loss first
 
@@ -71,6 +72,10 @@ class Task(ABC):
         if min(train, validation) < 2:
             images = f"{pluralize(train, 'image')} for training and {validation:,} for validation"
             raise UserError(f"{splits.train.name} has too few images: {images}; add images until there are at least 2 of each.")
+
+    @classmethod
+    def complete_data(cls, recipe: Recipe, splits: Splits) -> None:
+        """Set what the sources leave open, such as the classes of their masks; also called when a run is resumed."""
 
     @classmethod
     def describe(cls, recipe: Recipe) -> list[str]:

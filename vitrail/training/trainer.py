@@ -23,7 +23,7 @@ from vitrail.data.sampler import EpochSampler
 from vitrail.data.source import Source
 from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.recipes.schema import Recipe
-from vitrail.training.batch_norm import BatchNormStatistics, group_batch_norms
+from vitrail.training.batch_norm import BatchNormStatistics, frozen_norms, group_batch_norms
 from vitrail.training.checkpointing import CheckpointManager, gather_weights, save_artifact, save_checkpoint
 from vitrail.training.compile import compile_blocks, optimize_for_training
 from vitrail.training.cuda_graphs import CapturedStep
@@ -127,7 +127,9 @@ class Trainer:
         self.ema = ModelEma(self.model, recipe.ema.decay) if recipe.ema.decay else None
         self.scaler = torch.amp.GradScaler(device.type) if recipe.precision == "fp16" else None
         self.checkpoints = CheckpointManager(self.folder / "checkpoints", options.keep)
-        self.statistics = BatchNormStatistics(self.task.module, self.devices)
+        self.frozen_norms = frozen_norms(self.model)
+        self.set_mode(recipe.init.mode == "train")
+        self.statistics = BatchNormStatistics(self.task.module, self.devices, self.frozen_norms)
         buffers = [*self.task.module.buffers(), *self.statistics.total]
         self.compute = (
             CapturedStep(self.forward_backward, self.task.module, buffers, device)
@@ -206,7 +208,7 @@ class Trainer:
         """One optimizer step over the global batch."""
         recipe, step, devices = self.recipe, self.step, self.devices
         if self.task.module.training != (recipe.init.mode == "train"):  # setting the mode walks through all modules
-            self.task.module.train(not self.task.module.training)
+            self.set_mode(recipe.init.mode == "train")
         set_lr(self.optimizer, lr_at(recipe.schedule, recipe.lr, step, self.sampler.steps))
         self.statistics.start_step()
         values = torch.zeros(1 + len(self.task.logs), device=devices.device)
@@ -234,6 +236,11 @@ class Trainer:
         self.task.after_optimizer_step(self.position(), skip)
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
+
+    def set_mode(self, training: bool) -> None:
+        self.task.module.train(training)
+        for norm in self.frozen_norms:
+            norm.eval()
 
     def forward_backward(self, images: Tensor, targets: Targets) -> Tensor:
         """Loss and logs [1 + L] of one micro-batch, divided by the accumulation steps; gradients are added to the parameters'."""

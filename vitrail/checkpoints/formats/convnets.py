@@ -1,33 +1,34 @@
-"""State dicts of convnets: the family is recognized by tensor names, the configuration inferred from shapes."""
+"""ResNets and RegNets under the names of torchvision, timm and Hugging Face, and of ports of the CIFAR ResNets.
 
+ResNets have the same names in torchvision and timm. Names of other origin are changed to those of timm when a file is read.
+"""
+
+import dataclasses
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from itertools import accumulate
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from vitrail.checkpoints.formats import huggingface
-from vitrail.checkpoints.readers import Checkpoint
+from vitrail.checkpoints.codecs import Hints, Pair, Shapes, UnsupportedByFormat, pair
 from vitrail.errors import UserError
-from vitrail.models.convnets import efficientnet, regnet, resnet
-from vitrail.models.convnets.convnet import ConvNet, Shapes
+from vitrail.layers.convnet import ConvNetConfig, ConvNetStem
+from vitrail.models.config import Architecture
 from vitrail.models.preprocessing import Preprocessing
-
-TITLES = {"resnet": "ResNet", "regnet": "RegNet", "efficientnet_lite": "EfficientNet-Lite"}
-CIFAR_SIZE = 32
-# The first ResNets of Keras, in Caffe's convention: BGR, values 0 to 255, only the mean subtracted; here as of RGB, 0 to 1.
-KERAS = Preprocessing(
-    interpolation="bilinear", mean=(123.68 / 255, 116.779 / 255, 103.939 / 255), std=(1 / 255, 1 / 255, 1 / 255)
-)
+from vitrail.models.regnet import PREPROCESSING as REGNET_PREPROCESSING
+from vitrail.models.resnet import PREPROCESSING as RESNET_PREPROCESSING
+from vitrail.models.resnet import SMALL_PREPROCESSING, convnet
+from vitrail.models.vision_transformer import VisionTransformer
 
 Change = tuple[str, str | Callable[[re.Match[str]], str]]
+Value = TypeVar("Value")
 
 # CIFAR ResNets have other names for the classifier and the shortcuts.
 RESNET: tuple[Change, ...] = ((r"^linear\.", "fc."), (r"\.shortcut\.", ".downsample."))
 RESNET_HF: tuple[Change, ...] = (
+    (r"^resnet\.", ""),
     (r"^embedder\.embedder\.convolution\.", "conv1."),
     (r"^embedder\.embedder\.normalization\.", "bn1."),
     (r"^encoder\.stages\.(\d+)\.layers\.", lambda match: f"layer{int(match[1]) + 1}."),
@@ -47,6 +48,7 @@ REGNET_TORCHVISION: tuple[Change, ...] = (
     (r"^fc\.", "head.fc."),
 )
 REGNET_HF: tuple[Change, ...] = (
+    (r"^regnet\.", ""),
     (r"^embedder\.embedder\.", "stem."),
     (
         r"^encoder\.stages\.(\d+)\.layers\.(\d+)\.",
@@ -61,145 +63,210 @@ REGNET_HF: tuple[Change, ...] = (
     (r"\.normalization\.", ".bn."),
     (r"^classifier\.1\.", "head.fc."),
 )
+# A tensor name, the format that has it, and the changes to the names of timm.
+MARKS: tuple[tuple[str, str, tuple[Change, ...]], ...] = (
+    ("layer1.0.conv1.weight", "timm", RESNET),
+    ("resnet.embedder.embedder.convolution.weight", "hf", RESNET_HF),
+    ("s1.b1.conv1.conv.weight", "timm", ()),
+    ("trunk_output.block1.block1-0.f.a.0.weight", "torchvision", REGNET_TORCHVISION),
+    ("regnet.embedder.embedder.convolution.weight", "hf", REGNET_HF),
+)
 
 
-def recognize_family(keys: Iterable[str]) -> tuple[str, tuple[Change, ...]] | None:
-    """The family of a state dict, and the changes to its names; None if it is not a supported convnet."""
+def recognize(keys: Iterable[str]) -> str | None:
+    """The format of a ResNet or RegNet; None for other networks."""
     names = set(keys)
-    if "layer1.0.conv1.weight" in names:
-        return "resnet", RESNET
-    if "resnet.embedder.embedder.convolution.weight" in names:
-        return "resnet", ((r"^resnet\.", ""), *RESNET_HF)
-    if "s1.b1.conv1.conv.weight" in names:
-        return "regnet", ()
-    if "trunk_output.block1.block1-0.f.a.0.weight" in names:
-        return "regnet", REGNET_TORCHVISION
-    if "regnet.embedder.embedder.convolution.weight" in names:
-        return "regnet", ((r"^regnet\.", ""), *REGNET_HF)
-    if "_blocks.0._depthwise_conv.weight" in names:
-        return "efficientnet_lite", ()
-    return None
+    return next((format for mark, format, _ in MARKS if mark in names), None)
 
 
-def rename(key: str, changes: tuple[Change, ...]) -> str:
-    for pattern, replacement in changes:
-        key = re.sub(pattern, replacement, key)
-    return key
+def rename(values: Mapping[str, Value]) -> dict[str, Value]:
+    """Tensors, or their shapes, under the names of timm."""
+    changes = next(changes for mark, _, changes in MARKS if mark in values)
+    renamed = {}
+    for key, value in values.items():
+        for pattern, replacement in changes:
+            key = re.sub(pattern, replacement, key)
+        renamed[key] = value
+    return renamed
 
 
-class LoadedConvNet(NamedTuple):
-    """A network with its preprocessing and classes."""
-
-    network: ConvNet
-    preprocessing: Preprocessing
-    channel_order: str  # rgb or bgr
-    classes: int
-    class_names: list[str] | None
+def normalize(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors under the names of timm, with the counters of batches that older files lack."""
+    renamed = rename(tensors)
+    counters = {key.replace("running_var", "num_batches_tracked"): torch.tensor(0) for key in renamed if "running_var" in key}
+    return counters | renamed
 
 
-def load_convnet(checkpoint: Checkpoint, path: str | Path, kind: str | None) -> LoadedConvNet | None:
-    """The convnet of a checkpoint; None if its tensor names are not those of one."""
-    recognized = recognize_family(checkpoint.tensors)
-    if recognized is None:
-        return None
-    family, changes = recognized
-    tensors = {rename(key, changes): tensor for key, tensor in checkpoint.tensors.items()}
-    tensors = {key: tensor for key, tensor in tensors.items() if not key.endswith("num_batches_tracked")}
-    shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
-    try:
-        with torch.device("meta"):
-            loaded = BUILDERS[family](shapes, checkpoint.config or {}, kind)
-    except KeyError as error:
-        raise UserError(f"{path}: the tensor {error.args[0]!r} of a {TITLES[family]} is missing.") from None
-    except (ValueError, TypeError, IndexError, ZeroDivisionError, RuntimeError, AssertionError, OverflowError):
-        raise UserError(f"{path} has the names of a {TITLES[family]}, but its shapes do not match one.") from None
-    load_tensors(loaded.network, tensors, str(path), TITLES[family])
-    return read_description(loaded, checkpoint)
+def infer(shapes: Shapes, hints: Hints, config: dict[str, Any] | None) -> Architecture:
+    """The architecture; `hints` may have fields of `ConvNetConfig` that a file does not contain."""
+    shapes, config = rename(shapes), config or {}
+    if config.get("hidden_act", "relu") != "relu":
+        raise UserError("The configuration requires an activation other than ReLU, which convnets do not have here.")
+    found = infer_resnet(shapes, config) if "layer1.0.conv1.weight" in shapes else infer_regnet(shapes, config)
+    names = [field.name for field in dataclasses.fields(ConvNetConfig)]
+    found = found.replace(**{name: hints[name] for name in names if name in hints})
+    head = next((key.removesuffix(".bias") for key in ("fc.bias", "head.fc.bias") if key in shapes), None)  # a trunk has none
+    changes = {"image_size": hints["image_size"]} if "image_size" in hints else {}
+    channels = shapes[first_conv(shapes)][1]
+    return convnet(found, classes=shapes[f"{head}.weight"][0] if head else 0, channels=channels, **changes)
 
 
-def build_resnet(shapes: Shapes, config: dict[str, Any], kind: str | None) -> LoadedConvNet:
-    inferred = resnet.infer(shapes)
-    reject(config.get("hidden_act", "relu") != "relu", "an activation other than ReLU")
-    reject(bool(config.get("downsample_in_first_stage")), "a stride in the first stage")
-    keras = kind == "resnet_keras"
-    stride_in_1x1 = keras or bool(config.get("downsample_in_bottleneck"))
-    network = resnet.ResNet(replace(inferred, stride_in_1x1=stride_in_1x1, eps=1e-3 if keras else inferred.eps))
-    preprocessing = KERAS if keras else Preprocessing(interpolation="bilinear")
-    if inferred.small_stem:
-        preprocessing = preprocessing._replace(image_size=(CIFAR_SIZE, CIFAR_SIZE), crop_ratio=1.0)
-    return LoadedConvNet(network, preprocessing, "bgr" if keras else "rgb", inferred.classes, None)
+def first_conv(shapes: Iterable[str]) -> str:
+    return next(key for key in ("conv1.weight", "conv1.0.weight", "stem.conv.weight") if key in shapes)
 
 
-def build_regnet(shapes: Shapes, config: dict[str, Any], kind: str | None) -> LoadedConvNet:
-    reject(config.get("hidden_act", "relu") != "relu", "an activation other than ReLU")
-    reject(not config.get("downsample_in_first_stage", True), "a first stage without a stride")
-    inferred = regnet.infer(shapes)
-    return LoadedConvNet(regnet.RegNet(inferred), Preprocessing(), "rgb", inferred.classes, None)
+def infer_resnet(shapes: Shapes, config: dict[str, Any]) -> ConvNetConfig:
+    counts = [len({key.split(".")[1] for key in shapes if key.startswith(f"layer{stage}.")}) for stage in range(1, 17)]
+    depths = tuple(count for count in counts if count)
+    bottleneck = "layer1.0.conv3.weight" in shapes
+    firsts = [f"layer{stage}.0" for stage in range(1, len(depths) + 1)]
+    inner = tuple(shapes[f"{first}.conv2.weight"][0] for first in firsts)
+    widths = tuple(shapes[f"{first}.conv{3 if bottleneck else 2}.weight"][0] for first in firsts)
+    root = tuple(shapes[key][0] for key in shapes if re.fullmatch(r"conv1(\.\d)?\.weight", key) and len(shapes[key]) == 4)
+    small = len(root) == 1 and shapes["conv1.weight"][2] == 3
+    average = any(len(shapes.get(f"{first}.downsample.1.weight", ())) == 4 for first in firsts)
+    pad = not any(".downsample." in key for key in shapes) and not (bottleneck or len(depths) == 1)
+    return ConvNetConfig(
+        depths=depths,
+        widths=widths,
+        inner_widths=inner,
+        groups=tuple(size // shapes[f"{first}.conv2.weight"][1] for size, first in zip(inner, firsts, strict=True)),
+        block="bottleneck" if bottleneck else "basic",
+        root_widths=root,
+        root_stride=1 if small else 4,
+        first_stride=2 if config.get("downsample_in_first_stage") else 1,
+        shortcut="average" if average else "pad" if pad else "conv",
+        stride_in_1x1=bool(config.get("downsample_in_bottleneck")),
+    )
 
 
-def build_efficientnet(shapes: Shapes, config: dict[str, Any], kind: str | None) -> LoadedConvNet:
-    inferred = efficientnet.infer(shapes)
-    size = inferred.size
-    preprocessing = Preprocessing((size, size), size / (size + 32), mean=(127 / 255,) * 3, std=(128 / 255,) * 3)
-    return LoadedConvNet(efficientnet.EfficientNet(inferred), preprocessing, "rgb", inferred.classes, None)
+def infer_regnet(shapes: Shapes, config: dict[str, Any]) -> ConvNetConfig:
+    stages = sorted({key.split(".")[0] for key in shapes if re.match(r"s\d\.", key)})
+    inner = tuple(shapes[f"{stage}.b1.conv2.conv.weight"][0] for stage in stages)
+    return ConvNetConfig(
+        depths=tuple(len({key.split(".")[1] for key in shapes if key.startswith(f"{stage}.")}) for stage in stages),
+        widths=tuple(shapes[f"{stage}.b1.conv3.conv.weight"][0] for stage in stages),
+        inner_widths=inner,
+        groups=tuple(size // shapes[f"{stage}.b1.conv2.conv.weight"][1] for stage, size in zip(stages, inner, strict=True)),
+        squeeze="s1.b1.se.fc1.weight" in shapes,
+        root_widths=(shapes["stem.conv.weight"][0],),
+        root_stride=2,
+        first_stride=2 if config.get("downsample_in_first_stage", True) else 1,
+    )
 
 
-BUILDERS: dict[str, Callable[[Shapes, dict[str, Any], str | None], LoadedConvNet]] = {
-    "resnet": build_resnet,
-    "regnet": build_regnet,
-    "efficientnet_lite": build_efficientnet,
-}
+def to_pair(key: str, a: Architecture) -> Pair:
+    """The name in timm, which is also that in torchvision for a ResNet."""
+    config = plain_convnet(a)
+    return pair(key, regnet_name(key, config) if is_regnet(config) else resnet_name(key, config))
 
 
-def reject(condition: bool, part: str) -> None:
-    if condition:
-        raise UserError(f"The configuration requires {part}, which is not supported: give the network as a module.")
+def to_torchvision_pair(key: str, a: Architecture) -> Pair:
+    config = plain_convnet(a)
+    if config.shortcut == "average" or len(config.root_widths) > 1:
+        raise UnsupportedByFormat("torchvision has no ResNet-D: use the format timm")
+    if not is_regnet(config):
+        return to_pair(key, a)
+    match regnet_name(key, config).split("."):
+        case ["stem", part, leaf]:
+            name = f"stem.{CONV_OR_NORM[part]}.{leaf}"
+        case ["head", "fc", leaf]:
+            name = f"fc.{leaf}"
+        case [stage, block, *path]:
+            root = f"trunk_output.block{stage[1:]}.block{stage[1:]}-{int(block[1:]) - 1}"
+            name = f"{root}.{torchvision_path(path)}"
+        case _:
+            raise UnsupportedByFormat(f"torchvision cannot represent {key}")
+    return pair(key, name)
 
 
-def load_tensors(network: ConvNet, tensors: dict[str, Tensor], path: str, title: str) -> None:
-    """Load a state dict; missing, surplus and mismatched tensors are errors."""
-    expected = {key: value for key, value in network.state_dict().items() if not key.endswith("num_batches_tracked")}
-    missing, surplus = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
-    if missing:
-        raise UserError(f"{path}: the tensor {missing[0]!r} of a {title} is missing.")
-    if surplus:
-        raise UserError(f"{path}: {len(surplus)} tensors do not belong to a {title}, such as {surplus[0]!r}.")
-    for key, value in expected.items():
-        if tensors[key].shape != value.shape:
-            raise UserError(
-                f"{path}: the tensor {key!r} has shape {tuple(tensors[key].shape)}, which does not match the other tensors."
-            )
-        if not tensors[key].is_floating_point():
-            raise UserError(f"{path}: the tensor {key!r} has dtype {tensors[key].dtype}, not a floating point dtype.")
-    counters = {key: torch.tensor(0) for key in network.state_dict() if key.endswith("num_batches_tracked")}
-    network.load_state_dict({key: tensors[key].float().clone() for key in expected} | counters, assign=True)
+CONV_OR_NORM = {"conv": "0", "bn": "1"}
 
 
-def read_description(loaded: LoadedConvNet, checkpoint: Checkpoint) -> LoadedConvNet:
-    """The network with class names and preprocessing from the configuration files of a folder."""
-    try:
-        if checkpoint.config:
-            loaded = loaded._replace(class_names=huggingface.class_names(checkpoint.config, loaded.classes))
-        if checkpoint.preprocessor:
-            preprocessing = huggingface.read_preprocessing(checkpoint.preprocessor, loaded.preprocessing.image_size)
-            if checkpoint.preprocessor.get("crop_pct"):  # of ConvNextImageProcessor
-                preprocessing = preprocessing._replace(resize="shorter", crop_ratio=float(checkpoint.preprocessor["crop_pct"]))
-            loaded = loaded._replace(preprocessing=preprocessing)
-    except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
-        raise UserError(f"The configuration files next to the weights are damaged ({error!r}).") from None
-    return loaded
+def torchvision_path(path: list[str]) -> str:
+    match path:
+        case ["se", *rest]:
+            return ".".join(("f.se", *rest))
+        case ["downsample", part, leaf]:
+            return f"proj.{CONV_OR_NORM[part]}.{leaf}"
+    conv, part, leaf = path
+    return f"f.{'abc'[int(conv[-1]) - 1]}.{CONV_OR_NORM[part]}.{leaf}"
 
 
-def variance_exceeds_preprocessing(loaded: LoadedConvNet) -> bool:
+def plain_convnet(a: Architecture) -> ConvNetConfig:
+    """The convnet of an architecture that is nothing else."""
+    if a.convnet is None or a.depth or a.pooling != "mean" or a.final_norm or a.pre_logits or a.dense_head:
+        raise UnsupportedByFormat(f"it has only models that are one convnet, not stem={a.stem}, depth={a.depth}")
+    return a.convnet
+
+
+def is_regnet(config: ConvNetConfig) -> bool:
+    if config.squeeze and config.root_stride != 2:
+        raise UnsupportedByFormat("no ResNet has squeeze=true")
+    return config.root_stride == 2
+
+
+def position(index: str, config: ConvNetConfig) -> tuple[int, int]:
+    """Stage and position in it of a block, both counted from 0."""
+    ends = list(accumulate(config.depths))
+    stage = next(number for number, end in enumerate(ends) if int(index) < end)
+    return stage, int(index) - ends[stage] + config.depths[stage]
+
+
+def resnet_name(key: str, config: ConvNetConfig) -> str:
+    match key.split("."):
+        case ["stem", "root", name, leaf]:
+            layer, number = name[:-1], int(name[-1])
+            if number == len(config.root_widths) and layer == "norm":
+                return f"bn1.{leaf}"
+            return f"conv1.{leaf}" if len(config.root_widths) == 1 else f"conv1.{3 * number - 3 + (layer == 'norm')}.{leaf}"
+        case ["stem", "blocks", index, *path]:
+            stage, place = position(index, config)
+            root = f"layer{stage + 1}.{place}"
+            if path[0] == "shortcut":
+                first = 1 if config.shortcut == "average" else 0
+                return f"{root}.downsample.{first + (path[1] == 'norm')}.{path[2]}"
+            return f"{root}.{path[0].replace('norm', 'bn')}.{path[1]}"
+        case ["head", leaf]:
+            return f"fc.{leaf}"
+    raise UnsupportedByFormat(f"a ResNet has no {key}")
+
+
+def regnet_name(key: str, config: ConvNetConfig) -> str:
+    match key.split("."):
+        case ["stem", "root", name, leaf]:
+            return f"stem.{'conv' if name == 'conv1' else 'bn'}.{leaf}"
+        case ["stem", "blocks", index, *path]:
+            stage, place = position(index, config)
+            root = f"s{stage + 1}.b{place + 1}"
+            match path:
+                case ["squeeze", layer, leaf]:
+                    return f"{root}.se.{layer}.{leaf}"
+                case ["shortcut", name, leaf]:
+                    return f"{root}.downsample.{'conv' if name == 'conv' else 'bn'}.{leaf}"
+            name, leaf = path
+            return f"{root}.conv{name[-1]}.{'conv' if name.startswith('conv') else 'bn'}.{leaf}"
+        case ["head", leaf]:
+            return f"head.fc.{leaf}"
+    raise UnsupportedByFormat(f"a RegNet has no {key}")
+
+
+def default_preprocessing(a: Architecture) -> Preprocessing:
+    """The preprocessing of weights without a description of it."""
+    assert a.convnet is not None
+    known = {1: SMALL_PREPROCESSING, 2: REGNET_PREPROCESSING, 4: RESNET_PREPROCESSING}[a.convnet.root_stride]
+    return known._replace(image_size=a.image_size)
+
+
+def variance_exceeds_preprocessing(model: VisionTransformer) -> bool:
     """Whether the statistics of the first batch norm of a ResNet are too large for its assumed preprocessing."""
-    network = loaded.network
-    if not isinstance(network, resnet.ResNet) or not isinstance(network.conv1, nn.Conv2d):
+    stem = model.stem
+    if not isinstance(stem, ConvNetStem) or is_regnet(stem.config) or len(stem.config.root_widths) > 1:
         return False
-    weight, variance = network.conv1.weight.detach(), network.bn1.running_var
-    assert isinstance(variance, Tensor)
+    weight, variance = stem.root.get_parameter("conv1.weight").detach(), stem.root.get_buffer("norm1.running_var")
     squared_norm = weight.square().sum((1, 2, 3))
     # The variance of values between 0 and 1 is at most 1/4; that of a weighted sum at most the product of the sums of squared
     # weights and of variances.
-    bound = weight[0, 0].numel() * sum(0.25 / std**2 for std in loaded.preprocessing.std)
+    bound = weight[0, 0].numel() * sum(0.25 / std**2 for std in model.preprocessing.std)
     nonzero = squared_norm > 0
     return bool(nonzero.any()) and float((variance[nonzero] / squared_norm[nonzero]).median()) > bound

@@ -17,7 +17,7 @@ from vitrail.checkpoints.codecs import (
     infer_num_heads,
     pair,
 )
-from vitrail.checkpoints.formats import deit
+from vitrail.checkpoints.formats import convnets, deit
 from vitrail.models.config import Architecture, resnet_stride
 from vitrail.models.preprocessing import Preprocessing
 from vitrail.models.vit import VIT
@@ -33,6 +33,8 @@ def recognizes(shapes: Shapes) -> bool:
 
 
 def to_pair(key: str, a: Architecture) -> Pair:
+    if a.convnet is not None:
+        return convnets.to_pair(key, a)
     if a.mixer == "linear":
         return resmlp_pair(key, a)
     if a.mixer not in ("attention", "talking_heads") or a.stem not in ("linear", "resnet") or a.dense_head:

@@ -13,6 +13,7 @@ from vitrail.data.datasets.digits import open_digits
 from vitrail.data.datasets.folder import SPLITS, SourceDict, listing, open_folder, shards
 from vitrail.data.datasets.hub import PREFIX, open_hub
 from vitrail.data.datasets.idx import is_idx, open_idx
+from vitrail.data.datasets.mask_folder import open_mask_folder
 from vitrail.data.datasets.parquet import open_parquet
 from vitrail.data.datasets.pets import open_pets
 from vitrail.data.datasets.table import open_table
@@ -192,4 +193,4 @@ def _open_directory(path: str) -> SourceDict:
     packed = next((name for name in sorted(names_inside) if name.endswith(COMPRESSED)), None)
     if packed is not None:
         raise UserError(f"{path} contains a compressed tar, {packed}, which has no random access: decompress it to .tar.")
-    return open_folder(path)
+    return open_mask_folder(path) or open_folder(path)

@@ -20,6 +20,7 @@ from vitrail.data.datasets.folder import SourceDict, shards
 from vitrail.data.datasets.parquet_footer import Chunk, RowGroup, check_expanded, page_sizes, read_footer
 from vitrail.data.datasets.table import MAIN_LABELS, Column, class_labels, label_columns, main_labels
 from vitrail.data.datasets.tar import MappedFiles
+from vitrail.data.mask_classes import MaskClasses, find_classes, make_classes
 from vitrail.data.source import Labels, Source
 from vitrail.errors import UserError
 
@@ -58,12 +59,14 @@ class ParquetSource(Source):
         label: Labels | None,
         extra: dict[str, Labels],
         defects: Sequence[str],
+        mask_classes: MaskClasses | None,
     ) -> None:
         self.name = name
         self.label = label
         self.extra = extra
         self.defects = tuple(defects)
         self.has_masks = columns.mask is not None
+        self.mask_classes = mask_classes
         self._files = MappedFiles(files)
         self._images = ByteColumn(self._files, columns.image, footers)
         self._masks = ByteColumn(self._files, columns.mask, footers) if columns.mask else None
@@ -228,6 +231,14 @@ def open_parquet(path: str) -> SourceDict:
         names, what = columns.names.get(name), f"the column {name} of {path}"
         is_main = name == columns.main
         labels[name] = main_labels(values, names, what, defects) if is_main else class_labels(values, names, what, False)
+    mask_classes = None
+    if columns.mask is not None:
+        names = columns.names.get("mask")
+        mask_classes = (
+            make_classes(dict(enumerate(names)))
+            if names
+            else find_classes(path if os.path.isdir(path) else os.path.dirname(path))
+        )
     return {
         split: ParquetSource(
             path,
@@ -237,6 +248,7 @@ def open_parquet(path: str) -> SourceDict:
             labels[columns.main][split] if columns.main else None,
             {name: column for name in columns.extra if (column := labels[name][split]) is not None},
             defects,
+            mask_classes,
         )
         for split, files in split_files.items()
         if any(footers[split])

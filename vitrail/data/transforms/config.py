@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from vitrail.errors import UserError
 
-CROPS = ("random_resized", "distorted_box", "simple", "center", "squash")
+CROPS = ("random_resized", "distorted_box", "simple", "scaled", "center", "squash")
 FIXED_CROPS = ("center", "squash")  # without random numbers, and without a horizontal flip
 POLICIES = ("none", "rand", "auto", "trivial", "three", "dino")
 NO_ANTIALIAS = "bilinear_no_antialias"  # of the four nearest pixels at any scale, as in TensorFlow; not rounded to integers
@@ -20,6 +20,7 @@ class Augmentation:
     crop: str = "random_resized"
     scale: tuple[float, float] = (0.08, 1.0)
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    factors: tuple[float, float] = (0.5, 2.0)  # of the scaled crop: range of its shorter side relative to that of the output
     crop_ratio: float = 0.875  # of the center crop
     padding: int = 4  # of the simple random crop
     interpolation: str = "bicubic"  # of the crop; "random" draws bilinear or bicubic for each image and each of its warps

@@ -22,6 +22,7 @@ class Axis(NamedTuple):
     offset: Tensor
     flip: Tensor
     out: int
+    shrink: float = 1.0  # the image may be reduced so many times more than if the whole axis became the output
 
 
 class View(NamedTuple):
@@ -46,7 +47,7 @@ class View(NamedTuple):
         axis = self.columns
         start = torch.where(flip, widths - axis.start - axis.length, axis.start)
         offset = torch.where(flip, axis.resized - axis.out - axis.offset, axis.offset)
-        return View(self.rows, Axis(start, axis.length, axis.resized, offset, axis.flip ^ flip, axis.out))
+        return View(self.rows, axis._replace(start=start, offset=offset, flip=axis.flip ^ flip))
 
 
 def _axis(start: Tensor, length: Tensor, out: int, flip: Tensor) -> Axis:
@@ -136,6 +137,24 @@ def simple_random_crop(sizes: Tensor, key: Tensor, out: tuple[int, int], padding
     return _crop_resized(sizes, resized, offsets, out)
 
 
+def scaled_crop(sizes: Tensor, key: Tensor, out: tuple[int, int], factors: tuple[float, float]) -> View:
+    """Resize the shorter side to that of the output times a uniform factor, then crop at a random position, for segmentation.
+
+    A side shorter than the output is placed at random, and the image is reflected around it; masks are ignored there.
+    """
+    factor = factors[0] + (factors[1] - factors[0]) * uniform(key, "crop.factor").double()
+    resized = (sizes * (factor * min(out) / sizes.amin(1, keepdim=True)) + 0.5).long().clamp(min=1)
+    free = resized - torch.tensor(out, device=sizes.device)
+    offsets = [
+        randint(key, f"crop.{name}", free[:, axis].abs() + 1)[:, 0] * free[:, axis].sign()
+        for axis, name in enumerate(("top", "left"))
+    ]
+    view = _crop_resized(sizes, resized, offsets, out)
+    rounding = 1.0 + 1.0 / max(min(out) * factors[0], 1.0)
+    rows, columns = (axis._replace(shrink=max(rounding * axis.out / (min(out) * factors[0]), 1.0)) for axis in view)
+    return View(rows, columns)
+
+
 def center_crop(sizes: Tensor, out: tuple[int, int], crop_ratio: float = 0.875) -> View:
     """Resize so that the image just covers int(out / crop_ratio), then crop the center."""
     target = (int(out[0] / crop_ratio), int(out[1] / crop_ratio))
@@ -168,4 +187,4 @@ def _crop_resized(sizes: Tensor, resized: Tensor, offsets: list[Tensor], out: tu
 def flip_view(view: View, flip: Tensor) -> View:
     """Flip the view horizontally where `flip` [B]."""
     axis = view.columns
-    return View(view.rows, Axis(axis.start, axis.length, axis.resized, axis.offset, axis.flip ^ flip, axis.out))
+    return View(view.rows, axis._replace(flip=axis.flip ^ flip))

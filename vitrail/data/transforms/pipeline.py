@@ -80,6 +80,8 @@ def sample_view(sizes: Tensor, key: Tensor, augmentation: Augmentation) -> crops
             view = crops.distorted_box(sizes, key, augmentation.image_size, augmentation.scale, augmentation.ratio)
         case "simple":
             view = crops.simple_random_crop(sizes, key, augmentation.image_size, augmentation.padding)
+        case "scaled":
+            view = crops.scaled_crop(sizes, key, augmentation.image_size, augmentation.factors)
         case "center":
             view = crops.center_crop(sizes, augmentation.image_size, augmentation.crop_ratio)
         case _:

@@ -4,6 +4,7 @@ A layer of a policy applies one operation per image (`reference.Layer`). All dra
 """
 
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -74,8 +75,14 @@ def arguments(levels: dict[str, Level], operation: Tensor, magnitude: Tensor, si
 
 
 def gather_rows(rows: Sequence[Sequence[float]], index: Tensor) -> tuple[Tensor, ...]:
-    """The columns of a small table, float32, each gathered at `index`; copied to the device without synchronization."""
-    return torch.tensor(rows, dtype=torch.float32).to(index.device, non_blocking=True)[index].unbind(-1)
+    """The columns of a small table, float32, each gathered at `index`."""
+    return table_on(index.device, tuple(tuple(row) for row in rows))[index].unbind(-1)
+
+
+@cache
+def table_on(device: torch.device, rows: tuple[tuple[float, ...], ...]) -> Tensor:
+    """A small table on a device, copied once: a copy from the host in every call could not be captured in a CUDA graph."""
+    return torch.tensor(rows, dtype=torch.float32, device=device)
 
 
 def apply_layer(images: PaddedImages, layer: Layer) -> Tensor:

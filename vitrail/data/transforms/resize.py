@@ -49,7 +49,7 @@ def axis_taps(axis: Axis, size: int, filter: str = "bicubic", cubic: Tensor | No
         return Taps(first, weights, torch.ones_like(axis.start), axis.start + axis.length - 1)
     stretch = scale.clamp(min=1.0)
     first = (center - support * stretch + 0.5).floor().long()
-    taps = torch.arange(max_taps(filter, size, axis.out), device=device)
+    taps = torch.arange(max_taps(filter, size, axis), device=device)
     source = first[:, None] + taps[:, None]
     distance = (source + 0.5 - center[:, None]) / stretch[:, None]
     if filter == "random":
@@ -100,9 +100,9 @@ def nearest_two(axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
     return before, after, (center - first).float()
 
 
-def max_taps(filter: str, size: int, out: int) -> int:
-    """The largest number of source pixels per output pixel, reached if the whole axis is shrunk to `out`."""
-    return math.ceil(2 * SUPPORT[filter] * max(size / out, 1.0))
+def max_taps(filter: str, size: int, axis: Axis) -> int:
+    """The largest number of source pixels per output pixel, reached if the whole axis is reduced to the output."""
+    return math.ceil(2 * SUPPORT[filter] * max(axis.shrink * size / axis.out, 1.0))
 
 
 def blur_taps(sigma: Tensor, lengths: Tensor, size: int) -> Taps:

@@ -191,14 +191,14 @@ def crop_resize(pixels: Tensor, view: View, filter: str, cubic: Tensor | None) -
         return resize_without_antialias(pixels, view)
     shapes, number = (view.rows.start if cubic is None else cubic).float(), FILTERS.index(filter)
     columns, rows = (
-        make_taps(axis, shapes, max_taps(filter, size, axis.out), SUPPORT[filter], number)
+        make_taps(axis, shapes, max_taps(filter, size, axis), SUPPORT[filter], number)
         for axis, size in ((view.columns, pixels.shape[3]), (view.rows, pixels.shape[2]))
     )
     top, zeros = view.rows.start, torch.zeros_like(view.rows.start)
     heights = (pixels.shape[2], view.rows.out)
     horizontal, resized = (pixels.new_empty(len(pixels), 3, height, view.columns.out) for height in heights)
     resample(pixels, horizontal, columns, True, top, top + view.rows.length)
-    return resample(horizontal, resized, rows, False, zeros, view.rows.resized)
+    return resample(horizontal, resized, rows, False, zeros, view.rows.resized.clamp(min=view.rows.out))
 
 
 def blur(pixels: Tensor, sizes: Tensor, sigma: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from vitrail.layers.bit_resnet import pad_same
-from vitrail.models.convnets.convnet import ConvNet, Shapes
 
+Shapes = dict[str, tuple[int, ...]]  # of a state dict, by name
 STRIDES = (1, 2, 2, 2, 1, 2, 1)  # of the seven stages
 SIZES = {
     (16, 320): 224,
@@ -93,7 +93,9 @@ class Block(nn.Module):
         return out
 
 
-class EfficientNet(ConvNet):
+class EfficientNet(nn.Module):
+    """Convolutional features, global average pooling, a linear classifier. It can be a teacher and is not trained."""
+
     def __init__(self, config: EfficientNetConfig):
         super().__init__()
         self.config = config
@@ -107,7 +109,13 @@ class EfficientNet(ConvNet):
         self._conv_head, self._bn1 = SameConv(inputs, config.head, 1), nn.BatchNorm2d(config.head, EPS)
         self._fc = nn.Linear(config.head, config.classes)
 
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits [B, C]."""
+        out: Tensor = self.get_classifier()(self.forward_features(images).mean((2, 3)))
+        return out
+
     def forward_features(self, images: Tensor) -> Tensor:
+        """Feature maps [B, D, h, w]."""
         x = nn.functional.relu6(self._bn0(self._conv_stem(images)))
         return nn.functional.relu6(self._bn1(self._conv_head(self._blocks(x))))
 

@@ -1,0 +1,165 @@
+"""Segmentations: the loss, trainings that are killed, resumed and divided, artifacts, and what cannot be trained on."""
+
+import dataclasses
+import json
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn import functional as F
+
+import vitrail
+from tests.images import make_folder, make_masked_folder
+from tests.tasks.segmentation_process import CHANGES, trained
+from tests.training.processes import ROOT, environment, one_process, side_by_side
+from vitrail.data.datasets.lookup import open_splits
+from vitrail.data.loader import ImageReader
+from vitrail.data.mask_classes import IGNORE
+from vitrail.errors import UserError
+from vitrail.evaluation.mean_iou import count_pixels, summarize_pixels
+from vitrail.evaluation.segmented_images import segment
+from vitrail.tasks.segmentation import pixel_loss
+
+LINEAR = {"task_options.head": "linear", "augmentation.image_size": [32, 32], "optimizer.layer_decay": 1.0}
+PROGRAM = ["-m", "tests.tasks.segmentation_process"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return make_masked_folder(tmp_path_factory.mktemp("boxes"), 24)
+
+
+@pytest.fixture(scope="module")
+def finished(data, tmp_path_factory):
+    changes = CHANGES | {"schedule.length": "60 steps", "validation.every": "30 steps", "optimizer.lr": 1e-2} | LINEAR
+    folder = tmp_path_factory.mktemp("run") / "run"
+    return vitrail.train(data, "segment", out=folder, changes=changes, workers=0, device="cpu")
+
+
+def newest_checkpoint(folder):
+    return load_file(max((folder / "checkpoints").glob("*.safetensors")))
+
+
+def test_the_loss_is_the_sum_over_labeled_pixels_by_all_pixels():
+    logits, masks = torch.randn(2, 3, 4, 4, dtype=torch.float64), torch.randint(0, 3, (2, 8, 8), dtype=torch.uint8)
+    masks[:, 2:4] = IGNORE
+    resized = F.interpolate(logits, (8, 8), mode="bilinear", align_corners=False)
+    total = sum(
+        -float(resized[image, :, y, x].log_softmax(0)[int(masks[image, y, x])])
+        for image in range(2)
+        for y in range(8)
+        for x in range(8)
+        if masks[image, y, x] != IGNORE
+    )
+    assert float(pixel_loss(logits, masks)) == pytest.approx(total / masks.numel(), rel=1e-12)
+    # Halves of a batch with different numbers of labeled pixels have the mean of their losses.
+    halves = [pixel_loss(logits[row : row + 1], masks[row : row + 1]) for row in range(2)]
+    torch.testing.assert_close(pixel_loss(logits, masks), sum(halves) / 2)
+
+
+def test_it_learns_and_is_reported(finished):
+    run = json.loads((finished.folder / "run.json").read_text())
+    assert finished.best["miou"] > 0.6
+    assert run["metric"]["name"] == "miou"
+    assert [row["name"] for row in run["per_class"]] == ["ground", "red", "blue"]
+    assert len(run["segmentations"]) == 2
+    assert run["recipe"]["task_options"]["auxiliary_weight"] == 0.4  # all options are recorded
+    page = (finished.folder / "report.html").read_text()
+    for text in ("mIoU", "Images, masks and predictions", "within 1 of a boundary", "IoU"):
+        assert text in page
+
+
+def test_the_artifact_predicts_alone(finished, data):
+    validation = open_splits(data).validation
+    matrix = torch.zeros(3, 3, dtype=torch.int64)
+    model = vitrail.load(finished.artifact)
+    for index in range(len(validation)):
+        pixels, mask = ImageReader(validation, None, masks=False).read_image(index)[0], validation.mask(index)
+        (found,) = segment(model, pixels)
+        matrix += count_pixels(torch.from_numpy(validation.mask_classes.read(mask)), torch.from_numpy(found.classes), 3)
+    assert summarize_pixels(matrix)["miou"] == pytest.approx(finished.best["miou"], abs=1e-3)
+    assert model.task_head.config.short_side == 32
+    assert model.architecture.classes == 0
+
+
+def test_killed_and_resumed_bit_for_bit(data, tmp_path):
+    command = [sys.executable, *PROGRAM, data, tmp_path / "killed", "4"]
+    killed = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, check=False)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert [path.name for path in (tmp_path / "killed" / "checkpoints").iterdir()] == ["step-000000003.safetensors"]
+    for name in ("killed", "whole"):
+        assert trained(data, tmp_path / name, one_process(1)).finished
+    for load in (newest_checkpoint, lambda folder: load_file(folder / "best.safetensors")):
+        ours, theirs = load(tmp_path / "killed"), load(tmp_path / "whole")
+        assert any("task_head.decoder.fuse" in name for name in theirs)
+        assert ours.keys() == theirs.keys()
+        assert not [name for name in theirs if not torch.equal(ours[name], theirs[name])]
+
+
+def test_two_processes_are_two_micro_batches(data, tmp_path):
+    """Sums are formed in another order, so the weights agree up to rounding; metrics are counts and agree exactly."""
+    one = trained(data, tmp_path / "one", one_process(2))
+    codes, outputs = side_by_side(*[[*PROGRAM, data, tmp_path / "two"]] * 2)
+    assert codes == [0, 0], outputs
+    ours, theirs = newest_checkpoint(tmp_path / "one"), newest_checkpoint(tmp_path / "two")
+    for name, value in ours.items():
+        if not name.startswith(("optimizer:", "loop:")):
+            torch.testing.assert_close(value, theirs[name], rtol=1e-4, atol=2e-5, msg=name)
+    assert one.best["miou"] > 0
+
+
+def test_a_run_is_resumed_from_its_directory(finished, data, tmp_path):
+    """Classes without names and ignored ids are found again."""
+    changes = CHANGES | {"schedule.length": "2 steps", "validation.every": "2 steps", "task_options.ignore": [2]}
+    folder = make_masked_folder(tmp_path / "unnamed", 8)
+    (folder / "classes.json").unlink()
+    first = vitrail.train(folder, "segment", out=tmp_path / "run", changes=changes, workers=0, device="cpu")
+    assert vitrail.load(first.artifact).task_head.config.class_names == ("class 0", "class 1")
+    again = vitrail.resume(tmp_path / "run", workers=0, device="cpu")
+    assert again.best["miou"] == first.best["miou"]
+
+
+@pytest.mark.parametrize("scope", ["full", "head"])
+def test_it_continues_and_freezes(finished, data, tmp_path, scope):
+    changes = {name: value for name, value in CHANGES.items() if not name.startswith(("model", "architecture"))}
+    changes |= LINEAR | {"schedule.length": "2 steps", "validation.every": "2 steps", "init.scope": scope}
+    tuned = vitrail.train(data, "segment", from_=finished.folder, out=tmp_path / "run", changes=changes, workers=0, device="cpu")
+    before, after = vitrail.load(finished.artifact).state_dict(), vitrail.load(tuned.artifact).state_dict()
+    trunk = [name for name in before if not name.startswith("task_head") and not name.endswith("num_batches_tracked")]
+    assert all(torch.equal(before[name], after[name]) for name in trunk) == (scope == "head")
+    head = "task_head.decoder.classifier.weight"
+    assert 0 < (before[head] - after[head]).abs().max() < 0.01  # the head of the weights was the start
+
+
+def test_a_classifier_can_start_from_a_segmentation(finished, tmp_path):
+    folder = make_folder(tmp_path / "photos", count=6)
+    short = {"schedule.length": "2 steps", "validation.every": "2 steps", "precision": "fp32", "batch_size": 4}
+    tuned = vitrail.train(folder, "finetune", from_=finished.folder, out=tmp_path / "run", changes=short, workers=0, device="cpu")
+    model = vitrail.load(tuned.artifact)
+    assert (model.architecture.classes, model.task_head) == (3, None)
+
+
+def test_what_cannot_be_trained_on(tmp_path, data):
+    def fails(source, changes, message):
+        with pytest.raises(UserError, match=message):
+            vitrail.train(source, "segment", out=tmp_path / "run", changes=CHANGES | changes, workers=0, device="cpu")
+
+    fails("digits", {}, "digits has no masks")
+    fails(data, {"mixing.mixup": 0.5}, "does not mix or erase")
+    fails(data, {"task_options.chanels": 3}, "the nearest are channels")
+    fails(data, {"task_options.blocks": [9]}, "it has no block 9")
+    fails(data, {"task_options.ignore": [0, 1, 2]}, "no class")
+
+
+def test_resmlp_trains_on_its_window(data, tmp_path):
+    changes = CHANGES | {"model": "resmlp_s12", "schedule.length": "2 steps", "validation.every": "2 steps"}
+    run = vitrail.train(data, "segment", out=tmp_path / "run", changes=changes, workers=0, device="cpu")
+    config = vitrail.load(run.artifact).task_head.config
+    assert (config.window, config.stride) == (16, 11)
+    assert dataclasses.asdict(config)["short_side"] == 16
+    (found,) = vitrail.segment(run.artifact, np.zeros((30, 44, 3), dtype=np.uint8))
+    assert found.classes.shape == (30, 44)

@@ -1,0 +1,98 @@
+"""Checks of segmentation masks before a training: which ids they have, and whether they fit their images."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from vitrail.data.loader import ImageReader, Problem
+from vitrail.data.mask_classes import IGNORE, MaskClasses, make_classes, numbered_classes
+from vitrail.data.source import Source
+from vitrail.data.workers import Workers, default_workers
+from vitrail.errors import UserError
+
+SCANNED, SAMPLED = 2000, 48  # masks
+CHUNK = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class IdScanner:
+    """Collects the ids of masks; sent to worker processes."""
+
+    source: Source
+
+    def __call__(self, indices: np.ndarray) -> set[int]:
+        from vitrail.data.decode import decode_mask
+
+        found: set[int] = set()
+        for index in indices.tolist():
+            try:
+                encoded = self.source.mask(index)
+                found |= set(np.unique(decode_mask(encoded)).tolist()) if encoded is not None else set()
+            except (OSError, ValueError):
+                continue  # reported when it is read
+        return found
+
+
+def spread(source: Source, count: int) -> np.ndarray:
+    return np.unique(np.linspace(0, len(source) - 1, count).astype(np.int64)) if len(source) else np.zeros(0, dtype=np.int64)
+
+
+def scan_ids(source: Source, limit: int = SCANNED) -> list[int]:
+    """The ids that occur in the masks of a source, or in `limit` of them."""
+    indices = spread(source, limit)
+    chunks = np.split(indices, range(CHUNK, len(indices), CHUNK))
+    pool = Workers(IdScanner(source), default_workers() if len(chunks) > 2 else 0)
+    try:
+        return sorted(set().union(*pool.run(chunks)))
+    finally:
+        pool.close()
+
+
+def complete_classes(sources: Sequence[Source], ignored: Sequence[int] = ()) -> MaskClasses:
+    """Give all sources the classes of the first: those of its file, else one for each id in its masks; `ignored` are left out."""
+    first = sources[0]
+    require_masks(first)
+    classes = first.mask_classes
+    if classes is None:
+        try:
+            classes = numbered_classes(scan_ids(first))
+        except UserError as error:
+            check_masks(first)  # a better reason, if none can be read
+            raise UserError(f"{first.name} has no masks to learn from: {error}") from None
+    if ignored:
+        names = dict(zip(classes.ids, classes.names, strict=True))
+        colors = {number: color for color, number in classes.colors}
+        classes = make_classes(names, [*classes.ignored - {IGNORE}, *ignored], colors)
+    for source in sources:
+        source.mask_classes = classes
+    return classes
+
+
+def require_masks(source: Source) -> None:
+    if not source.has_masks:
+        raise UserError(
+            f"{source.name} has no masks: give a folder with images/ and masks/ (PNG files of the same names), one of the "
+            "layouts of ADE20K, VOC, Cityscapes or CamVid, or Parquet files with a mask column."
+        )
+
+
+def check_masks(source: Source, samples: int = SAMPLED) -> None:
+    """Raise UserError if half of some masks spread over the source cannot be used; a few bad ones are skipped in training."""
+    require_masks(source)
+    reader = ImageReader(source, None, masks=True)
+    chosen = spread(source, samples)
+    problems: list[Problem] = []
+    labeled = False
+    for index in chosen.tolist():
+        image = reader.read_image(index)
+        if isinstance(image, Problem):
+            problems.append(image)
+        elif image[1] is not None:
+            labeled = labeled or bool((image[1] != IGNORE).any())
+    if len(problems) * 2 >= len(chosen):
+        location, reason = problems[0]
+        others = f" ({len(problems)} of {len(chosen)} masks like this)" if len(problems) > 1 else ""
+        raise UserError(f"{location} cannot be used: {reason}{others}; `vitrail data inspect` lists all of them.")
+    if not labeled:
+        raise UserError(f"All pixels of the masks of {source.name} are ignored: name the classes of their ids in classes.json.")

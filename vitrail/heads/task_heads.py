@@ -1,0 +1,117 @@
+"""Heads that belong to the artifact of a model: built from a configuration, which the artifact stores as JSON.
+
+`model.task_head` is such a head. Its configuration says what it predicts and how, so that one file is enough to load, predict
+and evaluate. Another kind of head is a dataclass and a module here, and a line in `KINDS`.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from torch import Tensor, nn
+
+from vitrail.errors import UserError
+from vitrail.heads.upernet import FcnHead, LinearHead, UperNetHead
+
+SegmentationKind = Literal["linear", "fcn", "upernet"]
+MAX_CLASSES, MAX_CHANNELS, MAX_SIDE = 255, 4096, 1 << 16
+IGNORED_ID = 255  # in masks: not a class
+
+
+@dataclass(frozen=True)
+class SegmentationConfig:
+    """A class for every pixel: the head, its classes, and the protocol of inference."""
+
+    class_names: tuple[str, ...]
+    mask_ids: tuple[int, ...]  # the id of each class in mask files
+    short_side: int  # of the images of the network, whose other side is at most four times as long; 0: the stored size
+    window: int = 0  # side of a sliding window; 0: whole images
+    stride: int = 0  # of the window
+    kind: SegmentationKind = "upernet"
+    channels: int = 512
+    auxiliary: int = 256  # channels of the FCN head that is trained beside an UperNet; 0: none
+    dropout: float = 0.1
+    blocks: tuple[int, ...] = ()  # blocks whose tokens are the input, such as 3, 5, 7, 11; (): the final tokens
+
+    @property
+    def classes(self) -> int:
+        return len(self.class_names)
+
+    def check(self) -> None:
+        """Raise UserError for values that no head has: a file may contain anything."""
+        names, ids = self.class_names, self.mask_ids
+        texts = all(isinstance(name, str) for name in names)
+        if not 1 <= len(names) <= MAX_CLASSES or len(ids) != len(names) or not texts:
+            raise UserError(f"a segmentation head has 1 to {MAX_CLASSES} classes with a name and an id each.")
+        integers = (*ids, self.short_side, self.window, self.stride, self.channels, self.auxiliary, *self.blocks)
+        if not all(type(value) is int and 0 <= value < MAX_SIDE for value in integers) or not 1 <= self.channels <= MAX_CHANNELS:
+            raise UserError("a segmentation head has sizes, ids and blocks that are not plain numbers.")
+        if (
+            max(ids) >= IGNORED_ID
+            or len(set(ids)) < len(ids)
+            or self.auxiliary > MAX_CHANNELS
+            or (self.window and not self.stride)
+        ):
+            raise UserError("a segmentation head has ids, channels or a window that are out of range.")
+        if self.kind not in get_args(SegmentationKind) or not 0 <= self.dropout < 1 or len(self.blocks) > 64:
+            raise UserError(f"there is no segmentation head {self.kind!r}.")
+
+
+class SegmentationHead(nn.Module):
+    """Feature maps to logits [B, classes, h, w], and in training those of the auxiliary head."""
+
+    def __init__(self, config: SegmentationConfig, channels: Sequence[int], strides: Sequence[int]) -> None:
+        super().__init__()
+        config.check()
+        self.config = config
+        classes, width, dropout = config.classes, config.channels, config.dropout
+        self.decoder: nn.Module
+        if config.kind == "linear":
+            self.decoder = LinearHead(channels, classes, normalize=bool(config.blocks))  # the final tokens are normalized
+        elif config.kind == "fcn":
+            self.decoder = FcnHead(channels, width, classes, dropout=dropout)
+        else:
+            if len(channels) not in (1, 4):
+                raise UserError(f"UperNet takes the final tokens or those of four blocks, not of {len(channels)}.")
+            self.decoder = UperNetHead(channels, strides, width, classes, dropout)
+        trained_beside = config.kind == "upernet" and config.auxiliary
+        # On the map of stride 16, or the third of four.
+        self.third = min(2, len(channels) - 1)
+        self.auxiliary = (
+            FcnHead(channels[self.third : self.third + 1], config.auxiliary, classes, 1, dropout) if trained_beside else None
+        )
+
+    def forward(self, maps: list[Tensor]) -> Tensor:
+        out: Tensor = self.decoder(maps)
+        return out
+
+    def auxiliary_logits(self, maps: list[Tensor]) -> Tensor | None:
+        return None if self.auxiliary is None else self.auxiliary([maps[self.third]])
+
+
+KINDS: dict[str, tuple[type[Any], type[nn.Module]]] = {"segmentation": (SegmentationConfig, SegmentationHead)}
+
+
+def write_config(head: nn.Module) -> dict[str, Any]:
+    """The configuration of a head as plain values, with the name of its kind."""
+    config: Any = head.config
+    name = next(name for name, (kind, _) in KINDS.items() if isinstance(config, kind))
+    return {"task": name} | dataclasses.asdict(config)
+
+
+def read_config(values: Any) -> Any:
+    """The inverse of `write_config`; UserError for anything else."""
+    try:
+        fields = dict(values)
+        kind = KINDS[fields.pop("task")][0]
+        config = kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
+        config.check()
+    except (KeyError, TypeError, ValueError):
+        raise UserError("its task head is not known.") from None
+    return config
+
+
+def build_head(config: Any, channels: Sequence[int], strides: Sequence[int]) -> nn.Module:
+    head = next(head for kind, head in KINDS.values() if isinstance(config, kind))
+    return head(config, channels, strides)
