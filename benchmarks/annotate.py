@@ -32,7 +32,6 @@ import torch
 from arguments import positive, run_program
 from PIL import Image
 from timing import half_range, machine, time_rounds
-from vitrail.models.convnets.resnet import ResNet, ResNetConfig
 
 from vitrail.data.datasets.lookup import open_source
 from vitrail.data.image_loader import ImageLoader
@@ -40,6 +39,7 @@ from vitrail.data.source import Source, Subset
 from vitrail.devices import choose_device
 from vitrail.evaluation.predict import read_batches
 from vitrail.models.preprocessing import DECODE_SCALE, Preprocessing
+from vitrail.models.registry import create
 from vitrail.recipes import Recipe, lookup
 from vitrail.runs.initial_model import build_initial
 from vitrail.tasks.classification import Classification, resolve_teacher
@@ -52,7 +52,6 @@ from vitrail.teachers.teacher import Teacher
 from vitrail.training.distributed import Devices
 from vitrail.training.trainer import Options, Trainer
 
-RESNET18 = ResNetConfig((2, 2, 2, 2), bottleneck=False)
 TOP_K = 5
 KINDS = ("noise", "static")
 
@@ -79,8 +78,8 @@ def make_teacher(arguments: argparse.Namespace, classes: list[str] | None = None
     if arguments.teacher:
         return open_teacher(arguments.teacher, arguments.device)
     torch.manual_seed(0)
-    config = RESNET18 if classes is None else ResNetConfig((2, 2, 2, 2), bottleneck=False, classes=len(classes))
-    return open_teacher(ResNet(config), arguments.device, classes, Preprocessing())
+    network = create("resnet18", classes=1000 if classes is None else len(classes))
+    return open_teacher(network, arguments.device, classes, Preprocessing())
 
 
 def measure_annotation(arguments: argparse.Namespace) -> dict:

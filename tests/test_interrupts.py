@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.convnets import timm_state
 from tests.teachers.predictions import network
 from tests.training.small import FAST_PATCHES, SHORT
 from vitrail import interrupts, teachers
@@ -246,7 +247,7 @@ def test_a_library_that_converts_the_second_interrupt_of_a_training(train, tmp_p
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory):
     path = tmp_path_factory.mktemp("teacher") / "net.pth"
-    torch.save(network(10).state_dict(), path)
+    torch.save(timm_state(network(10)), path)
     return path
 
 
