@@ -1,6 +1,7 @@
 """Short trainings of a tokenizer and of BEiT on the digits.
 
-`python -m tests.tasks.beit_trainings FOLDER` trains both in the processes that torchrun's variables describe.
+`python -m tests.tasks.beit_trainings FOLDER` trains both in the processes that torchrun's variables describe;
+`... FOLDER tokenizer` or `... FOLDER beit` trains one of them in two micro-batches and is killed before step 6.
 """
 
 import json
@@ -10,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 import vitrail
-from tests.training.processes import run
+from tests.training.processes import kill_before, one_process, run
 from vitrail.data.datasets.lookup import open_splits
 from vitrail.data.image_loader import ImageLoader
 from vitrail.data.source import Subset
@@ -68,22 +69,11 @@ def make(recipe, folder, devices, options=None):
     return training
 
 
-class Killed(Exception):
-    pass
-
-
-def trained(recipe, folder, devices, killed_at=None):
-    """A trainer that has run to its end, from its checkpoint if there is one; killed at a step, it has saved one at step 5."""
+def trained(recipe, folder, devices, killed_before=None):
+    """A trainer that has run to its end, from its checkpoint if there is one; it saves one after 5 steps."""
     training = make(recipe, folder, devices, Options(save_steps=5))
     load_checkpoint(training, print)
-    step = training.train_step
-
-    def train_step(next_batch):
-        if training.step == killed_at:
-            raise Killed
-        step(next_batch)
-
-    training.train_step = train_step
+    kill_before(training, killed_before)
     run(training)
     return training
 
@@ -93,7 +83,10 @@ def with_tokenizer(path):
 
 
 if __name__ == "__main__":
-    folder = Path(sys.argv[1])
+    folder, only = Path(sys.argv[1]), sys.argv[2:]
+    recipes = {"tokenizer": TOKENIZER, "beit": with_tokenizer(folder / "tokenizer.safetensors")}
+    if only:
+        trained(recipes[only[0]], folder / only[0], one_process(2), killed_before=6)
     with init_distributed("cpu") as devices:
-        trained(TOKENIZER, folder / "tokenizer", devices)
-        trained(with_tokenizer(folder / "tokenizer.safetensors"), folder / "beit", devices)
+        for name, recipe in recipes.items():
+            trained(recipe, folder / name, devices)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +11,8 @@ import torch
 from torch.nn import functional as F
 
 import vitrail
-from tests.tasks.beit_trainings import CODES, TOKENIZER, Killed, make, trained, with_tokenizer, write_tokenizer
-from tests.training.processes import one_process, side_by_side
+from tests.tasks.beit_trainings import CODES, TOKENIZER, make, trained, with_tokenizer, write_tokenizer
+from tests.training.processes import one_process, side_by_side, start
 from vitrail.checkpoints.training_checkpoints import read_checkpoint
 from vitrail.data.datasets.lookup import open_splits
 from vitrail.data.image_loader import ImageLoader
@@ -290,12 +291,15 @@ def tensors(folder):
 
 
 @pytest.mark.parametrize("name", ["tokenizer", "beit"])
-def test_resumed_bit_for_bit(name, finished, tmp_path, tokenizer):
-    recipe = TOKENIZER if name == "tokenizer" else with_tokenizer(finished / "tokenizer.safetensors")
-    with pytest.raises(Killed):
-        trained(recipe, tmp_path, one_process(2), killed_at=6)
-    trained(recipe, tmp_path, one_process(2))
-    ours, theirs = tensors(tmp_path), tensors(finished / name)
+def test_killed_and_resumed_bit_for_bit(name, finished, tmp_path):
+    path = tmp_path / "tokenizer.safetensors"
+    path.write_bytes((finished / path.name).read_bytes())
+    killed = start("-m", "tests.tasks.beit_trainings", tmp_path, name)
+    _, errors = killed.communicate(timeout=120)
+    assert killed.returncode == -signal.SIGKILL, errors
+    assert [path.name for path in (tmp_path / name / "checkpoints").iterdir()] == ["step-000000005.safetensors"]
+    trained(TOKENIZER if name == "tokenizer" else with_tokenizer(path), tmp_path / name, one_process(2))
+    ours, theirs = tensors(tmp_path / name), tensors(finished / name)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
 

@@ -1,6 +1,7 @@
 """Masked patch prediction: corruption, targets, one step against a reference in float64, models, data, resume, processes."""
 
 import math
+import signal
 import sys
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 import vitrail
 from tests.small import structures
 from tests.trainers import make_trainer
-from tests.training.processes import side_by_side
+from tests.training.processes import kill_before, side_by_side, start
 from vitrail.data.datasets.lookup import open_splits
 from vitrail.data.image_loader import ImageLoader
 from vitrail.data.rng import sample_key
@@ -354,21 +355,24 @@ def test_predictions_no_better_than_a_constant_give_a_warning():
 # Runs
 
 
-def trained(folder, until=None, devices=None, **options):
-    """A training of six steps, from its checkpoint if there is one; it ends after step `until` as if it were the last."""
-    trainer = make_trainer(recipe_with(**options), digits(), folder, devices)
+def trained(folder, devices=None, killed_before=None, **options):
+    """A training of six steps, from its checkpoint if there is one."""
+    trainer = make_trainer(recipe_with(**options), digits(), folder, devices, Options(save_steps=4))
     trainer.validation = ImageLoader(digits(12), CPU, 0)
     load_checkpoint(trainer, print)
-    trainer.total = until or trainer.total
+    kill_before(trainer, killed_before)
     display = Display(6, 2, 16, console=Console(quiet=True))
     trainer.run(ImageLoader(trainer.source, CPU, 0), display, None, Throughput(trainer.model, CPU, 1))
     return {name: value.clone() for name, value in trainer.task.module.state_dict().items()}, trainer.best
 
 
 @pytest.mark.parametrize("target", ["downsized", "pixels"])
-def test_resumed_bit_for_bit(target, tmp_path):
+def test_killed_and_resumed_bit_for_bit(target, tmp_path):
     whole, best = trained(tmp_path / "whole", target=target)
-    trained(tmp_path / "parts", until=4, target=target)
+    killed = start("-m", "tests.tasks.test_masked_patches", tmp_path / "parts", target)
+    _, errors = killed.communicate(timeout=120)
+    assert killed.returncode == -signal.SIGKILL, errors
+    assert [path.name for path in (tmp_path / "parts" / "checkpoints").iterdir()] == ["step-000000004.safetensors"]
     parts, same = trained(tmp_path / "parts", target=target)
     assert all(torch.equal(parts[name], value) for name, value in whole.items())
     assert best == same
@@ -432,4 +436,6 @@ def main(folder):
 
 
 if __name__ == "__main__":
+    if len(sys.argv) > 2:
+        trained(Path(sys.argv[1]), killed_before=5, target=sys.argv[2])
     main(Path(sys.argv[1]))

@@ -1,6 +1,7 @@
 """Helpers to run trainings in several processes on this machine, started like torchrun does."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -142,6 +143,18 @@ def run(training, metrics=None):
     display = Display(20, 1, 16, console=Console(quiet=True))
     throughput = Throughput(training.model, training.devices.device, 1)
     training.run(train_images(training), display, metrics, throughput)
+
+
+def kill_before(training, step):
+    """The process is killed before this step."""
+    train_step = training.train_step
+
+    def train_or_die(*arguments):
+        if training.step == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        train_step(*arguments)
+
+    training.train_step = train_or_die
 
 
 def one_process(micro_batches):
