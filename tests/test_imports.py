@@ -23,6 +23,7 @@ ORDER = [
     "interpret",
     "tasks",
     "runs",
+    "explore",
     "bench",
     "cli",
 ]

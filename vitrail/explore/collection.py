@@ -112,7 +112,7 @@ def choose_images(source: Source, root: str, limit: int, evaluation: Path | None
         chosen = inside
     if len(chosen) > limit:
         drawn = np.random.default_rng(0).permutation(len(chosen))[:limit]
-        notes.append(f"{limit:,} of {len(chosen):,} images, drawn at random")
+        notes.append(f"drawn at random from {len(chosen):,}")
         chosen = [chosen[row] for row in sorted(drawn.tolist())]
     return Subset(source, np.array(chosen, dtype=np.int64)), notes
 

@@ -10,12 +10,13 @@ from typing import Any
 import vitrail.pages
 from vitrail.pages import get_environment
 
-SCRIPT = Path(vitrail.pages.__file__).with_name("explore.js")
+SCRIPTS = ("explore_panels.js", "explore_browser.js")  # one script in the page
 
 
 @cache
 def read_script() -> str:
-    return SCRIPT.read_text(encoding="utf-8")
+    folder = Path(vitrail.pages.__file__).parent
+    return "".join((folder / name).read_text(encoding="utf-8") for name in SCRIPTS)
 
 
 def content_policy(live: bool) -> str:
