@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 SCANNED, STORED = 500, 16  # images of the folder that are predicted, and those in a static page
 DATA_SUFFIXES = (".parquet", ".tar", ".csv", ".tsv")
+HARDWARE = HardwareOptions(batch_size=32)
 MODEL_FILES = ("run.json", "config.json", ".metadata")  # of folders that are weights
 
 
@@ -27,7 +28,7 @@ def explore(
         list[str],
         typer.Argument(
             metavar="WEIGHTS [WEIGHTS] [FOLDER]",
-            help="A checkpoint or run directory, or two to compare; then, optionally, images to browse: a folder or another data set.",
+            help="A checkpoint or run directory, or two to compare; then, if wanted, images to browse: a folder or data set.",
         ),
     ],
     out: Annotated[
@@ -46,7 +47,7 @@ def explore(
     ] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; default: a free one.")] = 0,
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page in the browser.")] = True,
-    hardware: HardwareOptions = HardwareOptions(batch_size=32),
+    hardware: HardwareOptions = HARDWARE,
 ) -> None:
     """Explore what a model attends to, in the browser: drop an image, point at a patch, compare two checkpoints, find errors.
 
@@ -66,7 +67,9 @@ def explore(
     weights, folder = split_paths(paths)
     if folder is None and (out is not None or evaluation is not None):
         option = "--out" if out is not None else "--evaluation"
-        raise UserError(f"{option} needs images: give a folder after the weights, as in vitrail explore weights.safetensors photos/")
+        raise UserError(
+            f"{option} needs images: give a folder after the weights, as in vitrail explore weights.safetensors photos/"
+        )
     if out is not None and out.suffix.lower() not in (".html", ".htm"):
         raise UserError(f"--out writes a page: call it page.html, not {out.name!r}.")
     check_writable(out)
@@ -79,7 +82,8 @@ def explore(
     explorer = Explorer(models, collection)
     title = " and ".join(model.title for model in models)
     if listener is None:
-        assert out is not None and collection is not None
+        assert out is not None
+        assert collection is not None
         count = min(images or STORED, len(collection.index))
         with progress("storing", count) as advance:
             size = write_static_page(out, title, explorer, count, advance)

@@ -137,7 +137,8 @@ class ExploredModel:
             if not recording.logits.isfinite().all():
                 raise UserError("The model's logits are NaN or Inf: its weights are damaged.")
             scale = max(VIEW_SIDE / max(preprocessing.image_size), 1.0)
-            larger = preprocessing._replace(image_size=tuple(round(side * scale) for side in preprocessing.image_size))
+            height, width = preprocessing.image_size
+            larger = preprocessing._replace(image_size=(round(height * scale), round(width * scale)))
             return Seen(recording, to_jpeg(to_uint8(larger.apply(canvas, sizes), larger)[0]))
 
     def predictions(self, seen: Seen) -> list[tuple[int, str, float]]:

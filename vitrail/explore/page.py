@@ -33,10 +33,14 @@ def content_policy(live: bool) -> str:
 def render_page(title: str, content: dict[str, Any], stored: dict[str, Any] | None = None) -> str:
     """The page for models and collection of `content`; with `stored`, all that it shows is inside."""
     data = json.dumps(content | {"stored": stored}, ensure_ascii=False, separators=(",", ":"))
-    return get_environment().get_template("explore.html.j2").render(
-        title=title,
-        live=stored is None,
-        policy=content_policy(stored is None),
-        script=read_script(),
-        data=data.replace("<", "\\u003c"),  # so that the text cannot end the script element
+    return (
+        get_environment()
+        .get_template("explore.html.j2")
+        .render(
+            title=title,
+            live=stored is None,
+            policy=content_policy(stored is None),
+            script=read_script(),
+            data=data.replace("<", "\\u003c"),  # so that the text cannot end the script element
+        )
     )

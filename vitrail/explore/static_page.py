@@ -35,10 +35,8 @@ def write_static_page(
     budget = ATTENTION_BYTES // (len(rows) * len(explorer.models))
     plans = [plan_layers(model, budget) for model in explorer.models]
     for described, plan in zip(content["models"], plans, strict=True):
-        kept = {layer: heads for layer, heads in plan}
-        described["layers"] = [
-            layer | {"heads": kept[layer["layer"]]} for layer in described["layers"] if layer["layer"] in kept
-        ]
+        kept = dict(plan)
+        described["layers"] = [layer | {"heads": kept[layer["layer"]]} for layer in described["layers"] if layer["layer"] in kept]
     views: list[str] = []
     images = []
     for row in rows:

@@ -343,7 +343,7 @@ class Panel {
     find("h3", this.root).hidden = !this.predictions.length;
     const perClass = this.method === "attention" ? this.current?.pooling : this.methods.get(this.method).per_class;
     list.replaceChildren(...this.predictions.map(([index, name, probability], rank) => {
-      const button = make("button", { type: "button" }, make("span", {}, name, ...(label === name ? [make("span", { className: "badge right" }, "label")] : [])), make("span", {}, percent(probability)));
+      const button = make("button", { type: "button" }, make("span", {}, name, ...(label === name ? [" ", make("span", { className: "badge right" }, "label")] : [])), make("span", {}, percent(probability)));
       button.style.setProperty("--share", `${100 * probability}%`);
       button.disabled = !perClass || !source.canExplain(this.number, shared.image, this.method, index);
       button.title = button.disabled ? "" : `Show the map for ${name}`;
