@@ -332,8 +332,17 @@ def draw_mistakes(model: "Model", source: "Source", wrong: "Sequence[WrongImage]
     from vitrail.data.decode import decode
     from vitrail.evaluation.confusion import thumbnail
     from vitrail.evaluation.model import decode_side
+    from vitrail.models.vision_transformer import VisionTransformer
     from vitrail.pages import image_url
 
+    shown = wrong[:MAX_THUMBNAILS]
+    maps = [""] * len(shown)
+    if isinstance(model, VisionTransformer):
+        from vitrail.interpret.mistakes import draw_maps
+
+        names = model.class_names or []
+        classes = [names.index(row.prediction) if row.prediction in names else -1 for row in shown]
+        maps = draw_maps(model, source, np.array([row.index for row in shown], dtype=np.int64), np.array(classes, dtype=np.int64))
     return [
         {
             "url": image_url(thumbnail(decode(source.encoded(row.index), decode_side(model)))),
@@ -341,8 +350,9 @@ def draw_mistakes(model: "Model", source: "Source", wrong: "Sequence[WrongImage]
             "prediction": row.prediction,
             "confidence": row.probability,
             "location": row.image,
+            "map": image_url(image) if image else "",
         }
-        for row in wrong[:MAX_THUMBNAILS]
+        for row, image in zip(shown, maps, strict=True)
     ]
 
 

@@ -24,6 +24,7 @@ from vitrail.cli.delta import delta
 from vitrail.cli.demo import demo
 from vitrail.cli.embed import embed, suite
 from vitrail.cli.evaluate import disagree, evaluate
+from vitrail.cli.explain import explain
 from vitrail.cli.explore import explore
 from vitrail.cli.models import convert, info, models
 from vitrail.cli.predict import predict
@@ -52,6 +53,7 @@ PANELS: dict[str, dict[str, typer.Typer | Callable[..., None]]] = {
         "predict": predict,
         "segment": segment,
         "evaluate": evaluate,
+        "explain": explain,
         "disagree": disagree,
         "embed": embed,
         "probe": probe,

@@ -25,6 +25,7 @@ RECORDED_BYTES = 2**29  # of all recordings of a model; the last is always kept
 MAX_MAPS = 64  # relevance maps of one image
 VIEW_SIDE = 448  # of the image that is shown; at least the model's own size
 TOP = 5
+CLASS_INDEPENDENT = ("attention", "rollout", "thresholded_heads")  # unless every class has a query
 TITLES = {
     "class_attention": "Class attention",
     "gradient_attention": "Gradient × attention",
@@ -100,7 +101,7 @@ class ExploredModel:
                     "name": name,
                     "title": TITLES.get(name, name.replace("_", " ").capitalize()),
                     "description": METHODS[name].description,
-                    "per_class": METHODS[name].depends_on_class,
+                    "per_class": self.depends_on_class(name),
                 }
                 for name in self.methods
             ],
@@ -114,6 +115,9 @@ class ExploredModel:
         mixer = "convolutions" if not a.depth or a.convnet or "conv" in a.mixer else "linear layers over the patches"
         only = "only its class query attends to patches" if self.layers else "it has no attention"
         return f"This model mixes patches by {mixer}: {only}, so that pointing at a patch shows nothing."
+
+    def depends_on_class(self, method: str) -> bool:
+        return method not in CLASS_INDEPENDENT or self.model.architecture.pooling == "per_class"
 
     def open(self, key: str, read: Callable[[], np.ndarray]) -> Seen:
         """The recording of an image; `read` returns its pixels uint8 [height, width, 3] if it is not kept."""
@@ -175,7 +179,7 @@ class ExploredModel:
         with self.lock:
             if target < 0:
                 target = int(seen.recording.logits[0].argmax())
-            key = (method, target if METHODS[method].depends_on_class else -1)
+            key = (method, target if self.depends_on_class(method) else -1)
             if key not in seen.maps:
                 recording = seen.recording
                 if METHODS[method].gradients:

@@ -17,7 +17,6 @@ from vitrail.explore.collection import Collection
 from vitrail.explore.explored_model import ExploredModel, Seen, quantize, to_jpeg
 from vitrail.explore.explorer import Explorer
 from vitrail.explore.page import render_page
-from vitrail.interpret.maps import METHODS
 from vitrail.pages import image_url
 
 VIEW_SIDE, VIEW_QUALITY = 320, 80
@@ -85,7 +84,7 @@ def store(model: ExploredModel, seen: Seen, plan: Sequence[tuple[int, int]]) -> 
     predictions = model.predictions(seen)
     maps = []
     for method in model.methods:
-        per_class = METHODS[method].depends_on_class and model.names
+        per_class = model.depends_on_class(method) and model.names
         for target in [index for index, _, _ in predictions[:CLASSES]] if per_class else [-1]:
             found = model.relevance(seen, method, target)
             maps.append([method, target if per_class else -1, block.tell(), found.peaks[0]])

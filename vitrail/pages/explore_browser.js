@@ -88,7 +88,7 @@ function startBrowser() {
   for (const name of first.predictions) if (name !== null) counts.set(name, (counts.get(name) || 0) + 1);
   fill(find("#class"), [["", "all classes"], ...[...counts].sort().map(([name, count]) => [name, `${name} (${count})`])]);
   find("#class").parentElement.hidden = !counts.size;
-  browser.hues = new Map([...counts.keys()].sort().map((name, index) => [name, index * 137.5 % 360]));
+  browser.hues = new Map([...counts.keys()].sort().map((name, index) => [name, 25 + index * 137.5 % 310]));
   browser.only = { "": () => true };
   const choices = [["", `all (${names.length})`]];
   const add = (key, text, test) => {

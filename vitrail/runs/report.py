@@ -7,7 +7,7 @@ These parts of `run.json` are optional and shown if present:
 * `warnings`: [{"epoch", "last_epoch", "message"}] of the validations;
 * `per_class`: [{"name", "top1", "precision", "recall", "f1", "images"}] of the validation images;
 * `confusion`: {"names": […], "matrix": [[…]]} with a row per label, or {"pairs": `confused_pairs(…)`};
-* `mistakes`: [{"image": `thumbnail(…)`, "label": …, "prediction": …, "confidence": …, "location": …}];
+* `mistakes`: [{"image": `thumbnail(…)`, "label": …, "prediction": …, "confidence": …, "location": …, "map": …}];
 * `segmentations`: [{"image": `thumbnail(…)` of an image beside its mask and its prediction, "location": …}], `protocol`, and
   `boundaries`: [{"pixels", "share", "miou", "pixel_accuracy"}]; their `per_class` has "iou" and "pixels";
 * `reconstructions`: [{"image": `thumbnail(…)` of an image beside its reconstruction, "location": …}].
@@ -78,6 +78,7 @@ def write_report(folder: str | Path) -> Path:
                 "prediction": error.get("prediction"),
                 "confidence": None if error.get("confidence") is None else float(error["confidence"]),
                 "location": error.get("location"),
+                "map": image_url(error.get("map")),
             }
             for error in run.get("mistakes") or []
         ],

@@ -23,6 +23,7 @@ from vitrail.errors import UserError
 from vitrail.evaluation.accuracy import count_hits, summarize
 from vitrail.evaluation.confusion import class_metrics, collect_predictions, confusion, thumbnail, worst_mistakes
 from vitrail.evaluation.statistics import standard_error
+from vitrail.interpret.mistakes import draw_maps
 from vitrail.models.vision_transformer import VisionTransformer, mix_tokens
 from vitrail.recipes.schema import Recipe
 from vitrail.tasks.distillation import distillation_loss, teacher_targets
@@ -219,8 +220,10 @@ class Classification(Task):
         if len(source) > MAX_IMAGES_FOR_MISTAKES:
             return {}
         predictions = collect_predictions(model, loader, model.preprocessing, batch_size)
+        worst = worst_mistakes(predictions)
+        maps = draw_maps(model, source, worst.image, worst.prediction)
         mistakes = []
-        for index, label, prediction, confidence in zip(*worst_mistakes(predictions), strict=True):
+        for row, (index, label, prediction, confidence) in enumerate(zip(*worst, strict=True)):
             pixels = decode(source.encoded(int(index)), loader.min_side)
             mistakes.append(
                 {
@@ -229,6 +232,7 @@ class Classification(Task):
                     "label": names[label],
                     "prediction": names[prediction],
                     "confidence": round(float(confidence), 6),
+                    "map": maps[row],
                 }
             )
         per_class = class_metrics(predictions, names)
