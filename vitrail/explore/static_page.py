@@ -20,7 +20,7 @@ from vitrail.explore.page import render_page
 from vitrail.pages import image_url
 
 VIEW_SIDE, VIEW_QUALITY = 320, 80
-CLASSES = 2  # for which the maps of methods that depend on the class are stored
+CLASSES = 2  # for which the maps of methods that depend on the class are stored; of occlusion, which is slow, only the first
 ATTENTION_BYTES = 6 * 2**20  # of attention weights in one page, before compression
 
 
@@ -31,11 +31,17 @@ def write_static_page(
     collection = explorer.require_collection()
     rows = choose_rows(collection, count)
     content = explorer.describe()
+    content["collection"]["notes"] = list(content["collection"]["notes"])
     budget = ATTENTION_BYTES // (len(rows) * len(explorer.models))
     plans = [plan_layers(model, budget) for model in explorer.models]
     for described, plan in zip(content["models"], plans, strict=True):
+        content["collection"]["notes"] += describe_reduction(described, plan)
         kept = dict(plan)
-        described["layers"] = [layer | {"heads": kept[layer["layer"]]} for layer in described["layers"] if layer["layer"] in kept]
+        described["layers"] = [
+            layer | {"heads": kept[layer["layer"]], "mean": kept[layer["layer"]] < layer["heads"]}
+            for layer in described["layers"]
+            if layer["layer"] in kept
+        ]
     views: list[str] = []
     images = []
     for row in rows:
@@ -78,6 +84,17 @@ def plan_layers(model: ExploredModel, budget: int) -> list[tuple[int, int]]:
     return [(layer, 1) for layer in sorted(kept) if sizes[layer] <= budget]
 
 
+def describe_reduction(described: dict[str, Any], plan: Sequence[tuple[int, int]]) -> list[str]:
+    """What of the attention of a model is not in the page, for its reader."""
+    layers, kept = described["layers"], dict(plan)
+    notes = []
+    if len(kept) < len(layers):
+        notes.append(f"{len(kept)} of {len(layers)} blocks")
+    if any(kept.get(layer["layer"], layer["heads"]) < layer["heads"] for layer in layers):
+        notes.append("the mean of the heads")
+    return [f"of the attention of {described['title']} this file has {' and '.join(notes)}"] if notes else []
+
+
 def store(model: ExploredModel, seen: Seen, plan: Sequence[tuple[int, int]]) -> dict[str, Any]:
     """Predictions, relevance maps and attention of one image; the arrays are parts of one compressed block of bytes."""
     block = io.BytesIO()
@@ -85,7 +102,8 @@ def store(model: ExploredModel, seen: Seen, plan: Sequence[tuple[int, int]]) -> 
     maps = []
     for method in model.methods:
         per_class = model.depends_on_class(method) and model.names
-        for target in [index for index, _, _ in predictions[:CLASSES]] if per_class else [-1]:
+        count = 1 if method == "occlusion" else CLASSES
+        for target in [index for index, _, _ in predictions[:count]] if per_class else [-1]:
             found = model.relevance(seen, method, target)
             maps.append([method, target if per_class else -1, block.tell(), found.peaks[0]])
             block.write(found.values.tobytes())

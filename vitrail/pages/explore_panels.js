@@ -264,6 +264,7 @@ class Panel {
     this.wanted = true;
     if (this.busy || !this.photo) return;
     this.busy = true;
+    const loading = find(".loading", this.root), slow = setTimeout(() => { loading.hidden = false; }, 250);
     try {
       while (this.wanted) {
         this.wanted = false;
@@ -280,6 +281,8 @@ class Panel {
       showMessage(error.message);
     } finally {
       this.busy = false;
+      clearTimeout(slow);
+      loading.hidden = true;
     }
   }
 
@@ -381,7 +384,7 @@ class Panel {
     let text;
     if (this.method === "attention") {
       const from = this.current.pooling ? "the class query" : this.usesToken() ? "the class token" : `the patch in ${place(this.patch().index)}`;
-      const heads = this.current.heads === 1 ? "" : this.head ? `, head ${this.head}` : `, mean of ${this.current.heads} heads`;
+      const heads = this.current.mean ? ", mean of the heads" : this.current.heads === 1 ? "" : this.head ? `, head ${this.head}` : `, mean of ${this.current.heads} heads`;
       const rest = this.current.prefix ? ` ${percent(this.map.prefix)} goes to ${this.current.prefix === 1 ? "the class token" : "prefix tokens"}.` : "";
       text = `Block ${this.current.title}${heads}: ${from} attends most to ${place(peak)} (${percent(this.map.peak)}).${rest}`;
     } else {
