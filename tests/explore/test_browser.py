@@ -112,7 +112,11 @@ def test_pointing_at_a_patch_shows_what_it_attends_to_in_both_models(open_page, 
     point_at(page, 4, 4)
     slide(page, "block", 0)
     caption(page, "Block 1, mean of 2 heads: the patch in row 2, column 2")
-    caption(page, "Block 2, mean of 2 heads: the patch in row 2, column 2", panel=1)
+    caption(page, "Block 1, mean of 2 heads: the patch in row 2, column 2", panel=1)
+    page.get_by_label("same map in both").uncheck()
+    slide(page, "block", 2)
+    caption(page, "Block 3, mean of 2 heads: the patch in row 2, column 2")
+    caption(page, "Block 1, mean of 2 heads: the patch in row 2, column 2", panel=1)
 
 
 def test_sliders_heads_class_token_and_methods(open_page, address):
@@ -144,8 +148,8 @@ def test_sliders_heads_class_token_and_methods(open_page, address):
 def test_keyboard_alone(open_page, address):
     page = open_page(address)
     caption(page, "row 3, column 3 attends")
-    page.keyboard.press("Tab")  # Open image
-    page.keyboard.press("Tab")
+    for _ in ("Open image", "same map in both", "the image"):
+        page.keyboard.press("Tab")
     playwright.expect(canvas(page)).to_be_focused()
     for key, words in [
         ("ArrowLeft", "row 3, column 2"),

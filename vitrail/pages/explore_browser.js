@@ -277,6 +277,7 @@ addEventListener("keydown", (event) => {
 
 page.models.forEach((info, number) => panels.push(new Panel(number, info)));
 find("#panels").classList.toggle("two", panels.length > 1);
+find("#link-label").hidden = panels.length < 2;
 if (!page.stored) listenForUploads();
 if (collection) {
   startBrowser();

@@ -167,7 +167,7 @@ class Panel {
     for (const { name, title, description } of methods) {
       const button = make("button", { type: "button", title: description }, title);
       button.dataset.method = name;
-      button.addEventListener("click", () => { this.method = name; this.update(); });
+      button.addEventListener("click", () => this.change((panel) => { if (panel.methods.has(name)) panel.method = name; }));
       find(".methods", this.root).append(button);
     }
   }
@@ -177,22 +177,37 @@ class Panel {
       const input = find(`.${name} input`, this.root);
       if (limit !== null) input.max = limit;
       input.value = value;
-      input.addEventListener("input", () => { set(Number(input.value)); this.update(); });
+      input.addEventListener("input", () => this.change((panel) => set(panel, Number(input.value))));
       return input;
     };
-    this.blockSlider = slider("block", this.info.layers.length - 1, this.layer, (value) => this.setLayer(value));
+    this.blockSlider = slider("block", this.info.layers.length - 1, this.layer, (panel, value) => panel.setLayer(value, this));
     for (const button of find(".query", this.root).children) {
       button.addEventListener("click", () => { shared.token = button.dataset.token === "true"; updateAll(); });
     }
-    this.headSlider = slider("head", 0, 0, (value) => { this.head = value; });
-    slider("strength", null, 80, (value) => { this.strength = value / 100; });
+    this.headSlider = slider("head", 0, 0, (panel, value) => panel.setHead(value));
+    slider("strength", null, 80, (panel, value) => { panel.strength = value / 100; });
   }
 
   get current() { return this.info.layers[this.layer]; }
 
-  setLayer(value) {
-    this.layer = clamp(value, 0, this.info.layers.length - 1);
-    this.head = Math.min(this.head, this.current.heads === 1 ? 0 : this.current.heads);
+  // Apply a change of the controls here and, if the panels are linked, in the other one.
+  change(apply, spoken = false) {
+    for (const panel of find("#link").checked ? panels : [this]) {
+      apply(panel);
+      panel.update(spoken && panel === this);
+    }
+  }
+
+  // `from` is the panel whose slider has this value: models of other depth use the same relative depth.
+  setLayer(value, from = this) {
+    const last = this.info.layers.length - 1, scale = from === this ? 1 : last / Math.max(from.info.layers.length - 1, 1);
+    this.layer = Math.max(clamp(Math.round(value * scale), 0, last), 0);
+    this.setHead(this.head);
+  }
+
+  setHead(value) {
+    const count = this.current?.heads ?? 1;
+    this.head = clamp(value, 0, count === 1 ? 0 : count);
   }
 
   listen() {
@@ -223,11 +238,11 @@ class Panel {
     } else if (event.key === "Enter") {
       shared.kept = !shared.kept;
     } else if (blocks[event.key] && this.current) {
-      this.setLayer(this.layer + blocks[event.key]);
-      this.update(true);
+      const layer = clamp(this.layer + blocks[event.key], 0, this.info.layers.length - 1);
+      this.change((panel) => panel.setLayer(layer, this), true);
     } else if (heads[event.key] && this.current) {
-      this.head = clamp(this.head + heads[event.key], 0, this.current.heads === 1 ? 0 : this.current.heads);
-      this.update(true);
+      const head = this.head + heads[event.key];
+      this.change((panel) => panel.setHead(head), true);
     } else return;
     event.preventDefault();
   }
@@ -332,7 +347,7 @@ class Panel {
       const head = box.children.length;
       const button = make("button", { type: "button" }, make("canvas"), make("span", {}, head ? String(head) : "mean"));
       button.setAttribute("aria-label", head ? `Head ${head}` : "Mean of the heads");
-      button.addEventListener("click", () => { this.head = head; this.update(); });
+      button.addEventListener("click", () => this.change((panel) => panel.setHead(head)));
       box.append(button);
     }
     [...box.children].forEach((button, head) => {
