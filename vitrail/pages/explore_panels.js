@@ -145,7 +145,7 @@ class Panel {
     this.target = -1;
     this.layer = Math.floor(info.layers.length / 2);
     this.head = 0;
-    this.strength = 0.8;
+    this.strength = 0.7;
     this.method = info.layers.length ? "attention" : info.methods[0].name;
     find("h2", this.root).textContent = info.title;
     find(".subtitle", this.root).textContent = info.subtitle;
@@ -185,7 +185,7 @@ class Panel {
       button.addEventListener("click", () => { shared.token = button.dataset.token === "true"; updateAll(); });
     }
     this.headSlider = slider("head", 0, 0, (panel, value) => panel.setHead(value));
-    slider("strength", null, 80, (panel, value) => { panel.strength = value / 100; });
+    slider("strength", null, 70, (panel, value) => { panel.strength = value / 100; });
   }
 
   get current() { return this.info.layers[this.layer]; }
