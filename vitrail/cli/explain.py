@@ -132,9 +132,10 @@ def write_report(
             recording = record(model, pixels, any(map(needs_gradients, methods)))
             chosen = None if targets is None else torch.tensor([targets[number] for number in index])
             names = [source.location(number) for number in index]
+            explanations = explain_recording(recording, names, methods, chosen, top)
             if figures and not explained:
                 report.add_figures(recording)
-            for row, explanation in enumerate(explain_recording(recording, names, methods, chosen, top)):
+            for row, explanation in enumerate(explanations):
                 report.add_image(explanation, recording, row, top)
                 explained += 1
                 advance(1)

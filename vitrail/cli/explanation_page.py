@@ -81,7 +81,7 @@ class ReportWriter:
         for name, png in drawn.items():
             figure = FIGURES[name]
             self.figures.append({"title": figure.title, "origin": figure.origin, "url": self.save_png(f"figure-{name}.png", png)})
-        self.missing = list(reasons.values())
+        self.missing = list(dict.fromkeys(reasons.values()))
         if recording.model.architecture.pooling == "class_attention":
             url = self.save_png("figure-saliency.png", draw_saliency(recording))
             self.figures.insert(0, {"title": "Saliency of the first class-attention block", "origin": "CaiT, Fig. 7", "url": url})

@@ -37,6 +37,7 @@ def draw_branch_norms(recording: Recording) -> bytes:
             label = f"mean of {values.shape[1]} images" if values.shape[1] > 1 else "one image"
             axes.plot(layers, values.mean(1), color=LIGHT.blue, label=label, **marker_style(layers))
             axes.set_ylim(bottom=0)
+            axes.xaxis.get_major_locator().set_params(integer=True)
             add_legend(axes, LIGHT, "")
         panels[-1].set_xlabel("layer", color=LIGHT.muted)
         figure.tight_layout()

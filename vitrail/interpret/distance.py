@@ -46,5 +46,6 @@ def draw_distances(recording: Recording) -> bytes:
             axes.scatter([layer] * len(values), values.tolist(), c=colors, s=22, linewidths=0)
         axes.set_xlabel("layer; a point per head", color=LIGHT.muted)
         axes.set_ylim(bottom=0)
+        axes.xaxis.get_major_locator().set_params(integer=True)
         figure.tight_layout()
         return render_png(figure)

@@ -60,15 +60,16 @@ def draw_saliency(recording: Recording) -> bytes:
         )
         for row in recording.logits.detach().float().softmax(1).cpu().numpy()
     ]
-    with new_figure(LIGHT, (2.2 * len(pixels), 5)) as figure:
+    with new_figure(LIGHT, (2.2 * len(pixels), 5.3)) as figure:
         tiles = figure.subplots(2, len(pixels), squeeze=False)
         for (above, below), image, values, caption in zip(tiles.T, pixels, maps, captions, strict=True):
             above.imshow(image)
             below.imshow(saliency(image, values), cmap="cividis", vmin=0, vmax=1)
-            below.set_title(caption, fontsize=7, color=LIGHT.foreground, y=-0.28, parse_math=False)
+            place = {"x": 0.5, "y": -0.03, "va": "top", "ha": "center", "transform": below.transAxes}
+            below.text(s=caption, fontsize=7, color=LIGHT.foreground, parse_math=False, **place)
             for axes in (above, below):
                 axes.set_axis_off()
-        figure.subplots_adjust(0.01, 0.12, 0.99, 0.99, 0.04, 0.02)
+        figure.subplots_adjust(0.01, 0.17, 0.99, 0.99, 0.04, 0.02)
         return render_png(figure)
 
 

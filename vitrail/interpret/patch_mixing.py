@@ -92,5 +92,6 @@ def draw_sparsity(recording: Recording) -> bytes:
         axes.set_xlabel("layer", color=LIGHT.muted)
         axes.set_ylim(0, 1)
         add_legend(axes, LIGHT, "")
+        axes.xaxis.get_major_locator().set_params(integer=True)
         figure.tight_layout()
         return render_png(figure)

@@ -55,5 +55,6 @@ def draw_token_cosines(recording: Recording) -> bytes:
         axes.set_xlabel("input of layer; last: after the final norm", color=LIGHT.muted)
         axes.set_ylim(top=1.05)
         add_legend(axes, LIGHT, "")
+        axes.xaxis.get_major_locator().set_params(integer=True)
         figure.tight_layout()
         return render_png(figure)

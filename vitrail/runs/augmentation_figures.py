@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from PIL import Image
+from torch import Tensor
 
 from vitrail.data.contact_sheet import augmented_image, denormalize, sample_images
 from vitrail.data.datasets.lookup import open_splits
@@ -86,14 +87,13 @@ def draw_token_mixing(groups: Sequence[Group]) -> bytes:
         torch.cat([augmented_image(pixels, index, recipe.augmentation, recipe.seed, 0) for index, pixels in chosen]),
         recipe.augmentation,
     )
-    cut = next(
-        mix for step in range(1000) if (mix := draw_mix(recipe.seed, 0, step, 0, size, 0.0, 1.0)).box and 0.3 < mix.lam < 0.8
-    )
-    token = next(
-        mix for step in range(1000) if (mix := draw_token_mix(recipe.seed, 0, step, 0, grid, 1.0)).box and 0.2 < mix.lam < 0.9
-    )
-    share = covered(cut, grid, patch, torch.device("cpu")).unflatten(0, grid).numpy()
-    swapped = token_mask([token], grid, torch.device("cpu"))[0].unflatten(0, grid).numpy()
+    steps, cpu = range(1000), torch.device("cpu")
+    cuts = (draw_mix(recipe.seed, 0, step, 0, size, 0.0, 1.0) for step in steps)
+    cut = next(mix for mix in cuts if 0.3 < mix.lam < 0.8 and crossed(covered(mix, grid, patch, cpu)).any())
+    tokens = (draw_token_mix(recipe.seed, 0, step, 0, grid, 1.0) for step in steps)
+    token = next(mix for mix in tokens if 0.2 < mix.lam < 0.9)
+    share = crossed(covered(cut, grid, patch, cpu)).unflatten(0, grid).numpy()
+    swapped = token_mask([token], grid, cpu)[0].unflatten(0, grid).numpy()
     assert cut.box is not None
     top, bottom, left, right = cut.box
     pasted = images[0].copy()
@@ -103,7 +103,7 @@ def draw_token_mixing(groups: Sequence[Group]) -> bytes:
     mixed[mask] = images[1][: mask.shape[0], : mask.shape[1]][mask]
     panels = [("image", images[0], None), ("another image", images[1], None)]
     panels += [
-        ("CutMix: red patches are cut", pasted, (share > 0) & (share < 1)),
+        ("CutMix: red patches are cut", pasted, share),
         ("MixToken: whole patches", mixed, swapped & False),
     ]
     with new_figure(LIGHT, (9, 2.6)) as figure:
@@ -112,6 +112,11 @@ def draw_token_mixing(groups: Sequence[Group]) -> bytes:
             axes.set_title(title, fontsize=9, color=LIGHT.foreground)
         figure.subplots_adjust(0.01, 0.01, 0.99, 0.9, 0.04)
         return render_png(figure)
+
+
+def crossed(share: Tensor) -> Tensor:
+    """Patches of which a part is replaced."""
+    return (share > 0) & (share < 1)
 
 
 def draw_grid(axes: "object", pixels: np.ndarray, marked: np.ndarray | None, patch: int) -> None:
