@@ -12,6 +12,7 @@ ORDER = [
     "layers",
     "heads",
     "data",
+    "web",
     "models",
     "recipes",
     "checkpoints",
@@ -22,6 +23,7 @@ ORDER = [
     "interpret",
     "tasks",
     "runs",
+    "explore",
     "bench",
     "cli",
 ]

@@ -25,6 +25,7 @@ from vitrail.cli.demo import demo
 from vitrail.cli.embed import embed, suite
 from vitrail.cli.evaluate import disagree, evaluate
 from vitrail.cli.explain import explain
+from vitrail.cli.explore import explore
 from vitrail.cli.models import convert, info, models
 from vitrail.cli.predict import predict
 from vitrail.cli.probe import probe
@@ -57,6 +58,7 @@ PANELS: dict[str, dict[str, typer.Typer | Callable[..., None]]] = {
         "embed": embed,
         "probe": probe,
         "suite": suite,
+        "explore": explore,
     },
     "Models": {"models": models, "info": info, "convert": convert, "delta": delta},
     "Data": {"data": data, "annotate": annotate, "store": store},
