@@ -12,6 +12,7 @@ ORDER = [
     "layers",
     "heads",
     "data",
+    "web",
     "models",
     "recipes",
     "checkpoints",

@@ -46,6 +46,14 @@ ORIENTATION_TRANSFORMS: dict[int, Callable[[np.ndarray], np.ndarray]] = {
 }
 
 
+class UnsupportedFormat(ValueError):
+    """Not an image, or one of a format that is not read."""
+
+
+class TooManyPixels(ValueError):
+    """More pixels than the limit."""
+
+
 def decode(encoded: bytes | np.ndarray, min_side: int | None = None) -> np.ndarray:
     """Decode an image to contiguous uint8 RGB [height, width, 3]. Raises ValueError with the reason on failure.
 
@@ -83,17 +91,27 @@ def fit_mask(mask: np.ndarray, pixels: np.ndarray) -> np.ndarray:
 
 
 def decoded_size(encoded: bytes | np.ndarray, min_side: int | None = None) -> tuple[int, int]:
-    """Return (height, width) of the result of `decode`, from the header alone."""
+    """Return (height, width) of the result of `decode`; decodes a PNG, whose orientation may follow the pixels."""
     if isinstance(encoded, np.ndarray):
         return encoded.shape[0], encoded.shape[1]
 
     def size(image: Image.Image) -> np.ndarray:
-        factor = jpeg_factor(image, min_side)
-        height, width = -(-image.height // factor), -(-image.width // factor)
+        height, width = scaled_size(image, min_side)
         return np.array((width, height) if orientation(image) >= 5 else (height, width))
 
     height, width = open_and_convert(encoded, size).tolist()
     return height, width
+
+
+def stored_size(encoded: bytes, min_side: int | None = None) -> tuple[int, int]:
+    """Return (height, width) of the result of `decode` before its orientation is applied, from the header alone."""
+    height, width = open_and_convert(encoded, lambda image: np.array(scaled_size(image, min_side))).tolist()
+    return height, width
+
+
+def scaled_size(image: Image.Image, min_side: int | None) -> tuple[int, int]:
+    factor = jpeg_factor(image, min_side)
+    return -(-image.height // factor), -(-image.width // factor)
 
 
 def check_pixels(pixels: np.ndarray) -> np.ndarray:
@@ -120,10 +138,10 @@ def open_and_convert(encoded: bytes, convert: Callable[[Image.Image], np.ndarray
     except UnidentifiedImageError:
         extra = missing_extra(encoded)
         if extra is not None:
-            raise ValueError(f"a {extra.upper()} image, which needs another package: install 'vitrail[{extra}]'") from None
-        raise ValueError("not a JPEG, PNG, WebP, BMP, GIF or TIFF image, or its header is damaged") from None
+            raise UnsupportedFormat(f"a {extra.upper()} image, which needs another package: install 'vitrail[{extra}]'") from None
+        raise UnsupportedFormat("not a JPEG, PNG, WebP, BMP, GIF or TIFF image, or its header is damaged") from None
     except Image.DecompressionBombError:
-        raise ValueError(f"more than {limit:,} pixels; rejected as a decompression bomb") from None
+        raise TooManyPixels(f"more than {limit:,} pixels; rejected as a decompression bomb") from None
     except MemoryError:
         raise
     except Exception as error:  # damaged files raise OSError, SyntaxError, struct.error, IndexError, ...

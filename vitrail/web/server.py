@@ -1,0 +1,167 @@
+"""Applications and servers: errors as JSON, a bound socket, and a graceful end on SIGINT and SIGTERM."""
+
+import asyncio
+import errno
+import signal
+import socket
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from ipaddress import ip_address
+from typing import Any
+
+import h11
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from vitrail.atomic_files import describe_error
+from vitrail.errors import UserError
+from vitrail.web.security import LOOPBACK, Application, SecurityMiddleware
+from vitrail.web.uploads import RequestError
+
+LOCALHOST = "127.0.0.1"
+HEADER_SECONDS = 10.0  # until the headers of a request have arrived
+SHUTDOWN_SECONDS = 10.0  # for requests that are being answered
+MAX_CONNECTIONS = 64  # more are answered with 503
+HEADER_BYTES = 2**15
+
+
+def make_app(
+    routes: Sequence[Any],
+    host: str = LOCALHOST,
+    hosts: Collection[str] = (),
+    api_key: str | None = None,
+    open_paths: Collection[str] = (),
+    lifespan: Any = None,
+) -> Application:
+    """An ASGI application with these starlette routes, for a server bound to `host`: every error is one sentence in JSON."""
+    app = Starlette(
+        routes=routes,
+        lifespan=lifespan,
+        exception_handlers={
+            RequestError: lambda request, error: error_response(error.status, str(error), error.headers),
+            UserError: lambda request, error: error_response(422, str(error)),
+            HTTPException: lambda request, error: error_response(error.status_code, f"{error.detail}.", error.headers),
+            # The traceback is in the server's log only.
+            Exception: lambda request, error: error_response(500, "The server failed to answer; its log says why."),
+        },
+    )
+    return SecurityMiddleware(app, (host, *hosts), not is_loopback(host), api_key, open_paths)
+
+
+def error_response(status: int, message: str, headers: Any = None) -> JSONResponse:
+    return JSONResponse({"error": message}, status, headers)
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return host in LOOPBACK or ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def bind(host: str = LOCALHOST, port: int = 0) -> socket.socket:
+    """A listening socket; port 0: a free one. UserError if it cannot be bound."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=256)
+    except (OSError, OverflowError) as error:
+        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+            raise UserError(f"Port {port} is in use: choose another one with --port.") from None
+        reason = describe_error(error) if isinstance(error, OSError) else "there is no such port"
+        raise UserError(f"{host}, port {port} cannot be used, {reason}: choose another --host or --port.") from None
+
+
+def address_of(listener: socket.socket) -> str:
+    """The address that a browser on this machine opens: that of all interfaces is not one."""
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": LOCALHOST, "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
+
+
+class Server(uvicorn.Server):  # type: ignore[misc]
+    """Stops accepting requests on SIGINT and SIGTERM, answers those it has, and returns; a second SIGINT stops at once."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """As in uvicorn, but without sending the signals again afterwards: to stop the server is not an error."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+class TimedProtocol(H11Protocol):  # type: ignore[misc]
+    """Closes connections whose headers do not arrive within `HEADER_SECONDS`, which uvicorn would keep."""
+
+    timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self.start_timer()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state is not h11.IDLE:
+            self.stop_timer()
+        elif self.timer is None and not self.transport.is_closing():
+            self.start_timer()  # a part of the next headers
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.stop_timer()
+        super().connection_lost(error)
+
+    def start_timer(self) -> None:
+        self.timer = self.loop.call_later(HEADER_SECONDS, self.transport.close)
+
+    def stop_timer(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+
+
+def make_server(app: Application, max_connections: int = MAX_CONNECTIONS) -> Server:
+    config = uvicorn.Config(
+        app,
+        http=TimedProtocol,
+        ws="none",
+        log_level="error",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        limit_concurrency=max_connections,
+        timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+        h11_max_incomplete_event_size=HEADER_BYTES,
+    )
+    return Server(config)
+
+
+def serve(
+    app: Application, listener: socket.socket, announce: Callable[[str], None], max_connections: int = MAX_CONNECTIONS
+) -> None:
+    """Serve until SIGINT or SIGTERM; `announce` is called with the address, whose connections wait until the server is ready."""
+    server = make_server(app, max_connections)
+    announce(address_of(listener))
+    server.run([listener])
+
+
+@contextmanager
+def running_server(app: Application, host: str = LOCALHOST) -> Iterator[str]:
+    """A server in a thread on a free port, as a context that yields its address."""
+    listener = bind(host)
+    server = make_server(app)
+    thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+    thread.start()
+    try:
+        yield address_of(listener)  # the socket listens: connections wait until the server is ready
+    finally:
+        server.should_exit = True
+        thread.join()
