@@ -31,7 +31,7 @@ class ModelFile(NamedTuple):
 class ModelSet:
     """Loads models and replaces those whose files have changed.
 
-    `current` is replaced as a whole: a request that has taken a model keeps it. If one file cannot be loaded, no model is replaced.
+    `current` is replaced as a whole: a request that has taken a model keeps it. If a file cannot be loaded, nothing is replaced.
     """
 
     def __init__(

@@ -49,7 +49,7 @@ def describe_api(settings: "Settings") -> Schema:
     limits = settings.limits
     images = (
         f"Images: a multipart form with one or more files, one image as the body, or JSON with base64. At most {limits.files} "
-        f"images, {format_bytes(limits.body_bytes)} and {limits.pixels:,} pixels in one request, {limits.side:,} pixels per side, "
+        f"images, {format_bytes(limits.body_bytes)} and {limits.pixels:,} pixels in one request, {limits.side:,} per side, "
         f"{settings.timeout:g} seconds. Options may also be fields of the form or of the JSON object."
     )
     top = query("top", INTEGER, "Number of classes per image; default: 5.")
@@ -57,7 +57,9 @@ def describe_api(settings: "Settings") -> Schema:
     target = query("class", TEXT, "Name or index of the class to explain; default: the predicted one.")
     head = {"model": TEXT, "version": TEXT}
     paths: dict[str, Schema] = {
-        "/predict": upload("The most probable classes of images", images, [MODEL, top], record(**head, predictions=array(PREDICTION))),
+        "/predict": upload(
+            "The most probable classes of images", images, [MODEL, top], record(**head, predictions=array(PREDICTION))
+        ),
         "/embed": upload("The features of images", images, [MODEL], record(**head, embeddings=array(EMBEDDING))),
         "/explain": upload(
             "Which parts of images a prediction depends on",

@@ -23,7 +23,7 @@ from vitrail.pages import get_environment
 from vitrail.version import __version__
 from vitrail.web.security import Application
 from vitrail.web.server import LOCALHOST, make_app
-from vitrail.web.uploads import Limits, RequestError, Upload, decode_images, read_submission
+from vitrail.web.uploads import DEFAULT_LIMITS, Limits, RequestError, Upload, decode_images, read_submission
 
 OPEN_PATHS = ("/", "/docs", "/openapi.json", "/serve.js", "/health", "/ready")  # without the API key
 STUCK_SECONDS = 60.0  # a batch that takes longer means that the device does not answer
@@ -40,7 +40,7 @@ class Settings:
     max_queue: int = 256  # images
     timeout: float = 30.0  # seconds of a request
     memory: int = 2**30  # bytes of the bodies of all requests
-    limits: Limits = Limits()
+    limits: Limits = DEFAULT_LIMITS
 
 
 class Service:
@@ -59,7 +59,7 @@ class Service:
         )
         self.pool = ThreadPoolExecutor(default_pool_threads(), "vitrail-decode", lambda: limit_threads(1))
         self.body_bytes = 0  # of all requests
-        # On a GPU models are compiled and captured by the thread that runs them, since a capture fails if another thread allocates.
+        # On a GPU the thread that runs models compiles and captures them: a capture fails if another thread allocates.
         if any(served.device.type == "cuda" for served in models.current.values()):
             models.run = lambda function: self.batcher.call(function).result()
         gauges: dict[str, tuple[str, Callable[[], float]]] = {
@@ -129,7 +129,9 @@ class Service:
         decoded = decode_images(images, self.settings.limits, served.decode_side)
         return [Input(served.preprocess(image), target) for image in decoded]
 
-    async def wait(self, places: Admission, key: tuple[ServedModel, Operation], inputs: list[Input], deadline: float) -> list[Any]:
+    async def wait(
+        self, places: Admission, key: tuple[ServedModel, Operation], inputs: list[Input], deadline: float
+    ) -> list[Any]:
         futures = [asyncio.wrap_future(future) for future in places.submit(key, inputs, deadline)]
         try:
             return await asyncio.gather(*futures)
@@ -259,7 +261,7 @@ def make_prediction_app(service: Service, host: str = LOCALHOST, hosts: Sequence
 
 
 async def finish_unless_disconnected(request: Request, work: Awaitable[Any], deadline: float) -> Any:
-    """The result of `work`; None, and `work` is cancelled, if the client closes the connection. RequestError 504 if it is late."""
+    """The result of `work`, which is cancelled after the deadline (RequestError 504) or if the client disconnects (None)."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(wait_for_disconnect(request))
     try:
@@ -302,7 +304,7 @@ def top_classes(served: ServedModel, probabilities: Any, top: int) -> list[dict[
 
 
 def show_map(served: ServedModel, row: Explanation) -> dict[str, Any]:
-    return {"class": {"index": row.index, "name": served.class_name(row.index)}, "map": row.values.tolist()}
+    return {"class": {"index": row.target, "name": served.class_name(row.target)}, "map": row.values.tolist()}
 
 
 def describe_model(served: ServedModel) -> dict[str, Any]:

@@ -40,7 +40,7 @@ class Input(NamedTuple):
 class Explanation(NamedTuple):
     """The class that was explained, and the relevance of each patch."""
 
-    index: int
+    target: int
     values: Tensor  # [rows, columns]
 
 

@@ -128,9 +128,7 @@ class TimedProtocol(H11Protocol):  # type: ignore[misc]
             self.timer = None
 
 
-def make_server(
-    app: Application, max_connections: int = MAX_CONNECTIONS, shutdown_seconds: float = SHUTDOWN_SECONDS
-) -> Server:
+def make_server(app: Application, max_connections: int = MAX_CONNECTIONS, shutdown_seconds: float = SHUTDOWN_SECONDS) -> Server:
     config = uvicorn.Config(
         app,
         http=TimedProtocol,
