@@ -17,9 +17,9 @@ ORDER = [
     "recipes",
     "checkpoints",
     "training",
-    "interpret",
     "teachers",
     "evaluation",
+    "interpret",
     "deploy",
     "tasks",
     "runs",
@@ -35,6 +35,7 @@ TWINS = [
     {"models", "recipes", "checkpoints/formats"},  # a paper whose repository has a format of its own
     {"data", "data/transforms/kernels"},  # the same on the GPU
     {"data/transforms", "data/transforms/kernels"},
+    {"layers", "interpret"},  # attention, and its weights of a recorded forward pass
     {"checkpoints", "data/datasets"},  # the hub: weights and data sets
 ]
 

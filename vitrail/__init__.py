@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from vitrail.deploy.optimize import optimize
     from vitrail.evaluation.predict import predict
     from vitrail.evaluation.segmented_images import segment
+    from vitrail.interpret.explanation import explain
     from vitrail.models import Architecture, VisionTransformer, build, create, list_models
     from vitrail.recipes import Recipe
     from vitrail.runs.train import resume, train
@@ -23,6 +24,7 @@ __all__ = [
     "__version__",
     "build",
     "create",
+    "explain",
     "list_models",
     "load",
     "optimize",
@@ -38,6 +40,7 @@ HOMES = dict.fromkeys(("Architecture", "VisionTransformer", "build", "create", "
 HOMES |= dict.fromkeys(("load", "save"), "vitrail.checkpoints")
 HOMES |= dict.fromkeys(("resume", "train"), "vitrail.runs.train")
 HOMES["optimize"] = "vitrail.deploy.optimize"
+HOMES["explain"] = "vitrail.interpret.explanation"
 HOMES["predict"] = "vitrail.evaluation.predict"
 HOMES["segment"] = "vitrail.evaluation.segmented_images"
 HOMES["Recipe"] = "vitrail.recipes"

@@ -19,6 +19,7 @@ from vitrail.heads.task_heads import SegmentationConfig
 
 IMAGES = [encoded((50 + 3 * seed, 40), seed=seed) for seed in range(6)]
 RAW = {"Content-Type": "application/octet-stream"}
+METHODS = ["gradient_attention", "evidence", "rollout", "attention", "thresholded_heads", "input_gradient"]
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +95,12 @@ def test_embed_and_explain(server, weights):
     headers, body = form([(f"{index}.jpg", image) for index, image in enumerate(IMAGES)])
     answer = send(server.address, "POST", "/embed", body, headers).json
     torch.testing.assert_close(torch.tensor([each["vector"] for each in answer["embeddings"]]), pooled, atol=1e-5, rtol=1e-5)
-    for query, classes in (("", top.tolist()), ("?method=rollout", top.tolist()), ("?class=cat", [2] * 6), ("?class=3", [3] * 6)):
+    for query, classes in (
+        *((f"?method={method}", top.tolist()) for method in METHODS),
+        ("", top.tolist()),
+        ("?class=cat", [2] * 6),
+        ("?class=3", [3] * 6),
+    ):
         answer = send(server.address, "POST", f"/explain{query}", body, headers).json
         assert [each["class"]["index"] for each in answer["explanations"]] == classes
         maps = torch.tensor([each["map"] for each in answer["explanations"]])
@@ -109,7 +115,8 @@ def test_embed_and_explain(server, weights):
         ("/predict?model=bare", 422, "/embed"),
         ("/predict?top=0", 400, "from 1 to 1,000"),
         ("/predict?top=1e9", 400, "from 1 to 1,000"),
-        ("/explain?method=magic", 422, "choose from evidence, rollout"),
+        ("/explain?method=magic", 422, "choose from gradient_attention, evidence, rollout"),
+        ("/explain?method=occlusion", 422, "choose from"),
         ("/explain?class=fox", 422, "no class 'fox'"),
         ("/nothing", 404, "Not Found"),
     ],
@@ -219,7 +226,7 @@ def test_description_and_docs(server):
         assert b"https://" not in body
     models = send(server.address, path="/models").json["models"]
     assert [(model["name"], model["classes"], model["methods"]) for model in models] == [
-        (DEFAULT, NAMES, ["evidence", "rollout"]),
+        (DEFAULT, NAMES, METHODS),
         ("bare", [], []),
     ]
 

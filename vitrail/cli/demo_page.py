@@ -22,7 +22,8 @@ from vitrail.data.source import Source, Subset
 from vitrail.devices import choose_device
 from vitrail.evaluation.confusion import Predictions, collect_predictions, confusion, thumbnail, worst_mistakes
 from vitrail.formatting import format_time_span, format_value, percent, pluralize
-from vitrail.interpret.rollout import attention_rollout, patch_evidence
+from vitrail.interpret.evidence import patch_evidence
+from vitrail.interpret.rollout import attention_rollout
 from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.pages import image_url, write_page
 from vitrail.pages.charts import DARK, LIGHT, Palette, add_legend, marker_style, new_figure, render_png, style_axes

@@ -15,12 +15,13 @@ from vitrail.deploy.optimize import optimize
 from vitrail.errors import UserError
 from vitrail.evaluation.features import FeatureKind, compute_features
 from vitrail.evaluation.model import Model, compute_logits, count_classes, decode_side, device_of
-from vitrail.interpret.rollout import attention_rollout, patch_evidence
+from vitrail.interpret.attention import record
+from vitrail.interpret.explanation import class_index
+from vitrail.interpret.maps import available_methods, compute_map, needs_gradients
 from vitrail.models.preprocessing import pad_images
 from vitrail.models.vision_transformer import VisionTransformer
 
-METHODS = ("evidence", "rollout")
-PRECISIONS = ("fp32", "bf16")
+SLOW_METHODS = ("occlusion",)  # hundreds of forward passes, during which other requests would wait
 
 
 class Operation(NamedTuple):
@@ -68,12 +69,8 @@ class ServedModel:
 
     def find_class(self, text: str) -> int:
         """The index of a class by its name or its number."""
-        names = self.model.class_names or []
-        if text in names:
-            return names.index(text)
-        if text.isascii() and text.isdigit() and len(text) < 9 and int(text) < self.classes:
-            return int(text)
-        raise UserError(f"The model {self.name} has no class {text[:80]!r}: give a name of /models, or a number.")
+        assert isinstance(self.model, VisionTransformer)  # others have no methods to explain
+        return class_index(self.model, text[:80])
 
     @property
     def decode_side(self) -> int | None:
@@ -96,28 +93,26 @@ class ServedModel:
         """The methods of /explain, best first."""
         if not isinstance(self.model, VisionTransformer) or not self.classes:
             return []
-        a = self.model.architecture
-        has_evidence = a.pooling == "mean" and not (a.pool_norm or a.pre_logits or a.dense_head)
-        has_rollout = a.pooling in ("mean", "class") and a.mixer in ("attention", "talking_heads") and not a.convnet
-        return [name for name, available in zip(METHODS, (has_evidence, has_rollout), strict=True) if available]
+        return [name for name in available_methods(self.model) if name not in SLOW_METHODS]
 
-    @torch.inference_mode()
     def compute(self, operation: Operation, inputs: Sequence[Input]) -> list[Any]:
         """One result per input: probabilities [C], features [D] or an Explanation, on the CPU."""
         images = torch.stack([each.pixels for each in inputs]).to(self.device)
-        if operation.kind == "embed":
-            return list(check_finite(compute_features(self.model, images, FeatureKind())))
-        if operation.kind == "predict":
+        if operation.kind == "explain":
+            return self.explain(images, operation.method, [each.target for each in inputs])
+        with torch.inference_mode():
+            if operation.kind == "embed":
+                return list(check_finite(compute_features(self.model, images, FeatureKind())))
             return list(check_finite(self.logits(pad_batch(images))[: len(images)]).softmax(1))
+
+    def explain(self, images: Tensor, method: str, targets: list[int]) -> list[Explanation]:
+        """Maps of `targets`, or of the predicted classes where they are -1, from one forward pass."""
         assert isinstance(self.model, VisionTransformer)
-        targets = torch.tensor([each.target for each in inputs], device=self.device)
-        if bool((targets < 0).any()):
-            targets = torch.where(targets < 0, self.model(images).argmax(1), targets)
-        if operation.method == "rollout":
-            maps = attention_rollout(self.model, images)
-        else:
-            maps = patch_evidence(self.model, images, targets).clamp(min=0)
-        return [Explanation(*each) for each in zip(targets.tolist(), check_finite(maps), strict=True)]
+        recording = record(self.model, images, needs_gradients(method))
+        given = torch.tensor(targets, device=images.device)
+        classes = torch.where(given < 0, recording.logits.argmax(1), given)
+        maps = check_finite(compute_map(recording, method, classes))
+        return [Explanation(*each) for each in zip(classes.tolist(), maps, strict=True)]
 
 
 def check_finite(values: Tensor) -> Tensor:

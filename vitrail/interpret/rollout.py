@@ -1,49 +1,106 @@
-"""Attention rollout, and the contribution of each patch to the logit of a class."""
+"""Attention followed from the pooled vector back to the patches: attention rollout and gradient-weighted attention.
+
+A row vector is multiplied by the matrices of the blocks, the last first, so that no product of two matrices [T, T] is computed.
+"""
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from vitrail.errors import UserError
+from vitrail.interpret.attention import Recording, record
 from vitrail.models.vision_transformer import VisionTransformer
 
+Step = Callable[[int, Tensor], Tensor]  # layer and row vector [B, queries] to its product with a matrix [B, queries, keys]
 
-@torch.inference_mode()
-def attention_rollout(model: VisionTransformer, images: Tensor) -> Tensor:
-    """The share of each patch in the pooled token: images [B, 3, H, W] to [B, rows, columns], each map summing to 1.
+
+def attention_rollout(model: VisionTransformer, images: Tensor, residual: bool = True) -> Tensor:
+    """The share of each patch in the pooled vector: images [B, 3, H, W] to [B, rows, columns], each map summing to 1.
 
     Attention rollout (Abnar and Zuidema, arXiv 2005.00928): the product over the blocks of (attention + identity) / 2, with the
-    attention averaged over the heads. The map is the row of the class token, or the mean row of the patches for mean pooling.
+    attention averaged over the heads; without `residual` of attention alone. The map is the row of the class token, of the
+    query of the pooling, or the mean row of the patches for mean pooling.
     """
-    pooling = model.architecture.pooling
-    if pooling not in ("mean", "class"):
-        raise UserError(f"Attention rollout needs mean pooling or a class token; this model has the pooling {pooling!r}.")
-    trace = model.trace(images)
-    rollout = None
-    for index in sorted(trace.layers):
-        attention = trace.layers[index].attention
-        if attention is None:
-            raise UserError(f"Block {index} of this model has no attention map: attention rollout needs one in every block.")
-        mixed = attention.float().mean(1)
-        mixed = (mixed + torch.eye(mixed.shape[-1], device=mixed.device)) / 2
-        rollout = mixed if rollout is None else mixed @ rollout
-    assert rollout is not None
-    row = rollout[:, trace.prefix :].mean(1) if pooling == "mean" else rollout[:, 0]
-    patches = row[:, trace.prefix :]
-    out: Tensor = (patches / patches.sum(1, keepdim=True)).unflatten(1, trace.grid)
+    recording = record(model, images)
+    return rollout_of(recording, recording.logits.argmax(1), residual)
+
+
+@torch.no_grad()
+def rollout_of(recording: Recording, classes: Tensor, residual: bool = True) -> Tensor:
+    """Attention rollout of a recorded forward pass; `classes` [B] choose the queries of a model with one query per class."""
+    for layer in range(recording.layers):
+        if not recording.has_attention(layer):
+            raise UserError(f"Layer {layer} of this model has no attention: attention rollout needs it in every block.")
+    keep = 0.5 if residual else 0.0
+
+    def step(layer: int, row: Tensor) -> Tensor:
+        return (1 - keep) * multiply_mean_attention(recording, layer, row)
+
+    patches = follow_back(recording, classes, step, keep)
+    out: Tensor = (patches / patches.sum(1, keepdim=True)).unflatten(1, recording.grid)
     return out
 
 
-@torch.inference_mode()
-def patch_evidence(model: VisionTransformer, images: Tensor, classes: Tensor) -> Tensor:
-    """The logit of one class per image, classes [B], for each patch, minus the mean over all classes: [B, rows, columns].
+def gradient_attention(recording: Recording, classes: Tensor) -> Tensor:
+    """Relevance [B, rows, columns] by attention weighted with its gradient (Chefer et al., arXiv 2103.15679).
 
-    With mean pooling the logits of an image are the mean of the logits of its patches, so the decomposition is exact.
+    The product over the blocks of identity + mean over the heads of max(attention * gradient of the logit, 0), without the term
+    of the identity alone. Blocks without attention count as the identity.
     """
-    a = model.architecture
-    if a.pooling != "mean" or a.pool_norm or a.pre_logits or a.dense_head:
-        raise UserError("Patch evidence needs mean pooling of normalized patches directly before the classifier.")
-    features = model.features(images)
-    logits = model.head(features.tokens).float()  # [B, N, C]
-    own = logits.gather(2, classes[:, None, None].expand(-1, logits.shape[1], 1))[..., 0]
-    out: Tensor = (own - logits.mean(2)).unflatten(1, features.grid)
+    gradients = recording.gradients(classes)
+
+    @torch.no_grad()
+    def step(layer: int, row: Tensor) -> Tensor:
+        if not recording.has_attention(layer):
+            return row.new_zeros(())
+        heads = recording.heads(layer)
+        parts = []
+        for rows in recording.chunk_rows(heads):
+            weighted = []
+            for part in heads:
+                outer = gradients.outputs[part.proj].unflatten(-1, (part.query.shape[1], -1)).transpose(1, 2)
+                weighted.append(part.weights(rows) * part.weight_gradient(outer[:, :, rows], part.value))
+            parts.append(torch.einsum("bq,bqk->bk", row[:, rows], torch.cat(weighted, 1).clamp(min=0).mean(1)))
+        return torch.stack(parts).sum(0)
+
+    start = follow_back(recording, classes, lambda layer, row: row.new_zeros(()), 1.0)
+    out: Tensor = (follow_back(recording, classes, step, 1.0) - start).clamp(min=0).unflatten(1, recording.grid)
     return out
+
+
+def multiply_mean_attention(recording: Recording, layer: int, row: Tensor) -> Tensor:
+    """The product of a row vector [B, queries] and the attention averaged over the heads, [B, keys]."""
+    parts = [torch.einsum("bq,bqk->bk", row[:, rows], weights.mean(1)) for rows, weights in recording.row_chunks(layer)]
+    return torch.stack(parts).sum(0)
+
+
+def follow_back(recording: Recording, classes: Tensor, step: Step, keep: float) -> Tensor:
+    """The row of the pooled vector over the patches of the first block, [B, N]: row <- keep * row + step(row) for each layer."""
+    batch, grid = len(recording.images), recording.grid
+    patches = recording.images.new_zeros(batch, grid[0] * grid[1])
+    if recording.pooling:
+        queries = pooled_queries(recording, classes)
+        for layer in reversed(range(len(recording.blocks), recording.layers)):
+            found = step(layer, queries)
+            inner = recording.prefix_of(layer)
+            patches = patches + (found[:, inner:] if found.ndim else 0)
+            queries = keep * queries + (found[:, :inner] if inner and found.ndim else 0)
+        row = F.pad(patches, (recording.prefix, 0))
+    elif recording.model.architecture.pooling == "mean":
+        row = F.pad(patches + 1 / patches.shape[1], (recording.prefix, 0))
+    else:
+        row = F.pad(patches, (recording.prefix, 0))
+        row[:, 0] = 1
+    for layer in reversed(range(len(recording.blocks))):
+        row = row[:, row.shape[1] - recording.blocks[layer][0].shape[1] :]  # blocks before `class_token_at` have no prefix
+        row = keep * row + step(layer, row)
+    return row[:, row.shape[1] - patches.shape[1] :]
+
+
+def pooled_queries(recording: Recording, classes: Tensor) -> Tensor:
+    """The row [B, S] that chooses the query of the class, or the first one where the classes share it."""
+    queries = recording.pooling[0][0].shape[1]
+    chosen = classes if recording.model.architecture.pooling == "per_class" else torch.zeros_like(classes)
+    return F.one_hot(chosen, queries).to(recording.images.dtype)

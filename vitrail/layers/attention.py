@@ -60,15 +60,27 @@ class Attention(nn.Module):
         query, key, value = qkv.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
         return query, key, value
 
-    def scores(self, query: Tensor, key: Tensor, layout: Layout, relative: nn.Module | None) -> Tensor:
-        """Attention scores before the softmax [B, H, T, T]."""
+    def scores(
+        self, query: Tensor, key: Tensor, layout: Layout, relative: nn.Module | None, rows: Tensor | None = None
+    ) -> Tensor:
+        """Attention scores before the softmax [B, H, Q, T]; the queries are those of all tokens, or of the tokens `rows` [Q]."""
         scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
-        return scores if relative is None else scores + relative(query, layout)
+        return scores if relative is None else scores + relative(query, layout, rows)
+
+    def weights(
+        self, query: Tensor, key: Tensor, layout: Layout, relative: nn.Module | None, rows: Tensor | None = None
+    ) -> Tensor:
+        """The attention weights [B, H, Q, T] that `forward` uses, of the queries of all tokens or of `rows`; rows sum to one."""
+        return self.scores(query, key, layout, relative, rows).softmax(-1)
+
+    def weight_gradient(self, output_gradient: Tensor, value: Tensor) -> Tensor:
+        """The gradient of `weights` [B, H, Q, T] from the gradient of the outputs of the heads [B, H, Q, D/H]."""
+        return output_gradient @ value.transpose(-2, -1)
 
     def maps(self, x: Tensor, layout: Layout, relative: nn.Module | None = None) -> Tensor:
         """The attention weights [B, H, T, T] that `forward` uses; rows sum to one."""
         query, key, _ = self.split_heads(self.qkv(x))
-        return self.scores(query, key, layout, relative).softmax(-1)
+        return self.weights(query, key, layout, relative)
 
 
 class TalkingHeads(Attention):
@@ -88,23 +100,25 @@ class TalkingHeads(Attention):
         if kernel is not None:
             return kernel(packed, self.before.weight, self.before.bias, self.after.weight, self.after.bias).flatten(2)
         query, key, value = self.split_heads(qkv)
-        attention = self.mix_heads(self.after, self.softmax(query, key, layout, relative))
+        attention = self.mix_heads(self.after, self.weights(query, key, layout, relative))
         attention = F.dropout(attention, self.attention_dropout, self.training)
         return (attention @ value).transpose(1, 2).flatten(2)
 
-    def softmax(self, query: Tensor, key: Tensor, layout: Layout, relative: nn.Module | None) -> Tensor:
-        return self.mix_heads(self.before, self.scores(query, key, layout, relative)).softmax(-1)
+    def weights(
+        self, query: Tensor, key: Tensor, layout: Layout, relative: nn.Module | None, rows: Tensor | None = None
+    ) -> Tensor:
+        """The softmax between the two maps of heads [B, H, Q, T]; rows sum to one."""
+        return self.mix_heads(self.before, self.scores(query, key, layout, relative, rows)).softmax(-1)
+
+    def weight_gradient(self, output_gradient: Tensor, value: Tensor) -> Tensor:
+        mixed = super().weight_gradient(output_gradient, value)
+        return torch.einsum("oh,boqk->bhqk", self.after.weight.to(mixed.dtype), mixed)
 
     @staticmethod
     def mix_heads(linear: nn.Module, x: Tensor) -> Tensor:
         """A linear map over the heads of [B, H, T, T]."""
         out: Tensor = linear(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
         return out
-
-    def maps(self, x: Tensor, layout: Layout, relative: nn.Module | None = None) -> Tensor:
-        """The softmax between the two maps of heads [B, H, T, T]; rows sum to one."""
-        query, key, _ = self.split_heads(self.qkv(x))
-        return self.softmax(query, key, layout, relative)
 
 
 class AxialAttention(Attention):
@@ -114,19 +128,20 @@ class AxialAttention(Attention):
         super().__init__(width, heads, **options)
         self.axis = axis
 
-    def forward(self, x: Tensor, layout: Layout, relative: nn.Module | None = None) -> Tensor:
-        lines = x.unflatten(1, layout.grid)  # [B, height, width, D]
+    def attend(self, qkv: Tensor, layout: Layout, relative: nn.Module | None = None) -> Tensor:
+        lines = qkv.unflatten(1, layout.grid)  # [B, height, width, 3D]
         lines = lines if self.axis == "row" else lines.transpose(1, 2)
-        mixed = super().forward(lines.flatten(0, 1), layout).unflatten(0, lines.shape[:2])
+        mixed = super().attend(lines.flatten(0, 1), layout).unflatten(0, lines.shape[:2])
         out: Tensor = (mixed if self.axis == "row" else mixed.transpose(1, 2)).flatten(1, 2)
         return out
 
-    def maps(self, x: Tensor, layout: Layout, relative: nn.Module | None = None) -> Tensor:
-        """Attention weights [B, H, T, T], zero between tokens of different rows (or columns)."""
-        query, key, _ = self.split_heads(self.qkv(x))
-        index = torch.arange(layout.patches, device=x.device)
+    def weights(
+        self, query: Tensor, key: Tensor, layout: Layout, relative: nn.Module | None, rows: Tensor | None = None
+    ) -> Tensor:
+        """Attention weights [B, H, Q, T], zero between tokens of different rows (or columns)."""
+        index = torch.arange(layout.patches, device=query.device)
         line = index // layout.width if self.axis == "row" else index % layout.width
-        other = line[:, None] != line[None, :]
+        other = (line if rows is None else line[rows])[:, None] != line[None, :]
         return self.scores(query, key, layout, None).masked_fill(other, -torch.inf).softmax(-1)
 
 

@@ -25,21 +25,26 @@ class ClassAttention(nn.Module):
         self.v = nn.Linear(width, width, bias=qkv_bias)
         self.proj = nn.Linear(width, width)
 
-    def _heads(self, query: Tensor, patches: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def split_heads(self, query: Tensor, patches: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         source = torch.cat([query, patches], 1) if self.keys == "all" else patches
         projections = (self.q(query), self.k(source), self.v(source))
         q, k, v = (x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in projections)
         return q, k, v
 
     def forward(self, query: Tensor, patches: Tensor) -> Tensor:
-        q, k, v = self._heads(query, patches)
+        q, k, v = self.split_heads(query, patches)
         out: Tensor = self.proj(scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
         return out
 
     def maps(self, query: Tensor, patches: Tensor) -> Tensor:
         """Attention weights [B, H, S, S + N] (or [B, H, S, N] with patch keys only); rows sum to one."""
-        q, k, _ = self._heads(query, patches)
-        return (q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])).softmax(-1)
+        q, k, _ = self.split_heads(query, patches)
+        return self.weights(q, k)
+
+    @staticmethod
+    def weights(query: Tensor, key: Tensor) -> Tensor:
+        """softmax(query key^T / sqrt(D/H)) for [B, H, S, D/H] and [B, H, keys, D/H]."""
+        return (query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])).softmax(-1)
 
 
 class ClassAttentionBlock(nn.Module):

@@ -142,12 +142,13 @@ class RelativePosEmbed(nn.Module):
         offsets = resample(self.table[:-3], (self.table.shape[0] - 3, 1), (size, 1), "aligned")
         return torch.cat([offsets, self.table[-3:]])
 
-    def forward(self, query: Tensor, layout: Layout) -> Tensor:
-        """query [B, H, T, D/H] to score biases [B, H, T, T]."""
+    def forward(self, query: Tensor, layout: Layout, rows: Tensor | None = None) -> Tensor:
+        """query [B, H, T, D/H] to score biases [B, H, T, T]; the queries of the tokens `rows` [Q] alone to [B, H, Q, T]."""
         table = self._table(layout.grid)
         index = torch.arange(layout.patches, device=query.device)
         pairs = index[:, None] - index[None, :] + layout.patches - 1
         pairs = add_prefix_pairs(pairs, layout.prefix, table.shape[0])
+        pairs = pairs if rows is None else pairs[rows]
         scores = torch.einsum("bhqd,rd->bhqr", query, table.to(query.dtype)) / math.sqrt(query.shape[-1])
         return scores.gather(-1, pairs.expand(*query.shape[:2], -1, -1))
 
@@ -170,8 +171,8 @@ class RelativePosBias(nn.Module):
         offsets = resample(self.table[:-3], old, (2 * grid[0] - 1, 2 * grid[1] - 1), "bicubic")
         return torch.cat([offsets, self.table[-3:]])
 
-    def forward(self, query: Tensor, layout: Layout) -> Tensor:
-        """Score biases [1, H, T, T]; of the query only dtype and device are used."""
+    def forward(self, query: Tensor, layout: Layout, rows: Tensor | None = None) -> Tensor:
+        """Score biases [1, H, T, T], or [1, H, Q, T] of the tokens `rows`; of the query only dtype and device are used."""
         table = self._table(layout.grid)
         y = torch.arange(layout.height, device=query.device)
         x = torch.arange(layout.width, device=query.device)
@@ -179,6 +180,7 @@ class RelativePosBias(nn.Module):
         dx = (x[:, None] - x[None, :] + layout.width - 1)[None, :, None, :]
         pairs = (dy * (2 * layout.width - 1) + dx).reshape(layout.patches, layout.patches)
         pairs = add_prefix_pairs(pairs, layout.prefix, table.shape[0])
+        pairs = pairs if rows is None else pairs[rows]
         return table[pairs].permute(2, 0, 1)[None].to(query.dtype)
 
     def resize(self, grid: Grid) -> None:
