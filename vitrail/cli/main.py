@@ -27,6 +27,7 @@ from vitrail.cli.evaluate import disagree, evaluate
 from vitrail.cli.models import convert, info, models
 from vitrail.cli.predict import predict
 from vitrail.cli.probe import probe
+from vitrail.cli.push import push
 from vitrail.cli.recipes import recipes
 from vitrail.cli.segment import segment
 from vitrail.cli.serve import serve
@@ -59,7 +60,7 @@ PANELS: dict[str, dict[str, typer.Typer | Callable[..., None]]] = {
     },
     "Models": {"models": models, "info": info, "convert": convert, "delta": delta},
     "Data": {"data": data, "annotate": annotate, "store": store},
-    "Deploy": {"serve": serve, "bench": bench},
+    "Deploy": {"serve": serve, "push": push, "bench": bench},
 }
 ORDER = [name for commands in PANELS.values() for name in commands]
 
