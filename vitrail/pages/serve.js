@@ -83,4 +83,8 @@ for (const name of ["dragover", "drop", "dragleave"]) {
 }
 drop.addEventListener("drop", (event) => showAll(event.dataTransfer.files));
 document.addEventListener("paste", (event) => showAll(event.clipboardData.files));
-find("files").addEventListener("change", (event) => showAll(event.target.files));
+find("files").addEventListener("change", (event) => {
+  const files = [...event.target.files];
+  event.target.value = ""; // so that the same file can be chosen again
+  showAll(files);
+});
