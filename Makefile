@@ -3,12 +3,16 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test quick check tests format clean
+.PHONY: demo serve-demo test quick check tests format clean
 
 # Three to four minutes on two CPU cores, the installation included: the bundled weights fine-tuned on photographs, the same from scratch, one page on both.
 demo: .venv/.ready
 	rm -rf runs/demo
 	$(BIN)/vitrail demo --out runs/demo
+
+# The bundled weights as a server on this machine: a page at http://127.0.0.1:8000/ to drop images on; Ctrl-C ends it.
+serve-demo: .venv/.ready
+	$(BIN)/vitrail serve vitrail_tiny --port 8000
 
 test: check tests
 

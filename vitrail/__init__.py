@@ -8,6 +8,7 @@ from vitrail.version import __version__
 
 if TYPE_CHECKING:
     from vitrail.checkpoints import load, save
+    from vitrail.checkpoints.hub_upload import push
     from vitrail.deploy.optimize import optimize
     from vitrail.evaluation.predict import predict
     from vitrail.evaluation.segmented_images import segment
@@ -29,6 +30,7 @@ __all__ = [
     "load",
     "optimize",
     "predict",
+    "push",
     "resume",
     "save",
     "segment",
@@ -39,6 +41,7 @@ __all__ = [
 HOMES = dict.fromkeys(("Architecture", "VisionTransformer", "build", "create", "list_models"), "vitrail.models")
 HOMES |= dict.fromkeys(("load", "save"), "vitrail.checkpoints")
 HOMES |= dict.fromkeys(("resume", "train"), "vitrail.runs.train")
+HOMES["push"] = "vitrail.checkpoints.hub_upload"
 HOMES["optimize"] = "vitrail.deploy.optimize"
 HOMES["explain"] = "vitrail.interpret.explanation"
 HOMES["predict"] = "vitrail.evaluation.predict"

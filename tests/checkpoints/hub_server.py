@@ -1,10 +1,14 @@
 """A stand-in for the Hugging Face hub and for a server of plain files, on this machine."""
 
+import base64
 import hashlib
+import json
 import re
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import yaml
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -19,6 +23,10 @@ class Server(ThreadingHTTPServer):
         self.redirects: dict[str, str] = {}
         self.headers: dict[str, dict[str, str]] = {}  # additional ones, by path
         self.requests: list[tuple[str, str, str | None, str | None]] = []  # method, path, Range, Authorization
+        self.token: str | None = None  # which uploads need
+        self.refusal: int | None = None  # the status of all uploads
+        self.objects: dict[str, bytes] = {}  # uploaded large files by SHA-256
+        self.private: dict[str, bool] = {}  # created repositories
         self.stop_after: int | None = None  # bytes of the next large answer, after which the connection is closed
         self.address = f"http://127.0.0.1:{self.server_port}"
 
@@ -69,6 +77,62 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(data[start:] if stop is None else data[start : start + stop])
             if stop is not None:
                 self.close_connection = True
+
+    def do_POST(self):
+        """Uploads: create a repository, say how files are sent, tell where large ones go, commit."""
+        self.server.requests.append((self.command, self.path, None, self.headers["Authorization"]))
+        content = self.rfile.read(int(self.headers["Content-Length"] or 0))
+        allowed = self.headers["Authorization"] == f"Bearer {self.server.token}"
+        if self.server.refusal or not allowed:
+            self.reply_json({"error": "refused"}, self.server.refusal or 401)
+        elif self.path == "/api/repos/create":
+            asked = json.loads(content)
+            name = f"{asked['organization']}/{asked['name']}"
+            self.server.private[name] = asked.get("visibility") == "private"
+            self.reply_json({"url": f"{self.server.address}/{name}"})
+        elif self.path == "/api/validate-yaml":
+            header = yaml.safe_load(json.loads(content)["content"].split("---")[1])
+            self.reply_json({"errors": [] if header["library_name"] == "vitrail" else [{"message": "wrong"}], "warnings": []})
+        elif "/preupload/" in self.path:
+            modes = [
+                {
+                    "path": file["path"],
+                    "uploadMode": "lfs" if file["path"].endswith(".safetensors") else "regular",
+                    "shouldIgnore": False,
+                }
+                for file in json.loads(content)["files"]
+            ]
+            self.reply_json({"files": modes})
+        elif self.path.endswith("/info/lfs/objects/batch"):
+            objects = [
+                each | {"actions": {"upload": {"href": f"{self.server.address}/upload/{each['oid']}"}}}
+                for each in json.loads(content)["objects"]
+            ]
+            self.reply_json({"transfer": "basic", "objects": objects})
+        else:
+            repository = re.fullmatch(r"/api/models/(.+/.+)/commit/main", self.path)[1]
+            for line in map(json.loads, content.splitlines()):
+                file = line["value"]
+                if line["key"] == "file":
+                    self.server.files[f"/{repository}/{file['path']}"] = base64.b64decode(file["content"])
+                elif line["key"] == "lfsFile":
+                    self.server.files[f"/{repository}/{file['path']}"] = self.server.objects[file["oid"]]
+            self.reply_json({"commitUrl": f"{self.server.address}/{repository}/commit/{COMMIT}", "commitOid": COMMIT})
+
+    def do_PUT(self):
+        self.server.requests.append((self.command, self.path, None, self.headers["Authorization"]))
+        content = self.rfile.read(int(self.headers["Content-Length"]))
+        assert self.path == f"/upload/{hashlib.sha256(content).hexdigest()}"
+        self.server.objects[self.path.rpartition("/")[2]] = content
+        self.reply(200, {})
+
+    def reply_json(self, content, code=200):
+        body = json.dumps(content).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
 
     def reply(self, code, headers):
         self.send_response(code)

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from vitrail.atomic_files import atomic_write, atomic_write_text
-from vitrail.checkpoints.artifact import write_safetensors
+from vitrail.checkpoints.artifact import upgrade_notes, write_safetensors
 from vitrail.checkpoints.assembly import ToPair, assemble
 from vitrail.checkpoints.codecs import Hints, Shapes, UnknownFormat, UnsupportedByFormat
 from vitrail.checkpoints.formats import convnets, deit, google, huggingface, timm
 from vitrail.checkpoints.readers import Checkpoint
 from vitrail.errors import UserError
 from vitrail.models.config import Architecture
-from vitrail.models.preprocessing import GOOGLE
+from vitrail.models.preprocessing import GOOGLE, Preprocessing
 from vitrail.models.vision_transformer import VisionTransformer
 
 TITLES = {"deit": "DeiT", "timm": "timm", "torchvision": "torchvision", "hf": "Hugging Face", "npz": "Google npz"}
@@ -28,6 +28,7 @@ TO_PAIR: dict[str, ToPair] = {
     "npz": google.to_pair,
 }
 IGNORED = {"pos_embed_resample"}  # without effect at the model's own image size
+DESCRIPTION = "vitrail_description"  # the metadata entry of a Hugging Face file with what its configuration files cannot hold
 NUMERICS = {"activation", "norm_eps", "stem_eps", "fusion"}  # fields that `approximate` may lose
 
 
@@ -118,6 +119,18 @@ def read_description(model: VisionTransformer, kind: str, checkpoint: Checkpoint
         model.class_names = huggingface.class_names(checkpoint.config, model.architecture.classes)
     elif isinstance(names := config.get("label_names"), list) and len(names) == model.architecture.classes:  # of timm
         model.class_names = list(map(str, names))
+    if DESCRIPTION in checkpoint.metadata:
+        restore_description(model, json.loads(checkpoint.metadata[DESCRIPTION]), checkpoint.preprocessor)
+
+
+def restore_description(model: VisionTransformer, description: dict[str, Any], preprocessor: dict[str, Any] | None) -> None:
+    """Set name, notes and exact preprocessing of a model that Vitrail wrote, unless preprocessor_config.json was changed."""
+    model.name = str(description["name"])
+    model.notes |= upgrade_notes({str(name): str(text) for name, text in description["notes"].items()})
+    exact = Preprocessing.from_dict(description["preprocessing"])
+    exact.check()
+    if preprocessor == json.loads(json.dumps(huggingface.write_preprocessing(exact))):
+        model.preprocessing = exact
 
 
 def save_foreign(model: VisionTransformer, path: Path, format: str, approximate: bool) -> None:
@@ -185,7 +198,9 @@ def write_npz(tensors: dict[str, Tensor], path: Path) -> None:
 def write_huggingface_folder(model: VisionTransformer, tensors: dict[str, Tensor], path: Path) -> None:
     if path.exists() and not path.is_dir():
         raise UserError(f"{path} is a file: the Hugging Face format is a folder.")
-    atomic_write(path / "model.safetensors", lambda temporary: write_safetensors(tensors, temporary, {"format": "pt"}))
+    description = {"name": model.name, "notes": model.notes, "preprocessing": model.preprocessing.to_dict()}
+    metadata = {"format": "pt", DESCRIPTION: json.dumps(description)}
+    atomic_write(path / "model.safetensors", lambda temporary: write_safetensors(tensors, temporary, metadata))
     files = {
         "config.json": huggingface.write_config(model.architecture, model.class_names),
         "preprocessor_config.json": huggingface.write_preprocessing(model.preprocessing),

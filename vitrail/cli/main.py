@@ -29,8 +29,10 @@ from vitrail.cli.explore import explore
 from vitrail.cli.models import convert, info, models
 from vitrail.cli.predict import predict
 from vitrail.cli.probe import probe
+from vitrail.cli.push import push
 from vitrail.cli.recipes import recipes
 from vitrail.cli.segment import segment
+from vitrail.cli.serve import serve
 from vitrail.cli.tokenizer import tokenizer
 from vitrail.cli.train import plan, replay, resume, train
 from vitrail.errors import UserError
@@ -62,7 +64,7 @@ PANELS: dict[str, dict[str, typer.Typer | Callable[..., None]]] = {
     },
     "Models": {"models": models, "info": info, "convert": convert, "delta": delta},
     "Data": {"data": data, "annotate": annotate, "store": store},
-    "Deploy": {"bench": bench},
+    "Deploy": {"serve": serve, "push": push, "bench": bench},
 }
 ORDER = [name for commands in PANELS.values() for name in commands]
 

@@ -131,7 +131,7 @@ class TimedProtocol(H11Protocol):  # type: ignore[misc]
             self.timer = None
 
 
-def make_server(app: Application, max_connections: int = MAX_CONNECTIONS) -> Server:
+def make_server(app: Application, max_connections: int = MAX_CONNECTIONS, shutdown_seconds: float = SHUTDOWN_SECONDS) -> Server:
     config = uvicorn.Config(
         app,
         http=TimedProtocol,
@@ -141,26 +141,30 @@ def make_server(app: Application, max_connections: int = MAX_CONNECTIONS) -> Ser
         server_header=False,
         proxy_headers=False,
         limit_concurrency=max_connections,
-        timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+        timeout_graceful_shutdown=shutdown_seconds,
         h11_max_incomplete_event_size=HEADER_BYTES,
     )
     return Server(config)
 
 
 def serve(
-    app: Application, listener: socket.socket, announce: Callable[[str], None], max_connections: int = MAX_CONNECTIONS
+    app: Application,
+    listener: socket.socket,
+    announce: Callable[[str], None],
+    max_connections: int = MAX_CONNECTIONS,
+    shutdown_seconds: float = SHUTDOWN_SECONDS,
 ) -> None:
     """Serve until SIGINT or SIGTERM; `announce` is called with the address, whose connections wait until the server is ready."""
-    server = make_server(app, max_connections)
+    server = make_server(app, max_connections, shutdown_seconds)
     announce(address_of(listener))
     server.run([listener])
 
 
 @contextmanager
-def running_server(app: Application, host: str = LOCALHOST) -> Iterator[str]:
+def running_server(app: Application, host: str = LOCALHOST, max_connections: int = MAX_CONNECTIONS) -> Iterator[str]:
     """A server in a thread on a free port, as a context that yields its address."""
     listener = bind(host)
-    server = make_server(app)
+    server = make_server(app, max_connections)
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()
     try:

@@ -1,0 +1,60 @@
+"""The page of `vitrail serve` in a real browser: images by file input and drop, errors, keyboard, phone, no other host."""
+
+import shutil
+from base64 import b64encode
+
+import pytest
+
+from tests.deploy.serving import NAMES, save_model, serving
+from tests.web.client import encoded
+
+CHROMIUM = shutil.which("chromium")
+DROP = """text => {
+    const transfer = new DataTransfer();
+    transfer.items.add(new File([Uint8Array.from(atob(text), letter => letter.charCodeAt(0))], "a.jpg", { type: "image/jpeg" }));
+    return transfer;
+}"""
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+
+
+def test_images_are_predicted_in_the_browser(tmp_path):
+    from playwright.sync_api import sync_playwright
+
+    (tmp_path / "a.jpg").write_bytes(encoded((60, 40)))
+    (tmp_path / "notes.jpg").write_text("not an image")
+    weights = save_model(tmp_path / "model.safetensors")
+    with serving(weights, api_key="0123456789abcdef") as server, sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 360, "height": 740})
+        requests, problems = [], []
+        page.on("request", lambda request: requests.append(request.url))
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("console", lambda message: problems.append(message.text) if "Refused" in message.text else None)
+        page.goto(server.address)
+        page.locator("body").press("Tab")
+        assert page.evaluate("document.activeElement.id") == "files"  # what a keyboard reaches first
+        page.set_input_files("#files", tmp_path / "a.jpg")
+        page.get_by_text("The API key is missing or wrong").wait_for()
+        page.fill("#key", "0123456789abcdef")
+        page.check("#explain")
+        page.set_input_files("#files", tmp_path / "a.jpg")
+        page.locator(".result canvas").first.wait_for()
+        shown = page.locator(".result").first.locator(".class").all_inner_texts()
+        assert len(shown) == 5
+        assert {text.split("%")[-1].strip() for text in shown} == set(NAMES)  # <eel> is text
+        assert page.locator("#message").inner_text() == ""
+        page.uncheck("#explain")
+        dropped = page.evaluate_handle(DROP, b64encode((tmp_path / "a.jpg").read_bytes()).decode())
+        page.dispatch_event("#drop", "drop", {"dataTransfer": dropped})
+        page.wait_for_function("document.querySelectorAll('.result').length == 3")
+        page.wait_for_function("document.querySelectorAll('.result:first-child .class').length == 5")
+        assert page.locator(".result").first.locator(".class").all_inner_texts() == shown
+        page.set_input_files("#files", tmp_path / "notes.jpg")
+        page.get_by_text("not a JPEG, PNG").wait_for()
+        assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+        page.goto(f"{server.address}docs")
+        assert page.get_by_text("POST /predict").count() == 1
+        assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+        browser.close()
+    assert not problems
+    assert all(url.startswith((server.address, "blob:")) for url in requests)

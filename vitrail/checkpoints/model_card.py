@@ -1,0 +1,177 @@
+"""The model card of a model: README.md with a YAML header, written from the artifact."""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from vitrail.formatting import format_significant, percent, pluralize
+from vitrail.models.vision_transformer import VisionTransformer
+from vitrail.version import __version__
+
+MAX_CLASSES = 100  # that are listed
+RATIOS = ("top1", "top5", "knn", "test", "mean_iou", "pixel_accuracy")  # metrics that are shown in percent
+SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~])")
+
+
+def write_card(model: VisionTransformer, repository: str, license: str | None, transformers: bool) -> str:
+    """The text of README.md; `transformers`: whether that library can read the files too."""
+    data, metrics, recipe = (read_note(model, name) for name in ("data", "metrics", "recipe"))
+    sections = {
+        "Use": usage(model, repository, transformers),
+        "Model": describe_model(model),
+        "Training data": describe_data(model, data),
+        "Training": describe_recipe(recipe, read_note(model, "made")),
+        "Results": describe_metrics(metrics, data),
+        "Limits": describe_limits(model, metrics, recipe, license),
+    }
+    header = yaml.safe_dump(describe_header(model, repository, license, data, metrics), sort_keys=False, allow_unicode=True)
+    title = plain(repository.rpartition("/")[2])
+    body = "\n\n".join(f"## {name}\n\n{text}" for name, text in sections.items())
+    return f"---\n{header}---\n\n# {title}\n\n{body}\n"
+
+
+def read_note(model: VisionTransformer, name: str) -> dict[str, Any]:
+    """A note of the artifact that is a JSON object; {} for other notes."""
+    try:
+        value = json.loads(model.notes.get(name, "null"))
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def describe_header(
+    model: VisionTransformer, repository: str, license: str | None, data: Mapping[str, Any], metrics: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The YAML header: what the hub shows and searches."""
+    task = task_of(model)
+    header: dict[str, Any] = {"license": license} if license else {}
+    header |= {"library_name": "vitrail", "pipeline_tag": task, "tags": ["vitrail", task]}
+    name = str(data.get("name", ""))
+    if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name, re.ASCII):
+        header["datasets"] = [name]
+    top1 = metrics.get("top1")
+    if isinstance(top1, int | float):
+        measured = {"type": "accuracy", "name": "top-1 accuracy", "value": round(float(top1), 4)}
+        where = {"name": name or "validation images", "type": name or "images", "split": "validation"}
+        result = {"task": {"type": task}, "dataset": where, "metrics": [measured]}
+        header["metrics"] = ["accuracy"]
+        header["model-index"] = [{"name": repository.rpartition("/")[2], "results": [result]}]
+    return header
+
+
+def task_of(model: VisionTransformer) -> str:
+    """The hub's name of what the model does."""
+    if model.task_head is not None:
+        return "image-segmentation"
+    return "image-classification" if model.architecture.classes else "image-feature-extraction"
+
+
+def usage(model: VisionTransformer, repository: str, transformers: bool) -> str:
+    lines = ["import vitrail", ""]
+    if model.architecture.classes and model.task_head is None:
+        lines += [f'for prediction in vitrail.predict("hf://{repository}", ["cat.jpg"]):', "    print(prediction.classes)"]
+    else:
+        lines.append(f'model = vitrail.load("hf://{repository}")')
+    text = "```python\n" + "\n".join(lines) + "\n```"
+    if transformers and model.architecture.classes:
+        text += f'\n\nThe library `transformers` reads it too: `pipeline("image-classification", "{repository}")`.'
+    return text
+
+
+def describe_model(model: VisionTransformer) -> str:
+    p, count = model.preprocessing, sum(parameter.numel() for parameter in model.parameters())
+    resize = "resized to this size" if p.resize == "square" else f"center crop of {percent(p.crop_ratio, 1)} of the shorter side"
+    rows = {
+        "Architecture": model.name or "custom",
+        "Parameters": f"{count / 1e6:.2f} million",
+        "Input": f"RGB, {p.image_size[0]} x {p.image_size[1]} pixels, {resize}, {p.interpolation}",
+        "Normalization": f"mean {list(p.mean)}, standard deviation {list(p.std)}",
+    }
+    text = table(rows)
+    if names := model.class_names:
+        listed = ", ".join(plain(name) for name in names[:MAX_CLASSES])
+        more = f" and {len(names) - MAX_CLASSES} more" if len(names) > MAX_CLASSES else ""
+        text += f"\n\n{pluralize(len(names), 'class')}: {listed}{more}."
+    return text
+
+
+def describe_data(model: VisionTransformer, data: Mapping[str, Any]) -> str:
+    if not data:
+        return "Not stated in the artifact."
+    counts = [f"{data[split]:,} {title}" for split, title in SPLITS.items() if isinstance(data.get(split), int)]
+    return f"{plain(str(data.get('name') or 'Images'))}: {' and '.join(counts) or 'number of images not stated'}."
+
+
+SPLITS = {"train": "training images", "validation": "validation images"}
+# Keys of a recipe that a reader looks for first.
+SHOWN = (
+    "name",
+    "task",
+    "model",
+    "schedule.length",
+    "batch_size",
+    "optimizer.name",
+    "optimizer.lr",
+    "optimizer.weight_decay",
+    "init.weights",
+    "init.scope",
+    "precision",
+    "seed",
+)
+
+
+def describe_recipe(recipe: Mapping[str, Any], made: Mapping[str, Any]) -> str:
+    if not recipe:
+        return table(made) if made else "Not stated in the artifact."
+    rows = {key: look_up(recipe, key) for key in SHOWN}
+    text = table({key: value for key, value in rows.items() if value not in (None, "")})
+    complete = yaml.safe_dump(dict(recipe), sort_keys=False, allow_unicode=True).replace("```", "'''")
+    return f"{text}\n\n<details><summary>Complete recipe</summary>\n\n```yaml\n{complete}```\n\n</details>"
+
+
+def look_up(values: Mapping[str, Any], key: str) -> Any:
+    """The value of a dotted key, None without one."""
+    found: Any = values
+    for part in key.split("."):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return found
+
+
+def describe_metrics(metrics: Mapping[str, Any], data: Mapping[str, Any]) -> str:
+    numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float) and not isinstance(value, bool)}
+    if not numbers:
+        return "Not stated in the artifact."
+    images = numbers.get("images") or data.get("validation")
+    rows = {name: percent(value, 2) if name in RATIOS else format_significant(value) for name, value in numbers.items()}
+    text = table({name: value for name, value in rows.items() if name != "images"})
+    return f"{text}\n\nMeasured on {f'{images:,}' if isinstance(images, int) else 'the'} validation images."
+
+
+def describe_limits(model: VisionTransformer, metrics: Mapping[str, Any], recipe: Mapping[str, Any], license: str | None) -> str:
+    lines = []
+    if model.architecture.classes and model.task_head is None:
+        lines.append(
+            f"Every image gets one of the {model.architecture.classes} classes, also an image of something else. The "
+            "probabilities are those of the softmax, which were not calibrated."
+        )
+    if metrics:
+        lines.append("The results are those of images from the same source as the training images; others can be lower.")
+    if initial := look_up(recipe, "init.weights"):
+        lines.append(f"Training started from {plain(str(initial))}: the license and the biases of these weights apply too.")
+    if not license:
+        lines.append("No license was stated: ask the owner of the repository before you use it.")
+    lines.append(f"Written by Vitrail {__version__} from the file of the weights; nothing was added by hand.")
+    return "\n".join(f"* {line}" for line in lines)
+
+
+def table(rows: Mapping[str, Any]) -> str:
+    lines = [f"| {plain(str(name))} | {plain(str(value))} |" for name, value in rows.items()]
+    return "\n".join(["| | |", "| --- | --- |", *lines])
+
+
+def plain(text: str) -> str:
+    """Text without the meaning of Markdown or HTML, on one line: names in an artifact may be any text."""
+    return SPECIAL.sub(r"\\\1", " ".join(text.split()))

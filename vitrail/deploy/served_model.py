@@ -1,0 +1,170 @@
+"""A loaded model as the server uses it: decoded images to inputs, and batches of inputs to results."""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vitrail.checkpoints.artifact import fingerprint
+from vitrail.deploy.optimize import optimize
+from vitrail.errors import UserError
+from vitrail.evaluation.features import FeatureKind, compute_features
+from vitrail.evaluation.model import Model, compute_logits, count_classes, decode_side, device_of
+from vitrail.interpret.attention import record
+from vitrail.interpret.explanation import class_index
+from vitrail.interpret.maps import available_methods, compute_map, needs_gradients
+from vitrail.models.preprocessing import pad_images
+from vitrail.models.vision_transformer import VisionTransformer
+
+SLOW_METHODS = ("occlusion",)  # hundreds of forward passes, during which other requests would wait
+
+
+class Operation(NamedTuple):
+    """What is computed of an image: predict, embed, or explain by a method."""
+
+    kind: str
+    method: str = ""
+
+
+class Input(NamedTuple):
+    """A preprocessed image, and the index of the class to explain (-1: the predicted one)."""
+
+    pixels: Tensor  # float32 [3, height, width]
+    target: int = -1
+
+
+class Explanation(NamedTuple):
+    """The class that was explained, and the relevance of each patch."""
+
+    target: int
+    values: Tensor  # [rows, columns]
+
+
+@dataclass(frozen=True, eq=False)
+class ServedModel:
+    """One version of a model. `logits` is the optimized forward pass; two versions are never part of one batch."""
+
+    name: str
+    model: Model
+    logits: Callable[[Tensor], Tensor]
+    version: str
+    shared: bool = False  # whether its unchanged tensors are those of the base
+    loaded: float = field(default_factory=time.time)
+
+    @property
+    def device(self) -> torch.device:
+        return device_of(self.model)
+
+    @property
+    def classes(self) -> int:
+        return count_classes(self.model)
+
+    def class_name(self, index: int) -> str:
+        return self.model.class_names[index] if self.model.class_names else f"class {index}"
+
+    def find_class(self, text: str) -> int:
+        """The index of a class by its name or its number."""
+        assert isinstance(self.model, VisionTransformer)  # others have no methods to explain
+        return class_index(self.model, text[:80])
+
+    @property
+    def decode_side(self) -> int | None:
+        return decode_side(self.model)
+
+    def preprocess(self, image: np.ndarray) -> Tensor:
+        """uint8 [H, W, 3] to the input of the model, by the package's one path."""
+        return self.model.preprocessing.apply(*pad_images([image]))[0]
+
+    def check(self, operation: Operation) -> None:
+        """Raise UserError for what this model cannot compute."""
+        if operation.kind != "embed" and not self.classes:
+            raise UserError(f"The model {self.name} has no classifier: send images to /embed.")
+        if operation.kind == "explain" and operation.method not in self.methods:
+            known = f"choose from {', '.join(self.methods)}" if self.methods else "it has no method to explain its predictions"
+            raise UserError(f"The method {operation.method[:80]!r} is not available for the model {self.name}: {known}.")
+
+    @property
+    def methods(self) -> list[str]:
+        """The methods of /explain, best first."""
+        if not isinstance(self.model, VisionTransformer) or not self.classes:
+            return []
+        return [name for name in available_methods(self.model) if name not in SLOW_METHODS]
+
+    def compute(self, operation: Operation, inputs: Sequence[Input]) -> list[Any]:
+        """One result per input: probabilities [C], features [D] or an Explanation, on the CPU."""
+        images = torch.stack([each.pixels for each in inputs]).to(self.device)
+        if operation.kind == "explain":
+            return self.explain(images, operation.method, [each.target for each in inputs])
+        with torch.inference_mode():
+            if operation.kind == "embed":
+                return list(check_finite(compute_features(self.model, images, FeatureKind())))
+            return list(check_finite(self.logits(pad_batch(images))[: len(images)]).softmax(1))
+
+    def explain(self, images: Tensor, method: str, targets: list[int]) -> list[Explanation]:
+        """Maps of `targets`, or of the predicted classes where they are -1, from one forward pass."""
+        assert isinstance(self.model, VisionTransformer)
+        recording = record(self.model, images, needs_gradients(method))
+        given = torch.tensor(targets, device=images.device)
+        classes = torch.where(given < 0, recording.logits.argmax(1), given)
+        maps = check_finite(compute_map(recording, method, classes))
+        return [Explanation(*each) for each in zip(classes.tolist(), maps, strict=True)]
+
+
+def check_finite(values: Tensor) -> Tensor:
+    values = values.float().cpu()
+    if not values.isfinite().all():
+        raise FloatingPointError("The outputs of the model are NaN or Inf: its weights are damaged.")
+    return values
+
+
+def pad_batch(images: Tensor) -> Tensor:
+    """On a GPU, the images followed by zeros up to a power of two, so that few batch sizes are compiled and captured."""
+    size = 1 << (len(images) - 1).bit_length()
+    if not images.is_cuda or size == len(images):
+        return images
+    return torch.cat([images, images.new_zeros(size - len(images), *images.shape[1:])])
+
+
+def prepare_model(name: str, model: Model, precision: str | None, max_batch: int, log: Callable[[str], object]) -> ServedModel:
+    """The model with an optimized forward pass, which is compiled and captured for all batch sizes; otherwise the plain one.
+
+    `precision` None: not optimized.
+    """
+    if isinstance(model, VisionTransformer) and model.task_head is not None:
+        raise UserError(f"{name}: these weights segment images, which is not served; give weights of a classifier or a backbone.")
+    served = ServedModel(name, model, lambda images: compute_logits(model, images), version_of(model))
+    if precision is None or not isinstance(model, VisionTransformer) or not served.classes:
+        return served
+    goal = "latency" if served.device.type == "cuda" else "throughput"
+    try:
+        fast = optimize(model, goal=goal, precision=precision)
+        if served.device.type == "cuda":
+            sizes = [1 << power for power in range((max_batch - 1).bit_length() + 1)]
+            for size in sizes:
+                fast(torch.zeros(size, model.architecture.channels, *model.preprocessing.image_size, device=served.device))
+    except Exception as error:  # of compilers and kernels that this machine lacks
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        log(f"{name}: not optimized ({reason}); the plain model is served, which is slower.")
+        return served
+    return ServedModel(name, model, fast, served.version)
+
+
+def version_of(model: Model) -> str:
+    """The first digits of the SHA-256 of the weights."""
+    return fingerprint(model.state_dict())[:12]
+
+
+def limit_threads(count: int) -> None:
+    """Use this many threads for torch's operations in the calling thread, whatever other threads use."""
+    torch.get_num_threads()  # the first call in a thread takes the number of the thread that set it last
+    torch.set_num_threads(count)
+
+
+def default_pool_threads() -> int:
+    """Threads that decode and resize: one per core, up to eight."""
+    return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 8)
