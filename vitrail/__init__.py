@@ -8,6 +8,7 @@ from vitrail.version import __version__
 
 if TYPE_CHECKING:
     from vitrail.checkpoints import load, save
+    from vitrail.deploy.export import export
     from vitrail.deploy.optimize import optimize
     from vitrail.evaluation.predict import predict
     from vitrail.evaluation.segmented_images import segment
@@ -23,6 +24,7 @@ __all__ = [
     "__version__",
     "build",
     "create",
+    "export",
     "list_models",
     "load",
     "optimize",
@@ -37,6 +39,7 @@ __all__ = [
 HOMES = dict.fromkeys(("Architecture", "VisionTransformer", "build", "create", "list_models"), "vitrail.models")
 HOMES |= dict.fromkeys(("load", "save"), "vitrail.checkpoints")
 HOMES |= dict.fromkeys(("resume", "train"), "vitrail.runs.train")
+HOMES["export"] = "vitrail.deploy.export"
 HOMES["optimize"] = "vitrail.deploy.optimize"
 HOMES["predict"] = "vitrail.evaluation.predict"
 HOMES["segment"] = "vitrail.evaluation.segmented_images"

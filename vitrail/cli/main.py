@@ -24,6 +24,7 @@ from vitrail.cli.delta import delta
 from vitrail.cli.demo import demo
 from vitrail.cli.embed import embed, suite
 from vitrail.cli.evaluate import disagree, evaluate
+from vitrail.cli.export import export
 from vitrail.cli.models import convert, info, models
 from vitrail.cli.predict import predict
 from vitrail.cli.probe import probe
@@ -58,7 +59,7 @@ PANELS: dict[str, dict[str, typer.Typer | Callable[..., None]]] = {
     },
     "Models": {"models": models, "info": info, "convert": convert, "delta": delta},
     "Data": {"data": data, "annotate": annotate, "store": store},
-    "Deploy": {"bench": bench},
+    "Deploy": {"export": export, "bench": bench},
 }
 ORDER = [name for commands in PANELS.values() for name in commands]
 
