@@ -45,9 +45,7 @@ def export(
     """
     from vitrail.deploy.export import export as export_model
 
-    result = export_model(
-        weights, out, to, input, precision, dynamic_size, features, images, device, runtime, overwrite
-    )
+    result = export_model(weights, out, to, input, precision, dynamic_size, features, images, device, runtime, overwrite)
     if as_json:
         print_json({"path": str(result.path), "bytes": result.bytes, **vars(result.certificate)})
         return

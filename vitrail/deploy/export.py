@@ -2,35 +2,24 @@
 
 import os
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from vitrail.atomic_files import atomic_write, check_writable
 from vitrail.checkpoints import load
-from vitrail.data.datasets.lookup import open_source
-from vitrail.data.decode import decode
-from vitrail.data.progress import progress
+from vitrail.deploy.export_comparison import Comparison
 from vitrail.deploy.export_metadata import INPUTS, PRECISIONS, Certificate, ExportMetadata
-from vitrail.deploy.exported_outputs import OUTPUTS, ExportedNetwork, make_network, task_of
-from vitrail.deploy.image_input import ImagePreprocessing
-from vitrail.deploy.onnx_export import Run
+from vitrail.deploy.exported_outputs import make_network, task_of
 from vitrail.errors import UserError
 from vitrail.models.inputs import FIXED_GRID
-from vitrail.models.preprocessing import Preprocessing, min_decode_side, pad_images
+from vitrail.models.preprocessing import min_decode_side
 from vitrail.models.vision_transformer import VisionTransformer
-from vitrail.version import __version__
 
 TARGETS = ("onnx", "torch-export", "aoti", "web")
 SUFFIXES = {"onnx": ".onnx", "torch-export": ".pt2", "aoti": ".pt2", "web": ""}
 IMAGES = 32  # of the comparison and of the calibration of int8
-BUNDLED = "pets"
-# The largest difference of float outputs, relative to the largest output: more is an error of the export and not rounding.
-TOLERANCE = {"fp32": 1e-3, "fp16": 5e-2}
 
 
 class Exported(NamedTuple):
@@ -79,92 +68,29 @@ def export(
     if not isinstance(model, VisionTransformer):
         model = load(find_weights(Path(model)))
     task = task_of(model, features)
-    check_model(model, task, to, input, dynamic_size)
-    pixels, source = read_images(images)
-    reference = make_network(model, task)
-    metadata = ExportMetadata(
-        model.name,
-        task,
-        input,
-        precision,
-        model.preprocessing,
-        class_names(model, task),
-        min_decode_side(model.preprocessing, model.notes),
-    )
-    batches = [model.preprocessing.apply(*pad_images([image])) for image in pixels]
+    check_model(model, task, to, dynamic_size)
+    comparison = Comparison.read(make_network(model, task), model.preprocessing, images, IMAGES)
+    side = min_decode_side(model.preprocessing, model.notes)
+    names = class_names(model, task)
+    metadata = ExportMetadata(model.name, task, input, precision, model.preprocessing, names, side)
+    network = make_network(model, task, half=precision == "fp16")
     step = model.architecture.patch_size if dynamic_size else None
-    if to in ("onnx", "web"):
-        content, metadata = export_onnx(model, reference, metadata, pixels, batches, step, source)
+    if to in ("torch-export", "aoti"):
+        from vitrail.deploy.program_export import write_program
+
+        metadata = write_program(path, network, comparison, metadata, step, torch.device(device), compiled=to == "aoti")
+    else:
+        from vitrail.deploy.onnx_export import build_model
+
+        content, metadata = build_model(network, comparison, metadata, step)
         if to == "web":
             from vitrail.deploy.web_export import write_site
 
             write_site(path, content, metadata, runtime)
         else:
             atomic_write(path, lambda temporary: temporary.write_bytes(content))
-    else:
-        from vitrail.deploy.program_export import export_program
-
-        metadata = export_program(path, model, reference, metadata, (pixels, batches, source), step, to, torch.device(device))
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
     return Exported(path, metadata, sum(file.stat().st_size for file in files))
-
-
-def export_onnx(
-    model: VisionTransformer,
-    reference: ExportedNetwork,
-    metadata: ExportMetadata,
-    pixels: Sequence[np.ndarray],
-    batches: Sequence[Tensor],
-    step: int | None,
-    source: str,
-) -> tuple[bytes, ExportMetadata]:
-    """The bytes of an ONNX file, and its metadata with the certificate."""
-    from vitrail.deploy import onnx_export
-
-    onnx_export.import_onnx()
-    network = make_network(model, metadata.task, half=True) if metadata.precision == "fp16" else reference
-    graph = onnx_export.convert_network(network, model.preprocessing.image_size, OUTPUTS[metadata.task], step)
-    if metadata.precision == "int8":
-        graph = onnx_export.quantize(graph, batches)
-    if metadata.input == "image":
-        graph = onnx_export.merge(onnx_export.convert_preprocessing(ImagePreprocessing(model.preprocessing).eval()), graph)
-    run, versions = onnx_export.open_session(graph)
-    metadata = certify(run, reference, metadata, pixels, batches, source, versions)
-    return onnx_export.add_metadata(graph, metadata), metadata
-
-
-def certify(
-    run: Run,
-    reference: ExportedNetwork,
-    metadata: ExportMetadata,
-    pixels: Sequence[np.ndarray],
-    batches: Sequence[Tensor],
-    source: str,
-    versions: dict[str, str],
-) -> ExportMetadata:
-    """Compare a program with the model, image by image; UserError if they differ by more than rounding."""
-    difference, largest, same, total = 0.0, 0.0, 0, 0
-    with progress("comparing", len(pixels)) as advance, torch.inference_mode():
-        for image, batch in zip(pixels, batches, strict=True):
-            expected = reference(batch)
-            actual = torch.from_numpy(run(image[None] if metadata.input == "image" else batch.numpy()))
-            if not expected.isfinite().all():
-                raise UserError("The outputs of the model are NaN or Inf: its weights are damaged.")
-            difference = max(difference, float((actual - expected).abs().max().nan_to_num(torch.inf)))
-            largest = max(largest, float(expected.abs().max()))
-            matches = actual.argmax(1) == expected.argmax(1)
-            same, total = same + int(matches.sum()), total + matches.numel()
-            advance(1)
-    if difference > TOLERANCE.get(metadata.precision, float("inf")) * largest:
-        advice = "give --precision fp32" if metadata.precision == "fp16" else "report it, with the model"
-        raise UserError(
-            f"The outputs of the exported program differ from the model's by up to {difference:.2g}, of {largest:.2g}: nothing was "
-            f"written; {advice}."
-        )
-    versions = {"vitrail": __version__, "torch": str(torch.__version__)} | versions
-    agreement = None if metadata.task == "features" else same / total
-    certificate = Certificate(len(pixels), source, difference, largest, agreement, versions)
-    return ExportMetadata(**{**vars(metadata), "certificate": certificate})
 
 
 def class_names(model: VisionTransformer, task: str) -> list[str] | None:
@@ -174,9 +100,7 @@ def class_names(model: VisionTransformer, task: str) -> list[str] | None:
     return model.class_names if task == "classification" else None
 
 
-def check_options(
-    path: Path, to: str, input: str, precision: str, dynamic_size: bool, device: str, overwrite: bool
-) -> None:
+def check_options(path: Path, to: str, input: str, precision: str, dynamic_size: bool, device: str, overwrite: bool) -> None:
     """Raise UserError for options that do not exist or exclude each other, before anything is computed."""
     for name, value, choices in (("to", to, TARGETS), ("input", input, INPUTS), ("precision", precision, PRECISIONS)):
         if value not in choices:
@@ -207,7 +131,7 @@ def check_options(
     check_writable(path)
 
 
-def check_model(model: VisionTransformer, task: str, to: str, input: str, dynamic_size: bool) -> None:
+def check_model(model: VisionTransformer, task: str, to: str, dynamic_size: bool) -> None:
     a = model.architecture
     if dynamic_size and (a.mixer in FIXED_GRID or a.pooling in FIXED_GRID):
         raise UserError(
@@ -220,18 +144,3 @@ def check_model(model: VisionTransformer, task: str, to: str, input: str, dynami
 def find_weights(path: Path) -> Path:
     """The best weights of a run directory; any other path unchanged."""
     return path / "best.safetensors" if (path / "run.json").is_file() else path
-
-
-def read_images(source: str | Path | None, count: int = IMAGES) -> tuple[list[np.ndarray], str]:
-    """Up to `count` images, spread over a data set, uint8 [H, W, 3] at their full size, and the name of the data set."""
-    name = BUNDLED if source is None else os.fspath(source)
-    images = open_source(name, "test" if source is None else None)
-    pixels: list[np.ndarray] = []
-    for index in np.linspace(0, len(images) - 1, min(count, len(images))).round().astype(int).tolist():
-        try:
-            pixels.append(decode(images.encoded(index)))
-        except (OSError, ValueError):
-            continue
-    if not pixels:
-        raise UserError(f"{name} contains no image that can be read: give a folder of images.")
-    return pixels, "the bundled pets" if source is None else Path(name).name

@@ -2,8 +2,8 @@
 
 The arithmetic is that of `Preprocessing.apply`: Pillow's antialiased weights as integer multiples of 2**-22, sums without
 rounding, 8 bits after each axis. The number of source pixels per output pixel depends on the size of the image, which a program
-does not know in advance. So the output pixels are computed in blocks: the source pixels of a block are one window, whose length is
-a linear function of the size, and a matrix product in float64, which is exact for these integers, sums them.
+does not know in advance. So the output pixels are computed in blocks: the source pixels of a block are one window, whose length
+is a linear function of the size, and a matrix product in float64, which is exact for these integers, sums them.
 """
 
 import torch

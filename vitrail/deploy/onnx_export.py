@@ -3,7 +3,7 @@
 import logging
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
+from vitrail.deploy.export_comparison import Comparison, Run
 from vitrail.deploy.export_metadata import ENTRY, ExportMetadata
+from vitrail.deploy.exported_outputs import OUTPUTS, ExportedNetwork
+from vitrail.deploy.image_input import ImagePreprocessing
 from vitrail.errors import UserError
 
 OPSET = 20  # the first with GELU; onnxruntime 1.17 and later
@@ -21,7 +24,6 @@ NORMALIZED = "normalized"  # the tensor between preprocessing and network
 PREFIX = "preprocess/"  # of all other names in the preprocessing
 MAX_BYTES = 2_000_000_000  # of a protobuf message
 QUANTIZED = ["MatMul", "Gemm", "Conv"]
-Run = Callable[[np.ndarray], np.ndarray]
 
 
 def import_onnx() -> None:
@@ -32,6 +34,24 @@ def import_onnx() -> None:
         import onnxscript  # noqa: F401
     except ImportError as error:
         raise UserError(f"Exporting to ONNX needs {error.name}: pip install 'vitrail[export]'.") from None
+
+
+def build_model(
+    network: ExportedNetwork, comparison: Comparison, metadata: ExportMetadata, step: int | None
+) -> tuple[bytes, ExportMetadata]:
+    """The bytes of an ONNX file that was compared with the model, and its metadata with the result."""
+    import_onnx()
+    preprocessing = metadata.preprocessing
+    model = convert_network(network, preprocessing.image_size, OUTPUTS[metadata.task], step)
+    if metadata.precision == "int8":
+        model = quantize(model, comparison.normalized)
+    if metadata.input == "image":
+        model = merge(convert_preprocessing(ImagePreprocessing(preprocessing).eval()), model)
+    run, versions = open_session(model)
+    metadata = comparison.certify(run, metadata, versions)
+    model.producer_name, model.producer_version = "vitrail", metadata.version
+    model.metadata_props.add(key=ENTRY, value=metadata.to_json())
+    return model.SerializeToString(), metadata
 
 
 @contextmanager
@@ -65,7 +85,11 @@ def convert(module: nn.Module, example: Tensor, dims: dict[int, Any], names: tup
         )
         assert program is not None
         model = program.model_proto
-    del model.graph.value_info[:]  # shapes that later rewrites would contradict
+    graph = model.graph
+    del graph.value_info[:]  # shapes that later rewrites would contradict
+    for part in (model, graph, *graph.node, *graph.input, *graph.output, *graph.initializer):
+        part.ClearField("metadata_props")  # stack traces, with paths of this machine
+        part.ClearField("doc_string")
     return model
 
 
@@ -90,6 +114,7 @@ def merge(preprocessing: Any, network: Any) -> Any:
 
     prefixed = compose.add_prefix(preprocessing, PREFIX, rename_inputs=False, rename_outputs=False)
     merged = compose.merge_models(prefixed, network, [(NORMALIZED, NORMALIZED)])
+    del merged.opset_import[1:]  # both have the same
     merged.ir_version = network.ir_version
     merged.graph.name = "vitrail"
     return merged
@@ -141,12 +166,3 @@ def open_session(model: Any) -> tuple[Run, dict[str, str]]:
         return output
 
     return run, {"onnx": onnx.__version__, "onnxruntime": onnxruntime.__version__, "opset": str(OPSET)}
-
-
-def add_metadata(model: Any, metadata: ExportMetadata) -> bytes:
-    """The bytes of the file."""
-    model.producer_name, model.producer_version = "vitrail", metadata.version
-    del model.metadata_props[:]
-    model.metadata_props.add(key=ENTRY, value=metadata.to_json())
-    content: bytes = model.SerializeToString()
-    return content
