@@ -60,4 +60,5 @@ def resample(lines: Tensor, axis: Axis, least: int, filter: str) -> Tensor:
     windows = lines.flatten(1).index_select(0, source.clamp(0, size - 1).flatten()).unflatten(0, (blocks, window))
     total = torch.bmm(weights, windows.double()) + UNIT // 2
     pixels = (total / UNIT).floor().clamp(0, 255).to(torch.uint8)
-    return pixels.flatten(0, 1)[: axis.out].unflatten(1, lines.shape[1:])
+    out: Tensor = pixels.flatten(0, 1)[: axis.out].unflatten(1, lines.shape[1:])
+    return out

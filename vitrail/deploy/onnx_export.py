@@ -1,10 +1,11 @@
 """ONNX files: network and preprocessing are converted one by one, the network is quantized if asked for, and both are merged."""
 
+import io
 import logging
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ OPSET = 20  # the first with GELU; onnxruntime 1.17 and later
 NORMALIZED = "normalized"  # the tensor between preprocessing and network
 PREFIX = "preprocess/"  # of all other names in the preprocessing
 MAX_BYTES = 2_000_000_000  # of a protobuf message
-QUANTIZED = ["MatMul", "Gemm", "Conv"]
+PRODUCTS = ("MatMul", "Gemm", "Conv")
 
 
 def import_onnx() -> None:
@@ -44,7 +45,7 @@ def build_model(
     preprocessing = metadata.preprocessing
     model = convert_network(network, preprocessing.image_size, OUTPUTS[metadata.task], step)
     if metadata.precision == "int8":
-        model = quantize(model, comparison.normalized)
+        model = quantize(model, comparison.normalized, convs=not len(network.model.blocks))
     if metadata.input == "image":
         model = merge(convert_preprocessing(ImagePreprocessing(preprocessing).eval()), model)
     run, versions = open_session(model)
@@ -120,8 +121,11 @@ def merge(preprocessing: Any, network: Any) -> Any:
     return merged
 
 
-def quantize(network: Any, images: Sequence[Tensor]) -> Any:
-    """The network with products in int8: ranges of inputs from normalized images [1, 3, height, width], weights per channel."""
+def quantize(network: Any, images: Sequence[Tensor], convs: bool) -> Any:
+    """The network with products in int8: ranges of inputs from normalized images [1, 3, height, width], weights per channel.
+
+    The first and the last layer stay as they are, which halves the error; convolutions too, except of a convnet (`convs`).
+    """
     import onnx
     from onnxruntime import quantization
 
@@ -131,7 +135,10 @@ def quantize(network: Any, images: Sequence[Tensor]) -> Any:
         def get_next(self) -> dict[str, np.ndarray] | None:
             return next(self.rows, None)
 
-    with tempfile.TemporaryDirectory() as folder, quiet_exporter():
+    constants = {tensor.name for tensor in network.graph.initializer}
+    layers = [node for node in network.graph.node if node.op_type in PRODUCTS and node.input[1] in constants]
+    kept = [layer.name for layer in layers[1:-1] if convs or layer.op_type != "Conv"]
+    with tempfile.TemporaryDirectory() as folder, quiet_exporter(), redirect_stdout(io.StringIO()):
         source, target = Path(folder) / "float.onnx", Path(folder) / "int8.onnx"
         onnx.save(network, source)
         quantization.quantize_static(
@@ -139,7 +146,7 @@ def quantize(network: Any, images: Sequence[Tensor]) -> Any:
             target,
             Reader(),
             quant_format=quantization.QuantFormat.QDQ,
-            op_types_to_quantize=QUANTIZED,
+            nodes_to_quantize=kept,
             per_channel=True,
             activation_type=quantization.QuantType.QUInt8,
             weight_type=quantization.QuantType.QInt8,
