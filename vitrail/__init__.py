@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from vitrail.checkpoints import load, save
     from vitrail.deploy.export import export
     from vitrail.deploy.optimize import optimize
+    from vitrail.deploy.saved_optimized import load_optimized
     from vitrail.evaluation.predict import predict
     from vitrail.evaluation.segmented_images import segment
     from vitrail.models import Architecture, VisionTransformer, build, create, list_models
@@ -27,6 +28,7 @@ __all__ = [
     "export",
     "list_models",
     "load",
+    "load_optimized",
     "optimize",
     "predict",
     "resume",
@@ -40,6 +42,7 @@ HOMES = dict.fromkeys(("Architecture", "VisionTransformer", "build", "create", "
 HOMES |= dict.fromkeys(("load", "save"), "vitrail.checkpoints")
 HOMES |= dict.fromkeys(("resume", "train"), "vitrail.runs.train")
 HOMES["export"] = "vitrail.deploy.export"
+HOMES["load_optimized"] = "vitrail.deploy.saved_optimized"
 HOMES["optimize"] = "vitrail.deploy.optimize"
 HOMES["predict"] = "vitrail.evaluation.predict"
 HOMES["segment"] = "vitrail.evaluation.segmented_images"

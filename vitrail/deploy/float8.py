@@ -48,6 +48,12 @@ class Float8Linear(nn.Module):
         self.bias = None if self.bias is None else self.bias.to(device)
         return self
 
+    def stored(self) -> dict[str, Tensor]:
+        return {"weight": self.weight, "scale": self.scale} | ({} if self.bias is None else {"bias": self.bias})
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        self.weight, self.scale, self.bias = tensors["weight"], tensors["scale"], tensors.get("bias")
+
     def forward(self, x: Tensor) -> Tensor:
         rows, scale = quantize_rows(x.flatten(0, -2))
         # The slower, more exact accumulation takes a third longer and is not needed here.
