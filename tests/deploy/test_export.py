@@ -10,11 +10,14 @@ import torch
 import vitrail
 from tests.images import make_folder
 from tests.small import structures
+from vitrail.checkpoints.delta import make_delta, save_delta
 from vitrail.data.datasets.pets import open_pets
 from vitrail.data.decode import decode
 from vitrail.deploy.export_metadata import ExportMetadata
 from vitrail.errors import UserError
 from vitrail.evaluation.model import open_model
+from vitrail.evaluation.semantic_masks import predict_logits
+from vitrail.heads.task_heads import SegmentationConfig
 from vitrail.models import build
 from vitrail.models.preprocessing import Preprocessing, pad_images
 
@@ -151,29 +154,43 @@ def test_fp16_has_half_the_size(image_file, tmp_path):
     assert 0 < result.certificate.max_difference < 0.02 * result.certificate.largest
 
 
-def test_features_and_segmentation(tmp_path):
-    backbone = make_model("deit_tiny_patch16", classes=0)
-    assert vitrail.export(backbone, tmp_path / "f.onnx", input="tensor").metadata.task == "features"
-    images = torch.randn(2, 3, *backbone.architecture.image_size)
-    torch.testing.assert_close(open_session(tmp_path / "f.onnx")(images.numpy()), backbone(images), rtol=1e-4, atol=1e-4)
-    with pytest.raises(UserError, match="was exported for features"):
-        open_model(tmp_path / "f.onnx")
+def test_segmentation_of_any_size(tmp_path):
+    model = make_model("deit_tiny_patch16", image_size=(32, 48))
+    config = SegmentationConfig(("ground", "cat", "dog"), (0, 1, 2), 32, kind="fcn", channels=8)
+    model.set_task_head(config).eval()
+    with pytest.raises(UserError, match="give --input tensor"):
+        vitrail.export(model, tmp_path / "m.onnx")
+    result = vitrail.export(model, tmp_path / "m.onnx", input="tensor", dynamic_size=True)
+    assert result.metadata.class_names == ["ground", "cat", "dog"]
+    assert result.certificate.agreement > 0.999
+    images = torch.randn(2, 3, 64, 40)
+    torch.testing.assert_close(
+        open_session(tmp_path / "m.onnx")(images.numpy()), predict_logits(model, images), rtol=1e-4, atol=1e-4
+    )
+    with pytest.raises(UserError, match="was exported for segmentation"):
+        open_model(tmp_path / "m.onnx")
 
 
-def test_delta(tmp_path):
-    """base+delta, with the size of the base."""
-    from vitrail.checkpoints.delta import make_delta, save_delta
-
+def test_command_with_a_delta_and_features(run_cli, tmp_path):
+    make_folder(tmp_path / "photos", count=2)
     base = make_model("deit_tiny_patch16")
     vitrail.save(base, tmp_path / "base.safetensors")
     tuned = vitrail.load(tmp_path / "base.safetensors")
     with torch.no_grad():
-        tuned.head.weight.mul_(-1.0)
+        tuned.norm.bias.add_(1.0)
     save_delta(make_delta(base, tuned), tmp_path / "delta.safetensors")
     both = f"{tmp_path / 'base.safetensors'}+{tmp_path / 'delta.safetensors'}"
-    vitrail.export(both, tmp_path / "m.onnx", input="tensor")
+    options = ["--out", tmp_path / "m.onnx", "--input", "tensor", "--features", "--images", tmp_path / "photos"]
+    done = run_cli("export", both, *options)
+    assert done.returncode == 0
+    assert "m.onnx" in done.stdout
+    assert "on 6 images of photos" in done.stdout
     images = torch.randn(2, 3, *base.architecture.image_size)
-    torch.testing.assert_close(open_session(tmp_path / "m.onnx")(images.numpy()), tuned(images), rtol=1e-4, atol=1e-4)
+    features = open_session(tmp_path / "m.onnx")(images.numpy())
+    torch.testing.assert_close(features, tuned.features(images).pooled, rtol=1e-4, atol=1e-4)
+    again = run_cli("export", both, *options)
+    assert again.returncode == 2
+    assert "exists: give another name, or --overwrite" in again.stderr
 
 
 WRONG = {
@@ -225,17 +242,3 @@ def test_torch_export(tmp_path):
     for photo in photographs():
         expected = model(model.preprocessing.apply(*pad_images([photo])))
         torch.testing.assert_close(program(torch.from_numpy(photo)[None]), expected, rtol=1e-5, atol=1e-5)
-
-
-def test_command(run_cli, tmp_path):
-    make_folder(tmp_path / "photos", count=2)
-    model = make_model("deit_tiny_patch16")
-    vitrail.save(model, tmp_path / "m.safetensors")
-    options = ["--out", tmp_path / "m.onnx", "--input", "tensor", "--images", tmp_path / "photos"]
-    done = run_cli("export", tmp_path / "m.safetensors", *options)
-    assert done.returncode == 0
-    assert "m.onnx" in done.stdout
-    assert "same top-1 for 100.0 %, on 6 images of photos" in done.stdout
-    again = run_cli("export", tmp_path / "m.safetensors", *options)
-    assert again.returncode == 2
-    assert "exists: give another name, or --overwrite" in again.stderr

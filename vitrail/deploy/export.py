@@ -68,7 +68,7 @@ def export(
     if not isinstance(model, VisionTransformer):
         model = load(find_weights(Path(model)))
     task = task_of(model, features)
-    check_model(model, task, to, dynamic_size)
+    check_model(model, task, to, input, dynamic_size)
     comparison = Comparison.read(make_network(model, task), model.preprocessing, images, IMAGES)
     side = min_decode_side(model.preprocessing, model.notes)
     names = class_names(model, task)
@@ -131,11 +131,16 @@ def check_options(path: Path, to: str, input: str, precision: str, dynamic_size:
     check_writable(path)
 
 
-def check_model(model: VisionTransformer, task: str, to: str, dynamic_size: bool) -> None:
+def check_model(model: VisionTransformer, task: str, to: str, input: str, dynamic_size: bool) -> None:
+    """Raise UserError for what this model does not have."""
     a = model.architecture
     if dynamic_size and (a.mixer in FIXED_GRID or a.pooling in FIXED_GRID):
         raise UserError(
             f"{model.name or 'The model'} has weights for each patch and takes one image size only: remove --dynamic-size."
+        )
+    if task == "segmentation" and input == "image" and to != "web":
+        raise UserError(
+            "The preprocessing of an exported program crops images, which a segmentation does not: give --input tensor."
         )
     if to == "web" and task != "classification":
         raise UserError(f"The page shows classes, and this model computes {task}: choose --to onnx.")

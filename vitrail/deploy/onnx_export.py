@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
+from vitrail.atomic_files import describe_error
 from vitrail.deploy.export_comparison import Comparison, Run
 from vitrail.deploy.export_metadata import ENTRY, ExportMetadata
 from vitrail.deploy.exported_outputs import OUTPUTS, ExportedNetwork
@@ -73,19 +74,24 @@ def quiet_exporter() -> Iterator[None]:
 
 def convert(module: nn.Module, example: Tensor, dims: dict[int, Any], names: tuple[str, str]) -> Any:
     """The ONNX model of a module with one input and one output of these names, as a protobuf message."""
-    with quiet_exporter(), torch.no_grad():
-        program = torch.onnx.export(
-            module,
-            (example,),
-            dynamo=True,
-            opset_version=OPSET,
-            input_names=names[:1],
-            output_names=names[1:],
-            dynamic_shapes=(dims,),
-            verbose=False,
-        )
-        assert program is not None
-        model = program.model_proto
+    try:
+        with quiet_exporter(), torch.no_grad():
+            program = torch.onnx.export(
+                module,
+                (example,),
+                dynamo=True,
+                opset_version=OPSET,
+                input_names=names[:1],
+                output_names=names[1:],
+                dynamic_shapes=(dims,),
+                verbose=False,
+            )
+    except torch.onnx.OnnxExporterError as error:
+        raise UserError(
+            f"torch cannot convert this model to ONNX ({describe_error(error)}): choose --to torch-export."
+        ) from error
+    assert program is not None
+    model = program.model_proto
     graph = model.graph
     del graph.value_info[:]  # shapes that later rewrites would contradict
     for part in (model, graph, *graph.node, *graph.input, *graph.output, *graph.initializer):

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.export import Dim
 
-from vitrail.atomic_files import atomic_write
+from vitrail.atomic_files import atomic_write, describe_error
 from vitrail.deploy.export_comparison import Comparison
 from vitrail.deploy.export_metadata import ENTRY, ExportMetadata
 from vitrail.deploy.exported_outputs import ExportedNetwork, ImageProgram
@@ -82,8 +82,9 @@ def compile_package(program: Any, path: Path) -> None:
             warnings.simplefilter("ignore")
             torch._inductor.aoti_compile_and_package(program, package_path=str(path))
     except Exception as error:  # of torch or the compiler
-        line = str(error).strip().splitlines()[0][:200] if str(error).strip() else repr(error)
-        raise UserError(f"AOTInductor could not compile the model ({line}): choose --to torch-export.") from error
+        raise UserError(
+            f"AOTInductor could not compile the model ({describe_error(error)}): choose --to torch-export."
+        ) from error
 
 
 def add_metadata(package: Path, metadata: ExportMetadata) -> None:

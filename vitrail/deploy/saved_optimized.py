@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitrail.atomic_files import atomic_write
+from vitrail.atomic_files import atomic_write, describe_error
 from vitrail.checkpoints.artifact import OPTIMIZED, fingerprint, write_safetensors
 from vitrail.checkpoints.readers import read_weights
 from vitrail.deploy.float8 import to_float8
@@ -90,7 +90,7 @@ def load_optimized(path: str | Path, device: str | torch.device | None = None) -
     except UserError:
         raise
     except Exception as error:  # tensors of other shapes or names than the architecture has
-        raise UserError(f"{path} does not contain the tensors of its architecture ({first_line(error)}): {AGAIN}.") from None
+        raise UserError(f"{path} does not contain the tensors of its architecture ({describe_error(error)}): {AGAIN}.") from None
     limit = 0.1 if optimized.report.precision in ("int8", "fp8") else TOLERANCE[optimized.dtype]
     if not error <= limit:
         raise UserError(f"{path} computes other logits here than where it was written ({error:.1e} of the largest): {AGAIN}.")
@@ -190,7 +190,3 @@ def check_logits(optimized: Optimized) -> Tensor:
     backbone = optimized.folded.backbone
     images = make_check_images(backbone, backbone.architecture.image_size).to(optimized.device, optimized.dtype)
     return torch.cat([optimized(image[None]) for image in images])
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [repr(error)])[0][:200]
