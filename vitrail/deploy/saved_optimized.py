@@ -86,14 +86,14 @@ def load_optimized(path: str | Path, device: str | torch.device | None = None) -
     check_machine(header, target, path)
     try:
         optimized = rebuild(header, checkpoint.tensors, target)
-        error = difference(check_logits(optimized), checkpoint.tensors[CHECK].to(target))
+        change = difference(check_logits(optimized), checkpoint.tensors[CHECK].to(target))
     except UserError:
         raise
     except Exception as error:  # tensors of other shapes or names than the architecture has
         raise UserError(f"{path} does not contain the tensors of its architecture ({describe_error(error)}): {AGAIN}.") from None
     limit = 0.1 if optimized.report.precision in ("int8", "fp8") else TOLERANCE[optimized.dtype]
-    if not error <= limit:
-        raise UserError(f"{path} computes other logits here than where it was written ({error:.1e} of the largest): {AGAIN}.")
+    if not change <= limit:
+        raise UserError(f"{path} computes other logits here than where it was written ({change:.1e} of the largest): {AGAIN}.")
     return optimized
 
 
@@ -106,7 +106,9 @@ def read_header(text: str, path: str | Path) -> dict[str, Any]:
         header["architecture"] = Architecture.from_dict(header["architecture"])
         header["preprocessing"] = Preprocessing.from_dict(header["preprocessing"])
         header["preprocessing"].check()
-        report = {name: tuple(value) if isinstance(value, list) else value for name, value in header["report"].items()}
+        report: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in header["report"].items()
+        }
         header["report"] = Report(**report)
         header["dtype"] = {name: dtype for dtype, name in DTYPES.items()}[header["dtype"]]
         flags = [header[name] for name in ("compiled", "graphs", "packed")]
@@ -180,7 +182,7 @@ def plain_tensors(folded: nn.Module) -> dict[str, Tensor]:
         f"{name}.{key}": tensor
         for name, module in folded.named_modules()
         for key, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-        if not (id(module) in packed and key in module.stored())  # type: ignore[operator]
+        if not (id(module) in packed and key in module.stored())
     }
 
 
