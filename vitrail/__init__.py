@@ -9,7 +9,9 @@ from vitrail.version import __version__
 if TYPE_CHECKING:
     from vitrail.checkpoints import load, save
     from vitrail.checkpoints.hub_upload import push
+    from vitrail.deploy.export import export
     from vitrail.deploy.optimize import optimize
+    from vitrail.deploy.saved_optimized import load_optimized
     from vitrail.evaluation.predict import predict
     from vitrail.evaluation.segmented_images import segment
     from vitrail.interpret.explanation import explain
@@ -26,8 +28,10 @@ __all__ = [
     "build",
     "create",
     "explain",
+    "export",
     "list_models",
     "load",
+    "load_optimized",
     "optimize",
     "predict",
     "push",
@@ -42,6 +46,8 @@ HOMES = dict.fromkeys(("Architecture", "VisionTransformer", "build", "create", "
 HOMES |= dict.fromkeys(("load", "save"), "vitrail.checkpoints")
 HOMES |= dict.fromkeys(("resume", "train"), "vitrail.runs.train")
 HOMES["push"] = "vitrail.checkpoints.hub_upload"
+HOMES["export"] = "vitrail.deploy.export"
+HOMES["load_optimized"] = "vitrail.deploy.saved_optimized"
 HOMES["optimize"] = "vitrail.deploy.optimize"
 HOMES["explain"] = "vitrail.interpret.explanation"
 HOMES["predict"] = "vitrail.evaluation.predict"

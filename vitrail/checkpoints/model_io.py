@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from vitrail.checkpoints.artifact import DELTA, HEADER, load_artifact, save_tensors
+from vitrail.checkpoints.artifact import DELTA, HEADER, OPTIMIZED, load_artifact, save_tensors
 from vitrail.checkpoints.assembly import check_architecture, unwrap_compiled
 from vitrail.checkpoints.readers import read_weights
 from vitrail.errors import UserError
@@ -51,6 +51,8 @@ def load(
         own = HEADER in checkpoint.metadata
         if DELTA in checkpoint.metadata:
             raise UserError(f"{path} is a delta: give the weights that it was made from too, as BASE+{path}.")
+        if OPTIMIZED in checkpoint.metadata:
+            raise UserError(f"{path} is an optimized model: open it with vitrail.load_optimized.")
         if own:
             model = load_artifact(checkpoint, path, overrides)
         else:

@@ -26,6 +26,7 @@ from vitrail.cli.embed import embed, suite
 from vitrail.cli.evaluate import disagree, evaluate
 from vitrail.cli.explain import explain
 from vitrail.cli.explore import explore
+from vitrail.cli.export import export
 from vitrail.cli.models import convert, info, models
 from vitrail.cli.predict import predict
 from vitrail.cli.probe import probe
@@ -64,7 +65,7 @@ PANELS: dict[str, dict[str, typer.Typer | Callable[..., None]]] = {
     },
     "Models": {"models": models, "info": info, "convert": convert, "delta": delta},
     "Data": {"data": data, "annotate": annotate, "store": store},
-    "Deploy": {"serve": serve, "push": push, "bench": bench},
+    "Deploy": {"export": export, "serve": serve, "push": push, "bench": bench},
 }
 ORDER = [name for commands in PANELS.values() for name in commands]
 

@@ -58,7 +58,7 @@ def count_classes(model: Model) -> int:
 
 def decode_side(model: Model) -> int | None:
     """The shorter side that JPEG files keep when they are decoded at reduced size; None: full size."""
-    return min_decode_side(model.preprocessing, model.notes) if isinstance(model, VisionTransformer) else None
+    return model.decode_side if isinstance(model, Teacher) else min_decode_side(model.preprocessing, model.notes)
 
 
 def check_head(model: Model, head: Head) -> None:
