@@ -110,6 +110,7 @@ def test_every_recipe_of_a_paper_is_published():
         "finetune",
         "segment",
         "dino_small",
+        "grafit_small",
         "masked_small",
         "tokenizer",
         "tokenizer_small",
@@ -297,6 +298,7 @@ PAGES_OF_DOCS |= {
     "beit": "three-things",
     "lvvit": "lv-vit",
     "grafit": "grafit",
+    "grafit_embeddings": "grafit",
     "fixres": "fixres",
 }
 

@@ -154,6 +154,8 @@ def adapt(pretrained: VisionTransformer, recipe: Recipe, class_names: list[str] 
     """A pre-trained model at the recipe's size and for these classes, and whether its classifier is new."""
     changed = REPLACED | TRAINING_ONLY | set(RESTRUCTURED)
     changes = {field: value for field, value in recipe.architecture.items() if field in changed}
+    if recipe.task == "classification":
+        pretrained.task_head = None  # of another task: image labels do not train it
     pretrained.resize(*recipe.augmentation.image_size, patch_size=changes.pop("patch_size", None))
     before = pretrained.architecture
     after = before.replace(**changes | {"classes": len(class_names or ()), "image_size": before.image_size})
