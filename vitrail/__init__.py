@@ -9,6 +9,7 @@ from vitrail.version import __version__
 if TYPE_CHECKING:
     from vitrail.checkpoints import load, save
     from vitrail.deploy.optimize import optimize
+    from vitrail.evaluation.image_search import index_images, search_images
     from vitrail.evaluation.predict import predict
     from vitrail.evaluation.segmented_images import segment
     from vitrail.models import Architecture, VisionTransformer, build, create, list_models
@@ -23,12 +24,14 @@ __all__ = [
     "__version__",
     "build",
     "create",
+    "index_images",
     "list_models",
     "load",
     "optimize",
     "predict",
     "resume",
     "save",
+    "search_images",
     "segment",
     "train",
 ]
@@ -39,6 +42,7 @@ HOMES |= dict.fromkeys(("load", "save"), "vitrail.checkpoints")
 HOMES |= dict.fromkeys(("resume", "train"), "vitrail.runs.train")
 HOMES["optimize"] = "vitrail.deploy.optimize"
 HOMES["predict"] = "vitrail.evaluation.predict"
+HOMES |= dict.fromkeys(("index_images", "search_images"), "vitrail.evaluation.image_search")
 HOMES["segment"] = "vitrail.evaluation.segmented_images"
 HOMES["Recipe"] = "vitrail.recipes"
 

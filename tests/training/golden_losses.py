@@ -84,7 +84,11 @@ def shrink(a: Architecture) -> Architecture:
         changes |= {"stem_width": 32, "stem_layers": (1, 1), "patch_size": 8, "image_size": (32, 32)}
     if a.convnet:
         changes["convnet"] = a.convnet.replace(
-            depths=(2, 1), widths=(32, 32), inner_widths=(8, 8), groups=(1, 1), root_widths=(8,) * len(a.convnet.root_widths)
+            depths=(2, 1),
+            widths=(32, 32),
+            inner_widths=(32, 32) if a.convnet.block == "basic" else (8, 8),
+            groups=(1, 1),
+            root_widths=(8,) * len(a.convnet.root_widths),
         )
         changes |= {"patch_size": changes["convnet"].stride, "image_size": (32, 32)}
     if a.stem == "resnet_features":

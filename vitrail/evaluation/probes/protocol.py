@@ -22,6 +22,7 @@ from vitrail.evaluation.features import Embedding, FeatureKind, embed
 from vitrail.evaluation.model import Model, count_classes
 from vitrail.evaluation.predict import has_image_extension, open_images
 from vitrail.evaluation.probes import fewshot, knn, linear, retrieval
+from vitrail.heads.embedding import EmbeddingHead
 from vitrail.models.vision_transformer import VisionTransformer
 
 Advance = Callable[[int], None]
@@ -257,7 +258,12 @@ PROBES: dict[str, Callable[[LabeledFeatures, Settings], Result]] = {
 
 
 def default_vector(probe: str, model: Model) -> str:
-    """ViT's few-shot probe uses the input of the last layer, if it is one vector; the others the input of the classifier."""
+    """The vector of a probe: neighbors are searched by the projector's output, if there is one.
+
+    ViT's few-shot probe uses the input of the last layer, if it is one vector; the others the input of the classifier.
+    """
+    if probe in ("knn", "retrieval") and isinstance(model, VisionTransformer) and isinstance(model.task_head, EmbeddingHead):
+        return "projected"
     several = isinstance(model, VisionTransformer) and model.architecture.pooling == "per_class"
     return "penultimate" if probe == "fewshot" and not several else "pooled"
 
