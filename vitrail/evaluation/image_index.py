@@ -25,7 +25,6 @@ from vitrail.data.source import Labels, Source, Subset
 from vitrail.errors import UserError
 from vitrail.evaluation.features import POOLED, FeatureKind, check_kind, compute_features, readable_batches
 from vitrail.evaluation.model import Model, decode_side, device_of
-from vitrail.evaluation.probes.knn import vote
 from vitrail.heads.embedding import EmbeddingHead
 from vitrail.models.vision_transformer import VisionTransformer
 
@@ -65,11 +64,9 @@ class ImageIndex:
     def classify(self, cosines: Tensor, neighbors: Tensor, column: str, temperature: float = TEMPERATURE) -> Tensor:
         """The probabilities [Q, C] of the classes of a column, by the votes of labeled neighbors; 0 for all without any."""
         labels = torch.from_numpy(self.columns[column].values)[neighbors.cpu()]
-        known = labels >= 0
-        votes = vote(
-            cosines.cpu().masked_fill(~known, -torch.inf), labels.clamp(min=0), len(self.columns[column].names), temperature
-        )
-        return torch.where(known.any(1, keepdim=True), votes, torch.zeros(()))
+        logits = (cosines.cpu() / temperature).masked_fill(labels < 0, -torch.inf)
+        weight = logits.softmax(1).nan_to_num(0.0)  # NaN where no neighbor is labeled
+        return weight.new_zeros(len(weight), len(self.columns[column].names)).scatter_add_(1, labels.clamp(min=0), weight)
 
 
 def search(vectors: Tensor, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
