@@ -1,9 +1,9 @@
 """Trainings on the 20 coarse labels of CIFAR-100, evaluated on its 100 fine ones, beside Tables 2.4 and 2.7 of Grafit's paper.
 
-    python benchmarks/coarse_labels.py carry/cifar100 --out $OUT --minutes 9                    # ResNet-50, baseline and Grafit, 3 seeds
+    python benchmarks/coarse_labels.py carry/cifar100 --out $OUT --minutes 9   # ResNet-50, baseline and Grafit, 3 seeds
     python benchmarks/coarse_labels.py carry/cifar100 --out $OUT --methods baseline sncaplus clusterfit grafit --seeds 1
     python benchmarks/coarse_labels.py carry/cifar100 --out $OUT --trunk vit --seeds 3 --epochs 60
-    python benchmarks/coarse_labels.py carry/cifar100 --out $OUT --table                       # of the results in the folder
+    python benchmarks/coarse_labels.py carry/cifar100 --out $OUT --table         # of the results in the folder
 
 Each training is a process, `--parallel` of them at a time on one device. A result is one JSON file in `--out`, with the command
 that made it; those that exist are not computed again. After `--minutes` the trainings stop with a checkpoint in `--runs`, from
@@ -41,7 +41,7 @@ METHODS: dict[str, tuple[str, float, float]] = {
 VIT = {"optimizer.kind": "adamw", "optimizer.lr": 1e-3, "optimizer.lr_batch_size": 512, "optimizer.weight_decay": 0.05}
 VIT |= {"optimizer.weight_decay_coupled": False, "optimizer.weight_decay_on": "matrices", "optimizer.clip_grad_norm": 1.0}
 VIT |= {"architecture.drop_path": 0.1, "schedule.warmup": "10%"}
-TINY = {"architecture.width": 32, "architecture.depth": 1, "architecture.heads": 2, "task_options.hidden": 32}
+TINY = {"model": "vitrail_mini", "architecture.width": 16, "architecture.depth": 1, "task_options.hidden": 16}
 
 
 class Job(NamedTuple):
@@ -97,7 +97,7 @@ def run_job(job: Job, options: argparse.Namespace) -> None:
         )
     if not run.finished:
         return
-    result = measure(run.artifact, options, fine=job.method == "grafit_fine")
+    result = measure(run.artifact, options)
     trained = json.loads((folder / "run.json").read_text())
     result |= job._asdict() | {"epochs": options.epochs, "batch_size": options.batch_size, "views": options.views}
     result |= {"seconds": trained["seconds"], "machine": trained.get("machine"), "versions": trained.get("versions")}
@@ -105,8 +105,9 @@ def run_job(job: Job, options: argparse.Namespace) -> None:
     (options.out / f"{job.name}.json").write_text(json.dumps(result, indent=1, default=str))
 
 
-def measure(weights: Path, options: argparse.Namespace, fine: bool) -> dict[str, Any]:
+def measure(weights: Path, options: argparse.Namespace) -> dict[str, Any]:
     """k-NN at both levels, and mAP at the fine one: by cosine, conditional on the coarse class, with the true coarse class."""
+    from vitrail.evaluation.features import FeatureKind
     from vitrail.evaluation.model import open_model
     from vitrail.evaluation.probes.protocol import (
         Settings,
@@ -117,7 +118,6 @@ def measure(weights: Path, options: argparse.Namespace, fine: bool) -> dict[str,
         run_knn,
         select_labeled,
     )
-    from vitrail.evaluation.features import FeatureKind
 
     model = open_model(weights, options.device)
     data = open_probe_data(options.data, "train", "test", options.images)

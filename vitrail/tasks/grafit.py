@@ -9,7 +9,7 @@ are clusters of the features of other weights).
 import os
 import shlex
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,10 +22,10 @@ from vitrail.data.datasets.lookup import check_trainable, check_usable
 from vitrail.data.image_loader import ImageLoader
 from vitrail.data.loader import Batch
 from vitrail.data.rng import sample_key
-from vitrail.data.source import Source, Splits
+from vitrail.data.source import Source, Splits, Subset
 from vitrail.data.transforms.pipeline import augment_views
 from vitrail.errors import UserError
-from vitrail.evaluation.features import POOLED, FeatureKind, embed
+from vitrail.evaluation.features import POOLED, FeatureKind, compute_features, embed
 from vitrail.evaluation.model import find_weights, open_model
 from vitrail.formatting import pluralize
 from vitrail.heads.embedding import EmbeddingConfig, EmbeddingHead, mlp
@@ -35,12 +35,14 @@ from vitrail.recipes.task_options import GrafitOptions, complete_options, read_o
 from vitrail.tasks.classification import check_labels
 from vitrail.tasks.clusters import kmeans
 from vitrail.tasks.dino import TEACHER_COST, between, copy_without_noise, pool
+from vitrail.tasks.grafit_report import draw_figures, score_levels
 from vitrail.tasks.losses import classification_loss
 from vitrail.tasks.neighbor_losses import instance_loss, neighbor_loss, triplet_loss
-from vitrail.tasks.neighbor_validation import finer_columns
+from vitrail.tasks.neighbor_validation import collect, finer_columns
 from vitrail.tasks.self_supervised import SelfSupervised
 from vitrail.tasks.targets import label_targets
 from vitrail.training.compile import static_shapes
+from vitrail.training.distributed import Devices
 from vitrail.training.ema import ModelEma
 from vitrail.training.task import Position
 
@@ -267,6 +269,19 @@ class Grafit(SelfSupervised):
             self.ema.update(skipped)
         if o.neighbor_weight:
             module.update_memory(skipped)
+
+    @torch.no_grad()
+    def report(self, model: VisionTransformer, loader: ImageLoader, splits: Splits, batch_size: int) -> dict[str, Any]:
+        """Scores at every level of labels, nearest neighbors and the features of one class."""
+
+        def embed_batch(batch: Batch) -> Tensor:
+            return compute_features(model, model.preprocessing.apply(batch.pixels, batch.sizes), self.features).float()
+
+        gallery = self.gallery.open(len(loader.source))
+        assert isinstance(gallery.source, Subset)
+        memory, queries = (collect(embed_batch, each, batch_size, Devices(self.device)) for each in (gallery, loader))
+        parts = (memory, gallery.source, queries, splits.validation)
+        return {"levels": score_levels(*parts), "figures": draw_figures(*parts)}
 
     def hint_for_collapse(self) -> str:
         return "lower optimizer.lr, or give a longer schedule.warmup or a lower task_options.instance_weight"
