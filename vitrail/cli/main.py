@@ -26,7 +26,7 @@ from vitrail.cli.embed import embed, suite
 from vitrail.cli.evaluate import disagree, evaluate
 from vitrail.cli.models import convert, info, models
 from vitrail.cli.predict import predict
-from vitrail.cli.probe import probe
+from vitrail.cli.probe_levels import probe
 from vitrail.cli.recipes import recipes
 from vitrail.cli.search import index, search
 from vitrail.cli.segment import segment

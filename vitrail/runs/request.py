@@ -148,6 +148,8 @@ def open_data(request: TrainRequest, recipe: Recipe, device: torch.device = CPU)
     """Open the data and the pre-trained weights, check them, and fit the recipe to them and to the time on the device."""
     task = find_task(recipe.task)
     splits = open_splits(request.source, **split_arguments(recipe))
+    if recipe.data.map and not recipe.data.label:  # recorded: the level that is trained on
+        recipe = recipe.set({"data.label": splits.train.label_name})
     task.complete_data(recipe, splits)
     task.check_data(recipe, splits)
     if recipe.data.class_balanced and splits.train.label is None:
