@@ -176,3 +176,22 @@ def test_trainings_that_cannot_work_are_explained(tmp_path):
         vitrail.train("digits", "grafit_small", changes={"mixing.mixup": 0.1}, out=tmp_path / "a")
     with pytest.raises(UserError, match="one per class"):
         make_training(tmp_path, **{"architecture.pooling": "per_class", "task_options.class_weight": 1.0})
+
+
+def test_a_transfer_may_have_an_mlp_classifier(tmp_path):
+    """Linear, BatchNorm, ReLU, linear, as in Section 2.4.6."""
+    mlp = {"pre_logits": 12, "pre_logits_kind": "batch_norm"}
+    model = vitrail.create("vitrail_mini", 3, 16, width=16, depth=1, **mlp)
+    assert [type(layer).__name__ for layer in model.pre_logits] == ["Linear", "BatchNorm1d", "ReLU"]
+    images = torch.randn(4, 3, 16, 16)
+    model.train()(images)
+    logits = model.eval()(images)
+    vitrail.save(model, tmp_path / "a.safetensors")
+    again = vitrail.load(tmp_path / "a.safetensors").eval()
+    assert again.architecture.pre_logits_kind == "batch_norm"
+    assert torch.equal(again(images), logits)
+    torch.testing.assert_close(vitrail.optimize(model)(images), logits, rtol=1e-4, atol=1e-5)
+    with pytest.raises(UserError, match="pre_logits above 0"):
+        vitrail.create("vitrail_mini", 3, 16, pre_logits_kind="batch_norm")
+    with pytest.raises(UserError):
+        vitrail.save(vitrail.create("deit_tiny_patch16", 3, 32, depth=1, **mlp), tmp_path / "a.pth", format="deit")

@@ -24,7 +24,7 @@ from vitrail.runs.memory import explain_out_of_memory
 from vitrail.training.scope import apply_scope
 
 # Fields in which a training may differ from its pre-trained weights, because they are initialized anew or resampled.
-REPLACED = {"classes", "pre_logits", "patch_size", "image_size", "dense_head", "dense_weight"}
+REPLACED = {"classes", "pre_logits", "pre_logits_kind", "patch_size", "image_size", "dense_head", "dense_weight"}
 # Fields in which BEiT's fine-tuning differs from its pre-training, see `can_restructure`.
 RESTRUCTURED = ("pooling", "pool_norm", "keep_class_token", "pos_embed_place")
 # The fields of a distillation token, which is added to weights without one.
