@@ -58,6 +58,7 @@ SLOW = {
     "runs/test_train.py",
     "runs/test_unlabeled_runs.py",
     "tasks/test_beit.py",
+    "tasks/test_grafit_runs.py",
     "tasks/test_second_task.py",
     "teachers/test_annotation_interrupted.py",
     "test_benchmarks.py",

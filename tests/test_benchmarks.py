@@ -51,6 +51,8 @@ MODEL = "deit_tiny_patch16"
             "--repeats 1",
             "as the authors' code",
         ),
+        ("search.py --count 1000 --width 16 --rounds 1 --queries 1 3 --threads 1", "| 3 |"),
+        ("coarse_labels.py digits --out OUT --table", "| trunk | method |"),
         ("walks.py predict", "vitrail predict: "),
         ("overhead.py --device cpu --rounds 1 --repeats 1", "| backward |"),
         ("forecast.py --rounds 1 -- --epochs 0.2 --device cpu --workers 0 --set architecture.width=16", "estimated / actual"),

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from vitrail.deploy.export import export
     from vitrail.deploy.optimize import optimize
     from vitrail.deploy.saved_optimized import load_optimized
+    from vitrail.evaluation.image_search import index_images, search_images
     from vitrail.evaluation.predict import predict
     from vitrail.evaluation.segmented_images import segment
     from vitrail.interpret.explanation import explain
@@ -29,6 +30,7 @@ __all__ = [
     "create",
     "explain",
     "export",
+    "index_images",
     "list_models",
     "load",
     "load_optimized",
@@ -37,6 +39,7 @@ __all__ = [
     "push",
     "resume",
     "save",
+    "search_images",
     "segment",
     "train",
 ]
@@ -51,6 +54,7 @@ HOMES["load_optimized"] = "vitrail.deploy.saved_optimized"
 HOMES["optimize"] = "vitrail.deploy.optimize"
 HOMES["explain"] = "vitrail.interpret.explanation"
 HOMES["predict"] = "vitrail.evaluation.predict"
+HOMES |= dict.fromkeys(("index_images", "search_images"), "vitrail.evaluation.image_search")
 HOMES["segment"] = "vitrail.evaluation.segmented_images"
 HOMES["Recipe"] = "vitrail.recipes"
 

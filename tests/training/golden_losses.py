@@ -57,7 +57,7 @@ IGNORED = (
 )
 # Task options that would make a miniature slow, or do not fit its size.
 SMALL_OPTIONS = {"outputs": 64, "hidden": 32, "bottleneck": 16, "local_crops": 2, "local_size": 0, "codes": 16}
-SMALL_OPTIONS |= {"channels": 8, "auxiliary": 4}
+SMALL_OPTIONS |= {"channels": 8, "auxiliary": 4, "views": 2, "clusters": 16}
 HEAD_STD = 1.0  # of the teacher's head, which is initialized with zeros otherwise
 
 
@@ -84,7 +84,11 @@ def shrink(a: Architecture) -> Architecture:
         changes |= {"stem_width": 32, "stem_layers": (1, 1), "patch_size": 8, "image_size": (32, 32)}
     if a.convnet:
         changes["convnet"] = a.convnet.replace(
-            depths=(2, 1), widths=(32, 32), inner_widths=(8, 8), groups=(1, 1), root_widths=(8,) * len(a.convnet.root_widths)
+            depths=(2, 1),
+            widths=(32, 32),
+            inner_widths=(32, 32) if a.convnet.block == "basic" else (8, 8),
+            groups=(1, 1),
+            root_widths=(8,) * len(a.convnet.root_widths),
         )
         changes |= {"patch_size": changes["convnet"].stride, "image_size": (32, 32)}
     if a.stem == "resnet_features":
@@ -117,7 +121,7 @@ def miniature(recipe: Recipe) -> Recipe:
         if unit == "step":
             changes["schedule.length"] = f"{round(length * WARMUP / warmup)} steps"
     changes |= {f"architecture.{field}": value for field, value in small.items()}
-    changes |= {f"task_options.{name}": value for name, value in SMALL_OPTIONS.items() if name in recipe.task_options}
+    changes |= {f"task_options.{name}": value for name, value in SMALL_OPTIONS.items() if recipe.task_options.get(name)}
     small_recipe = recipe.set(changes)
     assert abs(small_recipe.lr / recipe.lr - 1) < 1e-9, recipe.name
     return small_recipe

@@ -95,6 +95,7 @@ def evaluate(
     from vitrail.data.progress import progress
     from vitrail.evaluation.evaluate import check_positive, sweep_sizes
     from vitrail.evaluation.model import HEADS, check_head, open_model
+    from vitrail.heads.task_heads import SegmentationHead
     from vitrail.models.vision_transformer import VisionTransformer
 
     image_sizes, ratios = parse_sizes(sizes), parse_ratios(crop_ratios)
@@ -105,7 +106,7 @@ def evaluate(
     if wrong is not None and wrong.is_dir():
         raise UserError(f"{wrong} is a folder: give --wrong the name of a CSV file.")
     model = open_model(weights, shared.hardware.device)
-    if isinstance(model, VisionTransformer) and model.task_head is not None:
+    if isinstance(model, VisionTransformer) and isinstance(model.task_head, SegmentationHead):
         evaluate_masks(model, weights, sources[0], shared.split, segmentation, shared.hardware, out, shared.as_json)
         return
     check_head(model, options.head)

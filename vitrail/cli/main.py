@@ -29,9 +29,10 @@ from vitrail.cli.explore import explore
 from vitrail.cli.export import export
 from vitrail.cli.models import convert, info, models
 from vitrail.cli.predict import predict
-from vitrail.cli.probe import probe
+from vitrail.cli.probe_levels import probe
 from vitrail.cli.push import push
 from vitrail.cli.recipes import recipes
+from vitrail.cli.search import index, search
 from vitrail.cli.segment import segment
 from vitrail.cli.serve import serve
 from vitrail.cli.tokenizer import tokenizer
@@ -62,6 +63,8 @@ PANELS: dict[str, dict[str, typer.Typer | Callable[..., None]]] = {
         "probe": probe,
         "suite": suite,
         "explore": explore,
+        "index": index,
+        "search": search,
     },
     "Models": {"models": models, "info": info, "convert": convert, "delta": delta},
     "Data": {"data": data, "annotate": annotate, "store": store},
@@ -213,14 +216,14 @@ def run() -> int:
 
 def reject_empty_arguments(arguments: Sequence[str]) -> None:
     """Raise UserError for empty arguments, as from unset shell variables: an empty path would be the current folder."""
-    for index, argument in enumerate(arguments):
+    for place, argument in enumerate(arguments):
         option, equals, value = argument.partition("=") if argument.startswith("--") else ("", "=", argument)
         if value.strip() or not equals:
             continue
-        previous = option or "".join(arguments[index - 1 : index])
+        previous = option or "".join(arguments[place - 1 : place])
         if previous.startswith("--"):
             raise UserError(f"{previous} is empty: give a value, or remove it.")
-        typed = shlex.join(["vitrail", *arguments[:index]])
+        typed = shlex.join(["vitrail", *arguments[:place]])
         raise UserError(f"The argument after `{typed}` is empty: give a value, or remove it.")
 
 

@@ -80,7 +80,8 @@ KeepOption = Annotated[int | None, run_option("--keep", min=1, help="Number of c
 MetricOption = Annotated[
     str,
     typer.Option(
-        "--metric", help="primary (that of the task), top1, top5, knn, agreement or loss on the validation split, or test."
+        "--metric",
+        help="primary (that of the task), top1, top5, knn, knn_COLUMN, agreement or loss on the validation split, or test.",
     ),
 ]
 AtOption = Annotated[
@@ -121,7 +122,7 @@ class FeatureOptions(NamedTuple):
     vector: Annotated[
         str | None,
         feature_option(
-            help="pooled, class, mean, class_mean, distillation, penultimate or logits; default: the model's pooling."
+            help="pooled, class, mean, class_mean, distillation, penultimate, logits or projected; default: the model's pooling."
         ),
     ] = None
     before_norm: Annotated[

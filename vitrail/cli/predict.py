@@ -65,6 +65,7 @@ def predict(
     from vitrail.data.progress import progress
     from vitrail.evaluation.model import open_model
     from vitrail.evaluation.predict import iterate_predictions, open_images, parse_path_list
+    from vitrail.heads.task_heads import SegmentationHead
     from vitrail.models.vision_transformer import VisionTransformer
 
     output_format = choose_format(format, as_json, out)
@@ -75,7 +76,7 @@ def predict(
     source, problems = open_images(paths)
     if out is not None:
         reject_overwrite(out, *str(weights).split("+"), *(source.location(index) for index in range(len(source))))
-    if isinstance(model, VisionTransformer) and model.task_head is not None:
+    if isinstance(model, VisionTransformer) and isinstance(model.task_head, SegmentationHead):
         predict_masks(model, source, problems, segmentation, out, output_format == "json" and (as_json or format is not None))
         return
     unreadable = len(problems)

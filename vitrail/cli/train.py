@@ -57,6 +57,10 @@ class TrainOptions(NamedTuple):
     ] = None
     teacher: Annotated[str | None, everyday_option(help="Distill from this network or label store.")] = None
     labels: Annotated[str | None, everyday_option(help="Label store with token labels.")] = None
+    label: Annotated[
+        str | None, everyday_option(help="Column of the labels, such as coarse_label; none: one class for all images.")
+    ] = None
+    map: Annotated[str | None, everyday_option(help="CSV or JSON file with a coarser class for every class.")] = None
     tokenizer: Annotated[
         str | None, everyday_option(help="Tokenizer whose codes BEiT predicts, made by `vitrail tokenizer train`.")
     ] = None

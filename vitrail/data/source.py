@@ -29,6 +29,7 @@ class Source(ABC):
 
     name: str  # the path or name that the user gave, for messages
     label: Labels | None  # the main label, None for unlabeled data
+    label_name: str = "label"  # of its column
     extra: dict[str, Labels]  # extra label columns by name, such as "coarse_label"
     has_masks: bool = False
     mask_classes: MaskClasses | None = None  # None: no masks, or ids whose classes are not known
@@ -68,7 +69,7 @@ class Subset(Source):
         self.name = self.source.name
         self.has_masks, self.mask_classes = self.source.has_masks, self.source.mask_classes
         self.unmasked = self.source.unmasked
-        self.skipped, self.defects = self.source.skipped, self.source.defects
+        self.skipped, self.defects, self.label_name = self.source.skipped, self.source.defects, self.source.label_name
         self.label = select_labels(self.source.label, self.indices) if self.source.label else None
         self.extra = {key: select_labels(labels, self.indices) for key, labels in self.source.extra.items()}
 

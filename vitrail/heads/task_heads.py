@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 from torch import Tensor, nn
 
 from vitrail.errors import UserError
+from vitrail.heads.embedding import EmbeddingConfig, EmbeddingHead
 from vitrail.heads.upernet import FcnHead, LinearHead, UperNetHead
 
 SegmentationKind = Literal["linear", "fcn", "upernet"]
@@ -90,7 +91,10 @@ class SegmentationHead(nn.Module):
         return None if self.auxiliary is None else self.auxiliary([maps[self.third]])
 
 
-KINDS: dict[str, tuple[type[Any], type[nn.Module]]] = {"segmentation": (SegmentationConfig, SegmentationHead)}
+KINDS: dict[str, tuple[type[Any], type[nn.Module]]] = {
+    "segmentation": (SegmentationConfig, SegmentationHead),
+    "embedding": (EmbeddingConfig, EmbeddingHead),
+}
 
 
 def write_config(head: nn.Module) -> dict[str, Any]:

@@ -94,7 +94,7 @@ class VisionTransformer(nn.Module):
         self.pooling = make_pooling(a, grid)
         norm = a.pooling_norm if a.final_norm and (a.norm_place == "pre" or a.has_query_pooling) else "none"
         self.norm = token_norm(norm, a.width, a.norm_eps, a.norm_groups)
-        self.pre_logits = nn.Sequential(nn.Linear(a.width, a.pre_logits), nn.Tanh()) if a.pre_logits else nn.Identity()
+        self.pre_logits = nn.Sequential(nn.Linear(a.width, a.pre_logits), *after_pre_logits(a)) if a.pre_logits else nn.Identity()
         inputs = a.pre_logits or a.width
         self.head: nn.Module = nn.Identity()
         second = a.distillation and a.distillation_head and a.classes
@@ -326,6 +326,10 @@ class VisionTransformer(nn.Module):
         self.architecture, self.grid = architecture, grid
         self.preprocessing = self.preprocessing._replace(image_size=size)
         return self
+
+
+def after_pre_logits(a: Architecture) -> list[nn.Module]:
+    return [nn.Tanh()] if a.pre_logits_kind == "tanh" else [nn.BatchNorm1d(a.pre_logits), nn.ReLU()]
 
 
 def name_with_patch_size(name: str, patch: int) -> str:

@@ -30,6 +30,7 @@ PAGES = (
     "beit",
     "lvvit",
     "grafit",
+    "grafit_embeddings",
     "fixres",
 )
 INDEX = Path(__file__).with_name("index.json")

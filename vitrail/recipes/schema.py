@@ -47,6 +47,8 @@ class DataConfig:
     class_balanced: bool = False  # classes take turns
     validation_fraction: float = 0.0  # fraction of each training class to validate on instead of the validation split; 0: none
     folds: int = 0  # validate on one of so many equal parts of every training class: number seed modulo folds; 0: no folds
+    label: str = ""  # the column of labels; "": the main one, "none": one class for all images
+    map: str = ""  # a CSV or JSON file with a coarser class for every class, whose columns are further labels
     decode_scale: float = 0.0  # JPEGs are decoded at reduced size, at least this multiple of the input size; 0: full size
 
 

@@ -37,6 +37,8 @@ def find_metric(name: str, primary: Metric | None = None) -> Metric:
         return METRICS.get(primary.name, primary._replace(title=f"validation {primary.title}"))
     if name == "test":
         return primary._replace(name=name, title=f"test {primary.title}")
+    if name.startswith("knn_"):  # at another column of labels
+        return Metric(name, f"validation k-NN of {name.removeprefix('knn_')}", percent=True)
     if name not in METRICS:
         raise UserError(f"--metric {name} is not known; choose from {', '.join([PRIMARY, *METRICS])}.")
     return METRICS[name]

@@ -24,7 +24,7 @@ from vitrail.runs.memory import explain_out_of_memory
 from vitrail.training.scope import apply_scope
 
 # Fields in which a training may differ from its pre-trained weights, because they are initialized anew or resampled.
-REPLACED = {"classes", "pre_logits", "patch_size", "image_size", "dense_head", "dense_weight"}
+REPLACED = {"classes", "pre_logits", "pre_logits_kind", "patch_size", "image_size", "dense_head", "dense_weight"}
 # Fields in which BEiT's fine-tuning differs from its pre-training, see `can_restructure`.
 RESTRUCTURED = ("pooling", "pool_norm", "keep_class_token", "pos_embed_place")
 # Fields in which a model with one query per class differs from one with a single query, see `adds_class_queries`.
@@ -168,6 +168,8 @@ def adapt(pretrained: VisionTransformer, recipe: Recipe, class_names: list[str] 
     """A pre-trained model at the recipe's size and for these classes, and whether its classifier is new."""
     changed = REPLACED | TRAINING_ONLY | set(RESTRUCTURED) | set(CLASS_QUERIES)
     changes = {field: value for field, value in recipe.architecture.items() if field in changed}
+    if recipe.task == "classification":
+        pretrained.task_head = None  # of another task: image labels do not train it
     pretrained.resize(*recipe.augmentation.image_size, patch_size=changes.pop("patch_size", None))
     before = pretrained.architecture
     after = before.replace(**changes | {"classes": len(class_names or ()), "image_size": before.image_size})

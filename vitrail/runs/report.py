@@ -10,6 +10,8 @@ These parts of `run.json` are optional and shown if present:
 * `mistakes`: [{"image": `thumbnail(…)`, "label": …, "prediction": …, "confidence": …, "location": …, "map": …}];
 * `segmentations`: [{"image": `thumbnail(…)` of an image beside its mask and its prediction, "location": …}], `protocol`, and
   `boundaries`: [{"pixels", "share", "miou", "pixel_accuracy"}]; their `per_class` has "iou" and "pixels";
+* `levels`: [{"level", "classes", "knn", "map", …}], scores of neighbors at every level of labels;
+* `figures`: [{"image": `thumbnail(…)`, "location": what it shows}];
 * `reconstructions`: [{"image": `thumbnail(…)` of an image beside its reconstruction, "location": …}].
 """
 
@@ -37,6 +39,7 @@ MAX_ROWS = 12
 MAX_METRICS = 32  # of the task, besides loss and primary metric
 PIXEL_COLUMNS = ("class", "IoU", "precision", "recall", "pixels")
 BOUNDARY_COLUMNS = ("pixels", "share", "mIoU", "accuracy")
+LEVEL_COLUMNS = ("labels", "classes", "k-NN", "mAP", "mAP, conditional", "mAP, oracle")
 NARROW, DARK_MODE = "(max-width: 40rem)", "(prefers-color-scheme: dark)"
 Rows = list[tuple[str, str]]  # label and value
 
@@ -88,11 +91,24 @@ def write_report(folder: str | Path) -> Path:
         segmentations=[
             {"url": image_url(each.get("image")), "location": each.get("location")} for each in run.get("segmentations") or []
         ],
+        level_columns=LEVEL_COLUMNS,
+        levels=list_levels(run),
+        figures=[{"url": image_url(each.get("image")), "location": each.get("location")} for each in run.get("figures") or []],
         boundary_columns=BOUNDARY_COLUMNS,
         boundaries=list_boundaries(run),
         recipe=run["recipe"],
         run=list_run(run),
     )
+
+
+def list_levels(run: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Scores of neighbors at every level of labels."""
+    rows = []
+    for level in run.get("levels") or []:
+        scores = (level.get(name) for name in ("knn", "map", "map_conditional", "map_oracle"))
+        cells = ("" if score is None else percent(float(score), 1) for score in scores)
+        rows.append((str(level.get("level")), str(level.get("classes")), *cells))
+    return rows
 
 
 def make_curves(run: Mapping[str, Any], lines: Sequence[dict[str, Any]]) -> Curves:

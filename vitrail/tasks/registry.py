@@ -12,6 +12,7 @@ BUILT_IN = {
     "dino": "vitrail.tasks.dino:Dino",
     "masked_patches": "vitrail.tasks.masked_patches:MaskedPatches",
     "beit": "vitrail.tasks.beit:Beit",
+    "grafit": "vitrail.tasks.grafit:Grafit",
     "segmentation": "vitrail.tasks.segmentation:Segmentation",
     "tokenizer": "vitrail.tasks.tokenizer:TokenizerTraining",
 }

@@ -18,6 +18,7 @@ from vitrail.data.datasets.parquet import open_parquet
 from vitrail.data.datasets.pets import open_pets
 from vitrail.data.datasets.table import open_table
 from vitrail.data.datasets.tar import expand, open_tar
+from vitrail.data.label_choice import choose_labels
 from vitrail.data.source import Labels, Source, Splits, reorder_classes, split_by_seed, split_fold
 from vitrail.errors import UserError
 from vitrail.formatting import percent
@@ -50,6 +51,8 @@ def open_splits(
     validation_fraction: float = 0.0,
     class_order: Sequence[str] | None = None,
     fold: tuple[int, int] | None = None,
+    label: str = "",
+    label_map: str = "",
 ) -> Splits:
     """Open the training, validation and test splits.
 
@@ -58,9 +61,22 @@ def open_splits(
     then becomes the test split if there is none: a model selected on the validation images is reported on other images. The same
     holds for `fold`, (i, n): part i of n equal parts of every training class is used.
     `class_order` are the classes of an earlier run on this data: earlier versions sorted numbers as text, and the order decides
-    labels and split.
+    labels and split. `label` and `label_map` choose other labels (`vitrail.data.label_choice`), which do not change the split.
     """
-    sources = open_sources(path)
+    splits = _open_splits(path, seed, default_fraction, validation_fraction, class_order, fold, label)
+    return choose_labels(splits, label, label_map)
+
+
+def _open_splits(
+    path: str | Path,
+    seed: int,
+    default_fraction: float,
+    validation_fraction: float,
+    class_order: Sequence[str] | None,
+    fold: tuple[int, int] | None,
+    column: str,
+) -> Splits:
+    sources = open_sources(path, column)
     if class_order is not None:
         for source in sources.values():
             source.label = reorder_classes(source.label, class_order) if source.label else None
@@ -117,12 +133,12 @@ def check_trainable(source: Source) -> None:
             )
         raise UserError(
             f"{source.name} has only one class ({only}): give the folder that holds the class folders, at least two, or learn "
-            "without labels with --recipe dino_small."
+            "without labels with --recipe dino_small or grafit_small."
         )
 
 
-def open_sources(path: str | Path) -> SourceDict:
-    """Open all splits of a data set, by name."""
+def open_sources(path: str | Path, column: str = "") -> SourceDict:
+    """Open all splits of a data set, by name. A `column` of a table or of Parquet files is a label whatever its name."""
     path = os.fspath(path)
     if is_built_in(path):
         return open_digits() if path == "digits" else open_pets()
@@ -137,7 +153,7 @@ def open_sources(path: str | Path) -> SourceDict:
     if lower.endswith(".tar") and (os.path.isfile(path) or expand(path) != [path]):
         return open_tar(path)
     if os.path.isdir(path):
-        return _open_directory(path)
+        return _open_directory(path, column)
     if not os.path.exists(path):
         raise UserError(f"{path} does not exist: check the spelling, or give {SUPPORTED}.")
     if lower.endswith(COMPRESSED):
@@ -147,9 +163,9 @@ def open_sources(path: str | Path) -> SourceDict:
     if not os.path.isfile(path):
         raise UserError(f"{path} is not a regular file: give {SUPPORTED}.")
     if lower.endswith((".csv", ".tsv")):
-        return open_table(path)
+        return open_table(path, column)
     if lower.endswith(".parquet"):
-        return open_parquet(path)
+        return open_parquet(path, column)
     if is_idx(os.path.basename(path)):
         return open_idx(path)
     raise UserError(f"{path} has an unknown format: give {SUPPORTED}.")
@@ -172,7 +188,7 @@ def warn_shadowed(path: str) -> None:
         print(f"Using the {kind} {name} in the current directory instead of the built-in {name}.", file=sys.stderr)
 
 
-def _open_directory(path: str) -> SourceDict:
+def _open_directory(path: str, column: str) -> SourceDict:
     names = [entry.name for entry in listing(path)]
     if any(is_idx(name) for name in names):
         return open_idx(path)
@@ -187,7 +203,7 @@ def _open_directory(path: str) -> SourceDict:
         for entry in listing(os.path.join(path, folder))
     }
     if any(name.endswith(".parquet") for name in names_inside):
-        return open_parquet(path)
+        return open_parquet(path, column)
     if any(name.endswith(".tar") for name in names_inside) and shards(path, ".tar"):
         return open_tar(path)
     packed = next((name for name in sorted(names_inside) if name.endswith(COMPRESSED)), None)

@@ -63,6 +63,7 @@ class ParquetSource(Source):
     ) -> None:
         self.name = name
         self.label = label
+        self.label_name = columns.main or "label"
         self.extra = extra
         self.defects = tuple(defects)
         self.has_masks = columns.mask is not None
@@ -196,8 +197,8 @@ def _digest(value: bytes) -> bytes:
     return hashlib.blake2b(value, digest_size=16).digest()
 
 
-def open_parquet(path: str) -> SourceDict:
-    """Open the splits of a file or of a folder of shards."""
+def open_parquet(path: str, column: str = "") -> SourceDict:
+    """Open the splits of a file or of a folder of shards. `column` is a label whatever its name."""
     try:
         import pyarrow  # noqa: F401 - for a clear error message
     except ImportError:
@@ -209,7 +210,7 @@ def open_parquet(path: str) -> SourceDict:
     tables: dict[str, list[Any]] = {}
     for split, files in split_files.items():
         for file in files:
-            footer, own, table = _open_file(file, columns)
+            footer, own, table = _open_file(file, columns, column)
             if columns is not None and own != columns:
                 raise UserError(f"{first} and {file} have different columns or class names: put them into separate folders.")
             columns, first = own, first or file
@@ -246,7 +247,7 @@ def open_parquet(path: str) -> SourceDict:
             footers[split],
             columns,
             labels[columns.main][split] if columns.main else None,
-            {name: column for name in columns.extra if (column := labels[name][split]) is not None},
+            {name: found for name in columns.extra if (found := labels[name][split]) is not None},
             defects,
             mask_classes,
         )
@@ -288,14 +289,14 @@ def read_batches(path: str, mapped: mmap, columns: list[str], groups: list[RowGr
             yield pyarrow.RecordBatch.from_arrays(arrays, names=batch.schema.names)
 
 
-def _open_file(path: str, known: Columns | None) -> tuple[list[RowGroup], Columns, Any]:
+def _open_file(path: str, known: Columns | None, column: str) -> tuple[list[RowGroup], Columns, Any]:
     """Return (row groups, columns, table of the label columns) of a file."""
     import pyarrow
 
     try:
         footer = read_footer(path)
         with open_file(path) as file:
-            columns = _find_columns(path, file.schema_arrow, known)
+            columns = _find_columns(path, file.schema_arrow, known, column)
             table = _read_labels(path, columns.labels, file.schema_arrow, footer) if columns.labels else None
         if any(leaf not in group.chunks for group in footer for leaf in (columns.image, columns.mask) if leaf):
             raise OSError("a row group has no images")
@@ -324,7 +325,7 @@ def _read_labels(path: str, columns: list[str], schema: Any, footer: list[RowGro
     return table
 
 
-def _find_columns(path: str, schema: Any, known: Columns | None) -> Columns:
+def _find_columns(path: str, schema: Any, known: Columns | None, column: str) -> Columns:
     from pyarrow import types
 
     features = _features(path, schema)
@@ -344,7 +345,7 @@ def _find_columns(path: str, schema: Any, known: Columns | None) -> Columns:
         kind = field.type.value_type if types.is_dictionary(field.type) else field.type
         if types.is_integer(kind) or types.is_boolean(kind) or types.is_string(kind) or types.is_large_string(kind):
             usable.append(field.name)
-    main, extra = label_columns(usable, list(class_names))
+    main, extra = label_columns(usable, [*class_names, column])
     unusable = [(name, str(schema.field(name).type)) for name in MAIN_LABELS if main is None and name in schema.names]
     if known is not None and not class_names and known.names:
         class_names = known.names  # shards that were added later often have no metadata
