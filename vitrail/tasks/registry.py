@@ -13,6 +13,7 @@ BUILT_IN = {
     "masked_patches": "vitrail.tasks.masked_patches:MaskedPatches",
     "beit": "vitrail.tasks.beit:Beit",
     "segmentation": "vitrail.tasks.segmentation:Segmentation",
+    "detection": "vitrail.tasks.detection:Detection",
     "tokenizer": "vitrail.tasks.tokenizer:TokenizerTraining",
 }
 ENTRY_POINTS = "vitrail.tasks"  # the group under which an installed package offers tasks
