@@ -9,6 +9,7 @@ from vitrail.version import __version__
 if TYPE_CHECKING:
     from vitrail.checkpoints import load, save
     from vitrail.deploy.optimize import optimize
+    from vitrail.evaluation.detected_images import detect
     from vitrail.evaluation.predict import predict
     from vitrail.evaluation.segmented_images import segment
     from vitrail.models import Architecture, VisionTransformer, build, create, list_models
@@ -23,6 +24,7 @@ __all__ = [
     "__version__",
     "build",
     "create",
+    "detect",
     "list_models",
     "load",
     "optimize",
@@ -38,6 +40,7 @@ HOMES = dict.fromkeys(("Architecture", "VisionTransformer", "build", "create", "
 HOMES |= dict.fromkeys(("load", "save"), "vitrail.checkpoints")
 HOMES |= dict.fromkeys(("resume", "train"), "vitrail.runs.train")
 HOMES["optimize"] = "vitrail.deploy.optimize"
+HOMES["detect"] = "vitrail.evaluation.detected_images"
 HOMES["predict"] = "vitrail.evaluation.predict"
 HOMES["segment"] = "vitrail.evaluation.segmented_images"
 HOMES["Recipe"] = "vitrail.recipes"

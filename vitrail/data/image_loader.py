@@ -76,7 +76,7 @@ class ImageLoader:
                 if not readable.all():
                     pixels = pixels[rows.to(pixels.device)]
                     masks = masks[rows.to(masks.device)] if masks is not None else None
-                    objects = objects.map(lambda tensor: tensor[rows.to(tensor.device)]) if objects is not None else None
+                    objects = objects.select(rows) if objects is not None else None
                 samples = first_samples(decoded.samples.index[readable])
                 readable_part = DecodedBatch(pixels, decoded.sizes[readable], masks, samples, [], objects)
                 yield make_batch(self.source, readable_part).to(self.device)

@@ -32,7 +32,9 @@ def shape_to_mask(shape: Polygons | Rle, height: int, width: int, size: tuple[in
         mask = decode_rle(shape)
         if mask.shape == (height, width):
             return mask
-        rows, columns = ((np.arange(new) * 2 + 1) * old // (2 * new) for new, old in zip((height, width), mask.shape, strict=True))
+        rows, columns = (
+            (np.arange(new) * 2 + 1) * old // (2 * new) for new, old in zip((height, width), mask.shape, strict=True)
+        )
         resized: np.ndarray = mask[rows[:, None], columns]
         return resized
     if sum(map(len, shape)) > MAX_POINTS:

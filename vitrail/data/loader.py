@@ -305,8 +305,9 @@ class WorkerLoader(TrainLoader):
         objects: bool = False,
     ) -> None:
         super().__init__(source, sampler, own_micro_batches, micro_batches, log)
-        place = {"sampler": sampler, "micro_batches": micro_batches, "fatal": unreadable == "fatal"}
-        reader = MicroBatchReader(source, min_side, masks, objects, **place)
+        reader = MicroBatchReader(
+            source, min_side, masks, objects, sampler=sampler, micro_batches=micro_batches, fatal=unreadable == "fatal"
+        )
         self._workers = Workers(reader, default_workers() if workers is None else workers)
         self._pin = torch.cuda.is_available()
 

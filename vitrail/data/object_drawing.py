@@ -1,12 +1,18 @@
 """Boxes, labels and instance masks drawn over images."""
 
 from collections.abc import Sequence
+from itertools import islice
 
 import numpy as np
 from PIL import Image, ImageDraw
 
-from vitrail.data.contact_sheet import SMALL_SIZE, choose_font, draw_text
-from vitrail.data.overlay import STRENGTH, Color
+from vitrail.data.contact_sheet import SMALL_SIZE, arrange_tiles, choose_font, draw_text
+from vitrail.data.instance_masks import unpack_masks
+from vitrail.data.loader import ImageReader, Problem
+from vitrail.data.objects import DecodedObjects
+from vitrail.data.overlay import STRENGTH, Color, class_colors
+from vitrail.data.source import Source
+from vitrail.errors import UserError
 
 LINE = 2  # pixels
 
@@ -34,3 +40,26 @@ def draw_objects(
         draw.rectangle((left, above, left + width + 4, above + SMALL_SIZE + 4), fill=colors[index])
         draw_text(draw, (int(left) + 2, int(above)), labels[index], SMALL_SIZE, "white", image.width)
     return np.asarray(image)
+
+
+def draw_annotated(pixels: np.ndarray, objects: DecodedObjects, names: Sequence[str]) -> np.ndarray:
+    """An image [H, W, 3] with the objects that its data set lists."""
+    colors = class_colors(names)
+    masks = None if objects.planes is None else unpack_masks(objects.planes, len(objects.classes))
+    kinds = objects.classes.tolist()
+    return draw_objects(pixels, objects.boxes, [names[kind] for kind in kinds], [colors[kind] for kind in kinds], masks)
+
+
+def object_sheet(source: Source, title: str, seed: int = 0, count: int = 24) -> Image.Image:
+    """Draw random images with their objects."""
+    reader = ImageReader(source, None, objects=True)
+    order = np.random.default_rng(seed).permutation(len(source)).tolist()
+    images = (image for image in map(reader.read_annotated, order) if not isinstance(image, Problem))
+    tiles = [
+        draw_annotated(image.pixels, image.objects, source.object_classes)
+        for image in islice(images, count)
+        if image.objects is not None
+    ]
+    if not tiles:
+        raise UserError(f"None of the objects of {source.name} can be read: `vitrail data inspect` without --out says why.")
+    return arrange_tiles(tiles, title, f"{len(source):,} images, {len(source.object_classes)} classes, seed {seed}")

@@ -138,6 +138,10 @@ class ObjectBatch(NamedTuple):
     def map(self, function: Callable[[Tensor], Tensor]) -> "ObjectBatch":
         return ObjectBatch(*map(function, self))
 
+    def select(self, rows: Tensor) -> "ObjectBatch":
+        """The objects of some images."""
+        return self.map(lambda tensor: tensor.index_select(0, rows.to(tensor.device)))
+
 
 def collate_objects(items: Sequence[DecodedObjects | None], height: int, width: int) -> ObjectBatch:
     """Pad the objects of some images; None is an image that cannot be read."""
@@ -185,13 +189,14 @@ def join_objects(batches: Sequence[ObjectBatch]) -> ObjectBatch:
 
 def select_objects(batch: ObjectBatch, rows: Tensor, height: int, width: int) -> ObjectBatch:
     """The objects of some images, with planes of this size."""
-    chosen = batch.map(lambda tensor: tensor.index_select(0, rows))
+    chosen = batch.select(rows)
     return chosen._replace(planes=chosen.planes[:, :, :height, :width].contiguous())
 
 
-def empty_objects(images: int, height: int, width: int, device: torch.device | str = "cpu") -> ObjectBatch:
-    """No objects, of a batch that measures time or memory."""
-    return collate_objects([None] * images, height, width).map(lambda tensor: tensor.to(device))
+def empty_objects(pixels: Tensor) -> ObjectBatch:
+    """No objects in images [B, 3, H, W], for a batch that measures time or memory."""
+    height, width = pixels.shape[-2:]
+    return collate_objects([None] * len(pixels), height, width).map(lambda tensor: tensor.to(pixels.device))
 
 
 def plane_count(objects: int) -> int:

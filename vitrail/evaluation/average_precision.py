@@ -131,7 +131,8 @@ def box_overlaps(boxes: np.ndarray, objects: np.ndarray, crowd: np.ndarray) -> n
 def divide_overlaps(common: np.ndarray, areas: np.ndarray, object_areas: np.ndarray, crowd: np.ndarray) -> np.ndarray:
     """Areas in common [D, G] by the area of the union, or by that of the detection [D] for a crowd [G]."""
     whole = np.where(crowd[None], areas[:, None], areas[:, None] + object_areas[None] - common)
-    return np.divide(common, whole, out=np.zeros_like(common), where=whole > 0)
+    out: np.ndarray = np.divide(common, whole, out=np.zeros_like(common), where=whole > 0)
+    return out
 
 
 def summarize_precision(matches: Matches, classes: int) -> dict[str, Any]:

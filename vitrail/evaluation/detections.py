@@ -98,8 +98,10 @@ def detect_whole(model: VisionTransformer, images: Tensor, protocol: DetectionPr
     config, padded = head.config, pad_to(images, model.architecture.patch_size)
     levels = head(model.feature_maps(padded, config.blocks))
     anchors = [make_anchors(level, stride) for level, stride in zip(levels, head.strides, strict=True)]
-    limits = (config.candidates, config.proposals, config.proposal_overlap)
-    boxes, valid = propose(*head.proposal_head(levels), anchors, size, *limits, exact=True)
+    logits, offsets = head.proposal_head(levels)
+    boxes, valid = propose(
+        logits, offsets, anchors, size, config.candidates, config.proposals, config.proposal_overlap, exact=True
+    )
     maps, strides = levels[:4], head.strides[:4]
     logits, offsets = head.box_head(pool_regions(maps, strides, boxes, POOLED).flatten(0, 1))
     scores = logits.float().softmax(-1)[:, :-1].unflatten(0, boxes.shape[:2])  # [B, P, classes]
@@ -125,7 +127,8 @@ def predict_masks(head: DetectionHead, maps: list[Tensor], found: Detections) ->
         return found.boxes.new_zeros(0, 2 * MASK_POOLED, 2 * MASK_POOLED)
     pooled = pool_regions(maps, head.strides[:4], found.boxes[None], MASK_POOLED)[0]
     logits = head.mask_head(pooled).float()
-    return logits[torch.arange(len(logits), device=logits.device), found.classes].sigmoid()
+    out: Tensor = logits[torch.arange(len(logits), device=logits.device), found.classes].sigmoid()
+    return out
 
 
 def detect_tiles(model: VisionTransformer, images: Tensor, protocol: DetectionProtocol) -> list[Detections]:

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from vitrail.data.image_loader import ImageLoader
-from vitrail.data.loader import ImageReader, Problem
-from vitrail.data.objects import CROWD, DecodedObjects, ObjectBatch
-from vitrail.data.object_drawing import draw_objects
-from vitrail.data.overlay import class_colors
 from vitrail.data.instance_masks import unpack_masks
+from vitrail.data.loader import ImageReader, Problem
+from vitrail.data.object_drawing import draw_annotated, draw_objects
+from vitrail.data.objects import CROWD, DecodedObjects, ObjectBatch
+from vitrail.data.overlay import class_colors
 from vitrail.data.source import Source
 from vitrail.errors import UserError
 from vitrail.evaluation.average_precision import Matches, box_overlaps, divide_overlaps, summarize_precision
@@ -134,9 +134,9 @@ def draw_examples(
     model: VisionTransformer, source: Source, protocol: DetectionProtocol, count: int = SHOWN, score: float = SHOWN_SCORE
 ) -> list[dict[str, Any]]:
     """Images with their objects beside the same images with predictions, spread over a source."""
-    names, own_names = detection_head(model).config.class_names, source.object_classes
+    names = detection_head(model).config.class_names
     reader, device = ImageReader(source, None, objects=True), device_of(model)
-    colors, own_colors = class_colors(names), class_colors(own_names)
+    colors = class_colors(names)
     found = []
     for index in np.unique(np.linspace(0, len(source) - 1, count).astype(np.int64)).tolist():
         image = reader.read_annotated(index)
@@ -144,9 +144,7 @@ def draw_examples(
             continue
         pixels, objects = image.pixels, image.objects
         size = pixels.shape[:2]
-        masks = None if objects.planes is None else unpack_masks(objects.planes, len(objects.classes))
-        labels = [own_names[kind] for kind in objects.classes]
-        truth = draw_objects(pixels, objects.boxes, labels, [own_colors[kind] for kind in objects.classes], masks)
+        truth = draw_annotated(pixels, objects, source.object_classes)
         (result,) = detect_objects(model, torch.from_numpy(pixels).permute(2, 0, 1)[None].to(device), protocol)
         result = result.select(result.scores >= score)
         kinds = result.classes.tolist()

@@ -27,9 +27,10 @@ class PyramidNeck(nn.Module):
     def __init__(self, channels: Sequence[int], strides: Sequence[int]) -> None:
         super().__init__()
         self.single = len(channels) == 1
+        self.channels: list[int] = [*channels]
+        self.strides: list[float] = [float(level) for level in LEVELS]
         if not self.single:
-            self.levels: nn.Module = Neck(channels, strides)
-            self.channels, self.strides = self.levels.channels, [float(level) for level in LEVELS]  # type: ignore[assignment]
+            self.levels = Neck(channels, strides)
             return
         width, stride = channels[0], strides[0]
         finer = [level for level in LEVELS if level * 1.5 < stride]
@@ -38,8 +39,8 @@ class PyramidNeck(nn.Module):
         self.norms = nn.ModuleList(nn.Sequential(nn.BatchNorm2d(width), nn.GELU()) for _ in finer[1:])
         coarser = range(len(LEVELS) - len(finer))
         self.pools = nn.ModuleList(MapPooling(2**step) if step else nn.Identity() for step in coarser)
-        self.channels: list[int] = [width] * len(LEVELS)
-        self.strides: list[float] = [stride / 2 ** (len(finer) - step) for step in range(len(finer))]
+        self.channels = [width] * len(LEVELS)
+        self.strides = [stride / 2 ** (len(finer) - step) for step in range(len(finer))]
         self.strides += [float(stride * 2**step) for step in coarser]
 
     def forward(self, maps: list[Tensor]) -> list[Tensor]:
@@ -62,8 +63,8 @@ class FeaturePyramid(nn.Module):
         self.lateral = nn.ModuleList(nn.Conv2d(each, width, 1) for each in channels)
         self.smooth = nn.ModuleList(nn.Conv2d(width, width, 3, padding=1) for _ in channels)
         for conv in (*self.lateral, *self.smooth):
-            nn.init.xavier_uniform_(conv.weight)  # type: ignore[arg-type]
-            nn.init.zeros_(conv.bias)  # type: ignore[arg-type]
+            nn.init.xavier_uniform_(conv.weight)
+            nn.init.zeros_(conv.bias)
 
     def forward(self, maps: list[Tensor]) -> list[Tensor]:
         found: list[Tensor] = []
@@ -100,9 +101,7 @@ class BoxHead(nn.Module):
 
     def __init__(self, width: int, hidden: int, classes: int) -> None:
         super().__init__()
-        self.hidden = nn.Sequential(
-            nn.Linear(width * POOLED**2, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU()
-        )
+        self.hidden = nn.Sequential(nn.Linear(width * POOLED**2, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU())
         self.classifier, self.offsets = nn.Linear(hidden, classes + 1), nn.Linear(hidden, 4 * classes)
         for layer in self.hidden:
             if isinstance(layer, nn.Linear):
@@ -127,8 +126,8 @@ class MaskHead(nn.Module):
         self.up = nn.ConvTranspose2d(width, width, 2, stride=2)
         self.classifier = nn.Conv2d(width, classes, 1)
         for conv in (*self.convs, self.up, self.classifier):
-            nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")  # type: ignore[arg-type]
-            nn.init.zeros_(conv.bias)  # type: ignore[arg-type]
+            nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
+            nn.init.zeros_(conv.bias)
         nn.init.normal_(self.classifier.weight, std=0.001)
 
     def forward(self, pooled: Tensor) -> Tensor:

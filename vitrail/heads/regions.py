@@ -37,7 +37,8 @@ def pool_regions(maps: Sequence[Tensor], strides: Sequence[float], boxes: Tensor
         chosen = pooled[0]
         for level, other in enumerate(pooled[1:], 1):
             chosen = torch.where((levels == level).flatten()[:, None, None, None], other, chosen)
-        return chosen.unflatten(0, boxes.shape[:2])
+        out: Tensor = chosen.unflatten(0, boxes.shape[:2])
+        return out
     return roi_align(maps, strides, boxes, levels, size)
 
 
@@ -59,15 +60,14 @@ def roi_align(maps: Sequence[Tensor], strides: Sequence[float], boxes: Tensor, l
     y = y + by_level(levels, starts, dtype)[..., None]
     total = whole.shape[-2]
     grid = torch.stack(
-        torch.broadcast_tensors(
-            x[:, :, None] * (2 / max(widest - 1, 1)) - 1, y[..., None] * (2 / max(total - 1, 1)) - 1
-        ),
+        torch.broadcast_tensors(x[:, :, None] * (2 / max(widest - 1, 1)) - 1, y[..., None] * (2 / max(total - 1, 1)) - 1),
         -1,
     )
     sampled = F.grid_sample(whole, grid.flatten(1, 2), mode="bilinear", padding_mode="border", align_corners=True)
     sampled = sampled.unflatten(2, (boxes.shape[1], -1)).transpose(1, 2)  # [B, R, C, points, points]
     sampled = sampled * (inside_y[..., None] & inside_x[:, :, None])[:, :, None]
-    return F.avg_pool2d(sampled.flatten(0, 1), SAMPLES).unflatten(0, boxes.shape[:2])
+    out: Tensor = F.avg_pool2d(sampled.flatten(0, 1), SAMPLES).unflatten(0, boxes.shape[:2])
+    return out
 
 
 def by_level(levels: Tensor, values: Sequence[float], dtype: torch.dtype) -> Tensor:

@@ -126,7 +126,9 @@ class DetectionConfig:
             raise UserError("a detection head has sizes and blocks that are not plain numbers.")
         if not all(type(value) is int and 1 <= value <= MAX_CHANNELS for value in counts) or (self.window and not self.stride):
             raise UserError("a detection head has channels, numbers of boxes or a window that are out of range.")
-        if not all(isinstance(value, float) and 0 <= value <= 1 for value in (self.proposal_overlap, self.overlap, self.min_score)):
+        if not all(
+            isinstance(value, float) and 0 <= value <= 1 for value in (self.proposal_overlap, self.overlap, self.min_score)
+        ):
             raise UserError("a detection head has thresholds that are not between 0 and 1.")
 
 

@@ -202,7 +202,9 @@ class DetectionOptions:
         if any(block < 0 for block in self.blocks) or len(self.blocks) not in (0, 4):
             raise UserError("task_options.blocks has the numbers of four blocks, from 0 on, or none.")
         if self.stride > self.window:
-            raise UserError(f"task_options.stride={self.stride} is larger than the window {self.window}: parts would be left out.")
+            raise UserError(
+                f"task_options.stride={self.stride} is larger than the window {self.window}: parts would be left out."
+            )
 
 
 def read_options(kind: type[Options], recipe: Recipe) -> Options:

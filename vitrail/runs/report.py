@@ -10,6 +10,8 @@ These parts of `run.json` are optional and shown if present:
 * `mistakes`: [{"image": `thumbnail(…)`, "label": …, "prediction": …, "confidence": …, "location": …}];
 * `segmentations`: [{"image": `thumbnail(…)` of an image beside its mask and its prediction, "location": …}], `protocol`, and
   `boundaries`: [{"pixels", "share", "miou", "pixel_accuracy"}]; their `per_class` has "iou" and "pixels";
+* `detections`: [{"image": `thumbnail(…)` of an image with its objects and one with predictions, "location": …}], `protocol`;
+  their `per_class` has "ap", "ap50", "mask_ap" and "objects";
 * `reconstructions`: [{"image": `thumbnail(…)` of an image beside its reconstruction, "location": …}].
 """
 
@@ -36,6 +38,7 @@ MAX_MATRIX_CLASSES = 40  # a larger confusion matrix is not readable
 MAX_ROWS = 12
 MAX_METRICS = 32  # of the task, besides loss and primary metric
 PIXEL_COLUMNS = ("class", "IoU", "precision", "recall", "pixels")
+OBJECT_COLUMNS = ("class", "box AP", "box AP50", "mask AP", "objects")
 BOUNDARY_COLUMNS = ("pixels", "share", "mIoU", "accuracy")
 NARROW, DARK_MODE = "(max-width: 40rem)", "(prefers-color-scheme: dark)"
 Rows = list[tuple[str, str]]  # label and value
@@ -49,6 +52,7 @@ def write_report(folder: str | Path) -> Path:
     light = curves.draw(LIGHT)
     atomic_write(folder / "report.png", lambda temporary: temporary.write_bytes(light))
     pairs, matrix, names = list_confusions(run)
+    columns, classes = class_table(run)
     return write_page(
         folder / "report.html",
         "training.html.j2",
@@ -65,8 +69,8 @@ def write_report(folder: str | Path) -> Path:
             ("", png_url(light)),
         ],
         results=list_results(run, curves),
-        class_columns=PIXEL_COLUMNS if is_segmentation(run) else ("class", "precision", "recall", "F1", "images"),
-        classes=list_pixel_classes(run) if is_segmentation(run) else list_classes(run),
+        class_columns=columns,
+        classes=classes,
         confused_unit="pixels" if is_segmentation(run) else "images",
         pairs=pairs,
         matrix=matrix,
@@ -86,6 +90,9 @@ def write_report(folder: str | Path) -> Path:
         ],
         segmentations=[
             {"url": image_url(each.get("image")), "location": each.get("location")} for each in run.get("segmentations") or []
+        ],
+        detections=[
+            {"url": image_url(each.get("image")), "location": each.get("location")} for each in run.get("detections") or []
         ],
         boundary_columns=BOUNDARY_COLUMNS,
         boundaries=list_boundaries(run),
@@ -270,6 +277,24 @@ def list_classes(run: Mapping[str, Any]) -> list[tuple[str, ...]]:
             format_value(row.get("images")),
         )
         for row in classes
+    ]
+
+
+def class_table(run: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return the columns and the rows of the classes of a run of any task."""
+    if is_segmentation(run):
+        return PIXEL_COLUMNS, list_pixel_classes(run)
+    if any("ap" in row for row in run.get("per_class") or []):
+        return OBJECT_COLUMNS, list_object_classes(run)
+    return ("class", "precision", "recall", "F1", "images"), list_classes(run)
+
+
+def list_object_classes(run: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Return name, AP of boxes and masks, and objects of the classes of a detection."""
+    shown = ("ap", "ap50", "mask_ap")
+    return [
+        (str(row.get("name")), *(format_accuracy(row.get(name)) for name in shown), format_value(row.get("objects")))
+        for row in run.get("per_class") or []
     ]
 
 

@@ -43,7 +43,7 @@ from vitrail.models.flops import cost
 from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.recipes.schema import Recipe
 from vitrail.recipes.task_options import DetectionOptions, complete_options, read_options
-from vitrail.tasks.detection_targets import OBJECT, Sample, assign, gather_boxes, sample
+from vitrail.tasks.detection_targets import Sample, assign, gather_boxes, sample
 from vitrail.tasks.masked_patches import freeze_unused
 from vitrail.training.distributed import Devices
 from vitrail.training.metrics import Metric
@@ -89,12 +89,13 @@ class DetectionModule(nn.Module):
         anchors = [make_anchors(level, stride) for level, stride in zip(levels, head.strides, strict=True)]
         losses = list(proposal_losses(torch.cat(logits, 1), torch.cat(offsets, 1), torch.cat(anchors), targets, options))
         size = (images.shape[-2], images.shape[-1])
-        limits = (options.candidates, options.proposals, head.config.proposal_overlap)
-        found = propose(logits, offsets, anchors, size, *limits, exact=False)
+        overlap = head.config.proposal_overlap
+        found = propose(logits, offsets, anchors, size, options.candidates, options.proposals, overlap, exact=False)
         boxes, chosen, objects = sample_boxes(found, targets, options)
         maps, strides = levels[:4], head.strides[:4]
         pooled = pool_regions(maps, strides, boxes, POOLED)
-        losses += box_losses(*head.box_head(pooled.flatten(0, 1)), boxes, chosen, objects, targets)
+        scores, moves = head.box_head(pooled.flatten(0, 1))
+        losses += box_losses(scores, moves, boxes, chosen, objects, targets)
         if head.mask_head is not None:
             count = max(int(options.boxes_sampled * OBJECT_SHARE), 1)  # those with an object are first
             boxes, objects, positive = boxes[:, :count], objects[:, :count], chosen.positive[:, :count]
@@ -117,19 +118,17 @@ def proposal_losses(
     with torch.no_grad():
         labels, objects = assign(anchors[None], targets.boxes, *usable(targets), ANCHOR_LOW, ANCHOR_HIGH, best=True)
         chosen = sample(labels, targets.keys, "anchors", count, max(int(count * ANCHOR_SHARE), 1))
-        goals = gather_boxes(targets.boxes, objects.gather(1, chosen.index))
-        wanted = encode_boxes(goals, anchors[chosen.index], PROPOSAL_WEIGHTS)
-    scores = logits.float().gather(1, chosen.index)
+        goals = gather_boxes(targets.boxes, objects.gather(1, chosen.rows))
+        wanted = encode_boxes(goals, anchors[chosen.rows], PROPOSAL_WEIGHTS)
+    scores = logits.float().gather(1, chosen.rows)
     objectness = F.binary_cross_entropy_with_logits(scores, chosen.positive.float(), reduction="none")
-    found = offsets.float().gather(1, chosen.index[..., None].expand(-1, -1, 4))
+    found = offsets.float().gather(1, chosen.rows[..., None].expand(-1, -1, 4))
     distance = (found - wanted).abs().sum(-1)
     total = len(logits) * count
     return (objectness * chosen.valid).sum() / total, torch.where(chosen.positive, distance, 0.0).sum() / total
 
 
-def sample_boxes(
-    found: Proposals, targets: DetectionTargets, options: DetectionOptions
-) -> tuple[Tensor, Sample, Tensor]:
+def sample_boxes(found: Proposals, targets: DetectionTargets, options: DetectionOptions) -> tuple[Tensor, Sample, Tensor]:
     """Boxes [B, R, 4] for the second stage, proposals and objects themselves; which have an object, and which object [B, R]."""
     used, ignored = usable(targets)
     boxes = torch.cat([found.boxes, targets.boxes], 1)
@@ -137,7 +136,7 @@ def sample_boxes(
     labels = torch.where(torch.cat([found.valid, used], 1), labels, -1)
     count = options.boxes_sampled
     chosen = sample(labels, targets.keys, "boxes", count, max(int(count * OBJECT_SHARE), 1))
-    return gather_boxes(boxes, chosen.index), chosen, objects.gather(1, chosen.index)
+    return gather_boxes(boxes, chosen.rows), chosen, objects.gather(1, chosen.rows)
 
 
 def box_losses(
@@ -150,7 +149,7 @@ def box_losses(
     wanted = encode_boxes(gather_boxes(targets.boxes, objects), boxes, BOX_WEIGHTS).flatten(0, 1)
     own = classes.clamp(max=background - 1)[:, None, None].expand(-1, 1, 4)
     distance = (offsets.float().gather(1, own)[:, 0] - wanted).abs().sum(-1)
-    total = chosen.index.numel()
+    total = chosen.rows.numel()
     return entropy.sum() / total, torch.where(chosen.positive.flatten(), distance, 0.0).sum() / total
 
 
@@ -253,7 +252,7 @@ class Detection(Task):
         keys = sample_key(recipe.seed, position.epoch, batch.index, batch.repeat)
         objects = batch.objects
         if objects is None:  # a batch that measures time or memory
-            objects = empty_objects(len(batch.pixels), *batch.pixels.shape[-2:], batch.pixels.device)
+            objects = empty_objects(batch.pixels)
         augmented = augment(batch.pixels, batch.sizes, keys, recipe.augmentation)
         planes = objects.planes if self.masks else objects.planes[:, :0]
         if self.masks and not planes.shape[1]:  # no image of this batch has a mask

@@ -22,7 +22,7 @@ class Assignment(NamedTuple):
 
 
 class Sample(NamedTuple):
-    index: Tensor  # int64 [B, count]: boxes, those with an object first
+    rows: Tensor  # int64 [B, count]: boxes, those with an object first
     positive: Tensor  # bool [B, count]: it has an object
     valid: Tensor  # bool [B, count]: there are enough boxes
 

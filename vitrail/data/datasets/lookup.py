@@ -25,8 +25,8 @@ from vitrail.errors import UserError
 from vitrail.formatting import percent
 
 SUPPORTED = (
-    "a folder of class folders, Parquet files, WebDataset tars, COCO, VOC or YOLO annotations, CIFAR batches, IDX files, a CSV or "
-    "TSV table, hf://owner/name, pets or digits"
+    "a folder of class folders, Parquet files, WebDataset tars, COCO, VOC or YOLO annotations, CIFAR batches, IDX files, a CSV "
+    "or TSV table, hf://owner/name, pets or digits"
 )
 BUILT_IN = ("digits", "pets")
 COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")

@@ -47,7 +47,7 @@ def open_voc(path: str) -> SourceDict:
 
 
 def read_lists(folder: str, files: Mapping[str, str]) -> dict[str, list[str]]:
-    splits = {}
+    splits: dict[str, list[str]] = {}
     for name in ("train", "val", "test"):
         file = os.path.join(folder, f"{name}.txt")
         if os.path.isfile(file):
@@ -73,17 +73,17 @@ def add_voc_objects(source: FolderSource, path: str) -> None:
         file = os.path.join(path, "Annotations", f"{stem}.xml")
         try:
             own, size = read_xml(read_small(file))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            own, size = f"{os.path.basename(file)} cannot be used: {getattr(error, 'strerror', None) or error}", None  # type: ignore[assignment]
-        rows.append(own)
-        sizes.append(size)
+            rows.append(own)
+            sizes.append(size)
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            rows.append(f"{os.path.basename(file)} cannot be used: {getattr(error, 'strerror', None) or error}")
+            sizes.append(None)
     found = {row["class"] for own in rows if not isinstance(own, str) for row in own}
     known = VOC.split(",")[1:]
     listed = [name for name in find_names(path) if name != "background"]
     names = check_class_names(listed or (known if found <= set(known) else sorted(found)), path) if found or listed else ()
-    for own in rows:
-        for row in own if not isinstance(own, str) else ():
-            row["class"] = names.index(row["class"]) if row["class"] in names else UNKNOWN_CLASS
+    for row in (row for own in rows if not isinstance(own, str) for row in own):
+        row["class"] = names.index(row["class"]) if row["class"] in names else UNKNOWN_CLASS
     masks = [os.path.join("SegmentationObject", f"{stem}.png") for stem in stems]
     complete = all(os.path.isfile(os.path.join(path, mask)) for mask in masks)
     source.add_objects(ObjectTable(rows, names, sizes), Paths(masks) if complete else None)

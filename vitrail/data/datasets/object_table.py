@@ -43,4 +43,5 @@ class ObjectTable:
             raise ValueError(self._errors[index])
         rows = slice(*self._starts[index : index + 2].tolist())
         size = self._sizes[index] if self._sizes else None
-        return Objects(*(column[rows] for column in self._columns), self._shapes[rows], size, self.relative)
+        boxes, classes, flags, areas = (column[rows] for column in self._columns)
+        return Objects(boxes, classes, flags, areas, self._shapes[rows], size, self.relative)

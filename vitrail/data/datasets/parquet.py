@@ -19,7 +19,7 @@ import numpy as np
 from vitrail.data.datasets.folder import SourceDict, shards
 from vitrail.data.datasets.object_table import ObjectTable
 from vitrail.data.datasets.parquet_footer import Chunk, RowGroup, check_expanded, page_sizes, read_footer
-from vitrail.data.datasets.parquet_objects import COLUMN, INSTANCES, is_object_column, make_table, object_names
+from vitrail.data.datasets.parquet_objects import COLUMN, INSTANCES, is_object_column, make_tables, object_names
 from vitrail.data.datasets.table import MAIN_LABELS, Column, class_labels, label_columns, main_labels
 from vitrail.data.datasets.tar import MappedFiles
 from vitrail.data.mask_classes import MaskClasses, find_classes, make_classes
@@ -256,11 +256,7 @@ def open_parquet(path: str) -> SourceDict:
             if names
             else find_classes(path if os.path.isdir(path) else os.path.dirname(path))
         )
-    object_tables = {}
-    if columns.objects is not None:
-        values = {split: [cell for table in group for cell in table.column(COLUMN).to_pylist()] for split, group in tables.items()}
-        named = columns.objects or make_table([cell for cells in values.values() for cell in cells], (), path).classes
-        object_tables = {split: make_table(cells, named, path) for split, cells in values.items()}
+    object_tables = make_tables(tables, columns.objects, path) if columns.objects is not None else {}
     return {
         split: ParquetSource(
             path,
@@ -379,7 +375,9 @@ def _find_columns(path: str, schema: Any, known: Columns | None) -> Columns:
     if known is not None and objects == ():
         objects = known.objects
     instances = leaves.get(INSTANCES) if has_objects else None
-    return Columns(leaves[candidates[0]], leaves.get("mask"), instances, objects, main, tuple(extra), class_names, tuple(unusable))
+    return Columns(
+        leaves[candidates[0]], leaves.get("mask"), instances, objects, main, tuple(extra), class_names, tuple(unusable)
+    )
 
 
 def _features(path: str, schema: Any) -> dict[str, dict[str, Any]]:

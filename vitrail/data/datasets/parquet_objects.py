@@ -42,6 +42,13 @@ def object_names(features: Mapping[str, Any]) -> list[str]:
     return search(features.get(COLUMN))
 
 
+def make_tables(tables: Mapping[str, Sequence[Any]], names: Sequence[str], place: str) -> dict[str, ObjectTable]:
+    """The objects of each split from the Arrow tables of its files; without names, the categories that occur are the classes."""
+    cells = {split: [cell for table in group for cell in table.column(COLUMN).to_pylist()] for split, group in tables.items()}
+    named = names or make_table([cell for own in cells.values() for cell in own], (), place).classes
+    return {split: make_table(own, named, place) for split, own in cells.items()}
+
+
 def make_table(column: Sequence[Any], names: Sequence[str], place: str) -> ObjectTable:
     """The table of the values of a column: {bbox: [[x, y, width, height]], category: [number or name]} or a list of such rows."""
     rows = [read_cell(cell) for cell in column]
@@ -53,7 +60,9 @@ def make_table(column: Sequence[Any], names: Sequence[str], place: str) -> Objec
             raise UserError(f"{place} has categories that are text and others that are numbers: use one kind.")
         names = texts or [f"class {index}" for index in range(max(numbers, default=0) + 1)]
     classes = check_class_names(names, place)
-    index_of: dict[Any, int] = {name: index for index, name in enumerate(classes)} | {index: index for index in range(len(classes))}
+    index_of: dict[Any, int] = {name: index for index, name in enumerate(classes)} | {
+        index: index for index in range(len(classes))
+    }
     for own in rows:
         for row in own if not isinstance(own, str) else ():
             row["class"] = index_of.get(row["class"], UNKNOWN_CLASS)
