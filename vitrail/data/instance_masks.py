@@ -102,15 +102,15 @@ def decode_rle(rle: Rle) -> np.ndarray:
 def parse_counts(text: bytes, limit: int) -> np.ndarray:
     """The numbers of COCO's text: groups of six bits from the lowest on, each a difference to the number two before."""
     values = np.frombuffer(text, dtype=np.uint8).astype(np.int64) - 48
-    if len(values) > 4 * (limit + 2) or ((values < 0) | (values > 63)).any() or (len(values) and values[-1] & 32):
+    if not 0 < len(values) <= 4 * (limit + 2) or ((values < 0) | (values > 63)).any() or values[-1] & 32:
         raise ValueError("run lengths that are not COCO's text")
     ends = np.flatnonzero(values & 32 == 0)
-    starts = np.concatenate([[0], ends[:-1] + 1]).astype(np.int64)
+    starts = np.concatenate([[0], ends[:-1] + 1])
     lengths = ends - starts + 1
-    if len(lengths) and lengths.max() > 8:
+    if lengths.max() > 8:
         raise ValueError("run lengths that are not COCO's text")
     place = np.arange(len(values)) - np.repeat(starts, lengths)
-    numbers = np.add.reduceat((values & 31) << (5 * place), starts) if len(starts) else np.zeros(0, dtype=np.int64)
+    numbers = np.add.reduceat((values & 31) << (5 * place), starts)
     negative = values[ends] & 16 != 0
     numbers = np.where(negative, numbers - (1 << (5 * lengths)), numbers)
     # Differences start at the fourth number: odd and even ones are summed separately.

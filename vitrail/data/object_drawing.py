@@ -15,6 +15,7 @@ from vitrail.data.source import Source
 from vitrail.errors import UserError
 
 LINE = 2  # pixels
+TEXT_SHARE, SMALLEST_TEXT = 24, 7  # text of 1/24 of the image's side, but readable
 
 
 def draw_objects(
@@ -32,13 +33,14 @@ def draw_objects(
         out[inside] = out[inside] * (1 - STRENGTH) + np.array(colors[index], dtype=np.float32) * STRENGTH
     image = Image.fromarray(np.rint(out).astype(np.uint8))
     draw = ImageDraw.Draw(image)
+    size = min(max(max(image.size) // TEXT_SHARE, SMALLEST_TEXT), SMALL_SIZE)
     for index in reversed(range(len(boxes))):
         left, top, right, bottom = (float(value) for value in boxes[index])
         draw.rectangle((left, top, max(right - 1, left), max(bottom - 1, top)), outline=colors[index], width=LINE)
-        width = choose_font(labels[index], SMALL_SIZE)[0].getlength(labels[index])
-        above = max(top - SMALL_SIZE - 4, 0)
-        draw.rectangle((left, above, left + width + 4, above + SMALL_SIZE + 4), fill=colors[index])
-        draw_text(draw, (int(left) + 2, int(above)), labels[index], SMALL_SIZE, "white", image.width)
+        width = choose_font(labels[index], size)[0].getlength(labels[index])
+        above = max(top - size - 4, 0)
+        draw.rectangle((left, above, left + width + 4, above + size + 4), fill=colors[index])
+        draw_text(draw, (int(left) + 2, int(above) - 1), labels[index], size, "white", image.width)
     return np.asarray(image)
 
 

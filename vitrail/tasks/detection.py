@@ -50,6 +50,7 @@ from vitrail.training.metrics import Metric
 from vitrail.training.task import Position, Task
 
 AP = Metric("ap", "box AP", percent=True)
+VALIDATED = ("ap", "ap50", "ap75", "mask_ap", "mask_ap50")
 POLICIES = ("none", "three", "dino")  # of augmentations that change colors only
 OBJECT_SHARE, ANCHOR_SHARE = 0.25, 0.5  # of the sampled boxes and anchors, at most, that contain an object
 ANCHOR_LOW, ANCHOR_HIGH, BOX_IOU = 0.3, 0.7, 0.5  # IoU below and above which anchors are background and objects; of boxes
@@ -265,7 +266,7 @@ class Detection(Task):
     def evaluate(self, model: VisionTransformer, loader: ImageLoader, batch_size: int, devices: Devices) -> dict[str, Any]:
         matches, images = match_split(model, loader, batch_size, self.protocol, devices.rank, devices.world_size)
         found = matches.gather(devices.all_gather).summarize(len(self.classes))
-        values = {name: value for name, value in found.items() if value is not None and name != "per_class"}
+        values = {name: found[name] for name in VALIDATED if found.get(name) is not None}
         return {"ap": 0.0} | values | {"images": sum(devices.all_gather(images))}
 
     def report(self, model: VisionTransformer, loader: ImageLoader, splits: Splits, batch_size: int) -> dict[str, Any]:
