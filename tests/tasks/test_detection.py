@@ -201,7 +201,7 @@ def test_the_artifact_predicts_alone(finished, data):
     assert found.overlay().size == (64, 56)
     model = vitrail.load(finished.artifact)
     assert model.task_head.config.short_side == 64
-    with pytest.raises(UserError, match="detect objects: call vitrail.detect"):
+    with pytest.raises(UserError, match="detect objects: call"):
         vitrail.predict(model, data / "images" / "000.png")
     with pytest.raises(UserError, match="has no segmentation head"):
         vitrail.segment(model, data / "images" / "000.png")

@@ -4,8 +4,8 @@ A miniature is a recipe with a tiny model of the same structure, batch size 16 a
 twenty steps cover the warmup and what follows. Recipes with equal miniatures share one list of losses.
 
 Recipes with a teacher use an untrained model with confident predictions; recipes with token labels use the maps of that model on
-the same digits; BEiT predicts the codes of an untrained tokenizer; the masks of segmentations are the strokes of the digits, and the
-objects of detections are the boxes around them.
+the same digits; BEiT predicts the codes of an untrained tokenizer; the masks of segmentations are the strokes of the
+digits, and the objects of detections are the boxes around them.
 """
 
 import contextlib
