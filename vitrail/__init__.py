@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from vitrail.deploy.export import export
     from vitrail.deploy.optimize import optimize
     from vitrail.deploy.saved_optimized import load_optimized
+    from vitrail.evaluation.detected_images import detect
     from vitrail.evaluation.image_search import index_images, search_images
     from vitrail.evaluation.predict import predict
     from vitrail.evaluation.segmented_images import segment
@@ -28,6 +29,7 @@ __all__ = [
     "__version__",
     "build",
     "create",
+    "detect",
     "explain",
     "export",
     "index_images",
@@ -53,6 +55,7 @@ HOMES["export"] = "vitrail.deploy.export"
 HOMES["load_optimized"] = "vitrail.deploy.saved_optimized"
 HOMES["optimize"] = "vitrail.deploy.optimize"
 HOMES["explain"] = "vitrail.interpret.explanation"
+HOMES["detect"] = "vitrail.evaluation.detected_images"
 HOMES["predict"] = "vitrail.evaluation.predict"
 HOMES |= dict.fromkeys(("index_images", "search_images"), "vitrail.evaluation.image_search")
 HOMES["segment"] = "vitrail.evaluation.segmented_images"

@@ -109,6 +109,7 @@ def test_every_recipe_of_a_paper_is_published():
         "small",
         "finetune",
         "segment",
+        "detect",
         "dino_small",
         "grafit_small",
         "masked_small",
@@ -123,7 +124,10 @@ def test_papers_decode_jpegs_at_full_size():
     """The recipes of Vitrail decode large files at reduced size, which is faster."""
     for name in list_recipes():
         recipe = lookup(name)
-        fast = recipe.about.paper == "vitrail" and recipe.task != "segmentation"  # masks have the full size
+        fast = recipe.about.paper == "vitrail" and recipe.task not in (
+            "segmentation",
+            "detection",
+        )  # masks and boxes have the full size
         assert recipe.data.decode_scale == (1.5 if fast else 0.0), name
 
 

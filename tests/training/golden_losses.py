@@ -4,7 +4,8 @@ A miniature is a recipe with a tiny model of the same structure, batch size 16 a
 twenty steps cover the warmup and what follows. Recipes with equal miniatures share one list of losses.
 
 Recipes with a teacher use an untrained model with confident predictions; recipes with token labels use the maps of that model on
-the same digits; BEiT predicts the codes of an untrained tokenizer; the masks of segmentations are the strokes of the digits.
+the same digits; BEiT predicts the codes of an untrained tokenizer; the masks of segmentations are the strokes of the
+digits, and the objects of detections are the boxes around them.
 """
 
 import contextlib
@@ -27,7 +28,9 @@ from tests.trainers import make_trainer
 from vitrail.data.datasets.lookup import open_splits
 from vitrail.data.decode import decode
 from vitrail.data.image_loader import ImageLoader
+from vitrail.data.instance_masks import encode_rle
 from vitrail.data.mask_classes import numbered_classes
+from vitrail.data.objects import Objects, make_objects
 from vitrail.data.source import Subset
 from vitrail.models.config import Architecture
 from vitrail.models.registry import create
@@ -58,6 +61,7 @@ IGNORED = (
 # Task options that would make a miniature slow, or do not fit its size.
 SMALL_OPTIONS = {"outputs": 64, "hidden": 32, "bottleneck": 16, "local_crops": 2, "local_size": 0, "codes": 16}
 SMALL_OPTIONS |= {"channels": 8, "auxiliary": 4, "views": 2, "clusters": 16}
+SMALL_OPTIONS |= {"max_objects": 4, "candidates": 20, "proposals": 10, "anchors_sampled": 16, "boxes_sampled": 8}
 HEAD_STD = 1.0  # of the teacher's head, which is initialized with zeros otherwise
 
 
@@ -175,6 +179,25 @@ def strokes() -> ImageLoader:
     return ImageLoader(source, workers=0, log=lambda message: None, masks=True)
 
 
+class StrokeBoxes(Subset):
+    """Digits with one object each: the bright pixels and their box, of two classes in turn."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.object_classes, self.has_instances = ("even", "odd"), True
+
+    def objects(self, index: int) -> Objects:
+        mask = decode(self.encoded(index)).mean(-1) > 100
+        (top, bottom), (left, right) = ((int(each.min()), int(each.max()) + 1) for each in np.nonzero(mask))
+        return make_objects([{"box": (left, top, right, bottom), "class": index % 2, "shape": encode_rle(mask)}])
+
+
+@cache
+def stroke_boxes() -> ImageLoader:
+    source = StrokeBoxes(open_splits("digits").train, np.arange(IMAGES))
+    return ImageLoader(source, workers=0, log=lambda message: None, objects=True)
+
+
 @cache
 def throughput() -> Throughput:
     """Shared by all trainings, since counting FLOPs takes time and the result is not used."""
@@ -245,7 +268,7 @@ class Losses:
 
 def first_losses(small_recipe: Recipe) -> list[float]:
     losses = Losses()
-    loader = strokes() if small_recipe.task == "segmentation" else digits()
+    loader = {"segmentation": strokes, "detection": stroke_boxes}.get(small_recipe.task, digits)()
     training = make_trainer(with_teacher(small_recipe), loader.source, Path("nowhere"), options=Options(log_steps=1))
     training.total = training.validate_every = STEPS + 1
     display = Display(STEPS, training.sampler.steps, BATCH, console=Console(quiet=True))

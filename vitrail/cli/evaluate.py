@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
 import typer
 
 from vitrail.cli.console import print_json
+from vitrail.cli.detect import evaluate_objects
 from vitrail.cli.evaluation_tables import print_disagreement, print_evaluations, print_line
 from vitrail.cli.options import (
     SOURCE,
@@ -87,7 +88,7 @@ def evaluate(
 ) -> None:
     """Evaluate a model: accuracy, precision, recall, confusions, calibration; several data sets, image sizes and crop ratios.
 
-    Weights of a segmentation are evaluated by mIoU, per class and near boundaries.
+    Weights of a segmentation are evaluated by mIoU, per class and near boundaries; those of a detection by COCO's AP.
 
     Example: [bold]vitrail evaluate runs/photos-laptop photos/ --out report --wrong wrong.csv[/bold]
     """
@@ -95,7 +96,7 @@ def evaluate(
     from vitrail.data.progress import progress
     from vitrail.evaluation.evaluate import check_positive, sweep_sizes
     from vitrail.evaluation.model import HEADS, check_head, open_model
-    from vitrail.heads.task_heads import SegmentationHead
+    from vitrail.heads.task_heads import DetectionHead, SegmentationHead
     from vitrail.models.vision_transformer import VisionTransformer
 
     image_sizes, ratios = parse_sizes(sizes), parse_ratios(crop_ratios)
@@ -106,8 +107,9 @@ def evaluate(
     if wrong is not None and wrong.is_dir():
         raise UserError(f"{wrong} is a folder: give --wrong the name of a CSV file.")
     model = open_model(weights, shared.hardware.device)
-    if isinstance(model, VisionTransformer) and isinstance(model.task_head, SegmentationHead):
-        evaluate_masks(model, weights, sources[0], shared.split, segmentation, shared.hardware, out, shared.as_json)
+    if isinstance(model, VisionTransformer) and isinstance(model.task_head, DetectionHead | SegmentationHead):
+        evaluate_dense = evaluate_objects if isinstance(model.task_head, DetectionHead) else evaluate_masks
+        evaluate_dense(model, weights, sources[0], shared.split, segmentation, shared.hardware, out, shared.as_json)
         return
     check_head(model, options.head)
     data = [open_labeled(path, shared.split, weights) for path in sources]

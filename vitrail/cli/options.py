@@ -23,8 +23,8 @@ hardware_option = partial(typer.Option, rich_help_panel="Hardware")
 
 # Arguments.
 SOURCE = (
-    "A folder with one subfolder per class (or with images/ and masks/), Parquet, tar, CIFAR or IDX files, a CSV table, "
-    "hf://owner/name, pets or digits."
+    "A folder with one subfolder per class (or with images/ and masks/, or with COCO, VOC or YOLO boxes), Parquet, tar, CIFAR or "
+    "IDX files, a CSV table, hf://owner/name, pets or digits."
 )
 WEIGHTS = "A checkpoint in any supported format, or a run directory."
 SourceArgument = Annotated[str, typer.Argument(metavar="SOURCE", help=SOURCE)]

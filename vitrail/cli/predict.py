@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 
 from vitrail.cli.console import make_table
+from vitrail.cli.detect import predict_objects
 from vitrail.cli.options import HardwareOptions, WeightsArgument, expand_options
 from vitrail.cli.segment import ProtocolOptions, predict_masks
 from vitrail.errors import UserError
@@ -47,14 +48,18 @@ def predict(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Write to this file instead of standard output; a segmentation: to overlay.png, a .json file or a folder."
+            help="Write to this file instead of standard output; a segmentation or detection: to overlay.png, a .json file or "
+            "a folder."
         ),
     ] = None,
     hardware: HardwareOptions = HARDWARE,
+    threshold: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Of a detection: lowest score of the objects.", rich_help_panel="Detection")
+    ] = 0.5,
     *,
     segmentation: ProtocolOptions,
 ) -> None:
-    """Predict the most probable classes of images or, with weights of a segmentation, of their pixels.
+    """Predict the most probable classes of images, of their pixels (segmentation), or their objects (detection).
 
     Exit code 1: some images could not be read; 2: none could.
 
@@ -65,7 +70,7 @@ def predict(
     from vitrail.data.progress import progress
     from vitrail.evaluation.model import open_model
     from vitrail.evaluation.predict import iterate_predictions, open_images, parse_path_list
-    from vitrail.heads.task_heads import SegmentationHead
+    from vitrail.heads.task_heads import DetectionHead, SegmentationHead
     from vitrail.models.vision_transformer import VisionTransformer
 
     output_format = choose_format(format, as_json, out)
@@ -76,8 +81,12 @@ def predict(
     source, problems = open_images(paths)
     if out is not None:
         reject_overwrite(out, *str(weights).split("+"), *(source.location(index) for index in range(len(source))))
-    if isinstance(model, VisionTransformer) and isinstance(model.task_head, SegmentationHead):
-        predict_masks(model, source, problems, segmentation, out, output_format == "json" and (as_json or format is not None))
+    if isinstance(model, VisionTransformer) and isinstance(model.task_head, DetectionHead | SegmentationHead):
+        lines = output_format == "json" and (as_json or format is not None)
+        if isinstance(model.task_head, DetectionHead):
+            predict_objects(model, source, problems, segmentation, threshold, out, lines)
+        else:
+            predict_masks(model, source, problems, segmentation, out, lines)
         return
     unreadable = len(problems)
 

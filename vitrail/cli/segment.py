@@ -36,7 +36,11 @@ class ProtocolOptions(NamedTuple):
     flip: Annotated[bool, typer.Option("--flip", help="Average with the mirrored image.", rich_help_panel=PANEL)] = False
     window: Annotated[
         int | None,
-        typer.Option(min=0, help="Side of a sliding window; 0: whole images; default: as trained.", rich_help_panel=PANEL),
+        typer.Option(
+            min=0,
+            help="Side of a sliding window, of a detection of tiles; 0: whole images; default: as trained.",
+            rich_help_panel=PANEL,
+        ),
     ] = None
 
     def protocol(self, model: "VisionTransformer") -> Any:

@@ -17,6 +17,7 @@ from vitrail.recipes.schema import Recipe
 PAGES = (
     "defaults",
     "segmentation",
+    "detection",
     "vit",
     "masked_patches",
     "deit",

@@ -2,8 +2,8 @@
 
 DeiT's augmentations with LAMB. Names are those of the models; `…_batchnorm` has batch norm, `…_to_{size}` is a larger size,
 `…_21k` and `…_21k_to_1k[_{size}]` the pre-training on ImageNet-21k and its fine-tuning, `…_to_{data}[_320]` a transfer,
-`…_to_ade20k` a segmentation, `…_to_multi` the fine-tuning of a query per class. The text says that gradients are not clipped; the
-released LAMB is Apex's, which clips at 1, and so do these recipes.
+`…_to_ade20k` a segmentation, `…_to_coco` a detection, `…_to_multi` the fine-tuning of a query per class. The text says that
+gradients are not clipped; the released LAMB is Apex's, which clips at 1, and so do these recipes.
 
     vitrail train imagenet/ --recipe patchconvnet_s60
 """
@@ -13,6 +13,7 @@ from typing import Any
 from vitrail.recipes.cait import add_transfers
 from vitrail.recipes.deit import LAMB
 from vitrail.recipes.derivation import Page, change, drop_path_fields, top1
+from vitrail.recipes.detection import add_detection
 from vitrail.recipes.lookup import lookup
 from vitrail.recipes.schema import About, Recipe
 from vitrail.recipes.segmentation import add_segmentation
@@ -170,3 +171,7 @@ for _base, _scores in {
     "l120_21k": (52.2, 52.9),
 }.items():
     add_segmentation(RECIPES, PAPER, "Table 5.3", f"patchconvnet_{_base}", f"patchconvnet_{_base}", _scores)
+
+#      AP of boxes and of masks (Table 5.6)
+for _base, _aps in {"s60": (46.4, 41.3), "s120": (47.0, 41.9)}.items():
+    add_detection(RECIPES, PAPER, "Table 5.6", f"patchconvnet_{_base}", _aps)

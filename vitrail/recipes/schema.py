@@ -143,6 +143,7 @@ class ScheduleConfig:
     lag_epochs: int = 0  # epochs by which the learning rate is late
     cooldown: str = "0 epochs"  # added after the length, at min_lr
     step_size: str = "30 epochs"
+    milestones: tuple[float, ...] = ()  # of "step": shares of the length after which lr decays, instead of every step_size
     gamma: float = 0.1
 
 

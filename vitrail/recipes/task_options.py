@@ -221,6 +221,37 @@ class SegmentationOptions:
             )
 
 
+@dataclass(frozen=True)
+class DetectionOptions:
+    """Boxes and masks of objects by Mask R-CNN."""
+
+    masks: Literal["auto", "on", "off"] = "auto"  # whether masks are learned; auto: if the data has them
+    channels: int = 256  # of the pyramid
+    hidden: int = 1024  # of the box head
+    blocks: tuple[int, ...] = ()  # blocks whose tokens the head reads, four of them; []: the final tokens
+    max_objects: int = 64  # of an image that are trained, the first of its list
+    candidates: int = 1000  # boxes of each level before duplicates are removed
+    proposals: int = 500  # boxes that are classified
+    anchors_sampled: int = 256  # of an image, for the loss of the proposals; at most half contain an object
+    boxes_sampled: int = 256  # of an image, for the losses of boxes and masks; at most a quarter contains an object
+    short_side: int = 0  # of validation and prediction; 0: that of the crops
+    long_side: int = 0  # at most; 0: four times the shorter side
+    window: int = 0  # side of tiles in validation and prediction; 0: whole images if the model takes them
+    stride: int = 0  # of the tiles; 0: three quarters of them
+
+    def __post_init__(self) -> None:
+        counts = ("channels", "hidden", "max_objects", "candidates", "proposals", "anchors_sampled", "boxes_sampled")
+        for name in (*counts, "short_side", "long_side", "window", "stride"):
+            if not (name in counts) <= getattr(self, name) <= (4096 if name in counts else 1 << 14):
+                raise UserError(f"task_options.{name}={getattr(self, name)} is out of range.")
+        if any(block < 0 for block in self.blocks) or len(self.blocks) not in (0, 4):
+            raise UserError("task_options.blocks has the numbers of four blocks, from 0 on, or none.")
+        if self.stride > self.window:
+            raise UserError(
+                f"task_options.stride={self.stride} is larger than the window {self.window}: parts would be left out."
+            )
+
+
 def read_options(kind: type[Options], recipe: Recipe) -> Options:
     """The `task_options` of a recipe as a typed group; unknown keys and wrong values raise UserError."""
     return build_group(kind, recipe.task_options, "task_options")

@@ -147,7 +147,8 @@ def evaluate_best(prepared: Prepared, log: Log) -> dict[str, Any]:
         with trainer.autocast():
             found |= trainer.task.report(model, loader, splits, batch_size)
             if test is not None and not reason:
-                test_loader = ImageLoader(test, device, prepared.workers, loader.min_side, "skip", log, trainer.task.reads_masks)
+                targets = trainer.task.reads_masks, trainer.task.reads_objects
+                test_loader = ImageLoader(test, device, prepared.workers, loader.min_side, "skip", log, *targets)
                 try:
                     values = trainer.task.evaluate(model, test_loader, batch_size, Devices(device))
                 finally:

@@ -12,6 +12,8 @@ These parts of `run.json` are optional and shown if present:
   `boundaries`: [{"pixels", "share", "miou", "pixel_accuracy"}]; their `per_class` has "iou" and "pixels";
 * `levels`: [{"level", "classes", "knn", "map", …}], scores of neighbors at every level of labels;
 * `figures`: [{"image": `thumbnail(…)`, "location": what it shows}];
+* `detections`: [{"image": `thumbnail(…)` of an image with its objects and one with predictions, "location": …}], `protocol`;
+  their `per_class` has "ap", "ap50", "mask_ap" and "objects";
 * `reconstructions`: [{"image": `thumbnail(…)` of an image beside its reconstruction, "location": …}].
 """
 
@@ -38,6 +40,7 @@ MAX_MATRIX_CLASSES = 40  # a larger confusion matrix is not readable
 MAX_ROWS = 12
 MAX_METRICS = 32  # of the task, besides loss and primary metric
 PIXEL_COLUMNS = ("class", "IoU", "precision", "recall", "pixels")
+OBJECT_COLUMNS = ("class", "box AP", "box AP50", "mask AP", "objects")
 BOUNDARY_COLUMNS = ("pixels", "share", "mIoU", "accuracy")
 LEVEL_COLUMNS = ("labels", "classes", "k-NN", "mAP", "mAP, conditional", "mAP, oracle")
 NARROW, DARK_MODE = "(max-width: 40rem)", "(prefers-color-scheme: dark)"
@@ -52,6 +55,7 @@ def write_report(folder: str | Path) -> Path:
     light = curves.draw(LIGHT)
     atomic_write(folder / "report.png", lambda temporary: temporary.write_bytes(light))
     pairs, matrix, names = list_confusions(run)
+    columns, classes = class_table(run)
     return write_page(
         folder / "report.html",
         "training.html.j2",
@@ -68,8 +72,8 @@ def write_report(folder: str | Path) -> Path:
             ("", png_url(light)),
         ],
         results=list_results(run, curves),
-        class_columns=PIXEL_COLUMNS if is_segmentation(run) else ("class", "precision", "recall", "F1", "images"),
-        classes=list_pixel_classes(run) if is_segmentation(run) else list_classes(run),
+        class_columns=columns,
+        classes=classes,
         confused_unit="pixels" if is_segmentation(run) else "images",
         pairs=pairs,
         matrix=matrix,
@@ -94,6 +98,9 @@ def write_report(folder: str | Path) -> Path:
         level_columns=LEVEL_COLUMNS,
         levels=list_levels(run),
         figures=[{"url": image_url(each.get("image")), "location": each.get("location")} for each in run.get("figures") or []],
+        detections=[
+            {"url": image_url(each.get("image")), "location": each.get("location")} for each in run.get("detections") or []
+        ],
         boundary_columns=BOUNDARY_COLUMNS,
         boundaries=list_boundaries(run),
         recipe=run["recipe"],
@@ -287,6 +294,24 @@ def list_classes(run: Mapping[str, Any]) -> list[tuple[str, ...]]:
             format_value(row.get("images")),
         )
         for row in classes
+    ]
+
+
+def class_table(run: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return the columns and the rows of the classes of a run of any task."""
+    if is_segmentation(run):
+        return PIXEL_COLUMNS, list_pixel_classes(run)
+    if any("ap" in row for row in run.get("per_class") or []):
+        return OBJECT_COLUMNS, list_object_classes(run)
+    return ("class", "precision", "recall", "F1", "images"), list_classes(run)
+
+
+def list_object_classes(run: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Return name, AP of boxes and masks, and objects of the classes of a detection."""
+    shown = ("ap", "ap50", "mask_ap")
+    return [
+        (str(row.get("name")), *(format_accuracy(row.get(name)) for name in shown), format_value(row.get("objects")))
+        for row in run.get("per_class") or []
     ]
 
 

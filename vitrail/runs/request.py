@@ -185,7 +185,7 @@ def open_data(request: TrainRequest, recipe: Recipe, device: torch.device = CPU)
             "give more."
         )
     counts = f"{len(splits.train):,} training and {len(splits.validation):,} validation images"
-    unlabeled = ", masks" if splits.train.has_masks else ", no labels"
+    unlabeled = ", masks" if splits.train.has_masks else ", boxes" if splits.train.object_classes else ", no labels"
     classes = f", {len(splits.train.classes)} classes" if splits.train.label is not None else unlabeled
     skipped = describe_skipped(dict.fromkeys(path for part in splits[:2] for path in part.skipped))
     notes = [*splits.train.defects[:1], *([skipped] if skipped else [])]

@@ -117,6 +117,7 @@ SHAPE: dict[str, Any] = {
     "mistakes": [{"confidence": is_number}],
     "reconstructions": [{"location": is_text}],
     "segmentations": [{"": is_number, "image": is_text, "location": is_text}],
+    "detections": [{"": is_number, "image": is_text, "location": is_text}],
     "boundaries": [{"": is_number, "pixels": is_text}],
     "protocol": is_text,
 }

@@ -214,7 +214,8 @@ def run_prepared(prepared: Prepared, log: Log) -> Run:
             log(message)
     with devices.sync_errors():
         parts = (prepared.splits.train, prepared.splits.validation)
-        reading = (devices.device, prepared.workers, min_side, run["unreadable"], log, trainer.task.reads_masks)
+        task = trainer.task
+        reading = (devices.device, prepared.workers, min_side, run["unreadable"], log, task.reads_masks, task.reads_objects)
         loaders = [ImageLoader(part, *reading) for part in parts]
     for loader in loaders:
         log(loader.message)

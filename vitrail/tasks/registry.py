@@ -14,6 +14,7 @@ BUILT_IN = {
     "beit": "vitrail.tasks.beit:Beit",
     "grafit": "vitrail.tasks.grafit:Grafit",
     "segmentation": "vitrail.tasks.segmentation:Segmentation",
+    "detection": "vitrail.tasks.detection:Detection",
     "tokenizer": "vitrail.tasks.tokenizer:TokenizerTraining",
 }
 ENTRY_POINTS = "vitrail.tasks"  # the group under which an installed package offers tasks

@@ -9,11 +9,13 @@ from pathlib import Path
 import numpy as np
 
 from vitrail.data.datasets.cifar import cifar_folder, open_cifar
+from vitrail.data.datasets.coco import find_coco_files, open_coco
 from vitrail.data.datasets.digits import open_digits
-from vitrail.data.datasets.folder import SPLITS, SourceDict, listing, open_folder, shards
+from vitrail.data.datasets.folder import SPLITS, FolderSource, SourceDict, listing, open_folder, shards
 from vitrail.data.datasets.hub import PREFIX, open_hub
 from vitrail.data.datasets.idx import is_idx, open_idx
-from vitrail.data.datasets.mask_folder import open_mask_folder
+from vitrail.data.datasets.mask_folder import find_root, open_mask_folder
+from vitrail.data.datasets.object_folder import add_voc_objects, open_object_folder
 from vitrail.data.datasets.parquet import open_parquet
 from vitrail.data.datasets.pets import open_pets
 from vitrail.data.datasets.table import open_table
@@ -24,8 +26,8 @@ from vitrail.errors import UserError
 from vitrail.formatting import percent
 
 SUPPORTED = (
-    "a folder of class folders, Parquet files, WebDataset tars, CIFAR batches, IDX files, a CSV or TSV table, "
-    "hf://owner/name, pets or digits"
+    "a folder of class folders, Parquet files, WebDataset tars, COCO, VOC or YOLO annotations, CIFAR batches, IDX files, a CSV "
+    "or TSV table, hf://owner/name, pets or digits"
 )
 BUILT_IN = ("digits", "pets")
 COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
@@ -166,6 +168,8 @@ def open_sources(path: str | Path, column: str = "") -> SourceDict:
         return open_table(path, column)
     if lower.endswith(".parquet"):
         return open_parquet(path, column)
+    if lower.endswith(".json"):
+        return open_coco(os.path.dirname(path) or ".", [path])
     if is_idx(os.path.basename(path)):
         return open_idx(path)
     raise UserError(f"{path} has an unknown format: give {SUPPORTED}.")
@@ -209,4 +213,17 @@ def _open_directory(path: str, column: str) -> SourceDict:
     packed = next((name for name in sorted(names_inside) if name.endswith(COMPRESSED)), None)
     if packed is not None:
         raise UserError(f"{path} contains a compressed tar, {packed}, which has no random access: decompress it to .tar.")
-    return open_mask_folder(path) or open_folder(path)
+    annotations = find_coco_files(path)
+    if annotations:
+        return open_coco(path, annotations)
+    return open_object_folder(path) or open_masked(path) or open_folder(path)
+
+
+def open_masked(path: str) -> SourceDict | None:
+    """A folder of images and masks; with the boxes of VOC, if it has them."""
+    sources, root = open_mask_folder(path), find_root(path)
+    if sources is not None and os.path.isdir(os.path.join(root, "Annotations")):
+        for source in sources.values():
+            if isinstance(source, FolderSource):
+                add_voc_objects(source, root)
+    return sources
