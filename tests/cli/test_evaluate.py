@@ -242,6 +242,8 @@ def test_bars_of_the_calibration_chart(monkeypatch):
     assert [bar.get_height() for bar in counts.patches] == [30, 2]
     assert all(bar.get_y() == 0 for bar in (*bars.patches, *counts.patches))
     assert counts.get_yscale() == "linear"
+    assert bars.get_legend() is None  # it would cover bars
+    assert [text.get_text() for text in figures[0].legends[0].texts] == ["95 % interval", "mean confidence", "accuracy"]
 
 
 def test_a_second_test_set(run_cli, weights, images, folder):

@@ -198,7 +198,7 @@ def test_the_forecast(foretell):
     assert taught == [f"{plain}; the teacher takes 40 % of a step and 300 MB"]
     assert foretell(Pace(8.0), plan=dataclasses.replace(PLAN, cached=5e8)) == [f"{plain}, 500 MB of it decoded images"]
     rounded = RECIPE.set({"schedule.length": "2 epochs", "data.round_to": 50})  # an epoch has 50 images: 6 steps
-    assert foretell(Pace(8.0), rounded)[0].startswith("12 steps")
+    assert foretell(Pace(8.0), rounded)[0].startswith("2 epochs of 6 steps, about")
 
 
 def test_the_forecast_names_busy_cores(foretell, monkeypatch):

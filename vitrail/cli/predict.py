@@ -58,7 +58,7 @@ def predict(
 
     Exit code 1: some images could not be read; 2: none could.
 
-    Example: [bold]vitrail predict runs/photos-laptop cat.jpg holidays/[/bold]
+    Example: [bold]vitrail predict runs/photos-finetune cat.jpg holidays/[/bold]
     """
     from vitrail.atomic_files import check_writable, reject_overwrite
     from vitrail.data.loader import Problem
@@ -210,7 +210,7 @@ WRITERS = {"json": write_json, "csv": write_csv, "table": write_table}
 
 def render_table(predictions: "list[Prediction]", labeled: bool, live: bool) -> str:
     top = max(len(prediction.classes) for prediction in predictions)
-    columns = ("image", "prediction", "probability", *([f"top-{top}"] if top > 1 else []), *(["label"] if labeled else []))
+    columns = ("image", "prediction", "probability", *(["next classes"] if top > 1 else []), *(["label"] if labeled else []))
     terminal = live and sys.stdout.isatty()
     console = Console(width=None if terminal else UNLIMITED, force_terminal=terminal, file=io.StringIO())
     rows = []

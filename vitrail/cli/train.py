@@ -187,7 +187,7 @@ def resume(
 ) -> None:
     """Continue a training that was stopped or killed.
 
-    Example: [bold]vitrail resume runs/photos-laptop[/bold]
+    Example: [bold]vitrail resume runs/photos-finetune[/bold]
     """
     from vitrail.runs.seeds import has_seeds, resumed_seeds
     from vitrail.runs.train import resume as resume_run
@@ -222,7 +222,7 @@ def replay(
 ) -> None:
     """Repeat the step at which the loss or a gradient was NaN or Inf, and show where it started.
 
-    Example: [bold]vitrail replay runs/photos-laptop/not-finite-000000123[/bold]
+    Example: [bold]vitrail replay runs/photos-finetune/not-finite-000000123[/bold]
     """
     from vitrail.runs.nan_recorder import replay as compute
 

@@ -214,7 +214,7 @@ def forecast(trainer: Trainer, memory: MemoryPlan, pace: Pace, source: str = "SO
     whole = seconds * (1 + sum(others))
     used = memory.memory(recipe.batch_size // devices.micro_batches)
     message = (
-        f"{pluralize(steps, 'step')}, about {format_time_span(seconds)} at "
+        f"{describe_length(steps, trainer.sampler.steps)}, about {format_time_span(seconds)} at "
         f"{format_rate(recipe.batch_size / pace.step)} images/s{' before compiling' if trainer.options.compile else ''}"
         + (f", {percent(validating / seconds)} of it validation" if validating >= 0.005 * seconds else "")
         + (f"; all {1 + len(others)} trainings about {format_time_span(whole)}" if others else "")
@@ -236,6 +236,12 @@ def forecast(trainer: Trainer, memory: MemoryPlan, pace: Pace, source: str = "SO
     if on_cpu and whole > DAY:
         advice.append(suggest_shorter(trainer, seconds, whole, source))
     return [message, *advice]
+
+
+def describe_length(steps: int, epoch: int) -> str:
+    """The text "12 epochs of 8 steps", or "5 steps" if they are no whole number of epochs."""
+    epochs, rest = divmod(steps, epoch)
+    return pluralize(steps, "step") if rest else f"{pluralize(epochs, 'epoch')} of {pluralize(epoch, 'step')}"
 
 
 def suggest_annotation(trainer: Trainer, pace: Pace, source: str) -> str:
