@@ -105,6 +105,10 @@ def test_refusal_names_the_part_and_approximate_writes_numerics(tmp_path):
     odd = little("deit_base_patch16", heads=6)
     with pytest.raises(UnsupportedByFormat, match="heads=6"):
         vitrail.save(odd, tmp_path / "odd.pth", "deit", approximate=True)
+    with pytest.raises(
+        UnsupportedByFormat, match=r"^This model cannot be written in the timm format: .* model with stem=hmlp\.$"
+    ):
+        vitrail.save(little("vit_tiny_patch16_12x1_hmlp"), tmp_path / "odd.pth", "timm")
     with pytest.raises(UnsupportedByFormat, match=r"mixer=talking_heads|pooling=class_attention"):
         vitrail.save(little("cait_xxs24"), tmp_path / "folder", "hf")
 

@@ -114,7 +114,7 @@ def test_names_that_would_break_a_table(run_cli, weights, tmp_path):
     path = make_image(tmp_path / "line\nend\x1b[31m.png")
     code, said, _ = run_cli("predict", weights, path)
     assert code == 0
-    assert "top-3" in said  # of three classes, though five are the default
+    assert "next 2 classes" in said  # of three classes, though five are the default
     assert "new\\nline\\t[bold]" in said.replace("\n", "")
     assert "\x1b" not in said
     said = run_cli("predict", weights, path, "--format", "csv", "--top", 3)[1]

@@ -450,7 +450,9 @@ def test_predict_without_readable_images(digits_run, run_cli, cli_error, tmp_pat
     for bad in (tmp_path / "none.png", write_invalid_image(tmp_path / "bad.png")):
         code, said, errors = run_cli("predict", digits_run[0], bad)
         assert (code, said, errors.splitlines()[1:]) == (2, "", ["No image could be read."])
-    assert "There is no file" in cli_error("predict", tmp_path / "none.safetensors", tmp_path / "bad.png")
+    message = cli_error("predict", tmp_path / "none.safetensors", tmp_path / "bad.png")
+    assert "There is no file" in message
+    assert message.endswith("Give a checkpoint, a run directory, or one of the names in docs/weights.md.")
     assert "is not a safetensors" in cli_error("predict", tmp_path / "bad.png", tmp_path / "bad.png")
 
 

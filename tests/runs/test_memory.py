@@ -218,14 +218,12 @@ def test_the_forecast_suggests_to_annotate(foretell):
     assert advice.endswith("give --teacher labels")
 
 
-def test_the_forecast_of_days_names_alternatives(foretell):
+def test_the_forecast_of_many_hours_names_alternatives(foretell):
     recipe = RECIPE.set({"schedule.length": "100 epochs", "augmentation.image_size": 224})
-    assert len(foretell(Pace(100.0), recipe)) == 1
-    _, advice = foretell(Pace(1080.0), recipe)  # 800 steps: ten days
-    assert advice.startswith("this is more than a day: give --minutes 60 for a training that ends after an hour, or --epochs 10 ")
-    assert (
-        "--epochs 10 (about 1 day), or --image-size 112 (about 2 days 12 hours), or `vitrail train 'my photos' --from" in advice
-    )
+    assert len(foretell(Pace(17.0), recipe)) == 1
+    _, advice = foretell(Pace(180.0), recipe)  # 800 steps: 40 hours
+    assert advice.startswith("this is more than 4 h: give --minutes 60 for a training that ends after an hour, or --epochs 10 ")
+    assert "--epochs 10 (about 4 h), or --image-size 112 (about 10 h), or `vitrail train 'my photos' --from" in advice
 
 
 def test_decoded_images_are_counted(source):

@@ -17,7 +17,7 @@ from vitrail.cli.console import make_table
 from vitrail.cli.options import HardwareOptions, WeightsArgument, expand_options
 from vitrail.cli.segment import ProtocolOptions, predict_masks
 from vitrail.errors import UserError
-from vitrail.formatting import escape_control, percent, shorten_path
+from vitrail.formatting import escape_control, percent, pluralize, shorten_path
 
 if TYPE_CHECKING:
     from vitrail.evaluation.predict import Prediction
@@ -210,7 +210,13 @@ WRITERS = {"json": write_json, "csv": write_csv, "table": write_table}
 
 def render_table(predictions: "list[Prediction]", labeled: bool, live: bool) -> str:
     top = max(len(prediction.classes) for prediction in predictions)
-    columns = ("image", "prediction", "probability", *(["next classes"] if top > 1 else []), *(["label"] if labeled else []))
+    columns = (
+        "image",
+        "prediction",
+        "probability",
+        *([f"next {pluralize(top - 1, 'class')}"] if top > 1 else []),
+        *(["label"] if labeled else []),
+    )
     terminal = live and sys.stdout.isatty()
     console = Console(width=None if terminal else UNLIMITED, force_terminal=terminal, file=io.StringIO())
     rows = []

@@ -9,7 +9,6 @@ import typer
 
 from vitrail.cli.console import print_table
 from vitrail.cli.options import (
-    BadImagesOption,
     DeviceOption,
     EpochsOption,
     FromOption,
@@ -97,7 +96,9 @@ class TrainOptions(NamedTuple):
         str,
         run_option(help="If the loss is NaN or Inf: stop, or skip the step and count it."),
     ] = "stop"
-    unreadable: BadImagesOption = "skip"
+    unreadable: Annotated[
+        str, run_option("--unreadable", "--bad", help="Unreadable images: skip them, or fatal (stop with an error).")
+    ] = "skip"
     save_steps: Annotated[int, run_option(min=0, help="Also save a checkpoint every N steps; 0: by time only.")] = 0
     save_every: SaveEveryOption = None
     keep: KeepOption = None
