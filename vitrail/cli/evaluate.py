@@ -90,7 +90,7 @@ def evaluate(
 
     Weights of a segmentation are evaluated by mIoU, per class and near boundaries; those of a detection by COCO's AP.
 
-    Example: [bold]vitrail evaluate runs/photos-laptop photos/ --out report --wrong wrong.csv[/bold]
+    Example: [bold]vitrail evaluate runs/photos-finetune photos/ --out report --wrong wrong.csv[/bold]
     """
     from vitrail.atomic_files import check_writable, check_writable_folder, reject_overwrite
     from vitrail.data.progress import progress

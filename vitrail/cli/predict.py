@@ -18,7 +18,7 @@ from vitrail.cli.detect import predict_objects
 from vitrail.cli.options import HardwareOptions, WeightsArgument, expand_options
 from vitrail.cli.segment import ProtocolOptions, predict_masks
 from vitrail.errors import UserError
-from vitrail.formatting import escape_control, percent, shorten_path
+from vitrail.formatting import escape_control, percent, pluralize, shorten_path
 
 if TYPE_CHECKING:
     from vitrail.evaluation.predict import Prediction
@@ -63,7 +63,7 @@ def predict(
 
     Exit code 1: some images could not be read; 2: none could.
 
-    Example: [bold]vitrail predict runs/photos-laptop cat.jpg holidays/[/bold]
+    Example: [bold]vitrail predict runs/photos-finetune cat.jpg holidays/[/bold]
     """
     from vitrail.atomic_files import check_writable, reject_overwrite
     from vitrail.data.loader import Problem
@@ -220,7 +220,13 @@ WRITERS = {"json": write_json, "csv": write_csv, "table": write_table}
 
 def render_table(predictions: "list[Prediction]", labeled: bool, live: bool) -> str:
     top = max(len(prediction.classes) for prediction in predictions)
-    columns = ("image", "prediction", "probability", *([f"top-{top}"] if top > 1 else []), *(["label"] if labeled else []))
+    columns = (
+        "image",
+        "prediction",
+        "probability",
+        *([f"next {pluralize(top - 1, 'class')}"] if top > 1 else []),
+        *(["label"] if labeled else []),
+    )
     terminal = live and sys.stdout.isatty()
     console = Console(width=None if terminal else UNLIMITED, force_terminal=terminal, file=io.StringIO())
     rows = []

@@ -90,7 +90,7 @@ def knn(
 ) -> None:
     """Classify by the weighted votes of the nearest neighbors in the memory.
 
-    Example: [bold]vitrail probe knn runs/photos-laptop photos/ --protocol grafit[/bold]
+    Example: [bold]vitrail probe knn runs/photos-finetune photos/ --protocol grafit[/bold]
     """
     from vitrail.evaluation.probes.protocol import Settings
 
@@ -319,20 +319,26 @@ def embed_pair(
 
 def run_probe(name: str, inputs: ProbeInputs, settings: "Settings", as_json: bool) -> None:
     """Run one of the probes with a single score and print it."""
+    from vitrail.evaluation.accuracy import TOP5_CLASSES
     from vitrail.evaluation.probes.protocol import PROBES
+    from vitrail.evaluation.verdict import make_verdict
 
     result = PROBES[name](inputs.features, settings)
     if as_json:
         print_json(result.details | describe_inputs(inputs))
         return
+    hidden = ("top5",) if len(inputs.features.names) < TOP5_CLASSES else ()
     titles = {"top1": "top-1", "top5": "top-5", "sd": f"± over {settings.seeds} draws", "weight_decay": "weight decay"}
     cells = {
         titles.get(key, key): format_cell(key, value)
         for key, value in result.details.items()
-        if not isinstance(value, dict | list | bool)
+        if key not in hidden and not isinstance(value, dict | list | bool)
     }
     print_table(list(cells), [list(cells.values())], left=())
     print(summary_line(inputs))
+    if result.sd is None:
+        for sentence in make_verdict(result.score, len(inputs.features.queries), len(inputs.features.names)).describe():
+            print(sentence)
     if result.details.get("weight_decay_at_edge"):
         print_message(
             "The best weight decay is the smallest or largest tried: try a wider range with --weight-decay (repeatable)."

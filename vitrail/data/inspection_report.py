@@ -35,14 +35,19 @@ def print_report(report: Report, console: Console) -> None:
             console.print(table, width=width)
             console.print()
     _examples(report, console, width)
-    problems = [problem for split in report.splits.values() for problem in split.unreadable]
-    if problems:
-        console.print("[bold]unreadable[/bold]", width=width)
-        for problem in problems[:MAX_LISTED]:
-            console.print(_wrapped(f"{shorten(problem.location, report.source)}: {problem.reason}", "  ", width))
-        if len(problems) > MAX_LISTED:
-            console.print(f"  and {len(problems) - MAX_LISTED:,} more; --json lists all", width=width)
-        console.print()
+    splits = report.splits.values()
+    problems = [f"{shorten(each.location, report.source)}: {each.reason}" for split in splits for each in split.unreadable]
+    for title, lines in (
+        ("unreadable", problems),
+        ("skipped", list(dict.fromkeys(path for each in splits for path in each.skipped))),
+    ):
+        if lines:
+            console.print(f"[bold]{title}[/bold]", width=width)
+            for line in lines[:MAX_LISTED]:
+                console.print(_wrapped(line, "  ", width))
+            if len(lines) > MAX_LISTED:
+                console.print(f"  and {len(lines) - MAX_LISTED:,} more; --json lists all", width=width)
+            console.print()
     messages = list(findings(report))
     console.print("[bold]findings[/bold]" if messages else "No problems found.", width=width)
     for message in messages:

@@ -16,7 +16,7 @@ from torch import Tensor
 from vitrail.atomic_files import describe_error
 from vitrail.data.datasets.folder import MAX_DEPTH, Paths, count_visit, listing
 from vitrail.data.decode import decode
-from vitrail.data.image_formats import EXTENSIONS
+from vitrail.data.image_formats import EXTENSIONS, is_image_file
 from vitrail.data.loader import ImageReader, Problem
 from vitrail.data.source import Encoded, Source, Subset
 from vitrail.data.workers import Workers, default_workers
@@ -212,7 +212,7 @@ def find_images(
             files += inside
             if has_image_extension(entry.name) and not inside and len(problems) == before:
                 problems.append(Problem(entry.path, "a folder with an image extension in its name"))
-        elif has_image_extension(entry.name):
+        elif has_image_extension(entry.name) or (entry.is_file() and is_image_file(entry.path)):
             add_file(entry.path, files, problems)
     return files
 

@@ -167,7 +167,7 @@ def open_data(request: TrainRequest, recipe: Recipe, device: torch.device = CPU)
         size = choose_image_size(pretrained, splits.train, device, minutes, dtype)
         if (size, size) != pretrained.preprocessing.image_size:
             pretrained.preprocessing = pretrained.preprocessing._replace(image_size=(size, size))
-            reason = f"the largest size at which {MIN_EPOCHS} epochs fit into {minutes:g} minutes"
+            reason = f"the largest size at which about {MIN_EPOCHS} epochs fit into {minutes:g} minutes of an idle machine"
     recipe, messages = fit_to_data(recipe, splits.train, pretrained.preprocessing if pretrained else None, reason)
     narrow = pretrained is not None and pretrained.architecture.width <= NARROW
     if narrow and recipe.name == "finetune" and "optimizer.layer_decay" not in request.explicit_keys:

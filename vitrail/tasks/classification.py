@@ -228,13 +228,16 @@ class Classification(Task):
     def is_better(self, values: Mapping[str, Any], best: Mapping[str, Any]) -> bool:
         """The higher accuracy; of equal ones, which small validation sets often have, the lower loss. A NaN loss is worst.
 
-        With `validation.select_by=loss` the lower loss; with `latest` all that are within one standard error of the best.
+        With `validation.select_by=loss` the lower loss; with `latest` all that are within one standard error of the best,
+        unless the best are those at the start and the accuracy is not higher and the loss is.
         """
         score, highest = validation_score(values), validation_score(best)
         match self.recipe.validation.select_by:
             case "loss":
                 return score[1:] > highest[1:]
             case "latest":
+                if best.get("step") == 0 and score[0] <= highest[0] and score[1] < highest[1]:
+                    return False  # no higher accuracy and a higher loss than the weights at the start
                 return score[0] >= highest[0] - standard_error(highest[0], int(best["images"]))
         return score > highest
 

@@ -20,6 +20,7 @@ from vitrail.data.datasets.parquet import open_parquet
 from vitrail.data.datasets.pets import open_pets
 from vitrail.data.datasets.table import open_table
 from vitrail.data.datasets.tar import expand, open_tar
+from vitrail.data.image_formats import is_image_file
 from vitrail.data.label_choice import choose_labels
 from vitrail.data.source import Labels, Source, Splits, reorder_classes, split_by_seed, split_fold
 from vitrail.errors import UserError
@@ -172,6 +173,8 @@ def open_sources(path: str | Path, column: str = "") -> SourceDict:
         return open_coco(os.path.dirname(path) or ".", [path])
     if is_idx(os.path.basename(path)):
         return open_idx(path)
+    if is_image_file(path):
+        raise UserError(f"{path} is a single image: give the folder that contains one folder of images per class.")
     raise UserError(f"{path} has an unknown format: give {SUPPORTED}.")
 
 
