@@ -44,9 +44,10 @@ class ImageProgram(nn.Module):
 
 def task_of(model: VisionTransformer, features: bool) -> str:
     """What the exported model computes: features if asked for or if there is no head."""
-    if features or (not model.architecture.classes and model.task_head is None):
-        return "features"
-    return "segmentation" if model.task_head is not None else "classification"
+    task = "features" if features else model.task
+    if task not in OUTPUTS:
+        raise UserError(f"{task} cannot be exported; --features exports the backbone of these weights.")
+    return task
 
 
 def make_network(model: VisionTransformer, task: str, half: bool = False) -> ExportedNetwork:

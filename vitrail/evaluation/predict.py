@@ -22,7 +22,7 @@ from vitrail.data.source import Encoded, Source, Subset
 from vitrail.data.workers import Workers, default_workers
 from vitrail.errors import UserError
 from vitrail.evaluation.model import Model, compute_logits, count_classes, decode_side, device_of, open_model
-from vitrail.heads.task_heads import DetectionHead, SegmentationHead
+from vitrail.heads.task_heads import CALLS
 from vitrail.models.preprocessing import list_images, pad_images, to_pixels
 
 if TYPE_CHECKING:
@@ -227,12 +227,8 @@ def iterate_predictions(
     model: Model, source: Source, top: int = 5, batch_size: int = 32, workers: int | None = None
 ) -> Iterator[Prediction | Problem]:
     """A prediction for each image of a source in order, or the reason why the image cannot be read."""
-    head = getattr(model, "task_head", None)
-    if isinstance(head, DetectionHead | SegmentationHead):
-        what = (
-            "detect objects: call vitrail.detect" if isinstance(head, DetectionHead) else "segment images: call vitrail.segment"
-        )
-        raise UserError(f"These weights {what}(weights, images).")
+    if call := CALLS.get(getattr(model, "task", "")):
+        raise UserError(f"These weights {call}.")
     if not count_classes(model):
         raise UserError("This model has no classifier: it cannot predict classes.")
     names = model.class_names or [f"class {index}" for index in range(count_classes(model))]

@@ -19,6 +19,10 @@ from vitrail.heads.upernet import FcnHead, LinearHead, UperNetHead
 SegmentationKind = Literal["linear", "fcn", "upernet"]
 MAX_CLASSES, MAX_CHANNELS, MAX_SIDE = 255, 4096, 1 << 16
 MAX_OBJECT_CLASSES = 10_000
+CALLS = {  # by task: what weights do that give no class of an image, and the function for it
+    "segmentation": "segment images: call vitrail.segment(weights, images)",
+    "detection": "detect objects: call vitrail.detect(weights, images)",
+}
 IGNORED_ID = 255  # in masks: not a class
 
 
@@ -63,6 +67,8 @@ class SegmentationConfig:
 
 class SegmentationHead(nn.Module):
     """Feature maps to logits [B, classes, h, w], and in training those of the auxiliary head."""
+
+    task = "segmentation"  # what `VisionTransformer.task` returns
 
     def __init__(self, config: SegmentationConfig, channels: Sequence[int], strides: Sequence[int]) -> None:
         super().__init__()
@@ -135,6 +141,8 @@ class DetectionConfig:
 
 class DetectionHead(nn.Module):
     """Mask R-CNN: feature maps to the levels of a pyramid, and the heads that read them."""
+
+    task = "detection"
 
     def __init__(self, config: DetectionConfig, channels: Sequence[int], strides: Sequence[int]) -> None:
         super().__init__()

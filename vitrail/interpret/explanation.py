@@ -13,6 +13,7 @@ from torch import Tensor
 from vitrail.errors import UserError
 from vitrail.evaluation.model import Model, decode_side, device_of, open_model
 from vitrail.evaluation.predict import ClassProbability, Prediction, open_inputs, read_batches
+from vitrail.heads.task_heads import CALLS
 from vitrail.interpret.attention import Recording, record
 from vitrail.interpret.maps import available_methods, check_method, compute_map, needs_gradients
 from vitrail.models.preprocessing import Preprocessing
@@ -107,8 +108,8 @@ def check_model(model: Model) -> VisionTransformer:
     """The model, if it is one of Vitrail with a classifier."""
     if not isinstance(model, VisionTransformer):
         raise UserError("Only models that Vitrail builds can be explained, not other networks such as ONNX files.")
-    if model.task_head is not None:
-        raise UserError("These weights segment images: their masks are the explanation; call vitrail.segment(weights, images).")
+    if call := CALLS.get(model.task):
+        raise UserError(f"Only classes can be explained, and these weights {call}.")
     if not model.architecture.classes:
         raise UserError(
             "This model has no classifier, so there is no prediction to explain: train one with `vitrail train --from`."

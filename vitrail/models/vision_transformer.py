@@ -153,6 +153,11 @@ class VisionTransformer(nn.Module):
         return self
 
     @property
+    def task(self) -> str:
+        """What the model computes: that of its head ("segmentation", "detection"), "classification", or "features"."""
+        return getattr(self.task_head, "task", "") or ("classification" if self.architecture.classes else "features")
+
+    @property
     def recompute(self) -> bool:
         """Gradient checkpointing: blocks store their input only and are recomputed in the backward pass."""
         return self._recompute
