@@ -54,6 +54,7 @@ MODEL = "deit_tiny_patch16"
         ("search.py --count 1000 --width 16 --rounds 1 --queries 1 3 --threads 1", "| 3 |"),
         ("coarse_labels.py digits --out OUT --table", "| trunk | method |"),
         ("walks.py predict", "vitrail predict: "),
+        (f"explain.py cost --model {MODEL} --size 32 --rounds 1 --methods rollout", "| rollout | "),
         ("overhead.py --device cpu --rounds 1 --repeats 1", "| backward |"),
         ("forecast.py --rounds 1 -- --epochs 0.2 --device cpu --workers 0 --set architecture.width=16", "estimated / actual"),
     ],

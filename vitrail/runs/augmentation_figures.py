@@ -17,7 +17,7 @@ from vitrail.errors import UserError
 from vitrail.pages.charts import LIGHT, new_figure, render_png
 from vitrail.recipes import Recipe
 from vitrail.runs.comparison import Group
-from vitrail.runs.run_directory import read_run
+from vitrail.runs.run_json import read_run_json
 from vitrail.tasks.token_labels import covered, draw_token_mix, token_mask
 
 IMAGES, BOXES = 4, 6  # shown images, crops per image
@@ -25,13 +25,16 @@ CROSSED = "#d1242f"
 
 
 def recipe_of(group: Group) -> Recipe:
-    return Recipe.from_dict(read_run(group.results[0].folder)["recipe"])
+    return Recipe.from_dict(read_run_json(group.results[0].folder)["recipe"])
 
 
 def open_images(groups: Sequence[Group]) -> Source:
     """The training images of the first run."""
-    run = read_run(groups[0].results[0].folder)
-    return open_splits(str(run["source"]), class_order=run["data"].get("classes")).train
+    folder = groups[0].results[0].folder
+    run = read_run_json(folder)
+    if "source" not in run:
+        raise UserError(f"{folder / 'run.json'} does not say which images it was trained on.")
+    return open_splits(str(run["source"]), class_order=(run.get("data") or {}).get("classes")).train
 
 
 def crop_boxes(size: tuple[int, int], augmentation: Augmentation, seed: int, image: int, count: int = BOXES) -> np.ndarray:
