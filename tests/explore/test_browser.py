@@ -3,6 +3,7 @@
 import re
 import shutil
 
+import numpy as np
 import pytest
 
 from tests.explore.models import CLASSES, explored
@@ -78,6 +79,11 @@ def percent(value):
     return f"{100 * value:.{1 if value < 0.0995 else 0}f}%"
 
 
+def place(values):
+    row, column = divmod(int(np.argmax(values)), 4)
+    return f"row {row + 1}, column {column + 1}"
+
+
 def canvas(page, panel=0):
     return page.locator(".figure canvas").nth(panel)
 
@@ -105,8 +111,7 @@ def test_pointing_at_a_patch_shows_what_it_attends_to_in_both_models(open_page, 
     assert canvas(page, 1).evaluate("canvas => canvas.toDataURL()") != before
     maps, _ = pair.models[0].attention(pair.models[0].seen["c0"], 1, 3)
     mean = (maps.values / 255 * [[peak] for peak in maps.peaks]).mean(0)
-    row, column = divmod(int(mean.argmax()), 4)
-    assert f"Block 2, mean of 2 heads: the patch in row 1, column 4 attends most to row {row + 1}, column {column + 1} (" in text
+    assert f"Block 2, mean of 2 heads: the patch in row 1, column 4 attends most to {place(mean)} (" in text
     point_at(page, 2, 2, press=True)  # keeps the patch
     caption(page, "row 2, column 2 attends")
     point_at(page, 4, 4)
@@ -145,7 +150,7 @@ def test_sliders_heads_class_token_and_methods(open_page, address):
     assert canvas(page).evaluate("canvas => canvas.toDataURL()") != plain
 
 
-def test_keyboard_alone(open_page, address):
+def test_keyboard_alone(open_page, address, pair):
     page = open_page(address)
     caption(page, "row 3, column 3 attends")
     for _ in ("Open image", "same map in both", "the image"):
@@ -172,6 +177,12 @@ def test_keyboard_alone(open_page, address):
     page.keyboard.press("ArrowRight")
     page.keyboard.press("Enter")
     playwright.expect(page.locator("#current")).to_contain_text("blue/002.png")
+    for _ in range(5):
+        page.keyboard.press("n")  # faster than the answers
+    playwright.expect(page.locator("#current")).to_contain_text("green/003.png")
+    model, seen = pair.open(0, "c7")
+    maps, _ = model.attention(seen, 1, -1)
+    caption(page, f"Block 2, head 1: the class token attends most to {place(maps.values[0])} ({percent(maps.peaks[0])})")
     for control in page.locator("button:visible, select:visible, input:visible, canvas[tabindex]:visible").all():
         named = control.evaluate("e => e.ariaLabel || e.textContent.trim() || (e.labels && e.labels.length)")
         assert named, control.evaluate("e => e.outerHTML")

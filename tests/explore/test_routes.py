@@ -21,6 +21,7 @@ from vitrail.web.server import make_app, running_server
 def explorer(tmp_path_factory):
     folder = make_folder(tmp_path_factory.mktemp("images") / "photos", CLASSES, 2)
     models = [explored(title="first"), explored(title="<b>second</b>", seed=1)]
+    models[1].names[1] = "caf\udce9"  # of a folder whose name is not UTF-8
     return Explorer(models, collect(folder, *models))
 
 
@@ -59,7 +60,7 @@ def test_answers(address, explorer):
     assert image["name"] == "cat.jpg"
     for key in (image["key"], "c3"):
         predictions = get(address, "predictions", model=1, image=key).json["predictions"]
-        assert {name for _, name, _ in predictions} == set(CLASSES)
+        assert {name for _, name, _ in predictions} == {"blue", "caf\udce9", "green"}
         attention = get(address, "attention", model=1, image=key, layer=2, query=5).json
         maps = np.frombuffer(base64.b64decode(attention["maps"]), np.uint8).reshape(2, 16)
         expected, prefix = explorer.models[1].attention(explorer.models[1].seen[key], 2, 5)

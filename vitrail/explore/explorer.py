@@ -41,8 +41,9 @@ class Explorer:
         return keys
 
     def read(self, key: str, min_side: int | None) -> np.ndarray:
-        if key in self.uploads:
-            return decode_images([self.uploads[key]], DEFAULT_LIMITS, min_side)[0]
+        upload = self.uploads.get(key)
+        if upload is not None:
+            return decode_images([upload], DEFAULT_LIMITS, min_side)[0]
         return self.require_collection().read(self.row(key), min_side)
 
     def row(self, key: str) -> int:

@@ -32,7 +32,7 @@ def content_policy(live: bool) -> str:
 
 def render_page(title: str, content: dict[str, Any], stored: dict[str, Any] | None = None) -> str:
     """The page for models and collection of `content`; with `stored`, all that it shows is inside."""
-    data = json.dumps(content | {"stored": stored}, ensure_ascii=False, separators=(",", ":"))
+    data = json.dumps(content | {"stored": stored}, separators=(",", ":"))
     return (
         get_environment()
         .get_template("explore.html.j2")

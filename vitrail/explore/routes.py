@@ -6,12 +6,13 @@ from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from vitrail.explore.explored_model import Quantized
 from vitrail.explore.explorer import Explorer
 from vitrail.explore.page import content_policy, render_page
+from vitrail.web.responses import AsciiJSONResponse
 from vitrail.web.uploads import RequestError, read_submission
 
 CACHED = {"Cache-Control": "private, max-age=3600"}  # images by key do not change
@@ -19,7 +20,7 @@ CACHED = {"Cache-Control": "private, max-age=3600"}  # images by key do not chan
 
 def make_routes(explorer: Explorer, title: str) -> list[Route]:
     """All routes; synchronous ones run in a thread."""
-    page = render_page(title, explorer.describe())
+    page = render_page(title, explorer.describe()).encode("utf-8", "backslashreplace")
 
     def get_page(request: Request) -> Response:
         return HTMLResponse(page, headers={"Content-Security-Policy": f"{content_policy(True)}; frame-ancestors 'none'"})
@@ -28,11 +29,11 @@ def make_routes(explorer: Explorer, title: str) -> list[Route]:
         images = (await read_submission(request)).images
         keys = await run_in_threadpool(explorer.add, images)
         pairs = zip(keys, images, strict=True)
-        return JSONResponse({"images": [{"key": key, "name": image.name} for key, image in pairs]})
+        return AsciiJSONResponse({"images": [{"key": key, "name": image.name} for key, image in pairs]})
 
     def get_predictions(request: Request) -> Response:
         model, seen = explorer.open(number(request, "model"), text(request, "image"))
-        return JSONResponse({"predictions": model.predictions(seen)})
+        return AsciiJSONResponse({"predictions": model.predictions(seen)})
 
     def get_view(request: Request) -> Response:
         _, seen = explorer.open(number(request, "model"), text(request, "image"))
@@ -41,11 +42,11 @@ def make_routes(explorer: Explorer, title: str) -> list[Route]:
     def get_attention(request: Request) -> Response:
         model, seen = explorer.open(number(request, "model"), text(request, "image"))
         maps, prefix = model.attention(seen, number(request, "layer"), number(request, "query"))
-        return JSONResponse(encode(maps) | {"prefix": prefix})
+        return AsciiJSONResponse(encode(maps) | {"prefix": prefix})
 
     def get_map(request: Request) -> Response:
         model, seen = explorer.open(number(request, "model"), text(request, "image"))
-        return JSONResponse(encode(model.relevance(seen, text(request, "method"), number(request, "class"))))
+        return AsciiJSONResponse(encode(model.relevance(seen, text(request, "method"), number(request, "class"))))
 
     def get_thumbnail(request: Request) -> Response:
         row = explorer.row(f"c{request.path_params['row']}")

@@ -256,7 +256,6 @@ class Panel {
   async open() {
     this.target = -1;
     this.map = this.maps = this.photo = null;
-    this.cache.clear();
     const key = shared.image, loading = find(".loading", this.root);
     loading.hidden = false;
     try {
@@ -305,12 +304,13 @@ class Panel {
     const attention = this.method === "attention";
     const top = this.predictions.length ? this.predictions[0][0] : -1, target = this.target < 0 ? top : this.target;
     const query = this.current?.pooling ? target : this.usesToken() ? -1 : this.patch().index;
-    const key = attention ? `${this.layer} ${query}` : `${this.method} ${target}`;
+    const key = `${shared.image} ${attention ? `${this.layer} ${query}` : `${this.method} ${target}`}`;
     if (!this.cache.has(key)) {
-      if (this.cache.size > 1000) this.cache.clear();
-      this.cache.set(key, attention
+      const maps = attention
         ? await source.attention(this.number, shared.image, this.current, query)
-        : [await source.relevance(this.number, shared.image, this.method, target)]);
+        : [await source.relevance(this.number, shared.image, this.method, target)];
+      if (this.cache.size > 1000) this.cache.clear();
+      this.cache.set(key, maps);
     }
     return this.cache.get(key);
   }

@@ -14,11 +14,11 @@ import h11
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from vitrail.atomic_files import describe_error
 from vitrail.errors import UserError
+from vitrail.web.responses import AsciiJSONResponse
 from vitrail.web.security import LOOPBACK, Application, SecurityMiddleware
 from vitrail.web.uploads import RequestError
 
@@ -52,8 +52,8 @@ def make_app(
     return SecurityMiddleware(app, (host, *hosts), not is_loopback(host), api_key, open_paths)
 
 
-def error_response(status: int, message: str, headers: Any = None) -> JSONResponse:
-    return JSONResponse({"error": message}, status, headers)
+def error_response(status: int, message: str, headers: Any = None) -> AsciiJSONResponse:
+    return AsciiJSONResponse({"error": message}, status, headers)
 
 
 def is_loopback(host: str) -> bool:
