@@ -9,8 +9,8 @@
 A client sends its next request when it has the answer to the last one, over one connection to this machine. In every round each
 server is started, warmed up and measured with each number of clients; the order rotates. The images are photographs of the
 bundled pets, enlarged so that decoding costs what it does for photographs on the web. A latency percentile is over all requests
-of all rounds. "Equal p99": the throughput of ours among the numbers of clients whose p99 is no higher than the other's at its
-best throughput.
+of all rounds. CPU ms/image is the CPU time of the server's processes, which says something on a busy machine too. "At no higher
+p99": the best throughput of ours among the numbers of clients whose p99 is no higher than the other's at its best throughput.
 """
 
 import argparse
@@ -58,6 +58,8 @@ class Result:
     latencies: list[float] = field(default_factory=list)
     errors: int = 0
     agreement: int = 0  # predictions that equal those of vitrail.predict
+    cpu_seconds: float = 0.0  # of the processes of the server
+    share: float = 1.0  # of the answers that count, after the first moments
 
     @property
     def rate(self) -> float:
@@ -117,11 +119,11 @@ def first_name(body: bytes) -> str:
 
 async def measure(make_client: Callable[[], Any], clients: int, seconds: float, expected: list[str]) -> Result:
     """Requests of `clients` clients for some seconds, after half a second that does not count."""
-    result, sent = Result(), 0
+    result, sent, answers = Result(), 0, 0
     start = time.perf_counter() + min(seconds / 4, 0.5)
 
     async def run(number: int) -> None:
-        nonlocal sent
+        nonlocal sent, answers
         client = make_client()
         image = number * 7
         while (now := time.perf_counter()) < start + seconds and sent < MAX_REQUESTS:
@@ -132,6 +134,7 @@ async def measure(make_client: Callable[[], Any], clients: int, seconds: float, 
                 result.errors += now >= start
                 client.close()
                 continue
+            answers += 1
             if now >= start:
                 result.latencies.append(time.perf_counter() - now)
                 result.agreement += name == expected[image]
@@ -139,6 +142,7 @@ async def measure(make_client: Callable[[], Any], clients: int, seconds: float, 
 
     await asyncio.gather(*map(run, range(clients)))
     result.seconds = time.perf_counter() - start
+    result.share = len(result.latencies) / max(answers, 1)
     return result
 
 
@@ -288,8 +292,8 @@ def compare_servers(arguments: argparse.Namespace, images: list[bytes], expected
     for round_number in range(arguments.rounds):
         for name in rotate(list(results), round_number):
             try:
-                with running(name, arguments.weights, arguments.device, arguments.packages, options) as (address, _):
-                    measure_server(results[name], name, address, round_number, arguments, images, expected)
+                with running(name, arguments.weights, arguments.device, arguments.packages, options) as (address, session):
+                    measure_server(results[name], name, address, session, round_number, arguments, images, expected)
             except UserError as error:
                 if name == OURS:
                     raise
@@ -302,6 +306,7 @@ def measure_server(
     results: dict[int, Result],
     name: str,
     address: str,
+    session: int,
     round_number: int,
     arguments: argparse.Namespace,
     images: list[bytes],
@@ -316,7 +321,23 @@ def measure_server(
             raise UserError(f"The server did not answer within {START_SECONDS} seconds.")
     for clients in arguments.clients:
         show(f"round {round_number + 1} of {arguments.rounds}: {name}, {clients} clients")
-        add(results, clients, asyncio.run(measure(make_client, clients, arguments.seconds, expected)))
+        before = cpu_seconds(session)
+        found = asyncio.run(measure(make_client, clients, arguments.seconds, expected))
+        found.cpu_seconds = (cpu_seconds(session) - before) * found.share
+        add(results, clients, found)
+
+
+def cpu_seconds(session: int) -> float:
+    """CPU time of all processes of a session, which other programs on the machine do not increase by their own."""
+    ticks = 0
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[3]) == session:
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def add(results: dict[int, Result], clients: int, found: Result) -> None:
@@ -325,6 +346,7 @@ def add(results: dict[int, Result], clients: int, found: Result) -> None:
     total.latencies += found.latencies
     total.errors += found.errors
     total.agreement += found.agreement
+    total.cpu_seconds += found.cpu_seconds
 
 
 def rotate(names: list[str], by: int) -> list[str]:
@@ -335,15 +357,16 @@ def print_results(results: dict[str, dict[int, Result]], arguments: argparse.Nam
     where = machine(arguments.device)
     print(f"\n{where}; {arguments.weights}, {arguments.precision}; {IMAGES} JPEG images, shorter side {SIDE}; "
           f"n = {arguments.rounds} rounds of {arguments.seconds:g} s\n")  # fmt: skip
-    print("| server | clients | images/s | p50 ms | p95 ms | p99 ms | requests | errors | same top-1 |")
-    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
+    print("| server | clients | images/s | p50 ms | p95 ms | p99 ms | CPU ms/image | requests | errors | same top-1 |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
     for name, by_clients in results.items():
         for clients, result in by_clients.items():
             times = " | ".join(f"{1000 * result.percentile(q):.1f}" for q in (50, 95, 99))
             same = 100 * result.agreement / max(len(result.latencies), 1)
-            print(
-                f"| {name} | {clients} | {result.rate:.1f} | {times} | {len(result.latencies)} | {result.errors} | {same:.1f} % |"
-            )
+            count = len(result.latencies)
+            cpu = f"{1000 * result.cpu_seconds / count:.1f}" if result.cpu_seconds and count else ""
+            values = (name, clients, f"{result.rate:.1f}", times, cpu, count, result.errors, f"{same:.1f} %")
+            print(f"| {' | '.join(map(str, values))} |")
     ours, *others = results
     print()
     for other in others:

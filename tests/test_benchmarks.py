@@ -25,6 +25,7 @@ MODEL = "deit_tiny_patch16"
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
+        ("serve.py --soak 0.03", "0 lost, 0 of another request, 0 wrong, 0 duplicated"),
         (f"finetuning.py --model {MODEL} --size 32 --device cpu --batch-size 2 --rounds 1 --repeats 1 --classes 5", "attention"),
         (
             "fused_paths.py branches vit_tiny_patch16_12x2_ls --device cpu --batch-size 1 --size 32 --depth 1 --mode eager "

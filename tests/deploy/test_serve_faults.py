@@ -1,12 +1,14 @@
 """What goes wrong with a server: full queues, late, slow and lost clients, killed threads, replaced files, signals."""
 
 import asyncio
+import gc
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import weakref
 from collections import Counter
 from dataclasses import replace
 from urllib.parse import urlsplit
@@ -163,6 +165,16 @@ def test_a_model_is_replaced_while_requests_wait(tmp_path):
         assert versions[2] == server.models.current[DEFAULT].version != old["version"]
         expected = vitrail.predict(path, [decode(IMAGES[0])])[0]
         assert late.result().json["predictions"][0]["classes"][0]["probability"] == pytest.approx(expected.probability, abs=1e-5)
+
+
+def test_a_replaced_model_is_freed(tmp_path):
+    path = save_model(tmp_path / "model.safetensors")
+    with serving(path, precision="fp32") as server:
+        old = weakref.ref(server.models.current[DEFAULT].model)
+        assert predict(server).status == 200
+        save_model(path, seed=1)
+        server.models.reload()
+        server.wait_for(lambda: gc.collect() >= 0 and old() is None)
 
 
 def test_files_are_watched_and_damaged_ones_are_not_loaded(tmp_path, monkeypatch):

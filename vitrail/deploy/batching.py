@@ -101,7 +101,8 @@ class Batcher:
     @property
     def busy_seconds(self) -> float:
         """For how long the current batch has been computed."""
-        return time.monotonic() - self._running_since if self._running else 0.0
+        running = self._running
+        return time.monotonic() - self._running_since if running and not isinstance(running[0].key, Call) else 0.0
 
     def admit(self, count: int) -> Admission:
         """Reserve places for `count` items, as a context; raises QueueFull or QueueClosed."""
@@ -163,6 +164,7 @@ class Batcher:
             seconds = time.monotonic() - started
             self.observe(len(batch), seconds)
             self._seconds_per_item += 0.1 * (seconds / len(batch) - self._seconds_per_item)
+            batch = []  # its items and their model are not needed while the next batch is awaited
 
     def _take(self) -> list[Job]:
         """Wait for the next batch; [] if there is none and the batcher is closed."""

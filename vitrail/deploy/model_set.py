@@ -46,7 +46,7 @@ class ModelSet:
         if repeated := {name for name in names if names.count(name) > 1}:
             raise UserError(f"Two models have the name {min(repeated)}: give each its own.")
         self.files, self.device, self.precision, self.max_batch, self.log = files, device, precision, max_batch, log
-        self.run: Callable[[Callable[[], ServedModel]], ServedModel] = lambda function: function()  # on which thread to prepare
+        self.run: Callable[[Callable[[], object]], object] = lambda function: function()  # on the thread of the device
         self.stamps: dict[str, Stamp] = {}
         self.reloads, self.failures = 0, 0
         self.current: Mapping[str, ServedModel] = {}
@@ -82,7 +82,7 @@ class ModelSet:
 
     def open(self, file: ModelFile) -> ServedModel:
         model = open_model(file.weights, self.device)
-        return self.run(lambda: prepare_model(file.name, model, self.precision, self.max_batch, self.log))
+        return prepare_model(file.name, model, self.precision, self.max_batch, self.run, self.log)
 
     def reload(self, everything: bool = False) -> None:
         """Replace the models whose files have changed, or all."""

@@ -59,9 +59,7 @@ class Service:
         )
         self.pool = ThreadPoolExecutor(default_pool_threads(), "vitrail-decode", lambda: limit_threads(1))
         self.body_bytes = 0  # of all requests
-        # On a GPU the thread that runs models compiles and captures them: a capture fails if another thread allocates.
-        if any(served.device.type == "cuda" for served in models.current.values()):
-            models.run = lambda function: self.batcher.call(function).result()
+        models.run = lambda function: self.batcher.call(function).result()
         gauges: dict[str, tuple[str, Callable[[], float]]] = {
             "vitrail_queue_images": ("Images that are prepared or wait", lambda: self.batcher.waiting),
             "vitrail_worker_restarts": ("Restarts of the device thread", lambda: self.batcher.restarts),

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from vitrail.checkpoints.artifact import fingerprint
-from vitrail.deploy.optimize import optimize
+from vitrail.deploy.inference_graphs import GraphCache
+from vitrail.deploy.optimize import Optimized, optimize
 from vitrail.errors import UserError
 from vitrail.evaluation.features import FeatureKind, compute_features
 from vitrail.evaluation.model import Model, compute_logits, count_classes, decode_side, device_of
@@ -100,7 +101,7 @@ class ServedModel:
         images = torch.stack([each.pixels for each in inputs]).to(self.device)
         if operation.kind == "explain":
             return self.explain(images, operation.method, [each.target for each in inputs])
-        with torch.inference_mode():
+        with torch.no_grad():  # the mode in which models were compiled: another one would compile them again
             if operation.kind == "embed":
                 return list(check_finite(compute_features(self.model, images, FeatureKind())))
             return list(check_finite(self.logits(pad_batch(images))[: len(images)]).softmax(1))
@@ -130,28 +131,41 @@ def pad_batch(images: Tensor) -> Tensor:
     return torch.cat([images, images.new_zeros(size - len(images), *images.shape[1:])])
 
 
-def prepare_model(name: str, model: Model, precision: str | None, max_batch: int, log: Callable[[str], object]) -> ServedModel:
-    """The model with an optimized forward pass, which is compiled and captured for all batch sizes; otherwise the plain one.
+def prepare_model(
+    name: str,
+    model: Model,
+    precision: str | None,
+    max_batch: int,
+    run: Callable[[Callable[[], object]], object],
+    log: Callable[[str], object],
+) -> ServedModel:
+    """The model with an optimized forward pass; the plain one if `precision` is None, or where optimizing fails.
 
-    `precision` None: not optimized.
+    On a GPU it is compiled for all batch sizes here, and then captured by the thread of `run`: a capture fails if another thread
+    uses the device.
     """
     if isinstance(model, VisionTransformer) and model.task not in ("classification", "features"):
         raise UserError(f"{name}: {model.task} is not served; give weights of a classifier or a backbone.")
     served = ServedModel(name, model, lambda images: compute_logits(model, images), version_of(model))
     if precision is None or not isinstance(model, VisionTransformer) or not served.classes:
         return served
-    goal = "latency" if served.device.type == "cuda" else "throughput"
     try:
-        fast = optimize(model, goal=goal, precision=precision)
+        fast = optimize(model, goal="throughput", precision=precision)
         if served.device.type == "cuda":
-            sizes = [1 << power for power in range((max_batch - 1).bit_length() + 1)]
-            for size in sizes:
-                fast(torch.zeros(size, model.architecture.channels, *model.preprocessing.image_size, device=served.device))
+            call_with_all_sizes(fast, max_batch)
+            fast.graphs = GraphCache(fast._compute)
+            run(lambda: call_with_all_sizes(fast, max_batch))
     except Exception as error:  # of compilers and kernels that this machine lacks
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         log(f"{name}: not optimized ({reason}); the plain model is served, which is slower.")
         return served
     return ServedModel(name, model, fast, served.version)
+
+
+def call_with_all_sizes(fast: Optimized, max_batch: int) -> None:
+    """Run the model with every batch size that `pad_batch` makes."""
+    for power in range((max_batch - 1).bit_length() + 1):
+        fast(torch.zeros(1 << power, fast.architecture.channels, *fast.preprocessing.image_size, device=fast.device))
 
 
 def version_of(model: Model) -> str:
