@@ -52,6 +52,7 @@ MODEL = "deit_tiny_patch16"
             "as the authors' code",
         ),
         ("walks.py predict", "vitrail predict: "),
+        (f"export.py parity {MODEL} --depth 1 --size 32 --images 2 --formats torch-export", f"| {MODEL} | torch-export |"),
         ("overhead.py --device cpu --rounds 1 --repeats 1", "| backward |"),
         ("forecast.py --rounds 1 -- --epochs 0.2 --device cpu --workers 0 --set architecture.width=16", "estimated / actual"),
     ],

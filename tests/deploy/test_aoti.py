@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 import vitrail
-from tests.deploy.test_export import make_model, photographs
+from tests.deploy.exports import make_model, photographs
 from vitrail.errors import UserError
 from vitrail.models.preprocessing import pad_images
 

@@ -7,7 +7,7 @@ import safetensors.torch
 import torch
 
 import vitrail
-from tests.deploy.test_export import make_model
+from tests.deploy.exports import make_model
 from vitrail.checkpoints.artifact import OPTIMIZED
 from vitrail.deploy.onednn import can_pack, can_quantize
 from vitrail.errors import UserError
