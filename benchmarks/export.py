@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import torch
 from arguments import check_file, positive, run_program
 from PIL import Image
@@ -41,10 +42,12 @@ from vitrail.atomic_files import atomic_write
 from vitrail.bench.timing import choose_repeats, machine, summarize, time_interleaved, time_run
 from vitrail.data.datasets.pets import open_pets
 from vitrail.data.decode import decode
+from vitrail.deploy.web_export import write_site
 from vitrail.errors import UserError
 from vitrail.models.preprocessing import pad_images
 from vitrail.models.registry import build, lookup
 from vitrail.models.vision_transformer import VisionTransformer
+from vitrail.teachers.onnx import read_metadata
 
 FAMILIES = {
     "vitrail_tiny": "bundled weights",
@@ -114,15 +117,22 @@ def open_export(model: VisionTransformer, format: str, folder: Path, runtime: Pa
     if kind == "onnx":
         import onnxruntime
 
-        result = vitrail.export(model, folder / "m.onnx", precision=precision, images="pets" if precision == "int8" else None)
+        images = "pets" if precision == "int8" else None  # its training split, for the calibration
+        result = vitrail.export(model, folder / f"{precision}.onnx", precision=precision, images=images)
         session = onnxruntime.InferenceSession(str(result.path), providers=["CPUExecutionProvider"])
         yield lambda pixels: session.run(None, {"images": pixels[None]})[0][0], result.bytes
     elif format == "web":
-        result = vitrail.export(model, folder / "site", to="web", runtime=runtime)
-        with open_browser(result.path) as run:
-            yield run, (result.path / "model.onnx").stat().st_size
+        site = folder / "site"
+        if (folder / "fp32.onnx").exists():  # it is the same file
+            metadata = read_metadata(onnx.load(folder / "fp32.onnx"), folder)
+            assert metadata is not None
+            write_site(site, (folder / "fp32.onnx").read_bytes(), metadata, runtime)
+        else:
+            vitrail.export(model, site, to="web", runtime=runtime)
+        with open_browser(site) as run:
+            yield run, (site / "model.onnx").stat().st_size
     else:
-        result = vitrail.export(model, folder / "m.pt2", to=format)
+        result = vitrail.export(model, folder / f"{format}.pt2", to=format)
         path = str(result.path)
         call = torch._inductor.aoti_load_package(path) if format == "aoti" else torch.export.load(path).module()
         with torch.inference_mode():
@@ -164,12 +174,12 @@ def open_browser(folder: Path) -> Iterator[Run]:
 
 
 def measure_parity(
-    name: str, model: VisionTransformer, format: str, pixels: list[np.ndarray], runtime: Path | None
+    name: str, model: VisionTransformer, format: str, pixels: list[np.ndarray], folder: Path, runtime: Path | None
 ) -> dict[str, Any]:
     """Differences of the outputs on all photographs; the page returns probabilities, so log-probabilities are compared there."""
     with torch.inference_mode():
         expected = torch.cat([model(model.preprocessing.apply(*pad_images([each]))) for each in pixels])
-    with tempfile.TemporaryDirectory() as folder, open_export(model, format, Path(folder), runtime) as (run, size):
+    with open_export(model, format, folder, runtime) as (run, size):
         actual = torch.from_numpy(np.stack([run(each) for each in pixels])).float()
     if format == "web":
         expected = expected.log_softmax(1)
@@ -189,13 +199,14 @@ def parity(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for name in arguments.models or FAMILIES:
         model = make_model(name, arguments.depth, arguments.size)
-        for format in arguments.formats.split(","):
-            try:
-                rows.append(measure_parity(name, model, format, pixels, arguments.runtime))
-            except UserError as error:
-                rows.append({"model": name, "format": format, "error": str(error)})
-            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-            save(arguments, rows)
+        with tempfile.TemporaryDirectory() as folder:
+            for format in arguments.formats.split(","):
+                try:
+                    rows.append(measure_parity(name, model, format, pixels, Path(folder), arguments.runtime))
+                except UserError as error:
+                    rows.append({"model": name, "format": format, "error": str(error)})
+                print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+                save(arguments, rows)
     print(f"\n{len(pixels)} photographs of {len({each.shape for each in pixels})} sizes; {describe_machine()}\n")
     print("| model | format | MB | largest difference | of largest output | same top-1 |\n| --- | --- | --- | --- | --- | --- |")
     for row in rows:
