@@ -56,6 +56,7 @@ MODEL = "deit_tiny_patch16"
         ("coarse_labels.py digits --out OUT --table", "| trunk | method |"),
         ("walks.py predict", "vitrail predict: "),
         (f"explain.py cost --model {MODEL} --size 32 --rounds 1 --methods rollout", "| rollout | "),
+        (f"export.py parity {MODEL} --depth 1 --size 32 --images 2 --formats torch-export", f"| {MODEL} | torch-export |"),
         ("overhead.py --device cpu --rounds 1 --repeats 1", "| backward |"),
         ("forecast.py --rounds 1 -- --epochs 0.2 --device cpu --workers 0 --set architecture.width=16", "estimated / actual"),
     ],

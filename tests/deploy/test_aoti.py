@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 import vitrail
-from tests.deploy.test_export import make_model, photographs
+from tests.deploy.exports import make_model, photographs
 from vitrail.errors import UserError
 from vitrail.models.preprocessing import pad_images
 
@@ -39,6 +39,18 @@ def test_a_package_in_python_and_in_cpp(tmp_path):
     assert int(index) == best.classes[0].index
     assert float(probability) == pytest.approx(best.probability, abs=1e-4)
     assert len(EXAMPLE.read_text().splitlines()) <= 40
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("to", ["torch-export", "aoti"])
+def test_on_a_gpu(to, tmp_path):
+    model = make_model("deit_tiny_patch16")
+    vitrail.export(model, tmp_path / "m.pt2", to=to, device="cuda")
+    path = str(tmp_path / "m.pt2")
+    program = torch._inductor.aoti_load_package(path) if to == "aoti" else torch.export.load(path).module()
+    for photo in photographs():
+        expected = model(model.preprocessing.apply(*pad_images([photo])))
+        torch.testing.assert_close(program(torch.from_numpy(photo)[None].cuda()).cpu(), expected, rtol=1e-2, atol=1e-2)
 
 
 def test_without_a_compiler(tmp_path, monkeypatch):

@@ -8,18 +8,16 @@ import pytest
 import torch
 
 import vitrail
+from tests.deploy.exports import make_model, photographs
 from tests.images import make_folder
 from tests.small import structures
 from vitrail.checkpoints.delta import make_delta, save_delta
-from vitrail.data.datasets.pets import open_pets
-from vitrail.data.decode import decode
 from vitrail.deploy.export_metadata import ExportMetadata
 from vitrail.errors import UserError
 from vitrail.evaluation.model import open_model
 from vitrail.evaluation.semantic_masks import predict_logits
 from vitrail.heads.task_heads import SegmentationConfig
-from vitrail.models import build
-from vitrail.models.preprocessing import Preprocessing, pad_images
+from vitrail.models.preprocessing import pad_images
 
 onnx = pytest.importorskip("onnx")
 ort = pytest.importorskip("onnxruntime")
@@ -34,26 +32,6 @@ FAMILIES = {
     "convnet": "resnet50",
     "tower stem, dense head": "lvvit_t",
 }
-
-
-def make_model(name, **changes):
-    """A shrunk model of the catalogue with random weights."""
-    torch.manual_seed(0)
-    model = build(structures()[name].replace(**changes)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
-    model.preprocessing = Preprocessing(model.architecture.image_size, 0.9)
-    model.class_names = [f"class {index}" for index in range(model.architecture.classes)] or None
-    return model
-
-
-def photographs(count=4):
-    """Real photographs, each of another size."""
-    source = open_pets()["test"]
-    return [
-        np.ascontiguousarray(decode(source.encoded(17 * index))[: 128 - 9 * index, : 70 + 13 * index]) for index in range(count)
-    ]
 
 
 def open_session(path):
@@ -75,13 +53,6 @@ def test_every_family_has_the_same_logits(family, tmp_path):
     for size in [(height, width)] + [(height + step, width + 3 * step)] * dynamic:  # the second was never seen
         images = torch.randn(3, 3, *size)
         torch.testing.assert_close(run(images.numpy()), model(images), rtol=1e-4, atol=1e-4)
-
-
-@pytest.fixture(scope="module")
-def image_file(tmp_path_factory):
-    model = make_model("deit_tiny_patch16")
-    path = tmp_path_factory.mktemp("export") / "m.onnx"
-    return model, path, vitrail.export(model, path)
 
 
 def test_images_of_any_size_and_batch(image_file):
@@ -124,7 +95,7 @@ def test_the_package_opens_it(image_file, tmp_path):
         {"class_names": ["a"]},
         {"class_names": 3},
         {"decode_side": -1},
-        {"preprocessing": {"image_size": [8, 12], "std": [0, 0, 0]}},
+        {"preprocessing": {"image_size": [32, 48], "std": [0, 0, 0]}},
         {"task": "anything"},
         {"unknown": 1},
         [],

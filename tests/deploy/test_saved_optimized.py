@@ -7,7 +7,7 @@ import safetensors.torch
 import torch
 
 import vitrail
-from tests.deploy.test_export import make_model
+from tests.deploy.exports import make_model
 from vitrail.checkpoints.artifact import OPTIMIZED
 from vitrail.deploy.onednn import can_pack, can_quantize
 from vitrail.errors import UserError
@@ -105,3 +105,13 @@ def test_kinds_of_files_are_not_confused(saved, tmp_path):
         vitrail.load_optimized("vitrail_tiny")
     with pytest.raises(UserError, match=r"must end in \.safetensors"):
         vitrail.optimize(make_model("deit_tiny_patch16")).save(tmp_path / "m.pt")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
+def test_on_a_gpu(precision, tmp_path):
+    fast = vitrail.optimize(vitrail.load("vitrail_tiny", device="cuda"), precision=precision)
+    fast.save(tmp_path / "m.safetensors")
+    loaded = vitrail.load_optimized(tmp_path / "m.safetensors")
+    images = torch.randn(3, 3, 128, 128, device="cuda")
+    torch.testing.assert_close(loaded(images), fast(images), rtol=2e-2, atol=2e-2)

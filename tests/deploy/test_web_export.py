@@ -10,13 +10,12 @@ import pytest
 
 import vitrail
 from tests.browser import open_page, serve
-from tests.deploy.test_export import make_model
+from tests.deploy.exports import make_model
 from vitrail.data.datasets.pets import open_pets
 from vitrail.data.decode import decode
-from vitrail.deploy.web_export import find_runtime
+from vitrail.deploy.web_export import find_runtime, write_site
 from vitrail.errors import UserError
 
-pytest.importorskip("onnxscript")
 PREDICT = """async (encoded) => {
     const { predict } = await import("./app.js");
     return predict(new Blob([Uint8Array.from(atob(encoded), (each) => each.charCodeAt(0))]));
@@ -24,7 +23,7 @@ PREDICT = """async (encoded) => {
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory):
+def site(image_file, tmp_path_factory):
     folder = tmp_path_factory.mktemp("web")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NPM_CONFIG_OFFLINE", "true")
@@ -33,8 +32,8 @@ def site(tmp_path_factory):
             runtime = find_runtime(None)
         except UserError as error:
             pytest.skip(f"npm's cache does not contain onnxruntime-web, run `npm pack onnxruntime-web` once: {error}")
-    model = make_model("deit_tiny_patch16", image_size=(32, 48))
-    vitrail.export(model, folder / "site", to="web", runtime=runtime)
+    model, path, result = image_file
+    write_site(folder / "site", path.read_bytes(), result.metadata, runtime)
     return model, folder / "site"
 
 

@@ -10,12 +10,12 @@ from PIL import Image
 
 import vitrail
 from tests.images import make_folder, make_image, write_invalid_image
+from vitrail.checkpoints.model_io import find_weights
 from vitrail.data.decode import decode
 from vitrail.data.loader import Problem
 from vitrail.data.transforms.config import Augmentation
 from vitrail.data.transforms.pipeline import augment
 from vitrail.errors import UserError
-from vitrail.evaluation.model import find_weights
 from vitrail.evaluation.predict import ImageList, iterate_predictions, open_images, parse_path_list
 from vitrail.models.preprocessing import Preprocessing, min_decode_side
 

@@ -65,6 +65,12 @@ def load(
     return model.to(device) if device is not None else model
 
 
+def find_weights(path: str | Path) -> Path:
+    """The best weights of a run directory; any other path unchanged."""
+    path = Path(path)
+    return path / "best.safetensors" if (path / "run.json").is_file() else path
+
+
 def split_delta_path(path: str | Path) -> tuple[str | Path, str | Path | None]:
     """(base, delta) of "base.pth+delta.safetensors"; (path, None) of other paths, including files with a plus in their name."""
     text = str(path)

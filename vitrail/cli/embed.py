@@ -83,8 +83,8 @@ def suite(
 
     Example: [bold]vitrail suite tasks.yaml deit3_small.safetensors runs/photos-finetune[/bold]
     """
+    from vitrail.checkpoints.model_io import find_weights
     from vitrail.data.progress import progress
-    from vitrail.evaluation.model import find_weights
     from vitrail.evaluation.probes.suite import group_means, read_suite, run_suite
 
     tasks = read_suite(file)

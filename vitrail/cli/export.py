@@ -43,8 +43,10 @@ def export(
 
     Example: [bold]vitrail export runs/photos-finetune --to onnx --out photos.onnx[/bold]
     """
+    from vitrail.checkpoints.bundled import announce_bundled
     from vitrail.deploy.export import export as export_model
 
+    announce_bundled(weights)
     result = export_model(weights, out, to, input, precision, dynamic_size, features, images, device, runtime, overwrite)
     if as_json:
         print_json({"path": str(result.path), "bytes": result.bytes, **vars(result.certificate)})

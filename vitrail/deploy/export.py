@@ -9,6 +9,7 @@ import torch
 
 from vitrail.atomic_files import atomic_write, check_writable
 from vitrail.checkpoints import load
+from vitrail.checkpoints.model_io import find_weights
 from vitrail.deploy.export_comparison import Comparison
 from vitrail.deploy.export_metadata import INPUTS, PRECISIONS, Certificate, ExportMetadata
 from vitrail.deploy.exported_outputs import make_network, task_of
@@ -19,7 +20,6 @@ from vitrail.models.vision_transformer import VisionTransformer
 
 TARGETS = ("onnx", "torch-export", "aoti", "web")
 SUFFIXES = {"onnx": ".onnx", "torch-export": ".pt2", "aoti": ".pt2", "web": ""}
-IMAGES = 32  # of the comparison and of the calibration of int8
 
 
 class Exported(NamedTuple):
@@ -66,10 +66,10 @@ def export(
     path = Path(path)
     check_options(path, to, input, precision, dynamic_size, device, overwrite)
     if not isinstance(model, VisionTransformer):
-        model = load(find_weights(Path(model)))
+        model = load(find_weights(model))
     task = task_of(model, features)
     check_model(model, task, to, input, dynamic_size)
-    comparison = Comparison.read(make_network(model, task), model.preprocessing, images, IMAGES)
+    comparison = Comparison.read(make_network(model, task), model.preprocessing, images, precision == "int8")
     side = min_decode_side(model.preprocessing, model.notes)
     names = class_names(model, task)
     metadata = ExportMetadata(model.name, task, input, precision, model.preprocessing, names, side)
@@ -144,8 +144,3 @@ def check_model(model: VisionTransformer, task: str, to: str, input: str, dynami
         )
     if to == "web" and task != "classification":
         raise UserError(f"The page shows classes, and this model computes {task}: choose --to onnx.")
-
-
-def find_weights(path: Path) -> Path:
-    """The best weights of a run directory; any other path unchanged."""
-    return path / "best.safetensors" if (path / "run.json").is_file() else path

@@ -20,6 +20,7 @@ from vitrail.models.preprocessing import Preprocessing, pad_images
 from vitrail.version import __version__
 
 BUNDLED = "pets"
+IMAGES = 32  # that are compared, and as many others that int8 is calibrated on
 # The largest difference of float outputs, relative to the largest output: more is an error of the export and not rounding.
 TOLERANCE = {"fp32": 1e-3, "fp16": 5e-2}
 Run = Callable[[np.ndarray], np.ndarray]
@@ -31,17 +32,20 @@ class Comparison:
 
     reference: ExportedNetwork
     pixels: list[np.ndarray]  # uint8 [H, W, 3]
-    normalized: list[Tensor]  # [1, 3, height, width]
+    normalized: list[Tensor]  # the same images [1, 3, height, width]
+    calibration: list[Tensor]  # other images
     source: str  # name of the data set
 
     @classmethod
     def read(
-        cls, reference: ExportedNetwork, preprocessing: Preprocessing, source: str | Path | None, count: int
+        cls, reference: ExportedNetwork, preprocessing: Preprocessing, source: str | Path | None, calibrated: bool
     ) -> "Comparison":
-        """Up to `count` images, spread over a data set; None: the bundled photographs."""
-        pixels = read_images(source, count)
+        """Images spread over a data set; None: the bundled photographs."""
+        pixels = read_images(source, 2 * IMAGES if calibrated else IMAGES)
         normalized = [preprocessing.apply(*pad_images([image])) for image in pixels]
-        return cls(reference, pixels, normalized, "the bundled pets" if source is None else Path(source).name)
+        step = 2 if calibrated and len(pixels) > 1 else 1
+        name = "the bundled pets" if source is None else Path(source).name
+        return cls(reference, pixels[::step], normalized[::step], normalized[step - 1 :: step], name)
 
     def certify(self, run: Run, metadata: ExportMetadata, versions: dict[str, str]) -> ExportMetadata:
         """The metadata with the result of the comparison; UserError if program and model differ by more than rounding."""

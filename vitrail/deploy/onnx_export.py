@@ -46,7 +46,7 @@ def build_model(
     preprocessing = metadata.preprocessing
     model = convert_network(network, preprocessing.image_size, OUTPUTS[metadata.task], step)
     if metadata.precision == "int8":
-        model = quantize(model, comparison.normalized, convs=not len(network.model.blocks))
+        model = quantize(model, comparison.calibration, convs=not len(network.model.blocks))
     if metadata.input == "image":
         model = merge(convert_preprocessing(ImagePreprocessing(preprocessing).eval()), model)
     run, versions = open_session(model)

@@ -10,6 +10,7 @@ from vitrail.checkpoints import load
 from vitrail.checkpoints.bundled import announce_bundled
 from vitrail.checkpoints.codecs import UnknownFormat
 from vitrail.checkpoints.hub import is_built_by_timm
+from vitrail.checkpoints.model_io import find_weights
 from vitrail.devices import choose_device
 from vitrail.errors import UserError
 from vitrail.models.preprocessing import min_decode_side
@@ -39,12 +40,6 @@ def open_model(weights: str | Path, device: str | torch.device | None = None) ->
     from vitrail.teachers.lookup import open_teacher
 
     return open_teacher(str(path), chosen)
-
-
-def find_weights(path: str | Path) -> Path:
-    """The best weights of a run directory; any other path unchanged."""
-    path = Path(path)
-    return path / "best.safetensors" if (path / "run.json").is_file() else path
 
 
 def device_of(model: Model) -> torch.device:
