@@ -12,7 +12,7 @@ from tests.deploy.exports import make_model, photographs
 from tests.images import make_folder
 from tests.small import structures
 from vitrail.checkpoints.delta import make_delta, save_delta
-from vitrail.deploy.export_metadata import ExportMetadata
+from vitrail.checkpoints.export_metadata import ExportMetadata
 from vitrail.errors import UserError
 from vitrail.evaluation.model import open_model
 from vitrail.evaluation.semantic_masks import predict_logits

@@ -9,9 +9,9 @@ import torch
 
 from vitrail.atomic_files import atomic_write, check_writable
 from vitrail.checkpoints import load
+from vitrail.checkpoints.export_metadata import INPUTS, PRECISIONS, Certificate, ExportMetadata
 from vitrail.checkpoints.model_io import find_weights
 from vitrail.deploy.export_comparison import Comparison
-from vitrail.deploy.export_metadata import INPUTS, PRECISIONS, Certificate, ExportMetadata
 from vitrail.deploy.exported_outputs import make_network, task_of
 from vitrail.errors import UserError
 from vitrail.models.inputs import FIXED_GRID

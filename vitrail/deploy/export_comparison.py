@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vitrail.checkpoints.export_metadata import Certificate, ExportMetadata
 from vitrail.data.datasets.lookup import open_source
 from vitrail.data.decode import decode
 from vitrail.data.progress import progress
-from vitrail.deploy.export_metadata import Certificate, ExportMetadata
 from vitrail.deploy.exported_outputs import ExportedNetwork
 from vitrail.errors import UserError
 from vitrail.models.preprocessing import Preprocessing, pad_images

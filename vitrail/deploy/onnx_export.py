@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from vitrail.atomic_files import describe_error
+from vitrail.checkpoints.export_metadata import ENTRY, ExportMetadata
 from vitrail.deploy.export_comparison import Comparison, Run
-from vitrail.deploy.export_metadata import ENTRY, ExportMetadata
 from vitrail.deploy.exported_outputs import OUTPUTS, ExportedNetwork
 from vitrail.deploy.image_input import ImagePreprocessing
 from vitrail.errors import UserError

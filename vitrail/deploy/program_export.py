@@ -13,8 +13,8 @@ from torch import nn
 from torch.export import Dim
 
 from vitrail.atomic_files import atomic_write, describe_error
+from vitrail.checkpoints.export_metadata import ENTRY, ExportMetadata
 from vitrail.deploy.export_comparison import Comparison
-from vitrail.deploy.export_metadata import ENTRY, ExportMetadata
 from vitrail.deploy.exported_outputs import ExportedNetwork, ImageProgram
 from vitrail.deploy.image_input import ImagePreprocessing
 from vitrail.errors import UserError

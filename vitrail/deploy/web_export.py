@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 
 from vitrail.atomic_files import atomic_write, describe_error
+from vitrail.checkpoints.export_metadata import ExportMetadata
 from vitrail.data.datasets.folder import cache_folder
-from vitrail.deploy.export_metadata import ExportMetadata
 from vitrail.errors import UserError
 from vitrail.formatting import format_bytes
 from vitrail.pages import write_page

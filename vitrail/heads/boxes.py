@@ -33,10 +33,12 @@ def box_area(boxes: Tensor) -> Tensor:
 
 def intersections(first: Tensor, second: Tensor) -> Tensor:
     """Areas [..., N, M] that boxes [..., N, 4] and [..., M, 4] have in common."""
-    low = torch.maximum(first[..., :, None, :2], second[..., None, :, :2])
-    high = torch.minimum(first[..., :, None, 2:], second[..., None, :, 2:])
-    width, height = (high - low).clamp(min=0).unbind(-1)
-    return width * height
+    sides = []
+    for axis in (0, 1):  # one after the other: there may be millions of pairs
+        low = torch.maximum(first[..., :, None, axis], second[..., None, :, axis])
+        high = torch.minimum(first[..., :, None, axis + 2], second[..., None, :, axis + 2])
+        sides.append((high - low).clamp(min=0))
+    return sides[0] * sides[1]
 
 
 def box_iou(first: Tensor, second: Tensor) -> Tensor:

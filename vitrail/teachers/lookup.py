@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.checkpoints.artifact import HEADER
+from vitrail.checkpoints.export_metadata import ExportMetadata
 from vitrail.checkpoints.hub import find_named, is_built_by_timm
 from vitrail.checkpoints.model_io import load
 from vitrail.checkpoints.readers import check_regular_file, read_weights
-from vitrail.deploy.export_metadata import ExportMetadata
 from vitrail.errors import UserError
 from vitrail.models.config import as_size
 from vitrail.models.preprocessing import Preprocessing

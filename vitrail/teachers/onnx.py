@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vitrail.checkpoints.export_metadata import ENTRY, ExportMetadata
 from vitrail.data.loader import free_memory
-from vitrail.deploy.export_metadata import ENTRY, ExportMetadata
 from vitrail.errors import UserError
 from vitrail.teachers.fixed_shape import FixedShapeNetwork, first_line, fixed_dimensions
 

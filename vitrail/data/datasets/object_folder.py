@@ -141,8 +141,8 @@ def has_text(folder: str) -> bool:
     return any(entry.name.lower().endswith(".txt") and entry.is_file() for entry in listing(folder))
 
 
-def open_yolo(path: str, pairs: Sequence[tuple[str, str, str]]) -> SourceDict:
-    """An image without a text file has no objects."""
+def open_yolo(path: str, pairs: Sequence[tuple[str, str, str]]) -> SourceDict | None:
+    """An image without a text file has no objects; None if there are no images."""
     found: dict[str, tuple[list[str], list[list[dict[str, Any]] | str]]] = {}
     for split, images, labels in pairs:
         paths, rows = found.setdefault(split, ([], []))
@@ -151,7 +151,7 @@ def open_yolo(path: str, pairs: Sequence[tuple[str, str, str]]) -> SourceDict:
             paths.append(os.path.relpath(image, path))
             rows.append(read_boxes(file) if os.path.isfile(file) else [])
     if not any(paths for paths, _ in found.values()):
-        raise UserError(f"{path} has files of boxes but no images beside them: put the images into {path}/images.")
+        return None
     every = [row["class"] for _, rows in found.values() for own in rows if not isinstance(own, str) for row in own]
     names = find_names(path) or [f"class {index}" for index in range(max(every, default=0) + 1)]
     classes = check_class_names(names, path)
