@@ -10,6 +10,8 @@ from vitrail.models.preprocessing import Preprocessing, are_numbers
 from vitrail.version import __version__
 
 ENTRY = "vitrail"  # the entry of an ONNX file's metadata; with .json the extra file of a torch program
+NORMALIZED = "normalized"  # in an ONNX file, the tensor between preprocessing and network
+PREFIX = "preprocess/"  # of all other names in the preprocessing
 LAYOUT = 1
 MAX_CHARACTERS = 1 << 24
 TASKS = ("classification", "features", "segmentation")

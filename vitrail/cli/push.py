@@ -28,7 +28,7 @@ def push(
     from vitrail.checkpoints import load
     from vitrail.checkpoints.hub_upload import check_names
     from vitrail.checkpoints.hub_upload import push as push_model
-    from vitrail.evaluation.model import find_weights
+    from vitrail.checkpoints.model_io import find_weights
     from vitrail.runs.run_json import read_run_info
 
     check_names(repository, license)

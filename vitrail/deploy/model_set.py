@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 
 from vitrail.checkpoints.delta import attach
-from vitrail.checkpoints.model_io import split_delta_path
+from vitrail.checkpoints.model_io import find_weights, split_delta_path
 from vitrail.deploy.served_model import ServedModel, prepare_model, version_of
 from vitrail.errors import UserError
-from vitrail.evaluation.model import compute_logits, find_weights, open_model
+from vitrail.evaluation.model import compute_logits, open_model
 from vitrail.models.vision_transformer import VisionTransformer
 
 DEFAULT = "default"

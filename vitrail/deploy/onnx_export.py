@@ -15,15 +15,13 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from vitrail.atomic_files import describe_error
-from vitrail.checkpoints.export_metadata import ENTRY, ExportMetadata
+from vitrail.checkpoints.export_metadata import ENTRY, NORMALIZED, PREFIX, ExportMetadata
 from vitrail.deploy.export_comparison import Comparison, Run
 from vitrail.deploy.exported_outputs import OUTPUTS, ExportedNetwork
 from vitrail.deploy.image_input import ImagePreprocessing
 from vitrail.errors import UserError
 
 OPSET = 20  # the first with GELU; onnxruntime 1.17 and later
-NORMALIZED = "normalized"  # the tensor between preprocessing and network
-PREFIX = "preprocess/"  # of all other names in the preprocessing
 MAX_BYTES = 2_000_000_000  # of a protobuf message
 PRODUCTS = ("MatMul", "Gemm", "Conv")
 

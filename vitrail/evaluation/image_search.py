@@ -10,6 +10,7 @@ import numpy as np
 
 from vitrail.checkpoints.bundled import find_bundled
 from vitrail.checkpoints.hub import locate
+from vitrail.checkpoints.model_io import find_weights
 from vitrail.data.decode import decode
 from vitrail.data.loader import Problem
 from vitrail.data.source import Source
@@ -29,7 +30,7 @@ from vitrail.evaluation.image_index import (
     without_known,
 )
 from vitrail.evaluation.index_file import load_index, save_index
-from vitrail.evaluation.model import Model, find_weights, open_model
+from vitrail.evaluation.model import Model, open_model
 from vitrail.evaluation.probes.protocol import open_embedding_source
 from vitrail.evaluation.probes.suite import no_progress
 

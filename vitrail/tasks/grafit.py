@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vitrail.checkpoints.hub import locate
+from vitrail.checkpoints.model_io import find_weights
 from vitrail.data.datasets.lookup import check_trainable, check_usable
 from vitrail.data.image_loader import ImageLoader
 from vitrail.data.loader import Batch
@@ -26,7 +27,7 @@ from vitrail.data.source import Source, Splits, Subset
 from vitrail.data.transforms.pipeline import augment_views
 from vitrail.errors import UserError
 from vitrail.evaluation.features import POOLED, FeatureKind, compute_features, embed
-from vitrail.evaluation.model import find_weights, open_model
+from vitrail.evaluation.model import open_model
 from vitrail.formatting import pluralize
 from vitrail.heads.embedding import EmbeddingConfig, EmbeddingHead, mlp
 from vitrail.models.vision_transformer import VisionTransformer

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitrail.checkpoints.export_metadata import ENTRY, ExportMetadata
+from vitrail.checkpoints.export_metadata import ENTRY, NORMALIZED, PREFIX, ExportMetadata
 from vitrail.data.loader import free_memory
 from vitrail.errors import UserError
 from vitrail.teachers.fixed_shape import FixedShapeNetwork, first_line, fixed_dimensions
@@ -117,8 +117,6 @@ def read_metadata(model: Any, path: Path) -> ExportMetadata | None:
 def remove_preprocessing(model: Any, metadata: ExportMetadata) -> None:
     """Make the normalized images, which the preprocessing of the file computes, its input."""
     from onnx import TensorProto, helper
-
-    from vitrail.deploy.onnx_export import NORMALIZED, PREFIX
 
     graph = model.graph
     kept = [node for node in graph.node if not node.name.startswith(PREFIX)]
