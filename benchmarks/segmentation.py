@@ -9,23 +9,22 @@ form), a linear head and an UperNet on the frozen trunk, and the same trained wi
 as many crops. `trunks` compares small DeiT III, ResMLP and PatchConvNet trunks under the same UperNet: each is pre-trained
 once, with the same images, then trained with every seed. All are evaluated by the same protocol: whole images (ResMLP: windows),
 one scale, logits resized to the size of the masks, on the test split or, without one, the validation split. Every training is a
-process of its own, `--parallel` at a time; results are kept in `--out`, and the same command continues.
+process of its own, `--parallel` at a time; results and checkpoints are kept in `--out`, and the same command continues: with
+`--minutes 9` after nine minutes.
 """
 
 import argparse
 import json
-import shutil
 import statistics
-import subprocess
-import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from arguments import positive, run_program
+from jobs import run_jobs
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -43,6 +42,7 @@ from vitrail.evaluation.pixel_evaluation import count_split
 from vitrail.evaluation.semantic_masks import Protocol, View, group_by_size, pad_to, segmentation_head, working_size
 from vitrail.heads.upernet import ConvNormAct
 from vitrail.recipes import lookup
+from vitrail.runs.train import Run
 from vitrail.tasks.segmentation import Segmentation, pixel_loss
 from vitrail.training.task import Position
 
@@ -162,7 +162,12 @@ def train_head(job: dict[str, Any], folder: Path, test: Source, device: torch.de
         changes["task_options.blocks"] = [max(round(depth * part / 3) - 1, 0) for part in (1, 2, 3)]
     if frozen:
         changes |= {"init.scope": "head", "optimizer.lr": 2e-3}
-    run = vitrail.train(job["source"], "segment", from_=job["weights"], changes=changes, out=folder / "run", device=str(device))
+    run = train_or_resume(
+        folder / "run",
+        lambda: vitrail.train(
+            job["source"], "segment", from_=job["weights"], changes=changes, out=folder / "run", device=str(device)
+        ),
+    )
     return evaluate(vitrail.load(run.artifact, device=device), test, device)
 
 
@@ -179,8 +184,11 @@ def pretrain(job: dict[str, Any], folder: Path, device: torch.device) -> dict[st
     model, changes = TRUNKS[job["trunk"]]
     changes = changes | {"augmentation.image_size": [128, 128], "architecture.drop_path": 0.05}
     epochs = job["epochs"]
-    run = vitrail.train(
-        job["source"], "small", model=model, epochs=epochs, changes=changes, out=folder / "run", device=str(device)
+    run = train_or_resume(
+        folder / "run",
+        lambda: vitrail.train(
+            job["source"], "small", model=model, epochs=epochs, changes=changes, out=folder / "run", device=str(device)
+        ),
     )
     return {"top1": float(run.best["top1"]), "parameters": sum(each.numel() for each in vitrail.load(run.artifact).parameters())}
 
@@ -204,28 +212,20 @@ def run_job(folder: Path) -> None:
     (folder / "result.json").write_text(json.dumps(result))
 
 
-def run_jobs(jobs: dict[str, dict[str, Any]], out: Path, parallel: int) -> dict[str, dict[str, Any]]:
-    """The results of all jobs; those that are in `out` already are not computed again."""
+def show_result(result: dict[str, Any]) -> str:
+    return f"mIoU {100 * result['miou']:.1f} %" if "miou" in result else f"top-1 {100 * result['top1']:.1f} %"
 
-    def compute(name: str) -> dict[str, Any]:
-        folder = out / name
-        if not (folder / "result.json").exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "job.json").write_text(json.dumps(jobs[name]))
-            with (folder / "log.txt").open("w") as log:
-                if (folder / "run").exists():  # of a job that was interrupted
-                    shutil.rmtree(folder / "run")
-                done = subprocess.run([sys.executable, __file__, "job", str(folder)], stdout=log, stderr=log, check=False)
-            if done.returncode:
-                raise UserError(f"{name} failed: see {folder / 'log.txt'}.")
-            result = json.loads((folder / "result.json").read_text())
-            shown = f"mIoU {100 * result['miou']:.1f} %" if "miou" in result else f"top-1 {100 * result['top1']:.1f} %"
-            print(f"{name}: {shown}, {result['minutes']:.1f} min", file=sys.stderr, flush=True)
-        found: dict[str, Any] = json.loads((folder / "result.json").read_text())
-        return found
 
-    with ThreadPoolExecutor(parallel) as pool:
-        return dict(zip(jobs, pool.map(compute, jobs), strict=True))
+def compute_jobs(jobs: dict[str, dict[str, Any]], options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    return run_jobs(jobs, options.out, options.parallel, __file__, show_result, options.minutes)
+
+
+def train_or_resume(folder: Path, start: Callable[[], Run]) -> Run:
+    """The finished run in a folder, continued if it was interrupted; a stopped one ends this process."""
+    run = vitrail.resume(folder) if (folder / "run.json").exists() else start()
+    if not run.finished:
+        raise SystemExit(1)
+    return run
 
 
 def make_job(options: argparse.Namespace, name: str, method: str, weights: str, seed: int) -> dict[str, Any]:
@@ -260,8 +260,7 @@ def compare_heads(options: argparse.Namespace) -> None:
             key = f"{name}-unet-{seed}"
             jobs[key] = make_job(options, name, "U-Net", "", seed)
             rows.setdefault((name, "from scratch", "U-Net"), []).append(key)
-    results = run_jobs(jobs, options.out, options.parallel)
-    print_rows(("data", "weights", "method"), rows, results)
+    print_rows(("data", "weights", "method"), rows, compute_jobs(jobs, options))
 
 
 def compare_trunks(options: argparse.Namespace) -> None:
@@ -276,9 +275,11 @@ def compare_trunks(options: argparse.Namespace) -> None:
         }
         for trunk in TRUNKS
     }
-    pretrained = run_jobs(first, options.out, options.parallel)
+    pretrained = compute_jobs(first, options)
     for key, result in pretrained.items():
         print(f"{key}: {100 * result['top1']:.2f} % top-1 on Tiny ImageNet, {result['parameters'] / 1e6:.1f} M parameters")
+    if len(pretrained) < len(first):
+        return
     jobs: dict[str, dict[str, Any]] = {}
     rows: dict[tuple[str, str, str], list[str]] = {}
     for name in options.sets:
@@ -288,7 +289,7 @@ def compare_trunks(options: argparse.Namespace) -> None:
                 weights = str((options.out / start / "run" / "best.safetensors").resolve())
                 jobs[key] = make_job(options, name, "UperNet", weights, seed)
                 rows.setdefault((name, trunk, "UperNet"), []).append(key)
-    print_rows(("data", "trunk", "head"), rows, run_jobs(jobs, options.out, options.parallel))
+    print_rows(("data", "trunk", "head"), rows, compute_jobs(jobs, options))
 
 
 def locate(weights: str) -> str:
@@ -300,7 +301,9 @@ def print_rows(columns: tuple[str, ...], rows: dict[tuple[str, str, str], list[s
     print(f"\n| {' | '.join(columns)} | mIoU | pixel accuracy | n | parameters | minutes |")
     print(f"|{' --- |' * (len(columns) + 5)}")
     for row, keys in rows.items():
-        found = [results[key] for key in keys]
+        found = [results[key] for key in keys if key in results]
+        if not found:
+            continue
         cells = [spread([each[name] for each in found]) for name in ("miou", "pixel_accuracy")]
         minutes = statistics.mean(each["minutes"] for each in found)
         parameters = f"{found[0]['parameters'] / 1e6:.1f} M"
@@ -329,6 +332,7 @@ def main() -> None:
     parser.add_argument("--channels", type=positive, default=256, help="of UperNet")
     parser.add_argument("--limit", type=int, default=0, help="images of the evaluation and of the closed form, for a short run")
     parser.add_argument("--parallel", type=positive, default=1)
+    parser.add_argument("--minutes", type=float, help="stop after this time; the same command continues")
     parser.add_argument("--device", default=None)
     parser.add_argument("--out", type=Path, default=Path("runs/segmentation"))
     options = parser.parse_args()

@@ -16,6 +16,7 @@ import torch
 import vitrail
 from tests.images import make_masked_folder
 from tests.models.test_every_model import randomize
+from tests.shapes import make_parquet
 from vitrail.errors import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -52,7 +53,12 @@ MODEL = "deit_tiny_patch16"
             "--repeats 1",
             "as the authors' code",
         ),
+        ("search.py --count 1000 --width 16 --rounds 1 --queries 1 3 --threads 1", "| 3 |"),
+        ("coarse_labels.py digits --out OUT --table", "| trunk | method |"),
+        ("detection.py operators --small --repeats 1 --device cpu", "| RoIAlign of 2 x 50 boxes"),
         ("walks.py predict", "vitrail predict: "),
+        (f"explain.py cost --model {MODEL} --size 32 --rounds 1 --methods rollout", "| rollout | "),
+        (f"export.py parity {MODEL} --depth 1 --size 32 --images 2 --formats torch-export", f"| {MODEL} | torch-export |"),
         ("overhead.py --device cpu --rounds 1 --repeats 1", "| backward |"),
         ("forecast.py --rounds 1 -- --epochs 0.2 --device cpu --workers 0 --set architecture.width=16", "estimated / actual"),
     ],
@@ -75,6 +81,23 @@ def test_segmentations_are_compared(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "| camvid | vitrail_tiny | ridge | " in done.stdout
     assert "| camvid | from scratch | U-Net | " in done.stdout
+
+
+def test_detections_are_compared_and_continued(tmp_path):
+    """The first call ends within its time limit; the second one finishes."""
+    folder = tmp_path / "data" / "voc2012"
+    folder.mkdir(parents=True)
+    for split in ("train", "validation"):
+        make_parquet(folder / f"{split}.parquet", 20)
+    words = "--methods trained --steps 2 --size 64 --small --batch-size 4 --device cpu"
+    program = [sys.executable, ROOT / "benchmarks" / "detection.py", "voc", tmp_path / "data", "--out", tmp_path / "out"]
+    for minutes, expected in (("0.001", "0 of 1 trainings are finished"), ("9", "| vitrail_tiny | trained | ")):
+        done = subprocess.run(
+            [*program, *words.split(), "--minutes", minutes], capture_output=True, text=True, check=False, cwd=ROOT
+        )
+        assert done.returncode == 0, done.stderr
+        assert expected in done.stdout
+    assert "20 images" in done.stdout
 
 
 def test_an_interrupt_is_a_message():

@@ -23,6 +23,7 @@ ORDER = [
     "deploy",
     "tasks",
     "runs",
+    "explore",
     "bench",
     "cli",
 ]

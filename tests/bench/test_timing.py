@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from vitrail.bench import timing
+from vitrail.bench.output import describe_machine
 from vitrail.bench.timing import choose_repeats, machine, summarize, time_interleaved, time_run
 
 CPU = torch.device("cpu")
@@ -55,3 +56,4 @@ def test_machine():
     found = machine(CPU)
     assert (found["kind"], found["threads"]) == ("cpu", torch.get_num_threads())
     assert found["device"]
+    assert "1 thread of 1 core;" in describe_machine(found | {"threads": 1, "cores": 1})

@@ -114,7 +114,7 @@ def test_names_that_would_break_a_table(run_cli, weights, tmp_path):
     path = make_image(tmp_path / "line\nend\x1b[31m.png")
     code, said, _ = run_cli("predict", weights, path)
     assert code == 0
-    assert "top-3" in said  # of three classes, though five are the default
+    assert "next 2 classes" in said  # of three classes, though five are the default
     assert "new\\nline\\t[bold]" in said.replace("\n", "")
     assert "\x1b" not in said
     said = run_cli("predict", weights, path, "--format", "csv", "--top", 3)[1]
@@ -242,6 +242,8 @@ def test_bars_of_the_calibration_chart(monkeypatch):
     assert [bar.get_height() for bar in counts.patches] == [30, 2]
     assert all(bar.get_y() == 0 for bar in (*bars.patches, *counts.patches))
     assert counts.get_yscale() == "linear"
+    assert bars.get_legend() is None  # it would cover bars
+    assert [text.get_text() for text in figures[0].legends[0].texts] == ["95 % interval", "mean confidence", "accuracy"]
 
 
 def test_a_second_test_set(run_cli, weights, images, folder):

@@ -277,7 +277,7 @@ def test_plan_writes_nothing(run_cli, cli_error, tmp_path, monkeypatch):
     code, whole, _ = run_cli("plan", "digits", "--device", "cpu")
     assert code == 0
     assert "608,906 parameters" in whole
-    assert "600 steps, about" in whole
+    assert "30 epochs of 20 steps, about" in whole
     code, said, _ = run_cli(
         "plan", "digits", "--recipe", "deit_tiny", "--set", "augmentation.image_size=32", "--micro-batch-size", "8"
     )
@@ -287,7 +287,7 @@ def test_plan_writes_nothing(run_cli, cli_error, tmp_path, monkeypatch):
     )
     code, fewer, _ = run_cli("plan", "digits", "--out", "run", "--save-every", "0.5", *words.split())
     assert code == 0
-    assert "600 steps, about" in fewer
+    assert "30 epochs of 20 steps, about" in fewer
     assert "; all 2 trainings about" in fewer
     assert memory(fewer) < memory(whole)  # blocks are computed again
     assert "start with torchrun" in cli_error("plan", "digits", "--shard")
@@ -450,7 +450,9 @@ def test_predict_without_readable_images(digits_run, run_cli, cli_error, tmp_pat
     for bad in (tmp_path / "none.png", write_invalid_image(tmp_path / "bad.png")):
         code, said, errors = run_cli("predict", digits_run[0], bad)
         assert (code, said, errors.splitlines()[1:]) == (2, "", ["No image could be read."])
-    assert "There is no file" in cli_error("predict", tmp_path / "none.safetensors", tmp_path / "bad.png")
+    message = cli_error("predict", tmp_path / "none.safetensors", tmp_path / "bad.png")
+    assert "There is no file" in message
+    assert message.endswith("Give a checkpoint, a run directory, or one of the names in docs/weights.md.")
     assert "is not a safetensors" in cli_error("predict", tmp_path / "bad.png", tmp_path / "bad.png")
 
 

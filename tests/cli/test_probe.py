@@ -57,6 +57,9 @@ def test_knn_as_a_table_and_as_json(place, run_cli):
     result = run_cli("probe", "knn", place / "[b].safetensors", place / "all.csv", "-k", 3, "--workers", 0)
     assert result.returncode == 0, result.stderr
     assert "memory: 24 images (train), queries: 9 images (test), 3 classes, 16 features (pooled)." in result.stdout
+    assert "top-5" not in result.stdout  # of three classes
+    assert "from 9 images; chance 33.3 %." in result.stdout
+    assert "Only 9 images: the interval is ± " in result.stdout
     words = ("--protocol", "grafit", "--labels", "coarse_label", "--vector", "mean", "--workers", 0, "--json")
     content = json.loads(run_cli("probe", "knn", place / "[b].safetensors", place / "all.csv", *words).stdout)
     assert (content["classes"], content["feature_kind"]["vector"], content["temperature"]) == (2, "mean", 0.05)

@@ -83,6 +83,12 @@ def unknown_kind(root: Path) -> object:
     return root / "a.zip"
 
 
+@message(r"a.jpg is a single image: give the folder that contains one folder of images per class\.")
+def single_image(root: Path) -> object:
+    (root / "a.jpg").write_bytes(b"\xff\xd8\xff")
+    return root / "a.jpg"
+
+
 @message("has no image column .only label.: rename a column of bytes to image")
 def parquet_without_images(root: Path) -> object:
     parquet.write_table(pa.table({"label": [1, 2]}), root / "a.parquet")

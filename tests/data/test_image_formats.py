@@ -73,6 +73,8 @@ def test_skipped_files_are_counted_and_named(tmp_path, run_cli):
     expected = "5 files skipped: 2 .heic (install 'vitrail[heic]'), 1 .txt, 1 without suffix, 1 .png outside of the class folders"
     assert sorted(describe_skipped(source.skipped).split(": ")[1].split(", ")) == sorted(expected.split(": ")[1].split(", "))
     assert describe_skipped(()) is None
+    inspected = run_cli("data", "inspect", tmp_path / "photos")
+    assert all(f"\n  {path}\n" in inspected.stdout for path in source.skipped)
     planned = run_cli("plan", tmp_path / "photos", "--recipe", "laptop", "--epochs", "1", "--set", "batch_size=2")
     assert planned.returncode == 0, planned.stderr
     assert "5 files skipped: 2 .heic (install 'vitrail[heic]'), " in planned.stdout

@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from PIL import Image
 from tests.images import make_image, make_masked_folder, write_mask
 from vitrail.data import inspection
 from vitrail.data.datasets.lookup import open_sources, open_splits
+from vitrail.data.datasets.mask_folder import match_files
 from vitrail.data.inspection_report import findings
 from vitrail.data.loader import ImageReader, Problem
 from vitrail.data.mask_checks import check_masks, complete_classes, scan_ids
@@ -176,10 +178,23 @@ def test_missing_masks_are_one_sentence(tmp_path):
     make_masked_folder(tmp_path, 6)
     for path in (tmp_path / "masks").iterdir():
         path.rename(path.with_stem(f"other{path.stem}"))
-    with pytest.raises(UserError, match=r"^None of the 6 masks in \S+ has the name of an image in \S+: rename them\.$"):
+    sentence = r"^None of the 6 masks in \S+ has the name of an image in \S+: give each the name of its image\.$"
+    with pytest.raises(UserError, match=sentence):
         open_sources(tmp_path)
     with pytest.raises(UserError, match=r"^digits has no masks: give a folder with images/ and masks/"):
         complete_classes([open_sources("digits")["train"]])
+
+
+def test_masks_in_one_folder_of_images_in_class_folders(tmp_path):
+    for path in ("photos/cat/a.jpg", "photos/cat/b.jpg", "photos/dog/c.jpg", "some/b.png", "some/c.png"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).touch()
+    matched, unmatched = match_files(str(tmp_path / "photos"), str(tmp_path / "some"))
+    names = [tuple(Path(file).relative_to(tmp_path).as_posix() for file in pair) for pair in matched]
+    assert names == [("photos/cat/b.jpg", "some/b.png"), ("photos/dog/c.jpg", "some/c.png")]
+    assert unmatched == (1, 0)
+    (tmp_path / "photos" / "dog" / "b.jpg").touch()  # of which cat or dog is b.png?
+    assert match_files(str(tmp_path / "photos"), str(tmp_path / "some")) == ([], (4, 2))
 
 
 def test_a_few_bad_masks_are_skipped(tmp_path):

@@ -241,5 +241,5 @@ def test_segmentation_weights_are_refused(tmp_path):
     model = make_model(classes=0)
     model.set_task_head(SegmentationConfig(("road", "sky"), (0, 1), 32, kind="linear"))
     vitrail.save(model, tmp_path / "masks.safetensors")
-    with pytest.raises(vitrail.UserError, match="segment images"), serving(tmp_path / "masks.safetensors"):
+    with pytest.raises(vitrail.UserError, match="segmentation is not served"), serving(tmp_path / "masks.safetensors"):
         pass

@@ -10,12 +10,12 @@ from PIL import Image
 
 import vitrail
 from tests.images import make_folder, make_image, write_invalid_image
+from vitrail.checkpoints.model_io import find_weights
 from vitrail.data.decode import decode
 from vitrail.data.loader import Problem
 from vitrail.data.transforms.config import Augmentation
 from vitrail.data.transforms.pipeline import augment
 from vitrail.errors import UserError
-from vitrail.evaluation.model import find_weights
 from vitrail.evaluation.predict import ImageList, iterate_predictions, open_images, parse_path_list
 from vitrail.models.preprocessing import Preprocessing, min_decode_side
 
@@ -36,10 +36,11 @@ def test_files_and_folders_in_the_order_given(tmp_path):
     os.symlink(tmp_path / "many", tmp_path / "many" / "a" / "round")
     (tmp_path / "empty").mkdir()
     odd = tmp_path / "no ending"
-    odd.write_bytes((tmp_path / "one.jpg").read_bytes())
+    for path in (odd, tmp_path / "many" / "scan"):
+        path.write_bytes((tmp_path / "one.jpg").read_bytes())
     source, problems = open_images([tmp_path / "one.jpg", tmp_path / "many", odd, tmp_path / "empty", tmp_path / "gone.png"])
     found = [os.path.relpath(source.location(index), tmp_path) for index in range(len(source))]
-    assert found == ["one.jpg", "many/a/000.png", "many/a/001.png", "many/b/000.png", "many/b/001.png", "no ending"]
+    assert found == ["one.jpg", "many/a/000.png", "many/a/001.png", "many/b/000.png", "many/b/001.png", "many/scan", "no ending"]
     assert problems == [
         Problem(str(tmp_path / "empty"), "the folder contains no images"),
         Problem(str(tmp_path / "gone.png"), "no such file"),

@@ -72,6 +72,7 @@ def test_initial_weights_are_not_compared_with_trained_ones():
 
 def test_the_best_of_two_validations_has_no_estimate():
     assert judge(0.8, 2, [0.7, 0.8]).describe()[-1].endswith("of 2 validations on the same images and therefore optimistic.")
+    assert judge(0.8, 3, [0.8, 0.8, 0.8]).describe()[-1].endswith("therefore optimistic.")  # not "by up to about 0.0 points"
     assert judge(0.8, 9, [0.7, 0.8]).neighbors is None  # the metrics do not have the best step
 
 

@@ -19,7 +19,7 @@ def beyond(name):
     if high != math.inf:
         values.append(high + 1 if integer else math.nextafter(high, math.inf))
     default = LEAVES[name]
-    return [[value] * len(default) if isinstance(default, tuple) else value for value in values]
+    return [[value] * max(len(default), 1) if isinstance(default, tuple) else value for value in values]
 
 
 @pytest.mark.parametrize("name", LIMITS)

@@ -21,7 +21,7 @@ from vitrail.models.registry import lookup as find_model
 from vitrail.recipes import Recipe, cait, list_recipes, lookup
 from vitrail.recipes.lookup import INDEX, PAGES, make_index
 from vitrail.recipes.schema import parse_duration
-from vitrail.runs.initial_model import RESTRUCTURED, can_restructure
+from vitrail.runs.initial_model import CLASS_QUERIES, RESTRUCTURED, adds_class_queries, can_restructure
 
 CELLS: dict[str, list[Cell]] = {}
 for _cell in read():
@@ -66,7 +66,9 @@ def test_the_model_exists_and_accepts_the_changes(name):
 def test_the_pretrained_recipe_has_the_same_network(name):
     recipe = lookup(name)
     before = parts(recipe.init.pretrained_recipe)
-    changed = set(before.differences(parts(name))) - {"image_size", "pre_logits"}
+    changed = set(before.differences(parts(name))) - {"image_size", "pre_logits", "pre_logits_kind"}
+    if adds_class_queries(before, parts(name)):
+        changed -= set(CLASS_QUERIES)
     assert not changed or (changed <= set(RESTRUCTURED) and can_restructure(before, parts(name)))
     assert "_to_" in name
 
@@ -109,7 +111,9 @@ def test_every_recipe_of_a_paper_is_published():
         "small",
         "finetune",
         "segment",
+        "detect",
         "dino_small",
+        "grafit_small",
         "masked_small",
         "tokenizer",
         "tokenizer_small",
@@ -122,7 +126,10 @@ def test_papers_decode_jpegs_at_full_size():
     """The recipes of Vitrail decode large files at reduced size, which is faster."""
     for name in list_recipes():
         recipe = lookup(name)
-        fast = recipe.about.paper == "vitrail" and recipe.task != "segmentation"  # masks have the full size
+        fast = recipe.about.paper == "vitrail" and recipe.task not in (
+            "segmentation",
+            "detection",
+        )  # masks and boxes have the full size
         assert recipe.data.decode_scale == (1.5 if fast else 0.0), name
 
 
@@ -297,6 +304,7 @@ PAGES_OF_DOCS |= {
     "beit": "three-things",
     "lvvit": "lv-vit",
     "grafit": "grafit",
+    "grafit_embeddings": "grafit",
     "fixres": "fixres",
 }
 

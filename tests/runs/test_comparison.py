@@ -118,7 +118,7 @@ def test_markdown_and_json():
     groups = [Group("a|b", tuple(several("a", [0.5, 0.6]))), Group("c", tuple(several("c", [0.7, 0.9], mixing__mixup=0.0)))]
     rows = compare(groups)
     text = to_markdown(rows, METRICS["top1"], "best")
-    assert "| a\\|b | 2 | 55.00 | 7.07 | -8.53 to 118.53 |" in text
+    assert "| a\\|b | 2 | 55.00 | 7.07 | 0.00 to 100.00 |" in text
     assert "* c: mixing.mixup 0.8 -> 0.0" in text
     heads, _, *lines = [line for line in text.splitlines() if line.startswith("|")]
     assert {line.replace("\\|", "").count("|") for line in lines} == {heads.count("|")}

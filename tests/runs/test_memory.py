@@ -198,7 +198,7 @@ def test_the_forecast(foretell):
     assert taught == [f"{plain}; the teacher takes 40 % of a step and 300 MB"]
     assert foretell(Pace(8.0), plan=dataclasses.replace(PLAN, cached=5e8)) == [f"{plain}, 500 MB of it decoded images"]
     rounded = RECIPE.set({"schedule.length": "2 epochs", "data.round_to": 50})  # an epoch has 50 images: 6 steps
-    assert foretell(Pace(8.0), rounded)[0].startswith("12 steps")
+    assert foretell(Pace(8.0), rounded)[0].startswith("2 epochs of 6 steps, about")
 
 
 def test_the_forecast_names_busy_cores(foretell, monkeypatch):
@@ -218,14 +218,12 @@ def test_the_forecast_suggests_to_annotate(foretell):
     assert advice.endswith("give --teacher labels")
 
 
-def test_the_forecast_of_days_names_alternatives(foretell):
+def test_the_forecast_of_many_hours_names_alternatives(foretell):
     recipe = RECIPE.set({"schedule.length": "100 epochs", "augmentation.image_size": 224})
-    assert len(foretell(Pace(100.0), recipe)) == 1
-    _, advice = foretell(Pace(1080.0), recipe)  # 800 steps: ten days
-    assert advice.startswith("this is more than a day: give --minutes 60 for a training that ends after an hour, or --epochs 10 ")
-    assert (
-        "--epochs 10 (about 1 day), or --image-size 112 (about 2 days 12 hours), or `vitrail train 'my photos' --from" in advice
-    )
+    assert len(foretell(Pace(17.0), recipe)) == 1
+    _, advice = foretell(Pace(180.0), recipe)  # 800 steps: 40 hours
+    assert advice.startswith("this is more than 4 h: give --minutes 60 for a training that ends after an hour, or --epochs 10 ")
+    assert "--epochs 10 (about 4 h), or --image-size 112 (about 10 h), or `vitrail train 'my photos' --from" in advice
 
 
 def test_decoded_images_are_counted(source):

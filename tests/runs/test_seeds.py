@@ -66,6 +66,7 @@ def test_every_seed_is_trained_and_summarized(tmp_path, capsys):
     assert train_seeds(tmp_path / "run", planned(3), messages.append)
     assert {path.name for path in (tmp_path / "run").iterdir()} == {".lock", "seeds.json", "seed-0", "seed-1", "seed-2"}
     assert len(set(values(tmp_path / "run"))) == 3
+    assert messages == ["seed 0 (1 of 3)", "seed 1 (2 of 3)", "seed 2 (3 of 3)"]
     printed = capsys.readouterr().err
     assert printed.count("; all 3 trainings about ") == printed.count("; all 2 trainings about ") == 1
     top1, loss = summaries(tmp_path / "run")
@@ -164,6 +165,7 @@ def test_the_same_command_finds_its_folder(tmp_path, monkeypatch):
     train_seeds(choose_folder(None, planned(1)), planned(1), print)
     assert str(choose_folder(None, planned(5))) == "runs/digits-laptop-seeds"
     assert str(choose_folder(None, planned(5, {"batch_size": 8}))) == "runs/digits-laptop-seeds-2"
+    assert str(choose_folder(None, planned(3, {"data.folds": 3}))) == "runs/digits-laptop-folds"
     with pytest.raises(UserError, match="the seeds of another training"):
         choose_folder(tmp_path / "runs" / "digits-laptop-seeds", planned(1, {"batch_size": 8}))
     with pytest.raises(UserError, match="holds a single run"):

@@ -238,3 +238,13 @@ def test_the_best_weights_are_selected_by_accuracy_or_loss(select_by, better):
     accuracies, losses = (0.81, 0.77, 0.9, 0.75), (0.6, 0.4, float("nan"), 0.7)
     others = [{"top1": top1, "loss": loss} for top1, loss in zip(accuracies, losses, strict=True)]
     assert [task.is_better(values, best) for values in others] == better
+
+
+def test_weights_of_the_start_are_kept_unless_accuracy_or_loss_is_better():
+    validation = ValidationConfig(select_by="latest")
+    task = Classification(Recipe(validation=validation), open_splits("digits").train, torch.device("cpu"))
+    start = {"top1": 0.8, "loss": 0.5, "images": 100}
+    accuracies, losses = (0.79, 0.8, 0.79, 0.81), (0.6, 0.6, 0.4, 0.6)
+    others = [{"top1": top1, "loss": loss} for top1, loss in zip(accuracies, losses, strict=True)]
+    assert [task.is_better(values, start | {"step": 0}) for values in others] == [False, False, True, True]
+    assert all(task.is_better(values, start | {"step": 12}) for values in others)

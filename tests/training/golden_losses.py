@@ -4,7 +4,8 @@ A miniature is a recipe with a tiny model of the same structure, batch size 16 a
 twenty steps cover the warmup and what follows. Recipes with equal miniatures share one list of losses.
 
 Recipes with a teacher use an untrained model with confident predictions; recipes with token labels use the maps of that model on
-the same digits; BEiT predicts the codes of an untrained tokenizer; the masks of segmentations are the strokes of the digits.
+the same digits; BEiT predicts the codes of an untrained tokenizer; the masks of segmentations are the strokes of the
+digits, and the objects of detections are the boxes around them.
 """
 
 import contextlib
@@ -27,7 +28,9 @@ from tests.trainers import make_trainer
 from vitrail.data.datasets.lookup import open_splits
 from vitrail.data.decode import decode
 from vitrail.data.image_loader import ImageLoader
+from vitrail.data.instance_masks import encode_rle
 from vitrail.data.mask_classes import numbered_classes
+from vitrail.data.objects import Objects, make_objects
 from vitrail.data.source import Subset
 from vitrail.models.config import Architecture
 from vitrail.models.registry import create
@@ -57,7 +60,8 @@ IGNORED = (
 )
 # Task options that would make a miniature slow, or do not fit its size.
 SMALL_OPTIONS = {"outputs": 64, "hidden": 32, "bottleneck": 16, "local_crops": 2, "local_size": 0, "codes": 16}
-SMALL_OPTIONS |= {"channels": 8, "auxiliary": 4}
+SMALL_OPTIONS |= {"channels": 8, "auxiliary": 4, "views": 2, "clusters": 16}
+SMALL_OPTIONS |= {"max_objects": 4, "candidates": 20, "proposals": 10, "anchors_sampled": 16, "boxes_sampled": 8}
 HEAD_STD = 1.0  # of the teacher's head, which is initialized with zeros otherwise
 
 
@@ -84,7 +88,11 @@ def shrink(a: Architecture) -> Architecture:
         changes |= {"stem_width": 32, "stem_layers": (1, 1), "patch_size": 8, "image_size": (32, 32)}
     if a.convnet:
         changes["convnet"] = a.convnet.replace(
-            depths=(2, 1), widths=(32, 32), inner_widths=(8, 8), groups=(1, 1), root_widths=(8,) * len(a.convnet.root_widths)
+            depths=(2, 1),
+            widths=(32, 32),
+            inner_widths=(32, 32) if a.convnet.block == "basic" else (8, 8),
+            groups=(1, 1),
+            root_widths=(8,) * len(a.convnet.root_widths),
         )
         changes |= {"patch_size": changes["convnet"].stride, "image_size": (32, 32)}
     if a.stem == "resnet_features":
@@ -117,7 +125,7 @@ def miniature(recipe: Recipe) -> Recipe:
         if unit == "step":
             changes["schedule.length"] = f"{round(length * WARMUP / warmup)} steps"
     changes |= {f"architecture.{field}": value for field, value in small.items()}
-    changes |= {f"task_options.{name}": value for name, value in SMALL_OPTIONS.items() if name in recipe.task_options}
+    changes |= {f"task_options.{name}": value for name, value in SMALL_OPTIONS.items() if recipe.task_options.get(name)}
     small_recipe = recipe.set(changes)
     assert abs(small_recipe.lr / recipe.lr - 1) < 1e-9, recipe.name
     return small_recipe
@@ -169,6 +177,25 @@ class Strokes(Subset):
 def strokes() -> ImageLoader:
     source = Strokes(open_splits("digits").train, np.arange(IMAGES))
     return ImageLoader(source, workers=0, log=lambda message: None, masks=True)
+
+
+class StrokeBoxes(Subset):
+    """Digits with one object each: the bright pixels and their box, of two classes in turn."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.object_classes, self.has_instances = ("even", "odd"), True
+
+    def objects(self, index: int) -> Objects:
+        mask = decode(self.encoded(index)).mean(-1) > 100
+        (top, bottom), (left, right) = ((int(each.min()), int(each.max()) + 1) for each in np.nonzero(mask))
+        return make_objects([{"box": (left, top, right, bottom), "class": index % 2, "shape": encode_rle(mask)}])
+
+
+@cache
+def stroke_boxes() -> ImageLoader:
+    source = StrokeBoxes(open_splits("digits").train, np.arange(IMAGES))
+    return ImageLoader(source, workers=0, log=lambda message: None, objects=True)
 
 
 @cache
@@ -241,7 +268,7 @@ class Losses:
 
 def first_losses(small_recipe: Recipe) -> list[float]:
     losses = Losses()
-    loader = strokes() if small_recipe.task == "segmentation" else digits()
+    loader = {"segmentation": strokes, "detection": stroke_boxes}.get(small_recipe.task, digits)()
     training = make_trainer(with_teacher(small_recipe), loader.source, Path("nowhere"), options=Options(log_steps=1))
     training.total = training.validate_every = STEPS + 1
     display = Display(STEPS, training.sampler.steps, BATCH, console=Console(quiet=True))

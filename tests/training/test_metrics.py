@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from vitrail.errors import UserError
 from vitrail.formatting import format_significant
-from vitrail.training.metrics import FILE, MetricsWriter, SmoothedValue, read_metrics
+from vitrail.training.metrics import FILE, TOP1, Metric, MetricsWriter, SmoothedValue, read_metrics
 
 
 def write(folder, steps, resume_step=None, speed=1.0):
@@ -140,3 +140,11 @@ def test_smoothing_hardly_depends_on_the_logging_interval():
 
 def test_format_significant():
     assert [format_significant(value) for value in (1.4, 0.0312, 12345.0, math.nan)] == ["1.400", "0.03120", "1.234e+04", "nan"]
+
+
+def test_intervals_end_at_possible_values():
+    assert TOP1.show_interval(-0.1, 1.4655) == "0.00 to 100.00"
+    assert TOP1.show_interval(0.3606, 0.9) == "36.06 to 90.00"
+    assert Metric("loss", "loss", higher_is_better=False).show_interval(-0.1, 1.5) == "0.0000 to 1.5000"
+    assert Metric("score", "score").show_interval(-0.1, 1.5) == "-0.1000 to 1.5000"
+    assert TOP1.show_interval(None, None) == ""

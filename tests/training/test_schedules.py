@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -67,6 +68,10 @@ def test_step_schedule():
     assert lr_at(halved, 8e-6, 14 * 3 + 2, 3) == 8e-6
     assert lr_at(halved, 8e-6, 15 * 3, 3) == 4e-6
     assert lr_at(ScheduleConfig("90 steps", "0 steps", kind="step", step_size="30 steps", min_lr=0.5), 1.0, 89, 1) == 0.5
+    detection = ScheduleConfig("36 epochs", "0 steps", kind="step", milestones=(27 / 36, 33 / 36))  # whatever the length
+    for epoch, wanted in ((0, 1.0), (26, 1.0), (27, 0.1), (32, 0.1), (33, 0.01), (35, 0.01)):
+        assert lr_at(detection, 1.0, epoch * 7, 7) == pytest.approx(wanted)
+        assert lr_at(replace(detection, length="72 epochs"), 1.0, 2 * epoch * 7, 7) == pytest.approx(wanted)
 
 
 def test_durations():

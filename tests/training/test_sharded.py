@@ -90,12 +90,14 @@ def check_training(mesh):
 
 def work(rank, path):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    store = dist.FileStore(path, 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
     try:
         check_optimizers(mesh)
         check_training(mesh)
-        dist.barrier()  # gloo fails if the other process exits first
+        store.set(f"done {rank}", "")
+        store.wait(["done 0", "done 1"])  # gloo fails if the other process exits first
     finally:
         dist.destroy_process_group()
 

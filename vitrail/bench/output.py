@@ -8,6 +8,7 @@ from typing import Any
 from vitrail.atomic_files import atomic_write
 from vitrail.bench.measurement import Measurement, speedup, timm_counterpart
 from vitrail.bench.peak import Peak
+from vitrail.formatting import pluralize
 
 
 def make_document(
@@ -34,7 +35,7 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
 
 def describe_machine(machine: dict[str, Any]) -> str:
     """Device, cores and versions in one line."""
-    hardware = f"{machine['device']}, {machine['threads']} threads of {machine['cores']} cores"
+    hardware = f"{machine['device']}, {pluralize(machine['threads'], 'thread')} of {pluralize(machine['cores'], 'core')}"
     if machine["kind"] == "cuda":
         hardware = f"{machine['device']}, {machine['cores']} CPU cores"
     versions = [f"torch {machine['torch']}"] + ([f"timm {machine['timm']}"] if machine.get("timm") else [])

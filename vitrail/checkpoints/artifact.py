@@ -24,6 +24,7 @@ from vitrail.version import __version__
 LAYOUT = 1  # version of the header
 HEADER = "vitrail"  # the metadata entry of an artifact
 DELTA = "vitrail_delta"  # the metadata entry of a file with only the tensors that differ from other weights
+OPTIMIZED = "vitrail_optimized"  # the metadata entry of a model that was optimized for one kind of machine
 FIELDS = {
     "layout",
     "version",

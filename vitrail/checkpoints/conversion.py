@@ -158,10 +158,10 @@ def export_tensors(model: VisionTransformer, format: str, approximate: bool = Fa
         config = huggingface.write_config(a, model.class_names) if format == "hf" else None
         inferred = infer_without_hints(format, shapes_of(tensors), config, a.image_size)
     except UnsupportedByFormat as error:
-        raise UnsupportedByFormat(f"The {title} format cannot represent this model: {error}.") from None
+        raise UnsupportedByFormat(f"This model cannot be written in the {title} format: {error}.") from None
     except (KeyError, UserError) as error:
         raise UnsupportedByFormat(
-            f"The {title} format cannot represent this model: it could not be read back ({error})."
+            f"This model cannot be written in the {title} format: it could not be read back ({error})."
         ) from None
     # The size is not part of a file without position tables, and of a rounded size only the covered part is read back.
     if model.stem.grid(*inferred.image_size) == model.grid or a.pos_embed == "none":

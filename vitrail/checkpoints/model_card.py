@@ -12,6 +12,12 @@ from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.version import __version__
 
 MAX_CLASSES = 100  # that are listed
+HUB_TASKS = {  # by task of a model: the name on the hub
+    "classification": "image-classification",
+    "features": "image-feature-extraction",
+    "segmentation": "image-segmentation",
+    "detection": "object-detection",
+}
 RATIOS = ("top1", "top5", "knn", "test", "mean_iou", "pixel_accuracy")  # metrics that are shown in percent
 SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~])")
 
@@ -64,14 +70,12 @@ def describe_header(
 
 def task_of(model: VisionTransformer) -> str:
     """The hub's name of what the model does."""
-    if model.task_head is not None:
-        return "image-segmentation"
-    return "image-classification" if model.architecture.classes else "image-feature-extraction"
+    return HUB_TASKS[model.task]
 
 
 def usage(model: VisionTransformer, repository: str, transformers: bool) -> str:
     lines = ["import vitrail", ""]
-    if model.architecture.classes and model.task_head is None:
+    if model.task == "classification":
         lines += [f'for prediction in vitrail.predict("hf://{repository}", ["cat.jpg"]):', "    print(prediction.classes)"]
     else:
         lines.append(f'model = vitrail.load("hf://{repository}")')
@@ -152,7 +156,7 @@ def describe_metrics(metrics: Mapping[str, Any], data: Mapping[str, Any]) -> str
 
 def describe_limits(model: VisionTransformer, metrics: Mapping[str, Any], recipe: Mapping[str, Any], license: str | None) -> str:
     lines = []
-    if model.architecture.classes and model.task_head is None:
+    if model.task == "classification":
         lines.append(
             f"Every image gets one of the {model.architecture.classes} classes, also an image of something else. The "
             "probabilities are those of the softmax, which were not calibrated."

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from vitrail.checkpoints.artifact import DELTA, HEADER, load_artifact, save_tensors
+from vitrail.checkpoints.artifact import DELTA, HEADER, OPTIMIZED, load_artifact, save_tensors
 from vitrail.checkpoints.assembly import check_architecture, unwrap_compiled
 from vitrail.checkpoints.readers import read_weights
 from vitrail.errors import UserError
@@ -51,6 +51,8 @@ def load(
         own = HEADER in checkpoint.metadata
         if DELTA in checkpoint.metadata:
             raise UserError(f"{path} is a delta: give the weights that it was made from too, as BASE+{path}.")
+        if OPTIMIZED in checkpoint.metadata:
+            raise UserError(f"{path} is an optimized model: open it with vitrail.load_optimized.")
         if own:
             model = load_artifact(checkpoint, path, overrides)
         else:
@@ -61,6 +63,12 @@ def load(
         model.resize(*size)
     model = model.eval()
     return model.to(device) if device is not None else model
+
+
+def find_weights(path: str | Path) -> Path:
+    """The best weights of a run directory; any other path unchanged."""
+    path = Path(path)
+    return path / "best.safetensors" if (path / "run.json").is_file() else path
 
 
 def split_delta_path(path: str | Path) -> tuple[str | Path, str | Path | None]:

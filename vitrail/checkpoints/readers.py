@@ -43,7 +43,8 @@ def read_weights(path: str | Path, ema: bool = False) -> Checkpoint:
     """The weights in a file or folder of any supported format, or weights by name; `ema` selects the EMA weights."""
     path = find_named(path) or Path(path)
     if not os.path.exists(path):  # which has no exception for a name that is too long
-        raise UserError(f"There is no file {path}.{suggest(str(path))}")
+        hint = suggest(str(path)) or " Give a checkpoint, a run directory, or one of the names in docs/weights.md."
+        raise UserError(f"There is no file {path}.{hint}")
     if path.suffix == SHARDED and path.is_dir():
         return read_training_checkpoint(path, ema)
     if path.is_dir():

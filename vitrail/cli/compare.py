@@ -3,12 +3,14 @@
 import contextlib
 import json
 import sys
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from vitrail.cli.console import print_table, print_text
+from vitrail.cli.console import print_message, print_table, print_text
 from vitrail.cli.options import (
     AtOption,
     DeviceOption,
@@ -30,6 +32,7 @@ from vitrail.cli.train import parse_set
 from vitrail.errors import UserError
 
 if TYPE_CHECKING:
+    from vitrail.runs.comparison import Group
     from vitrail.training.metrics import Metric
 
 
@@ -44,13 +47,19 @@ def compare(
         bool, typer.Option("--images", help="Also compare the predictions of all models for every validation image.")
     ] = False,
     plot: PlotOption = None,
+    figures: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", help="Draw the noise of seeds, crop boxes and mixed patches of these runs to PNG files in FOLDER."
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compare trainings: mean, spread and interval over seeds, and differences to the first group with their p-values.
 
     Example: [bold]vitrail compare runs/with-mixup runs/without --plot mixup.png[/bold]
     """
-    from vitrail.atomic_files import check_writable
+    from vitrail.atomic_files import check_writable, check_writable_folder
     from vitrail.runs import comparison
     from vitrail.runs.results import choose_metric, read_results
 
@@ -59,6 +68,7 @@ def compare(
     if plot is not None and plot.suffix.lower() != ".png":
         raise UserError(f"--plot {plot} is not a PNG file: give a name that ends in .png.")
     check_writable(plot)
+    check_writable_folder(figures)
     chosen = choose_metric(runs, metric)
     results, messages = read_results(runs, chosen, at)  # type: ignore[arg-type]
     groups, more = comparison.group_results(results, by == "folder")
@@ -78,12 +88,33 @@ def compare(
 
         drawn = draw_seed_plot(rows, chosen, at)
         atomic_write(plot, lambda side: side.write_bytes(drawn))
+    if figures is not None:
+        draw_figures(figures, groups, chosen)
     if as_json:
         print(json.dumps(content, indent=1))
         return
     show(rows, chosen, at)
     if images:
         show_images(content["images"], groups[0].name)
+
+
+def draw_figures(folder: Path, groups: "Sequence[Group]", metric: "Metric") -> None:
+    """Write the figures that these runs allow, and one sentence for each of the others."""
+    from vitrail.atomic_files import atomic_write
+    from vitrail.runs import augmentation_figures, seed_figures
+
+    folder.mkdir(parents=True, exist_ok=True)
+    drawings = {name: partial(draw, groups, metric) for name, draw in seed_figures.FIGURES.items()}
+    drawings |= {name: partial(draw, groups) for name, draw in augmentation_figures.FIGURES.items()}
+    for name, draw in drawings.items():
+        try:
+            png = draw()
+        except UserError as error:
+            print_message(f"{name}.png is not drawn: {error}")
+            continue
+        path = folder / f"{name}.png"
+        atomic_write(path, lambda file, png=png: file.write_bytes(png))  # type: ignore[misc]
+        print_message(f"wrote {path}")
 
 
 class VariantOptions(NamedTuple):

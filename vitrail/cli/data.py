@@ -31,7 +31,7 @@ def inspect(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the images on the sheet.")] = 0,
     workers: WorkersOption = None,
 ) -> None:
-    """Report classes, image sizes, formats, masks, unreadable files, duplicates and leaks between splits.
+    """Report classes, image sizes, formats, masks, objects, unreadable files, duplicates and leaks between splits.
 
     Example: [bold]vitrail data inspect photos/ --out sheet.png --recipe deit_small[/bold]
     """
@@ -40,6 +40,7 @@ def inspect(
     from vitrail.data.contact_sheet import base_name, contact_sheet, overlay_sheet
     from vitrail.data.datasets.lookup import open_sources
     from vitrail.data.inspection_report import findings, print_report
+    from vitrail.data.object_drawing import object_sheet
     from vitrail.data.progress import progress
 
     if out is not None and out.suffix != ".png":
@@ -56,6 +57,9 @@ def inspect(
         masks = out.with_stem(f"{out.stem}-masks")
         if train.has_masks:
             save_sheet(masks, overlay_sheet(train, base_name(source), seed))
+        boxes = out.with_stem(f"{out.stem}-objects")
+        if train.object_classes:
+            save_sheet(boxes, object_sheet(train, base_name(source), seed))
     with progress("inspecting", sum(map(len, sources.values()))) as advance:
         report = inspection.inspect(source, sources, workers, advance)
     if as_json:
@@ -66,6 +70,8 @@ def inspect(
         print(f"\nContact sheet: {out}")
         if train.has_masks:
             print(f"Images with their masks: {masks}")
+        if train.object_classes:
+            print(f"Images with their objects: {boxes}")
         for name in recipe or []:
             print(f"Augmented images of {name}: {out.with_stem(f'{out.stem}-{name}')}")
 

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from vitrail.cli.console import make_console, print_json, print_table
 from vitrail.cli.options import JsonOption
-from vitrail.formatting import percent
+from vitrail.formatting import format_bytes, percent
 
 delta = typer.Typer(
     no_args_is_help=True,
@@ -40,8 +40,8 @@ def make(
     save_delta(made, out)
     size = out.stat().st_size
     print(
-        f"{out}: {len(made.tensors)} tensors, {size / 1e6:.2f} MB, {percent(size / made.base_bytes, 1)} of the "
-        f"{made.base_bytes / 1e6:.1f} MB of its base {made.base[:12]}"
+        f"{out}: {len(made.tensors)} tensors, {format_bytes(size)}, {percent(size / made.base_bytes, 1)} of the "
+        f"{format_bytes(made.base_bytes)} of its base {made.base[:12]}"
     )
 
 
@@ -85,7 +85,7 @@ def info(
     rows = {
         "model": f"{summary['name']} at {format_size(tuple(summary['image_size']))} pixels",
         "base": f"{base['name'] or 'without a name'}, sha256 {base['sha256']}",
-        "size": f"{summary['parameters']:,} parameters, {summary['bytes'] / 1e6:.1f} MB, "
+        "size": f"{summary['parameters']:,} parameters, {format_bytes(summary['bytes'])}, "
         f"{percent(summary['bytes'] / max(base['bytes'], 1), 1)} of the base",
         "classes": ", ".join(names[:8]) + (f", … ({len(names)})" if len(names) > 8 else "") if names else "without names",
     }

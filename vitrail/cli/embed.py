@@ -47,7 +47,7 @@ def embed(
 
     Exit code 1: some images could not be read; 2: none could.
 
-    Example: [bold]vitrail embed runs/photos-laptop photos/ --out features.parquet[/bold]
+    Example: [bold]vitrail embed runs/photos-finetune photos/ --out features.parquet[/bold]
     """
     from vitrail.atomic_files import check_writable
     from vitrail.evaluation.embeddings import check_suffix, write_embedding
@@ -81,10 +81,10 @@ def suite(
 
     Stored results are not computed again.
 
-    Example: [bold]vitrail suite tasks.yaml deit3_small.safetensors runs/photos-laptop[/bold]
+    Example: [bold]vitrail suite tasks.yaml deit3_small.safetensors runs/photos-finetune[/bold]
     """
+    from vitrail.checkpoints.model_io import find_weights
     from vitrail.data.progress import progress
-    from vitrail.evaluation.model import find_weights
     from vitrail.evaluation.probes.suite import group_means, read_suite, run_suite
 
     tasks = read_suite(file)

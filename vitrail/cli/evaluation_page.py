@@ -158,7 +158,7 @@ def draw_reliability(calibration: Calibration, palette: Palette) -> bytes:
     width = 4.6 * len(sides) + 0.4
     with new_figure(palette, (width, 5.2)) as figure:
         panels = figure.subplots(2, len(sides), squeeze=False, height_ratios=(4, 1), sharex=True)
-        figure.subplots_adjust(0.8 / width, 0.11, 1 - 0.3 / width, 0.93, wspace=0.26, hspace=0.08)
+        figure.subplots_adjust(0.8 / width, 0.17, 1 - 0.3 / width, 0.93, wspace=0.26, hspace=0.08)
         for column, (title, bins, error) in enumerate(sides):
             axes, histogram = panels[0, column], panels[1, column]
             style_axes(axes, title, palette)
@@ -176,14 +176,16 @@ def draw_reliability(calibration: Calibration, palette: Palette) -> bytes:
             axes.plot([], color=palette.orange, linewidth=2.5, label="mean confidence")
             axes.set_ylim(0, 101)
             axes.yaxis.set_major_formatter("{x:g} %")
-            axes.legend(loc="upper left", frameon=False, labelcolor=palette.foreground, fontsize=9)
             histogram.bar(centers, [bin.images for bin in filled], bar_width, color=palette.muted, alpha=0.6)
             histogram.yaxis.get_major_locator().set_params(integer=True, nbins=3)
             histogram.set_xlim(0, 100)
             histogram.xaxis.set_major_formatter("{x:g} %")
+            histogram.tick_params(axis="x", pad=7)  # below the 0 of the other axis
             histogram.set_xlabel("confidence", color=palette.muted)
         panels[0, 0].set_ylabel("accuracy", color=palette.muted)
         panels[1, 0].set_ylabel("images", color=palette.muted)
+        handles, labels = panels[0, 0].get_legend_handles_labels()  # below both: bars and lines may be anywhere
+        figure.legend(handles, labels, loc="lower center", ncols=3, frameon=False, labelcolor=palette.foreground, fontsize=9)
         return render_png(figure)
 
 

@@ -24,11 +24,15 @@ from vitrail.cli.delta import delta
 from vitrail.cli.demo import demo
 from vitrail.cli.embed import embed, suite
 from vitrail.cli.evaluate import disagree, evaluate
+from vitrail.cli.explain import explain
+from vitrail.cli.explore import explore
+from vitrail.cli.export import export
 from vitrail.cli.models import convert, info, models
 from vitrail.cli.predict import predict
-from vitrail.cli.probe import probe
+from vitrail.cli.probe_levels import probe
 from vitrail.cli.push import push
 from vitrail.cli.recipes import recipes
+from vitrail.cli.search import index, search
 from vitrail.cli.segment import segment
 from vitrail.cli.serve import serve
 from vitrail.cli.tokenizer import tokenizer
@@ -53,14 +57,18 @@ PANELS: dict[str, dict[str, typer.Typer | Callable[..., None]]] = {
         "predict": predict,
         "segment": segment,
         "evaluate": evaluate,
+        "explain": explain,
         "disagree": disagree,
         "embed": embed,
         "probe": probe,
         "suite": suite,
+        "explore": explore,
+        "index": index,
+        "search": search,
     },
     "Models": {"models": models, "info": info, "convert": convert, "delta": delta},
     "Data": {"data": data, "annotate": annotate, "store": store},
-    "Deploy": {"serve": serve, "push": push, "bench": bench},
+    "Deploy": {"export": export, "serve": serve, "push": push, "bench": bench},
 }
 ORDER = [name for commands in PANELS.values() for name in commands]
 
@@ -208,14 +216,14 @@ def run() -> int:
 
 def reject_empty_arguments(arguments: Sequence[str]) -> None:
     """Raise UserError for empty arguments, as from unset shell variables: an empty path would be the current folder."""
-    for index, argument in enumerate(arguments):
+    for place, argument in enumerate(arguments):
         option, equals, value = argument.partition("=") if argument.startswith("--") else ("", "=", argument)
         if value.strip() or not equals:
             continue
-        previous = option or "".join(arguments[index - 1 : index])
+        previous = option or "".join(arguments[place - 1 : place])
         if previous.startswith("--"):
             raise UserError(f"{previous} is empty: give a value, or remove it.")
-        typed = shlex.join(["vitrail", *arguments[:index]])
+        typed = shlex.join(["vitrail", *arguments[:place]])
         raise UserError(f"The argument after `{typed}` is empty: give a value, or remove it.")
 
 

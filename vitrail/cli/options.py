@@ -23,8 +23,8 @@ hardware_option = partial(typer.Option, rich_help_panel="Hardware")
 
 # Arguments.
 SOURCE = (
-    "A folder with one subfolder per class (or with images/ and masks/), Parquet, tar, CIFAR or IDX files, a CSV table, "
-    "hf://owner/name, pets or digits."
+    "A folder with one subfolder per class (or with images/ and masks/, or with COCO, VOC or YOLO boxes), Parquet, tar, CIFAR or "
+    "IDX files, a CSV table, hf://owner/name, pets or digits."
 )
 WEIGHTS = "A checkpoint in any supported format, or a run directory."
 SourceArgument = Annotated[str, typer.Argument(metavar="SOURCE", help=SOURCE)]
@@ -80,7 +80,8 @@ KeepOption = Annotated[int | None, run_option("--keep", min=1, help="Number of c
 MetricOption = Annotated[
     str,
     typer.Option(
-        "--metric", help="primary (that of the task), top1, top5, knn, agreement or loss on the validation split, or test."
+        "--metric",
+        help="primary (that of the task), top1, top5, knn, knn_COLUMN, agreement or loss on the validation split, or test.",
     ),
 ]
 AtOption = Annotated[
@@ -121,7 +122,7 @@ class FeatureOptions(NamedTuple):
     vector: Annotated[
         str | None,
         feature_option(
-            help="pooled, class, mean, class_mean, distillation, penultimate or logits; default: the model's pooling."
+            help="pooled, class, mean, class_mean, distillation, penultimate, logits or projected; default: the model's pooling."
         ),
     ] = None
     before_norm: Annotated[

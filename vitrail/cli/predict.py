@@ -14,10 +14,11 @@ import typer
 from rich.console import Console
 
 from vitrail.cli.console import make_table
+from vitrail.cli.detect import predict_objects
 from vitrail.cli.options import HardwareOptions, WeightsArgument, expand_options
 from vitrail.cli.segment import ProtocolOptions, predict_masks
 from vitrail.errors import UserError
-from vitrail.formatting import escape_control, percent, shorten_path
+from vitrail.formatting import escape_control, percent, pluralize, shorten_path
 
 if TYPE_CHECKING:
     from vitrail.evaluation.predict import Prediction
@@ -47,24 +48,29 @@ def predict(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Write to this file instead of standard output; a segmentation: to overlay.png, a .json file or a folder."
+            help="Write to this file instead of standard output; a segmentation or detection: to overlay.png, a .json file or "
+            "a folder."
         ),
     ] = None,
     hardware: HardwareOptions = HARDWARE,
+    threshold: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Of a detection: lowest score of the objects.", rich_help_panel="Detection")
+    ] = 0.5,
     *,
     segmentation: ProtocolOptions,
 ) -> None:
-    """Predict the most probable classes of images or, with weights of a segmentation, of their pixels.
+    """Predict the most probable classes of images, of their pixels (segmentation), or their objects (detection).
 
     Exit code 1: some images could not be read; 2: none could.
 
-    Example: [bold]vitrail predict runs/photos-laptop cat.jpg holidays/[/bold]
+    Example: [bold]vitrail predict runs/photos-finetune cat.jpg holidays/[/bold]
     """
     from vitrail.atomic_files import check_writable, reject_overwrite
     from vitrail.data.loader import Problem
     from vitrail.data.progress import progress
     from vitrail.evaluation.model import open_model
     from vitrail.evaluation.predict import iterate_predictions, open_images, parse_path_list
+    from vitrail.heads.task_heads import DetectionHead, SegmentationHead
     from vitrail.models.vision_transformer import VisionTransformer
 
     output_format = choose_format(format, as_json, out)
@@ -75,8 +81,12 @@ def predict(
     source, problems = open_images(paths)
     if out is not None:
         reject_overwrite(out, *str(weights).split("+"), *(source.location(index) for index in range(len(source))))
-    if isinstance(model, VisionTransformer) and model.task_head is not None:
-        predict_masks(model, source, problems, segmentation, out, output_format == "json" and (as_json or format is not None))
+    if isinstance(model, VisionTransformer) and isinstance(model.task_head, DetectionHead | SegmentationHead):
+        lines = output_format == "json" and (as_json or format is not None)
+        if isinstance(model.task_head, DetectionHead):
+            predict_objects(model, source, problems, segmentation, threshold, out, lines)
+        else:
+            predict_masks(model, source, problems, segmentation, out, lines)
         return
     unreadable = len(problems)
 
@@ -210,7 +220,13 @@ WRITERS = {"json": write_json, "csv": write_csv, "table": write_table}
 
 def render_table(predictions: "list[Prediction]", labeled: bool, live: bool) -> str:
     top = max(len(prediction.classes) for prediction in predictions)
-    columns = ("image", "prediction", "probability", *([f"top-{top}"] if top > 1 else []), *(["label"] if labeled else []))
+    columns = (
+        "image",
+        "prediction",
+        "probability",
+        *([f"next {pluralize(top - 1, 'class')}"] if top > 1 else []),
+        *(["label"] if labeled else []),
+    )
     terminal = live and sys.stdout.isatty()
     console = Console(width=None if terminal else UNLIMITED, force_terminal=terminal, file=io.StringIO())
     rows = []

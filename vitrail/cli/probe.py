@@ -1,6 +1,5 @@
 """vitrail probe: evaluate the frozen features of a model."""
 
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from vitrail.data.source import Source
     from vitrail.evaluation.features import Embedding, FeatureKind
     from vitrail.evaluation.model import Model
-    from vitrail.evaluation.probes.levels import Grid, Level
     from vitrail.evaluation.probes.protocol import LabeledFeatures, ProbeData, Settings
 
 probe = typer.Typer(
@@ -47,6 +45,9 @@ class PairOptions(NamedTuple):
         feature_option(help="Split to evaluate; default: test, else validation, else 10 % of the memory."),
     ] = None
     images: ImagesOption = None
+    map: Annotated[
+        str | None, feature_option(help="CSV or JSON file with a coarser class for every class: further label columns.")
+    ] = None
     features: FeatureOptions = FeatureOptions()
     seed: SeedOption = 0
     hardware: HardwareOptions = HardwareOptions()
@@ -54,7 +55,7 @@ class PairOptions(NamedTuple):
     def open(self, source: str) -> "ProbeData":
         from vitrail.evaluation.probes.protocol import open_probe_data
 
-        return open_probe_data(source, self.memory, self.queries, self.images, self.seed)
+        return open_probe_data(source, self.memory, self.queries, self.images, self.seed, self.map)
 
 
 class SplitOptions(NamedTuple):
@@ -89,7 +90,7 @@ def knn(
 ) -> None:
     """Classify by the weighted votes of the nearest neighbors in the memory.
 
-    Example: [bold]vitrail probe knn runs/photos-laptop photos/ --protocol grafit[/bold]
+    Example: [bold]vitrail probe knn runs/photos-finetune photos/ --protocol grafit[/bold]
     """
     from vitrail.evaluation.probes.protocol import Settings
 
@@ -277,67 +278,6 @@ def random_labels(
     print(f"{result.images:,} images of {result.classes} classes, {2 * result.classes} halves.")
 
 
-@probe.command()
-@expand_options
-def levels(
-    weights: Annotated[
-        list[str],
-        typer.Argument(metavar="[LEVEL=]WEIGHTS...", help="Models, optionally with the level they were trained at; then SOURCE."),
-    ],
-    source: SourceArgument,
-    scores: Annotated[
-        list[str] | None, typer.Option("--score", help="knn, map or linear; repeatable; default: knn and map.")
-    ] = None,
-    protocol: Annotated[str, typer.Option(help="Protocol of knn: dino, grafit or snca.")] = "grafit",
-    *,
-    options: PairOptions,
-    as_json: JsonOption = False,
-) -> None:
-    """Evaluate models at every level of a label hierarchy: a row per level, a column per model.
-
-    Example: [bold]vitrail probe levels coarse_label=coarse.safetensors label=fine.safetensors pets/[/bold]
-    """
-    from vitrail.data.progress import progress
-    from vitrail.evaluation.probes.levels import (
-        NO_LEVEL,
-        EmbeddedModel,
-        find_levels,
-        inconsistent_classes,
-        measure_grid,
-        training_level,
-    )
-    from vitrail.evaluation.probes.protocol import Settings
-
-    data = options.open(source)
-    hierarchy = find_levels(data.memory)
-    for coarse, fine in pairwise(hierarchy):
-        if names := inconsistent_classes(fine.labels, coarse.labels):
-            print_message(
-                f"{fine.name} is not a refinement of {coarse.name}: {len(names)} of its classes have images in several of them, "
-                f"first {names[0]}."
-            )
-    kind = options.features.kind()
-    models = []
-    known = [level.name for level in hierarchy] + [NO_LEVEL]
-    for text in weights:
-        level, sign, path = text.partition("=")
-        if not sign or (level not in known and Path(text).exists()):
-            level, path = "", text
-        if level and level not in known:
-            raise UserError(f"{data.memory.name} has no level {level!r}: choose from {', '.join(known)}.")
-        model = open_on(path, options.hardware.device)
-        embeddings = embed_pair(model, data, kind, options, f"embedding {Path(path).name}")
-        models.append(EmbeddedModel(path, level or training_level(model, hierarchy) or "unknown", *embeddings))
-    scores = scores or ["knn", "map"]
-    with progress("probing", len(models) * len(hierarchy) * len(scores)) as advance:
-        grid = measure_grid(data, hierarchy, models, scores, Settings(protocol=protocol, seed=options.seed), advance)
-    if as_json:
-        print_json(grid.to_dict())
-        return
-    for score in scores:
-        print_grid(grid, hierarchy, score)
-
-
 class ProbeInputs(NamedTuple):
     model: "Model"
     data: "ProbeData"
@@ -379,20 +319,26 @@ def embed_pair(
 
 def run_probe(name: str, inputs: ProbeInputs, settings: "Settings", as_json: bool) -> None:
     """Run one of the probes with a single score and print it."""
+    from vitrail.evaluation.accuracy import TOP5_CLASSES
     from vitrail.evaluation.probes.protocol import PROBES
+    from vitrail.evaluation.verdict import make_verdict
 
     result = PROBES[name](inputs.features, settings)
     if as_json:
         print_json(result.details | describe_inputs(inputs))
         return
+    hidden = ("top5",) if len(inputs.features.names) < TOP5_CLASSES else ()
     titles = {"top1": "top-1", "top5": "top-5", "sd": f"± over {settings.seeds} draws", "weight_decay": "weight decay"}
     cells = {
         titles.get(key, key): format_cell(key, value)
         for key, value in result.details.items()
-        if not isinstance(value, dict | list | bool)
+        if key not in hidden and not isinstance(value, dict | list | bool)
     }
     print_table(list(cells), [list(cells.values())], left=())
     print(summary_line(inputs))
+    if result.sd is None:
+        for sentence in make_verdict(result.score, len(inputs.features.queries), len(inputs.features.names)).describe():
+            print(sentence)
     if result.details.get("weight_decay_at_edge"):
         print_message(
             "The best weight decay is the smallest or largest tried: try a wider range with --weight-decay (repeatable)."
@@ -422,13 +368,3 @@ def describe_inputs(inputs: ProbeInputs) -> dict[str, Any]:
         "features": features.memory.shape[1],
         "feature_kind": inputs.kind._asdict(),
     }
-
-
-def print_grid(grid: "Grid", hierarchy: "list[Level]", score: str) -> None:
-    models = [f"{level}\n{Path(name).name}" for name, level in zip(grid.models, grid.train, strict=True)]
-    rows = [
-        (f"{evaluated.name} ({evaluated.classes})", *(percent(value, 2) for value in values))
-        for evaluated, values in zip(hierarchy, grid.scores[score], strict=True)
-    ]
-    print_table((f"{score}, evaluated at", *models), rows)
-    print(", ".join(f"{name} {percent(value, 2)}" for name, value in grid.means(score).items()) + "\n")

@@ -15,7 +15,7 @@ from vitrail.errors import UserError
 
 NEEDS = {
     "a teacher": "--teacher: a network of any supported format, or a label store made by vitrail annotate",
-    "token labels": "--labels: a label store made by vitrail annotate --what tokens",
+    "token labels": "--labels: a label store made by vitrail annotate --outputs tokens",
 }
 
 # Listed without a pattern, besides the default recipes: one of each paper.
@@ -29,6 +29,9 @@ EXAMPLES = (
     "three_base_18x2_ls",
     "lvvit_s",
     "grafit_r50",
+    "dino_small",
+    "beit_small",
+    "segment",
 )
 
 
@@ -71,6 +74,7 @@ def list_all(
     shortened = pattern is None and not everything
     if shortened:
         names = [name for name in names if summaries()[name].page == "defaults" or name in EXAMPLES]
+        names.sort(key=lambda name: summaries()[name].paper != "vitrail")
     rows: list[Sequence[str | Text]] = []
     previous, shown = None, {name: summaries()[name] for name in names}
     for name, recipe in shown.items():

@@ -36,7 +36,11 @@ class ProtocolOptions(NamedTuple):
     flip: Annotated[bool, typer.Option("--flip", help="Average with the mirrored image.", rich_help_panel=PANEL)] = False
     window: Annotated[
         int | None,
-        typer.Option(min=0, help="Side of a sliding window; 0: whole images; default: as trained.", rich_help_panel=PANEL),
+        typer.Option(
+            min=0,
+            help="Side of a sliding window, of a detection of tiles; 0: whole images; default: as trained.",
+            rich_help_panel=PANEL,
+        ),
     ] = None
 
     def protocol(self, model: "VisionTransformer") -> Any:
@@ -123,7 +127,7 @@ def segment(
 def open_pairs(photos: Path, masks: Path, classes: Path | None) -> "Source":
     """The images that have a mask."""
     from vitrail.data.datasets.folder import Paths
-    from vitrail.data.datasets.mask_folder import MaskFolderSource, match_files
+    from vitrail.data.datasets.mask_folder import MaskFolderSource, match_files, no_match
     from vitrail.data.mask_checks import complete_classes
     from vitrail.data.mask_classes import find_classes, read_class_file
 
@@ -132,8 +136,7 @@ def open_pairs(photos: Path, masks: Path, classes: Path | None) -> "Source":
             raise UserError(f"{folder} is not a folder: give a folder of images and --masks with the masks of some of them.")
     matched, unmatched = match_files(str(photos), str(masks))
     if not matched:
-        count = pluralize(unmatched.masks, "mask")
-        raise UserError(f"None of the {count} in {masks} has the name of an image in {photos}: rename them.")
+        raise no_match(unmatched, masks, photos)
     known = read_class_file(str(classes)) if classes else find_classes(str(masks), str(masks.parent), str(photos))
     images, files = (Paths(os.path.abspath(path) for path in part) for part in zip(*matched, strict=True))
     source = MaskFolderSource(str(photos), images, files, known, unmatched.images)

@@ -9,7 +9,6 @@ import typer
 
 from vitrail.cli.console import print_table
 from vitrail.cli.options import (
-    BadImagesOption,
     DeviceOption,
     EpochsOption,
     FromOption,
@@ -57,6 +56,10 @@ class TrainOptions(NamedTuple):
     ] = None
     teacher: Annotated[str | None, everyday_option(help="Distill from this network or label store.")] = None
     labels: Annotated[str | None, everyday_option(help="Label store with token labels.")] = None
+    label: Annotated[
+        str | None, everyday_option(help="Column of the labels, such as coarse_label; none: one class for all images.")
+    ] = None
+    map: Annotated[str | None, everyday_option(help="CSV or JSON file with a coarser class for every class.")] = None
     tokenizer: Annotated[
         str | None, everyday_option(help="Tokenizer whose codes BEiT predicts, made by `vitrail tokenizer train`.")
     ] = None
@@ -97,7 +100,9 @@ class TrainOptions(NamedTuple):
         str,
         run_option(help="If the loss is NaN or Inf: stop, or skip the step and count it."),
     ] = "stop"
-    unreadable: BadImagesOption = "skip"
+    unreadable: Annotated[
+        str, run_option("--unreadable", "--bad", help="Unreadable images: skip them, or fatal (stop with an error).")
+    ] = "skip"
     save_steps: Annotated[int, run_option(min=0, help="Also save a checkpoint every N steps; 0: by time only.")] = 0
     save_every: SaveEveryOption = None
     keep: KeepOption = None
@@ -187,7 +192,7 @@ def resume(
 ) -> None:
     """Continue a training that was stopped or killed.
 
-    Example: [bold]vitrail resume runs/photos-laptop[/bold]
+    Example: [bold]vitrail resume runs/photos-finetune[/bold]
     """
     from vitrail.runs.seeds import has_seeds, resumed_seeds
     from vitrail.runs.train import resume as resume_run
@@ -222,7 +227,7 @@ def replay(
 ) -> None:
     """Repeat the step at which the loss or a gradient was NaN or Inf, and show where it started.
 
-    Example: [bold]vitrail replay runs/photos-laptop/not-finite-000000123[/bold]
+    Example: [bold]vitrail replay runs/photos-finetune/not-finite-000000123[/bold]
     """
     from vitrail.runs.nan_recorder import replay as compute
 

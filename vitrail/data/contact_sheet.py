@@ -2,7 +2,7 @@
 
 import unicodedata
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cache
 from itertools import islice
@@ -104,15 +104,22 @@ def overlay_sheet(source: Source, title: str, seed: int = 0, count: int = 24, co
     tiles = [draw_overlay(pixels, mask, colors) for pixels, mask in islice(images, count) if mask is not None]
     if not tiles:
         raise UserError(f"None of the masks of {source.name} can be read.")
+    legend = list(zip(classes.names, colors, strict=True))
+    sheet = arrange_tiles(tiles, title, f"{len(source):,} images, {len(classes.names)} classes, seed {seed}", columns)
+    return with_legend(np.asarray(sheet), legend)
+
+
+def arrange_tiles(tiles: Sequence[np.ndarray], title: str, subtitle: str, columns: int = 6) -> Image.Image:
+    """Draw images in rows under a title."""
     side = 2 * TILE
     rows = -(-len(tiles) // columns)
     size = (2 * MARGIN + columns * (side + GAP) - GAP, MARGIN + header_height() + rows * (side + GAP) + MARGIN // 2)
     sheet = Image.new("RGB", size, BACKGROUND)
-    draw_header(ImageDraw.Draw(sheet), size[0], title, f"{len(source):,} images, {len(classes.names)} classes, seed {seed}")
+    draw_header(ImageDraw.Draw(sheet), size[0], title, subtitle)
     for number, tile in enumerate(tiles):
         row, column = divmod(number, columns)
         draw_image(sheet, (MARGIN + column * (side + GAP), MARGIN + header_height() + row * (side + GAP)), tile, (side, side))
-    return with_legend(np.asarray(sheet), list(zip(classes.names, colors, strict=True)))
+    return sheet
 
 
 def augmented_views(

@@ -37,17 +37,18 @@ class ImageLoader:
         unreadable: Literal["skip", "fatal"] = "skip",
         log: Callable[[str], None] = log_to_stderr,
         masks: bool = False,
+        objects: bool = False,
     ) -> None:
-        self.source, self.device, self.masks = source, torch.device(device), masks
+        self.source, self.device, self.masks, self.objects = source, torch.device(device), masks, objects
         self.min_side, self.unreadable, self.log = min_side, unreadable, log
         self.workers = default_workers() if workers is None else workers
         fraction = 0.5 / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # every process on this machine has its own cache
-        plan = plan_cache(source, self.device, min_side, memory_fraction=fraction, masks=masks)
+        plan = plan_cache(source, self.device, min_side, memory_fraction=fraction, masks=masks, objects=objects)
         self.message = plan.message
         self.cache: ImageCache | None = None
         if plan.location != "files":
             place = self.device if plan.location == "device" else "cpu"
-            self.cache = build_cache(source, place, self.workers, min_side, masks)
+            self.cache = build_cache(source, place, self.workers, min_side, masks, objects)
         self._pool: Workers | None = None
 
     def train_loader(self, sampler: EpochSampler, own_micro_batches: Sequence[int], micro_batches: int) -> TrainLoader:
@@ -55,7 +56,7 @@ class ImageLoader:
         if self.cache is not None:
             return CachedLoader(self.cache, sampler, own_micro_batches, micro_batches, self.unreadable, self.log)
         place = (own_micro_batches, micro_batches, self.workers, self.min_side, self.unreadable)
-        return WorkerLoader(self.source, sampler, *place, masks=self.masks, log=self.log)
+        return WorkerLoader(self.source, sampler, *place, masks=self.masks, log=self.log, objects=self.objects)
 
     def iterate(self, batch_size: int, rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
         """Yield every `world_size`-th image once, starting at `rank`, in batches on the device; unreadable images are skipped."""
@@ -65,18 +66,20 @@ class ImageLoader:
             decoded_batches: Iterator[DecodedBatch] = map(self.cache.select, map(first_samples, chunks))
         else:
             if self._pool is None:
-                self._pool = Workers(ImageReader(self.source, self.min_side, self.masks).read_images, self.workers)
+                self._pool = Workers(ImageReader(self.source, self.min_side, self.masks, self.objects).read_images, self.workers)
             decoded_batches = self._pool.run(chunks)
         for decoded in decoded_batches:
             readable = decoded.sizes[:, 0] > 0
             if readable.any():
                 rows = torch.from_numpy(np.flatnonzero(readable))
-                pixels, masks = decoded.pixels, decoded.masks
+                pixels, masks, objects = decoded.pixels, decoded.masks, decoded.objects
                 if not readable.all():
                     pixels = pixels[rows.to(pixels.device)]
                     masks = masks[rows.to(masks.device)] if masks is not None else None
+                    objects = objects.select(rows) if objects is not None else None
                 samples = first_samples(decoded.samples.index[readable])
-                yield make_batch(self.source, DecodedBatch(pixels, decoded.sizes[readable], masks, samples, [])).to(self.device)
+                readable_part = DecodedBatch(pixels, decoded.sizes[readable], masks, samples, [], objects)
+                yield make_batch(self.source, readable_part).to(self.device)
 
     def close(self) -> None:
         if self._pool is not None:

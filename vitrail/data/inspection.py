@@ -13,6 +13,7 @@ from vitrail.data.decode import check_pixels, decode_mask, fit_mask, open_and_co
 from vitrail.data.duplicates import THUMBNAIL, exact_groups, fingerprint, near_groups
 from vitrail.data.loader import Problem
 from vitrail.data.mask_classes import IGNORE
+from vitrail.data.object_inspection import ObjectReport, ObjectScan, describe_objects
 from vitrail.data.source import Source
 from vitrail.data.workers import Workers, default_workers
 
@@ -43,6 +44,7 @@ class Scan:
     ignored: list[str] = field(default_factory=list)  # locations of images whose mask has no class
     unknown: dict[int, str] = field(default_factory=dict)  # ids that are not classes, and where they were found first
     problems: list[Problem] = field(default_factory=list)
+    objects: ObjectScan = field(default_factory=ObjectScan)
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,8 @@ class Scanner:
                 raise ValueError(f"mask: {error}") from None
             record["bytes"] += len(mask)
             record["mask"] = True
+        if source.object_classes:
+            scan.objects.add(source, index, pixels)
         scan.formats[format] += 1
         record["height"], record["width"] = pixels.shape[:2]
         record["digest"], record["hash"], record["thumbnail"] = fingerprint(pixels)
@@ -130,6 +134,7 @@ class SplitReport:
     masks: int
     mask_ids: list[int]
     mask_report: MaskReport | None
+    object_report: ObjectReport | None
     resolution: dict[str, list[float]]  # minimum, quartiles, maximum
     below_default_size: int
     unreadable: list[Problem]
@@ -239,6 +244,7 @@ def _merge(scans: list[Scan]) -> Scan:
         merged.ignored += scan.ignored
         merged.unknown = scan.unknown | merged.unknown
         merged.problems += scan.problems
+        merged.objects.merge(scan.objects)
     return merged
 
 
@@ -257,6 +263,7 @@ def _describe_split(source: Source, scan: Scan) -> SplitReport:
         masks=int(records["mask"].sum()),
         mask_ids=sorted(scan.mask_pixels),
         mask_report=_describe_masks(source, scan, records["mask"]) if records["mask"].any() else None,
+        object_report=describe_objects(source, scan.objects) if source.object_classes else None,
         resolution={name: np.quantile(values, (0, 0.25, 0.5, 0.75, 1)).tolist() for name, values in measures.items()}
         if len(records)
         else {},

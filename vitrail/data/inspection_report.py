@@ -10,6 +10,7 @@ from rich.text import Text
 
 from vitrail.data.image_formats import describe_skipped
 from vitrail.data.inspection import DEFAULT_SIZE, MaskReport, Report, SplitReport
+from vitrail.data.object_inspection import object_findings
 from vitrail.formatting import escape_control, format_bytes, format_ranges, pluralize
 
 WIDTH = 80
@@ -29,19 +30,24 @@ def print_report(report: Report, console: Console) -> None:
         Text.assemble((escape_control(report.source), "bold"), f": {images:,} images, {format_bytes(size)}"), width=width
     )
     console.print()
-    for table in (_overview(report), _resolution(report), _mask_classes(report), _duplicates(report)):
+    for table in (_overview(report), _resolution(report), _mask_classes(report), _object_classes(report), _duplicates(report)):
         if table is not None:
             console.print(table, width=width)
             console.print()
     _examples(report, console, width)
-    problems = [problem for split in report.splits.values() for problem in split.unreadable]
-    if problems:
-        console.print("[bold]unreadable[/bold]", width=width)
-        for problem in problems[:MAX_LISTED]:
-            console.print(_wrapped(f"{shorten(problem.location, report.source)}: {problem.reason}", "  ", width))
-        if len(problems) > MAX_LISTED:
-            console.print(f"  and {len(problems) - MAX_LISTED:,} more; --json lists all", width=width)
-        console.print()
+    splits = report.splits.values()
+    problems = [f"{shorten(each.location, report.source)}: {each.reason}" for split in splits for each in split.unreadable]
+    for title, lines in (
+        ("unreadable", problems),
+        ("skipped", list(dict.fromkeys(path for each in splits for path in each.skipped))),
+    ):
+        if lines:
+            console.print(f"[bold]{title}[/bold]", width=width)
+            for line in lines[:MAX_LISTED]:
+                console.print(_wrapped(line, "  ", width))
+            if len(lines) > MAX_LISTED:
+                console.print(f"  and {len(lines) - MAX_LISTED:,} more; --json lists all", width=width)
+            console.print()
     messages = list(findings(report))
     console.print("[bold]findings[/bold]" if messages else "No problems found.", width=width)
     for message in messages:
@@ -114,6 +120,25 @@ def _mask_classes(report: Report) -> Table | None:
     return table
 
 
+def _object_classes(report: Report) -> Table | None:
+    """The objects of each class, and the images in which it occurs."""
+    reports = {split: each.object_report for split, each in report.splits.items() if each.object_report is not None}
+    if not reports:
+        return None
+    table = _table("objects", *(f"{split} {what}" for split in reports for what in ("objects", "images")))
+    first = next(iter(reports.values()))
+    for row, name in enumerate(entry["name"] for entry in first.classes[:MAX_MASK_CLASSES]):
+        cells = [f"{each.classes[row][what]:,}" for each in reports.values() for what in ("objects", "images")]
+        table.add_row(escape(escape_control(name)), *cells)
+    if len(first.classes) > MAX_MASK_CLASSES:
+        table.add_row(f"and {len(first.classes) - MAX_MASK_CLASSES} more; --json lists all")
+    table.add_row("all", *(cell for each in reports.values() for cell in (f"{each.total:,}", "")))
+    for size in ("small", "medium", "large"):
+        table.add_row(size, *(cell for each in reports.values() for cell in (f"{each.sizes.get(size, 0):,}", "")))
+    table.add_row("without objects", *(cell for each in reports.values() for cell in ("", f"{each.none:,}")))
+    return table
+
+
 def _duplicates(report: Report) -> Table | None:
     if not report.groups:
         return None
@@ -180,6 +205,8 @@ def findings(report: Report) -> Iterator[str]:
             yield f"{split}: {skipped}."
         if each.mask_report is not None:
             yield from _mask_findings(split, each.mask_report, report.source)
+        if each.object_report is not None:
+            yield from object_findings(split, each.object_report)
     for split, counts in report.repeats.items():
         if counts.total:
             yield (
@@ -222,7 +249,9 @@ def _class_findings(report: Report) -> Iterator[str]:
     for each in report.splits.values():
         yield from each.defects
     labeled = {split: each for split, each in report.splits.items() if each.classes is not None}
-    unlabeled = [split for split, each in report.splits.items() if split not in labeled and each.mask_report is None]
+    unlabeled = [
+        split for split, each in report.splits.items() if split not in labeled and not (each.mask_report or each.object_report)
+    ]
     if unlabeled:
         yield f"No class labels in {' and '.join(unlabeled)}: usable for prediction and self-supervised training."
     for split, each in labeled.items():

@@ -8,7 +8,7 @@ import multiprocessing
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -21,6 +21,15 @@ from torch.nn.functional import pad
 from vitrail.atomic_files import describe_error
 from vitrail.data.decode import decode, decode_mask, decoded_size, fit_mask
 from vitrail.data.mask_classes import IGNORE
+from vitrail.data.objects import (
+    DecodedObjects,
+    ObjectBatch,
+    collate_objects,
+    decode_objects,
+    join_objects,
+    plane_count,
+    select_objects,
+)
 from vitrail.data.sampler import EpochSampler, Samples, first_samples
 from vitrail.data.source import Source
 from vitrail.data.workers import Workers, default_workers
@@ -43,6 +52,7 @@ class Batch:
     labels: Tensor | None  # int64 [B]
     extra: dict[str, Tensor]  # extra label columns, int64 [B] each
     masks: Tensor | None  # uint8 [B, H, W]: class indices
+    objects: ObjectBatch | None = None
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> "Batch":
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
@@ -52,10 +62,12 @@ class Batch:
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
         changes: dict[str, Any] = {"extra": {name: function(tensor) for name, tensor in self.extra.items()}}
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for each in fields(self):
+            value = getattr(self, each.name)
             if isinstance(value, Tensor):
-                changes[field.name] = function(value)
+                changes[each.name] = function(value)
+            elif isinstance(value, ObjectBatch):
+                changes[each.name] = value.map(function)
         return replace(self, **changes)
 
 
@@ -73,6 +85,14 @@ def unreadable_error(problem: Problem) -> UserError:
 DecodedImage = tuple[np.ndarray, np.ndarray | None]  # pixels [H, W, 3] and mask [H, W]
 
 
+class AnnotatedImage(NamedTuple):
+    """What a reader reads of an image: pixels [H, W, 3], mask [H, W] and objects."""
+
+    pixels: np.ndarray
+    mask: np.ndarray | None
+    objects: DecodedObjects | None
+
+
 class DecodedBatch(NamedTuple):
     """The result of a worker: images [B, H, W, 3] with their samples. Unreadable images have the size (0, 0)."""
 
@@ -81,6 +101,7 @@ class DecodedBatch(NamedTuple):
     masks: Tensor | None
     samples: Samples
     problems: list[Problem]
+    objects: ObjectBatch | None = None
 
 
 @dataclass(frozen=True)
@@ -89,13 +110,20 @@ class ImageReader:
 
     source: Source
     min_side: int | None
-    masks: bool
+    masks: bool = False
+    objects: bool = False
 
     def read_image(self, index: int) -> DecodedImage | Problem:
         """Return the pixels [H, W, 3] and, with `masks`, the mask [H, W], or the problem if the image is unreadable."""
+        image = self.read_annotated(index)
+        return image if isinstance(image, Problem) else (image.pixels, image.mask)
+
+    def read_annotated(self, index: int) -> AnnotatedImage | Problem:
+        """Return an image with what is to be read of it, or the problem if a part of it is unreadable."""
         try:
             pixels = decode(self.source.encoded(index), self.min_side)
-            return pixels, self.read_mask(index, pixels) if self.masks else None
+            mask = self.read_mask(index, pixels) if self.masks else None
+            return AnnotatedImage(pixels, mask, self.read_objects(index, pixels) if self.objects else None)
         except (OSError, ValueError) as error:
             return Problem(self.source.location(index), describe_error(error))
 
@@ -108,42 +136,52 @@ class ImageReader:
             return None
         return fit_mask(decode_mask(encoded) if classes is None else classes.read(encoded), pixels)
 
+    def read_objects(self, index: int, pixels: np.ndarray) -> DecodedObjects:
+        found = self.source.objects(index)
+        if found is None:
+            raise ValueError("it has no list of objects")
+        return decode_objects(found, *pixels.shape[:2])
+
     def read_images(self, indices: np.ndarray) -> DecodedBatch:
-        images = [self.read_image(int(index)) for index in indices]
+        images = [self.read_annotated(int(index)) for index in indices]
         problems = [image for image in images if isinstance(image, Problem)]
         return self._collate(images, first_samples(indices), problems)
 
-    def _collate(self, images: Sequence[DecodedImage | Problem], samples: Samples, problems: list[Problem]) -> DecodedBatch:
+    def _collate(self, images: Sequence[AnnotatedImage | Problem], samples: Samples, problems: list[Problem]) -> DecodedBatch:
         readable = [(row, image) for row, image in enumerate(images) if not isinstance(image, Problem)]
         sizes = np.zeros((len(images), 2), dtype=np.int64)
-        for row, (pixels, _) in readable:
-            sizes[row] = pixels.shape[:2]
+        for row, image in readable:
+            sizes[row] = image.pixels.shape[:2]
         shape = (len(images), *sizes.max(axis=0))
         padded = shared_zeros((*shape, 3))
         masks = shared_zeros(shape).fill_(IGNORE) if self.masks else None
-        for row, (pixels, mask) in readable:
+        for row, image in readable:
             height, width = sizes[row]
-            padded.numpy()[row, :height, :width] = pixels
-            if masks is not None and mask is not None:
-                masks.numpy()[row, :height, :width] = mask
-        return DecodedBatch(padded, sizes, masks, samples, problems)
+            padded.numpy()[row, :height, :width] = image.pixels
+            if masks is not None and image.mask is not None:
+                masks.numpy()[row, :height, :width] = image.mask
+        objects = None
+        if self.objects:
+            items = [None if isinstance(image, Problem) else image.objects for image in images]
+            objects = collate_objects(items, *shape[1:])
+        return DecodedBatch(padded, sizes, masks, samples, problems, objects)
 
 
 @dataclass(frozen=True)
 class MicroBatchReader(ImageReader):
     """Reads one micro-batch of a training step."""
 
-    sampler: EpochSampler
-    micro_batches: int
-    fatal: bool
+    sampler: EpochSampler = field(kw_only=True)
+    micro_batches: int = field(kw_only=True)
+    fatal: bool = field(kw_only=True)
 
     def __call__(self, task: tuple[int, int, int]) -> DecodedBatch:
         epoch, step, micro_batch = task
-        images: dict[int, DecodedImage | Problem] = {}
+        images: dict[int, AnnotatedImage | Problem] = {}
 
         def readable(index: int) -> bool:
             if index not in images:
-                image = images[index] = self.read_image(index)
+                image = images[index] = self.read_annotated(index)
                 if self.fatal and isinstance(image, Problem):
                     raise unreadable_error(image)
             return not isinstance(images[index], Problem)
@@ -201,6 +239,7 @@ def make_batch(source: Source, decoded: DecodedBatch) -> Batch:
         torch.from_numpy(label.values[index].astype(np.int64)) if label else None,
         {name: torch.from_numpy(labels.values[index].astype(np.int64)) for name, labels in extra.items()},
         decoded.masks,
+        decoded.objects,
     )
 
 
@@ -263,9 +302,12 @@ class WorkerLoader(TrainLoader):
         unreadable: Literal["skip", "fatal"] = "skip",
         masks: bool = False,
         log: Callable[[str], None] = log_to_stderr,
+        objects: bool = False,
     ) -> None:
         super().__init__(source, sampler, own_micro_batches, micro_batches, log)
-        reader = MicroBatchReader(source, min_side, masks, sampler, micro_batches, unreadable == "fatal")
+        reader = MicroBatchReader(
+            source, min_side, masks, objects, sampler=sampler, micro_batches=micro_batches, fatal=unreadable == "fatal"
+        )
         self._workers = Workers(reader, default_workers() if workers is None else workers)
         self._pin = torch.cuda.is_available()
 
@@ -303,6 +345,7 @@ def plan_cache(
     memory_fraction: float = 0.5,
     masks: bool = False,
     num_samples: int = 256,
+    objects: bool = False,
 ) -> CachePlan:
     """Choose the device if the decoded images fit into `device_fraction` of its free memory, else main memory, else no cache.
 
@@ -314,7 +357,8 @@ def plan_cache(
             sizes.append(decoded_size(source.encoded(int(index)), min_side))
         except (OSError, ValueError):
             continue  # the loader reports it
-    required = len(source) * (4 if masks else 3) * int(np.prod(np.max(sizes, axis=0))) if sizes else sys.maxsize
+    planes = bool(masks) + (max_planes(source, num_samples) if objects and source.has_instances else 0)
+    required = len(source) * (3 + planes) * int(np.prod(np.max(sizes, axis=0))) if sizes else sys.maxsize
     free = {"device": 0, "memory": free_memory()}
     if torch.device(device).type == "cuda":
         free["device"] = torch.cuda.mem_get_info(torch.device(device))[0]
@@ -325,6 +369,17 @@ def plan_cache(
     if required <= memory_fraction * free["memory"]:
         return CachePlan("memory", f"{size}, cached in memory ({available['memory']} free).", required)
     return CachePlan("files", f"{size}, not cached but decoded every epoch ({available['memory']} of memory free).")
+
+
+def max_planes(source: Source, num_samples: int) -> int:
+    """The most planes of masks that some images spread over the source have."""
+    most = 0
+    for index in np.unique(np.linspace(0, len(source) - 1, num_samples).astype(np.int64)).tolist():
+        try:
+            most = max(most, len(source.objects(index) or ()))
+        except (OSError, ValueError):
+            continue  # the loader reports it
+    return plane_count(most)
 
 
 def free_memory() -> int:
@@ -350,6 +405,7 @@ class ImageCache:
     sizes: np.ndarray  # [N, 2]; 0, 0 for unreadable images
     masks: Tensor | None  # uint8 [N, H, W]
     problems: list[Problem]
+    objects: ObjectBatch | None = None
 
     def select(self, samples: Samples) -> DecodedBatch:
         """Return the images of `samples`, padded to their largest size."""
@@ -358,7 +414,8 @@ class ImageCache:
         rows = torch.from_numpy(samples.index).to(self.pixels.device, non_blocking=True)
         pixels = self.pixels.index_select(0, rows)[:, :height, :width].contiguous()
         masks = self.masks.index_select(0, rows)[:, :height, :width].contiguous() if self.masks is not None else None
-        return DecodedBatch(pixels, sizes, masks, samples, [])
+        objects = None if self.objects is None else select_objects(self.objects, rows, int(height), int(width))
+        return DecodedBatch(pixels, sizes, masks, samples, [], objects)
 
 
 def build_cache(
@@ -367,12 +424,14 @@ def build_cache(
     workers: int | None = None,
     min_side: int | None = None,
     masks: bool = False,
+    objects: bool = False,
 ) -> ImageCache:
     """Decode all images of a source. `plan_cache` estimates whether they fit."""
-    pool = Workers(ImageReader(source, min_side, masks).read_images, default_workers() if workers is None else workers)
+    pool = Workers(ImageReader(source, min_side, masks, objects).read_images, default_workers() if workers is None else workers)
     pixels = torch.zeros((len(source), 0, 0, 3), dtype=torch.uint8, device=device)
     all_masks = torch.zeros((len(source), 0, 0), dtype=torch.uint8, device=device)
     sizes, problems = np.zeros((len(source), 2), dtype=np.int64), []
+    all_objects: list[ObjectBatch] = []
     for chunk in pool.run(np.split(np.arange(len(source)), range(64, len(source), 64))):
         rows = slice(chunk.samples.index[0], chunk.samples.index[-1] + 1)
         height, width = chunk.pixels.shape[1:3]
@@ -383,10 +442,13 @@ def build_cache(
         pixels[rows, :height, :width] = chunk.pixels.to(device)
         if chunk.masks is not None:
             all_masks[rows, :height, :width] = chunk.masks.to(device)
+        if chunk.objects is not None:
+            all_objects.append(chunk.objects.map(lambda tensor: tensor.to(device)))
         sizes[rows] = chunk.sizes
         problems += chunk.problems
     pool.close()
-    return ImageCache(source, pixels, sizes, all_masks if masks else None, problems)
+    kept = join_objects(all_objects) if all_objects else None
+    return ImageCache(source, pixels, sizes, all_masks if masks else None, problems, kept)
 
 
 class CachedLoader(TrainLoader):

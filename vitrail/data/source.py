@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vitrail.data.mask_classes import MaskClasses
+from vitrail.data.objects import Objects
 
 Encoded = bytes | np.ndarray  # the bytes of an image file, or pixels uint8 [height, width, 3] if the data set stores pixels
 
@@ -29,10 +30,14 @@ class Source(ABC):
 
     name: str  # the path or name that the user gave, for messages
     label: Labels | None  # the main label, None for unlabeled data
+    label_name: str = "label"  # of its column
     extra: dict[str, Labels]  # extra label columns by name, such as "coarse_label"
     has_masks: bool = False
     mask_classes: MaskClasses | None = None  # None: no masks, or ids whose classes are not known
     unmasked: int = 0  # images that were left out because they have no mask
+    object_classes: tuple[str, ...] = ()  # of boxes; (): the images have no boxes
+    has_instances: bool = False  # whether objects have masks
+    object_notes: tuple[str, ...] = ()  # what is wrong with the lists of objects
     skipped: tuple[str, ...] = ()  # files at the path that are not images or cannot be read
     defects: tuple[str, ...] = ()  # reasons why its labels cannot be trained on, such as a class without images
 
@@ -45,6 +50,10 @@ class Source(ABC):
 
     def mask(self, index: int) -> bytes | None:
         """Return the encoded segmentation mask of the image, or None."""
+        return None
+
+    def objects(self, index: int) -> Objects | None:
+        """Return the objects of the image, or None if it is not annotated. A damaged file raises OSError or ValueError."""
         return None
 
     @abstractmethod
@@ -68,7 +77,9 @@ class Subset(Source):
         self.name = self.source.name
         self.has_masks, self.mask_classes = self.source.has_masks, self.source.mask_classes
         self.unmasked = self.source.unmasked
-        self.skipped, self.defects = self.source.skipped, self.source.defects
+        self.object_classes, self.has_instances = self.source.object_classes, self.source.has_instances
+        self.object_notes = self.source.object_notes
+        self.skipped, self.defects, self.label_name = self.source.skipped, self.source.defects, self.source.label_name
         self.label = select_labels(self.source.label, self.indices) if self.source.label else None
         self.extra = {key: select_labels(labels, self.indices) for key, labels in self.source.extra.items()}
 
@@ -80,6 +91,9 @@ class Subset(Source):
 
     def mask(self, index: int) -> bytes | None:
         return self.source.mask(int(self.indices[index]))
+
+    def objects(self, index: int) -> Objects | None:
+        return self.source.objects(int(self.indices[index]))
 
     def location(self, index: int) -> str:
         return self.source.location(int(self.indices[index]))

@@ -39,7 +39,7 @@ class Float8Linear(nn.Module):
         self.in_features, self.out_features = layer.in_features, layer.out_features
         weight, scale = quantize_rows(layer.weight.detach().float())
         self.weight, self.scale = weight, scale.t().contiguous()  # [L, K] and [1, L]; not buffers, which .to(dtype) would cast
-        self.bias = None if layer.bias is None else layer.bias.detach().to(torch.bfloat16)
+        self.bias: Tensor | None = None if layer.bias is None else layer.bias.detach().to(torch.bfloat16)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Float8Linear":
         """Move to another device; the dtypes never change."""
@@ -47,6 +47,12 @@ class Float8Linear(nn.Module):
         self.weight, self.scale = self.weight.to(device), self.scale.to(device)
         self.bias = None if self.bias is None else self.bias.to(device)
         return self
+
+    def stored(self) -> dict[str, Tensor]:
+        return {"weight": self.weight, "scale": self.scale} | ({} if self.bias is None else {"bias": self.bias})
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        self.weight, self.scale, self.bias = tensors["weight"], tensors["scale"], tensors.get("bias")
 
     def forward(self, x: Tensor) -> Tensor:
         rows, scale = quantize_rows(x.flatten(0, -2))

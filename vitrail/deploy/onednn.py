@@ -49,6 +49,14 @@ def pack(folded: FoldedModel, notes: Notes, images: Tensor | None = None) -> Non
     packer.rewrite()
 
 
+def pack_skeleton(folded: FoldedModel, int8: bool) -> None:
+    """As `pack`, for weights and ranges that come from a file afterwards."""
+    packer = Packer(folded, Notes())
+    if int8:
+        packer.params = dict.fromkeys(packer.observed(), QuantParams(1.0, 0))
+    packer.rewrite()
+
+
 class Packer:
     """Rewrites one network in place."""
 
@@ -64,7 +72,12 @@ class Packer:
             notes.leave(f"AVX-512 attention kernel: {unavailable_reason()}")
 
     def calibrate(self, images: Tensor) -> None:
-        """Choose int8 parameters for the products of the blocks; the patch embedding and the head stay in higher precision."""
+        """Choose int8 parameters for the products of the blocks."""
+        observed = self.observed()
+        self.params = dict(zip(observed, calibrate(self.folded, list(observed.values()), images), strict=True))
+
+    def observed(self) -> dict[nn.Linear, nn.Module]:
+        """Products of the blocks and the modules with their inputs; the patch embedding and the head stay in higher precision."""
         parts = list(self.folded.backbone.blocks.modules())
         observed: dict[nn.Linear, nn.Module] = {part: part for part in parts if type(part) is nn.Linear and large(part)}
         # With `num_output_tokens`, `qkv` itself is never called; its attention layer has the same input.
@@ -73,7 +86,7 @@ class Packer:
             for part in parts
             if isinstance(part, FoldedAttention) and part.num_output_tokens and part.qkv in observed
         }
-        self.params = dict(zip(observed, calibrate(self.folded, list(observed.values()), images), strict=True))
+        return observed
 
     def rewrite(self) -> None:
         self._rewrite_stem()

@@ -20,7 +20,10 @@ NO_OP: PostOp = ("none", "")
 
 
 class Packed(nn.Module):
-    """A product with weights in oneDNN's layout. It is immutable, so a deep copy returns the same object."""
+    """A product with weights in oneDNN's layout. It is immutable, so a deep copy returns the same object.
+
+    `stored` are its weights in the usual layout, for a file; `restore` packs those of a file.
+    """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Packed":
         return self
@@ -31,9 +34,15 @@ class PackedLinear(Packed):
 
     def __init__(self, linear: nn.Linear, rows: int, post_op: PostOp = NO_OP):
         super().__init__()
+        self.rows, self.post_op = rows, post_op
         self.weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach().contiguous(), rows)
         self.bias = None if linear.bias is None else frozen_parameter(linear.bias)
-        self.post_op = post_op
+
+    def stored(self) -> dict[str, Tensor]:
+        return {"weight": self.weight.to_dense()}
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(tensors["weight"].contiguous(), self.rows)
 
     def forward(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
         x = x.contiguous()
@@ -61,6 +70,7 @@ class Int8Linear(Packed):
         output: QuantParams | None = None,
     ):
         super().__init__()
+        self.rows = rows
         weight, scales = quantize_weights(linear.weight.detach())
         self.weight = torch.ops.onednn.qlinear_prepack(weight, [rows, weight.shape[1]])
         self.scales, self.zero_points = scales, torch.zeros(len(scales), dtype=torch.int32)
@@ -68,6 +78,17 @@ class Int8Linear(Packed):
         self.params, self.post_op = params, post_op
         self.dtype = torch.uint8 if output else dtype
         self.output = output or QuantParams(1.0, 0)
+
+    def stored(self) -> dict[str, Tensor]:
+        ranges = torch.tensor([*self.params, *self.output], dtype=torch.float64)
+        return {"weight": self.weight.to_dense().T, "scales": self.scales, "ranges": ranges}
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        weight, self.scales = tensors["weight"].contiguous(), tensors["scales"]
+        self.weight = torch.ops.onednn.qlinear_prepack(weight, [self.rows, weight.shape[1]])
+        scale, zero_point, output_scale, output_zero_point = tensors["ranges"].tolist()
+        self.params = QuantParams(scale, int(zero_point))
+        self.output = QuantParams(output_scale, int(output_zero_point))
 
     def forward(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
         x = x.contiguous() if x.dtype == torch.uint8 else self.params.quantize(x)
@@ -162,6 +183,13 @@ class Int8Norm(nn.Module):
     def __init__(self, norm: nn.LayerNorm, params: QuantParams, kernels: CpuKernels):
         super().__init__()
         self.eps, self.affine, self.kernels = norm.eps, params.affine, kernels
+
+    def stored(self) -> dict[str, Tensor]:
+        return {"affine": torch.tensor(self.affine, dtype=torch.float64)}
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        factor, offset = tensors["affine"].tolist()
+        self.affine = factor, offset
 
     def forward(self, x: Tensor) -> Tensor:
         return self.kernels.norm_to_int8(x, self.eps, *self.affine)

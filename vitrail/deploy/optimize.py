@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ QUANTIZED = ("int8", "fp8")
 ADVICE = {"int8": "pass more of your own images as the example, or use bf16", "fp8": "use bf16"}
 NO_EXAMPLE = "calibration on real images: no example was given, the int8 ranges come from synthetic images"
 QUANTIZED_TOLERANCE = 0.25  # int8 and fp8: a larger difference means that the quantization failed
-SAVE_ORIGINAL = "save the original model with vitrail.save, and optimize it after loading."
+SAVE_ORIGINAL = "save the original model with vitrail.save, or this one with its method save."
 TF32_EPS = 2.0**-10  # GPUs may compute float32 products in TF32, convolutions by default
 
 
@@ -73,7 +74,7 @@ class MissingAttribute(UserError, AttributeError):
 class Optimized(nn.Module):
     """An inference-only network: images [B, K, height, width] to logits [B, C], the same as the original model's.
 
-    It cannot be trained or saved: save the original and optimize it after loading. `report` lists what was done.
+    It cannot be trained. `save` writes it for machines of the same kind. `report` lists what was done.
     """
 
     report: Report
@@ -139,6 +140,12 @@ class Optimized(nn.Module):
         out: Tensor = logits.float() if self.dtype == torch.bfloat16 else logits
         return out
 
+    def save(self, path: str | Path) -> Path:
+        """Write a file that `vitrail.load_optimized` opens on machines of the same kind, with the same version of torch."""
+        from vitrail.deploy.saved_optimized import save_optimized
+
+        return save_optimized(self, Path(path))
+
     def train(self, mode: bool = True) -> "Optimized":
         if mode:
             raise UserError("an optimized model cannot be trained; train the original model and optimize it again.")
@@ -166,7 +173,7 @@ class Optimized(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         if self.packed:
-            raise UserError(f"an optimized model cannot be saved; {SAVE_ORIGINAL}")
+            raise UserError(f"an optimized model has no state dict; {SAVE_ORIGINAL}")
         return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:

@@ -144,8 +144,8 @@ def prepare_model(
     On a GPU it is compiled for all batch sizes here, and then captured by the thread of `run`: a capture fails if another thread
     uses the device.
     """
-    if isinstance(model, VisionTransformer) and model.task_head is not None:
-        raise UserError(f"{name}: these weights segment images, which is not served; give weights of a classifier or a backbone.")
+    if isinstance(model, VisionTransformer) and model.task not in ("classification", "features"):
+        raise UserError(f"{name}: {model.task} is not served; give weights of a classifier or a backbone.")
     served = ServedModel(name, model, lambda images: compute_logits(model, images), version_of(model))
     if precision is None or not isinstance(model, VisionTransformer) or not served.classes:
         return served

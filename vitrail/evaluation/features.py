@@ -14,6 +14,7 @@ from vitrail.data.source import Labels, Source
 from vitrail.errors import UserError
 from vitrail.evaluation.model import Model, compute_logits, decode_side, device_of
 from vitrail.evaluation.predict import DecodedImages, read_batches
+from vitrail.heads.embedding import EmbeddingHead
 from vitrail.layers.layout import Layout
 from vitrail.models.vision_transformer import Features, VisionTransformer
 from vitrail.teachers.teacher import Teacher
@@ -26,6 +27,7 @@ VECTORS = {
     "distillation": "the distillation token",
     "penultimate": "the input of the last linear layer: after the pre-logits, if any",
     "logits": "the output of the classifier",
+    "projected": "the embedding of the projector, of weights trained by Grafit",
 }
 OTHER_VECTORS = ("pooled", "penultimate", "logits")  # of networks that are not vision transformers of Vitrail
 
@@ -166,6 +168,9 @@ def compute_features(model: Model, images: Tensor, kind: FeatureKind) -> Tensor:
             return out
         case "logits":
             return model.classify(features).logits
+        case "projected":
+            embedding: Tensor = model.task_head(features.pooled)  # type: ignore[misc]  # `check_kind` has found it
+            return embedding
     # One query per class gives one vector per class: take their mean.
     return features.pooled.mean(1) if features.pooled.ndim == 3 else features.pooled
 
@@ -192,7 +197,7 @@ def check_kind(model: Model, kind: FeatureKind) -> None:
             )
         return
     a = model.architecture
-    if kind.before_norm and kind.vector in ("penultimate", "logits"):
+    if kind.before_norm and kind.vector in ("penultimate", "logits", "projected"):
         raise UserError(f"The vector {kind.vector} is computed after the final norm: remove --before-norm.")
     no_token = a.pooling == "per_class" or (a.pooling == "mean" and not a.keep_class_token)
     missing = {
@@ -201,6 +206,7 @@ def check_kind(model: Model, kind: FeatureKind) -> None:
         "distillation": ("distillation token", not a.distillation),
         "penultimate": ("single input vector of its last layer", a.pooling == "per_class"),
         "logits": ("classifier", not a.classes),
+        "projected": ("projector", not isinstance(model.task_head, EmbeddingHead)),
     }
     part, is_missing = missing.get(kind.vector, ("", False))
     if is_missing:

@@ -10,6 +10,7 @@ from vitrail.checkpoints import load
 from vitrail.checkpoints.bundled import announce_bundled
 from vitrail.checkpoints.codecs import UnknownFormat
 from vitrail.checkpoints.hub import is_built_by_timm
+from vitrail.checkpoints.model_io import find_weights
 from vitrail.devices import choose_device
 from vitrail.errors import UserError
 from vitrail.models.preprocessing import min_decode_side
@@ -41,12 +42,6 @@ def open_model(weights: str | Path, device: str | torch.device | None = None) ->
     return open_teacher(str(path), chosen)
 
 
-def find_weights(path: str | Path) -> Path:
-    """The best weights of a run directory; any other path unchanged."""
-    path = Path(path)
-    return path / "best.safetensors" if (path / "run.json").is_file() else path
-
-
 def device_of(model: Model) -> torch.device:
     """The device of the weights; the CPU for an ONNX file, which has none."""
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
@@ -58,7 +53,7 @@ def count_classes(model: Model) -> int:
 
 def decode_side(model: Model) -> int | None:
     """The shorter side that JPEG files keep when they are decoded at reduced size; None: full size."""
-    return min_decode_side(model.preprocessing, model.notes) if isinstance(model, VisionTransformer) else None
+    return model.decode_side if isinstance(model, Teacher) else min_decode_side(model.preprocessing, model.notes)
 
 
 def check_head(model: Model, head: Head) -> None:

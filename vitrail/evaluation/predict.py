@@ -16,12 +16,13 @@ from torch import Tensor
 from vitrail.atomic_files import describe_error
 from vitrail.data.datasets.folder import MAX_DEPTH, Paths, count_visit, listing
 from vitrail.data.decode import decode
-from vitrail.data.image_formats import EXTENSIONS
+from vitrail.data.image_formats import EXTENSIONS, is_image_file
 from vitrail.data.loader import ImageReader, Problem
 from vitrail.data.source import Encoded, Source, Subset
 from vitrail.data.workers import Workers, default_workers
 from vitrail.errors import UserError
 from vitrail.evaluation.model import Model, compute_logits, count_classes, decode_side, device_of, open_model
+from vitrail.heads.task_heads import CALLS
 from vitrail.models.preprocessing import list_images, pad_images, to_pixels
 
 if TYPE_CHECKING:
@@ -211,7 +212,7 @@ def find_images(
             files += inside
             if has_image_extension(entry.name) and not inside and len(problems) == before:
                 problems.append(Problem(entry.path, "a folder with an image extension in its name"))
-        elif has_image_extension(entry.name):
+        elif has_image_extension(entry.name) or (entry.is_file() and is_image_file(entry.path)):
             add_file(entry.path, files, problems)
     return files
 
@@ -226,8 +227,8 @@ def iterate_predictions(
     model: Model, source: Source, top: int = 5, batch_size: int = 32, workers: int | None = None
 ) -> Iterator[Prediction | Problem]:
     """A prediction for each image of a source in order, or the reason why the image cannot be read."""
-    if getattr(model, "task_head", None) is not None:
-        raise UserError("These weights segment images: call vitrail.segment(weights, images).")
+    if call := CALLS.get(getattr(model, "task", "")):
+        raise UserError(f"These weights {call}.")
     if not count_classes(model):
         raise UserError("This model has no classifier: it cannot predict classes.")
     names = model.class_names or [f"class {index}" for index in range(count_classes(model))]

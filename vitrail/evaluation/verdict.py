@@ -79,9 +79,9 @@ class Verdict:
                 "error of it was chosen, since smaller differences are noise."
             )
         sentence = f"It is the best of {self.validations} validations on the same images and therefore optimistic"
-        if self.neighbors is None:
+        excess = 0.0 if self.neighbors is None else self.top1 - self.neighbors
+        if self.neighbors is None or excess < 0.0005:
             return f"{sentence}."
-        excess = max(self.top1 - self.neighbors, 0.0)
         near = f"the validations next to it have {percent(self.neighbors, 1)}"
         return f"{sentence}: {near}, so by up to about {100 * excess:.1f} points."
 

@@ -12,10 +12,17 @@ from typing import Any, Literal, get_args
 from torch import Tensor, nn
 
 from vitrail.errors import UserError
+from vitrail.heads.embedding import EmbeddingConfig, EmbeddingHead
+from vitrail.heads.mask_rcnn import BoxHead, FeaturePyramid, MaskHead, ProposalHead, PyramidNeck
 from vitrail.heads.upernet import FcnHead, LinearHead, UperNetHead
 
 SegmentationKind = Literal["linear", "fcn", "upernet"]
 MAX_CLASSES, MAX_CHANNELS, MAX_SIDE = 255, 4096, 1 << 16
+MAX_OBJECT_CLASSES = 10_000
+CALLS = {  # by task: what weights do that give no class of an image, and the function for it
+    "segmentation": "segment images: call vitrail.segment(weights, images)",
+    "detection": "detect objects: call vitrail.detect(weights, images)",
+}
 IGNORED_ID = 255  # in masks: not a class
 
 
@@ -61,6 +68,8 @@ class SegmentationConfig:
 class SegmentationHead(nn.Module):
     """Feature maps to logits [B, classes, h, w], and in training those of the auxiliary head."""
 
+    task = "segmentation"  # what `VisionTransformer.task` returns
+
     def __init__(self, config: SegmentationConfig, channels: Sequence[int], strides: Sequence[int]) -> None:
         super().__init__()
         config.check()
@@ -90,7 +99,78 @@ class SegmentationHead(nn.Module):
         return None if self.auxiliary is None else self.auxiliary([maps[self.third]])
 
 
-KINDS: dict[str, tuple[type[Any], type[nn.Module]]] = {"segmentation": (SegmentationConfig, SegmentationHead)}
+@dataclass(frozen=True)
+class DetectionConfig:
+    """Boxes and masks of objects: the head, its classes, and the protocol of inference."""
+
+    class_names: tuple[str, ...]
+    short_side: int  # of the images of the network; 0: the stored size
+    long_side: int = 0  # at most; 0: four times the shorter side
+    window: int = 0  # side of tiles; 0: whole images
+    stride: int = 0  # of the tiles
+    masks: bool = True
+    channels: int = 256  # of the pyramid
+    hidden: int = 1024  # of the box head
+    candidates: int = 1000  # boxes of each level before duplicates are removed
+    proposals: int = 1000  # boxes that are classified
+    proposal_overlap: float = 0.7  # IoU above which a proposal is a duplicate
+    overlap: float = 0.5  # the same of the final boxes of a class
+    min_score: float = 0.05
+    detections: int = 100  # of an image, at most
+    blocks: tuple[int, ...] = ()  # blocks whose tokens are the input; (): the final tokens
+
+    @property
+    def classes(self) -> int:
+        return len(self.class_names)
+
+    def check(self) -> None:
+        """Raise UserError for values that no head has: a file may contain anything."""
+        if not 1 <= len(self.class_names) <= MAX_OBJECT_CLASSES or not all(isinstance(name, str) for name in self.class_names):
+            raise UserError(f"a detection head has 1 to {MAX_OBJECT_CLASSES} classes with a name each.")
+        sizes = (self.short_side, self.long_side, self.window, self.stride, *self.blocks)
+        counts = (self.channels, self.hidden, self.candidates, self.proposals, self.detections)
+        if not all(type(value) is int and 0 <= value < MAX_SIDE for value in sizes) or len(self.blocks) > 64:
+            raise UserError("a detection head has sizes and blocks that are not plain numbers.")
+        if not all(type(value) is int and 1 <= value <= MAX_CHANNELS for value in counts) or (self.window and not self.stride):
+            raise UserError("a detection head has channels, numbers of boxes or a window that are out of range.")
+        if not all(
+            isinstance(value, float) and 0 <= value <= 1 for value in (self.proposal_overlap, self.overlap, self.min_score)
+        ):
+            raise UserError("a detection head has thresholds that are not between 0 and 1.")
+
+
+class DetectionHead(nn.Module):
+    """Mask R-CNN: feature maps to the levels of a pyramid, and the heads that read them."""
+
+    task = "detection"
+
+    def __init__(self, config: DetectionConfig, channels: Sequence[int], strides: Sequence[int]) -> None:
+        super().__init__()
+        config.check()
+        self.config = config
+        if len(channels) not in (1, 4):
+            raise UserError(f"Mask R-CNN takes the final tokens or maps of four blocks or stages, not of {len(channels)}.")
+        self.neck = PyramidNeck(channels, strides)
+        self.pyramid = FeaturePyramid(self.neck.channels, config.channels)
+        self.proposal_head = ProposalHead(config.channels)
+        self.box_head = BoxHead(config.channels, config.hidden, config.classes)
+        self.mask_head = MaskHead(config.channels, config.classes) if config.masks else None
+
+    @property
+    def strides(self) -> list[float]:
+        """Of the levels, in pixels."""
+        return [*self.neck.strides, 2 * self.neck.strides[-1]]
+
+    def forward(self, maps: list[Tensor]) -> list[Tensor]:
+        out: list[Tensor] = self.pyramid(self.neck(maps))
+        return out
+
+
+KINDS: dict[str, tuple[type[Any], type[nn.Module]]] = {
+    "segmentation": (SegmentationConfig, SegmentationHead),
+    "detection": (DetectionConfig, DetectionHead),
+    "embedding": (EmbeddingConfig, EmbeddingHead),
+}
 
 
 def write_config(head: nn.Module) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from torch import Tensor
 from vitrail.errors import UserError
 from vitrail.evaluation.model import Model, decode_side, device_of, open_model
 from vitrail.evaluation.predict import ClassProbability, Prediction, open_inputs, read_batches
-from vitrail.interpret.attention import record
+from vitrail.heads.task_heads import CALLS
+from vitrail.interpret.attention import Recording, record
 from vitrail.interpret.maps import available_methods, check_method, compute_map, needs_gradients
 from vitrail.models.preprocessing import Preprocessing
 from vitrail.models.vision_transformer import VisionTransformer
@@ -72,7 +73,14 @@ def explain_batch(
     model: VisionTransformer, images: Tensor, names: Sequence[str], methods: Sequence[str], classes: Tensor | None, top: int
 ) -> list[Explanation]:
     """`explain` of preprocessed images [B, 3, height, width]: one forward pass, one backward pass if a method needs it."""
-    recording = record(model, images, any(map(needs_gradients, methods)))
+    return explain_recording(record(model, images, any(map(needs_gradients, methods))), names, methods, classes, top)
+
+
+def explain_recording(
+    recording: Recording, names: Sequence[str], methods: Sequence[str], classes: Tensor | None, top: int
+) -> list[Explanation]:
+    """`explain` of a recorded forward pass."""
+    model = recording.model
     logits = recording.logits.detach().float()
     if not logits.isfinite().all():
         raise UserError("The model's logits are NaN or Inf: its weights are damaged.")
@@ -80,7 +88,7 @@ def explain_batch(
     maps = {method: compute_map(recording, method, targets).float().cpu().numpy() for method in methods}
     probabilities = logits.softmax(1)
     best = probabilities.topk(min(top, logits.shape[1]), 1).indices.tolist()
-    shown = to_uint8(images, model.preprocessing)
+    shown = to_uint8(recording.images, model.preprocessing)
 
     def probability(row: int, index: int) -> ClassProbability:
         return ClassProbability(index, class_name(model, index), probabilities[row, index].item())
@@ -100,8 +108,8 @@ def check_model(model: Model) -> VisionTransformer:
     """The model, if it is one of Vitrail with a classifier."""
     if not isinstance(model, VisionTransformer):
         raise UserError("Only models that Vitrail builds can be explained, not other networks such as ONNX files.")
-    if model.task_head is not None:
-        raise UserError("These weights segment images: their masks are the explanation; call vitrail.segment(weights, images).")
+    if call := CALLS.get(model.task):
+        raise UserError(f"Only classes can be explained, and these weights {call}.")
     if not model.architecture.classes:
         raise UserError(
             "This model has no classifier, so there is no prediction to explain: train one with `vitrail train --from`."

@@ -26,7 +26,6 @@ class Method(NamedTuple):
     missing: Callable[[Architecture], str]  # what the architecture lacks for it, or ""
     description: str
     gradients: bool = False
-    depends_on_class: bool = True
 
 
 def attention_map(recording: Recording, layer: int = -1, head: int | None = None, classes: Tensor | None = None) -> Tensor:
@@ -112,23 +111,20 @@ def lacks_gradient_attention(a: Architecture) -> str:
     return lacks_attention(a) or lacks_classifier(a)
 
 
-METHODS = {  # best first
+METHODS = {  # best first, by the scores of `benchmarks/explain.py`; occlusion last, because it needs up to 64 forward passes
     "class_attention": Method(class_attention, lacks_class_attention, "attention of the class query to the patches"),
     "gradient_attention": Method(
         gradient_attention, lacks_gradient_attention, "attention weighted with its gradient, through all blocks", gradients=True
     ),
-    "evidence": Method(
-        lambda recording, classes: evidence_of(recording, classes).clamp(min=0), lacks_patch_logits, "logit of each patch"
-    ),
-    "rollout": Method(rollout_of, lacks_rollout, "attention rollout through all blocks", depends_on_class=False),
     "attention": Method(
         lambda recording, classes: attention_map(recording, classes=classes),
         lacks_last_attention,
         "attention of the last layer, mean of the heads",
-        depends_on_class=False,
     ),
-    "thresholded_heads": Method(
-        thresholded_heads, lacks_last_attention, "heads of the last layer, 60% of their attention", depends_on_class=False
+    "rollout": Method(rollout_of, lacks_rollout, "attention rollout through all blocks"),
+    "thresholded_heads": Method(thresholded_heads, lacks_last_attention, "heads of the last layer, 60% of their attention"),
+    "evidence": Method(
+        lambda recording, classes: evidence_of(recording, classes).clamp(min=0), lacks_patch_logits, "logit of each patch"
     ),
     "input_gradient": Method(input_gradient, lacks_classifier, "input x gradient", gradients=True),
     "occlusion": Method(occlusion, lacks_classifier, "fall of the log-probability where a part is hidden"),

@@ -119,7 +119,8 @@ class Architecture:
     pooling_scale: bool = True  # residual scales in the blocks of the pooling
     final_norm: bool = True
     pool_norm: bool = False  # the final norm comes after pooling
-    pre_logits: int = 0  # width of a tanh layer before the classifier
+    pre_logits: int = 0  # width of a layer before the classifier
+    pre_logits_kind: str = "tanh"  # what follows that layer: tanh, or batch_norm and ReLU
     dense_head: bool = False  # a second classifier on every patch; its maximum is added in evaluation
     dense_weight: float = 0.5
     fusion: str = "logit_mean"
@@ -208,6 +209,10 @@ class Architecture:
             (
                 self.pooling == "per_class" and (self.pre_logits > 0 or self.classes < 1),
                 "pooling=per_class needs classes > 0 and pre_logits=0.",
+            ),
+            (
+                self.pre_logits_kind not in ("tanh", "batch_norm") or (self.pre_logits_kind != "tanh" and not self.pre_logits),
+                "pre_logits_kind is tanh, or batch_norm with pre_logits above 0.",
             ),
             (self.has_query_pooling and self.pooling_depth < 1, f"pooling={self.pooling} needs pooling_depth of at least 1."),
             (self.pool_norm and self.pooling != "mean", "pool_norm needs pooling=mean."),

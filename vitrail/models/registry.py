@@ -131,7 +131,7 @@ def name_of(architecture: Architecture) -> str:
         if any(getattr(known, field) != getattr(architecture, field) for field in ("width", "depth", "patch_size")):
             continue  # checked first: `replace` would raise for images smaller than a patch
         known = known.replace(classes=architecture.classes or known.classes, image_size=architecture.image_size)
-        differences = set(known.differences(architecture)) - {"classes", "pre_logits"}
+        differences = set(known.differences(architecture)) - {"classes", "pre_logits", "pre_logits_kind"}
         if not differences:
             return name
         if differences <= set(NUMERICS) and not near:

@@ -94,7 +94,7 @@ class VisionTransformer(nn.Module):
         self.pooling = make_pooling(a, grid)
         norm = a.pooling_norm if a.final_norm and (a.norm_place == "pre" or a.has_query_pooling) else "none"
         self.norm = token_norm(norm, a.width, a.norm_eps, a.norm_groups)
-        self.pre_logits = nn.Sequential(nn.Linear(a.width, a.pre_logits), nn.Tanh()) if a.pre_logits else nn.Identity()
+        self.pre_logits = nn.Sequential(nn.Linear(a.width, a.pre_logits), *after_pre_logits(a)) if a.pre_logits else nn.Identity()
         inputs = a.pre_logits or a.width
         self.head: nn.Module = nn.Identity()
         second = a.distillation and a.distillation_head and a.classes
@@ -151,6 +151,11 @@ class VisionTransformer(nn.Module):
             strides = [a.convnet.stride >> index for index in reversed(range(len(channels)))]
         self.task_head = build_head(config, channels, strides)
         return self
+
+    @property
+    def task(self) -> str:
+        """What the model computes: that of its head ("segmentation", "detection"), "classification", or "features"."""
+        return getattr(self.task_head, "task", "") or ("classification" if self.architecture.classes else "features")
 
     @property
     def recompute(self) -> bool:
@@ -326,6 +331,10 @@ class VisionTransformer(nn.Module):
         self.architecture, self.grid = architecture, grid
         self.preprocessing = self.preprocessing._replace(image_size=size)
         return self
+
+
+def after_pre_logits(a: Architecture) -> list[nn.Module]:
+    return [nn.Tanh()] if a.pre_logits_kind == "tanh" else [nn.BatchNorm1d(a.pre_logits), nn.ReLU()]
 
 
 def name_with_patch_size(name: str, patch: int) -> str:

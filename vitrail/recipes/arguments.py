@@ -22,6 +22,8 @@ RECIPE_KEYS = {
     "seed": "seed",
     "teacher": "distillation.teacher",
     "labels": "token_labels.store",
+    "label": "data.label",
+    "map": "data.map",
     "tokenizer": "task_options.tokenizer",
     "lr": "optimizer.lr",
     "batch_size": "batch_size",

@@ -95,7 +95,7 @@ def finetune(name: str) -> Recipe:
         validation=ValidationConfig(at_start=True, select_by="latest", crop_ratio=1.0),
         about=About(
             "vitrail",
-            "from any checkpoint, on one GPU",
+            "the default for photographs, from any checkpoint",
             "five sets of 420 to 1,073 photographs, --from vitrail_tiny, five minutes on two CPU cores: docs/first-use.md",
             "one GPU, or minutes on a CPU",
         ),

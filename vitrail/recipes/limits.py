@@ -55,6 +55,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "schedule.min_lr": NOT_NEGATIVE,
     "schedule.lag_epochs": NOT_NEGATIVE,
     "schedule.gamma": FRACTION,
+    "schedule.milestones": FRACTION,
     "ema.decay": (0.0, BELOW_ONE),
     "validation.patience": NOT_NEGATIVE,
     "validation.crop_ratio": (ABOVE_ZERO, 1.0),

@@ -17,6 +17,7 @@ from vitrail.recipes.schema import Recipe
 PAGES = (
     "defaults",
     "segmentation",
+    "detection",
     "vit",
     "masked_patches",
     "deit",
@@ -30,6 +31,7 @@ PAGES = (
     "beit",
     "lvvit",
     "grafit",
+    "grafit_embeddings",
     "fixres",
 )
 INDEX = Path(__file__).with_name("index.json")

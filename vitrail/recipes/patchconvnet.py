@@ -2,8 +2,8 @@
 
 DeiT's augmentations with LAMB. Names are those of the models; `…_batchnorm` has batch norm, `…_to_{size}` is a larger size,
 `…_21k` and `…_21k_to_1k[_{size}]` the pre-training on ImageNet-21k and its fine-tuning, `…_to_{data}[_320]` a transfer,
-`…_to_ade20k` a segmentation. The text says that gradients are not clipped; the released LAMB is Apex's, which clips at 1, and so
-do these recipes.
+`…_to_ade20k` a segmentation, `…_to_coco` a detection, `…_to_multi` the fine-tuning of a query per class. The text says that
+gradients are not clipped; the released LAMB is Apex's, which clips at 1, and so do these recipes.
 
     vitrail train imagenet/ --recipe patchconvnet_s60
 """
@@ -13,6 +13,7 @@ from typing import Any
 from vitrail.recipes.cait import add_transfers
 from vitrail.recipes.deit import LAMB
 from vitrail.recipes.derivation import Page, change, drop_path_fields, top1
+from vitrail.recipes.detection import add_detection
 from vitrail.recipes.lookup import lookup
 from vitrail.recipes.schema import About, Recipe
 from vitrail.recipes.segmentation import add_segmentation
@@ -58,6 +59,26 @@ def finetuned(name: str, pretrained: str, size: int, score: float | None, row: s
         optimizer={"lr": 1e-5, "weight_decay": 0.01},
         schedule={"length": "10 epochs", "warmup": "5 epochs", "lag_epochs": 1, "min_lr": 1e-5},
         about={"row": row, "expected": top1(score)},
+    )
+
+
+def with_class_queries(name: str, pretrained: str, score: float) -> Recipe:
+    """A query per class, from the weights with one query: 82.0 % by the README of the authors' repository.
+
+    Section 5.2.1 says that learning rate and batch size are reduced, without values: here a tenth of the learning rate and half
+    of the batch size, for ten epochs, with the rest of the fine-tuning at larger sizes.
+    """
+    return change(
+        lookup(pretrained),
+        name,
+        **NO_REPEATS,
+        model=f"{pretrained}_multi",
+        architecture={"pooling": "per_class", "pooling_keys": "patches"},
+        batch_size=1024,
+        init={"pretrained_recipe": pretrained},
+        optimizer={"lr": 3e-4},
+        schedule={"length": "10 epochs", "warmup": "5 epochs", "lag_epochs": 1, "min_lr": 1e-5},
+        about={"row": "Section 5.2.1; README", "expected": top1(score)},
     )
 
 
@@ -112,6 +133,7 @@ for _size, (_drop, _layer, _batch) in SIZES.items():
 for _variant, _score in {"mean": 81.9, "linear": 80.0, "multihead": 81.9, "multi": 81.1}.items():
     _name, _about = f"patchconvnet_s60_{_variant}", {"row": "Table 5.7", "expected": top1(_score)}
     RECIPES.derive(_name, "patchconvnet_s60", model=_name, about=_about)
+RECIPES.add("patchconvnet_s60_to_multi", with_class_queries, "patchconvnet_s60", 82.0)
 
 # Table 5.2; no drop-path rate is given for L, which has that of B here.
 LARGE: dict[str, tuple[float, dict[int, float]]] = {
@@ -149,3 +171,7 @@ for _base, _scores in {
     "l120_21k": (52.2, 52.9),
 }.items():
     add_segmentation(RECIPES, PAPER, "Table 5.3", f"patchconvnet_{_base}", f"patchconvnet_{_base}", _scores)
+
+#      AP of boxes and of masks (Table 5.6)
+for _base, _aps in {"s60": (46.4, 41.3), "s120": (47.0, 41.9)}.items():
+    add_detection(RECIPES, PAPER, "Table 5.6", f"patchconvnet_{_base}", _aps)

@@ -47,6 +47,8 @@ class DataConfig:
     class_balanced: bool = False  # classes take turns
     validation_fraction: float = 0.0  # fraction of each training class to validate on instead of the validation split; 0: none
     folds: int = 0  # validate on one of so many equal parts of every training class: number seed modulo folds; 0: no folds
+    label: str = ""  # the column of labels; "": the main one, "none": one class for all images
+    map: str = ""  # a CSV or JSON file with a coarser class for every class, whose columns are further labels
     decode_scale: float = 0.0  # JPEGs are decoded at reduced size, at least this multiple of the input size; 0: full size
 
 
@@ -141,6 +143,7 @@ class ScheduleConfig:
     lag_epochs: int = 0  # epochs by which the learning rate is late
     cooldown: str = "0 epochs"  # added after the length, at min_lr
     step_size: str = "30 epochs"
+    milestones: tuple[float, ...] = ()  # of "step": shares of the length after which lr decays, instead of every step_size
     gamma: float = 0.1
 
 

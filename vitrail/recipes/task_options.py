@@ -75,6 +75,51 @@ class DinoOptions(SelfSupervisedOptions):
 
 
 @dataclass(frozen=True)
+class GrafitOptions(SelfSupervisedOptions):
+    """Grafit and the methods that it is compared with: a weighted sum of losses on labels and on views of an image."""
+
+    neighbor_weight: float = 1.0  # of the k-NN loss on the labels, among the embeddings of all training images
+    class_weight: float = 0.0  # of the cross-entropy of a linear classifier of the labels
+    instance_weight: float = 1.0  # of the loss between views of an image and those of an EMA target network
+    triplet_weight: float = 0.0  # of the triplet loss between two views of an image and those of others
+    views: int = 4  # of every image, for the instance and the triplet loss
+    shared_view: bool = False  # the view with labels is one of `views`, not a further one
+    projector: Literal["mlp", "linear", "none"] = "mlp"  # whose output is compared and searched; none: the pooled vector
+    outputs: int = 256  # of the projector
+    hidden: int = 4096  # of projector and predictor
+    temperature: float = 0.05  # of the k-NN loss
+    margin: float = 0.0  # of the k-NN loss, subtracted from the logits of the own class
+    triplet_margin: float = 0.2
+    momentum: float = 0.996  # of the target network at the first step
+    momentum_end: float = 1.0  # at the last step, along a cosine
+    memory_momentum: float = 0.5  # share of the old embedding when the memory is updated
+    normalize_memory: bool = True  # after every update
+    memory_init: Literal["random", "features"] = "random"  # features: one pass over the training images with the initial weights
+    clusters: int = 0  # labels are replaced by so many clusters of the features of `clusters_from` (ClusterFit); 0: not
+    clusters_from: str = ""  # weights
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        weights = (self.neighbor_weight, self.class_weight, self.instance_weight, self.triplet_weight)
+        if min(weights) < 0 or not any(weights):
+            raise UserError("task_options has four weights of losses: give 0 or more, and at least one above 0.")
+        if self.views < 2 and (self.instance_weight or self.triplet_weight):
+            raise UserError(f"task_options.views={self.views}: views are compared in pairs, give at least 2.")
+        for name in ("views", "outputs", "hidden", "temperature"):
+            if getattr(self, name) <= 0:
+                raise UserError(f"task_options.{name}={getattr(self, name):g} is out of range: give a number above 0.")
+        for name in ("momentum", "momentum_end", "memory_momentum"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UserError(f"task_options.{name}={getattr(self, name):g} is out of range: give a number from 0 to 1.")
+        if self.triplet_margin < 0 or self.margin < 0:
+            raise UserError("task_options.margin and triplet_margin are at least 0.")
+        if self.projector != "none" and not (self.neighbor_weight or self.instance_weight or self.triplet_weight):
+            raise UserError("task_options.projector has no effect on the class loss alone: set it to none.")
+        if self.clusters == 1 or self.clusters < 0:
+            raise UserError(f"task_options.clusters={self.clusters}: give at least 2, or 0 to train on labels.")
+
+
+@dataclass(frozen=True)
 class MaskedPatchOptions(SelfSupervisedOptions):
     """Masked patch prediction of ViT: a share of the patch embeddings is corrupted, their content is predicted."""
 
@@ -173,6 +218,37 @@ class SegmentationOptions:
         if self.stride > self.window:
             raise UserError(
                 f"task_options.stride={self.stride} is larger than the window {self.window}: pixels would be left out."
+            )
+
+
+@dataclass(frozen=True)
+class DetectionOptions:
+    """Boxes and masks of objects by Mask R-CNN."""
+
+    masks: Literal["auto", "on", "off"] = "auto"  # whether masks are learned; auto: if the data has them
+    channels: int = 256  # of the pyramid
+    hidden: int = 1024  # of the box head
+    blocks: tuple[int, ...] = ()  # blocks whose tokens the head reads, four of them; []: the final tokens
+    max_objects: int = 64  # of an image that are trained, the first of its list
+    candidates: int = 1000  # boxes of each level before duplicates are removed
+    proposals: int = 500  # boxes that are classified
+    anchors_sampled: int = 256  # of an image, for the loss of the proposals; at most half contain an object
+    boxes_sampled: int = 256  # of an image, for the losses of boxes and masks; at most a quarter contains an object
+    short_side: int = 0  # of validation and prediction; 0: that of the crops
+    long_side: int = 0  # at most; 0: four times the shorter side
+    window: int = 0  # side of tiles in validation and prediction; 0: whole images if the model takes them
+    stride: int = 0  # of the tiles; 0: three quarters of them
+
+    def __post_init__(self) -> None:
+        counts = ("channels", "hidden", "max_objects", "candidates", "proposals", "anchors_sampled", "boxes_sampled")
+        for name in (*counts, "short_side", "long_side", "window", "stride"):
+            if not (name in counts) <= getattr(self, name) <= (4096 if name in counts else 1 << 14):
+                raise UserError(f"task_options.{name}={getattr(self, name)} is out of range.")
+        if any(block < 0 for block in self.blocks) or len(self.blocks) not in (0, 4):
+            raise UserError("task_options.blocks has the numbers of four blocks, from 0 on, or none.")
+        if self.stride > self.window:
+            raise UserError(
+                f"task_options.stride={self.stride} is larger than the window {self.window}: parts would be left out."
             )
 
 

@@ -37,6 +37,8 @@ def find_metric(name: str, primary: Metric | None = None) -> Metric:
         return METRICS.get(primary.name, primary._replace(title=f"validation {primary.title}"))
     if name == "test":
         return primary._replace(name=name, title=f"test {primary.title}")
+    if name.startswith("knn_"):  # at another column of labels
+        return Metric(name, f"validation k-NN of {name.removeprefix('knn_')}", percent=True)
     if name not in METRICS:
         raise UserError(f"--metric {name} is not known; choose from {', '.join([PRIMARY, *METRICS])}.")
     return METRICS[name]
@@ -192,15 +194,15 @@ def cells(row: Row, measure: Metric, count: int) -> list[str]:
     """The cells of a row in a table of `count` groups; undefined values are empty."""
     spread, other = row.spread, row.difference
     texts = [row.group.name, str(spread.n), measure.show(spread.mean), measure.show(spread.sd)]
-    texts.append(interval(spread.low, spread.high, measure))
+    texts.append(measure.show_interval(spread.low, spread.high))
     if other is not None:
-        texts += [measure.show(other.mean, signed=True), interval(other.low, other.high, measure, signed=True)]
+        texts += [measure.show(other.mean, signed=True), signed_interval(other, measure)]
         texts += [format_p(other.p), format_p(row.p_holm)]
     return [*texts, *[""] * 4][: 5 if count == 1 else 8 if count == 2 else 9]
 
 
-def interval(low: float | None, high: float | None, measure: Metric, signed: bool = False) -> str:
-    return "" if low is None else f"{measure.show(low, signed)} to {measure.show(high, signed)}"
+def signed_interval(other: Difference, measure: Metric) -> str:
+    return "" if other.low is None else f"{measure.show(other.low, signed=True)} to {measure.show(other.high, signed=True)}"
 
 
 def format_p(p: float | None) -> str:

@@ -53,7 +53,8 @@ def finish_run(prepared: Prepared, log: Log) -> None:
         log(f"{trainer.skipped} of {trainer.step} steps were skipped: their loss or gradient was NaN or Inf.")
     unread = len(splits.validation) - best.get("images", len(splits.validation))
     if unread:
-        log(f"{unread:,} of {len(splits.validation):,} validation images could not be read and were skipped.")
+        skipped = "was skipped" if unread == 1 else "were skipped"
+        log(f"{unread:,} of {len(splits.validation):,} validation images could not be read and {skipped}.")
     if "test" in run:
         log(f"test {metric.title} {format_test(run['test'], metric)}")
     for warning in run["warnings"]:
@@ -147,7 +148,8 @@ def evaluate_best(prepared: Prepared, log: Log) -> dict[str, Any]:
         with trainer.autocast():
             found |= trainer.task.report(model, loader, splits, batch_size)
             if test is not None and not reason:
-                test_loader = ImageLoader(test, device, prepared.workers, loader.min_side, "skip", log, trainer.task.reads_masks)
+                targets = trainer.task.reads_masks, trainer.task.reads_objects
+                test_loader = ImageLoader(test, device, prepared.workers, loader.min_side, "skip", log, *targets)
                 try:
                     values = trainer.task.evaluate(model, test_loader, batch_size, Devices(device))
                 finally:

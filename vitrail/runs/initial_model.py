@@ -24,9 +24,11 @@ from vitrail.runs.memory import explain_out_of_memory
 from vitrail.training.scope import apply_scope
 
 # Fields in which a training may differ from its pre-trained weights, because they are initialized anew or resampled.
-REPLACED = {"classes", "pre_logits", "patch_size", "image_size", "dense_head", "dense_weight"}
+REPLACED = {"classes", "pre_logits", "pre_logits_kind", "patch_size", "image_size", "dense_head", "dense_weight"}
 # Fields in which BEiT's fine-tuning differs from its pre-training, see `can_restructure`.
 RESTRUCTURED = ("pooling", "pool_norm", "keep_class_token", "pos_embed_place")
+# Fields in which a model with one query per class differs from one with a single query, see `adds_class_queries`.
+CLASS_QUERIES = ("pooling", "pooling_keys")
 # The fields of a distillation token, which is added to weights without one.
 DISTILLATION_TOKEN = ("distillation", "distillation_head", "fusion")
 
@@ -80,7 +82,8 @@ def open_pretrained(recipe: Recipe, model: str | None = None) -> VisionTransform
     training = {field: value for field, value in recipe.architecture.items() if field in TRAINING_ONLY}
     others = {field: value for field, value in recipe.architecture.items() if field not in TRAINING_ONLY | REPLACED}
     # Files of other formats leave some fields open, which the recipe then sets; a distillation token is never left open.
-    unstated = {field: value for field, value in others.items() if field != "distillation"}
+    converted = CLASS_QUERIES if others.get("pooling") == "per_class" else ()
+    unstated = {field: value for field, value in others.items() if field not in ("distillation", *converted)}
     pretrained = load(weights, **(training if states_architecture(weights) else training | unstated))
     found = pretrained.architecture
     wanted = found.replace(**others)
@@ -88,6 +91,7 @@ def open_pretrained(recipe: Recipe, model: str | None = None) -> VisionTransform
         wanted = find_model(model)[1].replace(**recipe.architecture, classes=found.classes, image_size=found.image_size)
     added = {*DISTILLATION_TOKEN} if wanted.distillation and not found.distillation else set()
     added |= {*RESTRUCTURED} if can_restructure(found, wanted) else set()
+    added |= {*CLASS_QUERIES} if adds_class_queries(found, wanted) else set()
     different = [field for field in found.differences(wanted) if field not in REPLACED and field not in added]
     if different:
         field = max(different, key=lambda name: getattr(found, name) != getattr(wanted, name))  # not one that is just unused
@@ -109,6 +113,16 @@ def can_restructure(found: Architecture, wanted: Architecture) -> bool:
     same_place, to_layers = found.pos_embed_place == wanted.pos_embed_place, wanted.pos_embed_place == "layers"
     copied = found.pos_embed in RELATIVE and found.pos_embed_place == "shared" and to_layers
     return (same_pooling or to_mean) and (same_place or copied) and found.pool_norm <= wanted.pool_norm
+
+
+def adds_class_queries(found: Architecture, wanted: Architecture) -> bool:
+    """Whether a model with one query becomes one with a query per class, as PatchConvNet is fine-tuned.
+
+    Every class starts with the query and its row of the classifier: without a key of the query itself (`pooling_keys="patches"`),
+    the predictions are the same.
+    """
+    single = found.pooling == "class_attention" and not found.distillation and not found.dense_head and not found.pre_logits
+    return single and wanted.pooling == "per_class"
 
 
 def is_restructured(pretrained: VisionTransformer, recipe: Recipe) -> bool:
@@ -152,8 +166,10 @@ def states_architecture(path: str) -> bool:
 
 def adapt(pretrained: VisionTransformer, recipe: Recipe, class_names: list[str] | None) -> tuple[VisionTransformer, bool]:
     """A pre-trained model at the recipe's size and for these classes, and whether its classifier is new."""
-    changed = REPLACED | TRAINING_ONLY | set(RESTRUCTURED)
+    changed = REPLACED | TRAINING_ONLY | set(RESTRUCTURED) | set(CLASS_QUERIES)
     changes = {field: value for field, value in recipe.architecture.items() if field in changed}
+    if recipe.task == "classification":
+        pretrained.task_head = None  # of another task: image labels do not train it
     pretrained.resize(*recipe.augmentation.image_size, patch_size=changes.pop("patch_size", None))
     before = pretrained.architecture
     after = before.replace(**changes | {"classes": len(class_names or ()), "image_size": before.image_size})
@@ -178,6 +194,9 @@ def adapt(pretrained: VisionTransformer, recipe: Recipe, class_names: list[str] 
         for name, tensor in pretrained.state_dict().items():
             if name.startswith(("prefix", "pooling.queries", "pos_embed.")) and len(state[name]) == len(tensor) + 1:
                 kept[name] = torch.cat([tensor[:1], state[name][1:2], tensor[1:]])
+    if adds_class_queries(before, after):
+        assert pretrained.pooling is not None
+        kept["pooling.queries"] = pretrained.pooling.queries.expand(after.classes, -1).clone()
     if after.pos_embed_place != before.pos_embed_place:
         kept |= {name: pretrained.pos_embed[0].table for name in state if name.startswith("pos_embed.")}
     model.load_state_dict(state | kept)
@@ -193,5 +212,6 @@ def needs_new_classifier(pretrained: VisionTransformer, recipe: Recipe, class_na
     """Whether the classifier of the weights cannot be kept: unwanted, for other classes, or on other features."""
     known, a = pretrained.class_names, pretrained.architecture
     others = known != class_names if known is not None else a.classes != len(class_names or ())
-    others = others or is_restructured(pretrained, recipe)
+    to_queries = a.pooling == "class_attention" and recipe.architecture.get("pooling") == "per_class"
+    others = others or (is_restructured(pretrained, recipe) and not to_queries)
     return recipe.init.zero_head or others or recipe.architecture.get("pre_logits", a.pre_logits) != a.pre_logits

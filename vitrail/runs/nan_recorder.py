@@ -22,6 +22,7 @@ from vitrail.devices import choose_device
 from vitrail.errors import UserError
 from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.recipes import Recipe
+from vitrail.runs.request import split_arguments
 from vitrail.runs.run_json import check_run
 from vitrail.tasks.registry import find_task
 from vitrail.training.batch_norm import is_synchronized
@@ -85,7 +86,7 @@ def replay(bundle: str | Path, device: str | None = None) -> tuple[dict[str, Any
     except (*READ_ERRORS, RecursionError) as error:
         raise UserError(f"{bundle} is not a complete bundle of the NaN recorder: {short_message(error)}.") from None
     try:
-        splits = open_splits(source, validation_fraction=recipe.data.validation_fraction, class_order=classes, fold=recipe.fold)
+        splits = open_splits(source, class_order=classes, **split_arguments(recipe))
     except UserError as error:
         raise UserError(f"The data of {bundle} cannot be opened: {error}") from None
     if fingerprint(splits) != data:

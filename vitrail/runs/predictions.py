@@ -21,6 +21,7 @@ from vitrail.evaluation.confusion import collect_predictions
 from vitrail.evaluation.statistics import bootstrap, mcnemar
 from vitrail.recipes import Recipe
 from vitrail.runs.comparison import Group
+from vitrail.runs.request import split_arguments
 from vitrail.runs.run_directory import fingerprint, read_run
 from vitrail.training.trainer import DTYPES
 
@@ -35,7 +36,8 @@ def compare_predictions(groups: Sequence[Group], device: str | None = None) -> l
     if (first_run.get("metric") or {}).get("name", "top1") != "top1":
         raise UserError("--images compares predicted classes, which these runs do not have: remove it.")
     source = str(first_run["source"])
-    splits = open_splits(source, class_order=first_run["data"].get("classes"))
+    arguments = split_arguments(Recipe.from_dict(first_run["recipe"]))
+    splits = open_splits(source, class_order=first_run["data"].get("classes"), **arguments)
     if fingerprint(splits) != groups[0].results[0].data:
         raise UserError(f"The images at {source} are not those that these runs were trained on.")
     chosen = choose_device(device)

@@ -26,7 +26,7 @@ from vitrail.runs.initial_model import (
     rebuild,
 )
 from vitrail.runs.memory import MemoryPlan, cached_bytes, check_disk_space, plan_memory
-from vitrail.runs.request import Log, TrainRequest, describe_pretrained, open_data, time_budget
+from vitrail.runs.request import Log, TrainRequest, describe_pretrained, open_data, split_arguments, time_budget
 from vitrail.runs.run_directory import check_dependencies, check_weights, describe_run, fingerprint, read_run
 from vitrail.runs.step_timing import forecast, measure_pace
 from vitrail.tasks.registry import find_task
@@ -114,9 +114,7 @@ def prepare_resumed(
             classes = list(run["data"].get("classes") or ())
         except (KeyError, TypeError) as error:
             raise UserError(f"{folder / 'run.json'} does not describe a training that can be resumed: {error}.") from None
-        splits = open_splits(
-            run["source"], validation_fraction=recipe.data.validation_fraction, class_order=classes, fold=recipe.fold
-        )
+        splits = open_splits(run["source"], class_order=classes, **split_arguments(recipe))
         if fingerprint(splits) != data:
             raise UserError(f"The images at {run['source']} are not those that {folder} was started with.")
         find_task(recipe.task).complete_data(recipe, splits)

@@ -7,9 +7,13 @@ These parts of `run.json` are optional and shown if present:
 * `warnings`: [{"epoch", "last_epoch", "message"}] of the validations;
 * `per_class`: [{"name", "top1", "precision", "recall", "f1", "images"}] of the validation images;
 * `confusion`: {"names": […], "matrix": [[…]]} with a row per label, or {"pairs": `confused_pairs(…)`};
-* `mistakes`: [{"image": `thumbnail(…)`, "label": …, "prediction": …, "confidence": …, "location": …}];
+* `mistakes`: [{"image": `thumbnail(…)`, "label": …, "prediction": …, "confidence": …, "location": …, "map": …}];
 * `segmentations`: [{"image": `thumbnail(…)` of an image beside its mask and its prediction, "location": …}], `protocol`, and
   `boundaries`: [{"pixels", "share", "miou", "pixel_accuracy"}]; their `per_class` has "iou" and "pixels";
+* `levels`: [{"level", "classes", "knn", "map", …}], scores of neighbors at every level of labels;
+* `figures`: [{"image": `thumbnail(…)`, "location": what it shows}];
+* `detections`: [{"image": `thumbnail(…)` of an image with its objects and one with predictions, "location": …}], `protocol`;
+  their `per_class` has "ap", "ap50", "mask_ap" and "objects";
 * `reconstructions`: [{"image": `thumbnail(…)` of an image beside its reconstruction, "location": …}].
 """
 
@@ -36,7 +40,9 @@ MAX_MATRIX_CLASSES = 40  # a larger confusion matrix is not readable
 MAX_ROWS = 12
 MAX_METRICS = 32  # of the task, besides loss and primary metric
 PIXEL_COLUMNS = ("class", "IoU", "precision", "recall", "pixels")
+OBJECT_COLUMNS = ("class", "box AP", "box AP50", "mask AP", "objects")
 BOUNDARY_COLUMNS = ("pixels", "share", "mIoU", "accuracy")
+LEVEL_COLUMNS = ("labels", "classes", "k-NN", "mAP", "mAP, conditional", "mAP, oracle")
 NARROW, DARK_MODE = "(max-width: 40rem)", "(prefers-color-scheme: dark)"
 Rows = list[tuple[str, str]]  # label and value
 
@@ -49,6 +55,7 @@ def write_report(folder: str | Path) -> Path:
     light = curves.draw(LIGHT)
     atomic_write(folder / "report.png", lambda temporary: temporary.write_bytes(light))
     pairs, matrix, names = list_confusions(run)
+    columns, classes = class_table(run)
     return write_page(
         folder / "report.html",
         "training.html.j2",
@@ -65,8 +72,8 @@ def write_report(folder: str | Path) -> Path:
             ("", png_url(light)),
         ],
         results=list_results(run, curves),
-        class_columns=PIXEL_COLUMNS if is_segmentation(run) else ("class", "precision", "recall", "F1", "images"),
-        classes=list_pixel_classes(run) if is_segmentation(run) else list_classes(run),
+        class_columns=columns,
+        classes=classes,
         confused_unit="pixels" if is_segmentation(run) else "images",
         pairs=pairs,
         matrix=matrix,
@@ -78,6 +85,7 @@ def write_report(folder: str | Path) -> Path:
                 "prediction": error.get("prediction"),
                 "confidence": None if error.get("confidence") is None else float(error["confidence"]),
                 "location": error.get("location"),
+                "map": image_url(error.get("map")),
             }
             for error in run.get("mistakes") or []
         ],
@@ -87,11 +95,27 @@ def write_report(folder: str | Path) -> Path:
         segmentations=[
             {"url": image_url(each.get("image")), "location": each.get("location")} for each in run.get("segmentations") or []
         ],
+        level_columns=LEVEL_COLUMNS,
+        levels=list_levels(run),
+        figures=[{"url": image_url(each.get("image")), "location": each.get("location")} for each in run.get("figures") or []],
+        detections=[
+            {"url": image_url(each.get("image")), "location": each.get("location")} for each in run.get("detections") or []
+        ],
         boundary_columns=BOUNDARY_COLUMNS,
         boundaries=list_boundaries(run),
         recipe=run["recipe"],
         run=list_run(run),
     )
+
+
+def list_levels(run: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Scores of neighbors at every level of labels."""
+    rows = []
+    for level in run.get("levels") or []:
+        scores = (level.get(name) for name in ("knn", "map", "map_conditional", "map_oracle"))
+        cells = ("" if score is None else percent(float(score), 1) for score in scores)
+        rows.append((str(level.get("level")), str(level.get("classes")), *cells))
+    return rows
 
 
 def make_curves(run: Mapping[str, Any], lines: Sequence[dict[str, Any]]) -> Curves:
@@ -270,6 +294,24 @@ def list_classes(run: Mapping[str, Any]) -> list[tuple[str, ...]]:
             format_value(row.get("images")),
         )
         for row in classes
+    ]
+
+
+def class_table(run: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return the columns and the rows of the classes of a run of any task."""
+    if is_segmentation(run):
+        return PIXEL_COLUMNS, list_pixel_classes(run)
+    if any("ap" in row for row in run.get("per_class") or []):
+        return OBJECT_COLUMNS, list_object_classes(run)
+    return ("class", "precision", "recall", "F1", "images"), list_classes(run)
+
+
+def list_object_classes(run: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Return name, AP of boxes and masks, and objects of the classes of a detection."""
+    shown = ("ap", "ap50", "mask_ap")
+    return [
+        (str(row.get("name")), *(format_accuracy(row.get(name)) for name in shown), format_value(row.get("objects")))
+        for row in run.get("per_class") or []
     ]
 
 

@@ -98,6 +98,9 @@ def resolve_recipe(request: TrainRequest, device_type: str) -> Recipe:
     resolved = resolved.set(changes | ({"model": request.model} if request.model else {}))
     if resolved.lr == 0:
         raise UserError("optimizer.lr=0 never changes a weight: give a learning rate above 0.")
+    if resolved.data.map:  # a run can be resumed from another directory
+        path = os.path.abspath(os.path.expanduser(resolved.data.map))
+        resolved = dataclasses.replace(resolved, data=dataclasses.replace(resolved.data, map=path))
     weights = locate_weights(os.path.expanduser(resolved.init.weights))
     resolved = dataclasses.replace(resolved, init=dataclasses.replace(resolved.init, weights=weights))
     if resolved.init.scope != "full" and not weights:
@@ -135,10 +138,18 @@ class OpenedData:
     messages: list[str]
 
 
+def split_arguments(recipe: Recipe) -> dict[str, Any]:
+    """The arguments of `open_splits` that a recipe sets."""
+    data = recipe.data
+    return {"validation_fraction": data.validation_fraction, "fold": recipe.fold, "label": data.label, "label_map": data.map}
+
+
 def open_data(request: TrainRequest, recipe: Recipe, device: torch.device = CPU) -> OpenedData:
     """Open the data and the pre-trained weights, check them, and fit the recipe to them and to the time on the device."""
     task = find_task(recipe.task)
-    splits = open_splits(request.source, validation_fraction=recipe.data.validation_fraction, fold=recipe.fold)
+    splits = open_splits(request.source, **split_arguments(recipe))
+    if recipe.data.map and not recipe.data.label:  # recorded: the level that is trained on
+        recipe = recipe.set({"data.label": splits.train.label_name})
     task.complete_data(recipe, splits)
     task.check_data(recipe, splits)
     if recipe.data.class_balanced and splits.train.label is None:
@@ -156,7 +167,7 @@ def open_data(request: TrainRequest, recipe: Recipe, device: torch.device = CPU)
         size = choose_image_size(pretrained, splits.train, device, minutes, dtype)
         if (size, size) != pretrained.preprocessing.image_size:
             pretrained.preprocessing = pretrained.preprocessing._replace(image_size=(size, size))
-            reason = f"the largest size at which {MIN_EPOCHS} epochs fit into {minutes:g} minutes"
+            reason = f"the largest size at which about {MIN_EPOCHS} epochs fit into {minutes:g} minutes of an idle machine"
     recipe, messages = fit_to_data(recipe, splits.train, pretrained.preprocessing if pretrained else None, reason)
     narrow = pretrained is not None and pretrained.architecture.width <= NARROW
     if narrow and recipe.name == "finetune" and "optimizer.layer_decay" not in request.explicit_keys:
@@ -174,7 +185,7 @@ def open_data(request: TrainRequest, recipe: Recipe, device: torch.device = CPU)
             "give more."
         )
     counts = f"{len(splits.train):,} training and {len(splits.validation):,} validation images"
-    unlabeled = ", masks" if splits.train.has_masks else ", no labels"
+    unlabeled = ", masks" if splits.train.has_masks else ", boxes" if splits.train.object_classes else ", no labels"
     classes = f", {len(splits.train.classes)} classes" if splits.train.label is not None else unlabeled
     skipped = describe_skipped(dict.fromkeys(path for part in splits[:2] for path in part.skipped))
     notes = [*splits.train.defects[:1], *([skipped] if skipped else [])]

@@ -18,7 +18,9 @@ def read_run_json(folder: Path) -> dict[str, Any]:
     try:
         run = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        raise UserError(f"{folder} is not a run directory: it has no run.json.") from None
+        raise UserError(
+            f"{folder} is not a run directory: it has no run.json; give a folder that `vitrail train` wrote under runs/."
+        ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: {error}.") from None
     return check_run(run, path)
@@ -117,6 +119,7 @@ SHAPE: dict[str, Any] = {
     "mistakes": [{"confidence": is_number}],
     "reconstructions": [{"location": is_text}],
     "segmentations": [{"": is_number, "image": is_text, "location": is_text}],
+    "detections": [{"": is_number, "image": is_text, "location": is_text}],
     "boundaries": [{"": is_number, "pixels": is_text}],
     "protocol": is_text,
 }

@@ -31,7 +31,8 @@ def draw_seed_plot(rows: Sequence[Row], metric: Metric, at: str, palette: Palett
             color = palette.blue if index else palette.green
             values, spread = scale * np.array(row.group.values), row.spread
             if spread.low is not None and spread.high is not None:
-                axes.plot([scale * spread.low, scale * spread.high], [index, index], color=color, linewidth=5, alpha=0.25)
+                ends = [scale * metric.clip(end) for end in (spread.low, spread.high)]
+                axes.plot(ends, [index, index], color=color, linewidth=5, alpha=0.25)
             # Seeds with equal results would cover each other on one line.
             offsets = np.linspace(-0.16, 0.16, len(values)) if len(values) > 1 else np.zeros(1)
             axes.plot(values, index + offsets, "o", color=color, markersize=4.5, alpha=0.75, markeredgewidth=0)

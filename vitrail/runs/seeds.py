@@ -88,7 +88,7 @@ def choose_folder(out: str | Path | None, seeds: Seeds) -> Path:
         with contextlib.suppress(UserError):  # unreadable: not the requested one
             if read_seeds(path.parent).is_same(seeds):
                 return path.parent
-    return next_folder(seeds.request.source, f"{seeds.recipe.name}-seeds")
+    return next_folder(seeds.request.source, f"{seeds.recipe.name}-{'folds' if seeds.recipe.data.folds else 'seeds'}")
 
 
 def train_seeds(folder: Path, seeds: Seeds, log: Log) -> bool:
@@ -103,14 +103,13 @@ def train_seeds(folder: Path, seeds: Seeds, log: Log) -> bool:
         write_json(folder / FILE, to_dict(seeds))
         finished = [number for number in seeds.numbers if is_finished(folder / f"seed-{number}")]
         left = seeds.count - len(finished)
-        for number in seeds.numbers:
+        for place, number in enumerate(seeds.numbers, 1):
             run = folder / f"seed-{number}"
             if number in finished:
                 log(f"seed {number} is finished")
                 continue
             left -= 1
-            folds = seeds.recipe.data.folds
-            log(f"fold {number + 1} of {folds}" if folds else f"seed {number}, of {seeds.numbers[0]} to {seeds.numbers[-1]}")
+            log(f"fold {place} of {seeds.count}" if seeds.recipe.data.folds else f"seed {number} ({place} of {seeds.count})")
             try:
                 if not train_or_resume(run, like_the_first(folder, seeds), number, [1.0] * left).finished:
                     log(f"`vitrail resume {folder}` continues with this seed and the remaining ones.")
@@ -212,8 +211,8 @@ def summaries(folder: Path, at: At = "best") -> list[str]:
         line = f"{metric.title} {metric.show(spread.mean)}"
         if spread.sd is not None:
             count = f"{spread.n} of {folds} folds" if folds else f"n = {spread.n}"
-            line += f" ± {metric.show(spread.sd)}{unit} (mean ± sd, {count}; 95 % interval of the mean "
-            line += f"{metric.show(spread.low)} to {metric.show(spread.high)})"
+            interval = metric.show_interval(spread.low, spread.high)
+            line += f" ± {metric.show(spread.sd)}{unit} (mean ± sd, {count}; 95 % interval of the mean {interval})"
         else:
             line += f"{unit} (n = 1)"
         lines.append(line)

@@ -36,7 +36,7 @@ FIRST_IMAGES = 2  # of the first step
 GROWTH = 4  # factor of the number of images from one step to the next
 ROUNDS = 3  # of the whole step, where there is time for it
 BUSY = 0.25  # share of the cores that other programs use above which a forecast says so
-DAY = 24 * 60 * 60
+LONG = 4 * 60 * 60  # seconds on a CPU above which cheaper trainings are named
 SHOWN_BYTES = 1e8  # of decoded images; less are not worth mentioning
 SMALL_SIDE = 64  # pixels; smaller images are not suggested
 DECODED = 16  # images that are decoded; larger batches repeat them
@@ -214,7 +214,7 @@ def forecast(trainer: Trainer, memory: MemoryPlan, pace: Pace, source: str = "SO
     whole = seconds * (1 + sum(others))
     used = memory.memory(recipe.batch_size // devices.micro_batches)
     message = (
-        f"{pluralize(steps, 'step')}, about {format_time_span(seconds)} at "
+        f"{describe_length(steps, trainer.sampler.steps)}, about {format_time_span(seconds)} at "
         f"{format_rate(recipe.batch_size / pace.step)} images/s{' before compiling' if trainer.options.compile else ''}"
         + (f", {percent(validating / seconds)} of it validation" if validating >= 0.005 * seconds else "")
         + (f"; all {1 + len(others)} trainings about {format_time_span(whole)}" if others else "")
@@ -233,9 +233,15 @@ def forecast(trainer: Trainer, memory: MemoryPlan, pace: Pace, source: str = "SO
         advice.append(f"{describe_load(pace.busy_cores)}: it may take up to {factor:.1f} times longer or shorter")
     if on_cpu and recipe.distillation.teacher and pace.teacher > 0.5 * pace.step:
         advice.append(suggest_annotation(trainer, pace, source))
-    if on_cpu and whole > DAY:
+    if on_cpu and whole > LONG:
         advice.append(suggest_shorter(trainer, seconds, whole, source))
     return [message, *advice]
+
+
+def describe_length(steps: int, epoch: int) -> str:
+    """The text "12 epochs of 8 steps", or "5 steps" if they are no whole number of epochs."""
+    epochs, rest = divmod(steps, epoch)
+    return pluralize(steps, "step") if rest else f"{pluralize(epochs, 'epoch')} of {pluralize(epoch, 'step')}"
 
 
 def suggest_annotation(trainer: Trainer, pace: Pace, source: str) -> str:
@@ -247,9 +253,9 @@ def suggest_annotation(trainer: Trainer, pace: Pace, source: str) -> str:
 
 
 def suggest_shorter(trainer: Trainer, seconds: float, whole: float, source: str) -> str:
-    """Cheaper alternatives to a training of days, with the time that they take."""
+    """Cheaper alternatives to a training of many hours, with the time that they take."""
     epochs = trainer.total / trainer.sampler.steps
-    fitting = max(int(epochs * DAY / whole), 1)
+    fitting = max(int(epochs * LONG / whole), 1)
     height, width = trainer.recipe.augmentation.image_size
     ideas = ["give --minutes 60 for a training that ends after an hour"]
     if fitting < epochs:
@@ -259,7 +265,7 @@ def suggest_shorter(trainer: Trainer, seconds: float, whole: float, source: str)
     if not trainer.recipe.init.weights:
         start = shlex.join(["vitrail", "train", source, "--from", "vitrail_tiny"])
         ideas.append(f"`{start}`, which starts from bundled weights and takes minutes")
-    return f"this is more than a day: {', or '.join(ideas)}"
+    return f"this is more than {format_time_span(LONG)}: {', or '.join(ideas)}"
 
 
 class SampleLoader(ImageLoader):

@@ -79,6 +79,8 @@ def train(
     seed: int | None = None,
     teacher: str | Path | None = None,
     labels: str | Path | None = None,
+    label: str | None = None,
+    map: str | Path | None = None,
     tokenizer: str | Path | None = None,
     lr: float | None = None,
     batch_size: int | None = None,
@@ -113,6 +115,8 @@ def train(
         seed: seed of all random numbers.
         teacher: a network or label store to distill from.
         labels: a label store with token labels.
+        label: the column of labels, such as "coarse_label"; "none": one class for all images.
+        map: a CSV or JSON file with a coarser class for every class, which are trained on unless `label` is given.
         tokenizer: the tokenizer whose codes BEiT predicts, made by `vitrail tokenizer train`.
         lr: learning rate; recipes with `optimizer.lr_batch_size` scale it with the batch size.
         batch_size: images per optimizer step, over all devices.
@@ -210,7 +214,8 @@ def run_prepared(prepared: Prepared, log: Log) -> Run:
             log(message)
     with devices.sync_errors():
         parts = (prepared.splits.train, prepared.splits.validation)
-        reading = (devices.device, prepared.workers, min_side, run["unreadable"], log, trainer.task.reads_masks)
+        task = trainer.task
+        reading = (devices.device, prepared.workers, min_side, run["unreadable"], log, task.reads_masks, task.reads_objects)
         loaders = [ImageLoader(part, *reading) for part in parts]
     for loader in loaders:
         log(loader.message)

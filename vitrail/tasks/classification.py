@@ -22,11 +22,14 @@ from vitrail.data.transforms.pipeline import Augmented, augment, erase
 from vitrail.errors import UserError
 from vitrail.evaluation.accuracy import count_hits, summarize
 from vitrail.evaluation.confusion import class_metrics, collect_predictions, confusion, thumbnail, worst_mistakes
+from vitrail.evaluation.features import POOLED, compute_features
 from vitrail.evaluation.statistics import standard_error
+from vitrail.interpret.mistakes import draw_maps
 from vitrail.models.vision_transformer import VisionTransformer, mix_tokens
 from vitrail.recipes.schema import Recipe
 from vitrail.tasks.distillation import distillation_loss, teacher_targets
 from vitrail.tasks.losses import classification_loss
+from vitrail.tasks.neighbor_validation import Gallery, collect, finer_columns, rate_levels
 from vitrail.tasks.targets import ClassificationTargets, blend, label_targets
 from vitrail.tasks.token_labels import covered, draw_token_mix, project, token_loss, token_mask
 from vitrail.training.distributed import Devices
@@ -36,6 +39,7 @@ from vitrail.training.task import Position, Task
 if TYPE_CHECKING:
     from vitrail.tasks.teacher_labels import OnlineTeacher, StoredPredictions
 
+KNN_K, KNN_IMAGES = 20, 20_000  # of the validation at finer labels: neighbors, training images at most
 MAX_IMAGES_FOR_MISTAKES = 50_000  # a validation set above this is not searched for mistakes
 
 
@@ -50,6 +54,7 @@ class Classification(Task):
         self.online: OnlineTeacher | None = None
         self.stored: StoredPredictions | None = None
         self.maps: StoredPredictions | None = None
+        self.gallery: Gallery | None = None
         if recipe.distillation.kind != "none":
             from vitrail.tasks.teacher_labels import is_store, open_online_teacher, open_store
 
@@ -198,18 +203,41 @@ class Classification(Task):
     def evaluate(self, model: VisionTransformer, loader: ImageLoader, batch_size: int, devices: Devices) -> dict[str, Any]:
         hits = count_hits(model, loader, model.preprocessing, batch_size, devices.rank, devices.world_size)
         found = summarize(devices.all_reduce_sum(hits), model.architecture.classes)._asdict()
-        return {name: value for name, value in found.items() if value is not None}
+        values = {name: value for name, value in found.items() if value is not None}
+        # Sharded weights are gathered by a call of the model alone.
+        return values if hasattr(model, "reshard") else values | self._rate_finer_labels(model, loader, batch_size, devices)
+
+    @torch.no_grad()
+    def _rate_finer_labels(
+        self, model: VisionTransformer, loader: ImageLoader, batch_size: int, devices: Devices
+    ) -> dict[str, float]:
+        """The k-NN accuracy of the features at label columns finer than the labels that are trained on."""
+        columns = finer_columns(self.source)
+        if not columns:
+            return {}
+
+        def embed(batch: Batch) -> Tensor:
+            return compute_features(model, model.preprocessing.apply(batch.pixels, batch.sizes), POOLED).float()
+
+        self.gallery = self.gallery or Gallery(self.source, self.device, self.recipe.min_decode_side, KNN_IMAGES)
+        own, queries = (
+            collect(embed, each, batch_size, devices, columns) for each in (self.gallery.open(len(loader.source)), loader)
+        )
+        return rate_levels(own, queries, self.source, columns, KNN_K)
 
     def is_better(self, values: Mapping[str, Any], best: Mapping[str, Any]) -> bool:
         """The higher accuracy; of equal ones, which small validation sets often have, the lower loss. A NaN loss is worst.
 
-        With `validation.select_by=loss` the lower loss; with `latest` all that are within one standard error of the best.
+        With `validation.select_by=loss` the lower loss; with `latest` all that are within one standard error of the best,
+        unless the best are those at the start and the accuracy is not higher and the loss is.
         """
         score, highest = validation_score(values), validation_score(best)
         match self.recipe.validation.select_by:
             case "loss":
                 return score[1:] > highest[1:]
             case "latest":
+                if best.get("step") == 0 and score[0] <= highest[0] and score[1] < highest[1]:
+                    return False  # no higher accuracy and a higher loss than the weights at the start
                 return score[0] >= highest[0] - standard_error(highest[0], int(best["images"]))
         return score > highest
 
@@ -219,8 +247,10 @@ class Classification(Task):
         if len(source) > MAX_IMAGES_FOR_MISTAKES:
             return {}
         predictions = collect_predictions(model, loader, model.preprocessing, batch_size)
+        worst = worst_mistakes(predictions)
+        maps = draw_maps(model, source, worst.image, worst.prediction)
         mistakes = []
-        for index, label, prediction, confidence in zip(*worst_mistakes(predictions), strict=True):
+        for row, (index, label, prediction, confidence) in enumerate(zip(*worst, strict=True)):
             pixels = decode(source.encoded(int(index)), loader.min_side)
             mistakes.append(
                 {
@@ -229,6 +259,7 @@ class Classification(Task):
                     "label": names[label],
                     "prediction": names[prediction],
                     "confidence": round(float(confidence), 6),
+                    "map": maps[row],
                 }
             )
         per_class = class_metrics(predictions, names)

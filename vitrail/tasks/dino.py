@@ -119,6 +119,9 @@ def copy_without_noise(model: VisionTransformer) -> VisionTransformer:
     """A copy of a model without dropout and stochastic depth."""
     noise = dict.fromkeys(("drop_path", "dropout", "attention_dropout"), 0.0)
     plain = build(model.architecture.replace(**noise), model.name, device="meta")
+    if model.task_head is not None:
+        with torch.device("meta"):
+            plain.set_task_head(model.task_head.config)
     plain.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
     return plain
 

@@ -12,7 +12,9 @@ BUILT_IN = {
     "dino": "vitrail.tasks.dino:Dino",
     "masked_patches": "vitrail.tasks.masked_patches:MaskedPatches",
     "beit": "vitrail.tasks.beit:Beit",
+    "grafit": "vitrail.tasks.grafit:Grafit",
     "segmentation": "vitrail.tasks.segmentation:Segmentation",
+    "detection": "vitrail.tasks.detection:Detection",
     "tokenizer": "vitrail.tasks.tokenizer:TokenizerTraining",
 }
 ENTRY_POINTS = "vitrail.tasks"  # the group under which an installed package offers tasks

@@ -3,9 +3,9 @@
 import math
 import shlex
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -14,15 +14,15 @@ from torch import Tensor
 from vitrail.data.image_loader import ImageLoader
 from vitrail.data.loader import Batch
 from vitrail.data.rng import sample_key
-from vitrail.data.source import Source, Subset
+from vitrail.data.source import Source
 from vitrail.data.transforms.pipeline import augment
 from vitrail.errors import UserError
 from vitrail.evaluation.feature_health import measure_health
 from vitrail.evaluation.features import POOLED, FeatureKind, compute_features
-from vitrail.evaluation.probes.knn import PROTOCOLS, knn_accuracy
 from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.recipes.schema import Recipe
 from vitrail.recipes.task_options import SelfSupervisedOptions, complete_options, read_options
+from vitrail.tasks.neighbor_validation import Gallery, Rows, collect, rate_levels, rate_neighbors
 from vitrail.training.cuda_graphs import CapturedFunction
 from vitrail.training.distributed import Devices
 from vitrail.training.metrics import Metric
@@ -30,7 +30,6 @@ from vitrail.training.task import Position, Task
 
 KNN = Metric("knn", "k-NN", percent=True)
 AGREEMENT = Metric("agreement", "neighbor agreement", percent=True)
-GALLERY = 5  # training images per validation image among which neighbors are searched, at most
 # A collapsed network gives all images nearly the same features. At initialization the spread is above 0.2 for the networks here.
 MIN_SPREAD = 0.05
 MIN_RANK = 1.5
@@ -49,13 +48,14 @@ class SelfSupervised(Task):
     options_kind: ClassVar[type[SelfSupervisedOptions]]
     features: ClassVar[FeatureKind] = POOLED  # of the validation: a vector that the task trains
     metric = KNN
+    levels: list[str] = []  # noqa: RUF012 - set by tasks that train on labels: columns with finer ones, validated too
 
     def __init__(self, recipe: Recipe, source: Source, device: torch.device) -> None:
         super().__init__(recipe, source, device)
         self.options = read_options(self.options_kind, recipe)
         self.labeled = has_classes(source)
         self.metric = KNN if self.labeled else AGREEMENT  # type: ignore[misc]  # depends on the data
-        self._galleries: dict[int, ImageLoader] = {}
+        self.gallery = Gallery(source, device, recipe.min_decode_side, self.options.knn_images)
         self._captured_views = CapturedFunction(self.make_views)
 
     @classmethod
@@ -87,8 +87,8 @@ class SelfSupervised(Task):
         sums: Sums = {}
         rows = self._embed(model, loader, batch_size, devices, sums)
         values: dict[str, Any] = {}
-        if self.labeled:
-            values["knn"] = self._knn_accuracy(model, loader, rows, batch_size, devices)
+        if self.labeled or self.levels:
+            values |= self._knn_accuracy(model, loader, rows, batch_size, devices)
         values |= measure_health(*rows.features.unbind(1))._asdict()
         total: Sums = {}
         for part in devices.all_gather({name: value.cpu() for name, value in sums.items()}):  # a process may have no images
@@ -135,7 +135,7 @@ class SelfSupervised(Task):
     def hint_for_collapse(self) -> str:
         return "lower optimizer.lr or give a longer schedule.warmup"
 
-    def _embed(self, model: VisionTransformer, loader: ImageLoader, batch_size: int, devices: Devices, sums: Sums) -> "Rows":
+    def _embed(self, model: VisionTransformer, loader: ImageLoader, batch_size: int, devices: Devices, sums: Sums) -> Rows:
         """Features [N, 2, D] of the readable images and of an augmented view of each; `measure` is added to `sums`."""
 
         def embed_both(batch: Batch) -> Tensor:
@@ -146,56 +146,23 @@ class SelfSupervised(Task):
             view = augment(batch.pixels, batch.sizes, keys, self.recipe.augmentation).images
             return torch.stack([compute_features(model, part, self.features).float() for part in (images, view)], 1)
 
-        return collect(embed_both, loader, batch_size, devices)
+        return collect(embed_both, loader, batch_size, devices, self.levels)
 
     def _knn_accuracy(
-        self, model: VisionTransformer, loader: ImageLoader, queries: "Rows", batch_size: int, devices: Devices
-    ) -> float:
-        """Top-1 of the validation images, classified by their nearest neighbors among training images."""
+        self, model: VisionTransformer, loader: ImageLoader, queries: Rows, batch_size: int, devices: Devices
+    ) -> dict[str, float]:
+        """Top-1 of the validation images, classified by their nearest neighbors among training images: `knn`.
+
+        Of tasks that train on labels also that of finer ones, as `knn_<column>`.
+        """
 
         def embed(batch: Batch) -> Tensor:
             return compute_features(model, model.preprocessing.apply(batch.pixels, batch.sizes), self.features).float()
 
-        own = collect(embed, self._open_gallery(len(loader.source)), batch_size, devices)
-        known, asked = own.labels >= 0, queries.labels >= 0
-        if not known.any() or not asked.any():
-            return 0.0
-        memory, labels = own.features[known], own.labels[known]
-        k, classes = min(self.options.knn_k, len(memory)), len(self.source.classes)
-        features, targets = queries.features[asked, 0], queries.labels[asked]
-        return knn_accuracy(memory, labels, features, targets, classes, [k], PROTOCOLS["dino"].temperature)[k].top1
-
-    def _open_gallery(self, queries: int) -> ImageLoader:
-        """A loader of the training images among which neighbors of so many images are searched: a fixed sample."""
-        if queries not in self._galleries:
-            count = min(len(self.source), GALLERY * queries, self.options.knn_images)
-            chosen = np.sort(np.random.default_rng(0).permutation(len(self.source))[:count])
-            self._galleries[queries] = ImageLoader(Subset(self.source, chosen), self.device, None, self.recipe.min_decode_side)
-        return self._galleries[queries]
-
-
-class Rows(NamedTuple):
-    """Features of the readable images of a split, in the order of the split."""
-
-    images: Tensor  # int64 [N]: indices in the split
-    labels: Tensor  # int64 [N], -1: unknown
-    features: Tensor  # [N, ...]
-
-
-def collect(function: Callable[[Batch], Tensor], loader: ImageLoader, batch_size: int, devices: Devices) -> Rows:
-    """`function` of all images of a split, computed by all processes together."""
-    own = [
-        Rows(batch.index, torch.full_like(batch.index, -1) if batch.labels is None else batch.labels, function(batch))
-        for batch in loader.iterate(batch_size, devices.rank, devices.world_size)
-    ]
-    if devices.world_size > 1:
-        gathered = devices.all_gather([[tensor.cpu() for tensor in rows] for rows in own])
-        own = [Rows(*(tensor.to(devices.device) for tensor in rows)) for part in gathered for rows in part]
-    if not own:
-        raise UserError(f"No image of {loader.source.name} could be read.")
-    rows = Rows(*(torch.cat(parts) for parts in zip(*own, strict=True)))
-    order = rows.images.argsort(stable=True)
-    return Rows(*(tensor[order] for tensor in rows))
+        own = collect(embed, self.gallery.open(len(loader.source)), batch_size, devices, self.levels)
+        queries = queries._replace(features=queries.features[:, 0])
+        found = {"knn": rate_neighbors(own, queries, len(self.source.classes), self.options.knn_k)} if self.labeled else {}
+        return found | rate_levels(own, queries, self.source, self.levels, self.options.knn_k)
 
 
 def has_classes(source: Source) -> bool:

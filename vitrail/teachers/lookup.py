@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.checkpoints.artifact import HEADER
+from vitrail.checkpoints.export_metadata import ExportMetadata
 from vitrail.checkpoints.hub import find_named, is_built_by_timm
 from vitrail.checkpoints.model_io import load
 from vitrail.checkpoints.readers import check_regular_file, read_weights
@@ -30,6 +31,7 @@ KERAS = Preprocessing(
 KERAS_HINTS = {"stride_in_1x1": True, "eps": 1e-3}
 EXTRA = ("order", "range")  # keys of a preprocessing dictionary that are not fields of `Preprocessing`
 
+NO_PREPROCESSING = "{} does not contain its preprocessing: give preprocessing (image_size, mean, std)."
 PreprocessingLike = Preprocessing | Mapping[str, Any]
 
 
@@ -97,10 +99,14 @@ def from_path(path: Path, kind: str | None, device: torch.device | None, has_pre
     if kind is None and path.suffix in (".onnx", ".pt2"):
         kind = "onnx" if path.suffix == ".onnx" else "exported"
     if kind in ("onnx", "exported"):
-        if not has_preprocessing:
-            raise UserError(f"{path} does not contain its preprocessing: give preprocessing (image_size, mean, std).")
         check_regular_file(path)
+        if kind == "exported" and not has_preprocessing:
+            raise UserError(NO_PREPROCESSING.format(path))
         network = open_program(path, kind, device)
+        if (metadata := getattr(network, "metadata", None)) is not None:
+            return from_export(network, metadata, path)
+        if not has_preprocessing:
+            raise UserError(NO_PREPROCESSING.format(path))
         return Teacher(network, Preprocessing(image_size=network.fixed_size or (224, 224)), 0, name=path.name)
     checkpoint = read_weights(path)
     if HEADER in checkpoint.metadata:
@@ -134,6 +140,18 @@ def open_program(path: Path, kind: str, device: torch.device | None) -> FixedSha
     from vitrail.teachers.torch_export import ExportedNetwork
 
     return ExportedNetwork(path)
+
+
+def from_export(network: Network, metadata: ExportMetadata, path: Path) -> Teacher:
+    """A file of `vitrail.export`, with its own preprocessing and class names."""
+    if metadata.task != "classification":
+        raise UserError(f"{path} was exported for {metadata.task}: predictions of classes need a model with a classifier.")
+    teacher = Teacher(network, metadata.preprocessing, 0, metadata.class_names, name=metadata.name or path.name)
+    teacher.decode_side = metadata.decode_side
+    teacher.classes = count_classes(teacher)
+    if metadata.class_names is not None and len(metadata.class_names) != teacher.classes:
+        raise UserError(f"{path} has {teacher.classes} logits and {len(metadata.class_names)} class names: export it again.")
+    return teacher
 
 
 def from_model(model: VisionTransformer, path: str = "This model") -> Teacher:

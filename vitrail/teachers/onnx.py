@@ -1,7 +1,8 @@
 """ONNX files, run by onnxruntime: on the GPU if its build supports it, else on the CPU.
 
 A file is parsed once and checked, and onnxruntime gets what was checked: standard operators without subgraphs or functions of the
-file, and tensors in the file or in regular files of the same folder.
+file, and tensors in the file or in regular files of the same folder. Of a file of `vitrail.export` the metadata is read too, and
+its preprocessing is removed: images come normalized from the preprocessing of this package, which is the same.
 """
 
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vitrail.checkpoints.export_metadata import ENTRY, ExportMetadata
 from vitrail.data.loader import free_memory
 from vitrail.errors import UserError
 from vitrail.teachers.fixed_shape import FixedShapeNetwork, first_line, fixed_dimensions
@@ -65,6 +67,8 @@ OPERATORS = frozenset(
 
 
 class OnnxNetwork(FixedShapeNetwork):
+    metadata: ExportMetadata | None  # of a file of `vitrail.export`
+
     def __init__(self, path: Path, device: torch.device | None):
         super().__init__()
         try:
@@ -80,6 +84,9 @@ class OnnxNetwork(FixedShapeNetwork):
             for content in find_unsafe_content(model, path):
                 raise ValueError(f"it contains {content}")
             model.DiscardUnknownFields()
+            self.metadata = read_metadata(model, path)
+            if self.metadata is not None and self.metadata.input == "image":
+                remove_preprocessing(model, self.metadata)
             options = onnxruntime.SessionOptions()
             options.log_severity_level = 4  # errors are raised too
             options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
@@ -89,6 +96,8 @@ class OnnxNetwork(FixedShapeNetwork):
             (source,) = self.session.get_inputs()
             shape = [side if isinstance(side, int) else None for side in source.shape]
             self.fixed_batch_size, self.fixed_size = fixed_dimensions(shape)
+        except UserError:
+            raise
         except Exception as error:  # the exceptions of onnx and onnxruntime have no common base class
             raise UserError(f"{path} cannot be opened as an ONNX file with one input ({first_line(error)}).") from None
         self.input_name, self.output_name = source.name, self.session.get_outputs()[0].name
@@ -97,6 +106,29 @@ class OnnxNetwork(FixedShapeNetwork):
     def run(self, images: Tensor) -> Tensor:
         (logits,) = self.session.run([self.output_name], {self.input_name: images.to("cpu", self.dtype).numpy()})
         return torch.from_numpy(logits).to(images.device)
+
+
+def read_metadata(model: Any, path: Path) -> ExportMetadata | None:
+    """What a file of `vitrail.export` says about itself; None of another file."""
+    text = next((entry.value for entry in model.metadata_props if entry.key == ENTRY), None)
+    return None if text is None else ExportMetadata.from_json(text, path)
+
+
+def remove_preprocessing(model: Any, metadata: ExportMetadata) -> None:
+    """Make the normalized images, which the preprocessing of the file computes, its input."""
+    from onnx import TensorProto, helper
+
+    from vitrail.deploy.onnx_export import NORMALIZED, PREFIX
+
+    graph = model.graph
+    kept = [node for node in graph.node if not node.name.startswith(PREFIX)]
+    constants = [tensor for tensor in graph.initializer if not tensor.name.startswith(PREFIX)]
+    for field, values in ((graph.node, kept), (graph.initializer, constants)):
+        del field[:]
+        field.extend(values)
+    del graph.input[:], graph.value_info[:]
+    shape = ["batch", 3, *metadata.preprocessing.image_size]
+    graph.input.append(helper.make_tensor_value_info(NORMALIZED, TensorProto.FLOAT, shape))
 
 
 @cache

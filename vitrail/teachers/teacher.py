@@ -43,6 +43,7 @@ class Teacher(nn.Module):
         self.class_names = list(class_names) if class_names is not None else None
         self.channel_order = channel_order  # of the network's input: rgb or bgr
         self.name = name
+        self.decode_side: int | None = None  # the shorter side that JPEG files keep when they are decoded; None: full size
         # Images are resized to it; None: they keep their size.
         self.size: Size | None = as_size(size) if size is not None else network.fixed_size
         self._renormalizations: dict[tuple[Normalization, Normalization, torch.device], tuple[Tensor, Tensor]] = {}

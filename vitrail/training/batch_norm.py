@@ -67,7 +67,8 @@ class GroupedStatistics(_BatchNorm):
             return out
         rows = x.flatten(0, 1) if isinstance(self, TokenBatchNorm) else x
         if self.world_size > 1:
-            return self.normalize_synchronized(rows).view_as(x)
+            views = max(len(x) * self.world_size // self.group_size, 1)  # several views of the images are several groups
+            return self.normalize_synchronized(rows, views).view_as(x)
         parts, means, variances = [], [], []
         for part in rows.chunk(groups):
             mean, variance = self.running_mean.clone(), self.running_var.clone()  # type: ignore[union-attr]
@@ -77,8 +78,14 @@ class GroupedStatistics(_BatchNorm):
         self.update_statistics(torch.stack(means).mean(0), torch.stack(variances).mean(0))
         return torch.cat(parts).view_as(x)
 
-    def normalize_synchronized(self, x: Tensor) -> Tensor:
-        """Normalize [B, C] or [B, C, ...] by the statistics of the batches of all processes."""
+    def normalize_synchronized(self, x: Tensor, views: int) -> Tensor:
+        """Normalize each of the views in [B, C] or [B, C, ...] by the statistics of the batches of all processes."""
+        parts = [self._normalize_synchronized(part) for part in x.chunk(views)]
+        self.update_statistics(*(torch.stack([part[place] for part in parts]).mean(0) for place in (1, 2)))
+        return torch.cat([part[0] for part in parts])
+
+    def _normalize_synchronized(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The normalized images, and the running statistics after them."""
         values = x.float()
         dims = [0, *range(2, x.ndim)]
         shape = [1, -1, *[1] * (x.ndim - 2)]
@@ -90,9 +97,9 @@ class GroupedStatistics(_BatchNorm):
             momentum = self.momentum or 0.0
             new = torch.lerp(self.running_mean, mean, momentum)  # type: ignore[arg-type]
             unbiased = variance * (count / max(count - 1, 1))
-            self.update_statistics(new, torch.lerp(self.running_var, unbiased, momentum))  # type: ignore[arg-type]
+            new_variance = torch.lerp(self.running_var, unbiased, momentum)  # type: ignore[arg-type]
         out: Tensor = centered * torch.rsqrt(variance + self.eps).view(shape) * self.weight.view(shape) + self.bias.view(shape)
-        return out.to(x.dtype)
+        return out.to(x.dtype), new, new_variance
 
     @torch.no_grad()
     def update_statistics(self, mean: Tensor, variance: Tensor) -> None:

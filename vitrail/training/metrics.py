@@ -39,6 +39,14 @@ class Metric(NamedTuple):
         sign = "+" if signed else ""
         return f"{100 * value:{sign}.2f}" if self.percent else f"{value:{sign}.4f}"
 
+    def clip(self, value: float) -> float:
+        """The nearest possible value: a share is from 0 to 1, an error or a loss not negative."""
+        return min(max(value, 0.0), 1.0) if self.percent else value if self.higher_is_better else max(value, 0.0)
+
+    def show_interval(self, low: float | None, high: float | None) -> str:
+        """Format the interval of a mean, which the t distribution extends beyond possible values: "84.10 to 100.00"."""
+        return "" if low is None or high is None else f"{self.show(self.clip(low))} to {self.show(self.clip(high))}"
+
     def format(self, value: Any) -> str:
         """Format a value with its unit: "84.10 %" or "0.01234"."""
         return "" if value is None else f"{self.show(float(value))} %" if self.percent else format_significant(float(value))

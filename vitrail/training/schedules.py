@@ -63,6 +63,9 @@ def lr_at(schedule: ScheduleConfig, base_lr: float, step: int, steps_per_epoch: 
     if time < warmup:
         return schedule.warmup_lr + (base_lr - schedule.warmup_lr) * time / warmup
     start = warmup if schedule.warmup_prefix else 0
+    if schedule.kind == "step" and schedule.milestones:
+        decays = sum(time >= round(share * length) for share in schedule.milestones)
+        return max(base_lr * schedule.gamma**decays, schedule.min_lr)
     if schedule.kind == "step":
         # Integer arithmetic: rounding must not move a decay by one step.
         decays = (time - start) // max(duration_to_steps(schedule.step_size, steps_per_epoch, length), 1)

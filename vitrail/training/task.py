@@ -46,6 +46,7 @@ class Task(ABC):
     metric: ClassVar[Metric]
     logs: ClassVar[tuple[str, ...]] = ()  # names of the values that the module returns after the loss
     reads_masks: ClassVar[bool] = False  # whether batches contain segmentation masks
+    reads_objects: ClassVar[bool] = False  # whether batches contain boxes and instance masks
     shardable: ClassVar[bool] = False  # whether the module calls nothing of the model but `outputs`, which --shard needs
     module: nn.Module  # forward(images, targets) -> the loss [], or [1 + len(logs)] with the loss first
 

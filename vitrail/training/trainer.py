@@ -185,6 +185,7 @@ class Trainer:
                 logging = last or self.step % self.log_every == 0
                 if logging:
                     self._start_log(throughput)
+                    self._report_capture(display)
                 # With several processes the log is read at once: a step that stops one of them stops all, at the same step.
                 self._write_logs(display, metrics, wait=logging and self.devices.world_size > 1)
                 if last or self.step % self.validate_every == 0:
@@ -300,6 +301,13 @@ class Trainer:
         self.pending_metrics.append(PendingMetrics(self.step, lr, throughput.measure(), PendingTensor(self.window)))
         self.window[:FIRST_BAD].zero_()  # the first bad step stays and blocks later ones
         self.window[LOGS:].zero_()
+
+    def _report_capture(self, display: ProgressDisplay) -> None:
+        """Say once that a step cannot be captured as a CUDA graph, which makes small models slower."""
+        if isinstance(self.compute, CapturedStep) and self.compute.failure is not None:
+            reason = str(self.compute.failure).strip().split("\n")[0]
+            display.warn(f"steps run without a CUDA graph: {reason}")
+            self.compute = self.forward_backward
 
     def _write_logs(self, display: ProgressDisplay, metrics: MetricsWriter | None, wait: bool = False) -> None:
         """Write the logs that have arrived, with `wait` all of them; raises NonFiniteLoss if a step was NaN or Inf."""

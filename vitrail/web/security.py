@@ -11,7 +11,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import JSONResponse
+
+from vitrail.web.responses import AsciiJSONResponse
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -112,5 +113,5 @@ def is_same_origin(headers: Headers, host: str) -> bool:
 
 
 def refusal(status: int, message: str, headers: dict[str, str] | None = None) -> Application:
-    response: Application = JSONResponse({"error": message}, status, headers)
+    response: Application = AsciiJSONResponse({"error": message}, status, headers)
     return response

@@ -1,5 +1,7 @@
 """Label hierarchies: levels, their order and consistency; every cell of the grid equals a single probe."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -125,3 +127,30 @@ def test_unknown_scores(made):
     sides, memory, queries = made
     with pytest.raises(UserError, match="no score called 'auc': choose from knn, map, linear"):
         measure_grid(sides, find_levels(sides.memory), [EmbeddedModel("m", "label", memory, queries)], ["auc"])
+
+
+def test_seeds_of_one_method_are_one_column():
+    scores = {"knn": [[0.5, 0.7, 0.9], [0.1, 0.3, 0.2]]}
+    grid = Grid(["seeds", "seeds", "other"], ["label", "label", "label"], ["coarse_label", "label"], scores).average()
+    assert grid.models == ["seeds", "other"]
+    assert grid.scores["knn"] == [[pytest.approx(0.6), 0.9], [pytest.approx(0.2), 0.2]]
+    assert grid.sds["knn"] == [[pytest.approx(0.1 * 2**0.5), None], [pytest.approx(0.1 * 2**0.5), None]]
+    assert grid.to_dict()["sds"] == grid.sds
+
+
+def test_a_linear_classifier_is_evaluated_on_the_trunk(made):
+    data, memory, queries = made
+    useless = memory._replace(vectors=torch.ones_like(memory.vectors)), queries._replace(vectors=torch.ones_like(queries.vectors))
+    levels = find_levels(data.memory)
+    both = measure_grid(data, levels, [EmbeddedModel("m", "label", *useless, trunk=(memory, queries))], ["knn", "linear"])
+    assert both.scores["linear"][-1][0] > 0.6 > both.scores["knn"][-1][0]
+
+
+def test_the_level_of_a_model_without_classifier_is_in_its_recipe(made):
+    levels = find_levels(made[0].memory)
+    model = vitrail.create("vitrail_mini", 0, 16, width=16, depth=1)
+    for label, expected in (("coarse_label", "coarse_label"), ("none", NO_LEVEL), ("", "label"), ("other", NO_LEVEL)):
+        model.notes["recipe"] = json.dumps({"task": "grafit", "data": {"label": label}})
+        assert training_level(model, levels) == expected
+    model.notes["recipe"] = "damaged"
+    assert training_level(model, levels) == NO_LEVEL

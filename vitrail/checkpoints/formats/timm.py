@@ -37,8 +37,10 @@ def to_pair(key: str, a: Architecture) -> Pair:
         return convnets.to_pair(key, a)
     if a.mixer == "linear":
         return resmlp_pair(key, a)
-    if a.mixer not in ("attention", "talking_heads") or a.stem not in ("linear", "resnet") or a.dense_head:
-        raise UnsupportedByFormat(f"timm has no model with mixer={a.mixer}, stem={a.stem}, dense_head={a.dense_head}")
+    parts = {"mixer": ("attention", "talking_heads"), "stem": ("linear", "resnet"), "dense_head": (False,)}
+    missing = [f"{name}={getattr(a, name)}" for name, known in parts.items() if getattr(a, name) not in known]
+    if missing:
+        raise UnsupportedByFormat(f"timm has no model with {', '.join(missing)}")
     match key.split("."):
         case ["stem", *path] if a.stem == "resnet":
             return pair(key, f"patch_embed.{resnet_name(path, a)}")

@@ -8,11 +8,14 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
+from vitrail.data.datasets.object_table import ObjectTable
 from vitrail.data.image_formats import describe_skipped, is_image_file
+from vitrail.data.objects import Objects
 from vitrail.data.source import Labels, Source
 from vitrail.errors import UserError
 
@@ -65,6 +68,8 @@ class FolderSource(Source):
         self.extra = extra or {}
         self.skipped, self.defects = tuple(skipped), tuple(defects)
         self._paths = paths
+        self._table: ObjectTable | None = None
+        self._instances: Paths | None = None
 
     def __len__(self) -> int:
         return len(self._paths)
@@ -75,6 +80,21 @@ class FolderSource(Source):
 
     def location(self, index: int) -> str:
         return os.path.join(self.name, self._paths[index])
+
+    def add_objects(self, table: ObjectTable, instances: Paths | None = None) -> None:
+        """Give the images their objects; `instances` are index masks of the objects, one file per image."""
+        self._table, self._instances = table, instances
+        self.object_classes, self.object_notes = table.classes, table.notes
+        self.has_instances = instances is not None or table.has_shapes
+
+    def objects(self, index: int) -> Objects | None:
+        if self._table is None:
+            return None
+        found = self._table.read(index)
+        if self._instances is None or not len(found):
+            return found
+        with open(os.path.join(self.name, self._instances[index]), "rb") as file:
+            return replace(found, instances=file.read())
 
 
 def open_folder(path: str) -> SourceDict:

@@ -9,22 +9,26 @@ from pathlib import Path
 import numpy as np
 
 from vitrail.data.datasets.cifar import cifar_folder, open_cifar
+from vitrail.data.datasets.coco import find_coco_files, open_coco
 from vitrail.data.datasets.digits import open_digits
-from vitrail.data.datasets.folder import SPLITS, SourceDict, listing, open_folder, shards
+from vitrail.data.datasets.folder import SPLITS, FolderSource, SourceDict, listing, open_folder, shards
 from vitrail.data.datasets.hub import PREFIX, open_hub
 from vitrail.data.datasets.idx import is_idx, open_idx
-from vitrail.data.datasets.mask_folder import open_mask_folder
+from vitrail.data.datasets.mask_folder import find_root, open_mask_folder
+from vitrail.data.datasets.object_folder import add_voc_objects, open_object_folder
 from vitrail.data.datasets.parquet import open_parquet
 from vitrail.data.datasets.pets import open_pets
 from vitrail.data.datasets.table import open_table
 from vitrail.data.datasets.tar import expand, open_tar
+from vitrail.data.image_formats import is_image_file
+from vitrail.data.label_choice import choose_labels
 from vitrail.data.source import Labels, Source, Splits, reorder_classes, split_by_seed, split_fold
 from vitrail.errors import UserError
 from vitrail.formatting import percent
 
 SUPPORTED = (
-    "a folder of class folders, Parquet files, WebDataset tars, CIFAR batches, IDX files, a CSV or TSV table, "
-    "hf://owner/name, pets or digits"
+    "a folder of class folders, Parquet files, WebDataset tars, COCO, VOC or YOLO annotations, CIFAR batches, IDX files, a CSV "
+    "or TSV table, hf://owner/name, pets or digits"
 )
 BUILT_IN = ("digits", "pets")
 COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
@@ -50,6 +54,8 @@ def open_splits(
     validation_fraction: float = 0.0,
     class_order: Sequence[str] | None = None,
     fold: tuple[int, int] | None = None,
+    label: str = "",
+    label_map: str = "",
 ) -> Splits:
     """Open the training, validation and test splits.
 
@@ -58,9 +64,22 @@ def open_splits(
     then becomes the test split if there is none: a model selected on the validation images is reported on other images. The same
     holds for `fold`, (i, n): part i of n equal parts of every training class is used.
     `class_order` are the classes of an earlier run on this data: earlier versions sorted numbers as text, and the order decides
-    labels and split.
+    labels and split. `label` and `label_map` choose other labels (`vitrail.data.label_choice`), which do not change the split.
     """
-    sources = open_sources(path)
+    splits = _open_splits(path, seed, default_fraction, validation_fraction, class_order, fold, label)
+    return choose_labels(splits, label, label_map)
+
+
+def _open_splits(
+    path: str | Path,
+    seed: int,
+    default_fraction: float,
+    validation_fraction: float,
+    class_order: Sequence[str] | None,
+    fold: tuple[int, int] | None,
+    column: str,
+) -> Splits:
+    sources = open_sources(path, column)
     if class_order is not None:
         for source in sources.values():
             source.label = reorder_classes(source.label, class_order) if source.label else None
@@ -117,12 +136,12 @@ def check_trainable(source: Source) -> None:
             )
         raise UserError(
             f"{source.name} has only one class ({only}): give the folder that holds the class folders, at least two, or learn "
-            "without labels with --recipe dino_small."
+            "without labels with --recipe dino_small or grafit_small."
         )
 
 
-def open_sources(path: str | Path) -> SourceDict:
-    """Open all splits of a data set, by name."""
+def open_sources(path: str | Path, column: str = "") -> SourceDict:
+    """Open all splits of a data set, by name. A `column` of a table or of Parquet files is a label whatever its name."""
     path = os.fspath(path)
     if is_built_in(path):
         return open_digits() if path == "digits" else open_pets()
@@ -137,7 +156,7 @@ def open_sources(path: str | Path) -> SourceDict:
     if lower.endswith(".tar") and (os.path.isfile(path) or expand(path) != [path]):
         return open_tar(path)
     if os.path.isdir(path):
-        return _open_directory(path)
+        return _open_directory(path, column)
     if not os.path.exists(path):
         raise UserError(f"{path} does not exist: check the spelling, or give {SUPPORTED}.")
     if lower.endswith(COMPRESSED):
@@ -147,11 +166,15 @@ def open_sources(path: str | Path) -> SourceDict:
     if not os.path.isfile(path):
         raise UserError(f"{path} is not a regular file: give {SUPPORTED}.")
     if lower.endswith((".csv", ".tsv")):
-        return open_table(path)
+        return open_table(path, column)
     if lower.endswith(".parquet"):
-        return open_parquet(path)
+        return open_parquet(path, column)
+    if lower.endswith(".json"):
+        return open_coco(os.path.dirname(path) or ".", [path])
     if is_idx(os.path.basename(path)):
         return open_idx(path)
+    if is_image_file(path):
+        raise UserError(f"{path} is a single image: give the folder that contains one folder of images per class.")
     raise UserError(f"{path} has an unknown format: give {SUPPORTED}.")
 
 
@@ -172,7 +195,7 @@ def warn_shadowed(path: str) -> None:
         print(f"Using the {kind} {name} in the current directory instead of the built-in {name}.", file=sys.stderr)
 
 
-def _open_directory(path: str) -> SourceDict:
+def _open_directory(path: str, column: str) -> SourceDict:
     names = [entry.name for entry in listing(path)]
     if any(is_idx(name) for name in names):
         return open_idx(path)
@@ -187,10 +210,23 @@ def _open_directory(path: str) -> SourceDict:
         for entry in listing(os.path.join(path, folder))
     }
     if any(name.endswith(".parquet") for name in names_inside):
-        return open_parquet(path)
+        return open_parquet(path, column)
     if any(name.endswith(".tar") for name in names_inside) and shards(path, ".tar"):
         return open_tar(path)
     packed = next((name for name in sorted(names_inside) if name.endswith(COMPRESSED)), None)
     if packed is not None:
         raise UserError(f"{path} contains a compressed tar, {packed}, which has no random access: decompress it to .tar.")
-    return open_mask_folder(path) or open_folder(path)
+    annotations = find_coco_files(path)
+    if annotations:
+        return open_coco(path, annotations)
+    return open_object_folder(path) or open_masked(path) or open_folder(path)
+
+
+def open_masked(path: str) -> SourceDict | None:
+    """A folder of images and masks; with the boxes of VOC, if it has them."""
+    sources, root = open_mask_folder(path), find_root(path)
+    if sources is not None and os.path.isdir(os.path.join(root, "Annotations")):
+        for source in sources.values():
+            if isinstance(source, FolderSource):
+                add_voc_objects(source, root)
+    return sources

@@ -79,8 +79,7 @@ def open_mask_folder(path: str) -> SourceDict | None:
     for split, image_folder, mask_folder in pairs:
         matched, unmatched = match_files(image_folder, mask_folder)
         if unmatched.masks and not matched:
-            count = pluralize(unmatched.masks, "mask")
-            raise UserError(f"None of the {count} in {mask_folder} has the name of an image in {image_folder}: rename them.")
+            raise no_match(unmatched, mask_folder, image_folder)
         found.setdefault(split, []).extend(matched)
         unmasked[split] = unmasked.get(split, 0) + unmatched.images
     if not any(found.values()):
@@ -140,11 +139,20 @@ class Unmatched(NamedTuple):
     masks: int
 
 
+def no_match(unmatched: Unmatched, masks: str | Path, images: str | Path) -> UserError:
+    count = pluralize(unmatched.masks, "mask")
+    return UserError(f"None of the {count} in {masks} has the name of an image in {images}: give each the name of its image.")
+
+
 def match_files(images: str, masks: str) -> tuple[list[tuple[str, str]], Unmatched]:
-    """Images and masks with the same name, and how many have none."""
-    by_name = {key_of(file, masks): file for file in list_files(masks) if not stem_of(file).endswith(OTHER_MASKS)}
+    """Images and masks with the same name, and how many have none; masks may lie in one folder if no two images share a name."""
     files = list(list_files(images))
-    found = [(file, by_name.pop(key_of(file, images), None)) for file in files]
+    by_name = {key_of(file, masks): file for file in list_files(masks) if not stem_of(file).endswith(OTHER_MASKS)}
+    keys = [key_of(file, images) for file in files]
+    flat = [os.path.join(os.curdir, os.path.basename(key)) for key in keys]
+    if by_name.keys().isdisjoint(keys) and len(set(flat)) == len(flat):
+        keys = flat
+    found = [(file, by_name.pop(key, None)) for file, key in zip(files, keys, strict=True)]
     matched = [(file, mask) for file, mask in found if mask is not None]
     return matched, Unmatched(len(files) - len(matched), len(by_name))
 

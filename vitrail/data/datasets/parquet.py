@@ -10,17 +10,20 @@ import json
 import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from mmap import mmap
 from typing import Any
 
 import numpy as np
 
 from vitrail.data.datasets.folder import SourceDict, shards
+from vitrail.data.datasets.object_table import ObjectTable
 from vitrail.data.datasets.parquet_footer import Chunk, RowGroup, check_expanded, page_sizes, read_footer
+from vitrail.data.datasets.parquet_objects import COLUMN, INSTANCES, is_object_column, make_tables, object_names
 from vitrail.data.datasets.table import MAIN_LABELS, Column, class_labels, label_columns, main_labels
 from vitrail.data.datasets.tar import MappedFiles
 from vitrail.data.mask_classes import MaskClasses, find_classes, make_classes
+from vitrail.data.objects import Objects
 from vitrail.data.source import Labels, Source
 from vitrail.errors import UserError
 
@@ -37,6 +40,8 @@ class Columns:
 
     image: str
     mask: str | None
+    instances: str | None
+    objects: tuple[str, ...] | None  # names of the object classes, which may be none; None: there is no such column
     main: str | None
     extra: tuple[str, ...]
     names: dict[str, list[str]]
@@ -60,9 +65,11 @@ class ParquetSource(Source):
         extra: dict[str, Labels],
         defects: Sequence[str],
         mask_classes: MaskClasses | None,
+        table: ObjectTable | None = None,
     ) -> None:
         self.name = name
         self.label = label
+        self.label_name = columns.main or "label"
         self.extra = extra
         self.defects = tuple(defects)
         self.has_masks = columns.mask is not None
@@ -70,6 +77,11 @@ class ParquetSource(Source):
         self._files = MappedFiles(files)
         self._images = ByteColumn(self._files, columns.image, footers)
         self._masks = ByteColumn(self._files, columns.mask, footers) if columns.mask else None
+        self._instances = ByteColumn(self._files, columns.instances, footers) if columns.instances and table else None
+        self._table = table
+        if table is not None:
+            self.object_classes, self.object_notes = table.classes, table.notes
+            self.has_instances = self._instances is not None or table.has_shapes
         self._file_starts = np.cumsum([0] + [sum(group.rows for group in footer) for footer in footers]).tolist()
 
     def __len__(self) -> int:
@@ -83,6 +95,12 @@ class ParquetSource(Source):
 
     def mask(self, index: int) -> bytes | None:
         return self._masks.read(index) if self._masks else None
+
+    def objects(self, index: int) -> Objects | None:
+        if self._table is None:
+            return None
+        found = self._table.read(index)
+        return replace(found, instances=self._instances.read(index)) if self._instances else found
 
     def location(self, index: int) -> str:
         file = bisect_right(self._file_starts, index) - 1
@@ -196,8 +214,8 @@ def _digest(value: bytes) -> bytes:
     return hashlib.blake2b(value, digest_size=16).digest()
 
 
-def open_parquet(path: str) -> SourceDict:
-    """Open the splits of a file or of a folder of shards."""
+def open_parquet(path: str, column: str = "") -> SourceDict:
+    """Open the splits of a file or of a folder of shards. `column` is a label whatever its name."""
     try:
         import pyarrow  # noqa: F401 - for a clear error message
     except ImportError:
@@ -209,7 +227,7 @@ def open_parquet(path: str) -> SourceDict:
     tables: dict[str, list[Any]] = {}
     for split, files in split_files.items():
         for file in files:
-            footer, own, table = _open_file(file, columns)
+            footer, own, table = _open_file(file, columns, column)
             if columns is not None and own != columns:
                 raise UserError(f"{first} and {file} have different columns or class names: put them into separate folders.")
             columns, first = own, first or file
@@ -239,6 +257,7 @@ def open_parquet(path: str) -> SourceDict:
             if names
             else find_classes(path if os.path.isdir(path) else os.path.dirname(path))
         )
+    object_tables = make_tables(tables, columns.objects, path) if columns.objects is not None else {}
     return {
         split: ParquetSource(
             path,
@@ -246,9 +265,10 @@ def open_parquet(path: str) -> SourceDict:
             footers[split],
             columns,
             labels[columns.main][split] if columns.main else None,
-            {name: column for name in columns.extra if (column := labels[name][split]) is not None},
+            {name: found for name in columns.extra if (found := labels[name][split]) is not None},
             defects,
             mask_classes,
+            object_tables.get(split),
         )
         for split, files in split_files.items()
         if any(footers[split])
@@ -288,16 +308,18 @@ def read_batches(path: str, mapped: mmap, columns: list[str], groups: list[RowGr
             yield pyarrow.RecordBatch.from_arrays(arrays, names=batch.schema.names)
 
 
-def _open_file(path: str, known: Columns | None) -> tuple[list[RowGroup], Columns, Any]:
+def _open_file(path: str, known: Columns | None, column: str) -> tuple[list[RowGroup], Columns, Any]:
     """Return (row groups, columns, table of the label columns) of a file."""
     import pyarrow
 
     try:
         footer = read_footer(path)
         with open_file(path) as file:
-            columns = _find_columns(path, file.schema_arrow, known)
-            table = _read_labels(path, columns.labels, file.schema_arrow, footer) if columns.labels else None
-        if any(leaf not in group.chunks for group in footer for leaf in (columns.image, columns.mask) if leaf):
+            columns = _find_columns(path, file.schema_arrow, known, column)
+            read = [*columns.labels, *([COLUMN] if columns.objects is not None else [])]
+            table = _read_labels(path, read, file.schema_arrow, footer) if read else None
+        leaves = (columns.image, columns.mask, columns.instances)
+        if any(leaf not in group.chunks for group in footer for leaf in leaves if leaf):
             raise OSError("a row group has no images")
         return footer, columns, table
     except PermissionError:
@@ -324,13 +346,14 @@ def _read_labels(path: str, columns: list[str], schema: Any, footer: list[RowGro
     return table
 
 
-def _find_columns(path: str, schema: Any, known: Columns | None) -> Columns:
+def _find_columns(path: str, schema: Any, known: Columns | None, column: str) -> Columns:
     from pyarrow import types
 
     features = _features(path, schema)
     leaves = {field.name: leaf for field in schema if (leaf := _leaf(field))}
-    typed = [name for name in leaves if features.get(name, {}).get("_type") == "Image" and name != "mask"]
-    candidates = [name for name in IMAGE_COLUMNS if name in leaves] + typed + [name for name in leaves if name != "mask"]
+    typed = [name for name in leaves if features.get(name, {}).get("_type") == "Image" and name not in ("mask", INSTANCES)]
+    others = ("mask", INSTANCES)
+    candidates = [name for name in IMAGE_COLUMNS if name in leaves] + typed + [name for name in leaves if name not in others]
     if not candidates:
         raise UserError(f"{path} has no image column (only {', '.join(schema.names)}): rename a column of bytes to image.")
     classes = {name: feature["names"] for name, feature in features.items() if isinstance(feature.get("names"), list)}
@@ -344,11 +367,18 @@ def _find_columns(path: str, schema: Any, known: Columns | None) -> Columns:
         kind = field.type.value_type if types.is_dictionary(field.type) else field.type
         if types.is_integer(kind) or types.is_boolean(kind) or types.is_string(kind) or types.is_large_string(kind):
             usable.append(field.name)
-    main, extra = label_columns(usable, list(class_names))
+    main, extra = label_columns(usable, [*class_names, column])
     unusable = [(name, str(schema.field(name).type)) for name in MAIN_LABELS if main is None and name in schema.names]
     if known is not None and not class_names and known.names:
         class_names = known.names  # shards that were added later often have no metadata
-    return Columns(leaves[candidates[0]], leaves.get("mask"), main, tuple(extra), class_names, tuple(unusable))
+    has_objects = COLUMN in schema.names and is_object_column(schema.field(COLUMN))
+    objects = tuple(object_names(features)) if has_objects else None
+    if known is not None and objects == ():
+        objects = known.objects
+    instances = leaves.get(INSTANCES) if has_objects else None
+    return Columns(
+        leaves[candidates[0]], leaves.get("mask"), instances, objects, main, tuple(extra), class_names, tuple(unusable)
+    )
 
 
 def _features(path: str, schema: Any) -> dict[str, dict[str, Any]]:

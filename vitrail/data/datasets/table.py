@@ -14,14 +14,15 @@ from vitrail.errors import UserError
 MAX_COLUMNS = 1000
 PATH_COLUMNS = ("path", "file", "image", "filename", "file_name", "filepath", "image_path")
 MAIN_LABELS = ("label", "labels", "fine_label", "class")
+RANKS, MIN_RANKS = ("kingdom", "phylum", "class", "order", "family", "genus", "species"), 3  # so many columns are a hierarchy
 SPLIT_COLUMNS = ("split", "subset", "set", "partition")
 MAX_CLASSES = 100_000  # a larger label that also exceeds the number of images is not a class index
 
 Column = Sequence[str | int | None] | np.ndarray
 
 
-def open_table(path: str) -> SourceDict:
-    """Open the splits of a table. Paths are relative to the folder of the table."""
+def open_table(path: str, column: str = "") -> SourceDict:
+    """Open the splits of a table. Paths are relative to the folder of the table. `column` is a label whatever its name."""
     header, rows = _read(path)
     if len(header) > MAX_COLUMNS:
         raise UserError(f"{path} has {len(header):,} columns: keep the path, the split and the labels, at most {MAX_COLUMNS:,}.")
@@ -30,8 +31,7 @@ def open_table(path: str) -> SourceDict:
         raise UserError(f"{path} has no path column: rename one of its columns ({', '.join(header)}) to path, file or image.")
     if not rows:
         raise UserError(f"{path} has no rows: add one row per image.")
-    column = header.index(path_column)
-    files = [row[column] for _, row in rows]
+    files = [row[header.index(path_column)] for _, row in rows]
     _check_files(path, files, [line for line, _ in rows])
 
     split_column = next((name for name in SPLIT_COLUMNS if name in header), None)
@@ -42,25 +42,22 @@ def open_table(path: str) -> SourceDict:
             raise UserError(f"Line {line} of {path} has an unknown split: write train, validation or test in {split_column}.")
         members.setdefault(split, []).append(index)
 
-    main, extra = label_columns(header)
+    main, extra = label_columns(header, [column.lower()])
     labels: dict[str, dict[str, Labels | None]] = {}
     defects: list[str] = []
     for name in ([main] if main else []) + extra:
-        column = header.index(name)
-        texts = {split: [rows[index][1][column].strip() for index in indices] for split, indices in members.items()}
+        place = header.index(name)
+        texts = {split: [rows[index][1][place].strip() for index in indices] for split, indices in members.items()}
         values, what = integers_if_all(texts), f"the column {name} of {path}"
         labels[name] = main_labels(values, None, what, defects) if name == main else class_labels(values, None, what, False)
     root = os.path.dirname(path) or "."
-    return {
-        split: FolderSource(
-            root,
-            Paths(files[index] for index in indices),
-            labels[main][split] if main else None,
-            {name: found for name in extra if (found := labels[name][split]) is not None},
-            defects=defects,
-        )
-        for split, indices in members.items()
-    }
+    sources: SourceDict = {}
+    for split, indices in members.items():
+        own = {name: found for name in extra if (found := labels[name][split]) is not None}
+        main_label = labels[main][split] if main else None
+        sources[split] = FolderSource(root, Paths(files[index] for index in indices), main_label, own, defects=defects)
+        sources[split].label_name = main or "label"
+    return sources
 
 
 def _read(path: str) -> tuple[list[str], list[tuple[int, list[str]]]]:
@@ -108,8 +105,12 @@ def _check_files(path: str, files: list[str], lines: list[int]) -> None:
 
 def label_columns(names: Sequence[str], known: Sequence[str] = ()) -> tuple[str | None, list[str]]:
     """Return (main label, extra labels) among column names. Columns in `known` are labels regardless of their name."""
-    labels = [name for name in names if name in known or any(part in name.lower() for part in ("label", "class", "category"))]
-    main = next((name for name in MAIN_LABELS if name in labels), None)
+    ranks = sorted((name for name in names if name.lower() in RANKS), key=lambda name: RANKS.index(name.lower()))
+    ranks = ranks if len(ranks) >= MIN_RANKS else []
+    parts = ("label", "class", "category")
+    labels = [name for name in names if name in known or name in ranks or any(part in name.lower() for part in parts)]
+    preferred = (*MAIN_LABELS[:-1], *reversed(ranks), MAIN_LABELS[-1])  # the finest rank, not the one called class
+    main = next((name for name in preferred if name in labels), None)
     if main is None and len(labels) == 1:
         main = labels[0]
     return main, [name for name in labels if name != main]

@@ -31,14 +31,14 @@ def transform_masks(masks: Tensor, augmented: Augmented) -> Tensor:
     return masks
 
 
-def crop_masks(masks: Tensor, view: View, every: int = 1) -> Tensor:
-    """The crop of masks [B, H, W], or every n-th pixel of it."""
+def crop_masks(masks: Tensor, view: View, every: int = 1, outside: int = IGNORE) -> Tensor:
+    """The crop of masks [B, H, W], or every n-th pixel of it; `outside` of the source image."""
     (rows, inside_rows), (columns, inside_columns) = (
         [indices[:, every // 2 :: every] for indices in nearest_pixels(axis)] for axis in view
     )
     batch = torch.arange(len(masks), device=masks.device)[:, None, None]
     cropped = masks[batch, rows[:, :, None], columns[:, None]]
-    return torch.where(inside_rows[:, :, None] & inside_columns[:, None], cropped, IGNORE)
+    return torch.where(inside_rows[:, :, None] & inside_columns[:, None], cropped, outside)
 
 
 def nearest_pixels(axis: Axis) -> tuple[Tensor, Tensor]:

@@ -81,7 +81,7 @@ def resize_without_antialias(pixels: Tensor, view: View) -> Tensor:
     This is `tf.image.resize`. The values are not rounded to integers.
     """
     images = pixels.permute(0, 2, 3, 1)
-    batch = torch.arange(len(pixels), device=pixels.device)[:, None, None]
+    batch = torch.arange(pixels.shape[0], device=pixels.device)[:, None, None]  # len() would fix it in an exported program
     (top, bottom, part_y), (left, right, part_x) = (nearest_two(axis) for axis in view)
     part_y, part_x = part_y[:, :, None, None], part_x[:, None, :, None]
     top, bottom, left, right = top[:, :, None], bottom[:, :, None], left[:, None], right[:, None]

@@ -3,6 +3,7 @@
 Below the diagonal of the grid the classes of the evaluation are finer than those of the training, above it they are coarser.
 """
 
+import json
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -46,7 +47,10 @@ def inconsistent_classes(fine: Labels, coarse: Labels) -> list[str]:
 
 
 def training_level(model: Model, levels: Sequence[Level]) -> str | None:
-    """The level that a model was trained at, by its class names or else their number; None if it is none of the levels."""
+    """The level that a model was trained at: by the labels of its recipe, its class names, or their number; None if unknown."""
+    chosen = recorded_label(model)
+    if chosen in [level.name for level in levels] or chosen == NO_LEVEL:
+        return chosen
     if count_classes(model) < 2:
         return NO_LEVEL
     for level in levels:
@@ -58,13 +62,23 @@ def training_level(model: Model, levels: Sequence[Level]) -> str | None:
     return fitting[0] if len(fitting) == 1 else None
 
 
+def recorded_label(model: Model) -> str | None:
+    """The labels that the recipe in an artifact was trained on, of tasks whose model may have no classifier."""
+    try:
+        recipe = json.loads(str(getattr(model, "notes", {})["recipe"]))
+        return str(recipe["data"]["label"] or LABEL) if recipe["task"] == "grafit" else None
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
 class EmbeddedModel(NamedTuple):
-    """The features of a model, its name and the level it was trained at."""
+    """The features of a model, its name and the level it was trained at; several models of one name are seeds of one method."""
 
     name: str
     level: str
     memory: Embedding
     queries: Embedding
+    trunk: tuple[Embedding, Embedding] | None = None  # those of memory and queries for the linear classifier, if others
 
 
 class Grid(NamedTuple):
@@ -74,6 +88,20 @@ class Grid(NamedTuple):
     train: list[str]  # the level each model was trained at
     test: list[str]
     scores: dict[str, list[list[float]]]
+    sds: dict[str, list[list[float | None]]] = {}  # noqa: RUF012 - standard deviations over models of one name, of `average`
+
+    def average(self) -> "Grid":
+        """The grid with one column for all models of one name and level: means, and standard deviations of several."""
+        columns: dict[tuple[str, str], list[int]] = {}
+        for place, key in enumerate(zip(self.models, self.train, strict=True)):
+            columns.setdefault(key, []).append(place)
+        means: dict[str, list[list[float]]] = {}
+        sds: dict[str, list[list[float | None]]] = {}
+        for score, rows in self.scores.items():
+            cells = [[[row[place] for place in places] for places in columns.values()] for row in rows]
+            means[score] = [[statistics.fmean(values) for values in row] for row in cells]
+            sds[score] = [[statistics.stdev(values) if len(values) > 1 else None for values in row] for row in cells]
+        return Grid([name for name, _ in columns], [level for _, level in columns], self.test, means, sds)
 
     def means(self, score: str) -> dict[str, float]:
         """Means over the cells whose training level is the same as, coarser than, and finer than the evaluated level."""
@@ -108,8 +136,9 @@ def measure_grid(
     table: dict[str, list[list[float]]] = {score: [[] for _ in levels] for score in scores}
     for model in models:
         for row, level in enumerate(levels):
-            features = select_labeled(data, model.memory, model.queries, level.name)
             for score in scores:
+                memory, queries = model.trunk if score == "linear" and model.trunk else (model.memory, model.queries)
+                features = select_labeled(data, memory, queries, level.name)
                 table[score][row].append(PROBES[SCORES[score]](features, settings).score)
                 advance(1)
     return Grid([model.name for model in models], [model.level for model in models], [level.name for level in levels], table)

@@ -14,6 +14,7 @@ from torch import Tensor
 from vitrail.aliases import PROBE_SETTINGS
 from vitrail.data.datasets.folder import SPLITS
 from vitrail.data.datasets.lookup import check_usable, open_source, open_sources, open_splits, require_labels
+from vitrail.data.label_choice import coarsen, read_map
 from vitrail.data.loader import Problem
 from vitrail.data.source import Labels, Source, Subset
 from vitrail.errors import UserError
@@ -22,6 +23,7 @@ from vitrail.evaluation.features import Embedding, FeatureKind, embed
 from vitrail.evaluation.model import Model, count_classes
 from vitrail.evaluation.predict import has_image_extension, open_images
 from vitrail.evaluation.probes import fewshot, knn, linear, retrieval
+from vitrail.heads.embedding import EmbeddingHead
 from vitrail.models.vision_transformer import VisionTransformer
 
 Advance = Callable[[int], None]
@@ -38,11 +40,17 @@ class ProbeData(NamedTuple):
 
 
 def open_probe_data(
-    path: str, memory: str | None = None, queries: str | None = None, max_images: int | None = None, seed: int = 0
+    path: str,
+    memory: str | None = None,
+    queries: str | None = None,
+    max_images: int | None = None,
+    seed: int = 0,
+    label_map: str | None = None,
 ) -> ProbeData:
     """By default the memory is the training split, and the queries are test, else validation, else a tenth of every class.
 
-    With `max_images`, at most this many images of either, drawn by the seed.
+    With `max_images`, at most this many images of either, drawn by the seed. `label_map` is a file with coarser classes,
+    further label columns (`vitrail.data.label_choice`).
     """
     sources = open_sources(path)
     memory_name = find_split(memory, sources, path) or ("train" if "train" in sources else next(iter(sources)))
@@ -62,6 +70,10 @@ def open_probe_data(
         splits = open_splits(path, seed)
         check_usable(splits[:2])
         data = ProbeData(splits.train, splits.validation, "nine tenths of every class", "the other tenth")
+    if label_map is not None:
+        levels = read_map(label_map, data.memory)
+        for part in (data.memory, data.queries):
+            part.extra = part.extra | {name: coarsen(require_labels(part), level) for name, level in levels.items()}
     return data._replace(memory=subsample(data.memory, max_images, seed), queries=subsample(data.queries, max_images, seed))
 
 
@@ -257,7 +269,12 @@ PROBES: dict[str, Callable[[LabeledFeatures, Settings], Result]] = {
 
 
 def default_vector(probe: str, model: Model) -> str:
-    """ViT's few-shot probe uses the input of the last layer, if it is one vector; the others the input of the classifier."""
+    """The vector of a probe: neighbors are searched by the projector's output, if there is one.
+
+    ViT's few-shot probe uses the input of the last layer, if it is one vector; the others the input of the classifier.
+    """
+    if probe in ("knn", "retrieval") and isinstance(model, VisionTransformer) and isinstance(model.task_head, EmbeddingHead):
+        return "projected"
     several = isinstance(model, VisionTransformer) and model.architecture.pooling == "per_class"
     return "penultimate" if probe == "fewshot" and not several else "pooled"
 

@@ -1,0 +1,231 @@
+"""Detection on PASCAL VOC: Mask R-CNN on pre-trained, frozen and untrained backbones; NMS and RoIAlign beside torchvision's.
+
+    python benchmarks/detection.py voc DATA --from vitrail_tiny --seeds 1 --minutes 9        # again until all are finished
+    python benchmarks/detection.py operators                                                # parity and time on this device
+    python benchmarks/detection.py voc DATA --steps 4 --size 64 --small --limit 8 --device cpu
+
+DATA contains voc2012/, Parquet files with boxes and instance masks. For each of the weights `--from` and each seed: the recipe
+`detect` with the backbone trained too, with a frozen backbone, and, stated as the baseline before anything is run, the same
+network from scratch. The last tenth of the training images selects the best weights; AP is that of the validation split, which
+is used for nothing else. Every training is a process of its own; results and checkpoints are kept in `--out`.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from arguments import positive, run_program
+from jobs import run_jobs
+
+import vitrail
+from vitrail.data.datasets.lookup import open_sources
+from vitrail.data.image_loader import ImageLoader
+from vitrail.data.source import Source, Subset
+from vitrail.devices import choose_device
+from vitrail.errors import UserError
+from vitrail.evaluation.detections import DetectionProtocol, detection_head
+from vitrail.evaluation.object_evaluation import match_split
+from vitrail.heads.boxes import library, suppress
+from vitrail.heads.regions import choose_levels, pool_regions, roi_align
+
+METHODS = ("trained", "frozen", "from scratch")
+COLUMNS = {"box AP": "ap", "AP50": "ap50", "AP75": "ap75", "mask AP": "mask_ap", "mask AP50": "mask_ap50"}
+STRIDES = [4.0, 8.0, 16.0, 32.0]
+
+
+def evaluate(model: vitrail.VisionTransformer, source: Source, device: torch.device) -> dict[str, Any]:
+    """AP on the images of a source."""
+    loader = ImageLoader(source, device, objects=True)
+    matches, images = match_split(model.eval(), loader, 8, DetectionProtocol.of(detection_head(model).config))
+    loader.close()
+    found = matches.summarize(detection_head(model).config.classes)
+    found.pop("per_class")
+    return found | {"images": images, "parameters": sum(each.numel() for each in model.parameters())}
+
+
+def run_job(folder: Path) -> None:
+    """Train and evaluate as the job in a folder says, and write the result."""
+    job = json.loads((folder / "job.json").read_text())
+    device, started = choose_device(job["device"]), time.monotonic()
+    run_folder, changes = folder / "run", dict(job["changes"])
+    if (run_folder / "run.json").exists():
+        run = vitrail.resume(run_folder)
+    elif job["method"] == "from scratch":
+        before = vitrail.load(job["weights"])
+        preprocessing = {"augmentation.mean": list(before.preprocessing.mean), "augmentation.std": list(before.preprocessing.std)}
+        run = vitrail.train(
+            job["source"], "detect", model=before.name, changes=changes | preprocessing, out=run_folder, device=str(device)
+        )
+    else:
+        if job["method"] == "frozen":
+            changes["init.scope"] = "head"
+        run = vitrail.train(job["source"], "detect", from_=job["weights"], changes=changes, out=run_folder, device=str(device))
+    if not run.finished:
+        raise SystemExit(1)  # stopped by the time limit: the next call continues
+    result = evaluate(
+        vitrail.load(run.artifact, device=device), take(open_sources(job["source"])["validation"], job["limit"]), device
+    )
+    seconds = json.loads((run_folder / "run.json").read_text()).get("seconds") or time.monotonic() - started
+    (folder / "result.json").write_text(json.dumps(result | {"minutes": seconds / 60}))
+
+
+def take(source: Source, limit: int) -> Source:
+    return Subset(source, np.linspace(0, len(source) - 1, limit).astype(np.int64)) if 0 < limit < len(source) else source
+
+
+def compare_voc(options: argparse.Namespace) -> None:
+    if options.data is None or not (options.data / "voc2012").is_dir():
+        raise UserError(f"{options.data} has no folder voc2012: give the folder of the data sets.")
+    changes: dict[str, Any] = {
+        "augmentation.image_size": [options.size, options.size],
+        "schedule.length": f"{options.steps} steps" if options.steps else f"{options.epochs:g} epochs",
+        "validation.every": f"{options.steps} steps" if options.steps else f"{max(options.epochs / 4, 0.01):g} epochs",
+        "data.validation_fraction": 0.1,
+        "batch_size": options.batch_size,
+    }
+    if options.small:  # for a run of seconds on a CPU
+        small = {"channels": 16, "hidden": 32, "candidates": 50, "proposals": 20, "anchors_sampled": 32, "boxes_sampled": 16}
+        changes |= {f"task_options.{name}": value for name, value in small.items()}
+    jobs: dict[str, dict[str, Any]] = {}
+    rows: dict[tuple[str, str], list[str]] = {}
+    for weights in options.weights:
+        located = str(Path(weights).resolve()) if Path(weights).exists() else weights
+        for method in options.methods:
+            for seed in range(options.seeds):
+                key = f"{Path(weights).stem}-{method.replace(' ', '_')}-{seed}"
+                jobs[key] = {
+                    "method": method,
+                    "weights": located,
+                    "source": str((options.data / "voc2012").resolve()),
+                    "changes": changes | {"seed": seed},
+                    "device": options.device,
+                    "limit": options.limit,
+                }
+                rows.setdefault((Path(weights).stem, method), []).append(key)
+    results = run_jobs(jobs, options.out, options.parallel, __file__, show_result, options.minutes)
+    print(f"\n| weights | backbone | {' | '.join(COLUMNS)} | n | parameters | minutes |")
+    print(f"|{' --- |' * (len(COLUMNS) + 5)}")
+    for row, keys in rows.items():
+        found = [results[key] for key in keys if key in results]
+        if found:
+            cells = [spread([each.get(name) or 0.0 for each in found]) for name in COLUMNS.values()]
+            minutes = statistics.mean(each["minutes"] for each in found)
+            parameters = f"{found[0]['parameters'] / 1e6:.1f} M"
+            print(f"| {' | '.join(row)} | {' | '.join(cells)} | {len(found)} | {parameters} | {minutes:.1f} |")
+    print(f"\n{describe_device()}; validation split, {next(iter(results.values()), {}).get('images', 0):,} images")
+
+
+def show_result(result: dict[str, Any]) -> str:
+    return f"box AP {100 * (result['ap'] or 0):.1f} %, AP50 {100 * (result['ap50'] or 0):.1f} %"
+
+
+def spread(values: list[float]) -> str:
+    mean = f"{100 * statistics.mean(values):.1f}"
+    return f"{mean} ± {100 * statistics.stdev(values):.1f} %" if len(values) > 1 else f"{mean} %"
+
+
+def compare_operators(options: argparse.Namespace) -> None:
+    """NMS and RoIAlign of plain torch: differences from torchvision's, and time of both."""
+    device = choose_device(options.device)
+    operators = library()
+    generator = torch.Generator().manual_seed(0)
+    images, count = (2, 200) if options.small else (16, 1000)
+    start = torch.rand(images, count, 2, generator=generator) * 400
+    boxes = torch.cat([start, start + 4 + torch.rand(images, count, 2, generator=generator) * 200], 2).to(device)
+    scores = torch.rand(images, count, generator=generator).to(device).sort(1, descending=True).values
+    rows: list[tuple[str, str, str, str]] = []
+    for exact in (True, False):
+        kept = suppress(boxes, 0.7, exact)
+        own = clock(lambda exact=exact: suppress(boxes, 0.7, exact), device, options.repeats)
+        name = f"NMS of {images} x {count} boxes" + ("" if exact else ", fixed rounds as in training")
+        other, difference = "–", "torchvision is not installed"
+        if operators is not None:
+            wanted = torch.zeros_like(kept)
+            for image in range(images):
+                wanted[image, operators.nms(boxes[image], scores[image], 0.7)] = True
+            difference = f"{int((kept != wanted).sum())} boxes differ"
+            other = clock(lambda: [operators.nms(boxes[i], scores[i], 0.7) for i in range(images)], device, options.repeats)
+        rows.append((name, own, other, difference))
+    side = 128 if not options.small else 32
+    maps = [
+        torch.randn(images, 64, side >> level, side >> level, generator=generator).to(device).requires_grad_()
+        for level in range(4)
+    ]
+    chosen = boxes[:, : count // 4]
+    levels = choose_levels(chosen, STRIDES)
+
+    def backward(pool: Callable[[], torch.Tensor]) -> torch.Tensor:
+        pooled = pool()
+        torch.autograd.grad(pooled.square().mean(), maps)
+        return pooled
+
+    found = roi_align(maps, STRIDES, chosen, levels, 7)
+    own = clock(lambda: backward(lambda: roi_align(maps, STRIDES, chosen, levels, 7)), device, options.repeats)
+    other, difference = "–", "torchvision is not installed"
+    if operators is not None and device.type == "cuda":
+        wanted = pool_regions(maps, STRIDES, chosen, 7)
+        difference = f"largest difference {float((found - wanted).abs().max()):.1e}"
+        other = clock(lambda: backward(lambda: pool_regions(maps, STRIDES, chosen, 7)), device, options.repeats)
+    rows.append((f"RoIAlign of {images} x {count // 4} boxes, 4 levels, with backward", own, other, difference))
+    print("| operator | plain torch, ms | torchvision, ms | difference |\n| --- | --- | --- | --- |")
+    for row in rows:
+        print(f"| {' | '.join(row)} |")
+    print(f"\n{describe_device()}; n = {options.repeats}, median ± half of the range of the middle half")
+
+
+def clock(work: Callable[[], Any], device: torch.device, repeats: int) -> str:
+    times = []
+    for repeat in range(repeats + 2):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times += [1e3 * (time.perf_counter() - start)] * (repeat > 1)
+    low, middle, high = np.quantile(times, (0.25, 0.5, 0.75)).tolist()
+    return f"{middle:.2f} ± {(high - low) / 2:.2f}"
+
+
+def describe_device() -> str:
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    return f"{device}, torch {torch.__version__}, vitrail {vitrail.__version__}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=("voc", "operators", "job"))
+    parser.add_argument("data", type=Path, nargs="?", help="the folder of the data sets")
+    parser.add_argument("--from", dest="weights", nargs="+", default=["vitrail_tiny"])
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
+    parser.add_argument("--seeds", type=positive, default=1)
+    parser.add_argument("--epochs", type=float, default=40.0)
+    parser.add_argument("--steps", type=positive, help="instead of epochs")
+    parser.add_argument("--size", type=positive, default=448, help="of the crops and of the shorter side in the evaluation")
+    parser.add_argument("--batch-size", type=positive, default=16)
+    parser.add_argument("--small", action="store_true", help="small heads and few boxes, for a run of seconds on a CPU")
+    parser.add_argument("--limit", type=int, default=0, help="images of the evaluation, for a short run")
+    parser.add_argument("--parallel", type=positive, default=1)
+    parser.add_argument("--minutes", type=float, help="stop after this time; the same command continues")
+    parser.add_argument("--repeats", type=positive, default=20)
+    parser.add_argument("--device", default=None)
+    parser.add_argument("--out", type=Path, default=Path("runs/detection"))
+    options = parser.parse_args()
+    if options.command == "job":
+        run_job(options.data)
+    elif options.command == "voc":
+        print(f"baseline: the same network from scratch; methods: {', '.join(options.methods)}", file=sys.stderr)
+        compare_voc(options)
+    else:
+        compare_operators(options)
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -1,0 +1,69 @@
+"""Trainings as processes of their own, some at a time, within a time limit; the same command continues where it was stopped."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from vitrail.errors import UserError
+
+SAVING = 60  # seconds that a stopped job has to write its checkpoint
+
+
+class Unfinished(Exception):
+    """A job did not finish within the time limit."""
+
+
+def run_jobs(
+    jobs: dict[str, dict[str, Any]],
+    out: Path,
+    parallel: int,
+    program: str,
+    show: Callable[[dict[str, Any]], str],
+    minutes: float | None = None,
+) -> dict[str, dict[str, Any]]:
+    """The results of all jobs by name; those that are in `out` already are not computed again.
+
+    A job is the command `program job FOLDER`, which reads FOLDER/job.json and writes FOLDER/result.json. After `minutes` running
+    jobs are stopped, so that they save a checkpoint, and the rest is left to the next call.
+    """
+    end = time.monotonic() + 60 * minutes if minutes else None
+
+    def compute(name: str) -> dict[str, Any] | None:
+        folder = out / name
+        if not (folder / "result.json").exists():
+            if end is not None and time.monotonic() > end:
+                return None
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "job.json").write_text(json.dumps(jobs[name]))
+            with (folder / "log.txt").open("a") as log:
+                running = subprocess.Popen([sys.executable, program, "job", str(folder)], stdout=log, stderr=log)
+                try:
+                    running.wait(None if end is None else max(end - time.monotonic(), 1))
+                except subprocess.TimeoutExpired:
+                    running.send_signal(signal.SIGTERM)
+                    try:
+                        running.wait(SAVING)
+                    except subprocess.TimeoutExpired:
+                        running.kill()
+                        running.wait()
+            if not (folder / "result.json").exists():
+                if end is not None and time.monotonic() > end:
+                    return None
+                raise UserError(f"{name} failed: see {folder / 'log.txt'}.")
+            result = json.loads((folder / "result.json").read_text())
+            print(f"{name}: {show(result)}, {result['minutes']:.1f} min", file=sys.stderr, flush=True)
+        found: dict[str, Any] = json.loads((folder / "result.json").read_text())
+        return found
+
+    with ThreadPoolExecutor(parallel) as pool:
+        results = dict(zip(jobs, pool.map(compute, jobs), strict=True))
+    finished = {name: result for name, result in results.items() if result is not None}
+    if len(finished) < len(jobs):
+        print(f"{len(finished)} of {len(jobs)} trainings are finished: run the same command again for the rest.", flush=True)
+    return finished

@@ -1,0 +1,141 @@
+"""vitrail explain, as typed: the page, the files, the table of scores, and one sentence for what is wrong."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import vitrail
+from tests.images import make_masked_folder
+from tests.interpret.trained import trained
+from tests.small import structures
+from vitrail.cli.main import run_interruptible as run
+from vitrail.data.datasets.lookup import open_source
+from vitrail.models.registry import build
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Photographs, weights with and without a classifier, a file that is no image, and images with masks."""
+    folder = tmp_path_factory.mktemp("explain")
+    source = open_source("pets", "test")
+    (folder / "photos").mkdir()
+    for index in (0, 40):
+        (folder / "photos" / f"[b]{index}.jpg").write_bytes(source.encoded(index))
+    vitrail.save(trained("cait"), folder / "cait.safetensors")
+    vitrail.save(build(structures()["deit_tiny_patch16"].replace(classes=0)), folder / "features.safetensors")
+    (folder / "page.jpg").write_text("<html><script>alert(1)</script>")
+    make_masked_folder(folder / "boxes", 6, (24, 24), ("background", "red", "blue"))
+    return folder
+
+
+@pytest.fixture
+def explain(place, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+
+    def call(*arguments):
+        monkeypatch.setattr("sys.argv", ["vitrail", "explain", *map(str, arguments)])
+        return run(), *capsys.readouterr()
+
+    return call
+
+
+def test_a_report(explain, place):
+    code, out, _ = explain(
+        "vitrail_tiny", "photos", "--layer", 3, "--head", 1, "--method", "rollout", "--maps", "npy", "--out", "a"
+    )
+    assert code == 0
+    assert out.startswith("2 images, rollout, attention:3:1: a/index.html")
+    page = (place / "a" / "index.html").read_text()
+    assert "attention of layer 3, head 1" in page
+    assert "Mean attention distance of every head and layer" in page
+    assert "Cross-patch mosaics need linear layers over the patches" in page
+    assert "<script" not in page
+    assert np.load(place / "a" / "[b]0-rollout.npy").sum() == pytest.approx(1, abs=1e-4)
+    for name in (
+        "[b]0.png",
+        "[b]40-rollout.png",
+        "[b]0-attention-3-1.png",
+        "[b]0-heads.png",
+        "[b]0-thresholded.png",
+        "figure-filters.png",
+    ):
+        assert np.asarray(Image.open(place / "a" / name).convert("L")).std() > 5
+
+
+def test_class_attention_and_a_chosen_class(explain, place):
+    code, out, _ = explain("cait.safetensors", "photos/[[]b]0.jpg", "--class", 7, "--maps", "json", "--top", 2, "--out", "b")
+    assert code == 0, out
+    page = (place / "b" / "index.html").read_text()
+    assert "class 7" in page
+    assert "heads of the class-attention blocks" in page
+    assert "CaiT, Fig. 7" in page
+    values = json.loads((place / "b" / "[b]0-class_attention.json").read_text())
+    assert np.shape(values) == (6, 6)
+    assert (place / "b" / "figure-saliency.png").is_file()
+
+
+def test_unreadable_images_are_named_and_the_others_explained(explain, place):
+    code, out, err = explain("cait.safetensors", "page.jpg", "photos", "--no-figures", "--out", "c")
+    assert code == 0
+    assert "page.jpg" in err
+    assert out.startswith("2 images")
+    assert not list((place / "c").glob("figure-*"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("cait.safetensors",), "There are no images: give files, folders or patterns"),
+        (("cait.safetensors", "missing.jpg"), "No image could be read"),
+        (("cait.safetensors", "page.jpg"), "No image could be read"),
+        (("missing.safetensors", "photos"), "missing.safetensors"),
+        (("features.safetensors", "photos"), "This model has no classifier, so there is no prediction to explain"),
+        (("cait.safetensors", "photos", "--class", "zebra"), "The model has no class 'zebra'"),
+        (("cait.safetensors", "photos", "--class", "10"), "The model has no class 10: it has 10 classes"),
+        (("cait.safetensors", "photos", "--layer", "9"), "Layer 9 does not exist: this model has 5 layers"),
+        (("cait.safetensors", "photos", "--layer", "0", "--head", "8"), "Head 8 does not exist: layer 0 has 4 heads"),
+        (("cait.safetensors", "photos", "--head", "0"), "--head chooses a head of a layer: give --layer too"),
+        (("cait.safetensors", "photos", "--method", "magic"), "The method 'magic' is not known"),
+        (("cait.safetensors", "photos", "--method", "evidence"), "The method evidence is not available: its classifier"),
+        (("cait.safetensors", "photos", "--maps", "png"), "--maps png is not known: choose npy or json"),
+        (("cait.safetensors", "photos", "--out", "page.jpg"), "page.jpg"),
+        (("cait.safetensors", "--score", "digits"), "mask"),
+        (("cait.safetensors", "--score", "boxes", "--class", "1"), "--score explains the predicted classes"),
+    ],
+)
+def test_what_cannot_be_explained(explain, arguments, message):
+    code, _, err = explain(*arguments)
+    assert code == 2
+    assert message in err
+    assert "Traceback" not in err
+    assert len(err.strip().splitlines()) <= 2  # the problem of a file, and what follows
+
+
+def test_scores_of_two_checkpoints(explain, place):
+    shutil.copy(place / "cait.safetensors", place / "again.safetensors")
+    code, out, err = explain("cait.safetensors", "again.safetensors", "--score", "boxes", "--method", "rollout", "--images", 4)
+    assert code == 0, err
+    lines = [line.split() for line in out.splitlines()]
+    assert [line[:3] for line in lines[1:]] == [
+        [weights, method, "4"]
+        for weights in ("cait.safetensors", "again.safetensors")
+        for method in ("rollout", "center", "random")
+    ]
+    assert "boxes, train: in percent with 95 % intervals" in err
+    found = json.loads(explain("cait.safetensors", "--score", "boxes", "--images", 4, "--json")[1])
+    assert {row["method"] for row in found} >= {"class_attention", "occlusion", "center"}
+    assert set(found[0]) == {
+        "weights",
+        "source",
+        "split",
+        "method",
+        "n",
+        "pointing",
+        "pointing_interval",
+        "iou",
+        "deletion",
+        "insertion",
+    }

@@ -1,0 +1,204 @@
+"""The index of images: exact search, votes, added images and classes, its file, hostile files."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
+
+import vitrail
+from tests.images import make_folder, make_image, write_invalid_image
+from vitrail.data.source import Labels
+from vitrail.errors import UserError
+from vitrail.evaluation import image_index
+from vitrail.evaluation.image_index import ImageIndex, label_columns, merge, search
+from vitrail.evaluation.index_file import ENTRY, load_index, save_index
+from vitrail.evaluation.neighbor_sheet import COARSER, RIGHT, UNKNOWN, WRONG, frame_color
+
+
+def unit(*shape, seed=0):
+    return F.normalize(torch.randn(*shape, generator=torch.Generator().manual_seed(seed)), dim=1)
+
+
+def make_index(count=7, digest="d"):
+    labels = {"label": Labels(np.arange(count) % 3, ["a", "b", "c"]), "kind": Labels(np.full(count, -1), ["x"])}
+    return ImageIndex(unit(count, 5), [f"/é{n}.png" for n in range(count)], [b"jpeg"] * count, labels, "w", digest)
+
+
+@pytest.mark.parametrize(("count", "k"), [(1, 3), (5, 5), (128, 4), (1000, 10), (1000, 300)])
+def test_the_search_is_exact(monkeypatch, count, k):
+    monkeypatch.setattr(image_index, "MAX_SIMILARITIES", 3000)
+    vectors, queries = unit(count, 16), unit(9, 16, seed=1)
+    cosines, rows = search(vectors, queries, k)
+    expected = (queries.double() @ vectors.double().T).sort(1, descending=True)
+    assert cosines.shape == rows.shape == (9, min(k, count))
+    torch.testing.assert_close(cosines.double(), expected.values[:, :k], rtol=0, atol=1e-6)
+    assert torch.equal(rows, expected.indices[:, :k])
+    assert search(vectors, queries[:0], k)[0].shape == (0, min(k, count))
+
+
+def test_equal_images_are_all_found():
+    vectors = unit(1, 8).expand(300, -1)
+    assert sorted(search(vectors, vectors[:1], 300)[1][0].tolist()) == list(range(300))
+
+
+def test_votes_use_labeled_neighbors_alone():
+    index = make_index()
+    index.columns["label"] = Labels(np.array([0, 0, -1, 1, -1, -1, -1]), ["a", "b"])
+    cosines, rows = torch.tensor([[0.9, 0.8, 0.7], [0.9, 0.8, 0.1]]), torch.tensor([[2, 0, 3], [2, 4, 5]])
+    chances = index.classify(cosines, rows, "label", temperature=0.1)
+    expected = torch.tensor([np.exp(8.0), np.exp(7.0)]) / (np.exp(8.0) + np.exp(7.0))
+    torch.testing.assert_close(chances[0], expected.float())
+    assert not chances[1].any()
+
+
+def test_a_file_is_read_as_it_was_written(tmp_path):
+    index, path = make_index(), tmp_path / "a.index"
+    save_index(index, path)
+    again = load_index(path)
+    assert torch.equal(again.vectors, index.vectors)
+    assert (again.locations, again.thumbnails, again.weights, again.digest) == (index.locations, [b"jpeg"] * 7, "w", "d")
+    assert again.columns["label"].names == ["a", "b", "c"]
+    assert np.array_equal(again.columns["label"].values, index.columns["label"].values)
+
+
+def test_classes_of_two_indexes_are_matched_by_name():
+    first, second = make_index(3), make_index(4)
+    second.columns = {"label": Labels(np.array([0, 1, 0, -1]), ["c", "new"])}
+    both = merge(first, second)
+    assert both.columns["label"].names == ["a", "b", "c", "new"]
+    assert both.columns["label"].values.tolist() == [0, 1, 2, 2, 3, 2, -1]
+    assert both.columns["kind"].values.tolist() == [-1] * 7
+    with pytest.raises(UserError, match="not of the same weights"):
+        merge(first, make_index(2, digest="other"))
+
+
+def damage(path, tensors=None, **metadata):
+    """Change a file that `save_index` has written."""
+    stored = load_file(path)
+    content = {"version": 1, "weights": "w", "digest": "d", "vector": "pooled"}
+    content["columns"] = [{"name": "label", "classes": ["a", "b", "c"]}, {"name": "kind", "classes": ["x"]}]
+    save_file(stored | (tensors or {}), path, {ENTRY: json.dumps(content | metadata)})
+
+
+HOSTILE = [
+    ({}, {"version": 2}, "another version"),
+    ({"vectors": torch.zeros(7, 5)}, {}, "length 1"),
+    ({"vectors": torch.full((7, 5), torch.nan)}, {}, "NaN"),
+    ({"vectors": torch.zeros(7, 5, dtype=torch.float16)}, {}, "another type"),
+    ({"vectors": unit(7, 5)[0]}, {}, "another shape"),
+    ({"labels": torch.full((7, 2), 3)}, {}, "a label has no class"),
+    ({"labels": torch.full((7, 2), -2)}, {}, "a label has no class"),
+    ({"labels": torch.zeros(6, 2, dtype=torch.int64)}, {}, "another shape"),
+    ({"location_ends": torch.tensor([0, 5, 3, 9, 9, 9, 9])}, {}, "out of range"),
+    ({"thumbnail_ends": torch.full((7,), 1 << 40)}, {}, "out of range"),
+    ({"thumbnail_ends": torch.tensor([-4, 0, 0, 0, 0, 0, 0])}, {}, "out of range"),
+    ({}, {"columns": [{"name": "label", "classes": 7}, {"name": "kind", "classes": ["x"]}]}, "class names"),
+    ({}, {"columns": [{"name": "label", "classes": ["a", "b", "c"]}] * 2}, "one name"),
+    ({}, {"columns": {}}, "label columns"),
+    ({}, {"vector": "os.system"}, "its weights"),
+    ({}, {"weights": ["x"]}, "its weights"),
+]
+
+
+@pytest.mark.parametrize(("tensors", "metadata", "reason"), HOSTILE)
+def test_a_hostile_file_is_refused_in_one_sentence(tmp_path, tensors, metadata, reason):
+    path = tmp_path / "a.index"
+    save_index(make_index(), path)
+    damage(path, tensors, **metadata)
+    with pytest.raises(UserError, match=f"is damaged .*{reason}.*make it again"):
+        load_index(path)
+
+
+def test_a_truncated_file_and_other_files_are_refused(tmp_path):
+    path = tmp_path / "a.index"
+    save_index(make_index(), path)
+    content = path.read_bytes()
+    for size in (0, 4, 100, len(content) - 1):
+        path.write_bytes(content[:size])
+        with pytest.raises(UserError, match="is damaged"):
+            load_index(path)
+    save_file({"weight": torch.zeros(2)}, path)
+    with pytest.raises(UserError, match="is not an image index"):
+        load_index(path)
+    with pytest.raises(UserError, match="There is no index at"):
+        load_index(tmp_path / "b.index")
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    """An untrained model: colors differ in its features."""
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("weights") / "tiny.safetensors"
+    vitrail.save(vitrail.create("vitrail_mini", 0, 16, width=32, depth=1), path)
+    return path
+
+
+def test_index_add_and_search(tmp_path, weights, run_cli, cli_error):
+    photos, file = make_folder(tmp_path / "photos", count=5), tmp_path / "photos.index"
+    out = run_cli("index", photos, "--weights", weights, "--out", file, "--device", "cpu", "--workers", 0)
+    assert "15 images, 32 numbers each (pooled), 3 classes of label" in out.stdout
+    query = make_image(tmp_path / "query.png", 2)
+    sheet = tmp_path / "neighbors.png"
+    found = json.loads(run_cli("search", file, query, "--out", sheet, "--json", "--k", 4, "--voters", 3, "--workers", 0).stdout)
+    assert [each["labels"]["label"] for each in found[0]["neighbors"]] == ["blue"] * 4
+    assert found[0]["classes"]["label"][0][0] == "blue"
+    assert sheet.read_bytes()[:4] == b"\x89PNG"
+    exact = json.loads(run_cli("search", file, photos / "red" / "003.png", "--json", "--k", 1, "--workers", 0).stdout)[0][
+        "neighbors"
+    ][0]
+    assert exact["location"] == str(photos / "red" / "003.png")
+    assert exact["cosine"] == pytest.approx(1.0, abs=1e-5)
+
+    yellow = [make_image(tmp_path / "more" / f"{number}.png", 3) for number in range(5)]
+    added = run_cli("index", *yellow, "--add", file, "--class", "yellow", "--workers", 0)
+    assert "20 images" in added.stdout
+    assert "4 classes of label" in added.stdout
+    query = make_image(tmp_path / "other.png", 3)
+    text = run_cli("search", file, query, "--k", 3, "--voters", 3, "--workers", 0).stdout
+    assert "label yellow 100 %" in text
+    assert "are in the index" in cli_error("index", *yellow, "--add", file, "--workers", 0)
+
+
+def test_mistakes_are_explained(tmp_path, weights, run_cli, cli_error):
+    photos, file = make_folder(tmp_path / "photos", count=2), tmp_path / "photos.index"
+    for arguments, message in (
+        (["index", photos, "--weights", weights], "Give --weights WEIGHTS and --out FILE"),
+        (["index", tmp_path / "nothing", "--weights", weights, "--out", file], "does not exist"),
+        (["index", photos, "--weights", weights, "--out", file, "--vector", "projected"], "has no projector"),
+    ):
+        assert message in cli_error(*arguments)
+    run_cli("index", photos, "--weights", weights, "--out", file, "--workers", 0)
+    broken = write_invalid_image(tmp_path / "broken.png")
+    other = tmp_path / "other.safetensors"
+    vitrail.save(vitrail.create("vitrail_mini", 0, 16, width=32, depth=2), other)
+    for arguments, message in (
+        (["search", file, broken], "could be read"),
+        (["search", file, tmp_path / "nothing.png"], "nothing.png"),
+        (["search", file, photos / "red" / "000.png", "--out", tmp_path / "a.jpg"], "into a .png file"),
+        (["search", file, photos / "red" / "000.png", "--weights", other], "was not made with the weights"),
+        (["search", other, photos / "red" / "000.png"], "is not an image index"),
+        (["search", file, photos, "--max-images", 3], "6 queries are more than 3"),
+    ):
+        assert message in cli_error(*arguments)
+    save_index(dataclasses.replace(load_index(file), weights="hf://owner/name"), file)  # nothing is downloaded
+    assert "give --weights" in cli_error("search", file, photos / "red" / "000.png")
+
+
+def test_frames_show_the_finest_level_that_is_right():
+    levels, query = ["family", "genus", "species"], {"family": "f", "genus": "g", "species": "s"}
+    assert frame_color(query, query, levels) == RIGHT
+    assert frame_color(query, query | {"species": "t"}, levels) == COARSER[0]
+    assert frame_color(query, {"family": "f", "genus": "h", "species": "t"}, levels) == COARSER[1]
+    assert frame_color(query, {"family": "e", "genus": "h"}, levels) == WRONG
+    assert frame_color({}, query, levels) == UNKNOWN
+
+
+def test_columns_of_a_source_without_labels(tmp_path):
+    from vitrail.evaluation.predict import open_images
+
+    source, _ = open_images([str(make_image(tmp_path / "a.png"))])
+    assert label_columns(source) == []

@@ -1,0 +1,170 @@
+"""The figures of the papers, from trained models: their numbers against independent computations, and that they are drawn."""
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.nn import functional as F
+
+import vitrail
+from tests.interpret.trained import digits, trained
+from tests.models.test_trace import TINY
+from tests.small import structures
+from vitrail.data.datasets.lookup import open_source
+from vitrail.errors import UserError
+from vitrail.interpret.attention import record
+from vitrail.interpret.branch_norms import branch_norms
+from vitrail.interpret.distance import attention_distances
+from vitrail.interpret.explanation import to_uint8
+from vitrail.interpret.figures import FIGURES, draw_figures
+from vitrail.interpret.filters import filter_components
+from vitrail.interpret.heat_maps import draw_class_maps, draw_heads, draw_over, draw_saliency, saliency
+from vitrail.interpret.patch_mixing import patch_mosaics, weight_sparsity
+from vitrail.interpret.position import position_similarity
+from vitrail.interpret.token_similarity import token_cosines
+from vitrail.models.registry import build
+
+
+def is_drawing(png):
+    return np.asarray(Image.open(io.BytesIO(png)).convert("L")).std() > 5
+
+
+@pytest.fixture(scope="module")
+def photographs():
+    """The bundled weights after a forward pass on three photographs."""
+    source, model = open_source("pets", "test"), vitrail.load("vitrail_tiny")
+    images = [Image.open(io.BytesIO(source.encoded(index))).convert("RGB") for index in (0, 40, 120)]
+    return record(model, model.preprocess(images))
+
+
+def test_distances_are_those_of_a_loop(photographs):
+    found = attention_distances(photographs)
+    assert list(found) == list(range(11))
+    rows, columns = photographs.grid
+    weights = photographs.attention_rows(3).double().numpy()  # mean pooling: no prefix tokens
+    total = np.zeros(weights.shape[1])
+    for query in range(rows * columns):
+        for key in range(rows * columns):
+            down, across = query // columns - key // columns, query % columns - key % columns
+            total += weights[:, :, query, key].mean(0) * 16 * np.hypot(down, across)
+    np.testing.assert_allclose(found[3].numpy(), total / (rows * columns), rtol=1e-4)
+
+
+@pytest.mark.parametrize(("size", "patch", "expected"), [(224, 16, 116.49), (224, 32, 115.50)])
+def test_distances_of_uniform_attention(size, patch, expected):
+    """The class token is left out, and the rest of each row sums to one."""
+    model = build(TINY.replace(depth=1, patch_size=patch, image_size=(size, size))).eval()
+    with torch.no_grad():
+        model.block(0).mix.branches[0].body.qkv.weight.zero_()
+    distances = attention_distances(record(model, torch.randn(1, 3, size, size)))
+    assert distances[0].tolist() == pytest.approx([expected] * 4, abs=0.01)
+
+
+def test_position_similarity(photographs):
+    model = photographs.model
+    found = position_similarity(model)
+    table = model.pos_embed[0].table.detach().double()
+    assert found.shape == (8, 8, 8, 8)
+    assert float(found[2, 5, 7, 1]) == pytest.approx(
+        float(F.cosine_similarity(table[2 * 8 + 5], table[7 * 8 + 1], dim=0)), abs=1e-5
+    )
+    neighbors = torch.stack([found[row, 3, row + 1, 3] for row in range(7)]).mean()
+    assert neighbors > found[0, :, 7, :].mean()  # near patches are more similar, as in the paper
+
+
+def test_filters_are_principal_components():
+    """Against the eigenvectors of the covariance of the filters, up to the sign."""
+    model = trained("distilled")
+    components, share = filter_components(model, 5)
+    weight = model.stem.proj.weight.detach().double().reshape(32, -1).numpy()
+    values, vectors = np.linalg.eigh(np.cov(weight.T))
+    np.testing.assert_allclose(share, (values[::-1] / values.sum())[:5], rtol=1e-4)
+    flat = components.permute(0, 3, 1, 2).flatten(1).numpy()
+    np.testing.assert_allclose(np.abs(np.sum(flat * vectors.T[::-1][:5], 1)), np.ones(5), rtol=1e-3)
+
+
+def test_mosaics_are_rows_of_the_cross_patch_layers():
+    model = trained("resmlp")  # a grid of 6 x 6: all patches are central
+    mosaics = patch_mosaics(model)
+    weight = model.block(1).mix.branches[0].body.map.weight
+    assert len(mosaics) == 3
+    torch.testing.assert_close(mosaics[1][2, 3], weight[2 * 6 + 3].detach().reshape(6, 6))
+    large = build(structures()["resmlp_s12"].replace(image_size=(40, 56))).eval()
+    (first, *_), mixer = patch_mosaics(large), large.block(0).mix.branches[0].body
+    assert first.shape == (6, 6, 10, 14)
+    torch.testing.assert_close(first[0, 0], mixer.map.weight[2 * 14 + 4].detach().reshape(10, 14))  # rows 2-7, columns 4-9
+
+
+def test_sparsity_is_the_share_of_small_weights():
+    model = trained("resmlp")
+    found = weight_sparsity(model)
+    weight = np.abs(model.block(2).ffn.branches[0].body.fc2.weight.detach().numpy())
+    assert found["C, second of the MLP"][2] == pytest.approx((weight < 0.05 * weight.max()).mean(), abs=1e-6)
+    assert [len(values) for values in found.values()] == [3, 3, 3]
+
+
+def test_branch_norms_are_those_of_the_trace(photographs):
+    found, trace = branch_norms(photographs), photographs.model.trace(photographs.images)
+    for layer, expected in trace.layers.items():
+        for name, ratios in expected.ratios.items():
+            np.testing.assert_allclose(found[name][layer], ratios.detach().numpy(), rtol=1e-4)
+
+
+def test_token_cosines_are_means_of_pairs():
+    model, (images, _) = trained("distilled"), digits()
+    recording = record(model, images[:4])
+    found = token_cosines(recording)
+    assert list(found) == ["patches", "class and patches", "class and distillation"]
+    tokens = recording.blocks[2][0]
+    similar = F.cosine_similarity(tokens[:, :, None], tokens[:, None], dim=-1)
+    pairs = similar[:, 2:, 2:].sum((1, 2)) - 36
+    assert float(found["patches"][2]) == pytest.approx(float(pairs.mean()) / (36 * 35), abs=1e-5)
+    assert float(found["class and distillation"][2]) == pytest.approx(float(similar[:, 0, 1].mean()), abs=1e-5)
+    last = model.features(images[:4]).prefix
+    expected = F.cosine_similarity(last[:, 0], last[:, 1], dim=-1).mean()
+    assert float(found["class and distillation"][-1]) == pytest.approx(float(expected), abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["cait", "resmlp", "patchconvnet", "distilled"])
+def test_the_figures_of_a_model_are_drawn(kind):
+    recording = record(trained(kind), digits()[0][:3])
+    drawn, reasons = draw_figures(recording)
+    assert set(drawn) | set(reasons) == set(FIGURES)
+    assert all(is_drawing(png) for png in drawn.values())
+    assert ("mosaics" in drawn) == (kind == "resmlp")
+    assert ("distance" in drawn) == (kind in ("cait", "distilled"))
+    assert all(reason.endswith(".") for reason in reasons.values())
+
+
+def test_saliency_follows_the_description_of_cait():
+    """Mean of the heads of CA1 at the size of the image, scaled to 0 .. 1, times the gray image."""
+    recording = record(trained("cait"), digits()[0][:2])
+    rows = recording.attention_rows(3, [0])[0, :, 0, 1:].mean(0).reshape(6, 6).numpy()
+    pixels = to_uint8(recording.images, recording.model.preprocessing)[0]
+    large = np.asarray(Image.fromarray(rows).resize((24, 24), Image.Resampling.BILINEAR))
+    scaled = (large - large.min()) / (large.max() - large.min())
+    gray = pixels.astype(np.float64) @ (0.299, 0.587, 0.114) / 255
+    np.testing.assert_allclose(saliency(pixels, rows), scaled * gray, atol=0.005)
+    assert is_drawing(draw_saliency(recording))
+    assert is_drawing(draw_heads(recording, pixels, [3, 4]))
+    assert is_drawing(draw_heads(recording, pixels, [-1], masks=True))
+
+
+def test_maps_of_classes_differ():
+    model, (images, _) = trained("patchconvnet"), digits()
+    recording = record(model, images[:1])
+    rows = recording.attention_rows(-1)[0, 0]
+    assert (rows[0] - rows[1]).abs().max() > 1e-4  # every class has its own query
+    assert is_drawing(draw_class_maps(recording, to_uint8(images[:1], model.preprocessing)[0], 3))
+    with pytest.raises(UserError, match="Maps by class need one query per class"):
+        draw_class_maps(record(trained("cait"), images[:1]), np.zeros((24, 24, 3), dtype=np.uint8))
+
+
+def test_overlays_keep_the_image_where_the_map_is_low():
+    image, values = np.full((16, 16, 3), 200, dtype=np.uint8), np.zeros((4, 4))
+    values[:2, :2] = 1
+    drawn = draw_over(image, values)
+    assert drawn.shape == image.shape
+    assert drawn[2, 2].astype(int).sum() > drawn[14, 14].astype(int).sum() + 100

@@ -1,0 +1,149 @@
+"""Trainings with Grafit: killed and resumed, in two processes, from the command line, with a map, without labels, continued."""
+
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import vitrail
+from tests.tasks.grafit_process import CHANGES, trained
+from tests.training.processes import environment, one_process, side_by_side
+from vitrail.data.datasets.lookup import open_source
+from vitrail.errors import UserError
+from vitrail.evaluation.features import FeatureKind, embed
+from vitrail.training.metrics import read_metrics
+
+PROGRAM = ["-m", "tests.tasks.grafit_process"]
+SMALL = {name: value for name, value in CHANGES.items() if not name.startswith("task_options")}
+SMALL |= {"task_options.outputs": 8, "task_options.hidden": 16, "schedule.length": "4 steps", "validation.every": "4 steps"}
+
+
+@pytest.fixture(scope="module")
+def parity(tmp_path_factory):
+    path = tmp_path_factory.mktemp("maps") / "parity.csv"
+    path.write_text("digit,parity\n" + "".join(f"{digit},{'odd' if digit % 2 else 'even'}\n" for digit in range(10)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, parity):
+    folder = tmp_path_factory.mktemp("grafit") / "run"
+    return vitrail.train("digits", "grafit_small", map=parity, out=folder, changes=SMALL, workers=0, device="cpu")
+
+
+def newest_checkpoint(folder):
+    return load_file(max((folder / "checkpoints").glob("*.safetensors")))
+
+
+def test_it_is_logged_and_validated_at_the_finer_level(finished, parity):
+    lines = read_metrics(finished.folder)
+    assert all({"neighbor", "instance"} <= line.keys() for line in lines if line["kind"] == "train")
+    (validation,) = [line for line in lines if line["kind"] == "validation"]
+    assert validation["knn"] > validation["knn_label"] > 0.1  # two classes are easier than ten
+    run = json.loads((finished.folder / "run.json").read_text())
+    assert run["recipe"]["data"]["map"] == str(parity)
+    assert run["data"]["classes"] == ["even", "odd"]
+    assert run["recipe"]["task_options"]["temperature"] == 0.05  # all options are recorded
+
+
+def test_the_artifact_has_the_projector_and_a_transfer_only_the_trunk(finished, tmp_path):
+    model = vitrail.load(finished.artifact)
+    assert model.task_head.config.outputs == 8
+    images = open_source("digits", "test")
+    projected = embed(model, images, FeatureKind("projected", normalize=True))
+    assert projected.vectors.shape[1] == 8
+    torch.testing.assert_close(projected.vectors.norm(dim=1), torch.ones(len(projected.vectors)))
+    again = tmp_path / "again.safetensors"
+    vitrail.save(model, again)
+    assert torch.equal(
+        embed(vitrail.load(again), images, FeatureKind("projected")).vectors,
+        embed(model, images, FeatureKind("projected")).vectors,
+    )
+    short = {"schedule.length": "2 steps", "validation.every": "2 steps", "precision": "fp32", "batch_size": 16}
+    tuned = vitrail.train("digits", "finetune", out=tmp_path / "labels", from_=finished.folder, changes=short, workers=0)
+    classifier = vitrail.load(tuned.artifact)
+    assert classifier.task_head is None
+    assert classifier.architecture.classes == 10
+    more = vitrail.train("digits", "grafit_small", out=tmp_path / "more", from_=finished.folder, changes=SMALL | short, workers=0)
+    assert vitrail.load(more.artifact).task_head.config == model.task_head.config
+
+
+def test_killed_and_resumed_bit_for_bit(tmp_path):
+    folder = tmp_path / "killed"
+    killed = subprocess.run([sys.executable, *PROGRAM, folder, "6"], env=environment(), capture_output=True, check=False)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-000000004.safetensors"]
+    for name in ("killed", "whole"):
+        assert trained(tmp_path / name, one_process(1)).finished
+    for load in (newest_checkpoint, lambda folder: load_file(folder / "best.safetensors")):
+        ours, theirs = load(folder), load(tmp_path / "whole")
+        assert ours.keys() == theirs.keys()
+        assert not [name for name in theirs if not torch.equal(ours[name], theirs[name])]
+    assert {"task:module.memory", "task:module.labels", "task:module.target.task_head.layers.0.weight"} <= newest_checkpoint(
+        folder
+    ).keys()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"group_size": 8},  # two micro-batches of one process
+        {"task_options.triplet_weight": 0.0},  # statistics of BatchNorm over the images of both processes
+    ],
+)
+def test_two_processes_are_one(tmp_path, changes):
+    """Sums are formed in another order, so the weights agree up to rounding."""
+    trained(tmp_path / "one", one_process(2 if "group_size" in changes else 1), changes=changes)
+    codes, outputs = side_by_side(*[["-c", PROCESS.format(folder=str(tmp_path / "two"), changes=changes)]] * 2)
+    assert codes == [0, 0], outputs
+    ours, theirs = newest_checkpoint(tmp_path / "one"), newest_checkpoint(tmp_path / "two")
+    for name, value in ours.items():
+        if not name.startswith(("optimizer:", "loop:")):
+            torch.testing.assert_close(value, theirs[name], rtol=1e-3, atol=1e-4, msg=name)
+
+
+PROCESS = """
+from tests.tasks.grafit_process import trained
+from vitrail.training.distributed import init_distributed
+with init_distributed("cpu") as devices:
+    trained({folder!r}, devices, changes={changes})
+"""
+
+
+def test_without_labels_the_views_alone_are_learned(tmp_path, capsys):
+    changes = SMALL | {"data.label": "none"}
+    run = vitrail.train("digits", "grafit_small", out=tmp_path / "none", changes=changes, workers=0, device="cpu")
+    assert "the k-NN loss is 0" in capsys.readouterr().err
+    lines = read_metrics(run.folder)
+    assert all(line["neighbor"] == 0 for line in lines if line["kind"] == "train")
+    assert [line["knn_label"] > 0.1 for line in lines if line["kind"] == "validation"] == [True]
+    alone = changes | {"task_options.instance_weight": 0.0}
+    with pytest.raises(UserError, match="less than two classes"):
+        vitrail.train("digits", "grafit_small", out=tmp_path / "two", changes=alone, workers=0, device="cpu")
+    with pytest.raises(UserError, match=r"only one class .* grafit_small"):
+        vitrail.train("digits", "laptop", out=tmp_path / "three", changes={"data.label": "none"}, workers=0, device="cpu")
+
+
+def test_clusters_of_other_weights_are_classes(finished, parity, tmp_path, capsys):
+    changes = SMALL | {f"task_options.{name}": 0.0 for name in ("neighbor_weight", "instance_weight")}
+    changes |= {"task_options.class_weight": 1.0, "task_options.projector": "none", "task_options.clusters": 12}
+    with pytest.raises(UserError, match="ClusterFit trains on clusters"):
+        vitrail.train("digits", "grafit_small", out=tmp_path / "a", map=parity, changes=changes, workers=0)
+    changes["task_options.clusters_from"] = str(finished.folder)
+    run = vitrail.train("digits", "grafit_small", out=tmp_path / "b", map=parity, changes=changes, workers=0, device="cpu")
+    assert "12 clusters of 1,295 training images" in capsys.readouterr().err
+    assert vitrail.load(run.artifact).architecture.classes == 12
+    saved = newest_checkpoint(run.folder)
+    assert saved["task:module.labels"].unique().tolist() == list(range(12))
+    assert "task:module.memory" not in saved
+
+
+def test_a_classifier_of_coarse_labels_is_validated_at_the_finer_level(parity, tmp_path):
+    changes = {name: value for name, value in SMALL.items() if not name.startswith("task_options")}
+    run = vitrail.train("digits", "laptop", map=parity, out=tmp_path / "coarse", changes=changes, workers=0, device="cpu")
+    assert 0.1 < run.best["knn_label"] < 1
+    assert vitrail.load(run.artifact).class_names == ["even", "odd"]

@@ -1,0 +1,134 @@
+"""The report of `vitrail explain`: a folder with one self-contained page, the images as PNG files and, if requested, the maps."""
+
+import base64
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from PIL import Image
+
+from vitrail.atomic_files import atomic_write
+from vitrail.cli.segment import unique_stem
+from vitrail.formatting import percent, pluralize
+from vitrail.interpret.explanation import Explanation
+from vitrail.interpret.figures import FIGURES, draw_figures
+from vitrail.interpret.heat_maps import draw_class_maps, draw_heads, draw_over, draw_saliency
+from vitrail.interpret.maps import METHODS, parse_method
+from vitrail.pages import image_url, png_url, write_page
+
+if TYPE_CHECKING:
+    from vitrail.interpret.attention import Recording
+
+SIDE = 256  # pixels of a map on the page
+MAX_HEADS = 16  # heads of a plate
+
+
+class ReportWriter:
+    """Writes the files of a report while images are explained, then its page."""
+
+    def __init__(self, folder: Path, weights: Path, maps: str | None) -> None:
+        self.folder, self.weights, self.maps = folder, weights, maps
+        self.images: list[dict[str, Any]] = []
+        self.figures: list[dict[str, str]] = []
+        self.missing: list[str] = []
+        self.stems: set[str] = set()
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def add_image(self, explanation: Explanation, recording: "Recording", row: int, top: int) -> None:
+        """One section: the image, its maps, and the plates of its heads and classes. `row` is its place in the recording."""
+        prediction = explanation.prediction
+        stem = unique_stem(Path(prediction.image).stem or "image", self.stems)
+        tiles = [{"caption": "image", "url": self.save_image(f"{stem}.png", explanation.image)}]
+        for method, values in explanation.maps.items():
+            name = method.replace(":", "-")
+            url = self.save_image(f"{stem}-{name}.png", draw_over(explanation.image, values))
+            tiles.append({"caption": describe_method(method), "url": url})
+            self.save_map(f"{stem}-{name}", values)
+        target = explanation.target
+        others = ", ".join(f"{each.name} {percent(each.probability, 1)}" for each in prediction.classes)
+        self.images.append(
+            {
+                "title": Path(prediction.image).name,
+                "target": f"{target.name} {percent(target.probability, 1)}",
+                "others": f"top {len(prediction.classes)}: {others}",
+                "tiles": tiles,
+                "plates": self.plates(stem, explanation.image, recording, row, top),
+            }
+        )
+
+    def plates(self, stem: str, pixels: np.ndarray, recording: "Recording", row: int, top: int) -> list[dict[str, str]]:
+        a, found = recording.model.architecture, []
+        pooling = list(range(len(recording.blocks), recording.layers))
+        if a.pooling == "class_attention":
+            found.append(("heads", "heads of the class-attention blocks", draw_heads(recording, pixels, pooling, row)))
+        if a.pooling == "per_class":
+            maps = draw_class_maps(recording, pixels, min(top, 6), row)
+            found.append(("classes", "the most probable classes, each by its own query", maps))
+        last = recording.layers - 1
+        if last >= 0 and recording.has_attention(last) and recording.heads(last)[0].query.shape[1] <= MAX_HEADS:
+            if a.pooling not in ("class_attention", "per_class"):
+                found.append(("heads", "heads of the last layer", draw_heads(recording, pixels, [last], row)))
+            masks = draw_heads(recording, pixels, [last], row, masks=True)
+            found.append(("thresholded", "heads of the last layer, patches with 60 % of their attention", masks))
+        return [{"caption": caption, "url": self.save_png(f"{stem}-{name}.png", png)} for name, caption, png in found]
+
+    def add_figures(self, recording: "Recording") -> None:
+        """The figures of the papers, from the first images."""
+        drawn, reasons = draw_figures(recording)
+        for name, png in drawn.items():
+            figure = FIGURES[name]
+            self.figures.append({"title": figure.title, "origin": figure.origin, "url": self.save_png(f"figure-{name}.png", png)})
+        self.missing = list(dict.fromkeys(reasons.values()))
+        if recording.model.architecture.pooling == "class_attention":
+            url = self.save_png("figure-saliency.png", draw_saliency(recording))
+            self.figures.insert(0, {"title": "Saliency of the first class-attention block", "origin": "CaiT, Fig. 7", "url": url})
+
+    def write(self, settings: Sequence[tuple[str, str]]) -> Path:
+        """index.html, with all images inside."""
+        return write_page(
+            self.folder / "index.html",
+            "explanation.html.j2",
+            title=f"What {self.weights.name} looks at",
+            summary=f"{pluralize(len(self.images), 'image')}. Bright patches matter most; every map has its own scale.",
+            images=self.images,
+            figures=self.figures,
+            missing=self.missing,
+            settings=settings,
+        )
+
+    def save_map(self, name: str, values: np.ndarray) -> None:
+        if self.maps == "npy":
+            atomic_write(self.folder / f"{name}.npy", lambda file: save_array(file, values))
+        elif self.maps == "json":
+            text = json.dumps([[round(float(each), 7) for each in row] for row in values])
+            atomic_write(self.folder / f"{name}.json", lambda file: file.write_text(text))
+
+    def save_png(self, name: str, png: bytes) -> str:
+        atomic_write(self.folder / name, lambda file: file.write_bytes(png))
+        return png_url(png)
+
+    def save_image(self, name: str, pixels: np.ndarray) -> str:
+        """Write an image as PNG; returns the URL of a JPEG for the page."""
+        image = Image.fromarray(pixels)
+        atomic_write(self.folder / name, lambda file: image.save(file, "PNG"))
+        if max(image.size) < SIDE:
+            image = image.resize((image.width * SIDE // max(image.size), image.height * SIDE // max(image.size)))
+        encoded = io.BytesIO()
+        image.save(encoded, "JPEG", quality=88)
+        return image_url(base64.b64encode(encoded.getvalue()).decode())
+
+
+def save_array(file: Path, values: np.ndarray) -> None:
+    with file.open("wb") as stream:  # np.save would append .npy to the name
+        np.save(stream, values)
+
+
+def describe_method(method: str) -> str:
+    """The name of a method and what it shows."""
+    name, layer, head = parse_method(method)
+    if layer is None:
+        return f"{name}: {METHODS[name].description}"
+    return f"attention of layer {layer}" + (f", head {head}" if head is not None else ", mean of the heads")

@@ -1,0 +1,1 @@
+"""The explorer: a local page, or one static file, that shows what models attend to and where they are wrong."""

@@ -1,0 +1,208 @@
+"""A model of the explorer: predictions, attention rows and relevance maps of the images that were opened last."""
+
+import io
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from vitrail.errors import UserError
+from vitrail.evaluation.model import decode_side, device_of
+from vitrail.interpret.attention import Recording, record
+from vitrail.interpret.explanation import class_name, to_uint8
+from vitrail.interpret.maps import METHODS, available_methods, compute_map
+from vitrail.models.preprocessing import pad_images
+from vitrail.models.vision_transformer import VisionTransformer
+
+MAX_RECORDINGS = 32
+RECORDED_BYTES = 2**29  # of all recordings of a model; the last is always kept
+MAX_MAPS = 64  # relevance maps of one image
+VIEW_SIDE = 448  # of the image that is shown; at least the model's own size
+TOP = 5
+CLASS_INDEPENDENT = ("attention", "rollout", "thresholded_heads")  # unless every class has a query
+TITLES = {
+    "class_attention": "Class attention",
+    "gradient_attention": "Gradient × attention",
+    "evidence": "Patch evidence",
+    "thresholded_heads": "Heads at 60%",
+    "input_gradient": "Input × gradient",
+}
+
+
+class Quantized(NamedTuple):
+    """Maps as uint8 [K, rows * columns], each divided by its largest value."""
+
+    values: np.ndarray
+    peaks: list[float]  # the largest values
+
+
+@dataclass
+class Seen:
+    """What is kept of one image."""
+
+    recording: Recording
+    view: bytes  # JPEG of the resized and cropped image, which the maps cover
+    maps: OrderedDict[tuple[str, int], Quantized] = field(default_factory=OrderedDict)
+
+    def count_bytes(self) -> int:
+        tensors = [part for step in (*self.recording.blocks, *self.recording.pooling) for part in step]
+        return sum(part.nbytes for part in tensors if isinstance(part, Tensor)) + len(self.view)
+
+
+class ExploredModel:
+    """A model with a bounded number of recordings, so that the attention of a patch needs no forward pass.
+
+    One computation runs at a time.
+    """
+
+    def __init__(self, model: VisionTransformer, title: str) -> None:
+        self.model, self.title = model.eval(), title
+        self.device, self.min_side = device_of(model), decode_side(model)
+        self.names = [class_name(model, index) for index in range(model.architecture.classes)]
+        self.methods = available_methods(model)
+        self.lock = threading.RLock()
+        self.seen: OrderedDict[str, Seen] = OrderedDict()
+        height, width = model.preprocessing.image_size
+        first = self.record(np.zeros((height, width, 3), dtype=np.uint8)).recording  # also warms up
+        self.layers = [layer for layer in range(first.layers) if first.has_attention(layer)]
+        self.heads = {layer: sum(part.query.shape[1] for part in first.heads(layer)) for layer in self.layers}
+        self.pooling = {layer for layer in self.layers if first.is_pooling(layer)}
+        self.prefix = {layer: first.prefix_of(layer) for layer in self.layers}
+        self.grid = first.grid
+
+    def describe(self) -> dict[str, Any]:
+        """What the page needs to know before an image is opened."""
+        blocks = len(self.model.blocks)
+        size = " x ".join(map(str, self.model.preprocessing.image_size))
+        return {
+            "title": self.title,
+            "subtitle": f"{self.model.name or 'model'}, {size} pixels, {self.grid[0]} x {self.grid[1]} patches",
+            "grid": self.grid,
+            "aspect": self.model.preprocessing.image_size[1] / self.model.preprocessing.image_size[0],
+            "layers": [
+                {
+                    "layer": layer,
+                    "title": f"class {layer - blocks + 1}" if layer in self.pooling else str(layer + 1),
+                    "heads": self.heads[layer],
+                    "pooling": layer in self.pooling,
+                    "prefix": self.prefix[layer],
+                }
+                for layer in self.layers
+            ],
+            "reason": self.missing_attention(),
+            "methods": [
+                {
+                    "name": name,
+                    "title": TITLES.get(name, name.replace("_", " ").capitalize()),
+                    "description": METHODS[name].description,
+                    "per_class": self.depends_on_class(name),
+                }
+                for name in self.methods
+            ],
+        }
+
+    def missing_attention(self) -> str:
+        """Why patches have no attention to show; "" if they have."""
+        if any(layer not in self.pooling for layer in self.layers):
+            return ""
+        a = self.model.architecture
+        mixer = "convolutions" if not a.depth or a.convnet or "conv" in a.mixer else "linear layers over the patches"
+        only = "only its class query attends to patches" if self.layers else "it has no attention"
+        return f"This model mixes patches by {mixer}: {only}, so that pointing at a patch shows nothing."
+
+    def depends_on_class(self, method: str) -> bool:
+        return method not in CLASS_INDEPENDENT or self.model.architecture.pooling == "per_class"
+
+    def open(self, key: str, read: Callable[[], np.ndarray]) -> Seen:
+        """The recording of an image; `read` returns its pixels uint8 [height, width, 3] if it is not kept."""
+        with self.lock:
+            if key not in self.seen:
+                self.seen[key] = self.record(read())
+                while len(self.seen) > MAX_RECORDINGS or (len(self.seen) > 1 and self.kept_bytes() > RECORDED_BYTES):
+                    self.seen.popitem(last=False)
+            self.seen.move_to_end(key)
+            return self.seen[key]
+
+    def kept_bytes(self) -> int:
+        return sum(seen.count_bytes() for seen in self.seen.values())
+
+    def record(self, pixels: np.ndarray) -> Seen:
+        """One forward pass."""
+        with self.lock:
+            canvas, sizes = (x.to(self.device) for x in pad_images([pixels]))
+            preprocessing = self.model.preprocessing
+            recording = record(self.model, preprocessing.apply(canvas, sizes))
+            if not recording.logits.isfinite().all():
+                raise UserError("The model's logits are NaN or Inf: its weights are damaged.")
+            scale = max(VIEW_SIDE / max(preprocessing.image_size), 1.0)
+            height, width = preprocessing.image_size
+            larger = preprocessing._replace(image_size=(round(height * scale), round(width * scale)))
+            return Seen(recording, to_jpeg(to_uint8(larger.apply(canvas, sizes), larger)[0]))
+
+    def predictions(self, seen: Seen) -> list[tuple[int, str, float]]:
+        """Index, name and probability of the most probable classes."""
+        if not self.names:
+            return []
+        probabilities, classes = seen.recording.logits[0].float().softmax(0).topk(min(TOP, len(self.names)))
+        pairs = zip(classes.tolist(), probabilities.tolist(), strict=True)
+        return [(index, self.names[index], probability) for index, probability in pairs]
+
+    def attention(self, seen: Seen, layer: int, query: int) -> tuple[Quantized, list[float]]:
+        """Attention of one patch to all patches, for each head, and to the prefix tokens together.
+
+        -1 is the class token. In the pooling `query` is a class, which matters if each has its own query.
+        """
+        if layer not in self.layers:
+            raise UserError(f"Layer {layer} has no attention: choose one of {self.layers}.")
+        prefix, patches = self.prefix[layer], self.grid[0] * self.grid[1]
+        if layer in self.pooling:
+            per_class = self.model.architecture.pooling == "per_class"
+            token = query if per_class and 0 <= query < len(self.names) else 0
+        elif not -min(prefix, 1) <= query < patches:
+            raise UserError(f"There is no patch {query}: this layer has {patches}, 0 being the first.")
+        else:
+            token = 0 if query < 0 else prefix + query
+        with self.lock:
+            rows = seen.recording.attention_rows(layer, [token])[0, :, 0].float()
+        return quantize(rows[:, prefix:]), rows[:, :prefix].sum(1).tolist()
+
+    def relevance(self, seen: Seen, method: str, target: int) -> Quantized:
+        """One relevance map; -1 is the predicted class."""
+        if method not in self.methods or not -1 <= target < max(len(self.names), 1):
+            raise UserError("This model does not have this method or class.")
+        with self.lock:
+            if target < 0:
+                target = int(seen.recording.logits[0].argmax())
+            key = (method, target if self.depends_on_class(method) else -1)
+            if key not in seen.maps:
+                recording = seen.recording
+                if METHODS[method].gradients:
+                    recording = record(self.model, recording.images, gradients=True)
+                found = compute_map(recording, method, torch.tensor([target]))
+                seen.maps[key] = quantize(found.float().flatten(1))
+                while len(seen.maps) > MAX_MAPS:
+                    seen.maps.popitem(last=False)
+            return seen.maps[key]
+
+
+def quantize(maps: Tensor) -> Quantized:
+    """Maps [K, N], not negative, to uint8."""
+    peaks = maps.amax(1)
+    values = (maps / peaks.clamp(min=1e-12)[:, None] * 255).round().to(torch.uint8)
+    return Quantized(values.cpu().numpy(), peaks.tolist())
+
+
+def to_jpeg(pixels: np.ndarray, quality: int = 85, side: int | None = None) -> bytes:
+    """A JPEG of an image uint8 [height, width, 3], whose longer side is at most `side`."""
+    image = Image.fromarray(pixels)
+    if side is not None:
+        image.thumbnail((side, side), Image.Resampling.LANCZOS)
+    file = io.BytesIO()
+    image.save(file, "JPEG", quality=quality)
+    return file.getvalue()

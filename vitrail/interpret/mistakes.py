@@ -1,0 +1,44 @@
+"""Maps of wrong predictions for the reports of training and evaluation."""
+
+import numpy as np
+import torch
+
+from vitrail.data.image_loader import ImageLoader
+from vitrail.data.source import Source, Subset
+from vitrail.evaluation.confusion import thumbnail
+from vitrail.evaluation.model import decode_side
+from vitrail.interpret.explanation import to_uint8
+from vitrail.interpret.heat_maps import draw_over
+from vitrail.interpret.maps import available_methods, relevance_map
+from vitrail.models.vision_transformer import VisionTransformer
+
+BATCH = 8
+SIDE = 96  # pixels
+
+
+def draw_maps(model: VisionTransformer, source: Source, images: np.ndarray, classes: np.ndarray) -> list[str]:
+    """What the model predicted these classes from: the first of `available_methods` over each image, as base64 text.
+
+    `images` are indices of the source; a class of -1 stands for the predicted one. "" where an image cannot be read or
+    the model has no method.
+    """
+    methods = available_methods(model)
+    drawn = [""] * len(images)
+    if not methods or not len(images):
+        return drawn
+    device = next(model.parameters()).device
+    loader = ImageLoader(Subset(source, images), device, 0, decode_side(model), log=lambda message: None)
+    try:
+        for batch in loader.iterate(BATCH):
+            rows = batch.index.tolist()
+            pixels = model.preprocessing.apply(batch.pixels, batch.sizes)
+            wanted = torch.from_numpy(classes[rows]).to(device)
+            if (wanted < 0).any():
+                with torch.no_grad():
+                    wanted = torch.where(wanted < 0, model(pixels).argmax(1), wanted)
+            maps = relevance_map(model, pixels, methods[0], wanted).float().cpu().numpy()
+            for row, shown, values in zip(rows, to_uint8(pixels, model.preprocessing), maps, strict=True):
+                drawn[row] = thumbnail(draw_over(shown, values), SIDE)
+    finally:
+        loader.close()
+    return drawn

@@ -1,0 +1,41 @@
+"""Similarity of position embeddings (ViT, Figs 7 and 10)."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from vitrail.errors import UserError
+from vitrail.interpret.attention import Recording
+from vitrail.layers.layout import Layout
+from vitrail.layers.pos_embed import ABSOLUTE
+from vitrail.models.vision_transformer import VisionTransformer
+from vitrail.pages.charts import LIGHT, new_figure, render_png
+
+SHOWN = 14  # tiles per side at most
+
+
+@torch.no_grad()
+def position_similarity(model: VisionTransformer) -> Tensor:
+    """Cosine similarity of the position embeddings of all pairs of patches: [rows, columns, rows, columns]."""
+    a = model.architecture
+    if a.pos_embed not in ABSOLUTE:
+        raise UserError(f"Tiles of position embeddings need one vector per patch; this model has pos_embed={a.pos_embed!r}.")
+    layout = Layout(*model.grid, prefix=a.pos_embed_prefix_rows)
+    table: Tensor = model.pos_embed[0](layout, next(model.parameters()).device)
+    vectors = F.normalize(table[a.pos_embed_prefix_rows :].double(), dim=1)
+    out: Tensor = (vectors @ vectors.T).float().cpu().unflatten(1, model.grid).unflatten(0, model.grid)
+    return out
+
+
+def draw_position_similarity(recording: Recording) -> bytes:
+    """A tile for each patch: the similarity of its position embedding to all others, from -1 to 1, as PNG."""
+    similarity = position_similarity(recording.model)
+    rows, columns = (torch.linspace(0, side - 1, min(side, SHOWN)).round().long().tolist() for side in similarity.shape[:2])
+    with new_figure(LIGHT, (6.6, 6 * len(rows) / len(columns) + 0.4)) as figure:
+        tiles = figure.subplots(len(rows), len(columns), squeeze=False, gridspec_kw={"wspace": 0.12, "hspace": 0.12})
+        for line, row in zip(tiles, rows, strict=True):
+            for axes, column in zip(line, columns, strict=True):
+                shown = axes.imshow(similarity[row, column].numpy(), vmin=-1, vmax=1, cmap="viridis", interpolation="nearest")
+                axes.set_axis_off()
+        figure.colorbar(shown, ax=tiles, shrink=0.8, pad=0.02, label="cosine similarity")
+        return render_png(figure)

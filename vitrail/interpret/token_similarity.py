@@ -1,0 +1,60 @@
+"""Cosine similarity of tokens by layer: among patches, and between the class and the distillation token (DeiT)."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from vitrail.errors import UserError
+from vitrail.interpret.attention import Recording
+from vitrail.pages.charts import LIGHT, add_legend, marker_style, new_figure, render_png, style_axes, use_integer_ticks
+
+
+@torch.no_grad()
+def token_cosines(recording: Recording) -> dict[str, Tensor]:
+    """Mean cosine similarity over the images, at the input of each block and at the end: [layers + 1].
+
+    "patches": of pairs of patches; "class and patches"; "class and distillation" (NaN in layers without these tokens).
+    """
+    if not recording.blocks:
+        raise UserError("Similarities of tokens by layer need transformer blocks, which this model does not have.")
+    rows = [cosines(tokens.detach(), layout.prefix) for tokens, layout, _ in recording.blocks]
+    rows.append(final_cosines(recording))
+    names = ("patches", "class and patches", "class and distillation")
+    columns = torch.tensor(rows).T
+    return {name: column for name, column in zip(names, columns, strict=True) if not column.isnan().all()}
+
+
+def final_cosines(recording: Recording) -> tuple[float, float, float]:
+    """The cosines after the last block and the final norm; of a pooling, with its queries as class and distillation tokens."""
+    last, layout, relative = recording.blocks[-1]
+    tokens = recording.model.block(len(recording.blocks) - 1)(last.detach(), layout, relative)
+    if recording.pooling and recording.model.architecture.pooling == "class_attention":
+        queries = recording.features.prefix.detach()
+        return cosines(torch.cat([queries, recording.model.norm(tokens)], 1), queries.shape[1])
+    return cosines(tokens if recording.model.architecture.pool_norm else recording.model.norm(tokens), layout.prefix)
+
+
+def cosines(tokens: Tensor, prefix: int) -> tuple[float, float, float]:
+    """The three means of tokens [B, T, D]; the mean of all pairs follows from the norm of the sum of unit vectors."""
+    unit = F.normalize(tokens.double(), dim=-1)
+    patches, count = unit[:, prefix:], unit.shape[1] - prefix
+    pairs = (patches.sum(1).square().sum(-1) - count) / max(count * (count - 1), 1)
+    first = (unit[:, :1] * patches).sum(-1).mean() if prefix else torch.tensor(torch.nan)
+    both = (unit[:, 0] * unit[:, 1]).sum(-1).mean() if prefix > 1 else torch.tensor(torch.nan)
+    return float(pairs.mean()), float(first), float(both)
+
+
+def draw_token_cosines(recording: Recording) -> bytes:
+    """A curve per kind of pair over the layers, as PNG."""
+    with new_figure(LIGHT, (7, 3.6)) as figure:
+        axes = figure.subplots()
+        style_axes(axes, "Cosine similarity of tokens", LIGHT)
+        colors = {"patches": LIGHT.blue, "class and patches": LIGHT.orange, "class and distillation": LIGHT.green}
+        for name, values in token_cosines(recording).items():
+            axes.plot(values.tolist(), color=colors[name], label=name, **marker_style(values.numpy()))
+        axes.set_xlabel("input of layer; last: after the final norm", color=LIGHT.muted)
+        axes.set_ylim(top=1.05)
+        add_legend(axes, LIGHT, "")
+        use_integer_ticks(axes)
+        figure.tight_layout()
+        return render_png(figure)
