@@ -78,7 +78,7 @@ def test_a_full_queue_is_answered_at_once(weights):
 
 
 def test_a_late_request_is_answered_and_not_computed(weights):
-    with serving(weights, settings=Settings(timeout=0.2)) as server:
+    with serving(weights, settings=Settings(timeout=1)) as server:
         gate = server.hold()
         running = Background(server)
         gate.wait()
@@ -108,8 +108,8 @@ def test_a_client_that_disconnects_is_not_computed(weights):
 
 
 def test_slow_clients_do_not_block_others(weights, monkeypatch):
-    monkeypatch.setattr(web_server, "HEADER_SECONDS", 0.3)
-    with serving(weights, settings=Settings(limits=Limits(seconds=0.3))) as server:
+    monkeypatch.setattr(web_server, "HEADER_SECONDS", 1)
+    with serving(weights, settings=Settings(limits=Limits(seconds=1))) as server:
         host = urlsplit(server.address)
         slow = [socket.create_connection((host.hostname, host.port), timeout=20) for _ in range(20)]
         for client in slow[:10]:

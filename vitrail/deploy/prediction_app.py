@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from vitrail import pages
@@ -21,6 +21,7 @@ from vitrail.deploy.served_model import Explanation, Input, Operation, ServedMod
 from vitrail.deploy.server_metrics import MeteredApplication, Metrics
 from vitrail.pages import get_environment
 from vitrail.version import __version__
+from vitrail.web.responses import AsciiJSONResponse
 from vitrail.web.security import Application
 from vitrail.web.server import LOCALHOST, make_app
 from vitrail.web.uploads import DEFAULT_LIMITS, Limits, RequestError, Upload, decode_images, read_submission
@@ -101,7 +102,7 @@ class Service:
             results = await finish_unless_disconnected(request, work, deadline)
         if results is None:
             return Response(status_code=CLOSED)
-        return JSONResponse({"model": served.name, "version": served.version, **finish(results)})
+        return AsciiJSONResponse({"model": served.name, "version": served.version, **finish(results)})
 
     async def compute(
         self, served: ServedModel, operation: Operation, images: list[Upload], target: int, deadline: float
@@ -193,24 +194,24 @@ class Service:
         return await self.answer(request, self.explain)
 
     async def get_models(self, request: Request) -> Response:
-        return JSONResponse({"models": [describe_model(served) for served in self.models.current.values()]})
+        return AsciiJSONResponse({"models": [describe_model(served) for served in self.models.current.values()]})
 
     async def get_health(self, request: Request) -> Response:
         if self.batcher.busy_seconds > STUCK_SECONDS:
-            return JSONResponse({"status": "the device does not answer"}, 503)
-        return JSONResponse({"status": "ok"})
+            return AsciiJSONResponse({"status": "the device does not answer"}, 503)
+        return AsciiJSONResponse({"status": "ok"})
 
     async def get_ready(self, request: Request) -> Response:
         if self.batcher.waiting >= self.settings.max_queue:
-            return JSONResponse({"status": "the queue is full"}, 503, {"Retry-After": "1"})
-        return JSONResponse({"status": "ready"})
+            return AsciiJSONResponse({"status": "the queue is full"}, 503, {"Retry-After": "1"})
+        return AsciiJSONResponse({"status": "ready"})
 
     async def get_metrics(self, request: Request) -> Response:
         content, kind = self.metrics.render()
         return Response(content, headers={"Content-Type": kind})
 
     async def get_openapi(self, request: Request) -> Response:
-        return JSONResponse(describe_api(self.settings))
+        return AsciiJSONResponse(describe_api(self.settings))
 
     async def get_docs(self, request: Request) -> Response:
         return render("serve_docs.html.j2", title="HTTP interface", api=describe_api(self.settings))
