@@ -130,7 +130,7 @@ def test_next_commands_name_the_trained_vector_of_models_with_a_class_token(fini
 def test_it_is_planned(photos):
     messages = plan(TrainRequest(str(photos), "masked_small", changes=CHANGES, workers=0))
     assert "8 of 16 patches are corrupted: 6 masked, 1 replaced by others, 1 unchanged" in messages
-    assert any("12 steps, about" in message for message in messages)
+    assert any("epochs of " in message and " steps, about" in message for message in messages)
 
 
 def test_ablation_and_comparison_by_the_metric_of_the_data(photos, tmp_path):
