@@ -52,6 +52,7 @@ MODEL = "deit_tiny_patch16"
             "as the authors' code",
         ),
         ("walks.py predict", "vitrail predict: "),
+        (f"explain.py cost --model {MODEL} --size 32 --rounds 1 --methods rollout", "| rollout | "),
         ("overhead.py --device cpu --rounds 1 --repeats 1", "| backward |"),
         ("forecast.py --rounds 1 -- --epochs 0.2 --device cpu --workers 0 --set architecture.width=16", "estimated / actual"),
     ],

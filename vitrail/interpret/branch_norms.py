@@ -5,7 +5,7 @@ import torch
 
 from vitrail.errors import UserError
 from vitrail.interpret.attention import Recording
-from vitrail.pages.charts import LIGHT, add_legend, marker_style, new_figure, render_png, style_axes
+from vitrail.pages.charts import LIGHT, add_legend, marker_style, new_figure, render_png, style_axes, use_integer_ticks
 
 TITLES = {"mix": "token mixing (attention)", "ffn": "MLP"}
 
@@ -37,7 +37,7 @@ def draw_branch_norms(recording: Recording) -> bytes:
             label = f"mean of {values.shape[1]} images" if values.shape[1] > 1 else "one image"
             axes.plot(layers, values.mean(1), color=LIGHT.blue, label=label, **marker_style(layers))
             axes.set_ylim(bottom=0)
-            axes.xaxis.get_major_locator().set_params(integer=True)
+            use_integer_ticks(axes)
             add_legend(axes, LIGHT, "")
         panels[-1].set_xlabel("layer", color=LIGHT.muted)
         figure.tight_layout()

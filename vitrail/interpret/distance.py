@@ -5,7 +5,7 @@ from torch import Tensor
 
 from vitrail.errors import UserError
 from vitrail.interpret.attention import Recording
-from vitrail.pages.charts import LIGHT, new_figure, render_png, style_axes
+from vitrail.pages.charts import LIGHT, new_figure, render_png, style_axes, use_integer_ticks
 
 
 @torch.no_grad()
@@ -46,6 +46,6 @@ def draw_distances(recording: Recording) -> bytes:
             axes.scatter([layer] * len(values), values.tolist(), c=colors, s=22, linewidths=0)
         axes.set_xlabel("layer; a point per head", color=LIGHT.muted)
         axes.set_ylim(bottom=0)
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        use_integer_ticks(axes)
         figure.tight_layout()
         return render_png(figure)

@@ -9,7 +9,7 @@ from vitrail.layers.block import Branch
 from vitrail.layers.mlp import FeedForward
 from vitrail.layers.token_mixers import PatchLinear
 from vitrail.models.vision_transformer import VisionTransformer
-from vitrail.pages.charts import LIGHT, add_legend, marker_style, new_figure, render_png, style_axes
+from vitrail.pages.charts import LIGHT, add_legend, marker_style, new_figure, render_png, style_axes, use_integer_ticks
 
 CENTRAL = 6  # rows and columns of central patches that are shown
 SMALL = 0.05  # of the largest weight of a matrix: smaller ones count as zero
@@ -92,6 +92,6 @@ def draw_sparsity(recording: Recording) -> bytes:
         axes.set_xlabel("layer", color=LIGHT.muted)
         axes.set_ylim(0, 1)
         add_legend(axes, LIGHT, "")
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        use_integer_ticks(axes)
         figure.tight_layout()
         return render_png(figure)

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from vitrail.errors import UserError
 from vitrail.interpret.attention import Recording
-from vitrail.pages.charts import LIGHT, add_legend, marker_style, new_figure, render_png, style_axes
+from vitrail.pages.charts import LIGHT, add_legend, marker_style, new_figure, render_png, style_axes, use_integer_ticks
 
 
 @torch.no_grad()
@@ -55,6 +55,6 @@ def draw_token_cosines(recording: Recording) -> bytes:
         axes.set_xlabel("input of layer; last: after the final norm", color=LIGHT.muted)
         axes.set_ylim(top=1.05)
         add_legend(axes, LIGHT, "")
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        use_integer_ticks(axes)
         figure.tight_layout()
         return render_png(figure)

@@ -72,6 +72,13 @@ def add_legend(axes: "Axes", palette: Palette, placeholder: str) -> None:
         axes.legend(loc="best", frameon=False, labelcolor=palette.foreground, fontsize=9)
 
 
+def use_integer_ticks(axes: "Axes") -> None:
+    """Label only whole numbers of the x axis, such as layers."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
 def marker_style(values: np.ndarray) -> dict[str, Any]:
     """Return plot arguments that mark each point if there are few: a line through a single point would be invisible."""
     return {"marker": "o", "markersize": 4, "clip_on": False} if len(values) <= 40 else {}

@@ -1,0 +1,111 @@
+"""Figures of stored runs: the noise of seeds against numpy, crop boxes against the crops, and patches that CutMix cuts."""
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import vitrail
+from tests.training.runs import make_run
+from vitrail.cli.compare import compare
+from vitrail.data.datasets.lookup import open_splits
+from vitrail.data.rng import sample_key
+from vitrail.data.transforms.config import Augmentation
+from vitrail.data.transforms.pipeline import augment
+from vitrail.errors import UserError
+from vitrail.recipes import lookup
+from vitrail.runs.augmentation_figures import crop_boxes, draw_token_labels
+from vitrail.runs.comparison import METRICS, group_results
+from vitrail.runs.results import read_results
+from vitrail.runs.seed_figures import draw_early, draw_histogram, early_correlations, validation_curves
+from vitrail.teachers.annotation import AnnotationRequest, annotate
+from vitrail.teachers.lookup import open_teacher
+
+
+@pytest.fixture(scope="module")
+def seeds(tmp_path_factory):
+    """Five seeds whose results at step 75 correlate with the final ones, and those at step 50 do not; with test results."""
+    folder = tmp_path_factory.mktemp("runs")
+    model = vitrail.create("vitrail_mini", classes=10, image_size=(8, 8), width=16, depth=1, patch_size=2)
+    recipe = lookup("laptop").set({"augmentation.image_size": [8, 8]})
+    for seed in range(5):
+        values = {"loss": 1.0, "top1": 0.8 + seed / 100, "top5": 0.99}
+        facts = {"recipe": recipe.set({"seed": seed}).to_dict(), "best": values, "source": "digits", "data": {"fingerprint": "x"}}
+        run = make_run(folder / f"seed-{seed}", seed, test={"top1": 0.7 + (seed % 3) / 100, "images": 100}, **facts)
+        vitrail.save(model, run / "best.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def group(seeds):
+    results, _ = read_results([seeds], METRICS["top1"])
+    (found,), _ = group_results(results)
+    return found
+
+
+def test_curves_and_correlations(group):
+    epochs, values = validation_curves(group, METRICS["top1"])
+    assert epochs.tolist() == [1, 2, 3, 4]
+    np.testing.assert_allclose(values[:, 1], [50 / 125 + seed / 1000 for seed in range(5)])
+    found = early_correlations(group, METRICS["top1"])
+    assert [epoch for epoch, *_ in found] == [2, 3, 3]  # half, five sixths and 29 of 30 parts of four epochs, before the last
+    for _, correlation, early, final in found:
+        assert correlation == pytest.approx(np.corrcoef(early, final)[0, 1])
+
+
+def test_figures_of_seeds_need_seeds(group):
+    alone = type(group)(group.name, group.results[:2])
+    for draw in (draw_histogram, draw_early):
+        with pytest.raises(UserError, match="needs at least 3 runs of one recipe: train with --seeds 3"):
+            draw([alone], METRICS["top1"])
+
+
+def test_compare_draws_all_figures(seeds, tmp_path, capsys):
+    compare([seeds], figures=tmp_path / "figures")
+    said = capsys.readouterr().err
+    for name in ("seeds-histogram", "seeds-epochs", "seeds-early", "seeds-test", "crop-boxes", "mixed-patches"):
+        path = tmp_path / "figures" / f"{name}.png"
+        assert f"wrote {path}" in said
+        assert np.asarray(Image.open(io.BytesIO(path.read_bytes())).convert("L")).std() > 5
+
+
+@pytest.mark.parametrize("crop", ["random_resized", "simple"])
+def test_boxes_are_the_crops_of_the_training(crop):
+    """An image whose pixels are their own coordinates: the augmented image shows where its crop was."""
+    height, width = 60, 80
+    y, x = np.meshgrid(np.arange(height), np.arange(width), indexing="ij")
+    pixels = torch.from_numpy(np.stack([x * 3, y * 4, 0 * x], 0).astype(np.uint8))[None]
+    augmentation = Augmentation(image_size=(32, 32), crop=crop, hflip=0.5, mean=(0.0,) * 3, std=(1.0,) * 3)
+    boxes = crop_boxes((height, width), augmentation, 7, 3, 5)
+    for epoch, (left, top, right, bottom) in enumerate(boxes):
+        key = sample_key(7, epoch, torch.tensor([3]), torch.zeros(1, dtype=torch.int64))
+        image = augment(pixels, torch.tensor([[height, width]]), key, augmentation).images[0] * 255
+        inside = image[:, 8:-8, 8:-8]  # without the reflection of the padding
+        centers = float(inside[0].mean() / 3), float(inside[1].mean() / 4)
+        assert centers[0] == pytest.approx((left + right) / 2 - 0.5, abs=1.0)
+        assert centers[1] == pytest.approx((top + bottom) / 2 - 0.5, abs=1.0)
+
+
+def test_token_labels_of_a_run(tmp_path):
+    """A store that a small model annotated, drawn from a run that names it."""
+    teacher = vitrail.create("vitrail_mini", classes=10, image_size=(8, 8), width=16, depth=1, patch_size=2)
+    weights = vitrail.save(teacher, tmp_path / "teacher.safetensors")
+    source = open_splits("digits").train
+    annotate(
+        open_teacher(str(weights), "cpu"), source, tmp_path / "maps", AnnotationRequest(outputs=("tokens",), top_k=2), workers=0
+    )
+    recipe = lookup("laptop").set({"token_labels.store": str(tmp_path / "maps"), "augmentation.image_size": [8, 8]})
+    make_run(tmp_path / "run", recipe=recipe.to_dict(), source="digits", data={"fingerprint": "x"})
+    results, _ = read_results([tmp_path / "run"], METRICS["top1"])
+    png = draw_token_labels(group_results(results)[0])
+    assert np.asarray(Image.open(io.BytesIO(png)).convert("L")).std() > 5
+
+
+def test_runs_whose_data_are_gone_have_the_other_figures(seeds, tmp_path, capsys):
+    run = make_run(tmp_path / "gone", source=str(tmp_path / "nowhere"))
+    compare([run], figures=tmp_path / "figures")
+    said = capsys.readouterr().err
+    assert "crop-boxes.png is not drawn: " in said
+    assert "seeds-histogram.png is not drawn: The noise of seeds needs at least 3 runs" in said
