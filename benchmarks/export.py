@@ -99,7 +99,7 @@ def make_model(name: str, depth: int | None, size: int) -> VisionTransformer:
         features = torch.cat([model.features(batch).pooled for batch in images.split(32)]).double()
     mean = features.mean(0)
     centered = features - mean
-    ridge = 1e-3 * centered.square().sum(1).mean() * torch.eye(features.shape[1], dtype=torch.float64)
+    ridge = 0.1 * centered.square().sum() / features.shape[1] * torch.eye(features.shape[1], dtype=torch.float64)
     targets = 10 * torch.nn.functional.one_hot(torch.from_numpy(labels), 12).double()
     weight = torch.linalg.solve(centered.T @ centered + ridge, centered.T @ targets).T
     with torch.no_grad():
