@@ -42,7 +42,7 @@ from vitrail.atomic_files import atomic_write
 from vitrail.bench.timing import choose_repeats, machine, summarize, time_interleaved, time_run
 from vitrail.data.datasets.pets import open_pets
 from vitrail.data.decode import decode
-from vitrail.deploy.web_export import write_site
+from vitrail.deploy.web_export import find_runtime, write_site
 from vitrail.errors import UserError
 from vitrail.models.preprocessing import pad_images
 from vitrail.models.registry import build, lookup
@@ -126,7 +126,7 @@ def open_export(model: VisionTransformer, format: str, folder: Path, runtime: Pa
         if (folder / "fp32.onnx").exists():  # it is the same file
             metadata = read_metadata(onnx.load(folder / "fp32.onnx"), folder)
             assert metadata is not None
-            write_site(site, (folder / "fp32.onnx").read_bytes(), metadata, runtime)
+            write_site(site, (folder / "fp32.onnx").read_bytes(), metadata, find_runtime(runtime))
         else:
             vitrail.export(model, site, to="web", runtime=runtime)
         with open_browser(site) as run:
