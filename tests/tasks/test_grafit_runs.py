@@ -148,5 +148,6 @@ def test_a_classifier_of_coarse_labels_is_validated_at_the_finer_level(parity, t
     assert 0.1 < run.best["knn_label"] < 1
     assert vitrail.load(run.artifact).class_names == ["even", "odd"]
     done = run_cli("evaluate", run.folder, "digits", "--json", "--workers", 0, "--device", "cpu")
-    (evaluation,) = json.loads(done.stdout)["evaluations"]
+    assert done.returncode == 0, done.stderr[-500:]
+    (evaluation,) = json.loads(done.stdout[done.stdout.index("{") :])["evaluations"]
     assert (evaluation["classes"], evaluation["images"]) == (2, 360)
