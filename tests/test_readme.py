@@ -64,11 +64,11 @@ def write_files(folder, text):
         "runs/camvid-segment": SegmentationConfig(("road", "sky"), (0, 1), 32, kind="linear"),
         "runs/voc-detect": DetectionConfig(("cat", "dog"), 32, channels=8, hidden=8),
     }
-    for run, config in heads.items():
-        if run in text:
-            (folder / run).mkdir(parents=True)
+    for path, config in heads.items():
+        if path in text:
+            (folder / path).mkdir(parents=True)
             model = vitrail.create("vitrail_mini", 0, 32).set_task_head(config)
-            vitrail.save(model, folder / run / "best.safetensors")
+            vitrail.save(model, folder / path / "best.safetensors")
     if "photos.onnx" in text:
         vitrail.export(vitrail.create("vitrail_mini", 2, 32), folder / "photos.onnx")
 
