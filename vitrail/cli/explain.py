@@ -24,7 +24,9 @@ class MapOptions(NamedTuple):
 
     method: Annotated[
         list[str] | None,
-        typer.Option(help="A method such as rollout, gradient_attention, occlusion, or all; repeatable; default: the best ones."),
+        typer.Option(
+            help="A method such as rollout, gradient_attention, occlusion, or all; repeatable; default: the first three."
+        ),
     ] = None
     layer: Annotated[int | None, typer.Option(help="Draw the attention of this layer, 0 being the first and -1 the last.")] = None
     head: Annotated[int | None, typer.Option(help="Draw this head of --layer only.")] = None

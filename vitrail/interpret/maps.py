@@ -111,7 +111,8 @@ def lacks_gradient_attention(a: Architecture) -> str:
     return lacks_attention(a) or lacks_classifier(a)
 
 
-METHODS = {  # best first, by the scores of `benchmarks/explain.py`; occlusion last, because it needs up to 64 forward passes
+# The default order, see docs/how-to/explain.md for what supports it; occlusion last: it needs up to 64 forward passes.
+METHODS = {
     "class_attention": Method(class_attention, lacks_class_attention, "attention of the class query to the patches"),
     "gradient_attention": Method(
         gradient_attention, lacks_gradient_attention, "attention weighted with its gradient, through all blocks", gradients=True
@@ -132,7 +133,7 @@ METHODS = {  # best first, by the scores of `benchmarks/explain.py`; occlusion l
 
 
 def available_methods(model: VisionTransformer) -> list[str]:
-    """The methods that this architecture supports, best first."""
+    """The methods that this architecture supports, in the default order."""
     return [name for name, method in METHODS.items() if not method.missing(model.architecture)]
 
 
