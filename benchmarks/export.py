@@ -42,7 +42,7 @@ from vitrail.atomic_files import atomic_write
 from vitrail.bench.timing import choose_repeats, machine, summarize, time_interleaved, time_run
 from vitrail.data.datasets.pets import open_pets
 from vitrail.data.decode import decode
-from vitrail.deploy.web_export import write_site
+from vitrail.deploy.web_export import find_runtime, write_site
 from vitrail.errors import UserError
 from vitrail.models.preprocessing import pad_images
 from vitrail.models.registry import build, lookup
@@ -99,7 +99,7 @@ def make_model(name: str, depth: int | None, size: int) -> VisionTransformer:
         features = torch.cat([model.features(batch).pooled for batch in images.split(32)]).double()
     mean = features.mean(0)
     centered = features - mean
-    ridge = 1e-3 * centered.square().sum(1).mean() * torch.eye(features.shape[1], dtype=torch.float64)
+    ridge = 0.1 * centered.square().sum() / features.shape[1] * torch.eye(features.shape[1], dtype=torch.float64)
     targets = 10 * torch.nn.functional.one_hot(torch.from_numpy(labels), 12).double()
     weight = torch.linalg.solve(centered.T @ centered + ridge, centered.T @ targets).T
     with torch.no_grad():
@@ -126,7 +126,7 @@ def open_export(model: VisionTransformer, format: str, folder: Path, runtime: Pa
         if (folder / "fp32.onnx").exists():  # it is the same file
             metadata = read_metadata(onnx.load(folder / "fp32.onnx"), folder)
             assert metadata is not None
-            write_site(site, (folder / "fp32.onnx").read_bytes(), metadata, runtime)
+            write_site(site, (folder / "fp32.onnx").read_bytes(), metadata, find_runtime(runtime))
         else:
             vitrail.export(model, site, to="web", runtime=runtime)
         with open_browser(site) as run:

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 import vitrail
+from tests.shapes import make_coco
 from tests.training.on_gpu import CHANGES
 from tests.training.processes import ROOT, TINY, environment, free_port
 from vitrail.layers.attention import scaled_dot_product_attention
@@ -115,8 +116,9 @@ def test_a_captured_training_resumes(graphs):
     check_alike(graphs, "resumed_graph", "captured")
 
 
-def test_dino_is_captured_and_resumes_bit_for_bit(tmp_path):
-    program = ["-m", "tests.tasks.dino_process"]
+@pytest.mark.parametrize("task", ["dino", "grafit"])
+def test_it_is_captured_and_resumes_bit_for_bit(task, tmp_path):
+    program = ["-m", f"tests.tasks.{task}_process"]
     assert run_python(*program, tmp_path / "whole", -1, "cuda").splitlines()[-1] == "captured"
     with pytest.raises(AssertionError):  # it kills itself
         run_python(*program, tmp_path / "killed", 6, "cuda")
@@ -144,6 +146,12 @@ def test_graphs_of_several_kinds_in_one_process(order):
     assert "equal" in run_python("-m", "tests.training.graphs_together", *order)
 
 
-@pytest.mark.parametrize("task", ["dino", "masked", "beit", "tokenizer"])
+@pytest.mark.parametrize("task", ["dino", "grafit", "masked", "beit", "tokenizer"])
 def test_captured_steps_of_self_supervised_tasks(task):
     assert "equal" in run_python("-m", "tests.training.self_supervised_on_gpu", task)
+
+
+def test_a_detection_step_is_a_graph(tmp_path):
+    """Proposals, NMS, sampling and RoIAlign have fixed sizes and do not wait for the GPU."""
+    data = make_coco(tmp_path / "shapes", 24)
+    assert "equal" in run_python("-m", "tests.tasks.detection_on_gpu", data, tmp_path)

@@ -12,6 +12,7 @@ import vitrail
 from docs.draw_grid import draw
 from tests.checkpoints.test_formats import little
 from tests.cli.test_main import run
+from vitrail.heads.task_heads import DetectionConfig, SegmentationConfig
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -55,16 +56,35 @@ def test_conversions_of_the_readme(tmp_path):
         assert "largest logit difference 0 " in result.stdout
 
 
+def write_files(folder, text):
+    """The files that examples open: photographs, weights that segment and detect, an exported model."""
+    for name in ("cat.jpg", "street.jpg"):
+        Image.new("RGB", (120, 90), "gray").save(folder / name)
+    heads = {
+        "runs/camvid-segment": SegmentationConfig(("road", "sky"), (0, 1), 32, kind="linear"),
+        "runs/voc-detect": DetectionConfig(("cat", "dog"), 32, channels=8, hidden=8),
+    }
+    for path, config in heads.items():
+        if path in text:
+            (folder / path).mkdir(parents=True)
+            model = vitrail.create("vitrail_mini", 0, 32).set_task_head(config)
+            vitrail.save(model, folder / path / "best.safetensors")
+    if "photos.onnx" in text:
+        vitrail.export(vitrail.create("vitrail_mini", 2, 32), folder / "photos.onnx")
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_python_of_the_papers_pages(page, tmp_path, monkeypatch):
     """Every example runs as it stands; only the random numbers that models start from are cheaper here."""
     monkeypatch.chdir(tmp_path)
+    write_files(tmp_path, page.read_text())
     for start in ("trunc_normal_", "xavier_uniform_", "kaiming_uniform_"):
         monkeypatch.setattr(torch.nn.init, start, lambda tensor, *args, **kwargs: tensor.data.fill_(0.01))
     codes = blocks(page.read_text(), "python")
     assert codes
+    scope: dict = {}
     for code in codes:
-        exec(code, {})
+        exec(code, scope)
 
 
 def test_the_image_of_the_grid_is_current():

@@ -125,6 +125,8 @@ USUAL = {
     "weights": "init.weights",
     "from": "init.weights",
     "labels": "token_labels.store",
+    "label": "data.label",
+    "map": "data.map",
     "patience": "validation.patience",
     "early_stopping_patience": "validation.patience",
 }

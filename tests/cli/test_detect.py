@@ -100,3 +100,8 @@ def test_inspect(command, shapes, tmp_path):
     code, out, _ = command("data", "inspect", path, "--json", "--workers", "0")
     report = json.loads(out)["splits"]["train"]["object_report"]
     assert len(report["no_area"]) == len(report["outside"]) == len(report["unknown"]) == 1
+
+
+def test_packing_says_what_it_leaves_out(command, shapes, tmp_path):
+    code, _, err = command("data", "pack", shapes, tmp_path / "packed", "--workers", "0")
+    assert (code, "boxes and masks of objects are not written" in err) == (0, True)

@@ -29,6 +29,8 @@ VALUES = {
     "seed": 7,
     "teacher": "teacher.pth",
     "labels": "store",
+    "label": "coarse_label",
+    "map": "breeds.csv",
     "tokenizer": "tok.safetensors",
     "lr": 0.1,
     "batch_size": 24,

@@ -1,6 +1,7 @@
 """COCO, VOC, YOLO and Parquet: the same objects from each, and annotations that are wrong, in one sentence each."""
 
 import json
+import os
 import shutil
 import time
 
@@ -146,6 +147,7 @@ def first_annotation(content, **changes):
         (lambda content: content["images"][1].update(id=0), "two images with the same id"),
         (lambda content: content["categories"][1].update(name="box"), "names the class 'box' twice"),
         (lambda content: content["categories"].clear(), "names 0 classes"),
+        (lambda content: content["categories"][1].update(name="x" * 2000), "more than 1,000 characters"),
     ],
 )
 def test_files_that_cannot_be_opened(change, sentence, tmp_path):
@@ -162,7 +164,7 @@ def test_files_that_cannot_be_opened(change, sentence, tmp_path):
         ({"bbox": "large"}, "annotation 1 of annotations.json is damaged"),
         ({"category_id": 1234}, "a category that is not listed"),
         ({"segmentation": [[1, 2, 3]]}, "annotation 1 of annotations.json is damaged: a polygon is a list"),
-        ({"segmentation": {"size": [10, 10], "counts": [100]}}, "10 x 10 pixels, but its image has 64 x 56"),
+        ({"segmentation": {"size": [10, 10], "counts": [100]}}, "10 x 10 pixels, but its image 64 x 56"),
         ({"segmentation": {"size": [56, 64], "counts": [7]}}, "run lengths of 7 pixels"),
         ({"segmentation": {"size": [56, 64], "counts": "P" * 9}}, "not COCO's text"),
         ({"segmentation": {"size": [1 << 50, 64], "counts": [7]}}, "impossible size"),
@@ -175,6 +177,44 @@ def test_objects_that_cannot_be_used(changes, sentence, tmp_path):
     problem = read(source, 0)
     assert isinstance(problem, Problem)
     assert sentence in problem.reason
+    assert not isinstance(read(source, 1), Problem)
+
+
+def test_masks_of_images_without_a_listed_size(tmp_path):
+    """Run lengths of a few bytes cannot claim gigabytes."""
+
+    def change(content):
+        for each in content["images"]:
+            del each["width"], each["height"]
+        first_annotation(content, segmentation={"size": [65000, 65000], "counts": [65000 * 65000]})
+
+    problem = read(open_sources(change_json(make_coco(tmp_path / "data", 3), change))["train"], 0)
+    assert "65000 x 65000 pixels, but its image 64 x 56" in problem.reason
+
+
+def test_pipes_are_not_opened(tmp_path):
+    folder = make_voc(tmp_path / "voc", 3)
+    (folder / "Annotations" / "001.xml").unlink()
+    os.mkfifo(folder / "Annotations" / "001.xml")
+    assert "there is no such file" in read(open_sources(folder)["train"], 1).reason
+    folder = make_coco(tmp_path / "coco", 3)
+    (folder / "images" / "001.png").unlink()
+    os.mkfifo(folder / "images" / "001.png")
+    with pytest.raises(UserError, match="not a regular file"):
+        open_sources(folder)
+
+
+def test_annotations_of_strange_types(tmp_path):
+    def change(content):
+        content["annotations"] += [
+            7,
+            {"image_id": [0]},
+            {"image_id": 0, "id": "x" * 1000, "category_id": {}, "bbox": [1, 2, 3, 4]},
+        ]
+
+    source = open_sources(change_json(make_coco(tmp_path / "data", 3), change))["train"]
+    assert source.object_notes[0].startswith("2 annotations")
+    assert len(read(source, 0).reason) < 200
     assert not isinstance(read(source, 1), Problem)
 
 

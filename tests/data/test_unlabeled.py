@@ -132,7 +132,9 @@ def test_one_class(tmp_path):
     assert [len(part) for part in splits[:2]] == [6, 2]
     assert splits.train.classes == ["all"]
     Task.check_data(lookup("laptop"), splits)
-    with pytest.raises(UserError, match=r"only one class \(all\): .*, or learn without labels with --recipe dino_small\.$"):
+    with pytest.raises(
+        UserError, match=r"only one class \(all\): .*, or learn without labels with --recipe dino_small or grafit_small\.$"
+    ):
         Classification.check_data(lookup("laptop"), splits)
 
 

@@ -98,6 +98,13 @@ def test_other_logits(saved, tmp_path):
         vitrail.load_optimized(change(saved, tmp_path / "m.safetensors", tensors, sha256=fingerprint(tensors)))
 
 
+def test_a_large_architecture_is_not_allocated(saved, tmp_path):
+    with safetensors.safe_open(saved, "pt") as file:
+        architecture = json.loads(file.metadata()[OPTIMIZED])["architecture"]
+    with pytest.raises(UserError, match="weights in the architecture"):
+        vitrail.load_optimized(change(saved, tmp_path / "m.safetensors", architecture=architecture | {"width": 1 << 16}))
+
+
 def test_kinds_of_files_are_not_confused(saved, tmp_path):
     with pytest.raises(UserError, match=r"open it with vitrail\.load_optimized"):
         vitrail.load(saved)

@@ -10,6 +10,7 @@ from vitrail.data.datasets.lookup import open_source
 from vitrail.data.image_loader import ImageLoader
 from vitrail.data.source import Labels, Subset
 from vitrail.evaluation.features import VECTORS, FeatureKind, embed
+from vitrail.heads.embedding import EmbeddingConfig
 from vitrail.models.config import Architecture
 from vitrail.models.vision_transformer import VisionTransformer
 
@@ -43,7 +44,7 @@ def test_pooled_is_what_the_classifier_reads(source):
 
 
 def test_every_vector_against_the_parts_of_the_model(source):
-    model = small(distillation=True, pre_logits=12)
+    model = small(distillation=True, pre_logits=12).set_task_head(EmbeddingConfig("mlp", 6, 10)).eval()
     with torch.no_grad():
         images = images_of(model, source)
         features = model.features(images)
@@ -56,6 +57,7 @@ def test_every_vector_against_the_parts_of_the_model(source):
             "class_mean": torch.cat([features.prefix[:, 0], features.tokens.mean(1)], 1),
             "penultimate": model.pre_logits(features.pooled),
             "logits": model(images),
+            "projected": model.task_head(features.pooled),
         }
         before = {"class": raw[:, 0], "distillation": raw[:, 1], "mean": raw[:, 2:].mean(1), "pooled": raw[:, 0]}
     assert set(expected) == set(VECTORS)

@@ -22,7 +22,7 @@ def folder(tmp_path_factory):
 
 def collect(folder, *models, limit=100, evaluation=None):
     source, notes = choose_images(open_source(folder), str(folder), limit, evaluation)
-    return scan(models, source, str(folder), folder.name, notes, 4, lambda count: None)
+    return scan(models, source, str(folder), folder.name, notes, 4)
 
 
 def test_predictions_and_errors_equal_those_of_predict(folder):

@@ -10,15 +10,18 @@ from PIL import Image
 import vitrail
 from tests.training.runs import make_run
 from vitrail.cli.compare import compare
+from vitrail.data.datasets.lookup import open_splits
 from vitrail.data.rng import sample_key
 from vitrail.data.transforms.config import Augmentation
 from vitrail.data.transforms.pipeline import augment
 from vitrail.errors import UserError
 from vitrail.recipes import lookup
-from vitrail.runs.augmentation_figures import crop_boxes
+from vitrail.runs.augmentation_figures import crop_boxes, draw_token_labels
 from vitrail.runs.comparison import METRICS, group_results
 from vitrail.runs.results import read_results
 from vitrail.runs.seed_figures import draw_early, draw_histogram, early_correlations, validation_curves
+from vitrail.teachers.annotation import AnnotationRequest, annotate
+from vitrail.teachers.lookup import open_teacher
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +86,21 @@ def test_boxes_are_the_crops_of_the_training(crop):
         centers = float(inside[0].mean() / 3), float(inside[1].mean() / 4)
         assert centers[0] == pytest.approx((left + right) / 2 - 0.5, abs=1.0)
         assert centers[1] == pytest.approx((top + bottom) / 2 - 0.5, abs=1.0)
+
+
+def test_token_labels_of_a_run(tmp_path):
+    """A store that a small model annotated, drawn from a run that names it."""
+    teacher = vitrail.create("vitrail_mini", classes=10, image_size=(8, 8), width=16, depth=1, patch_size=2)
+    weights = vitrail.save(teacher, tmp_path / "teacher.safetensors")
+    source = open_splits("digits").train
+    annotate(
+        open_teacher(str(weights), "cpu"), source, tmp_path / "maps", AnnotationRequest(outputs=("tokens",), top_k=2), workers=0
+    )
+    recipe = lookup("laptop").set({"token_labels.store": str(tmp_path / "maps"), "augmentation.image_size": [8, 8]})
+    make_run(tmp_path / "run", recipe=recipe.to_dict(), source="digits", data={"fingerprint": "x"})
+    results, _ = read_results([tmp_path / "run"], METRICS["top1"])
+    png = draw_token_labels(group_results(results)[0])
+    assert np.asarray(Image.open(io.BytesIO(png)).convert("L")).std() > 5
 
 
 def test_runs_whose_data_are_gone_have_the_other_figures(seeds, tmp_path, capsys):

@@ -61,9 +61,9 @@ def open_digits():
     """Digits with two coarse classes, even and odd."""
     splits = open_splits("digits")
     for part in splits:
-        if part is not None:
-            part.extra = {"parity": Labels(part.label.values % 2, ["even", "odd"])}
-    return choose_labels(splits, "parity")
+        part.extra = {"parity": Labels(part.label.values % 2, ["even", "odd"])}
+    choose_labels(splits, "parity")
+    return splits
 
 
 def trained(folder, devices, kill_at=-1, changes=MappingProxyType({})):

@@ -29,6 +29,7 @@ SMALL = {"batch_size": IMAGES, "augmentation.image_size": 32, "schedule.length":
 NARROW = {"architecture.depth": 2, "architecture.width": 64, "architecture.heads": 2, "architecture.patch_size": 4}
 CHANGES = {
     "dino": NARROW | {"task_options.outputs": 128, "task_options.hidden": 64, "task_options.local_crops": 3},
+    "grafit": NARROW | {"task_options.outputs": 16, "task_options.hidden": 64, "data.label": ""},
     "masked": NARROW,
     "beit": NARROW,
     "tokenizer": {"task_options.codes": 32, "task_options.width": 32},

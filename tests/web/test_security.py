@@ -1,6 +1,7 @@
 """Host, Origin and API key of requests, and headers of responses, over real sockets."""
 
 import socket
+from contextlib import ExitStack
 from urllib.parse import urlsplit
 
 import pytest
@@ -137,6 +138,15 @@ def test_connections_without_headers_are_closed(address, port, monkeypatch):
             connection.sendall(partial)
             connection.makefile("rb").read()  # until the server closes
     assert send(address).status == 200
+
+
+def test_more_connections_than_the_limit(address, port):
+    with ExitStack() as stack:
+        for _ in range(server.MAX_CONNECTIONS):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20))
+        assert send(address).status == 503
+    while send(address).status == 503:  # until the server has seen that they are closed
+        pass
 
 
 def test_long_headers_and_garbage(address, port):

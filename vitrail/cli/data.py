@@ -121,6 +121,8 @@ def pack(
     check_choice("--bad", bad, ("skip", "fatal"))
     reencoding, max_bytes = Reencoding(*reduced), parquet_export.parse_bytes(shard_size)
     sources = parquet_export.select_splits(source, open_sources(source), split or [])
+    if any(each.object_classes for each in sources.values()):
+        print_message("boxes and masks of objects are not written: images, labels and masks of classes are")
     try:
         with progress("packing", sum(map(len, sources.values()))) as advance:
             result = parquet_export.pack(

@@ -236,22 +236,35 @@ def shorten_paths(files: Sequence[str]) -> list[str]:
 
 def open_labeled(path: str, split: str | None, weights: Path) -> "EvaluationData":
     from vitrail.data.datasets.lookup import require_labels
+    from vitrail.data.label_choice import choose_labels
     from vitrail.evaluation.evaluate import open_evaluation_data
 
-    data = open_evaluation_data(path, split, training_classes(weights, path))
+    found = find_training(weights, path)
+    data = open_evaluation_data(path, split, found.classes if found else None, found.label if found else "")
+    if found is not None:
+        choose_labels([part for part in (data.source, data.calibration) if part is not None], found.label, found.map)
     require_labels(data.source)
     return data
 
 
-def training_classes(weights: Path, path: str) -> list[str] | None:
-    """The classes of the run that the weights belong to; None if it was not a run on this data."""
+class Training(NamedTuple):
+    """What a run was trained on."""
+
+    classes: list[str]
+    label: str  # data.label and data.map of its recipe
+    map: str
+
+
+def find_training(weights: Path, path: str) -> Training | None:
+    """The classes and labels of the run that the weights belong to; None if it was not a run on this data."""
     for folder in (weights, weights.parent):
         try:
             run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-            source, classes = run["source"], list(run["data"].get("classes") or ())
+            source, classes, choice = run["source"], list(run["data"].get("classes") or ()), run["recipe"].get("data", {})
+            found = Training(classes, str(choice.get("label", "")), str(choice.get("map", "")))
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             continue
-        return classes if source == path or os.path.realpath(str(source)) == os.path.realpath(path) else None
+        return found if source == path or os.path.realpath(str(source)) == os.path.realpath(path) else None
     return None
 
 

@@ -91,7 +91,7 @@ class ReportWriter:
         return write_page(
             self.folder / "index.html",
             "explanation.html.j2",
-            title=f"What {self.weights.name} looks at",
+            title=f"Relevance maps of {self.weights.name}",
             summary=f"{pluralize(len(self.images), 'image')}. Bright patches matter most; every map has its own scale.",
             images=self.images,
             figures=self.figures,

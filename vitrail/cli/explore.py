@@ -78,7 +78,7 @@ def explore(
     collection = None
     if folder is not None:
         limit = max(SCANNED, images or 0) if out is not None else images or SCANNED
-        collection = open_collection(models, folder, split, limit, evaluation, hardware.batch_size)
+        collection = open_collection(models, folder, split, limit, evaluation, hardware)
     explorer = Explorer(models, collection)
     title = " and ".join(model.title for model in models)
     if listener is None:
@@ -135,7 +135,7 @@ def open_models(weights: list[str], device: str | None) -> "list[ExploredModel]"
 
 
 def open_collection(
-    models: "list[ExploredModel]", folder: str, split: str | None, limit: int, evaluation: Path | None, batch_size: int
+    models: "list[ExploredModel]", folder: str, split: str | None, limit: int, evaluation: Path | None, hardware: HardwareOptions
 ) -> "Collection":
     from vitrail.data.progress import progress
     from vitrail.evaluation.evaluate import open_evaluation_data
@@ -147,7 +147,7 @@ def open_collection(
     title = os.path.basename(folder.rstrip("/")) or folder
     title = title if data.split == "everything" else f"{title}, {data.split}"
     with progress("predicting", len(source)) as advance:
-        return scan(models, source, root, title, notes, batch_size, advance)
+        return scan(models, source, root, title, notes, hardware.batch_size, hardware.workers, advance)
 
 
 def has_display() -> bool:

@@ -13,6 +13,7 @@ PER_PLANE = 8  # masks that are packed into one byte per pixel
 TRACE = 5  # steps per pixel of an outline
 MAX_POINTS = 100_000  # of all polygons of an object
 MAX_COORDINATE = 1 << 20  # pixels
+MAX_STEPS = 1 << 22  # of an outline
 
 
 class Rle(NamedTuple):
@@ -67,8 +68,8 @@ def trace_outline(points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """All grid points x, y of the closed outline through integer points [n, 2], one step at a time along the longer axis."""
     start, stop = points, np.roll(points, -1, 0)
     lengths = np.abs(stop - start)
-    if int(lengths.max(1).sum()) > MAX_COORDINATE * TRACE * 8:
-        raise ValueError("an outline of more than millions of pixels")
+    if int(lengths.max(1).sum()) > MAX_STEPS:
+        raise ValueError("an outline of millions of pixels")
     along_x = lengths[:, 0] >= lengths[:, 1]
     steps = lengths.max(1)
     edge = np.repeat(np.arange(len(points)), steps + 1)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from vitrail.data.datasets.folder import sort_classes
-from vitrail.data.source import Labels, Source, Splits
+from vitrail.data.source import Labels, Source
 from vitrail.errors import UserError
 
 ONE_CLASS = "none"  # the choice of one class for all images
@@ -22,22 +22,25 @@ MAX_LEVELS = 32
 Levels = dict[str, dict[str, str]]  # column -> class name -> name of the coarser class
 
 
-def choose_labels(splits: Splits, label: str = "", label_map: str = "") -> Splits:
-    """Set the main labels of all splits, in place: a column, "none" for one class, "" for the first level of the map, if any."""
+def choose_labels(parts: Sequence[Source], label: str = "", label_map: str = "", optional: Source | None = None) -> None:
+    """Set the main labels of parts of a data set, in place: a column, "none" for one class, "" for the first level of the map.
+
+    Without either nothing changes. `optional` is a part that may lack the column.
+    """
     if label_map:
-        levels = read_map(label_map, splits.train)
-        for part in present(splits):
+        levels = read_map(label_map, parts[0])
+        for part in parts:
             part.extra = part.extra | {name: coarsen(part.label, level) for name, level in levels.items() if part.label}
         label = label or next(iter(levels))
-    if not label or label in (splits.train.label_name, "label"):
-        return splits
-    for part in present(splits):
+    if not label or label in (parts[0].label_name, "label"):
+        return
+    for part in parts:
         others = {part.label_name: part.label} if part.label is not None else {}
         if label == ONE_CLASS:
             chosen: Labels | None = Labels(np.zeros(len(part), dtype=np.int64), ["image"])
         elif label in part.extra:
             chosen = part.extra[label]
-        elif part is splits.test:
+        elif part is optional:
             chosen = None
         else:
             columns = ", ".join([*([part.label_name] if part.label else []), *part.extra]) or "none"
@@ -47,11 +50,6 @@ def choose_labels(splits: Splits, label: str = "", label_map: str = "") -> Split
             )
         part.extra = {name: labels for name, labels in part.extra.items() if name != label} | others
         part.label, part.label_name, part.defects = chosen, label, ()
-    return splits
-
-
-def present(splits: Splits) -> list[Source]:
-    return [part for part in splits if part is not None]
 
 
 def coarsen(fine: Labels, level: Mapping[str, str]) -> Labels:

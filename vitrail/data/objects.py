@@ -13,7 +13,7 @@ from vitrail.data.instance_masks import PER_PLANE, Rle, Shape, pack_masks, shape
 from vitrail.errors import UserError
 
 MAX_OBJECTS = 1000  # of an image
-MAX_OBJECT_CLASSES = 10_000
+MAX_OBJECT_CLASSES, MAX_NAME = 10_000, 1000
 CROWD, DIFFICULT = 1, 2  # flags of objects that are neither trained nor counted: a group, and one that is hard to see
 MIN_SIDE = 1e-3  # pixels of a box; smaller ones have no area
 UNKNOWN_CLASS = -1
@@ -113,10 +113,10 @@ def read_masks(objects: Objects, kept: np.ndarray, height: int, width: int) -> n
     masks = np.zeros((len(kept), height, width), dtype=bool)
     for row, number in enumerate(kept.tolist()):
         shape = objects.shapes[number]
-        if isinstance(shape, Rle) and objects.size is not None and shape.size != objects.size:
+        size = objects.size or (height, width)
+        if isinstance(shape, Rle) and shape.size != size:
             raise ValueError(
-                f"the mask of object {number} is {shape.size[1]} x {shape.size[0]} pixels, but its image has "
-                f"{objects.size[1]} x {objects.size[0]}"
+                f"the mask of object {number} has {shape.size[1]} x {shape.size[0]} pixels, but its image {size[1]} x {size[0]}"
             )
         if shape is not None:
             try:
@@ -208,6 +208,8 @@ def check_class_names(names: Sequence[str], place: str) -> tuple[str, ...]:
     found = tuple(str(name) for name in names)
     if not 1 <= len(found) <= MAX_OBJECT_CLASSES:
         raise UserError(f"{place} names {len(found):,} classes: 1 to {MAX_OBJECT_CLASSES:,} are supported.")
+    if max(map(len, found)) > MAX_NAME:
+        raise UserError(f"{place} has a class name of more than {MAX_NAME:,} characters: give a shorter one.")
     if len(set(found)) < len(found):
         twice = next(name for name in found if found.count(name) > 1)
         raise UserError(f"{place} names the class {twice!r} twice: give each its own name.")

@@ -13,6 +13,7 @@ from vitrail.checkpoints.export_metadata import INPUTS, PRECISIONS, Certificate,
 from vitrail.checkpoints.model_io import find_weights
 from vitrail.deploy.export_comparison import Comparison
 from vitrail.deploy.exported_outputs import make_network, task_of
+from vitrail.deploy.web_export import find_runtime, write_site
 from vitrail.errors import UserError
 from vitrail.models.inputs import FIXED_GRID
 from vitrail.models.preprocessing import min_decode_side
@@ -69,6 +70,7 @@ def export(
         model = load(find_weights(model))
     task = task_of(model, features)
     check_model(model, task, to, input, dynamic_size)
+    package = find_runtime(runtime) if to == "web" else None
     comparison = Comparison.read(make_network(model, task), model.preprocessing, images, precision == "int8")
     side = min_decode_side(model.preprocessing, model.notes)
     names = class_names(model, task)
@@ -83,10 +85,8 @@ def export(
         from vitrail.deploy.onnx_export import build_model
 
         content, metadata = build_model(network, comparison, metadata, step)
-        if to == "web":
-            from vitrail.deploy.web_export import write_site
-
-            write_site(path, content, metadata, runtime)
+        if package is not None:
+            write_site(path, content, metadata, package)
         else:
             atomic_write(path, lambda temporary: temporary.write_bytes(content))
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]

@@ -142,6 +142,9 @@ def check_machine(header: dict[str, Any], device: torch.device, path: str | Path
 
 def rebuild(header: dict[str, Any], tensors: dict[str, Tensor], device: torch.device) -> Optimized:
     """Fold a new network of the architecture, and give it the tensors."""
+    weights = sum(parameter.numel() for parameter in build(header["architecture"], device="meta").parameters())
+    if weights > 2 * sum(tensor.numel() for tensor in tensors.values()):  # before a file makes this process allocate them
+        raise ValueError(f"{weights:,} weights in the architecture")
     model = build(header["architecture"], header["name"])
     model.preprocessing, model.class_names = header["preprocessing"], header["class_names"]
     folded, _ = fold(model.to(device))

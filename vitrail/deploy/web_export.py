@@ -28,13 +28,13 @@ NPM_TIMEOUT = 600  # seconds
 SCRIPT = Path(__file__).parents[1] / "pages" / "browser.js"
 
 
-def write_site(folder: Path, model: bytes, metadata: ExportMetadata, runtime: str | Path | None) -> None:
-    """Write the page, the model and the runtime; any static server can serve them."""
-    available, version = open_runtime(find_runtime(runtime))
+def write_site(folder: Path, model: bytes, metadata: ExportMetadata, package: Path) -> None:
+    """Write the page, the model and the runtime of an npm package; any static server can serve them."""
+    available, version = open_runtime(package)
     wanted = ["wasm"] if metadata.precision == "int8" else ["webgpu", "wasm"]
     providers = [provider for provider in wanted if available.keys() >= set(RUNTIMES[provider])]
     if "wasm" not in providers:
-        raise UserError(f"{runtime or PACKAGE} has no dist/{RUNTIMES['wasm'][0]}: give the npm package {PACKAGE} 1.20 or later.")
+        raise UserError(f"{package} has no dist/{RUNTIMES['wasm'][0]}: give the npm package {PACKAGE} 1.20 or later.")
     files = {f"runtime/{name}": available[name] for provider in providers for name in RUNTIMES[provider]}
     settings = {
         "class_names": metadata.class_names,

@@ -164,13 +164,16 @@ class Evaluation:
         return content
 
 
-def open_evaluation_data(path: str, split: str | None = None, training_classes: Sequence[str] | None = None) -> EvaluationData:
+def open_evaluation_data(
+    path: str, split: str | None = None, training_classes: Sequence[str] | None = None, column: str = ""
+) -> EvaluationData:
     """The given split; by default test, else validation, else all images.
 
     `training_classes`: the model was trained on this data, with the classes in this order, so that data without splits is
-    evaluated on the images that the training held out. They are also the `validation` split of data without one.
+    evaluated on the images that the training held out. They are also the `validation` split of data without one. A `column` is a
+    label whatever its name.
     """
-    sources, trained_on_it = open_sources(path), training_classes is not None
+    sources, trained_on_it = open_sources(path, column), training_classes is not None
     if split is None:
         split = next((name for name in ("test", "validation") if name in sources), "validation" if trained_on_it else "")
         if not split:

@@ -15,7 +15,7 @@ from vitrail.data.class_matching import match_classes, read_wordnet_ids
 from vitrail.data.decode import decode
 from vitrail.data.source import Source, Subset
 from vitrail.errors import UserError
-from vitrail.evaluation.predict import decode_chunk
+from vitrail.evaluation.predict import read_batches
 from vitrail.explore.explored_model import ExploredModel, to_jpeg
 from vitrail.formatting import escape_control, pluralize
 from vitrail.models.vision_transformer import VisionTransformer
@@ -136,7 +136,8 @@ def scan(
     title: str,
     notes: list[str],
     batch_size: int,
-    advance: Callable[[int], None],
+    workers: int | None = None,
+    advance: Callable[[int], None] = lambda count: None,
 ) -> Collection:
     """Predict and embed all images with every model."""
     index: list[int] = []
@@ -144,9 +145,7 @@ def scan(
     outputs: list[list[tuple[Tensor, Tensor]]] = [[] for _ in models]
     min_side = None if any(model.min_side is None for model in models) else max(model.min_side or 0 for model in models)
     unreadable = 0
-    for start in range(0, len(source), batch_size):
-        chunk = np.arange(start, min(start + batch_size, len(source)))
-        batch = decode_chunk(source, chunk, min_side, models[0].device)
+    for batch in read_batches(source, models[0].device, min_side, batch_size, workers):
         unreadable += len(batch.problems)
         if len(batch.index):
             index += batch.index.tolist()
@@ -155,7 +154,7 @@ def scan(
                 thumbnails.append(to_jpeg(np.ascontiguousarray(own), 75, THUMBNAIL_SIDE))
             for model, output in zip(models, outputs, strict=True):
                 output.append(predict_and_embed(model.model, model.model.preprocessing.apply(batch.pixels, batch.sizes)))
-        advance(len(chunk))
+        advance(len(batch.index) + len(batch.problems))
     if not index:
         raise UserError(f"No image of {title} could be read.")
     notes = notes + ([f"{pluralize(unreadable, 'unreadable image')} left out"] if unreadable else [])

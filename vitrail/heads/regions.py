@@ -29,9 +29,10 @@ def pool_regions(maps: Sequence[Tensor], strides: Sequence[float], boxes: Tensor
     operators = library()
     if operators is not None and boxes.is_cuda:
         batch = torch.arange(len(boxes), device=boxes.device)[:, None, None].expand(-1, boxes.shape[1], 1)
-        regions = torch.cat([batch.to(boxes.dtype), boxes], -1).flatten(0, 1)
+        # In float32 also under autocast: coordinates have more digits than bfloat16.
+        regions = torch.cat([batch.float(), boxes.float()], -1).flatten(0, 1)
         pooled = [
-            operators.roi_align(each, regions.to(each.dtype), size, 1 / stride, SAMPLES, aligned=True)
+            operators.roi_align(each.float(), regions, size, 1 / stride, SAMPLES, aligned=True)
             for each, stride in zip(maps, strides, strict=True)
         ]
         chosen = pooled[0]

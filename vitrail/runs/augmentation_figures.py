@@ -10,7 +10,7 @@ from torch import Tensor
 from vitrail.data.contact_sheet import augmented_image, denormalize, sample_images
 from vitrail.data.datasets.lookup import open_splits
 from vitrail.data.rng import sample_key
-from vitrail.data.source import Source
+from vitrail.data.source import Source, Subset
 from vitrail.data.transforms.mixup import draw_mix
 from vitrail.data.transforms.pipeline import Augmentation, sample_view
 from vitrail.errors import UserError
@@ -19,6 +19,7 @@ from vitrail.recipes import Recipe
 from vitrail.runs.comparison import Group
 from vitrail.runs.run_json import read_run_json
 from vitrail.tasks.token_labels import covered, draw_token_mix, token_mask
+from vitrail.teachers.label_store import LabelStore
 
 IMAGES, BOXES = 4, 6  # shown images, crops per image
 CROSSED = "#d1242f"
@@ -117,6 +118,40 @@ def draw_token_mixing(groups: Sequence[Group]) -> bytes:
         return render_png(figure)
 
 
+def draw_token_labels(groups: Sequence[Group]) -> bytes:
+    """Images of a run with token labels above the teacher's most probable class of every cell, with its classes as a legend."""
+    group = next((each for each in groups if recipe_of(each).token_labels.store), None)
+    if group is None:
+        raise UserError("Token labels need a run whose recipe has token_labels.store.")
+    source, store = open_images([group]), LabelStore.open(recipe_of(group).token_labels.store, check=False)
+    if store.grid is None:
+        raise UserError(f"{store.path} has no maps of the images: annotate with --outputs tokens.")
+    chosen = sample_images(source, IMAGES, 0)
+    rows = store.rows(Subset(source, np.array([index for index, _ in chosen])), workers=0)
+    values, classes = store.tokens(rows)
+    best = classes.gather(1, values.argmax(1, keepdim=True))[:, 0].numpy()
+    shown, counts = np.unique(best, return_counts=True)
+    shown = shown[np.argsort(-counts)][:10]  # a color for each of the most frequent classes
+    names = store.class_names or [f"class {index}" for index in range(store.classes)]
+    from matplotlib.lines import Line2D
+
+    with new_figure(LIGHT, (2.3 * len(chosen), 5.4)) as figure:
+        for (above, below), (_, pixels), labels in zip(
+            figure.subplots(2, len(chosen), squeeze=False).T, chosen, best, strict=True
+        ):
+            colors = np.stack([np.where(labels == index, number, 10) for number, index in enumerate(shown)]).min(0)
+            above.imshow(pixels)
+            below.imshow(np.ma.masked_equal(colors, 10), cmap="tab10", vmin=0, vmax=9, interpolation="nearest")
+            for axes in (above, below):
+                axes.set_axis_off()
+        handles = [Line2D([], [], marker="s", linestyle="", color=f"C{number}") for number in range(len(shown))]
+        legend = figure.legend(handles, [names[index] for index in shown], loc="lower center", ncols=5, frameon=False, fontsize=7)
+        for text in legend.get_texts():
+            text.set_parse_math(False)
+        figure.subplots_adjust(0.01, 0.1, 0.99, 0.99, 0.03, 0.03)
+        return render_png(figure)
+
+
 def crossed(share: Tensor) -> Tensor:
     """Patches of which a part is replaced."""
     return (share > 0) & (share < 1)
@@ -148,4 +183,4 @@ def patch_size_of(group: Group) -> int:
     return load(group.results[0].folder / "best.safetensors").architecture.patch_size
 
 
-FIGURES = {"crop-boxes": draw_crops, "mixed-patches": draw_token_mixing}
+FIGURES = {"crop-boxes": draw_crops, "mixed-patches": draw_token_mixing, "token-labels": draw_token_labels}

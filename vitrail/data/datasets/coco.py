@@ -91,7 +91,8 @@ def open_coco_file(root: str, file: str) -> FolderSource:
     rows: list[list[dict[str, Any]] | str] = [[] for _ in images]
     stray = 0
     for annotation in annotations:
-        image = numbers.get(annotation.get("image_id")) if isinstance(annotation, dict) else None
+        owner = annotation.get("image_id") if isinstance(annotation, dict) else None
+        image = numbers.get(owner) if isinstance(owner, int | str) else None
         if image is None:
             stray += 1
             continue
@@ -100,9 +101,12 @@ def open_coco_file(root: str, file: str) -> FolderSource:
             try:
                 own.append(read_annotation(annotation, index_of))
             except (ValueError, KeyError, TypeError, OverflowError) as error:
-                rows[image] = f"annotation {annotation.get('id')} of {os.path.basename(file)} is damaged: {error}"
+                rows[image] = f"annotation {str(annotation.get('id'))[:40]} of {os.path.basename(file)} is damaged: {error}"
     notes = [f"{pluralize(stray, 'annotation')} of {file} without an image in its list"] if stray else []
     folder = find_images(root, file, paths[0])
+    for path in (os.path.join(folder, path) for path in paths):
+        if os.path.exists(path) and not os.path.isfile(path):  # opening a named pipe would block
+            raise UserError(f"{path} is not a regular file: remove it from {file}.")
     source = FolderSource(root, Paths(os.path.relpath(os.path.join(folder, path), root) for path in paths), None)
     source.add_objects(ObjectTable(rows, classes, sizes, notes=notes))
     return source

@@ -67,7 +67,8 @@ def open_splits(
     labels and split. `label` and `label_map` choose other labels (`vitrail.data.label_choice`), which do not change the split.
     """
     splits = _open_splits(path, seed, default_fraction, validation_fraction, class_order, fold, label)
-    return choose_labels(splits, label, label_map)
+    choose_labels([part for part in splits if part is not None], label, label_map, splits.test)
+    return splits
 
 
 def _open_splits(

@@ -223,6 +223,8 @@ def find_names(path: str) -> list[str]:
 
 
 def read_small(file: str) -> str:
+    if not os.path.isfile(file):  # opening a named pipe would block
+        raise FileNotFoundError(2, "there is no such file")
     with open(file, "rb") as stream:
         content = stream.read(MAX_FILE + 1)
     if len(content) > MAX_FILE:
