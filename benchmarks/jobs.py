@@ -15,10 +15,6 @@ from vitrail.errors import UserError
 SAVING = 60  # seconds that a stopped job has to write its checkpoint
 
 
-class Unfinished(Exception):
-    """A job did not finish within the time limit."""
-
-
 def run_jobs(
     jobs: dict[str, dict[str, Any]],
     out: Path,

@@ -14,6 +14,7 @@ from vitrail.data.datasets.lookup import open_sources, open_splits
 from vitrail.data.image_loader import ImageLoader
 from vitrail.data.instance_masks import unpack_masks
 from vitrail.data.loader import ImageReader, Problem
+from vitrail.data.mask_checks import check_masks, complete_classes
 from vitrail.data.object_checks import check_objects
 from vitrail.data.objects import CROWD, DIFFICULT
 from vitrail.data.sampler import EpochSampler
@@ -304,3 +305,22 @@ def test_data_that_cannot_be_trained_on(tmp_path):
         (missing / "images" / f"{number:03}.png").unlink()
     with pytest.raises(UserError, match="cannot be used: No such file or directory"):
         check_objects(open_sources(missing)["train"])
+
+
+def test_masks_of_objects_are_classes_of_pixels(tmp_path):
+    """COCO's polygons can be segmented, too: smaller objects are on top, crowds are ignored."""
+    folder = make_coco(tmp_path / "data", 6, most=3)
+    change_json(folder, lambda content: first_annotation(content, iscrowd=1))
+    source = open_splits(folder).train
+    classes = complete_classes([source])
+    assert classes.names == ("background", *CLASSES)
+    check_masks(source)
+    reader = ImageReader(source, None, masks=True, objects=True)
+    for index in range(len(source)):
+        pixels, mask, objects = reader.read_annotated(index)
+        masks = unpack_masks(objects.planes, len(objects.classes))
+        assert ((mask > 0) == masks.any(0)).all()
+        smallest = int(np.argmin(objects.areas))
+        assert set(mask[masks[smallest]].tolist()) == {255 if objects.flags[smallest] else int(objects.classes[smallest]) + 1}
+        assert mask.shape == pixels.shape[:2]
+    assert not open_sources(folder)["train"].has_masks  # as opened

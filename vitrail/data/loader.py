@@ -26,6 +26,7 @@ from vitrail.data.objects import (
     ObjectBatch,
     collate_objects,
     decode_objects,
+    draw_class_mask,
     join_objects,
     plane_count,
     select_objects,
@@ -129,6 +130,8 @@ class ImageReader:
 
     def read_mask(self, index: int, pixels: np.ndarray) -> np.ndarray | None:
         """Return the mask of an image: class indices [H, W], or the ids of the file if its classes are not known."""
+        if self.source.draws_masks:
+            return draw_class_mask(self.read_objects(index, pixels), *pixels.shape[:2])
         encoded, classes = self.source.mask(index), self.source.mask_classes
         if encoded is None and classes is not None:
             raise ValueError("it has no mask")

@@ -52,6 +52,8 @@ def scan_ids(source: Source, limit: int = SCANNED) -> list[int]:
 def complete_classes(sources: Sequence[Source], ignored: Sequence[int] = ()) -> MaskClasses:
     """Give all sources the classes of the first: those of its file, else one for each id in its masks; `ignored` are left out."""
     first = sources[0]
+    if not first.has_masks and first.has_instances:
+        use_object_masks(sources)
     require_masks(first)
     classes = first.mask_classes
     if classes is None:
@@ -69,11 +71,23 @@ def complete_classes(sources: Sequence[Source], ignored: Sequence[int] = ()) -> 
     return classes
 
 
+def use_object_masks(sources: Sequence[Source]) -> None:
+    """Make the masks of objects, such as COCO's, the segmentation masks, with a background as the first class."""
+    names = dict(enumerate(("background", *(name for name in sources[0].object_classes if name != "background"))))
+    if len(names) != len(sources[0].object_classes) + 1:
+        raise UserError(f"{sources[0].name} has objects of the class background, which is that of all other pixels: rename it.")
+    classes = make_classes(names)
+    if len(classes.names) != len(names):
+        raise UserError(f"{sources[0].name} has objects of a class that is called void or ignored: rename it.")
+    for source in sources:
+        source.has_masks, source.mask_classes, source.draws_masks = True, classes, True
+
+
 def require_masks(source: Source) -> None:
     if not source.has_masks:
         raise UserError(
             f"{source.name} has no masks: give a folder with images/ and masks/ (PNG files of the same names), one of the "
-            "layouts of ADE20K, VOC, Cityscapes or CamVid, or Parquet files with a mask column."
+            "layouts of ADE20K, VOC, Cityscapes or CamVid, COCO or YOLO polygons, or Parquet files with a mask column."
         )
 
 

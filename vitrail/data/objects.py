@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from vitrail.data.decode import decode_mask, fit_mask
-from vitrail.data.instance_masks import PER_PLANE, Rle, Shape, pack_masks, shape_to_mask
+from vitrail.data.instance_masks import PER_PLANE, Rle, Shape, pack_masks, shape_to_mask, unpack_masks
+from vitrail.data.mask_classes import IGNORE
 from vitrail.errors import UserError
 
 MAX_OBJECTS = 1000  # of an image
@@ -126,6 +127,22 @@ def read_masks(objects: Objects, kept: np.ndarray, height: int, width: int) -> n
     return masks
 
 
+def draw_class_mask(objects: DecodedObjects, height: int, width: int) -> np.ndarray:
+    """The class of each pixel, uint8 [H, W]: 0 where no object is, 1 and so on for the classes, smaller objects on top.
+
+    Crowds, and boxes of objects without a mask, are ignored.
+    """
+    out = np.zeros((height, width), dtype=np.uint8)
+    masks = np.zeros((len(objects.classes), 0)) if objects.planes is None else unpack_masks(objects.planes, len(objects.classes))
+    for index in np.argsort(-objects.areas, kind="stable").tolist():
+        if masks[index].any():
+            out[masks[index]] = IGNORE if objects.flags[index] == CROWD else objects.classes[index] + 1
+        else:
+            left, top, right, bottom = objects.boxes[index]
+            out[int(top) : int(np.ceil(bottom)), int(left) : int(np.ceil(right))] = IGNORE
+    return out
+
+
 class ObjectBatch(NamedTuple):
     """The objects of B images, padded to the most that one of them has."""
 
@@ -205,7 +222,7 @@ def plane_count(objects: int) -> int:
 
 def check_class_names(names: Sequence[str], place: str) -> tuple[str, ...]:
     """The names of object classes; UserError if there are none, too many, or one twice."""
-    found = tuple(str(name) for name in names)
+    found = tuple(str(name).encode("utf-8", "replace").decode() for name in names)
     if not 1 <= len(found) <= MAX_OBJECT_CLASSES:
         raise UserError(f"{place} names {len(found):,} classes: 1 to {MAX_OBJECT_CLASSES:,} are supported.")
     if max(map(len, found)) > MAX_NAME:

@@ -38,6 +38,7 @@ class Source(ABC):
     object_classes: tuple[str, ...] = ()  # of boxes; (): the images have no boxes
     has_instances: bool = False  # whether objects have masks
     object_notes: tuple[str, ...] = ()  # what is wrong with the lists of objects
+    draws_masks: bool = False  # whether the masks of objects are the segmentation mask; set for a segmentation
     skipped: tuple[str, ...] = ()  # files at the path that are not images or cannot be read
     defects: tuple[str, ...] = ()  # reasons why its labels cannot be trained on, such as a class without images
 

@@ -118,6 +118,10 @@ def check_relative(name: Any, file: str) -> str:
     parts = text.replace("\\", "/").split("/")
     if not text or "\0" in text or text.startswith(("/", "~")) or ":" in parts[0] or ".." in parts:
         raise UserError(f"{file} names the image {text[:80]!r}, which is not inside of its folder: use relative paths.")
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        raise UserError(f"{file} names the image {text[:80]!r}, which is not a file name: rename it.") from None
     return text
 
 
