@@ -10,11 +10,14 @@ import torch
 from safetensors.torch import load_file
 
 import vitrail
-from tests.tasks.grafit_process import CHANGES, trained
+from tests.tasks.grafit_process import CHANGES, open_digits, trained
 from tests.training.processes import environment, one_process, side_by_side
 from vitrail.data.datasets.lookup import open_source
 from vitrail.errors import UserError
 from vitrail.evaluation.features import FeatureKind, embed
+from vitrail.recipes import lookup
+from vitrail.runs.initial_model import build_initial
+from vitrail.tasks.grafit import Grafit
 from vitrail.training.metrics import read_metrics
 
 PROGRAM = ["-m", "tests.tasks.grafit_process"]
@@ -63,13 +66,19 @@ def test_the_artifact_has_the_projector_and_a_transfer_only_the_trunk(finished, 
         embed(vitrail.load(again), images, FeatureKind("projected")).vectors,
         embed(model, images, FeatureKind("projected")).vectors,
     )
-    short = {"schedule.length": "2 steps", "validation.every": "2 steps", "precision": "fp32", "batch_size": 16}
-    tuned = vitrail.train("digits", "finetune", out=tmp_path / "labels", from_=finished.folder, changes=short, workers=0)
-    classifier = vitrail.load(tuned.artifact)
+    size = {"augmentation.image_size": [8, 8]}
+    classifier = build_initial(lookup("finetune").set(size), ["a", "b", "c"], vitrail.load(finished.artifact))
     assert classifier.task_head is None
-    assert classifier.architecture.classes == 10
-    more = vitrail.train("digits", "grafit_small", out=tmp_path / "more", from_=finished.folder, changes=SMALL | short, workers=0)
-    assert vitrail.load(more.artifact).task_head.config == model.task_head.config
+    assert classifier.architecture.classes == 3
+    assert torch.equal(
+        classifier.blocks[0].state_dict()["mix.branches.0.norm.weight"],
+        model.blocks[0].state_dict()["mix.branches.0.norm.weight"],
+    )
+    recipe = lookup("grafit_small").set(SMALL)
+    more = Grafit(recipe, open_digits().train, torch.device("cpu"))
+    more.attach(build_initial(recipe, None, vitrail.load(finished.artifact)))
+    assert "the projector of the weights is trained further" in more.messages
+    assert torch.equal(more.module.model.task_head.layers[0].weight, model.task_head.layers[0].weight)
 
 
 def test_killed_and_resumed_bit_for_bit(tmp_path):
