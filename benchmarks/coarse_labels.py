@@ -38,7 +38,7 @@ METHODS: dict[str, tuple[str, float, float]] = {
     "grafit": ("", 77.7, 52.9),
     "grafit_fine": ("_fine", 83.2, 0.0),
 }
-VIT = {"optimizer.kind": "adamw", "optimizer.lr": 1e-3, "optimizer.lr_batch_size": 512, "optimizer.weight_decay": 0.05}
+VIT = {"optimizer.kind": "adamw", "optimizer.lr": 1e-3, "optimizer.lr_batch_size": 0, "optimizer.weight_decay": 0.05}
 VIT |= {"optimizer.weight_decay_coupled": False, "optimizer.weight_decay_on": "matrices", "optimizer.clip_grad_norm": 1.0}
 VIT |= {"architecture.drop_path": 0.1, "schedule.warmup": "10%"}
 TINY = {"model": "vitrail_mini", "architecture.width": 16, "architecture.depth": 1, "task_options.hidden": 16}
@@ -202,7 +202,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=["baseline", "grafit"])
     parser.add_argument("--seeds", type=positive, default=3)
     parser.add_argument("--epochs", type=float, default=30.0)
-    parser.add_argument("--batch-size", type=positive, default=512)
+    parser.add_argument("--batch-size", type=positive, default=256, help="1024 in the paper; several trainings share the device")
     parser.add_argument("--views", type=positive, default=2, help="of the instance loss; 8 in the paper")
     parser.add_argument("--momentum", type=float, default=0.99, help="of the target network; 0.996 is for long trainings")
     parser.add_argument("--clusters", type=positive, default=1500)
