@@ -128,7 +128,7 @@ def merge(preprocessing: Any, network: Any) -> Any:
 def quantize(network: Any, images: Sequence[Tensor], convs: bool) -> Any:
     """The network with products in int8: ranges of inputs from normalized images [1, 3, height, width], weights per channel.
 
-    The first and the last layer stay as they are, which halves the error; convolutions too, except of a convnet (`convs`).
+    The first and the last layer stay as they are, and convolutions too, except those of a convnet (`convs`).
     """
     import onnx
     from onnxruntime import quantization
