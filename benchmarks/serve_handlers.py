@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from arguments import run_program
 from PIL import Image
 
 from vitrail.evaluation.model import open_model
@@ -114,4 +115,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -38,7 +38,7 @@ def test_table_json_and_plot(run, tmp_path, monkeypatch):
     assert "[b].safetensors" in result.stdout
     assert all(
         text in result.stdout
-        for text in ("images/s", "of peak", "n = 2 interleaved rounds", "0.1 TFLOP/s fp32", "5 GB/s", "threads")
+        for text in ("images/s", "of peak", "n = 2 interleaved rounds", "0.1 TFLOP/s fp32", "5 GB/s", "thread")
     )
     found = json.loads((tmp_path / "b.json").read_text())
     assert found["complete"]

@@ -243,7 +243,7 @@ def test_a_validation_fraction_of_a_source(monkeypatch, has_test):
 
     digits = open_splits("digits").train
     other = Subset(digits, np.arange(240, 300))
-    monkeypatch.setattr(lookup, "open_sources", lambda path: with_splits(digits, {"test": other} if has_test else {}))
+    monkeypatch.setattr(lookup, "open_sources", lambda path, column: with_splits(digits, {"test": other} if has_test else {}))
     plain, held = open_splits("anything"), open_splits("anything", validation_fraction=0.25)
     assert (len(plain.train), len(plain.validation)) == (200, 40)
     assert len(held.train) + len(held.validation) == 200

@@ -345,6 +345,8 @@ def write_report(
 
 def draw_mistakes(model: "Model", source: "Source", wrong: "Sequence[WrongImage]") -> list[dict[str, Any]]:
     """The most confident wrong predictions with a thumbnail, for the page."""
+    import numpy as np
+
     from vitrail.data.decode import decode
     from vitrail.evaluation.confusion import thumbnail
     from vitrail.evaluation.model import decode_side

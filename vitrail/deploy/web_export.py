@@ -72,7 +72,7 @@ def pack_runtime(cache: Path) -> Path:
     if shutil.which("npm") is None:
         raise UserError(f"The page needs the npm package {PACKAGE}, and npm is not installed: {advice}.")
     cache.mkdir(parents=True, exist_ok=True)
-    command = ["npm", "pack", f"{PACKAGE}@1", "--silent", "--pack-destination", str(cache)]
+    command = ["npm", "pack", f"{PACKAGE}@1", "--ignore-scripts", "--silent", "--pack-destination", str(cache)]
     try:
         done = subprocess.run(command, cwd=cache, capture_output=True, text=True, timeout=NPM_TIMEOUT)
         problem = (done.stderr.strip().splitlines() or ["no message"])[-1] if done.returncode else ""
