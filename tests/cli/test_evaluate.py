@@ -176,7 +176,9 @@ def test_evaluate(run_cli, weights, images, tmp_path):
     page = (tmp_path / "out" / "report.html").read_text()
     assert f"{100 * content['evaluations'][0]['top1']:.2f} %" in page
     found = content["evaluations"][0]
-    assert page.count("data:image/png;base64,") == 6 + 2 * len(found["wrong"])  # three charts, each for light and dark; thumbnails and maps
+    assert page.count("data:image/png;base64,") == 6 + 2 * len(
+        found["wrong"]
+    )  # three charts, each for light and dark; thumbnails and maps
     for name in ("reliability.png", "sweep.png", "curves.png"):
         with Image.open(tmp_path / "out" / name) as image:
             assert len(np.unique(np.asarray(image))) > 20

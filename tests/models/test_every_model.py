@@ -104,14 +104,16 @@ def test_compiles_as_one_graph(name):
 
 @cache
 def exported():
-    """Every structure: with two blocks the first time that what follows the stem is met, with one behind another stem."""
-    met, found = set(), {}
+    """Every stem and everything that follows a stem: with two blocks the first time, with one behind another stem."""
+    met, stems, found = set(), set(), {}
     for name, architecture in structures().items():
         plain = {"stem": "linear", "depth": max(architecture.depth, 1)} | {field: getattr(PLAIN, field) for field in STEM}
         backbone = architecture.replace(**plain)
         once = architecture.replace(depth=min(architecture.depth, 1), pooling_depth=1)
-        found[name] = once if backbone in met else architecture
+        if backbone not in met or architecture.stem not in stems:
+            found[name] = once if backbone in met else architecture
         met.add(backbone)
+        stems.add(architecture.stem)
     return found
 
 

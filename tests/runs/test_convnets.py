@@ -16,7 +16,7 @@ from vitrail.training.scope import apply_scope
 CONVNET = small_resnet((1, 1), bottleneck=True, root_stride=1)
 FIELDS = {field: CONVNET.to_dict()[field] for field in ("convnet", "width", "patch_size")}
 CHANGES = {f"architecture.{field}": value for field, value in FIELDS.items()}
-CHANGES |= {"model": "resnet50_cifar", "batch_size": 32, "schedule.length": "4 epochs", "optimizer.lr": 4e-3}
+CHANGES |= {"model": "resnet50_cifar", "batch_size": 32, "schedule.length": "2 epochs", "optimizer.lr": 8e-3}
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("convnet") / "run"
     changes = {"ema.decay": 0.9, "architecture.drop_path": 0.1, "optimizer.layer_decay": 0.9}
     done = vitrail.train("digits", recipe="laptop", out=folder, device="cpu", changes=CHANGES | changes)
-    assert done.best["top1"] > 0.5
+    assert done.best["top1"] > 0.3
     return folder
 
 
@@ -64,7 +64,7 @@ def test_frozen_norms_are_those_outside_the_scope():
 def test_commands(run, run_cli, tmp_path):
     best = run / "best.safetensors"
     found = json.loads(run_cli("evaluate", best, "digits", "--json").stdout)
-    assert found["evaluations"][0]["top1"] > 0.5
+    assert found["evaluations"][0]["top1"] > 0.3
     found = json.loads(run_cli("probe", "knn", best, "digits", "--json").stdout)
     assert found["features"] == CONVNET.width
     done = run_cli("convert", best, tmp_path / "weights.pth", "--check")
