@@ -29,7 +29,7 @@ from vitrail.web.uploads import DEFAULT_LIMITS, Limits, RequestError, Upload, de
 OPEN_PATHS = ("/", "/docs", "/openapi.json", "/serve.js", "/health", "/ready")  # without the API key
 STUCK_SECONDS = 60.0  # a batch that takes longer means that the device does not answer
 MAX_TOP = 1000
-CLOSED = 499  # the status in the metrics of a request whose client has gone
+CLOSED = 499  # the status in the metrics of a request whose client has disconnected
 
 
 @dataclass(frozen=True)
@@ -262,20 +262,20 @@ def make_prediction_app(service: Service, host: str = LOCALHOST, hosts: Sequence
 async def finish_unless_disconnected(request: Request, work: Awaitable[Any], deadline: float) -> Any:
     """The result of `work`, which is cancelled after the deadline (RequestError 504) or if the client disconnects (None)."""
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(wait_for_disconnect(request))
+    disconnected = asyncio.ensure_future(wait_for_disconnect(request))
     try:
         seconds = max(deadline - time.monotonic(), 0)
-        done, _ = await asyncio.wait({task, gone}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait({task, disconnected}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         if task in done:
             return task.result()
-        if gone in done:
+        if disconnected in done:
             return None
         raise TimeoutError
     except TimeoutError:
         raise RequestError(504, "The request took too long: send fewer images, or try again later.") from None
     finally:
         task.cancel()
-        gone.cancel()
+        disconnected.cancel()
 
 
 async def wait_for_disconnect(request: Request) -> None:

@@ -21,7 +21,7 @@ from vitrail.pages import image_url
 
 VIEW_SIDE, VIEW_QUALITY = 320, 80
 CLASSES = 2  # for which the maps of methods that depend on the class are stored; of occlusion, which is slow, only the first
-STEP = 4  # to which attention is rounded, of 255: nobody sees it, and the page is a third smaller
+STEP = 4  # to which attention is rounded, of 255: not visible, and the page is a third smaller
 ATTENTION_BYTES = 6 * 2**20  # of attention weights in one page, before compression
 
 
