@@ -80,6 +80,9 @@ def test_addresses_of_this_machine(address, host):
         "192.168.1.7",
         "",
         "a@[",
+        "attacker.example@127.0.0.1",
+        "127.0.0.1/../",
+        "127.0.0.1:99999",
         "[",
         "é",
     ],
@@ -103,6 +106,7 @@ def test_origin_of_requests_that_change_something(address, port):
         ({"Origin": own, "Sec-Fetch-Site": "same-origin"}, 200),
         ({"Origin": "https://attacker.example"}, 403),
         ({"Origin": "null"}, 403),
+        ({"Origin": "http://["}, 403),
         ({"Origin": f"http://127.0.0.1:{port + 1}"}, 403),
         ({"Sec-Fetch-Site": "cross-site"}, 403),
         ({"Sec-Fetch-Site": "same-site"}, 403),  # another port of this machine
@@ -125,6 +129,8 @@ def test_api_key():
         assert send(address, headers={"Authorization": "Bearer other"}).status == 401
         assert send(address, headers={"Authorization": "Bearer s\u00e9same".encode()}).status == 200
         assert send(address, headers={"X-API-Key": "s\u00e9same".encode()}).status == 200
+        assert send(address, headers={"Authorization": "s\u00e9same".encode()}).status == 401  # not a Bearer
+        assert send(address, headers={"X-API-Key": "x", "Authorization": "bearer s\u00e9same".encode()}).status == 200
 
 
 def test_a_server_for_other_machines_accepts_addresses_and_its_names():
