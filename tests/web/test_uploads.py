@@ -1,12 +1,14 @@
 """Uploads over real sockets: what is accepted, and every hostile file is one sentence with the right status."""
 
 import base64
+import io
 import json
 import socket
 from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
+from PIL import Image
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse
 from starlette.routing import Route
@@ -22,7 +24,7 @@ PHOTO = encoded()
 
 async def sums(request):
     submission = await read_submission(request, LIMITS)
-    pixels = await run_in_threadpool(decode_images, submission.images, LIMITS)
+    pixels = await run_in_threadpool(lambda: list(decode_images(submission.images, LIMITS)))
     names = [image.name for image in submission.images]
     return JSONResponse({"sums": [int(image.sum()) for image in pixels], "names": names, "fields": submission.fields})
 
@@ -105,7 +107,18 @@ def test_pixels_of_all_images_together():
     with pytest.raises(RequestError, match=r"b: more than 2,399 pixels in one request") as raised:
         decode_images(images, Limits(pixels=2399))
     assert raised.value.status == 413
-    assert np.array_equal(decode_images(images, Limits(pixels=2400))[1], decode(PHOTO))
+    assert np.array_equal(list(decode_images(images, Limits(pixels=2400)))[1], decode(PHOTO))
+
+
+def test_progressive_images_count_all_that_they_store():
+    file = io.BytesIO()
+    Image.new("RGB", (800, 80)).save(file, "JPEG", progressive=True)
+    content = file.getvalue()
+    repeated = content[:-2] + content[content.rfind(b"\xff\xda") : -2] * 20 + content[-2:]
+    for image, pixels in ((encoded((800, 80)), 1000), (content, 64_000), (repeated, 128_000)):  # the first is decoded as 100 x 10
+        assert len(list(decode_images([Upload("a", image)], Limits(pixels=pixels), 10))) == 1
+        with pytest.raises(RequestError, match="pixels in one request"):
+            decode_images([Upload("a", image)], Limits(pixels=pixels - 1), 10)
 
 
 @pytest.mark.parametrize(

@@ -6,21 +6,24 @@ An upload never becomes a path: its name is only shown. Its bytes decide its for
 import asyncio
 import binascii
 import json
+import math
 from base64 import b64decode
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+from PIL import Image
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
 
-from vitrail.data.decode import TooManyPixels, UnsupportedFormat, decode, stored_size
+from vitrail.data.decode import TooManyPixels, UnsupportedFormat, decode, open_and_convert, scaled_size
 from vitrail.formatting import escape_control, format_bytes, pluralize
 
 MAX_FIELDS, FIELD_BYTES = 16, 2**16  # text fields of a form
 MAX_NAME = 100  # letters of a file name that are kept
 DISCARDED_BYTES = 2**26  # read beyond the limit, so that a client that is still sending receives the answer
+SCANS = 16  # of a progressive JPEG; encoders write about ten
 ACCEPTED = "send multipart/form-data with files, an image as application/octet-stream or image/*, or JSON with base64"
 
 
@@ -39,7 +42,7 @@ class Limits:
 
     body_bytes: int = 32 * 2**20
     files: int = 16
-    pixels: int = 2**26  # of all images together, as decoded
+    pixels: int = 2**26  # of all images together, see count_pixels
     side: int = 2**14  # of an image
     seconds: float = 30.0  # until the body has arrived
 
@@ -169,22 +172,39 @@ def check_count(count: int, limits: Limits) -> None:
         raise RequestError(413, f"The request contains more than {pluralize(limits.files, 'image')}: send fewer at once.")
 
 
-def decode_images(images: Sequence[Upload], limits: Limits = DEFAULT_LIMITS, min_side: int | None = None) -> list[np.ndarray]:
-    """Decode to uint8 [height, width, 3] each; `min_side` as of `decode`. Call it outside of the event loop.
+def decode_images(images: Sequence[Upload], limits: Limits = DEFAULT_LIMITS, min_side: int | None = None) -> Iterator[np.ndarray]:
+    """Decode one after another to uint8 [height, width, 3]; `min_side` as of `decode`. Call it outside of the event loop.
 
     The headers of all images are checked before the first is decoded. Raises RequestError with 413 (too many pixels), 415 (not an
     image of a supported format) or 422 (damaged).
     """
     total = 0
     for image in images:
-        height, width = reading(image, stored_size)
+        height, width, pixels = reading(image, lambda content: count_pixels(content, min_side))
         if max(height, width) > limits.side:
             raise RequestError(413, f"{image.name}: {width} x {height} pixels; at most {limits.side:,} per side are accepted.")
-        height, width = reading(image, lambda content: stored_size(content, min_side))
-        total += height * width
+        total += pixels
         if total > limits.pixels:
             raise RequestError(413, f"{image.name}: more than {limits.pixels:,} pixels in one request; send smaller images.")
-    return [reading(image, lambda content: decode(content, min_side)) for image in images]
+    return (reading(image, lambda content: decode(content, min_side)) for image in images)
+
+
+def count_pixels(content: bytes, min_side: int | None) -> tuple[int, int, int]:
+    """Height and width of an image, and how many pixels it counts, from its header.
+
+    These are the pixels that are decoded. Of a progressive JPEG they are all that it stores, which libjpeg keeps in memory, once
+    for every `SCANS` scans, since each takes time.
+    """
+
+    def count(image: Image.Image) -> np.ndarray:
+        if image.info.get("progressive"):
+            pixels = image.height * image.width * -(-content.count(b"\xff\xda") // SCANS)
+        else:
+            pixels = math.prod(scaled_size(image, min_side))
+        return np.array((image.height, image.width, pixels))
+
+    height, width, pixels = open_and_convert(content, count).tolist()
+    return height, width, pixels
 
 
 def reading(image: Upload, read: Any) -> Any:
