@@ -121,6 +121,9 @@ def test_progressive_images_count_all_that_they_store():
             decode_images([Upload("a", image)], Limits(pixels=pixels - 1), 10)
 
 
+FIELD = b'--b\r\nContent-Disposition: form-data; name="a"\r\n\r\nx-999999999\r\n--b--\r\n'
+
+
 @pytest.mark.parametrize(
     ("kind", "body", "status"),
     [
@@ -138,12 +141,14 @@ def test_progressive_images_count_all_that_they_store():
         ("multipart/form-data; boundary=b", b"--b\r\nno header", 400),
         ("multipart/form-data; boundary=b", b"--b\r\nContent-Disposition: form-data\r\n\r\nx\r\n--b--\r\n", 400),
         ("multipart/form-data; boundary=b", b"", 400),
+        ("multipart/form-data; boundary=b; charset=undefined", FIELD, 400),
+        ("multipart/form-data; boundary=b; charset=punycode", FIELD, 400),
         ("application/octet-stream", b"", 400),
     ],
 )
-def test_malformed_requests(address, kind, body, status):
+def test_malformed_requests(address, kind, body, status, caplog):
     answer = post(address, body, kind)
-    assert (answer.status, list(answer.json)) == (status, ["error"])
+    assert (answer.status, list(answer.json), caplog.records) == (status, ["error"], [])
 
 
 def test_compressed_requests_are_refused(address):

@@ -6,6 +6,7 @@ An upload never becomes a path: its name is only shown. Its bytes decide its for
 import asyncio
 import binascii
 import json
+import logging
 import math
 from base64 import b64decode
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
+from python_multipart.multipart import parse_options_header
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
 
@@ -25,6 +27,8 @@ MAX_NAME = 100  # letters of a file name that are kept
 DISCARDED_BYTES = 2**26  # read beyond the limit, so that a client that is still sending receives the answer
 SCANS = 16  # of a progressive JPEG; encoders write about ten
 ACCEPTED = "send multipart/form-data with files, an image as application/octet-stream or image/*, or JSON with base64"
+
+logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # it logs every malformed form
 
 
 class RequestError(Exception):
@@ -124,6 +128,9 @@ async def parse_form(request: Request, body: bytes, limits: Limits) -> Submissio
     async def chunks() -> AsyncIterator[bytes]:
         yield body
 
+    _, parameters = parse_options_header(request.headers["content-type"])
+    if parameters.get(b"charset", b"utf-8").lower() not in (b"utf-8", b"utf8"):  # Python has codecs that fail or are slow
+        raise RequestError(400, "The form cannot be read: its charset must be utf-8.")
     parser = MemoryParser(request.headers, chunks(), max_files=limits.files, max_fields=MAX_FIELDS, max_part_size=FIELD_BYTES)
     try:
         form = await parser.parse()
