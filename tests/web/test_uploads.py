@@ -15,6 +15,7 @@ from starlette.routing import Route
 
 from tests.web.client import HTML, SVG, encoded, form, png_of_zeros, send, zip_file
 from vitrail.data.decode import decode
+from vitrail.web import uploads
 from vitrail.web.server import make_app, running_server
 from vitrail.web.uploads import Limits, RequestError, Upload, decode_images, read_submission
 
@@ -137,6 +138,11 @@ FIELD = b'--b\r\nContent-Disposition: form-data; name="a"\r\n\r\nx-999999999\r\n
         ("application/json", b'{"images": [3]}', 400),
         ("application/json", b'{"image": "not base64!"}', 400),
         ("application/json", b"\xff\xfe", 400),
+        ("application/json", b'{"image": "", "x": [' + b"[]," * 10**5 + b"0]}", 400),
+        ("application/json", b'{"images": [' + b'"",' * 10**5 + b'""]}', 400),
+        ("application/json", b'{"images": ["", "", "", "", "not base64!"]}', 413),  # counted before they are decoded
+        ("application/json", b'{"image": "", "top": [3]}', 400),
+        ("application/json", b'{"image": "", "top": "' + b"3" * 10**5 + b'"}', 400),
         ("multipart/form-data", b"x", 400),
         ("multipart/form-data; boundary=b", b"--b\r\nno header", 400),
         ("multipart/form-data; boundary=b", b"--b\r\nContent-Disposition: form-data\r\n\r\nx\r\n--b--\r\n", 400),
@@ -149,6 +155,13 @@ FIELD = b'--b\r\nContent-Disposition: form-data; name="a"\r\n\r\nx-999999999\r\n
 def test_malformed_requests(address, kind, body, status, caplog):
     answer = post(address, body, kind)
     assert (answer.status, list(answer.json), caplog.records) == (status, ["error"], [])
+
+
+def test_many_json_values_are_refused_before_they_are_parsed(address, monkeypatch):
+    parsed = []
+    monkeypatch.setattr(uploads.json, "loads", parsed.append)
+    assert send(address, "POST", "/sums", b"[" + b"{}," * 10**5 + b"{}]", {"Content-Type": "application/json"}).status == 400
+    assert parsed == []
 
 
 def test_compressed_requests_are_refused(address):

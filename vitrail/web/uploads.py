@@ -23,6 +23,7 @@ from vitrail.data.decode import TooManyPixels, UnsupportedFormat, decode, open_a
 from vitrail.formatting import escape_control, format_bytes, pluralize
 
 MAX_FIELDS, FIELD_BYTES = 16, 2**16  # text fields of a form
+MAX_VALUES = 10_000  # of JSON
 MAX_NAME = 100  # letters of a file name that are kept
 DISCARDED_BYTES = 2**26  # read beyond the limit, so that a client that is still sending receives the answer
 SCANS = 16  # of a progressive JPEG; encoders write about ten
@@ -63,7 +64,7 @@ class Upload(NamedTuple):
 
 @dataclass(frozen=True)
 class Submission:
-    """The images of a request, and its other fields: text of a form, or any value of JSON."""
+    """The images of a request, and its other fields: text of a form, or a number or text of JSON."""
 
     images: list[Upload]
     fields: dict[str, Any] = field(default_factory=dict)
@@ -84,7 +85,8 @@ async def read_submission(request: Request, limits: Limits = DEFAULT_LIMITS) -> 
     if raw:
         submission = Submission([Upload("image", body)] if body else [])
     else:
-        submission = await parse_form(request, body, limits) if kind == "multipart/form-data" else parse_json(body)
+        form = kind == "multipart/form-data"
+        submission = await (parse_form(request, body, limits) if form else asyncio.to_thread(parse_json, body, limits))
     check_count(len(submission.images), limits)
     return submission
 
@@ -148,7 +150,9 @@ async def parse_form(request: Request, body: bytes, limits: Limits) -> Submissio
     return Submission(images, fields)
 
 
-def parse_json(body: bytes) -> Submission:
+def parse_json(body: bytes, limits: Limits) -> Submission:
+    if sum(map(body.count, (b"[", b"{", b","))) > MAX_VALUES:  # base64 has none of them
+        raise RequestError(400, f'The JSON has more than {MAX_VALUES:,} values: send {{"images": [base64, ...]}}.')
     try:
         content = json.loads(body)
     except (ValueError, RecursionError):
@@ -159,6 +163,12 @@ def parse_json(body: bytes) -> Submission:
     given = [fields.pop("image")] if "image" in fields else []
     several = fields.pop("images", [])
     given += several if isinstance(several, list) else [several]
+    check_count(len(given), limits)
+    for name, value in fields.items():
+        if isinstance(value, list | dict) or len(str(value)) > FIELD_BYTES:
+            raise RequestError(
+                400, f"The field {shown_name(name[:MAX_NAME])} must be a number or a text of at most {FIELD_BYTES:,} letters."
+            )
     return Submission([Upload(f"image {index}", from_base64(text, index)) for index, text in enumerate(given)], fields)
 
 
