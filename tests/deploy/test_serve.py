@@ -238,6 +238,14 @@ def test_bodies_of_all_requests_are_bounded(weights):
         assert (answer.status, answer.headers["retry-after"]) == (503, "1")
 
 
+def test_weights_for_huge_images_are_refused(tmp_path):
+    model = make_model(pos_embed="none")
+    model.preprocessing = model.preprocessing._replace(image_size=(4096, 4096))
+    vitrail.save(model, tmp_path / "huge.safetensors")
+    with pytest.raises(vitrail.UserError, match="inputs of 4096 x 4096 pixels"), serving(tmp_path / "huge.safetensors"):
+        pass
+
+
 def test_segmentation_weights_are_refused(tmp_path):
     model = make_model(classes=0)
     model.set_task_head(SegmentationConfig(("road", "sky"), (0, 1), 32, kind="linear"))

@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import pytest
@@ -19,11 +20,12 @@ import vitrail
 from tests.deploy.serving import NAMES, post, save_model, serving
 from tests.web.client import encoded, send
 from vitrail.data.decode import decode
-from vitrail.deploy import model_set
+from vitrail.deploy import model_set, prediction_app
 from vitrail.deploy.model_set import DEFAULT
 from vitrail.deploy.prediction_app import Settings
+from vitrail.deploy.served_model import ServedModel
 from vitrail.web import server as web_server
-from vitrail.web.uploads import Limits
+from vitrail.web.uploads import Limits, Upload
 
 IMAGES = [encoded(seed=seed) for seed in range(8)]
 RAW = {"Content-Type": "application/octet-stream"}
@@ -88,6 +90,15 @@ def test_a_late_request_is_answered_and_not_computed(weights):
         server.wait_for(lambda: not server.service.batcher._running)
         assert gate.images == 1
         assert predict(server).status == 200
+
+
+def test_images_after_the_deadline_are_not_decoded(weights, monkeypatch):
+    prepared = []
+    monkeypatch.setattr(ServedModel, "preprocess", lambda served, image: prepared.append(image))
+    monkeypatch.setattr(prediction_app, "time", SimpleNamespace(monotonic=lambda: 10.0 * len(prepared)))  # seconds per image
+    with serving(weights) as server, pytest.raises(TimeoutError):
+        server.service.prepare(server.models.find(None), [Upload("a", IMAGES[0])] * 5, -1, deadline=15.0)
+    assert len(prepared) == 2
 
 
 def test_a_client_that_disconnects_is_not_computed(weights):

@@ -1,6 +1,7 @@
 """Host, Origin and API key of requests, and headers of responses, over real sockets."""
 
 import socket
+import time
 from contextlib import ExitStack
 from urllib.parse import urlsplit
 
@@ -25,7 +26,12 @@ async def fail(request):
     )
 
 
-ROUTES = [Route("/", hello, methods=["GET", "POST"]), Route("/fail/{kind}", fail)]
+async def large(request):
+    return PlainTextResponse(b"x" * LARGE)
+
+
+LARGE = 2**25  # more than the buffers of a connection
+ROUTES = [Route("/", hello, methods=["GET", "POST"]), Route("/large", large), Route("/fail/{kind}", fail)]
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +80,9 @@ def test_addresses_of_this_machine(address, host):
         "192.168.1.7",
         "",
         "a@[",
+        "attacker.example@127.0.0.1",
+        "127.0.0.1/../",
+        "127.0.0.1:99999",
         "[",
         "é",
     ],
@@ -97,6 +106,7 @@ def test_origin_of_requests_that_change_something(address, port):
         ({"Origin": own, "Sec-Fetch-Site": "same-origin"}, 200),
         ({"Origin": "https://attacker.example"}, 403),
         ({"Origin": "null"}, 403),
+        ({"Origin": "http://["}, 403),
         ({"Origin": f"http://127.0.0.1:{port + 1}"}, 403),
         ({"Sec-Fetch-Site": "cross-site"}, 403),
         ({"Sec-Fetch-Site": "same-site"}, 403),  # another port of this machine
@@ -119,6 +129,8 @@ def test_api_key():
         assert send(address, headers={"Authorization": "Bearer other"}).status == 401
         assert send(address, headers={"Authorization": "Bearer s\u00e9same".encode()}).status == 200
         assert send(address, headers={"X-API-Key": "s\u00e9same".encode()}).status == 200
+        assert send(address, headers={"Authorization": "s\u00e9same".encode()}).status == 401  # not a Bearer
+        assert send(address, headers={"X-API-Key": "x", "Authorization": "bearer s\u00e9same".encode()}).status == 200
 
 
 def test_a_server_for_other_machines_accepts_addresses_and_its_names():
@@ -138,6 +150,28 @@ def test_connections_without_headers_are_closed(address, port, monkeypatch):
             connection.sendall(partial)
             connection.makefile("rb").read()  # until the server closes
     assert send(address).status == 200
+
+
+def test_connections_with_an_unread_body_are_closed(address, port, monkeypatch):
+    monkeypatch.setattr(server, "HEADER_SECONDS", 0.1)
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        connection.sendall(b"POST /none HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n")
+        file = connection.makefile("rb")
+        assert file.readline().startswith(b"HTTP/1.1 404")
+        connection.sendall(b"x")  # stops uvicorn's own timer
+        file.read()  # until the server closes
+
+
+def test_connections_that_read_nothing_are_closed(monkeypatch):
+    monkeypatch.setattr(server, "WRITE_SECONDS", 0.5)
+    with running_server(make_app(ROUTES), max_connections=2) as address:
+        with socket.create_connection(("127.0.0.1", urlsplit(address).port), timeout=10) as connection:
+            connection.sendall(b"GET /large HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert connection.recv(100).startswith(b"HTTP/1.1 200")
+            end = time.monotonic() + 10
+            while send(address).status == 503:  # until it does not count any more
+                assert time.monotonic() < end
+        assert len(send(address, path="/large").body) == LARGE
 
 
 def test_more_connections_than_the_limit(address, port):

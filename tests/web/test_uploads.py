@@ -1,18 +1,21 @@
 """Uploads over real sockets: what is accepted, and every hostile file is one sentence with the right status."""
 
 import base64
+import io
 import json
 import socket
 from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
+from PIL import Image
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from tests.web.client import HTML, SVG, encoded, form, png_of_zeros, send, zip_file
 from vitrail.data.decode import decode
+from vitrail.web import uploads
 from vitrail.web.server import make_app, running_server
 from vitrail.web.uploads import Limits, RequestError, Upload, decode_images, read_submission
 
@@ -22,7 +25,7 @@ PHOTO = encoded()
 
 async def sums(request):
     submission = await read_submission(request, LIMITS)
-    pixels = await run_in_threadpool(decode_images, submission.images, LIMITS)
+    pixels = await run_in_threadpool(lambda: list(decode_images(submission.images, LIMITS)))
     names = [image.name for image in submission.images]
     return JSONResponse({"sums": [int(image.sum()) for image in pixels], "names": names, "fields": submission.fields})
 
@@ -105,7 +108,21 @@ def test_pixels_of_all_images_together():
     with pytest.raises(RequestError, match=r"b: more than 2,399 pixels in one request") as raised:
         decode_images(images, Limits(pixels=2399))
     assert raised.value.status == 413
-    assert np.array_equal(decode_images(images, Limits(pixels=2400))[1], decode(PHOTO))
+    assert np.array_equal(list(decode_images(images, Limits(pixels=2400)))[1], decode(PHOTO))
+
+
+def test_progressive_images_count_all_that_they_store():
+    file = io.BytesIO()
+    Image.new("RGB", (800, 80)).save(file, "JPEG", progressive=True)
+    content = file.getvalue()
+    repeated = content[:-2] + content[content.rfind(b"\xff\xda") : -2] * 20 + content[-2:]
+    for image, pixels in ((encoded((800, 80)), 1000), (content, 64_000), (repeated, 128_000)):  # the first is decoded as 100 x 10
+        assert len(list(decode_images([Upload("a", image)], Limits(pixels=pixels), 10))) == 1
+        with pytest.raises(RequestError, match="pixels in one request"):
+            decode_images([Upload("a", image)], Limits(pixels=pixels - 1), 10)
+
+
+FIELD = b'--b\r\nContent-Disposition: form-data; name="a"\r\n\r\nx-999999999\r\n--b--\r\n'
 
 
 @pytest.mark.parametrize(
@@ -121,16 +138,30 @@ def test_pixels_of_all_images_together():
         ("application/json", b'{"images": [3]}', 400),
         ("application/json", b'{"image": "not base64!"}', 400),
         ("application/json", b"\xff\xfe", 400),
+        ("application/json", b'{"image": "", "x": [' + b"[]," * 10**5 + b"0]}", 400),
+        ("application/json", b'{"images": [' + b'"",' * 10**5 + b'""]}', 400),
+        ("application/json", b'{"images": ["", "", "", "", "not base64!"]}', 413),  # counted before they are decoded
+        ("application/json", b'{"image": "", "top": [3]}', 400),
+        ("application/json", b'{"image": "", "top": "' + b"3" * 10**5 + b'"}', 400),
         ("multipart/form-data", b"x", 400),
         ("multipart/form-data; boundary=b", b"--b\r\nno header", 400),
         ("multipart/form-data; boundary=b", b"--b\r\nContent-Disposition: form-data\r\n\r\nx\r\n--b--\r\n", 400),
         ("multipart/form-data; boundary=b", b"", 400),
+        ("multipart/form-data; boundary=b; charset=undefined", FIELD, 400),
+        ("multipart/form-data; boundary=b; charset=punycode", FIELD, 400),
         ("application/octet-stream", b"", 400),
     ],
 )
-def test_malformed_requests(address, kind, body, status):
+def test_malformed_requests(address, kind, body, status, caplog):
     answer = post(address, body, kind)
-    assert (answer.status, list(answer.json)) == (status, ["error"])
+    assert (answer.status, list(answer.json), caplog.records) == (status, ["error"], [])
+
+
+def test_many_json_values_are_refused_before_they_are_parsed(address, monkeypatch):
+    parsed = []
+    monkeypatch.setattr(uploads.json, "loads", parsed.append)
+    assert send(address, "POST", "/sums", b"[" + b"{}," * 10**5 + b"{}]", {"Content-Type": "application/json"}).status == 400
+    assert parsed == []
 
 
 def test_compressed_requests_are_refused(address):

@@ -123,10 +123,12 @@ class Service:
 
     def prepare(self, served: ServedModel, images: list[Upload], target: int, deadline: float) -> list[Input]:
         """Decode and preprocess, on a thread of the pool."""
-        if time.monotonic() > deadline:  # the client has its answer
-            raise TimeoutError
-        decoded = decode_images(images, self.settings.limits, served.decode_side)
-        return [Input(served.preprocess(image), target) for image in decoded]
+        check_deadline(deadline)
+        inputs = []
+        for image in decode_images(images, self.settings.limits, served.decode_side):
+            inputs.append(Input(served.preprocess(image), target))
+            check_deadline(deadline)
+        return inputs
 
     async def wait(
         self, places: Admission, key: tuple[ServedModel, Operation], inputs: list[Input], deadline: float
@@ -276,6 +278,11 @@ async def finish_unless_disconnected(request: Request, work: Awaitable[Any], dea
     finally:
         task.cancel()
         disconnected.cancel()
+
+
+def check_deadline(deadline: float) -> None:
+    if time.monotonic() > deadline:  # the client has its answer
+        raise TimeoutError
 
 
 async def wait_for_disconnect(request: Request) -> None:

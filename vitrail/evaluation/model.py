@@ -22,6 +22,7 @@ Model = VisionTransformer | Teacher
 Head = Literal["both", "class", "distillation"]
 HEADS: tuple[Head, ...] = ("both", "class", "distillation")
 PROGRAMS = (".onnx", ".pt2")
+MAX_INPUT_PIXELS, MAX_PATCHES = 2**22, 2**13  # of an image, where a file of a stranger must not keep the machine busy
 
 
 def open_model(weights: str | Path, device: str | torch.device | None = None) -> Model:
@@ -54,6 +55,17 @@ def count_classes(model: Model) -> int:
 def decode_side(model: Model) -> int | None:
     """The shorter side that JPEG files keep when they are decoded at reduced size; None: full size."""
     return model.decode_side if isinstance(model, Teacher) else min_decode_side(model.preprocessing, model.notes)
+
+
+def check_input_size(model: Model) -> None:
+    """Raise UserError if one image would need too much time and memory: the size is a setting of the file, not of its weights."""
+    height, width = model.preprocessing.image_size
+    patches = height * width // model.architecture.patch_size**2 if isinstance(model, VisionTransformer) else 0
+    if height * width > MAX_INPUT_PIXELS or patches > MAX_PATCHES:
+        raise UserError(
+            f"{model.name or 'This model'} has inputs of {height} x {width} pixels; at most {MAX_INPUT_PIXELS:,} pixels and "
+            f"{MAX_PATCHES:,} patches are explored and served: give weights for smaller images."
+        )
 
 
 def check_head(model: Model, head: Head) -> None:

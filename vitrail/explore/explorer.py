@@ -32,7 +32,8 @@ class Explorer:
 
     def add(self, images: Sequence[Upload]) -> list[str]:
         """Keep uploaded images, which must be readable, and forget the oldest; returns their keys."""
-        decode_images(images, min_side=max(model.min_side or 1 for model in self.models))
+        for _ in decode_images(images, min_side=max(model.min_side or 1 for model in self.models)):
+            pass
         keys = [f"u{secrets.token_hex(8)}" for _ in images]
         with self.lock:
             self.uploads.update(zip(keys, images, strict=True))
@@ -43,7 +44,7 @@ class Explorer:
     def read(self, key: str, min_side: int | None) -> np.ndarray:
         upload = self.uploads.get(key)
         if upload is not None:
-            return decode_images([upload], DEFAULT_LIMITS, min_side)[0]
+            return next(decode_images([upload], DEFAULT_LIMITS, min_side))
         return self.require_collection().read(self.row(key), min_side)
 
     def row(self, key: str) -> int:

@@ -92,7 +92,10 @@ class SecurityMiddleware:
 
     def accepts_host(self, host: str) -> bool:
         try:
-            name = urlsplit(f"//{host}").hostname or ""
+            parts = urlsplit(f"//{host}")
+            name, _ = parts.hostname or "", parts.port  # ValueError if there is no such port
+            if parts.netloc != host or "@" in host:  # more than a name and a port
+                return False
             if name in self.hosts:
                 return True
             return self.any_address and bool(ip_address(name))
@@ -100,8 +103,9 @@ class SecurityMiddleware:
             return False
 
     def has_key(self, headers: Headers, key: str) -> bool:
-        given = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
-        return hmac.compare_digest(given.encode("latin-1"), key.encode())
+        bearers = [value[7:] for value in headers.getlist("authorization") if value[:7].lower() == "bearer "]
+        given = [value.encode("latin-1") for value in (*headers.getlist("x-api-key"), *bearers)]
+        return any(hmac.compare_digest(value, key.encode()) for value in given)
 
 
 def is_same_origin(headers: Headers, host: str) -> bool:
@@ -109,7 +113,10 @@ def is_same_origin(headers: Headers, host: str) -> bool:
     if headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
         return False
     origin = headers.get("origin")
-    return origin is None or urlsplit(origin).netloc.lower() == host.lower()
+    try:
+        return origin is None or urlsplit(origin).netloc.lower() == host.lower()
+    except ValueError:  # malformed
+        return False
 
 
 def refusal(status: int, message: str, headers: dict[str, str] | None = None) -> Application:

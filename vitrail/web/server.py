@@ -23,7 +23,8 @@ from vitrail.web.security import LOOPBACK, Application, SecurityMiddleware
 from vitrail.web.uploads import RequestError
 
 LOCALHOST = "127.0.0.1"
-HEADER_SECONDS = 10.0  # until the headers of a request have arrived
+HEADER_SECONDS = 10.0  # until the headers of a request have arrived, or a body that was answered before
+WRITE_SECONDS = 30.0  # until the client has received what is sent to it
 SHUTDOWN_SECONDS = 10.0  # for requests that are being answered
 MAX_CONNECTIONS = 64  # more are answered with 503
 HEADER_BYTES = 2**15
@@ -103,27 +104,57 @@ class Server(uvicorn.Server):  # type: ignore[misc]
 
 
 class TimedProtocol(H11Protocol):  # type: ignore[misc]
-    """Closes connections whose headers do not arrive within `HEADER_SECONDS`, which uvicorn would keep."""
+    """Closes connections of slow clients, which uvicorn would keep.
+
+    Headers must arrive within `HEADER_SECONDS`, as must the rest of a body whose request has been answered; responses must be
+    received within `WRITE_SECONDS`.
+    """
 
     timer: asyncio.TimerHandle | None = None
+    write_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
+        transport.set_write_buffer_limits(0)  # pause_writing is called whenever the client has not received everything
         self.start_timer()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self.conn.their_state is not h11.IDLE:
+        if self.conn.their_state is not h11.IDLE and not self.is_body_ignored():
             self.stop_timer()
-        elif self.timer is None and not self.transport.is_closing():
+        else:
             self.start_timer()  # a part of the next headers
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.is_body_ignored():
+            self.start_timer()
+
+    def is_body_ignored(self) -> bool:
+        """Whether the request has been answered before all of its body has arrived."""
+        return self.conn.their_state is h11.SEND_BODY and self.cycle.response_complete
 
     def connection_lost(self, error: Exception | None) -> None:
         self.stop_timer()
+        self.stop_write_timer()
         super().connection_lost(error)
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.write_timer = self.loop.call_later(WRITE_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self.stop_write_timer()
+
+    def stop_write_timer(self) -> None:
+        if self.write_timer is not None:
+            self.write_timer.cancel()
+            self.write_timer = None
+
     def start_timer(self) -> None:
-        self.timer = self.loop.call_later(HEADER_SECONDS, self.transport.close)
+        if self.timer is None and not self.transport.is_closing():
+            self.timer = self.loop.call_later(HEADER_SECONDS, self.transport.close)
 
     def stop_timer(self) -> None:
         if self.timer is not None:

@@ -6,22 +6,30 @@ An upload never becomes a path: its name is only shown. Its bytes decide its for
 import asyncio
 import binascii
 import json
+import logging
+import math
 from base64 import b64decode
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+from PIL import Image
+from python_multipart.multipart import parse_options_header
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
 
-from vitrail.data.decode import TooManyPixels, UnsupportedFormat, decode, stored_size
+from vitrail.data.decode import TooManyPixels, UnsupportedFormat, decode, open_and_convert, scaled_size
 from vitrail.formatting import escape_control, format_bytes, pluralize
 
 MAX_FIELDS, FIELD_BYTES = 16, 2**16  # text fields of a form
+MAX_VALUES = 10_000  # of JSON
 MAX_NAME = 100  # letters of a file name that are kept
 DISCARDED_BYTES = 2**26  # read beyond the limit, so that a client that is still sending receives the answer
+SCANS = 16  # of a progressive JPEG; encoders write about ten
 ACCEPTED = "send multipart/form-data with files, an image as application/octet-stream or image/*, or JSON with base64"
+
+logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # it logs every malformed form
 
 
 class RequestError(Exception):
@@ -39,7 +47,7 @@ class Limits:
 
     body_bytes: int = 32 * 2**20
     files: int = 16
-    pixels: int = 2**26  # of all images together, as decoded
+    pixels: int = 2**26  # of all images together, see count_pixels
     side: int = 2**14  # of an image
     seconds: float = 30.0  # until the body has arrived
 
@@ -56,7 +64,7 @@ class Upload(NamedTuple):
 
 @dataclass(frozen=True)
 class Submission:
-    """The images of a request, and its other fields: text of a form, or any value of JSON."""
+    """The images of a request, and its other fields: text of a form, or a number or text of JSON."""
 
     images: list[Upload]
     fields: dict[str, Any] = field(default_factory=dict)
@@ -77,7 +85,8 @@ async def read_submission(request: Request, limits: Limits = DEFAULT_LIMITS) -> 
     if raw:
         submission = Submission([Upload("image", body)] if body else [])
     else:
-        submission = await parse_form(request, body, limits) if kind == "multipart/form-data" else parse_json(body)
+        form = kind == "multipart/form-data"
+        submission = await (parse_form(request, body, limits) if form else asyncio.to_thread(parse_json, body, limits))
     check_count(len(submission.images), limits)
     return submission
 
@@ -121,6 +130,9 @@ async def parse_form(request: Request, body: bytes, limits: Limits) -> Submissio
     async def chunks() -> AsyncIterator[bytes]:
         yield body
 
+    _, parameters = parse_options_header(request.headers["content-type"])
+    if parameters.get(b"charset", b"utf-8").lower() not in (b"utf-8", b"utf8"):  # Python has codecs that fail or are slow
+        raise RequestError(400, "The form cannot be read: its charset must be utf-8.")
     parser = MemoryParser(request.headers, chunks(), max_files=limits.files, max_fields=MAX_FIELDS, max_part_size=FIELD_BYTES)
     try:
         form = await parser.parse()
@@ -138,7 +150,9 @@ async def parse_form(request: Request, body: bytes, limits: Limits) -> Submissio
     return Submission(images, fields)
 
 
-def parse_json(body: bytes) -> Submission:
+def parse_json(body: bytes, limits: Limits) -> Submission:
+    if sum(map(body.count, (b"[", b"{", b","))) > MAX_VALUES:  # base64 has none of them
+        raise RequestError(400, f'The JSON has more than {MAX_VALUES:,} values: send {{"images": [base64, ...]}}.')
     try:
         content = json.loads(body)
     except (ValueError, RecursionError):
@@ -149,6 +163,12 @@ def parse_json(body: bytes) -> Submission:
     given = [fields.pop("image")] if "image" in fields else []
     several = fields.pop("images", [])
     given += several if isinstance(several, list) else [several]
+    check_count(len(given), limits)
+    for name, value in fields.items():
+        if isinstance(value, list | dict) or len(str(value)) > FIELD_BYTES:
+            raise RequestError(
+                400, f"The field {shown_name(name[:MAX_NAME])} must be a number or a text of at most {FIELD_BYTES:,} letters."
+            )
     return Submission([Upload(f"image {index}", from_base64(text, index)) for index, text in enumerate(given)], fields)
 
 
@@ -169,22 +189,39 @@ def check_count(count: int, limits: Limits) -> None:
         raise RequestError(413, f"The request contains more than {pluralize(limits.files, 'image')}: send fewer at once.")
 
 
-def decode_images(images: Sequence[Upload], limits: Limits = DEFAULT_LIMITS, min_side: int | None = None) -> list[np.ndarray]:
-    """Decode to uint8 [height, width, 3] each; `min_side` as of `decode`. Call it outside of the event loop.
+def decode_images(images: Sequence[Upload], limits: Limits = DEFAULT_LIMITS, min_side: int | None = None) -> Iterator[np.ndarray]:
+    """Decode one after another to uint8 [height, width, 3]; `min_side` as of `decode`. Call it outside of the event loop.
 
     The headers of all images are checked before the first is decoded. Raises RequestError with 413 (too many pixels), 415 (not an
     image of a supported format) or 422 (damaged).
     """
     total = 0
     for image in images:
-        height, width = reading(image, stored_size)
+        height, width, pixels = reading(image, lambda content: count_pixels(content, min_side))
         if max(height, width) > limits.side:
             raise RequestError(413, f"{image.name}: {width} x {height} pixels; at most {limits.side:,} per side are accepted.")
-        height, width = reading(image, lambda content: stored_size(content, min_side))
-        total += height * width
+        total += pixels
         if total > limits.pixels:
             raise RequestError(413, f"{image.name}: more than {limits.pixels:,} pixels in one request; send smaller images.")
-    return [reading(image, lambda content: decode(content, min_side)) for image in images]
+    return (reading(image, lambda content: decode(content, min_side)) for image in images)
+
+
+def count_pixels(content: bytes, min_side: int | None) -> tuple[int, int, int]:
+    """Height and width of an image, and how many pixels it counts, from its header.
+
+    These are the pixels that are decoded. Of a progressive JPEG they are all that it stores, which libjpeg keeps in memory, once
+    for every `SCANS` scans, since each takes time.
+    """
+
+    def count(image: Image.Image) -> np.ndarray:
+        if image.info.get("progressive"):
+            pixels = image.height * image.width * -(-content.count(b"\xff\xda") // SCANS)
+        else:
+            pixels = math.prod(scaled_size(image, min_side))
+        return np.array((image.height, image.width, pixels))
+
+    height, width, pixels = open_and_convert(content, count).tolist()
+    return height, width, pixels
 
 
 def reading(image: Upload, read: Any) -> Any:
