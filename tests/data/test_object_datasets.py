@@ -289,6 +289,34 @@ def test_yaml_does_not_expand(tmp_path):
     assert time.monotonic() - start < 5
 
 
+MERGES = ["a0: &a0 {k: 1, l: 2}", *(f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 10)}]}}" for i in range(1, 6))]
+
+
+@pytest.mark.parametrize("line", ["\n".join(MERGES), "x: 1" + ":59" * 50_000, "x: 2026-99-99", "x: !!python/name:os.system 1"])
+def test_values_of_yaml_are_only_text(line, tmp_path):
+    """Merge keys take memory without limit, numbers of base 60 minutes."""
+    folder = make_yolo(tmp_path / "data", 2)
+    (folder / "data.yaml").write_text(f"{line}\nnames: {{0: 0x{'f' * 500}, 1: yes}}\n")
+    start = time.monotonic()
+    assert open_sources(folder)["train"].object_classes == (f"0x{'f' * 500}", "yes")
+    assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize("names", ["{0: a, 2: b}", "['', b]", "{x: a}", "[[a], b]"])
+def test_yaml_without_a_name_for_each_class(names, tmp_path):
+    folder = make_yolo(tmp_path / "data", 2)
+    (folder / "data.yaml").write_text(f"names: {names}\n")
+    with pytest.raises(UserError, match="does not name the classes 0 to"):
+        open_sources(folder)
+
+
+def test_a_long_name_that_yaml_repeats(tmp_path):
+    folder = make_yolo(tmp_path / "data", 2)
+    (folder / "data.yaml").write_text(f"x: &x {'n' * 500_000}\nnames: [{'*x, ' * 9000}]\n")
+    with pytest.raises(UserError, match="a class name of more than 1,000 characters"):
+        open_sources(folder)
+
+
 def test_data_that_cannot_be_trained_on(tmp_path):
     with pytest.raises(UserError, match="has no boxes"):
         check_objects(open_splits("digits").train)

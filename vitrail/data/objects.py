@@ -222,11 +222,12 @@ def plane_count(objects: int) -> int:
 
 def check_class_names(names: Sequence[str], place: str) -> tuple[str, ...]:
     """The names of object classes; UserError if there are none, too many, or one twice."""
-    found = tuple(str(name).encode("utf-8", "replace").decode() for name in names)
-    if not 1 <= len(found) <= MAX_OBJECT_CLASSES:
-        raise UserError(f"{place} names {len(found):,} classes: 1 to {MAX_OBJECT_CLASSES:,} are supported.")
-    if max(map(len, found)) > MAX_NAME:
+    if not 1 <= len(names) <= MAX_OBJECT_CLASSES:
+        raise UserError(f"{place} names {len(names):,} classes: 1 to {MAX_OBJECT_CLASSES:,} are supported.")
+    texts = [str(name) for name in names]
+    if max(map(len, texts)) > MAX_NAME:  # checked before they are copied: all can be one text, of a YAML file
         raise UserError(f"{place} has a class name of more than {MAX_NAME:,} characters: give a shorter one.")
+    found = tuple(text.encode("utf-8", "replace").decode() for text in texts)
     if len(set(found)) < len(found):
         twice = next(name for name in found if found.count(name) > 1)
         raise UserError(f"{place} names the class {twice!r} twice: give each its own name.")
