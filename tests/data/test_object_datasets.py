@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,11 +13,11 @@ from faster_coco_eval import mask as coco_masks
 from tests.shapes import CLASSES, draw_shapes, make_coco, make_parquet, make_voc, make_yolo
 from vitrail.data.datasets.lookup import open_sources, open_splits
 from vitrail.data.image_loader import ImageLoader
-from vitrail.data.instance_masks import unpack_masks
+from vitrail.data.instance_masks import Rle, unpack_masks
 from vitrail.data.loader import ImageReader, Problem
 from vitrail.data.mask_checks import check_masks, complete_classes
 from vitrail.data.object_checks import check_objects
-from vitrail.data.objects import CROWD, DIFFICULT
+from vitrail.data.objects import CROWD, DIFFICULT, decode_objects, make_objects
 from vitrail.data.sampler import EpochSampler
 from vitrail.errors import UserError
 
@@ -187,10 +188,10 @@ def test_masks_of_images_without_a_listed_size(tmp_path):
     def change(content):
         for each in content["images"]:
             del each["width"], each["height"]
-        first_annotation(content, segmentation={"size": [65000, 65000], "counts": [65000 * 65000]})
+        first_annotation(content, segmentation={"size": [11000, 11000], "counts": [11000 * 11000]})
 
     problem = read(open_sources(change_json(make_coco(tmp_path / "data", 3), change))["train"], 0)
-    assert "65000 x 65000 pixels, but its image 64 x 56" in problem.reason
+    assert "11000 x 11000 pixels, but its image 64 x 56" in problem.reason
 
 
 def test_pipes_are_not_opened(tmp_path):
@@ -236,6 +237,32 @@ def test_too_many_objects(tmp_path):
 
     problem = read(open_sources(change_json(make_coco(tmp_path / "data", 3), change))["train"], 0)
     assert "at most 1,000 are supported" in problem.reason
+
+
+def test_masks_that_are_too_large_together():
+    """Run lengths of some bytes for each object: 7 GB of masks in a file of 55 KB."""
+    shape = Rle(np.array([0, 4000 * 4000]), (4000, 4000))
+    rows = [{"box": (0, 0, 4000, 4000), "class": 0, "shape": shape if number == 0 else None} for number in range(400)]
+    with pytest.raises(ValueError, match="masks of 400 objects of 4000 x 4000 pixels are too large: make the image smaller"):
+        decode_objects(make_objects(rows), 4000, 4000)
+    with pytest.raises(ValueError, match="masks of 400 objects"):
+        decode_objects(replace(make_objects(rows), shapes=(), instances=b""), 4000, 4000)
+
+
+@pytest.mark.parametrize(
+    ("shape", "sentence"),
+    [
+        ({"size": [56, 64], "counts": 4096}, "neither a list of numbers nor text"),
+        ({"size": [56, 64], "counts": [[3584]]}, "neither a list of numbers nor text"),
+        ({"size": [1 << 16, 1 << 16], "counts": [0, 1 << 32]}, "a mask of an impossible size"),
+    ],
+)
+def test_run_lengths_that_cannot_be_used(shape, sentence, tmp_path):
+    def change(content):
+        content["annotations"][0]["segmentation"] = shape
+
+    source = open_sources(change_json(make_coco(tmp_path / "data", 2), change))["train"]
+    assert sentence in read(source, 0).reason
 
 
 @pytest.mark.parametrize(

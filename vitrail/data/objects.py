@@ -14,6 +14,7 @@ from vitrail.data.mask_classes import IGNORE
 from vitrail.errors import UserError
 
 MAX_OBJECTS = 1000  # of an image
+MAX_MASK_PIXELS = 1 << 31  # of the masks of an image together
 MAX_OBJECT_CLASSES, MAX_NAME = 10_000, 1000
 CROWD, DIFFICULT = 1, 2  # flags of objects that are neither trained nor counted: a group, and one that is hard to see
 MIN_SIDE = 1e-3  # pixels of a box; smaller ones have no area
@@ -105,6 +106,8 @@ def scale_boxes(objects: Objects, height: int, width: int) -> tuple[np.ndarray, 
 
 def read_masks(objects: Objects, kept: np.ndarray, height: int, width: int) -> np.ndarray | None:
     """The masks of the objects `kept`, bool [n, H, W], empty for those without; None if no object has one."""
+    if (objects.instances is not None or objects.shapes) and len(kept) * height * width > MAX_MASK_PIXELS:
+        raise ValueError(f"masks of {len(kept)} objects of {width} x {height} pixels are too large: make the image smaller")
     if objects.instances is not None:
         index = fit_mask(decode_mask(objects.instances), np.empty((height, width)))
         found: np.ndarray = index[None] == (kept + 1).astype(np.int64)[:, None, None]
