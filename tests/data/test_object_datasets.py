@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,11 +13,11 @@ from faster_coco_eval import mask as coco_masks
 from tests.shapes import CLASSES, draw_shapes, make_coco, make_parquet, make_voc, make_yolo
 from vitrail.data.datasets.lookup import open_sources, open_splits
 from vitrail.data.image_loader import ImageLoader
-from vitrail.data.instance_masks import unpack_masks
+from vitrail.data.instance_masks import Rle, unpack_masks
 from vitrail.data.loader import ImageReader, Problem
 from vitrail.data.mask_checks import check_masks, complete_classes
 from vitrail.data.object_checks import check_objects
-from vitrail.data.objects import CROWD, DIFFICULT
+from vitrail.data.objects import CROWD, DIFFICULT, decode_objects, make_objects
 from vitrail.data.sampler import EpochSampler
 from vitrail.errors import UserError
 
@@ -187,10 +188,10 @@ def test_masks_of_images_without_a_listed_size(tmp_path):
     def change(content):
         for each in content["images"]:
             del each["width"], each["height"]
-        first_annotation(content, segmentation={"size": [65000, 65000], "counts": [65000 * 65000]})
+        first_annotation(content, segmentation={"size": [11000, 11000], "counts": [11000 * 11000]})
 
     problem = read(open_sources(change_json(make_coco(tmp_path / "data", 3), change))["train"], 0)
-    assert "65000 x 65000 pixels, but its image 64 x 56" in problem.reason
+    assert "11000 x 11000 pixels, but its image 64 x 56" in problem.reason
 
 
 def test_pipes_are_not_opened(tmp_path):
@@ -236,6 +237,32 @@ def test_too_many_objects(tmp_path):
 
     problem = read(open_sources(change_json(make_coco(tmp_path / "data", 3), change))["train"], 0)
     assert "at most 1,000 are supported" in problem.reason
+
+
+def test_masks_that_are_too_large_together():
+    """Run lengths of some bytes for each object: 7 GB of masks in a file of 55 KB."""
+    shape = Rle(np.array([0, 4000 * 4000]), (4000, 4000))
+    rows = [{"box": (0, 0, 4000, 4000), "class": 0, "shape": shape if number == 0 else None} for number in range(400)]
+    with pytest.raises(ValueError, match="masks of 400 objects of 4000 x 4000 pixels are too large: make the image smaller"):
+        decode_objects(make_objects(rows), 4000, 4000)
+    with pytest.raises(ValueError, match="masks of 400 objects"):
+        decode_objects(replace(make_objects(rows), shapes=(), instances=b""), 4000, 4000)
+
+
+@pytest.mark.parametrize(
+    ("shape", "sentence"),
+    [
+        ({"size": [56, 64], "counts": 4096}, "neither a list of numbers nor text"),
+        ({"size": [56, 64], "counts": [[3584]]}, "neither a list of numbers nor text"),
+        ({"size": [1 << 16, 1 << 16], "counts": [0, 1 << 32]}, "a mask of an impossible size"),
+    ],
+)
+def test_run_lengths_that_cannot_be_used(shape, sentence, tmp_path):
+    def change(content):
+        content["annotations"][0]["segmentation"] = shape
+
+    source = open_sources(change_json(make_coco(tmp_path / "data", 2), change))["train"]
+    assert sentence in read(source, 0).reason
 
 
 @pytest.mark.parametrize(
@@ -287,6 +314,34 @@ def test_yaml_does_not_expand(tmp_path):
     with pytest.raises(UserError, match="does not name the classes 0 to 1"):
         open_sources(folder)
     assert time.monotonic() - start < 5
+
+
+MERGES = ["a0: &a0 {k: 1, l: 2}", *(f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 10)}]}}" for i in range(1, 6))]
+
+
+@pytest.mark.parametrize("line", ["\n".join(MERGES), "x: 1" + ":59" * 50_000, "x: 2026-99-99", "x: !!python/name:os.system 1"])
+def test_values_of_yaml_are_only_text(line, tmp_path):
+    """Merge keys take memory without limit, numbers of base 60 minutes."""
+    folder = make_yolo(tmp_path / "data", 2)
+    (folder / "data.yaml").write_text(f"{line}\nnames: {{0: 0x{'f' * 500}, 1: yes}}\n")
+    start = time.monotonic()
+    assert open_sources(folder)["train"].object_classes == (f"0x{'f' * 500}", "yes")
+    assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize("names", ["{0: a, 2: b}", "['', b]", "{x: a}", "[[a], b]"])
+def test_yaml_without_a_name_for_each_class(names, tmp_path):
+    folder = make_yolo(tmp_path / "data", 2)
+    (folder / "data.yaml").write_text(f"names: {names}\n")
+    with pytest.raises(UserError, match="does not name the classes 0 to"):
+        open_sources(folder)
+
+
+def test_a_long_name_that_yaml_repeats(tmp_path):
+    folder = make_yolo(tmp_path / "data", 2)
+    (folder / "data.yaml").write_text(f"x: &x {'n' * 500_000}\nnames: [{'*x, ' * 9000}]\n")
+    with pytest.raises(UserError, match="a class name of more than 1,000 characters"):
+        open_sources(folder)
 
 
 def test_data_that_cannot_be_trained_on(tmp_path):

@@ -95,6 +95,7 @@ HOSTILE = [
     ({"labels": torch.zeros(6, 2, dtype=torch.int64)}, {}, "another shape"),
     ({"location_ends": torch.tensor([0, 5, 3, 9, 9, 9, 9])}, {}, "out of range"),
     ({"thumbnail_ends": torch.full((7,), 1 << 40)}, {}, "out of range"),
+    ({"thumbnail_ends": torch.tensor([9, -(2**63) + 8, 7, 9, -(2**63) + 8, 7, 9])}, {}, "out of range"),  # differences overflow
     ({"thumbnail_ends": torch.tensor([-4, 0, 0, 0, 0, 0, 0])}, {}, "out of range"),
     ({}, {"columns": [{"name": "label", "classes": 7}, {"name": "kind", "classes": ["x"]}]}, "class names"),
     ({}, {"columns": [{"name": "label", "classes": ["a", "b", "c"]}] * 2}, "one name"),

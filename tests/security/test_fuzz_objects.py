@@ -30,6 +30,7 @@ VALUES = [
 ]
 VALUES += [[[1e308] * 6], [[float("nan")] * 6], [["a"] * 6], 0.5, {"size": [1, 2], "counts": "abc"}, {"size": "ab", "counts": []}]
 VALUES += [{"size": [56, 64], "counts": [1, 2, 3.5]}, {"size": [56, 64], "counts": None}]
+VALUES += [{"size": [56, 64], "counts": counts} for counts in (3584, 0.5, {}, {"a": 1}, [[3584]], [])]
 
 
 def places(value, start=()):

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from vitrail.evaluation.model import Head, Model
 
 
+MAP_SUFFIXES = (".csv", ".tsv", ".json")
 MAX_THUMBNAILS = 24  # of wrong predictions in the page
 
 
@@ -242,9 +243,26 @@ def open_labeled(path: str, split: str | None, weights: Path) -> "EvaluationData
     found = find_training(weights, path)
     data = open_evaluation_data(path, split, found.classes if found else None, found.label if found else "")
     if found is not None:
+        check_map(found, path)
         choose_labels([part for part in (data.source, data.calibration) if part is not None], found.label, found.map)
     require_labels(data.source)
     return data
+
+
+def check_map(training: "Training", source: str) -> None:
+    """UserError for a map of a run.json, which may come from anywhere, that is not a table beside the run, the data or here.
+
+    Other files that it names are not opened: messages and reports show parts of a map.
+    """
+    if not training.map:
+        return
+    file = Path(os.path.realpath(os.path.expanduser(training.map)))
+    folders = [os.path.realpath(folder) for folder in (training.folder, source, ".")]
+    if file.suffix.lower() not in MAP_SUFFIXES or not any(file.is_relative_to(folder) for folder in folders):
+        raise UserError(
+            f"{training.folder / 'run.json'} names the map {training.map[:200]}, which is not a CSV, TSV or JSON file in the run "
+            "directory, the folder of the data or the current folder: if you trust it, run the command in the folder of that map."
+        )
 
 
 class Training(NamedTuple):
@@ -253,16 +271,19 @@ class Training(NamedTuple):
     classes: list[str]
     label: str  # data.label and data.map of its recipe
     map: str
+    folder: Path
 
 
 def find_training(weights: Path, path: str) -> Training | None:
     """The classes and labels of the run that the weights belong to; None if it was not a run on this data."""
+    from vitrail.data.class_matching import read_json
+
     for folder in (weights, weights.parent):
         try:
-            run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+            run = read_json(folder / "run.json")
             source, classes, choice = run["source"], list(run["data"].get("classes") or ()), run["recipe"].get("data", {})
-            found = Training(classes, str(choice.get("label", "")), str(choice.get("map", "")))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            found = Training(classes, str(choice.get("label", "")), str(choice.get("map", "")), folder)
+        except (UserError, KeyError, TypeError, AttributeError):
             continue
         return found if source == path or os.path.realpath(str(source)) == os.path.realpath(path) else None
     return None

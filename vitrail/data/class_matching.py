@@ -18,7 +18,9 @@ from vitrail.errors import UserError
 Among = Literal["subset", "all"]
 WORDNET_ID = re.compile(r"(?<![a-z0-9])n\d{8}(?!\d)")
 MIN_IMAGENET = 0.9  # share of 1000 names in ImageNet's order that makes a list ImageNet's; releases differ in some names
-SHOWN = 3
+SHOWN = 3  # class names in a message
+SHOWN_CHARACTERS = 100  # of a value of a map
+MAX_JSON = 1 << 28  # bytes
 OTHER = "(another class)"
 HINT = "map the classes with --map map.json"
 
@@ -128,16 +130,22 @@ def read_wordnet_ids(path: str) -> dict[str, str]:
     folders = [folder, folder.parent] if folder.name.lower() in SPLITS else [folder]
     file = next(filter(Path.is_file, (each / "wordnet_ids.json" for each in folders)), None)
     try:
-        content = json.loads(file.read_text(encoding="utf-8")) if file is not None else None
-    except (OSError, ValueError, RecursionError):
+        content = read_json(file) if file is not None else None
+    except UserError:
         return {}
     pairs = content.items() if isinstance(content, dict) else ()
     return {name: value for name, value in pairs if isinstance(value, str) and WORDNET_ID.fullmatch(value)}
 
 
 def read_json(path: str | Path) -> Any:
+    """The content of a JSON file; UserError if there is none, and for what is not a regular file: opening a pipe could block."""
+    path = Path(path)
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        if path.exists() and not path.is_file():
+            raise UserError(f"{path} is not a regular file: give a JSON file.")
+        if path.stat().st_size > MAX_JSON:
+            raise UserError(f"{path} is larger than {MAX_JSON >> 20} MiB: give a smaller JSON file.")
+        return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"There is no file {path}.") from None
     except (OSError, ValueError, RecursionError) as error:
@@ -175,8 +183,8 @@ def _apply_map(
 ) -> ClassMatch:
     unknown = next((name for name in class_map if name not in data_names), None)
     if unknown is not None:
-        nearest = difflib.get_close_matches(unknown, data_names, 1, 0.0)
-        raise UserError(f"The map names {unknown!r}, which is no class of {data}; the nearest is {nearest[0]!r}.")
+        nearest = difflib.get_close_matches(unknown[:SHOWN_CHARACTERS], data_names, 1, 0.0)
+        raise UserError(f"The map names {_shorten(unknown)}, which is no class of {data}; the nearest is {nearest[0]!r}.")
     indices, _ = _match_names(known, data_names, ids) if known is not None else ([None] * len(data_names), "")
     groups: list[list[int]] = []
     for name, index in zip(data_names, indices, strict=True):
@@ -226,18 +234,25 @@ def _mapped_index(known: list[str] | None, model_classes: int, value: Any, name:
     """The index of a model class given by index, name or WordNet id."""
     if type(value) is int:
         if not 0 <= value < model_classes:
-            raise UserError(f"The map assigns the class index {value} to {name!r}; the model has 0 to {model_classes - 1}.")
+            raise UserError(
+                f"The map assigns the class index {_shorten(value)} to {name!r}; the model has 0 to {model_classes - 1}."
+            )
         return value
     if not isinstance(value, str):
-        raise UserError(f"The map assigns the value {value!r} to {name!r}: write a class name, an index or a list of them.")
+        raise UserError(
+            f"The map assigns the value {_shorten(value)} to {name!r}: write a class name, an index or a list of them."
+        )
     if known is None:
-        raise UserError(f"The map assigns the class {value!r} to {name!r}, but the model has no class names: give indices.")
+        raise UserError(
+            f"The map assigns the class {_shorten(value)} to {name!r}, but the model has no class names: give indices."
+        )
     index = _match_names(known, [value], {})[0][0]
     if index is None:
         titles = [title for _, title in imagenet()] if known == [number for number, _ in imagenet()] else known
-        nearest = difflib.get_close_matches(value, titles, 1, 0.0)
+        nearest = difflib.get_close_matches(value[:SHOWN_CHARACTERS], titles, 1, 0.0)
         raise UserError(
-            f"The map assigns the class {value!r} to {name!r}, which the model does not have; the nearest is {nearest[0]!r}."
+            f"The map assigns the class {_shorten(value)} to {name!r}, which the model does not have; "
+            f"the nearest is {nearest[0]!r}."
         )
     return index
 
@@ -371,6 +386,12 @@ def _describe_difference(
         f"The model's {len(titles)} classes do not match those of {data}: {len(missing)} of {len(data_names)} are unknown to the "
         f"model ({_some(names)}); the model has {_some(unmatched)}; {hint}."
     )
+
+
+def _shorten(value: Any) -> str:
+    """A value of a map for a message; it may have any length."""
+    text = repr(value)
+    return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "…"
 
 
 def _some(names: Sequence[str]) -> str:

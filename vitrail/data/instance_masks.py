@@ -146,7 +146,7 @@ def pack_masks(masks: np.ndarray) -> np.ndarray:
 
 def unpack_masks(planes: np.ndarray, count: int) -> np.ndarray:
     """The first `count` masks of packed bits, bool [count, H, W]."""
-    masks: np.ndarray = np.unpackbits(planes, axis=0, count=count, bitorder="little").astype(bool)
+    masks: np.ndarray = np.unpackbits(planes, axis=0, count=count, bitorder="little").view(bool)
     return masks
 
 

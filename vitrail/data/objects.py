@@ -14,6 +14,7 @@ from vitrail.data.mask_classes import IGNORE
 from vitrail.errors import UserError
 
 MAX_OBJECTS = 1000  # of an image
+MAX_MASK_PIXELS = 1 << 31  # of the masks of an image together
 MAX_OBJECT_CLASSES, MAX_NAME = 10_000, 1000
 CROWD, DIFFICULT = 1, 2  # flags of objects that are neither trained nor counted: a group, and one that is hard to see
 MIN_SIDE = 1e-3  # pixels of a box; smaller ones have no area
@@ -105,6 +106,8 @@ def scale_boxes(objects: Objects, height: int, width: int) -> tuple[np.ndarray, 
 
 def read_masks(objects: Objects, kept: np.ndarray, height: int, width: int) -> np.ndarray | None:
     """The masks of the objects `kept`, bool [n, H, W], empty for those without; None if no object has one."""
+    if (objects.instances is not None or objects.shapes) and len(kept) * height * width > MAX_MASK_PIXELS:
+        raise ValueError(f"masks of {len(kept)} objects of {width} x {height} pixels are too large: make the image smaller")
     if objects.instances is not None:
         index = fit_mask(decode_mask(objects.instances), np.empty((height, width)))
         found: np.ndarray = index[None] == (kept + 1).astype(np.int64)[:, None, None]
@@ -222,11 +225,12 @@ def plane_count(objects: int) -> int:
 
 def check_class_names(names: Sequence[str], place: str) -> tuple[str, ...]:
     """The names of object classes; UserError if there are none, too many, or one twice."""
-    found = tuple(str(name).encode("utf-8", "replace").decode() for name in names)
-    if not 1 <= len(found) <= MAX_OBJECT_CLASSES:
-        raise UserError(f"{place} names {len(found):,} classes: 1 to {MAX_OBJECT_CLASSES:,} are supported.")
-    if max(map(len, found)) > MAX_NAME:
+    if not 1 <= len(names) <= MAX_OBJECT_CLASSES:
+        raise UserError(f"{place} names {len(names):,} classes: 1 to {MAX_OBJECT_CLASSES:,} are supported.")
+    texts = [str(name) for name in names]
+    if max(map(len, texts)) > MAX_NAME:  # checked before they are copied: all can be one text, of a YAML file
         raise UserError(f"{place} has a class name of more than {MAX_NAME:,} characters: give a shorter one.")
+    found = tuple(text.encode("utf-8", "replace").decode() for text in texts)
     if len(set(found)) < len(found):
         twice = next(name for name in found if found.count(name) > 1)
         raise UserError(f"{place} names the class {twice!r} twice: give each its own name.")

@@ -1,6 +1,5 @@
 """The images of a folder in the explorer: thumbnails, predictions, labels, and a 2-D map of their features."""
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitrail.data.class_matching import match_classes, read_wordnet_ids
+from vitrail.data.class_matching import match_classes, read_json, read_wordnet_ids
 from vitrail.data.decode import decode
 from vitrail.data.source import Source, Subset
 from vitrail.errors import UserError
@@ -21,7 +20,6 @@ from vitrail.formatting import escape_control, pluralize
 from vitrail.models.vision_transformer import VisionTransformer
 
 THUMBNAIL_SIDE = 128
-EVALUATION_BYTES = 2**28
 
 
 class Scan(NamedTuple):
@@ -121,11 +119,8 @@ def read_wrong(path: Path) -> list[str]:
     """The locations of the wrong images of `evaluation.json`, which `vitrail evaluate --out` writes."""
     file = path / "evaluation.json" if path.is_dir() else path
     try:
-        if file.stat().st_size > EVALUATION_BYTES:
-            raise ValueError
-        content = json.loads(file.read_text(encoding="utf-8"))
-        return [str(row["image"]) for each in content["evaluations"] for row in each["wrong"]]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return [str(row["image"]) for each in read_json(file)["evaluations"] for row in each["wrong"]]
+    except (UserError, KeyError, TypeError):
         raise UserError(f"{file} is not the evaluation.json that `vitrail evaluate --out FOLDER` writes.") from None
 
 

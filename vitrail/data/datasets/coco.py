@@ -16,6 +16,7 @@ import numpy as np
 
 from vitrail.data.datasets.folder import SPLITS, FolderSource, Paths, SourceDict, listing
 from vitrail.data.datasets.object_table import ObjectTable
+from vitrail.data.decode import PIXEL_LIMIT
 from vitrail.data.instance_masks import Rle, Shape, read_polygons
 from vitrail.data.objects import CROWD, UNKNOWN_CLASS, check_class_names
 from vitrail.errors import UserError
@@ -156,12 +157,15 @@ def read_shape(segmentation: Any) -> Shape:
         return None
     if isinstance(segmentation, dict):
         height, width = (int(side) for side in segmentation["size"])
-        if not (0 < height <= MAX_SIDE and 0 < width <= MAX_SIDE):
+        if not (0 < height <= MAX_SIDE and 0 < width <= MAX_SIDE and height * width <= PIXEL_LIMIT):
             raise ValueError("a mask of an impossible size")
         counts = segmentation["counts"]
         if isinstance(counts, str):
             return Rle(counts.encode("ascii"), (height, width))
-        return Rle(np.asarray(counts, dtype=np.int64), (height, width))
+        runs = np.asarray(counts, dtype=np.int64)
+        if runs.ndim != 1:
+            raise ValueError("run lengths that are neither a list of numbers nor text")
+        return Rle(runs, (height, width))
     return read_polygons(segmentation)
 
 

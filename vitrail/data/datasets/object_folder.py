@@ -200,17 +200,17 @@ def find_names(path: str) -> list[str]:
     for entry in listing(path):
         if entry.name.lower().endswith((".yaml", ".yml")) and entry.is_file():
             try:
-                names = yaml.safe_load(read_small(entry.path)).get("names")
+                # BaseLoader: all values are text; merge keys, tags and numbers could take gigabytes or minutes.
+                names = yaml.load(read_small(entry.path), yaml.BaseLoader).get("names")
             except (OSError, ValueError, AttributeError, RecursionError, yaml.YAMLError):
                 continue
             if isinstance(names, list):
-                names = dict(enumerate(names))
+                names = {str(number): name for number, name in enumerate(names)}
             if isinstance(names, dict) and names:
-                # Text and numbers only: nested lists of references could expand without limit.
-                named = {key: str(name) for key, name in names.items() if isinstance(key, int) and isinstance(name, str | int)}
-                if len(named) < len(names) or sorted(named) != list(range(len(named))):
+                named = [names.get(str(number)) for number in range(len(names))]
+                if not all(isinstance(name, str) and name for name in named):
                     raise UserError(f"{entry.path} does not name the classes 0 to {len(names) - 1}: give each number a name.")
-                return [named[key] for key in sorted(named)]
+                return [str(name) for name in named]
     for name in NAME_FILES:
         file = os.path.join(path, name)
         if os.path.isfile(file):
