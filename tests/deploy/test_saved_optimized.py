@@ -8,8 +8,10 @@ import torch
 
 import vitrail
 from tests.deploy.exports import make_model
+from tests.small import structures
 from vitrail.checkpoints.artifact import OPTIMIZED
 from vitrail.deploy.onednn import can_pack, can_quantize
+from vitrail.deploy.optimize import Report
 from vitrail.deploy.saved_optimized import checksum
 from vitrail.errors import UserError
 
@@ -63,13 +65,20 @@ def change(path, target, tensors=None, **fields):
     return target
 
 
+REPORT = Report("latency", "float32", ("folded",), (), 0.0, 0.0, 0.0, (2, 1), (4, 4)).to_dict()
 MISMATCHES = {
     "torch": ({"machine": {"vitrail": vitrail.__version__, "torch": "1.0", "hardware": "x"}}, "for torch 1.0, and this is torch"),
     "layout": ({"layout": 1}, "another version of Vitrail"),
     "GPU": ({"device": "cuda"}, "there is none"),
     "batch": ({"graph_batch": "many"}, "damaged header"),
     "classes": ({"class_names": ["a"]}, "damaged header"),
+    "one text": ({"class_names": "x" * structures()["deit_tiny_patch16"].classes}, "damaged header"),
     "report": ({"report": {}}, "damaged header"),
+    "goal": ({"report": REPORT | {"goal": {"a": 1}}}, "damaged header"),
+    "precision": ({"report": REPORT | {"precision": ["int8"]}}, "damaged header"),
+    "applied": ({"report": REPORT | {"applied": "folded"}}, "damaged header"),
+    "error": ({"report": REPORT | {"total_error": "0"}}, "damaged header"),
+    "counts": ({"report": REPORT | {"same_top1": [4]}}, "damaged header"),
     "checksum": ({"sha256": "0"}, "does not match its checksum"),
 }
 

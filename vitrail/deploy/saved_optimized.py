@@ -130,15 +130,14 @@ def read_header(text: str, tensors: dict[str, Tensor], path: str | Path) -> dict
         header["architecture"] = Architecture.from_dict(header["architecture"])
         header["preprocessing"] = Preprocessing.from_dict(header["preprocessing"])
         header["preprocessing"].check()
-        report: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in header["report"].items()
-        }
-        header["report"] = Report(**report)
+        header["report"] = read_report(header["report"])
         header["dtype"] = {name: dtype for dtype, name in DTYPES.items()}[header["dtype"]]
         flags = [header[name] for name in ("compiled", "graphs", "packed")]
         names, batch = header["class_names"], header["graph_batch"]
         valid = all(type(flag) is bool for flag in flags) and header["device"] in ("cpu", "cuda")
-        valid &= names is None or [type(name) for name in names] == [str] * header["architecture"].classes
+        valid &= names is None or (
+            type(names) is list and [type(name) for name in names] == [str] * header["architecture"].classes
+        )
         valid &= batch is None or (type(batch) is int and 0 < batch < 1 << 16)
         valid &= {type(value) for value in (*header["machine"].values(), header["name"])} == {str}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -146,6 +145,20 @@ def read_header(text: str, tensors: dict[str, Tensor], path: str | Path) -> dict
     if not valid:
         raise UserError(f"{path} has a damaged header: {AGAIN}.")
     return header
+
+
+def read_report(values: dict[str, Any]) -> Report:
+    """A report with the types of its fields; ValueError for others."""
+    report = Report(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+    lists = (report.applied, report.skipped, report.parameters, report.same_top1)
+    valid = {type(each) for each in lists} == {tuple} and len(report.parameters) == len(report.same_top1) == 2
+    texts, counts = (report.goal, report.precision, *report.applied, *report.skipped), (*report.parameters, *report.same_top1)
+    errors = (report.folding_error, report.total_error, report.rounding_error)
+    if not (valid and {type(text) for text in texts} == {str} and {type(count) for count in counts} == {int}):
+        raise ValueError("texts or counts")
+    if not {type(error) for error in errors} <= {int, float}:
+        raise ValueError("errors")
+    return report
 
 
 def check_machine(header: dict[str, Any], device: torch.device, path: str | Path) -> None:
