@@ -7,7 +7,8 @@ from typing import Any
 
 import yaml
 
-from vitrail.formatting import format_significant, percent, pluralize
+from vitrail.formatting import escape_control, format_significant, percent, pluralize
+from vitrail.models.preprocessing import are_numbers
 from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.version import __version__
 
@@ -58,9 +59,8 @@ def describe_header(
     name = str(data.get("name", ""))
     if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name, re.ASCII):
         header["datasets"] = [name]
-    top1 = metrics.get("top1")
-    if isinstance(top1, int | float):
-        measured = {"type": "accuracy", "name": "top-1 accuracy", "value": round(float(top1), 4)}
+    if are_numbers([metrics.get("top1")], 1):
+        measured = {"type": "accuracy", "name": "top-1 accuracy", "value": round(float(metrics["top1"]), 4)}
         where = {"name": name or "validation images", "type": name or "images", "split": "validation"}
         result = {"task": {"type": task}, "dataset": where, "metrics": [measured]}
         header["metrics"] = ["accuracy"]
@@ -105,7 +105,7 @@ def describe_model(model: VisionTransformer) -> str:
 def describe_data(model: VisionTransformer, data: Mapping[str, Any]) -> str:
     if not data:
         return "Not stated in the artifact."
-    counts = [f"{data[split]:,} {title}" for split, title in SPLITS.items() if isinstance(data.get(split), int)]
+    counts = [f"{data[split]:,} {title}" for split, title in SPLITS.items() if is_count(data.get(split))]
     return f"{plain(str(data.get('name') or 'Images'))}: {' and '.join(counts) or 'number of images not stated'}."
 
 
@@ -145,13 +145,13 @@ def look_up(values: Mapping[str, Any], key: str) -> Any:
 
 
 def describe_metrics(metrics: Mapping[str, Any], data: Mapping[str, Any]) -> str:
-    numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float) and not isinstance(value, bool)}
+    numbers = {name: float(value) for name, value in metrics.items() if are_numbers([value], 1)}
     if not numbers:
         return "Not stated in the artifact."
-    images = numbers.get("images") or data.get("validation")
+    images = metrics.get("images") or data.get("validation")
     rows = {name: percent(value, 2) if name in RATIOS else format_significant(value) for name, value in numbers.items()}
     text = table({name: value for name, value in rows.items() if name != "images"})
-    return f"{text}\n\nMeasured on {f'{images:,}' if isinstance(images, int) else 'the'} validation images."
+    return f"{text}\n\nMeasured on {f'{images:,}' if is_count(images) else 'the'} validation images."
 
 
 def describe_limits(model: VisionTransformer, metrics: Mapping[str, Any], recipe: Mapping[str, Any], license: str | None) -> str:
@@ -171,6 +171,10 @@ def describe_limits(model: VisionTransformer, metrics: Mapping[str, Any], recipe
     return "\n".join(f"* {line}" for line in lines)
 
 
+def is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
+
+
 def table(rows: Mapping[str, Any]) -> str:
     lines = [f"| {plain(str(name))} | {plain(str(value))} |" for name, value in rows.items()]
     return "\n".join(["| | |", "| --- | --- |", *lines])
@@ -178,4 +182,4 @@ def table(rows: Mapping[str, Any]) -> str:
 
 def plain(text: str) -> str:
     """Text without the meaning of Markdown or HTML, on one line: names in an artifact may be any text."""
-    return SPECIAL.sub(r"\\\1", " ".join(text.split()))
+    return SPECIAL.sub(r"\\\1", escape_control(" ".join(text.split())))
