@@ -128,6 +128,16 @@ def test_notes_of_strangers(case, tmp_path):
     assert not any(word in text for word in ("nan", "inf ", "0000000000", "True"))
 
 
+def test_names_are_not_links(tmp_path):
+    model, name = make_model("cait_xxs24"), "x\n---\nsee https://evil.example www.evil.example @user &lt; hf://me/x@main"
+    model.notes = {"data": json.dumps({"name": name}), "metrics": '{"top1": 0.5}'}
+    vitrail.push(model, "me/photos", out=tmp_path / "repository")
+    header, text = (tmp_path / "repository" / "README.md").read_text(encoding="utf-8").split("---\n")[1:]
+    assert yaml.safe_load(header)["model-index"][0]["results"][0]["dataset"]["name"] == "validation images"
+    assert not any(link in text for link in ("https://", "www.", "@user", " &lt;"))
+    assert "hf://me/x@main" in text
+
+
 def test_paths_in_notes_are_shortened(tmp_path):
     model = make_model("cait_xxs24")
     model.notes = {

@@ -20,7 +20,9 @@ HUB_TASKS = {  # by task of a model: the name on the hub
     "detection": "object-detection",
 }
 RATIOS = ("top1", "top5", "knn", "test", "mean_iou", "pixel_accuracy")  # metrics that are shown in percent
-SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~])")
+SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~&$])")
+LINK = re.compile(r"(\b(?:https?|ftp)(?=:)|\bwww(?=\.)|(?<!\w)@)", re.IGNORECASE)  # what becomes a link without any syntax
+DATA_NAME = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?", re.ASCII)
 
 
 def write_card(model: VisionTransformer, repository: str, license: str | None, transformers: bool) -> str:
@@ -57,7 +59,8 @@ def describe_header(
     header: dict[str, Any] = {"license": license} if license else {}
     header |= {"library_name": "vitrail", "pipeline_tag": task, "tags": ["vitrail", task]}
     name = str(data.get("name", ""))
-    if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name, re.ASCII):
+    name = name if DATA_NAME.fullmatch(name) else ""
+    if name:
         header["datasets"] = [name]
     if are_numbers([metrics.get("top1")], 1):
         measured = {"type": "accuracy", "name": "top-1 accuracy", "value": round(float(metrics["top1"]), 4)}
@@ -182,4 +185,5 @@ def table(rows: Mapping[str, Any]) -> str:
 
 def plain(text: str) -> str:
     """Text without the meaning of Markdown or HTML, on one line: names in an artifact may be any text."""
-    return SPECIAL.sub(r"\\\1", escape_control(" ".join(text.split())))
+    escaped = SPECIAL.sub(r"\\\1", escape_control(" ".join(text.split())))
+    return LINK.sub("\\1\u200b", escaped)  # a space without width
