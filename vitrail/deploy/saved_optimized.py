@@ -149,7 +149,8 @@ def read_header(text: str, tensors: dict[str, Tensor], path: str | Path) -> dict
 
 def read_report(values: dict[str, Any]) -> Report:
     """A report with the types of its fields; ValueError for others."""
-    report = Report(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+    fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    report = Report(**fields)
     lists = (report.applied, report.skipped, report.parameters, report.same_top1)
     valid = {type(each) for each in lists} == {tuple} and len(report.parameters) == len(report.same_top1) == 2
     texts, counts = (report.goal, report.precision, *report.applied, *report.skipped), (*report.parameters, *report.same_top1)
