@@ -109,6 +109,50 @@ def test_the_card_says_what_the_artifact_knows(tmp_path):
     assert "pipeline_tag: image-feature-extraction" in text
 
 
+HOSTILE = {
+    "deep": {"recipe": '{"a":' * 900 + "1" + "}" * 900},
+    "large": {"metrics": '{"top1": 1' + "0" * 400 + ', "loss": -1' + "0" * 400 + ', "images": true}', "data": '{"train": true}'},
+    "not finite": {"metrics": '{"top1": NaN, "loss": Infinity}'},
+    "surrogates": {"data": '{"name": "\\ud800"}', "recipe": '{"name": "\\udcffx"}', "metrics": '{"top1": 0.5}'},
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_notes_of_strangers(case, tmp_path):
+    model = make_model("cait_xxs24")
+    model.notes = HOSTILE[case]
+    vitrail.push(model, "me/photos", out=tmp_path / "repository")
+    text = (tmp_path / "repository" / "README.md").read_text(encoding="utf-8")
+    yaml.safe_load(text.split("---")[1])
+    assert ("ud800" in text) == (case == "surrogates")
+    assert not any(word in text for word in ("nan", "inf ", "0000000000", "True"))
+
+
+def test_names_are_not_links(tmp_path):
+    model, name = make_model("cait_xxs24"), "x\n---\nsee https://evil.example www.evil.example @user &lt; hf://me/x@main"
+    model.notes = {"data": json.dumps({"name": name}), "metrics": '{"top1": 0.5}'}
+    vitrail.push(model, "me/photos", out=tmp_path / "repository")
+    header, text = (tmp_path / "repository" / "README.md").read_text(encoding="utf-8").split("---\n")[1:]
+    assert yaml.safe_load(header)["model-index"][0]["results"][0]["dataset"]["name"] == "validation images"
+    assert not any(link in text for link in ("https://", "www.", "@user", " &lt;"))
+    assert "hf://me/x@main" in text
+
+
+def test_paths_in_notes_are_shortened(tmp_path):
+    model = make_model("cait_xxs24")
+    model.notes = {
+        "a": "/home/secret/x",
+        "b": '"/home/secret/x"',
+        "c": '{"/home/secret/x": ["/home/secret/y"]}',
+        "d": "plain / text",
+    }
+    model.notes["e"] = "[" * 99 + '"/home/secret/x"' + "]" * 99
+    vitrail.push(model, "me/photos", out=tmp_path / "repository")
+    notes = vitrail.load(tmp_path / "repository" / "model.safetensors").notes
+    expected = {"a": "x", "b": '"x"', "c": '{"x": ["y"]}', "d": "plain / text"}
+    assert {name: notes.get(name) for name in "abcde"} == expected | {"e": None}
+
+
 def test_the_command_uploads_a_run(server, run_cli, tmp_path, caplog):
     caplog.set_level(logging.DEBUG)
     model = make_model("cait_xxs24")

@@ -8,8 +8,11 @@ import torch
 
 import vitrail
 from tests.deploy.exports import make_model
+from tests.small import structures
 from vitrail.checkpoints.artifact import OPTIMIZED
 from vitrail.deploy.onednn import can_pack, can_quantize
+from vitrail.deploy.optimize import Report
+from vitrail.deploy.saved_optimized import checksum
 from vitrail.errors import UserError
 
 NAMES = ("deit_tiny_patch16", "deit_tiny_distilled_patch16", "cait_xxs24", "resmlp_s12", "patchconvnet_s20", "vit_tiny_r_s16_p8")
@@ -53,22 +56,30 @@ def saved(tmp_path_factory):
 
 
 def change(path, target, tensors=None, **fields):
-    """The file with another header or other tensors."""
+    """The file with another header or other tensors, and a checksum of them."""
     with safetensors.safe_open(path, "pt") as file:
         header = json.loads(file.metadata()[OPTIMIZED]) | fields
     content = safetensors.torch.load_file(path) | (tensors or {})
+    header |= {"sha256": fields.get("sha256", checksum(header, content))}
     safetensors.torch.save_file(content, target, {OPTIMIZED: json.dumps(header)})
     return target
 
 
+REPORT = Report("latency", "float32", ("folded",), (), 0.0, 0.0, 0.0, (2, 1), (4, 4)).to_dict()
 MISMATCHES = {
     "torch": ({"machine": {"vitrail": vitrail.__version__, "torch": "1.0", "hardware": "x"}}, "for torch 1.0, and this is torch"),
-    "layout": ({"layout": 2}, "another version of Vitrail"),
+    "layout": ({"layout": 1}, "another version of Vitrail"),
     "GPU": ({"device": "cuda"}, "there is none"),
     "batch": ({"graph_batch": "many"}, "damaged header"),
     "classes": ({"class_names": ["a"]}, "damaged header"),
+    "one text": ({"class_names": "x" * structures()["deit_tiny_patch16"].classes}, "damaged header"),
     "report": ({"report": {}}, "damaged header"),
-    "checksum": ({"sha256": "0"}, "do not match their checksum"),
+    "goal": ({"report": REPORT | {"goal": {"a": 1}}}, "damaged header"),
+    "precision": ({"report": REPORT | {"precision": ["int8"]}}, "damaged header"),
+    "applied": ({"report": REPORT | {"applied": "folded"}}, "damaged header"),
+    "error": ({"report": REPORT | {"total_error": "0"}}, "damaged header"),
+    "counts": ({"report": REPORT | {"same_top1": [4]}}, "damaged header"),
+    "checksum": ({"sha256": "0"}, "does not match its checksum"),
 }
 
 
@@ -90,12 +101,10 @@ def test_other_hardware(saved, monkeypatch):
 
 def test_other_logits(saved, tmp_path):
     """A network that computes something else than where it was written is not used."""
-    from vitrail.checkpoints.artifact import fingerprint
-
     tensors = safetensors.torch.load_file(saved)
     tensors["check.logits"] = tensors["check.logits"] + 1.0
     with pytest.raises(UserError, match="computes other logits here"):
-        vitrail.load_optimized(change(saved, tmp_path / "m.safetensors", tensors, sha256=fingerprint(tensors)))
+        vitrail.load_optimized(change(saved, tmp_path / "m.safetensors", tensors))
 
 
 def test_a_large_architecture_is_not_allocated(saved, tmp_path):
@@ -103,6 +112,24 @@ def test_a_large_architecture_is_not_allocated(saved, tmp_path):
         architecture = json.loads(file.metadata()[OPTIMIZED])["architecture"]
     with pytest.raises(UserError, match="weights in the architecture"):
         vitrail.load_optimized(change(saved, tmp_path / "m.safetensors", architecture=architecture | {"width": 1 << 16}))
+
+
+def test_the_checksum_covers_the_header(saved, tmp_path):
+    with safetensors.safe_open(saved, "pt") as file:
+        digest = json.loads(file.metadata()[OPTIMIZED])["sha256"]
+    with pytest.raises(UserError, match="does not match its checksum"):
+        vitrail.load_optimized(change(saved, tmp_path / "m.safetensors", name="another", sha256=digest))
+
+
+@pytest.mark.parametrize(("side", "patch"), [(8192, 16), (512, 4)])
+def test_large_images_are_not_computed(side, patch, saved, tmp_path, monkeypatch):
+    """A file of a few MB could otherwise need any amount of memory to compute its logits."""
+    monkeypatch.setattr("vitrail.deploy.saved_optimized.rebuild", lambda *parts: pytest.fail("the network was built"))
+    with safetensors.safe_open(saved, "pt") as file:
+        architecture = json.loads(file.metadata()[OPTIMIZED])["architecture"]
+    architecture |= {"image_size": [side, side], "patch_size": patch, "pos_embed": "none"}
+    with pytest.raises(UserError, match=f"not {side} x {side} pixels"):
+        vitrail.load_optimized(change(saved, tmp_path / "m.safetensors", architecture=architecture))
 
 
 def test_kinds_of_files_are_not_confused(saved, tmp_path):

@@ -65,6 +65,16 @@ def test_every_form_of_a_request(server, expected):
     assert [each["name"] for each in one] == [max(expected[0], key=expected[0].get)]
 
 
+def test_names_that_are_not_unicode(tmp_path):
+    model = make_model()
+    model.name, model.class_names = "x\ud800", ["\ud800", *NAMES[1:]]
+    vitrail.save(model, tmp_path / "model.safetensors")
+    with serving(tmp_path / "model.safetensors") as server:
+        page = send(server.address)
+        assert (page.status, send(server.address, "POST", "/predict", IMAGES[0], RAW).status) == (200, 200)
+    assert rb"x\ud800" in page.body
+
+
 def test_batches_equal_single_predictions(weights, expected):
     """Optimized, and all in one batch: the gate is opened when the images of all requests wait."""
     with serving(weights, precision="fp32") as server:

@@ -248,8 +248,12 @@ def test_jpeg_files_are_decoded_as_in_training(model):
     assert min_decode_side(preprocessing, {"recipe": '{"data": {"decode_scale": 0.0}}'}) is None
     old = vitrail.load(Path(__file__).parents[1] / "old_files" / "finished_run")  # saved with an old name of the key
     assert min_decode_side(old.preprocessing, old.notes) == 12
-    for damaged in ("", "[]", "3", '{"data": 3}', '{"data": {"decode_scale": "x"}}'):
+    values = ('"x"', "1e999", "NaN", "1" + "0" * 400, "-5", "null", "[1.5]")
+    scales = [f'{{"data": {{"decode_scale": {value}}}}}' for value in values]
+    for damaged in ("", "[]", "3", '{"data": 3}', '{"a":' * 100_000, *scales):
         assert min_decode_side(preprocessing, {"recipe": damaged}) == 32
+    with pytest.raises(vitrail.UserError, match="not three numbers"):
+        preprocessing._replace(mean=(10**400, 0, 0)).check()
 
 
 def test_nan_logits(model, tmp_path):

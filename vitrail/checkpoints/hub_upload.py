@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import tempfile
+from contextlib import suppress
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -19,6 +20,7 @@ from vitrail.errors import UserError
 from vitrail.formatting import escape_control
 from vitrail.models.vision_transformer import VisionTransformer
 
+MAX_NESTING = 64  # levels of a note that is uploaded
 LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]{0,40}")
 
 
@@ -60,7 +62,7 @@ def write_repository(model: VisionTransformer, folder: Path, repository: str, li
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} is not an empty folder: give another one.")
     folder.mkdir(parents=True, exist_ok=True)
-    before, model.notes = model.notes, {name: hide_paths(text) for name, text in model.notes.items() if name != "format"}
+    before, model.notes = model.notes, hide_paths(model.notes)
     try:
         transformers = save_for_transformers(model, folder)
         if not transformers:
@@ -93,20 +95,31 @@ def describe_config(model: VisionTransformer) -> dict[str, Any]:
     }
 
 
-def hide_paths(text: str) -> str:
-    """A note of an artifact, whose absolute paths are replaced by their last part: they name folders of this machine."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-    return json.dumps(shorten(value)) if isinstance(value, dict | list) else text
+def hide_paths(notes: dict[str, str]) -> dict[str, str]:
+    """Notes of an artifact, whose absolute paths are replaced by their last part: they name folders of this machine.
+
+    Without JSON that is nested too deeply to be searched.
+    """
+    hidden = {}
+    for name, text in notes.items():
+        with suppress(RecursionError):
+            try:
+                value = json.loads(text)
+            except ValueError:
+                hidden[name] = shorten(text)
+            else:
+                hidden[name] = json.dumps(shorten(value)) if isinstance(value, dict | list | str) else text
+    hidden.pop("format", None)
+    return hidden
 
 
-def shorten(value: Any) -> Any:
+def shorten(value: Any, levels: int = MAX_NESTING) -> Any:
+    if levels == 0:
+        raise RecursionError
     if isinstance(value, dict):
-        return {key: shorten(each) for key, each in value.items()}
+        return {shorten(key): shorten(each, levels - 1) for key, each in value.items()}
     if isinstance(value, list):
-        return [shorten(each) for each in value]
+        return [shorten(each, levels - 1) for each in value]
     for path in (PurePosixPath, PureWindowsPath):
         if isinstance(value, str) and len(value) < 4096 and path(value).is_absolute():
             return path(value).name

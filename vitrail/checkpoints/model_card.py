@@ -7,7 +7,8 @@ from typing import Any
 
 import yaml
 
-from vitrail.formatting import format_significant, percent, pluralize
+from vitrail.formatting import escape_control, format_significant, percent, pluralize
+from vitrail.models.preprocessing import are_numbers
 from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.version import __version__
 
@@ -19,7 +20,9 @@ HUB_TASKS = {  # by task of a model: the name on the hub
     "detection": "object-detection",
 }
 RATIOS = ("top1", "top5", "knn", "test", "mean_iou", "pixel_accuracy")  # metrics that are shown in percent
-SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~])")
+SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~&$])")
+LINK = re.compile(r"(\b(?:https?|ftp)(?=:)|\bwww(?=\.)|(?<!\w)@)", re.IGNORECASE)  # what becomes a link without any syntax
+DATA_NAME = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?", re.ASCII)
 
 
 def write_card(model: VisionTransformer, repository: str, license: str | None, transformers: bool) -> str:
@@ -56,11 +59,11 @@ def describe_header(
     header: dict[str, Any] = {"license": license} if license else {}
     header |= {"library_name": "vitrail", "pipeline_tag": task, "tags": ["vitrail", task]}
     name = str(data.get("name", ""))
-    if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name, re.ASCII):
+    name = name if DATA_NAME.fullmatch(name) else ""
+    if name:
         header["datasets"] = [name]
-    top1 = metrics.get("top1")
-    if isinstance(top1, int | float):
-        measured = {"type": "accuracy", "name": "top-1 accuracy", "value": round(float(top1), 4)}
+    if are_numbers([metrics.get("top1")], 1):
+        measured = {"type": "accuracy", "name": "top-1 accuracy", "value": round(float(metrics["top1"]), 4)}
         where = {"name": name or "validation images", "type": name or "images", "split": "validation"}
         result = {"task": {"type": task}, "dataset": where, "metrics": [measured]}
         header["metrics"] = ["accuracy"]
@@ -105,7 +108,7 @@ def describe_model(model: VisionTransformer) -> str:
 def describe_data(model: VisionTransformer, data: Mapping[str, Any]) -> str:
     if not data:
         return "Not stated in the artifact."
-    counts = [f"{data[split]:,} {title}" for split, title in SPLITS.items() if isinstance(data.get(split), int)]
+    counts = [f"{data[split]:,} {title}" for split, title in SPLITS.items() if is_count(data.get(split))]
     return f"{plain(str(data.get('name') or 'Images'))}: {' and '.join(counts) or 'number of images not stated'}."
 
 
@@ -145,13 +148,13 @@ def look_up(values: Mapping[str, Any], key: str) -> Any:
 
 
 def describe_metrics(metrics: Mapping[str, Any], data: Mapping[str, Any]) -> str:
-    numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float) and not isinstance(value, bool)}
+    numbers = {name: float(value) for name, value in metrics.items() if are_numbers([value], 1)}
     if not numbers:
         return "Not stated in the artifact."
-    images = numbers.get("images") or data.get("validation")
+    images = metrics.get("images") or data.get("validation")
     rows = {name: percent(value, 2) if name in RATIOS else format_significant(value) for name, value in numbers.items()}
     text = table({name: value for name, value in rows.items() if name != "images"})
-    return f"{text}\n\nMeasured on {f'{images:,}' if isinstance(images, int) else 'the'} validation images."
+    return f"{text}\n\nMeasured on {f'{images:,}' if is_count(images) else 'the'} validation images."
 
 
 def describe_limits(model: VisionTransformer, metrics: Mapping[str, Any], recipe: Mapping[str, Any], license: str | None) -> str:
@@ -171,6 +174,10 @@ def describe_limits(model: VisionTransformer, metrics: Mapping[str, Any], recipe
     return "\n".join(f"* {line}" for line in lines)
 
 
+def is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
+
+
 def table(rows: Mapping[str, Any]) -> str:
     lines = [f"| {plain(str(name))} | {plain(str(value))} |" for name, value in rows.items()]
     return "\n".join(["| | |", "| --- | --- |", *lines])
@@ -178,4 +185,5 @@ def table(rows: Mapping[str, Any]) -> str:
 
 def plain(text: str) -> str:
     """Text without the meaning of Markdown or HTML, on one line: names in an artifact may be any text."""
-    return SPECIAL.sub(r"\\\1", " ".join(text.split()))
+    escaped = SPECIAL.sub(r"\\\1", escape_control(" ".join(text.split())))
+    return LINK.sub("\\1\u200b", escaped)  # a space without width

@@ -328,4 +328,4 @@ def describe_model(served: ServedModel) -> dict[str, Any]:
 
 
 def render(template: str, **context: Any) -> Response:
-    return HTMLResponse(get_environment().get_template(template).render(context))
+    return HTMLResponse(get_environment().get_template(template).render(context).encode("utf-8", "backslashreplace"))

@@ -4,7 +4,9 @@ A file is opened only on the kind of machine and with the version of torch that 
 from its architecture, receives the tensors, is compiled, and must compute the logits that the file contains.
 """
 
+import hashlib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,8 @@ from vitrail.models.preprocessing import Preprocessing
 from vitrail.models.registry import build
 from vitrail.version import __version__
 
-LAYOUT = 1
+LAYOUT = 2  # 2: the checksum covers the header too
+MAX_PIXELS, MAX_TOKENS = 1 << 22, 1 << 12  # of one image: a file is checked by computing logits at its image size
 CHECK = "check.logits"  # of `make_check_images`, computed when the file was written
 # Difference of the logits relative to the largest; on a GPU other kernels may be chosen, and float32 is computed in TF32.
 TOLERANCE, ROUNDED, QUANTIZED = 1e-4, 2e-2, 0.1
@@ -47,6 +50,7 @@ def save_optimized(optimized: Optimized, path: Path) -> Path:
     if path.suffix != ".safetensors":
         raise UserError(f"The name of an optimized model must end in .safetensors, not {path.name!r}.")
     backbone = optimized.folded.backbone
+    check_size(backbone.architecture, path)
     tensors = {name: tensor.detach() for name, tensor in plain_tensors(optimized.folded).items()}
     for name, module in stored_modules(optimized.folded).items():
         tensors |= {f"{name}.{key}": tensor for key, tensor in module.stored().items()}
@@ -66,8 +70,8 @@ def save_optimized(optimized: Optimized, path: Path) -> Path:
         "packed": optimized.packed,
         "dtype": DTYPES[optimized.dtype],
         "report": optimized.report.to_dict(),
-        "sha256": fingerprint(tensors),
     }
+    header["sha256"] = checksum(header, tensors)
     atomic_write(path, lambda temporary: write_safetensors(tensors, temporary, {OPTIMIZED: json.dumps(header)}))
     return path
 
@@ -80,9 +84,8 @@ def load_optimized(path: str | Path, device: str | torch.device | None = None) -
     checkpoint = read_weights(path)
     if OPTIMIZED not in checkpoint.metadata:
         raise UserError(f"{path} is not an optimized model: open it with vitrail.load.")
-    header = read_header(checkpoint.metadata[OPTIMIZED], path)
-    if header["sha256"] != fingerprint(checkpoint.tensors):
-        raise UserError(f"{path} is damaged: its tensors do not match their checksum; copy or write it again.")
+    header = read_header(checkpoint.metadata[OPTIMIZED], checkpoint.tensors, path)
+    check_size(header["architecture"], path)
     target = torch.device(device if device is not None else header["device"])
     check_machine(header, target, path)
     try:
@@ -99,31 +102,64 @@ def load_optimized(path: str | Path, device: str | torch.device | None = None) -
     return optimized
 
 
-def read_header(text: str, path: str | Path) -> dict[str, Any]:
-    """The header of a file from anybody, with the types that are used."""
+def checksum(header: dict[str, Any], tensors: dict[str, Tensor]) -> str:
+    """SHA-256 of all other fields of the header, and of the tensors."""
+    fields = {name: value for name, value in header.items() if name != "sha256"}
+    return hashlib.sha256((json.dumps(fields, sort_keys=True) + fingerprint(tensors)).encode()).hexdigest()
+
+
+def check_size(architecture: Architecture, path: str | Path) -> None:
+    height, width = architecture.image_size
+    tokens = math.ceil(height / architecture.patch_size) * math.ceil(width / architecture.patch_size)
+    if height * width > MAX_PIXELS or tokens > MAX_TOKENS:
+        limit = f"{MAX_PIXELS:,} pixels and {MAX_TOKENS:,} patches"
+        raise UserError(
+            f"{path}: files of optimized models have images of at most {limit}, not {height} x {width} pixels and "
+            f"{tokens:,} patches: use vitrail.optimize in the process that predicts."
+        )
+
+
+def read_header(text: str, tensors: dict[str, Tensor], path: str | Path) -> dict[str, Any]:
+    """The header of a file from anybody, with the types that are used, after a comparison of the checksum."""
     try:
         header: dict[str, Any] = json.loads(text)
         if header["layout"] != LAYOUT:
             raise UserError(f"{path} was written by another version of Vitrail: {AGAIN}.")
+        if header["sha256"] != checksum(header, tensors):
+            raise UserError(f"{path} is damaged: its content does not match its checksum; copy or write it again.")
         header["architecture"] = Architecture.from_dict(header["architecture"])
         header["preprocessing"] = Preprocessing.from_dict(header["preprocessing"])
         header["preprocessing"].check()
-        report: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in header["report"].items()
-        }
-        header["report"] = Report(**report)
+        header["report"] = read_report(header["report"])
         header["dtype"] = {name: dtype for dtype, name in DTYPES.items()}[header["dtype"]]
         flags = [header[name] for name in ("compiled", "graphs", "packed")]
         names, batch = header["class_names"], header["graph_batch"]
         valid = all(type(flag) is bool for flag in flags) and header["device"] in ("cpu", "cuda")
-        valid &= names is None or [type(name) for name in names] == [str] * header["architecture"].classes
+        valid &= names is None or (
+            type(names) is list and [type(name) for name in names] == [str] * header["architecture"].classes
+        )
         valid &= batch is None or (type(batch) is int and 0 < batch < 1 << 16)
-        valid &= {type(value) for value in (*header["machine"].values(), header["name"], header["sha256"])} == {str}
+        valid &= {type(value) for value in (*header["machine"].values(), header["name"])} == {str}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         valid = False
     if not valid:
         raise UserError(f"{path} has a damaged header: {AGAIN}.")
     return header
+
+
+def read_report(values: dict[str, Any]) -> Report:
+    """A report with the types of its fields; ValueError for others."""
+    fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    report = Report(**fields)
+    lists = (report.applied, report.skipped, report.parameters, report.same_top1)
+    valid = {type(each) for each in lists} == {tuple} and len(report.parameters) == len(report.same_top1) == 2
+    texts, counts = (report.goal, report.precision, *report.applied, *report.skipped), (*report.parameters, *report.same_top1)
+    errors = (report.folding_error, report.total_error, report.rounding_error)
+    if not (valid and {type(text) for text in texts} == {str} and {type(count) for count in counts} == {int}):
+        raise ValueError("texts or counts")
+    if not {type(error) for error in errors} <= {int, float}:
+        raise ValueError("errors")
+    return report
 
 
 def check_machine(header: dict[str, Any], device: torch.device, path: str | Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos", NO_ANTIALIAS)
 RESIZES = ("shorter", "square")
-DECODE_SCALE = 2.0  # for weights without a recipe
+DECODE_SCALE = 2.0  # for weights without a valid recipe
+MAX_DECODE_SCALE = 1 << 16  # any image is then decoded at full size
 
 
 class Preprocessing(NamedTuple):
@@ -79,10 +81,10 @@ class Preprocessing(NamedTuple):
 
 
 def are_numbers(values: Any, count: int) -> bool:
-    """Whether `values` are `count` finite numbers."""
+    """Whether `values` are `count` numbers in the range of float; JSON may contain larger integers."""
     if not isinstance(values, tuple | list) or len(values) != count:
         return False
-    return all(type(value) in (int, float) and abs(value) < float("inf") for value in values)
+    return all(type(value) in (int, float) and abs(value) <= sys.float_info.max for value in values)
 
 
 GOOGLE = Preprocessing(resize="square", crop_ratio=1.0, interpolation=NO_ANTIALIAS, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
@@ -95,8 +97,10 @@ def min_decode_side(preprocessing: Preprocessing, notes: Mapping[str, str]) -> i
     decoded image matters: it is full by default.
     """
     try:
-        scale = float(json.loads(notes["recipe"])["data"]["decode_scale"])
-    except (KeyError, TypeError, ValueError):
+        scale = json.loads(notes["recipe"])["data"]["decode_scale"]
+    except (KeyError, TypeError, ValueError, RecursionError):
+        scale = None
+    if not are_numbers([scale], 1) or not 0 <= scale <= MAX_DECODE_SCALE:
         scale = 0.0 if preprocessing.interpolation == NO_ANTIALIAS else DECODE_SCALE
     return round(max(preprocessing.image_size) * scale) or None
 
