@@ -46,8 +46,8 @@ def test_images_are_predicted_in_the_browser(tmp_path):
         page.uncheck("#explain")
         dropped = page.evaluate_handle(DROP, b64encode((tmp_path / "a.jpg").read_bytes()).decode())
         page.dispatch_event("#drop", "drop", {"dataTransfer": dropped})
-        page.wait_for_function("document.querySelectorAll('.result').length == 3")
-        page.wait_for_function("document.querySelectorAll('.result:first-child .class').length == 5")
+        page.locator(".result").nth(2).wait_for()
+        page.locator(".result").first.locator(".class").nth(4).wait_for()
         assert page.locator(".result").first.locator(".class").all_inner_texts() == shown
         page.set_input_files("#files", tmp_path / "notes.jpg")
         page.get_by_text("not a JPEG, PNG").wait_for()
