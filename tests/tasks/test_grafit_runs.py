@@ -151,11 +151,12 @@ def test_clusters_of_other_weights_are_classes(finished, parity, tmp_path, capsy
     assert "task:module.memory" not in saved
 
 
-def test_a_classifier_of_coarse_labels_is_validated_at_the_finer_level(parity, tmp_path, run_cli):
+def test_a_classifier_of_coarse_labels_is_validated_at_the_finer_level(parity, tmp_path, run_cli, monkeypatch):
     changes = {name: value for name, value in SMALL.items() if not name.startswith("task_options")}
     run = vitrail.train("digits", "laptop", map=parity, out=tmp_path / "coarse", changes=changes, workers=0, device="cpu")
     assert 0.1 < run.best["knn_label"] < 1
     assert vitrail.load(run.artifact).class_names == ["even", "odd"]
+    monkeypatch.chdir(parity.parent)  # a map that a run.json names is read in the current folder, not anywhere
     done = run_cli("evaluate", run.folder, "digits", "--json", "--workers", 0, "--device", "cpu")
     assert done.returncode == 0, done.stderr[-500:]
     (evaluation,) = json.loads(done.stdout[done.stdout.index("{") :])["evaluations"]
