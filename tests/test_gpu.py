@@ -20,9 +20,14 @@ from vitrail.models.registry import build
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
+@pytest.fixture(autouse=True)
+def no_tf32(monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
 @pytest.mark.parametrize("name", structures())
 def test_float32_and_bfloat16_against_float64(name):
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     model = randomize(build(structures()[name])).eval()
     image = torch.randn(4, 3, *model.architecture.image_size)
     with torch.inference_mode():

@@ -68,10 +68,9 @@ class TokenizerModule(nn.Module):
         # Codes that were used often become less probable, and the others more: the gradient of sum(u log u) at the usage u, with
         # the probabilities of the codes in place of the choices. A mean over images, so that their division does not matter.
         usage_loss = (logits.softmax(-1).mean((0, 1)) * (self.usage * self.codes).clamp(min=MIN_USAGE).log()).sum()
-        chosen = logits.detach().argmax(-1, keepdim=True)
-        counts = torch.zeros_like(self.step_usage).scatter_add_(0, chosen.flatten(), self.step_usage.new_ones(chosen.numel()))
-        counts[-1] = chosen.numel()
-        self.step_usage += counts
+        chosen = logits.detach().argmax(-1).flatten()
+        counts = torch.zeros_like(self.usage).scatter_add_(0, chosen, torch.ones_like(chosen, dtype=self.usage.dtype))
+        self.step_usage += F.pad(counts, (0, 1), value=chosen.numel())
         perplexity = torch.special.entr(self.usage).sum().exp()
         return torch.stack([error + self.usage_weight * usage_loss, error.detach(), perplexity.to(error.dtype)])
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from vitrail.data.rng import randint, random_bits, uniform
 
 
-class Axis(NamedTuple):
+class Axis(NamedTuple):  # made without _replace, which Dynamo of torch 2.11 does not compile
     """One axis of a view, per image [B].
 
     `length` source pixels from `start` on are resized to `resized` pixels; `out` of those are taken from `offset` on (reflected
@@ -47,7 +47,7 @@ class View(NamedTuple):
         axis = self.columns
         start = torch.where(flip, widths - axis.start - axis.length, axis.start)
         offset = torch.where(flip, axis.resized - axis.out - axis.offset, axis.offset)
-        return View(self.rows, axis._replace(start=start, offset=offset, flip=axis.flip ^ flip))
+        return View(self.rows, Axis(start, axis.length, axis.resized, offset, axis.flip ^ flip, axis.out, axis.shrink))
 
 
 def _axis(start: Tensor, length: Tensor, out: int, flip: Tensor) -> Axis:
@@ -151,7 +151,7 @@ def scaled_crop(sizes: Tensor, key: Tensor, out: tuple[int, int], factors: tuple
     ]
     view = _crop_resized(sizes, resized, offsets, out)
     rounding = 1.0 + 1.0 / max(min(out) * factors[0], 1.0)
-    rows, columns = (axis._replace(shrink=max(rounding * axis.out / (min(out) * factors[0]), 1.0)) for axis in view)
+    rows, columns = (Axis(*axis[:6], max(rounding * axis.out / (min(out) * factors[0]), 1.0)) for axis in view)
     return View(rows, columns)
 
 
@@ -187,4 +187,4 @@ def _crop_resized(sizes: Tensor, resized: Tensor, offsets: list[Tensor], out: tu
 def flip_view(view: View, flip: Tensor) -> View:
     """Flip the view horizontally where `flip` [B]."""
     axis = view.columns
-    return View(view.rows, axis._replace(flip=axis.flip ^ flip))
+    return View(view.rows, Axis(*axis[:4], axis.flip ^ flip, *axis[5:]))

@@ -82,7 +82,7 @@ def gather_rows(rows: Sequence[Sequence[float]], index: Tensor) -> tuple[Tensor,
 @cache
 def table_on(device: torch.device, rows: tuple[tuple[float, ...], ...]) -> Tensor:
     """A small table on a device, copied once: a copy from the host in every call could not be captured in a CUDA graph."""
-    return torch.tensor(rows, dtype=torch.float32, device=device)
+    return torch.tensor(rows, dtype=torch.float32).to(device, non_blocking=True)  # without synchronization
 
 
 def apply_layer(images: PaddedImages, layer: Layer) -> Tensor:
