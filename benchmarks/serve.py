@@ -442,7 +442,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0, help="per measurement")
     parser.add_argument("--rounds", type=positive, default=3)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of ours; the others compute in float32")
+    parser.add_argument("--precision", choices=("auto", "fp32", "bf16"), default="auto", help="of ours; others: float32")
     parser.add_argument("--packages", type=Path, help="a folder with fastapi and litserve")
     parser.add_argument("--soak", type=float, default=0.0, metavar="MINUTES")
     parser.add_argument("--in-process", action="store_true", help="without HTTP")

@@ -243,7 +243,7 @@ def test_the_command(weights, tmp_path):
     command = [sys.executable, "-m", "vitrail", "serve", path, "--port", "0", "--no-watch", "--model", f"other={weights}"]
     environment = os.environ | {"VITRAIL_API_KEY": KEY, "PYTHONPATH": os.getcwd()}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as process:
-        address = process.stdout.readline().removeprefix("Serving on ").strip()
+        address = next(line for line in process.stdout if line.startswith("Serving on")).removeprefix("Serving on ").strip()
         headers = RAW | {"X-API-Key": KEY}
         assert send(address, "POST", "/predict", IMAGES[0], RAW).status == 401
         first = send(address, "POST", "/predict?model=other", IMAGES[0], headers).json
@@ -277,7 +277,7 @@ def test_the_command(weights, tmp_path):
         (["--model", "cats"], "is not NAME=PATH"),
         (["--model", "default=vitrail_tiny"], "Two models have the name default"),
         (["--delta", "cats=missing.safetensors"], "There is no file missing.safetensors"),
-        (["--precision", "fp4"], "choose fp32, bf16 or none"),
+        (["--precision", "fp4"], "choose auto, fp32, bf16 or none"),
         (["--max-images", "100", "--max-queue", "10"], "larger queue"),
         (["--api-key-file", "missing.txt"], "cannot be read"),
         (["--host", "192.0.2.1"], "choose another --host"),

@@ -1,9 +1,10 @@
 import pytest
 import torch
 
+from vitrail.devices import has_bfloat16
 from vitrail.recipes import lookup
 from vitrail.training import precision
-from vitrail.training.precision import choose_precision, has_bfloat16
+from vitrail.training.precision import choose_precision
 
 CPU = torch.device("cpu")
 

@@ -14,7 +14,7 @@ from vitrail.errors import UserError
 
 KEY_VARIABLE = "VITRAIL_API_KEY"
 MIN_KEY, MAX_KEY = 16, 1024  # characters
-PRECISIONS = ("fp32", "bf16", "none")
+PRECISIONS = ("auto", "fp32", "bf16", "none")
 
 
 def serve(
@@ -44,7 +44,9 @@ def serve(
     max_images: Annotated[int, typer.Option(min=1, max=1000, help="Images of a request.")] = 16,
     timeout: Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds of a request.")] = 30.0,
     device: DeviceOption = None,
-    precision: Annotated[str, hardware_option(help="fp32 or bf16, optimized; none: the plain model.")] = "fp32",
+    precision: Annotated[
+        str, hardware_option(help="fp32 or bf16, optimized; auto: bf16 where the device multiplies it; none: the plain model.")
+    ] = "auto",
 ) -> None:
     """Answer HTTP requests: /predict, /embed and /explain, a page to try them at /, their description at /docs.
 
@@ -73,6 +75,8 @@ def serve(
     service = Service(models, settings, default_threads())
     if key is None and not is_loopback(host):
         print_message(f"Every machine that reaches {host} can send requests: set {KEY_VARIABLE} to require a key.")
+    if precision == "auto" and models.find(None).precision == "bf16":
+        print_message("Computing in bfloat16; --precision fp32 is slower and differs less from `vitrail predict`.")
     requested = threading.Event()
     if hasattr(signal, "SIGHUP"):
         signal.signal(signal.SIGHUP, lambda number, frame: requested.set())

@@ -10,7 +10,7 @@ import torch
 
 from vitrail.checkpoints.delta import attach
 from vitrail.checkpoints.model_io import find_weights, split_delta_path
-from vitrail.deploy.served_model import ServedModel, prepare_model, version_of
+from vitrail.deploy.served_model import ServedModel, one_thread, prepare_model, version_of
 from vitrail.errors import UserError
 from vitrail.evaluation.model import compute_logits, open_model
 from vitrail.models.vision_transformer import VisionTransformer
@@ -70,14 +70,15 @@ class ModelSet:
     def load(self, stamps: dict[str, Stamp], everything: bool = False) -> dict[str, ServedModel]:
         """All models; those whose files are the same as before are not loaded again, unless `everything` is."""
         models: dict[str, ServedModel] = {}
-        for file in self.files:
-            known = self.current.get(file.name)
-            if known is not None and not everything and stamps[file.name] == self.stamps[file.name]:
-                models[file.name] = known
-            elif file.delta:
-                models[file.name] = attach_delta(file, models[self.files[0].name])
-            else:
-                models[file.name] = self.open(file)
+        with one_thread():
+            for file in self.files:
+                known = self.current.get(file.name)
+                if known is not None and not everything and stamps[file.name] == self.stamps[file.name]:
+                    models[file.name] = known
+                elif file.delta:
+                    models[file.name] = attach_delta(file, models[self.files[0].name])
+                else:
+                    models[file.name] = self.open(file)
         return models
 
     def open(self, file: ModelFile) -> ServedModel:

@@ -319,6 +319,7 @@ def describe_model(served: ServedModel) -> dict[str, Any]:
         "name": served.name,
         "architecture": served.model.name,
         "version": served.version,
+        "precision": served.precision,
         "classes": [served.class_name(index) for index in range(served.classes)],
         "preprocessing": {**p.to_dict(), "image_size": list(p.image_size)},
         "methods": served.methods,

@@ -2,7 +2,8 @@
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from vitrail.checkpoints.artifact import fingerprint
 from vitrail.deploy.inference_graphs import GraphCache
 from vitrail.deploy.optimize import Optimized, optimize
+from vitrail.devices import has_bfloat16
 from vitrail.errors import UserError
 from vitrail.evaluation.features import FeatureKind, compute_features
 from vitrail.evaluation.model import Model, check_input_size, compute_logits, count_classes, decode_side, device_of
@@ -54,6 +56,7 @@ class ServedModel:
     model: Model
     logits: Callable[[Tensor], Tensor]
     version: str
+    precision: str = "fp32"
     shared: bool = False  # whether its unchanged tensors are those of the base
     loaded: float = field(default_factory=time.time)
 
@@ -144,6 +147,7 @@ def prepare_model(
 ) -> ServedModel:
     """The model with an optimized forward pass; the plain one if `precision` is None, or where optimizing fails.
 
+    `precision` "auto" is bf16 on devices that multiply it, else fp32.
     On a GPU it is compiled for all batch sizes here, and then captured by the thread of `run`: a capture fails if another thread
     uses the device.
     """
@@ -152,6 +156,8 @@ def prepare_model(
     served = ServedModel(name, model, lambda images: compute_logits(model, images), version_of(model))
     if precision is None or not isinstance(model, VisionTransformer) or not served.classes:
         return served
+    if precision == "auto":
+        precision = "bf16" if has_bfloat16(served.device) else "fp32"
     try:
         fast = optimize(model, goal="throughput", precision=precision)
         if served.device.type == "cuda":
@@ -162,7 +168,7 @@ def prepare_model(
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         log(f"{name}: not optimized ({reason}); the plain model is served, which is slower.")
         return served
-    return ServedModel(name, model, fast, served.version)
+    return ServedModel(name, model, fast, served.version, precision)
 
 
 def call_with_all_sizes(fast: Optimized, max_batch: int) -> None:
@@ -180,6 +186,21 @@ def limit_threads(count: int) -> None:
     """Use this many threads for torch's operations in the calling thread, whatever other threads use."""
     torch.get_num_threads()  # the first call in a thread takes the number of the thread that set it last
     torch.set_num_threads(count)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Use one thread for torch's operations in this context.
+
+    A thread whose operations use several keeps a team of them. With more threads in teams than there are cores, OpenMP puts the
+    members of all teams to sleep after every operation, which takes half as long again as the operations of a small model.
+    """
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(count)
 
 
 def default_pool_threads() -> int:

@@ -5,14 +5,8 @@ from collections.abc import Collection
 
 import torch
 
+from vitrail.devices import has_bfloat16
 from vitrail.recipes.schema import Recipe
-
-
-def has_bfloat16(device: torch.device) -> bool:
-    """Whether the device multiplies bfloat16 in hardware; emulation is up to fifteen times slower than float32."""
-    if device.type == "cuda":
-        return bool(torch.version.hip) or torch.cuda.get_device_capability(device) >= (8, 0)
-    return torch.backends.mkldnn.is_available() and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
 def choose_precision(recipe: Recipe, device: torch.device, overrides: Collection[str] = ()) -> tuple[Recipe, list[str]]:
