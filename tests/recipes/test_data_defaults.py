@@ -41,6 +41,19 @@ def test_values_set_by_the_user_are_kept():
     assert "patch_size" not in fit_to_data(ANY.set({"model": "lvvit_t"}), digits(100))[0].architecture  # a stem of its own
 
 
+@pytest.mark.parametrize(("size", "patch"), [(48, 4), (64, 8), (96, 8), (128, 16), (224, 16)])
+def test_patches_follow_a_size_that_is_given(size, patch):
+    chosen = lookup("dino_small").set({"augmentation.image_size": size, "batch_size": 4})
+    fitted, messages = fit_to_data(chosen, digits(100))
+    assert fitted.architecture.get("patch_size", 4) == patch
+    said = [f"patch size set to {patch}: patches of 4 pixels would be more than 144"]
+    assert messages == ([] if patch == 4 else said)
+    trained = Preprocessing((size, size))
+    assert fit_to_data(chosen, digits(100), trained) == (chosen, [])
+    given = chosen.set({"architecture.patch_size": 4})
+    assert fit_to_data(given, digits(100)) == (given, [])
+
+
 def test_preprocessing_of_the_initial_weights_is_kept():
     trained = Preprocessing((48, 64), mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25))
     fitted, messages = fit_to_data(ANY.set({"batch_size": 50}), digits(100), trained)

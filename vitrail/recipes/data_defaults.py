@@ -15,6 +15,8 @@ from vitrail.recipes.schema import Recipe
 # Largest shorter side of the images, image size and patch size of the network.
 SIZES = ((12, 8, 2), (20, 16, 2), (30, 28, 4), (48, 32, 4), (72, 64, 8), (160, 128, 16))
 LARGEST = (224, 16)
+MAX_PATCHES = 144  # of an image size that the user gives; more than twice those above need another patch size
+STEMS = ("linear", "conv", "basic", "hmlp")  # whose patch size can be chosen
 
 SMALLEST_CROP, LARGEST_CROP, CROP_STEP = 224, 512, 32  # pixels of the crops of segmentations
 
@@ -33,6 +35,8 @@ def fit_to_data(
     kept.
     """
     messages = []
+    known, network = summaries().get(recipe.name, EMPTY), lookup(recipe.model)[1]
+    has_patch_choice = "patch_size" not in recipe.architecture and recipe.architecture.get("stem", network.stem) in STEMS
     if recipe.augmentation.image_size == (0, 0):
         changes: dict[str, object] = {}
         if trained is not None:
@@ -46,15 +50,19 @@ def fit_to_data(
             size, reason = (length, length), f"the images' median shorter side is {side} pixels"
             if recipe.augmentation.crop == "scaled":
                 (size, reason), patch = crop_size(source), LARGEST[1]
-            stem = recipe.architecture.get("stem", lookup(recipe.model)[1].stem)
-            if "patch_size" not in recipe.architecture and stem in ("linear", "conv", "basic", "hmlp"):
+            if has_patch_choice:
                 changes["architecture.patch_size"] = patch
         recipe = recipe.set(changes | {"augmentation.image_size": list(size)})
         messages.append(f"image size set to {size[0]} x {size[1]}: {reason}")
+    elif trained is None and known.paper == "vitrail" and has_patch_choice:
+        patch = choose_patch_size(recipe.augmentation.image_size, network.patch_size)
+        if patch != network.patch_size:
+            recipe = recipe.set({"architecture.patch_size": patch})
+            messages.append(f"patch size set to {patch}: patches of {network.patch_size} pixels would be more than {MAX_PATCHES}")
     batch_size, reason = recipe.batch_size, f"the training set has {len(source)} images"
     if batch_size > len(source):
         batch_size = 1 << int(np.log2(max(len(source) // 4, min(len(source), 4))))
-    elif (known := summaries().get(recipe.name, EMPTY)).paper == "vitrail" and batch_size == known.batch_size:
+    elif known.paper == "vitrail" and batch_size == known.batch_size:
         limits = [(MIN_STEPS, MIN_BATCH_SIZE)] + ([(FINETUNING_STEPS, FINETUNING_BATCH_SIZE)] if trained is not None else [])
         for steps, smallest in limits:
             while len(source) // batch_size < steps and batch_size >= 2 * smallest:
@@ -68,6 +76,13 @@ def fit_to_data(
         messages.append(f"batch size reduced from {recipe.batch_size} to {batch_size}: {reason}")
         recipe = dataclasses.replace(recipe, batch_size=batch_size)
     return recipe, messages
+
+
+def choose_patch_size(size: tuple[int, int], patch: int) -> int:
+    """`patch`, or the next power of two with at most `MAX_PATCHES` patches, up to that of the largest images."""
+    while patch < LARGEST[1] and size[0] * size[1] > MAX_PATCHES * patch**2:
+        patch *= 2
+    return patch
 
 
 def crop_size(source: Source) -> tuple[tuple[int, int], str]:
