@@ -107,9 +107,9 @@ def fingerprint(splits: Splits) -> str:
         digest.update(json.dumps([len(part), part.classes]).encode())
         if part.label is not None:
             digest.update(np.ascontiguousarray(part.label.values, dtype=np.int64).tobytes())
-        for index in np.unique(np.linspace(0, len(part) - 1, 32).astype(np.int64)):
+        for index in part.spread(32).tolist():
             with contextlib.suppress(OSError, ValueError):
-                encoded = part.encoded(int(index))
+                encoded = part.encoded(index)
                 digest.update(encoded if isinstance(encoded, bytes) else np.ascontiguousarray(encoded).tobytes())
     return digest.hexdigest()[:16]
 
