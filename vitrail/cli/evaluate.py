@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
 import typer
 
 from vitrail.cli.console import print_json
-from vitrail.cli.detect import evaluate_objects
+from vitrail.cli.dense_prediction import ProtocolOptions
+from vitrail.cli.detect import measure_objects
 from vitrail.cli.evaluation_tables import print_disagreement, print_evaluations, print_line
 from vitrail.cli.options import (
     SOURCE,
@@ -22,7 +23,7 @@ from vitrail.cli.options import (
     expand_options,
     parse_sizes,
 )
-from vitrail.cli.segment import ProtocolOptions, evaluate_masks
+from vitrail.cli.segment import measure_masks
 from vitrail.errors import UserError
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from vitrail.data.source import Source
     from vitrail.evaluation.evaluate import Evaluation, EvaluationData, EvaluationOptions, Scores, WrongImage
     from vitrail.evaluation.model import Head, Model
+    from vitrail.models.vision_transformer import VisionTransformer
 
 
 MAP_SUFFIXES = (".csv", ".tsv", ".json")
@@ -97,7 +99,7 @@ def evaluate(
     from vitrail.data.progress import progress
     from vitrail.evaluation.evaluate import check_positive, sweep_sizes
     from vitrail.evaluation.model import HEADS, check_head, open_model
-    from vitrail.heads.task_heads import DetectionHead, SegmentationHead
+    from vitrail.heads.task_heads import CALLS
     from vitrail.models.vision_transformer import VisionTransformer
 
     image_sizes, ratios = parse_sizes(sizes), parse_ratios(crop_ratios)
@@ -108,9 +110,8 @@ def evaluate(
     if wrong is not None and wrong.is_dir():
         raise UserError(f"{wrong} is a folder: give --wrong the name of a CSV file.")
     model = open_model(weights, shared.hardware.device)
-    if isinstance(model, VisionTransformer) and isinstance(model.task_head, DetectionHead | SegmentationHead):
-        evaluate_dense = evaluate_objects if isinstance(model.task_head, DetectionHead) else evaluate_masks
-        evaluate_dense(model, weights, sources[0], shared.split, segmentation, shared.hardware, out, shared.as_json)
+    if isinstance(model, VisionTransformer) and model.task in CALLS:
+        evaluate_dense(model, weights, sources[0], segmentation, shared, out)
         return
     check_head(model, options.head)
     data = [open_labeled(path, shared.split, weights) for path in sources]
@@ -147,6 +148,25 @@ def evaluate(
         print_json(replace_nan(content))
         return
     print_evaluations(evaluations, sweep)
+    for file in written:
+        print_line(f"wrote {file}")
+
+
+def evaluate_dense(
+    model: "VisionTransformer", weights: Path, path: str, protocol: ProtocolOptions, shared: DataOptions, out: Path | None
+) -> None:
+    """Evaluate weights of a segmentation or a detection."""
+    from vitrail.data.datasets.lookup import open_source, open_sources
+
+    split = shared.split or next(name for name in ("test", "validation", "train") if name in open_sources(path))
+    measure = measure_objects if model.task == "detection" else measure_masks
+    measured = measure(model, open_source(path, split), path, protocol, shared.hardware)
+    content = {"weights": str(weights), "source": path, "split": split} | measured.content
+    written = measured.write_report(out, content, measured.draw_examples()) if out is not None else []
+    if shared.as_json:
+        print_json(content)
+        return
+    measured.print_tables(content)
     for file in written:
         print_line(f"wrote {file}")
 
@@ -356,11 +376,10 @@ def write_report(
     content: dict[str, Any],
     mistakes: Sequence[dict[str, Any]],
 ) -> list[Path]:
-    from vitrail.atomic_files import atomic_write
+    from vitrail.atomic_files import atomic_write_text
     from vitrail.cli.evaluation_page import write_evaluation_report
 
-    text = json.dumps(replace_nan(content), indent=1) + "\n"
-    atomic_write(out / "evaluation.json", lambda file: file.write_text(text, encoding="utf-8"))
+    atomic_write_text(out / "evaluation.json", json.dumps(replace_nan(content), indent=1) + "\n")
     return [*write_evaluation_report(out, title, evaluations, sweep, mistakes), out / "evaluation.json"]
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from vitrail.atomic_files import atomic_write
-from vitrail.cli.segment import unique_stem
+from vitrail.cli.dense_prediction import unique_stem
 from vitrail.formatting import percent, pluralize
 from vitrail.interpret.explanation import Explanation
 from vitrail.interpret.figures import FIGURES, draw_figures
