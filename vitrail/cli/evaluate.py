@@ -98,7 +98,7 @@ def evaluate(
     from vitrail.atomic_files import check_writable, check_writable_folder, reject_overwrite
     from vitrail.data.progress import progress
     from vitrail.evaluation.evaluate import check_positive, sweep_sizes
-    from vitrail.evaluation.model import HEADS, check_head, open_model
+    from vitrail.evaluation.model import HEADS, check_head, check_size, open_model
     from vitrail.heads.task_heads import CALLS
     from vitrail.models.vision_transformer import VisionTransformer
 
@@ -114,6 +114,8 @@ def evaluate(
         evaluate_dense(model, weights, sources[0], segmentation, shared, out)
         return
     check_head(model, options.head)
+    for size in image_sizes:
+        check_size(model, size)
     data = [open_labeled(path, shared.split, weights) for path in sources]
     matchings = match_sources(model, data, sources, shared.class_map)
     for matching in matchings:

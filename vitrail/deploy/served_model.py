@@ -15,7 +15,7 @@ from vitrail.deploy.inference_graphs import GraphCache
 from vitrail.deploy.optimize import Optimized, optimize
 from vitrail.errors import UserError
 from vitrail.evaluation.features import FeatureKind, compute_features
-from vitrail.evaluation.model import Model, check_input_size, compute_logits, count_classes, decode_side, device_of
+from vitrail.evaluation.model import Model, compute_logits, count_classes, decode_side, device_of
 from vitrail.interpret.attention import record
 from vitrail.interpret.explanation import class_index
 from vitrail.interpret.maps import available_methods, compute_map, needs_gradients
@@ -56,9 +56,6 @@ class ServedModel:
     version: str
     shared: bool = False  # whether its unchanged tensors are those of the base
     loaded: float = field(default_factory=time.time)
-
-    def __post_init__(self) -> None:
-        check_input_size(self.model)
 
     @property
     def device(self) -> torch.device:
