@@ -21,7 +21,7 @@ def test_pipes_are_not_opened(tmp_path):
         read_class_map(tmp_path / "run.json")
     with pytest.raises(UserError, match=r"is not the evaluation.json that"):
         read_wrong(tmp_path / "run.json")
-    assert find_training(tmp_path / "best.safetensors", "photos") is None
+    assert find_training(tmp_path / "best.safetensors") is None
 
 
 def test_large_maps_are_not_read(tmp_path, monkeypatch):
@@ -64,6 +64,7 @@ def test_a_run_does_not_choose_a_file_to_read(name, run, cli_error, monkeypatch)
     (root / "here" / "link.csv").symlink_to(root / "secret.csv")
     said = cli_error("evaluate", name_map(run, name if name.startswith("~") else str(root / name)), root / "photos")
     assert "run.json names the map" in said
+    assert "give it with --map" in said
     assert "user" not in said
 
 
@@ -71,5 +72,27 @@ def test_a_run_does_not_choose_a_file_to_read(name, run, cli_error, monkeypatch)
 def test_a_map_beside_the_run_or_the_data_is_read(folder, run):
     file = run.parent / folder / "map.csv"
     file.write_text("a,x\nb,y\n")
-    data = open_labeled(str(run.parent / "photos"), None, name_map(run, str(file)))
+    data = open_labeled(str(run.parent / "photos"), None, find_training(name_map(run, str(file))))
     assert data.source.classes == ["x", "y"]
+
+
+@pytest.mark.parametrize(("name", "text"), [("map.csv", "class,level\na,x\nb,y\n"), ("map.json", '{"a": "x", "b": "y"}')])
+@pytest.mark.parametrize("command", ["evaluate", "disagree"])
+def test_a_map_elsewhere_is_given_on_the_command_line(command, name, text, run, run_cli):
+    file = run.parent / name
+    file.write_text(text)
+    weights = [name_map(run, str(file))] * (2 if command == "disagree" else 1)
+    code, said, error = run_cli(command, *weights, run.parent / "photos", "--map", file, "--json")
+    assert code == 0, error
+    content = json.loads(said)
+    if command == "evaluate":
+        assert [row["name"] for row in content["evaluations"][0]["per_class"]] == ["x", "y"]
+
+
+def test_coarser_classes_for_weights_of_any_origin(run, run_cli):
+    (run.parent / "map.csv").write_text("a,x\nb,y\n")
+    code, said, error = run_cli(
+        "evaluate", run / "best.safetensors", run.parent / "photos", "--map", run.parent / "map.csv", "--json"
+    )
+    assert code == 0, error
+    assert json.loads(said)["evaluations"][0]["confusion"]["names"] == ["x", "y"]

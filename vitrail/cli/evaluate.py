@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from vitrail.models.vision_transformer import VisionTransformer
 
 
-MAP_SUFFIXES = (".csv", ".tsv", ".json")
+TABLE_SUFFIXES = (".csv", ".tsv")
 MAX_THUMBNAILS = 24  # of wrong predictions in the page
 
 
@@ -51,7 +51,12 @@ class DataOptions(NamedTuple):
     ] = "subset"
     class_map: Annotated[
         Path | None,
-        typer.Option("--map", metavar="JSON", help="Maps each class of the data to one or more classes of the model."),
+        typer.Option(
+            "--map",
+            metavar="FILE",
+            help="JSON with one or more classes of the model for each class of the data; or a CSV file with a coarser class for "
+            "each, as of `vitrail train` (of a run with a map: in place of that one, also JSON).",
+        ),
     ] = None
     as_json: JsonOption = False
     hardware: HardwareOptions = HardwareOptions()
@@ -116,8 +121,10 @@ def evaluate(
     check_head(model, options.head)
     for size in image_sizes:
         check_size(model, size)
-    data = [open_labeled(path, shared.split, weights) for path in sources]
-    matchings = match_sources(model, data, sources, shared.class_map)
+    training = find_training(weights)
+    coarser, class_map = divide_map(shared.class_map, training)
+    data = [open_labeled(path, shared.split, training, coarser) for path in sources]
+    matchings = match_sources(model, data, sources, class_map)
     for matching in matchings:
         check_positive(matching.names, positive)
     results = [
@@ -200,8 +207,10 @@ def disagree(
     if not files:
         raise UserError("Give the weights of at least two models, then the data.")
     shared.evaluation()  # raises for an unknown --among before the data is opened
-    data = open_labeled(path, shared.split, Path(files[0]))
-    names, predictions, scores, classes = predict_with_all(files, path, data, shared, heads)
+    training = find_training(Path(files[0]))
+    coarser, class_map = divide_map(shared.class_map, training)
+    data = open_labeled(path, shared.split, training, coarser)
+    names, predictions, scores, classes = predict_with_all(files, path, data, shared._replace(class_map=class_map), heads)
     labeled = np.flatnonzero(scores.label >= 0)
     labels, image, predictions = scores.label[labeled], scores.image[labeled], predictions[:, labeled]
     comparison = compare(names, predictions, labels, classes)
@@ -257,58 +266,69 @@ def shorten_paths(files: Sequence[str]) -> list[str]:
     return [f"{file} ({number})" for number, file in enumerate(files, 1)]
 
 
-def open_labeled(path: str, split: str | None, weights: Path) -> "EvaluationData":
-    from vitrail.data.datasets.lookup import require_labels
-    from vitrail.data.label_choice import choose_labels
-    from vitrail.evaluation.evaluate import open_evaluation_data
-
-    found = find_training(weights, path)
-    data = open_evaluation_data(path, split, found.classes if found else None, found.label if found else "")
-    if found is not None:
-        check_map(found, path)
-        choose_labels([part for part in (data.source, data.calibration) if part is not None], found.label, found.map)
-    require_labels(data.source)
-    return data
-
-
-def check_map(training: "Training", source: str) -> None:
-    """UserError for a map of a run.json, which may come from anywhere, that is not a table beside the run, the data or here.
-
-    Other files that it names are not opened: messages and reports show parts of a map.
-    """
-    if not training.map:
-        return
-    file = Path(os.path.realpath(os.path.expanduser(training.map)))
-    folders = [os.path.realpath(folder) for folder in (training.folder, source, ".")]
-    if file.suffix.lower() not in MAP_SUFFIXES or not any(file.is_relative_to(folder) for folder in folders):
-        raise UserError(
-            f"{training.folder / 'run.json'} names the map {training.map[:200]}, which is not a CSV, TSV or JSON file in the run "
-            "directory, the folder of the data or the current folder: if you trust it, run the command in the folder of that map."
-        )
-
-
 class Training(NamedTuple):
     """What a run was trained on."""
 
+    source: str
     classes: list[str]
     label: str  # data.label and data.map of its recipe
     map: str
     folder: Path
 
+    def was_on(self, path: str) -> bool:
+        return self.source == path or os.path.realpath(self.source) == os.path.realpath(path)
 
-def find_training(weights: Path, path: str) -> Training | None:
-    """The classes and labels of the run that the weights belong to; None if it was not a run on this data."""
+    def find_map(self, path: str) -> str:
+        """The map of the recipe; UserError if it is not a table beside the run, the data or here.
+
+        A run.json may come from anywhere. Other files that it names are not opened: messages and reports show parts of a map.
+        """
+        file = Path(os.path.realpath(os.path.expanduser(self.map)))
+        folders = [os.path.realpath(folder) for folder in (self.folder, path, ".")]
+        valid = file.suffix.lower() in (*TABLE_SUFFIXES, ".json") and any(file.is_relative_to(folder) for folder in folders)
+        if self.map and not valid:
+            raise UserError(
+                f"{self.folder / 'run.json'} names the map {self.map[:200]}, which is not a CSV, TSV or JSON file in the run "
+                "directory, the folder of the data or the current folder: if you trust it, give it with --map."
+            )
+        return self.map
+
+
+def find_training(weights: Path) -> Training | None:
+    """What the run was trained on that the weights belong to; None if they belong to none."""
     from vitrail.data.class_matching import read_json
 
     for folder in (weights, weights.parent):
         try:
             run = read_json(folder / "run.json")
-            source, classes, choice = run["source"], list(run["data"].get("classes") or ()), run["recipe"].get("data", {})
-            found = Training(classes, str(choice.get("label", "")), str(choice.get("map", "")), folder)
+            classes, choice = list(run["data"].get("classes") or ()), run["recipe"].get("data", {})
+            return Training(str(run["source"]), classes, str(choice.get("label", "")), str(choice.get("map", "")), folder)
         except (UserError, KeyError, TypeError, AttributeError):
             continue
-        return found if source == path or os.path.realpath(str(source)) == os.path.realpath(path) else None
     return None
+
+
+def divide_map(given: Path | None, training: Training | None) -> tuple[str, Path | None]:
+    """What `--map` names: a file of coarser classes, as those of a training, or a file of classes of the model."""
+    is_coarser = given is not None and (given.suffix.lower() in TABLE_SUFFIXES or (training is not None and training.map != ""))
+    return (str(given), None) if is_coarser else ("", given)
+
+
+def open_labeled(path: str, split: str | None, training: Training | None, coarser: str = "") -> "EvaluationData":
+    """A source with the labels of the training, if it was on this data, or with the labels of a map of coarser classes."""
+    from vitrail.data.datasets.lookup import require_labels
+    from vitrail.data.label_choice import choose_labels
+    from vitrail.evaluation.evaluate import open_evaluation_data
+
+    found = training if training is not None and training.was_on(path) else None
+    data = open_evaluation_data(path, split, found.classes if found else None, found.label if found else "")
+    parts = [part for part in (data.source, data.calibration) if part is not None]
+    if coarser:
+        choose_labels(parts, training.label if training is not None and training.map else "", coarser)
+    elif found is not None:
+        choose_labels(parts, found.label, found.find_map(path))
+    require_labels(data.source)
+    return data
 
 
 def match_sources(
