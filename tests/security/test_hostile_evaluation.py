@@ -8,11 +8,12 @@ import pytest
 
 from tests.cli.test_evaluate import small
 from tests.images import make_folder
+from vitrail import json_files
 from vitrail.cli.evaluate import find_training, open_labeled
-from vitrail.data import class_matching
 from vitrail.data.class_matching import match_classes, read_class_map
 from vitrail.errors import UserError
 from vitrail.explore.collection import read_wrong
+from vitrail.runs.run_json import read_run_json
 
 
 def test_pipes_are_not_opened(tmp_path):
@@ -25,10 +26,13 @@ def test_pipes_are_not_opened(tmp_path):
 
 
 def test_large_maps_are_not_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(class_matching, "MAX_JSON", 1 << 20)
+    monkeypatch.setattr(json_files, "MAX_BYTES", 1 << 20)
     (tmp_path / "map.json").write_text(json.dumps({"a": "x" * (1 << 20)}))
     with pytest.raises(UserError, match="is larger than 1 MiB: give a smaller JSON file"):
         read_class_map(tmp_path / "map.json")
+    (tmp_path / "map.json").rename(tmp_path / "run.json")
+    with pytest.raises(UserError, match=r"run.json is larger than 1 MiB"):
+        read_run_json(tmp_path)
 
 
 @pytest.mark.parametrize("rules", [{"n" * 10**6: "a"}, {"a": "n" * 10**6}, {"a": {"n": "n" * 10**6}}, {"a": 10**4000}])

@@ -296,7 +296,7 @@ class Training(NamedTuple):
 
 def find_training(weights: Path) -> Training | None:
     """What the run was trained on that the weights belong to; None if they belong to none."""
-    from vitrail.data.class_matching import read_json
+    from vitrail.json_files import read_json
 
     for folder in (weights, weights.parent):
         try:

@@ -24,6 +24,7 @@ from typing import Any
 from vitrail.atomic_files import atomic_write, reject_links
 from vitrail.errors import UserError
 from vitrail.evaluation.statistics import wilson
+from vitrail.json_files import read_json
 from vitrail.models.config import Architecture
 from vitrail.models.flops import cost
 from vitrail.models.registry import lookup
@@ -219,10 +220,10 @@ def open_ablation(folder: Path, source: str, cells: Sequence[Cell], seeds: Seque
 
 def read_plan(folder: Path) -> dict[str, Any]:
     try:
-        plan: dict[str, Any] = json.loads((folder / PLAN).read_text(encoding="utf-8"))
+        plan: dict[str, Any] = read_json(folder / PLAN)
         if not {"source", "base", "cells"} <= plan.keys() or not all("name" in cell for cell in plan["cells"]):
             raise ValueError("it does not describe an ablation")
-    except (OSError, ValueError, AttributeError, TypeError) as error:
+    except (ValueError, AttributeError, TypeError) as error:
         raise UserError(f"{folder / PLAN} cannot be read: {error}.") from None
     return plan
 
