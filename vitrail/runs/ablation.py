@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vitrail.atomic_files import atomic_write, reject_links
+from vitrail.atomic_files import atomic_write, atomic_write_text, reject_links
 from vitrail.errors import UserError
 from vitrail.evaluation.statistics import wilson
 from vitrail.json_files import read_json
@@ -288,7 +288,7 @@ def tabulate(ablation: Ablation, metric: Metric, at: At) -> tuple[list[Row], lis
     if rows[0].group.name != ablation.base.name:
         messages.append(f"No run of {ablation.base.name} is finished: differences are to {rows[0].group.name}.")
     text, image = to_markdown(rows, metric, at), draw_seed_plot(rows, metric, at)
-    atomic_write(ablation.folder / "table.md", lambda side: side.write_text(text, encoding="utf-8"))
+    atomic_write_text(ablation.folder / "table.md", text)
     write_json(ablation.folder / "table.json", comparison_to_dict(rows, metric, at))
     atomic_write(ablation.folder / "table.png", lambda side: side.write_bytes(image))
     return rows, [*messages, *more]

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 import vitrail
-from vitrail.atomic_files import atomic_write, check_writable
+from vitrail.atomic_files import atomic_write_text, check_writable
 from vitrail.data.datasets.lookup import is_built_in
 from vitrail.data.source import Splits
 from vitrail.errors import UserError
@@ -239,10 +239,8 @@ def read_run(folder: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    text = json.dumps(content, indent=1)
-    atomic_write(path, lambda side: side.write_text(text))
+    atomic_write_text(path, json.dumps(content, indent=1))
 
 
 def write_recipe(path: Path, recipe: Recipe) -> None:
-    text = recipe.to_yaml()
-    atomic_write(path, lambda side: side.write_text(text, encoding="utf-8"))
+    atomic_write_text(path, recipe.to_yaml())
