@@ -8,17 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vitrail.cli import dense_prediction as dense
 from vitrail.cli.console import print_message, print_table, print_text
-from vitrail.cli.dense_prediction import (
-    JSON_SUFFIXES,
-    Measured,
-    ProtocolOptions,
-    check_out,
-    iterate_readable,
-    json_lines,
-    unique_stem,
-    write_overlay,
-)
 from vitrail.cli.options import HardwareOptions
 from vitrail.errors import UserError
 from vitrail.formatting import percent, pluralize
@@ -41,7 +32,7 @@ NUMBERS = {
 }
 
 
-def check_protocol(options: ProtocolOptions) -> None:
+def check_protocol(options: dense.ProtocolOptions) -> None:
     if options.multi_scale or options.flip or options.scales != "1":
         raise UserError("--scales, --multi-scale and --flip are for segmentations: leave them out for a detection.")
 
@@ -50,7 +41,7 @@ def predict_objects(
     model: "VisionTransformer",
     source: "Source",
     problems: "Sequence[Problem]",
-    options: ProtocolOptions,
+    options: dense.ProtocolOptions,
     threshold: float,
     out: Path | None,
     as_json: bool,
@@ -60,24 +51,24 @@ def predict_objects(
     from vitrail.evaluation.detected_images import change_tiles, iterate_detected
 
     check_protocol(options)
-    protocol, suffix = change_tiles(model, options.window), check_out(out, len(source), as_json)
-    lines = as_json or suffix in JSON_SUFFIXES
+    protocol, suffix = change_tiles(model, options.window), dense.check_out(out, len(source), as_json)
+    lines = as_json or suffix in dense.JSON_SUFFIXES
     if not lines:
         print_message(f"protocol: {protocol.describe()}; shown: scores from {threshold:g} on")
     readable: list[DetectedImage] = []
     names: set[str] = set()
     results = iterate_detected(model, source, protocol, threshold)
-    for result in iterate_readable("detecting", source, problems, results):
+    for result in dense.iterate_readable("detecting", source, problems, results):
         if out is not None and not suffix:
-            write_overlay(result, out / "overlays" / f"{unique_stem(Path(result.image).stem, names)}.png")
+            dense.write_overlay(result, out / "overlays" / f"{dense.unique_stem(Path(result.image).stem, names)}.png")
         readable.append(result if len(source) == 1 else without_pixels(result))
     if out is not None and suffix == ".png":
-        write_overlay(readable[0], out)
+        dense.write_overlay(readable[0], out)
     elif out is not None:
-        text = json_lines(readable) if suffix in (".jsonl", ".ndjson") else coco_results(readable)
+        text = dense.json_lines(readable) if suffix in (".jsonl", ".ndjson") else coco_results(readable)
         atomic_write_text(out if suffix else out / "detections.json", text)
     if as_json:
-        sys.stdout.write(json_lines(readable))
+        sys.stdout.write(dense.json_lines(readable))
     elif not lines:
         print_objects(readable)
     if out is not None:
@@ -122,8 +113,8 @@ def print_objects(results: "Sequence[DetectedImage]") -> None:
 
 
 def measure_objects(
-    model: "VisionTransformer", source: "Source", path: str, options: ProtocolOptions, hardware: HardwareOptions
-) -> Measured:
+    model: "VisionTransformer", source: "Source", path: str, options: dense.ProtocolOptions, hardware: HardwareOptions
+) -> dense.Measured:
     """COCO's AP of the boxes and masks of a split, by class and size."""
     from vitrail.cli.dense_pages import write_detection_report
     from vitrail.data.image_loader import ImageLoader
@@ -145,7 +136,7 @@ def measure_objects(
     loader.close()
     content = {"images": images} | matches.summarize(config.classes)
     content |= describe_precision(content, config.class_names, protocol) | {"ignored_classes": missing}
-    return Measured(content, partial(draw_examples, model, source, protocol), write_detection_report, print_precision)
+    return dense.Measured(content, partial(draw_examples, model, source, protocol), write_detection_report, print_precision)
 
 
 def print_precision(content: dict[str, Any]) -> None:

@@ -10,17 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vitrail.cli import dense_prediction as dense
 from vitrail.cli.console import print_message, print_problems, print_table, print_text
-from vitrail.cli.dense_prediction import (
-    JSON_SUFFIXES,
-    Measured,
-    ProtocolOptions,
-    check_out,
-    iterate_readable,
-    json_lines,
-    unique_stem,
-    write_overlay,
-)
 from vitrail.cli.options import DeviceOption, HardwareOptions, check_choice, expand_options
 from vitrail.errors import UserError
 from vitrail.formatting import percent, pluralize
@@ -97,7 +88,7 @@ def segment(
         results = iterate_segmented(model, source, Protocol.of(segmentation_head(model).config))
     else:
         results = iterate_by_neighbors(model, config, images, source)
-    write_folder(out, iterate_readable("segmenting", source, unreadable, results))
+    write_folder(out, dense.iterate_readable("segmenting", source, unreadable, results))
     if method == "ridge":
         print_text(f"weights {weights}: `vitrail predict {weights} IMAGE --out overlay.png`")
 
@@ -176,7 +167,7 @@ def write_folder(out: Path, results: Iterator[Any]) -> int:
     lines: list[dict[str, Any]] = []
     names: set[str] = set()
     for result in results:
-        stem = unique_stem(Path(result.image).stem, names)
+        stem = dense.unique_stem(Path(result.image).stem, names)
         files = {name: Path(name, f"{stem}.png") for name in ("masks", "overlays")}
         write_images(result, out / files["overlays"], out / files["masks"])
         lines.append(result.to_dict() | {"mask": str(files["masks"]), "overlay": str(files["overlays"])})
@@ -188,7 +179,7 @@ def write_folder(out: Path, results: Iterator[Any]) -> int:
 def write_images(result: "SegmentedImage", overlay: Path, mask: Path) -> None:
     from vitrail.atomic_files import atomic_write
 
-    write_overlay(result, overlay)
+    dense.write_overlay(result, overlay)
     atomic_write(mask, lambda file: file.write_bytes(result.mask_png()))
 
 
@@ -202,7 +193,7 @@ def print_estimate(estimate: "dict[str, Any] | None", images: int) -> None:
     print_text(f"mIoU {percent(estimate['miou'], 1)}, pixel accuracy {accuracy} ({folds})")
 
 
-def make_protocol(options: ProtocolOptions, model: "VisionTransformer") -> "Protocol":
+def make_protocol(options: dense.ProtocolOptions, model: "VisionTransformer") -> "Protocol":
     from vitrail.evaluation.segmented_images import change_protocol
     from vitrail.evaluation.semantic_masks import MULTI_SCALE
 
@@ -217,18 +208,18 @@ def predict_masks(
     model: "VisionTransformer",
     source: "Source",
     problems: "Sequence[Problem]",
-    options: ProtocolOptions,
+    options: dense.ProtocolOptions,
     out: Path | None,
     as_json: bool,
 ) -> None:
     """What `vitrail predict` does with weights of a segmentation."""
     from vitrail.evaluation.segmented_images import iterate_segmented
 
-    protocol, suffix = make_protocol(options, model), check_out(out, len(source), as_json)
-    as_json = as_json or suffix in JSON_SUFFIXES
+    protocol, suffix = make_protocol(options, model), dense.check_out(out, len(source), as_json)
+    as_json = as_json or suffix in dense.JSON_SUFFIXES
     if not as_json:
         print_message(f"protocol: {protocol.describe()}")
-    results = iterate_readable("segmenting", source, problems, iterate_segmented(model, source, protocol))
+    results = dense.iterate_readable("segmenting", source, problems, iterate_segmented(model, source, protocol))
     if out is not None and not suffix and not as_json:
         written = write_folder(out, results)
     else:
@@ -248,9 +239,9 @@ def write_readable(results: "Sequence[SegmentedImage]", out: Path | None, as_jso
         mask = overlay.with_name(f"{overlay.stem}-mask.png")
         write_images(results[0], overlay, mask)
     if as_json and (out is None or overlay is not None):
-        sys.stdout.write(json_lines(results))
+        sys.stdout.write(dense.json_lines(results))
     elif as_json and out is not None:
-        atomic_write_text(out, json_lines(results))
+        atomic_write_text(out, dense.json_lines(results))
     else:
         rows = [
             (result.image if number == 0 else "", share.name, percent(share.share, 1), f"{share.pixels:,}")
@@ -263,8 +254,8 @@ def write_readable(results: "Sequence[SegmentedImage]", out: Path | None, as_jso
 
 
 def measure_masks(
-    model: "VisionTransformer", source: "Source", path: str, options: ProtocolOptions, hardware: HardwareOptions
-) -> Measured:
+    model: "VisionTransformer", source: "Source", path: str, options: dense.ProtocolOptions, hardware: HardwareOptions
+) -> dense.Measured:
     """mIoU of a split, per class and near boundaries, and the pixels that are confused."""
     from vitrail.cli.dense_pages import write_segmentation_report
     from vitrail.data.image_loader import ImageLoader
@@ -288,7 +279,7 @@ def measure_masks(
     content = summarize_pixels(counts.matrix.cpu()) | {"images": images}
     content |= describe_counts(counts, config.class_names, protocol) | {"ignored_classes": missing}
     examples = partial(draw_examples, model, source, protocol, table=table)
-    return Measured(content, examples, write_segmentation_report, print_evaluation)
+    return dense.Measured(content, examples, write_segmentation_report, print_evaluation)
 
 
 def print_evaluation(content: dict[str, Any]) -> None:
