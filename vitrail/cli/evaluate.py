@@ -54,8 +54,8 @@ class DataOptions(NamedTuple):
         typer.Option(
             "--map",
             metavar="FILE",
-            help="JSON with one or more classes of the model for each class of the data; or a CSV file with a coarser class for "
-            "each, as of `vitrail train` (of a run with a map: in place of that one, also JSON).",
+            help="JSON: the classes of the model for each class of the data. CSV, or for a run with a map: a coarser class for "
+            "each, as in `vitrail train`.",
         ),
     ] = None
     as_json: JsonOption = False
