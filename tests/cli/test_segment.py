@@ -70,6 +70,11 @@ def test_predict(segmented, boxes, monkeypatch, capsys, tmp_path):
     assert [line["height"] for line in lines] == [40] * 8
     code, out, err = command(monkeypatch, capsys, "predict", weights, boxes / "images", "--out", tmp_path / "all")
     assert len(list((tmp_path / "all" / "overlays").iterdir())) == 8
+    (tmp_path / "bad.png").write_text("no image")
+    code, _, err = command(monkeypatch, capsys, "predict", weights, image, tmp_path / "bad.png", "--out", tmp_path / "some")
+    assert code == 1
+    assert "bad.png" in err
+    assert len(list((tmp_path / "some" / "masks").iterdir())) == 1
     code, out, err = command(monkeypatch, capsys, "predict", weights, boxes / "images", "--out", tmp_path / "one.png")
     assert (code, err.splitlines()[-1]) == (2, "8 images cannot be drawn in one file: give a folder as --out.")
 

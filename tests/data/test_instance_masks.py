@@ -1,5 +1,7 @@
 """Polygons and run lengths against COCO's tools, and files that are damaged."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from faster_coco_eval import mask as coco_masks
@@ -85,6 +87,14 @@ def test_huge_outlines_are_refused():
         shape_to_mask((np.zeros((200_000, 2)),), 8, 8, None, False)
     with pytest.raises(ValueError, match="x and y"):
         read_polygons([[1, 2, 3]])
+
+
+def test_memory_is_that_of_the_mask():
+    tracemalloc.start()
+    assert draw_polygon(np.array([[10, 10], [3900, 50], [2000, 3900.0]]), 4000, 4000).any()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1.5 * 4000 * 4000 + 2**23
 
 
 def test_packed_masks():

@@ -128,7 +128,7 @@ def test_large_images_are_not_computed(side, patch, saved, tmp_path, monkeypatch
     with safetensors.safe_open(saved, "pt") as file:
         architecture = json.loads(file.metadata()[OPTIMIZED])["architecture"]
     architecture |= {"image_size": [side, side], "patch_size": patch, "pos_embed": "none"}
-    with pytest.raises(UserError, match=f"not {side} x {side} pixels"):
+    with pytest.raises(UserError, match=f"inputs of {side} x {side} pixels"):
         vitrail.load_optimized(change(saved, tmp_path / "m.safetensors", architecture=architecture))
 
 

@@ -1,5 +1,6 @@
 """Predictions: from files, images and arrays to class names."""
 
+import copy
 import os
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from vitrail.data.transforms.config import Augmentation
 from vitrail.data.transforms.pipeline import augment
 from vitrail.errors import UserError
 from vitrail.evaluation.predict import ImageList, iterate_predictions, open_images, parse_path_list
+from vitrail.heads.task_heads import SegmentationConfig
 from vitrail.models.preprocessing import Preprocessing, min_decode_side
 
 
@@ -266,3 +268,29 @@ def test_nan_logits(model, tmp_path):
         list(iterate_predictions(model, source, workers=0))
     with torch.no_grad():
         model.head.bias.copy_(bias)
+
+
+@pytest.mark.parametrize(("size", "patch"), [((60000, 60000), 8), ((2049, 2048), 128), ((800, 800), 8)])
+def test_weights_for_huge_images_are_refused(size, patch, tmp_path, cli_error):
+    model = vitrail.create("deit_tiny_patch16", 4, 128, patch_size=patch, width=16, depth=1, heads=2, pos_embed="none")
+    model.preprocessing = model.preprocessing._replace(image_size=size)
+    vitrail.save(model, tmp_path / "huge.safetensors")
+    reason = f"has inputs of {size[0]} x {size[1]} pixels; at most 4,194,304 pixels and 8,192 patches are supported: give weights"
+    for command in ("predict", "evaluate", "explore"):
+        assert reason in cli_error(command, tmp_path / "huge.safetensors", "digits")
+
+
+@pytest.mark.parametrize("change", [{"short_side": 3000}, {"window": 3000, "stride": 1}])
+def test_heads_for_huge_images_are_refused(change, model, tmp_path):
+    segmenter = copy.deepcopy(model)
+    segmenter.set_task_head(SegmentationConfig(("road", "sky"), (0, 1), kind="linear", **({"short_side": 32} | change)))
+    vitrail.save(segmenter, tmp_path / "huge.safetensors")
+    with pytest.raises(UserError, match="inputs of 3000 x 3000 pixels"):
+        vitrail.segment(tmp_path / "huge.safetensors", "digits")
+
+
+def test_huge_sizes_of_an_evaluation_are_refused(model, tmp_path, cli_error):
+    vitrail.save(model, tmp_path / "small.safetensors")
+    assert "has inputs of 60000 x 60000 pixels" in cli_error(
+        "evaluate", tmp_path / "small.safetensors", "digits", "--sizes", "16,60000"
+    )

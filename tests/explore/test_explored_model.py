@@ -96,14 +96,6 @@ def test_models_without_a_classifier_show_attention():
     assert model.relevance(seen, "rollout", -1).values.shape == (1, 16)
 
 
-@pytest.mark.parametrize(("size", "patch"), [((4096, 4096), 8), ((2049, 2048), 128), ((800, 800), 8)])
-def test_models_of_huge_images_are_refused(size, patch):
-    model = small_model(pos_embed="none", image_size=128, patch_size=patch)
-    model.preprocessing = model.preprocessing._replace(image_size=size)
-    with pytest.raises(UserError, match=rf"inputs of {size[0]} x {size[1]} pixels; .* give weights for smaller images"):
-        ExploredModel(model, "huge")
-
-
 def test_damaged_weights_are_an_error():
     model = small_model()
     model.head.weight.data.fill_(torch.nan)

@@ -8,11 +8,12 @@ import pytest
 
 from tests.cli.test_evaluate import small
 from tests.images import make_folder
+from vitrail import json_files
 from vitrail.cli.evaluate import find_training, open_labeled
-from vitrail.data import class_matching
 from vitrail.data.class_matching import match_classes, read_class_map
 from vitrail.errors import UserError
 from vitrail.explore.collection import read_wrong
+from vitrail.runs.run_json import read_run_json
 
 
 def test_pipes_are_not_opened(tmp_path):
@@ -21,14 +22,17 @@ def test_pipes_are_not_opened(tmp_path):
         read_class_map(tmp_path / "run.json")
     with pytest.raises(UserError, match=r"is not the evaluation.json that"):
         read_wrong(tmp_path / "run.json")
-    assert find_training(tmp_path / "best.safetensors", "photos") is None
+    assert find_training(tmp_path / "best.safetensors") is None
 
 
 def test_large_maps_are_not_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(class_matching, "MAX_JSON", 1 << 20)
+    monkeypatch.setattr(json_files, "MAX_BYTES", 1 << 20)
     (tmp_path / "map.json").write_text(json.dumps({"a": "x" * (1 << 20)}))
     with pytest.raises(UserError, match="is larger than 1 MiB: give a smaller JSON file"):
         read_class_map(tmp_path / "map.json")
+    (tmp_path / "map.json").rename(tmp_path / "run.json")
+    with pytest.raises(UserError, match=r"run.json is larger than 1 MiB"):
+        read_run_json(tmp_path)
 
 
 @pytest.mark.parametrize("rules", [{"n" * 10**6: "a"}, {"a": "n" * 10**6}, {"a": {"n": "n" * 10**6}}, {"a": 10**4000}])
@@ -64,6 +68,7 @@ def test_a_run_does_not_choose_a_file_to_read(name, run, cli_error, monkeypatch)
     (root / "here" / "link.csv").symlink_to(root / "secret.csv")
     said = cli_error("evaluate", name_map(run, name if name.startswith("~") else str(root / name)), root / "photos")
     assert "run.json names the map" in said
+    assert "give it with --map" in said
     assert "user" not in said
 
 
@@ -71,5 +76,27 @@ def test_a_run_does_not_choose_a_file_to_read(name, run, cli_error, monkeypatch)
 def test_a_map_beside_the_run_or_the_data_is_read(folder, run):
     file = run.parent / folder / "map.csv"
     file.write_text("a,x\nb,y\n")
-    data = open_labeled(str(run.parent / "photos"), None, name_map(run, str(file)))
+    data = open_labeled(str(run.parent / "photos"), None, find_training(name_map(run, str(file))))
     assert data.source.classes == ["x", "y"]
+
+
+@pytest.mark.parametrize(("name", "text"), [("map.csv", "class,level\na,x\nb,y\n"), ("map.json", '{"a": "x", "b": "y"}')])
+@pytest.mark.parametrize("command", ["evaluate", "disagree"])
+def test_a_map_elsewhere_is_given_on_the_command_line(command, name, text, run, run_cli):
+    file = run.parent / name
+    file.write_text(text)
+    weights = [name_map(run, str(file))] * (2 if command == "disagree" else 1)
+    code, said, error = run_cli(command, *weights, run.parent / "photos", "--map", file, "--json")
+    assert code == 0, error
+    content = json.loads(said)
+    if command == "evaluate":
+        assert [row["name"] for row in content["evaluations"][0]["per_class"]] == ["x", "y"]
+
+
+def test_coarser_classes_for_weights_of_any_origin(run, run_cli):
+    (run.parent / "map.csv").write_text("a,x\nb,y\n")
+    code, said, error = run_cli(
+        "evaluate", run / "best.safetensors", run.parent / "photos", "--map", run.parent / "map.csv", "--json"
+    )
+    assert code == 0, error
+    assert json.loads(said)["evaluations"][0]["confusion"]["names"] == ["x", "y"]

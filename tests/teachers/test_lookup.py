@@ -171,7 +171,7 @@ def test_sidecar_of_a_folder(tmp_path):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("{", "not valid JSON"),
+        ("{", "cannot be read as JSON"),
         ("[]", "not a JSON object"),
         ('{"knd": "onnx"}', "the unknown entry 'knd'; did you mean kind"),
         ('{"kind": "robot"}', "Unknown kind of teacher 'robot'"),

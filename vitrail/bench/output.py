@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vitrail.atomic_files import atomic_write
+from vitrail.atomic_files import atomic_write_text
 from vitrail.bench.measurement import Measurement, speedup, timm_counterpart
 from vitrail.bench.peak import Peak
 from vitrail.formatting import pluralize
@@ -30,7 +30,7 @@ def compare_with_timm(measurement: Measurement, measurements: Sequence[Measureme
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
-    atomic_write(path, lambda temporary: temporary.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8"))
+    atomic_write_text(path, json.dumps(document, indent=1) + "\n")
 
 
 def describe_machine(machine: dict[str, Any]) -> str:

@@ -1,6 +1,5 @@
 """Reading of checkpoint files, recognized by their content. No pickle can run code; damaged files raise a `UserError`."""
 
-import json
 import os
 import pickle
 import re
@@ -17,6 +16,7 @@ from torch import Tensor
 from vitrail.checkpoints.hub import find_named, suggest
 from vitrail.checkpoints.torch_files import load_pickled
 from vitrail.errors import UserError
+from vitrail.json_files import MissingFile, read_json
 
 # Entries of training files that hold the weights, in order of precedence.
 WRAPPERS = ("model", "state_dict", "module", "teacher", "student", "params")
@@ -55,8 +55,8 @@ def read_weights(path: str | Path, ema: bool = False) -> Checkpoint:
             head = file.read(16)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}.") from None
-    config = read_json(path.with_name("config.json")) if path.name in FOLDER_FILES else None
-    preprocessor = read_json(path.with_name("preprocessor_config.json")) if path.name in FOLDER_FILES else None
+    config = read_json_object(path.with_name("config.json")) if path.name in FOLDER_FILES else None
+    preprocessor = read_json_object(path.with_name("preprocessor_config.json")) if path.name in FOLDER_FILES else None
     if len(head) < 16:
         raise UserError(f"{path} is too short to be a checkpoint: it may be an incomplete download.")
     header = int.from_bytes(head[:8], "little")
@@ -91,11 +91,12 @@ def read_folder(path: Path, ema: bool) -> Checkpoint:
     for name in (*FOLDER_FILES, BEST):
         if (path / name).exists():
             return read_weights(path / name, ema)  # and the config.json next to it
-    index = read_json(path / "model.safetensors.index.json")
+    index = read_json_object(path / "model.safetensors.index.json")
     if index is None:
         known = f"{', '.join(FOLDER_FILES)} or {BEST}"
         raise UserError(f"The folder {path} contains none of {known}: give a folder with weights, or a file.")
-    return Checkpoint(read_shards(path, index), {}, read_json(path / "config.json"), read_json(path / "preprocessor_config.json"))
+    config, preprocessor = (read_json_object(path / name) for name in ("config.json", "preprocessor_config.json"))
+    return Checkpoint(read_shards(path, index), {}, config, preprocessor)
 
 
 def read_shards(path: Path, index: dict[str, Any]) -> dict[str, Tensor]:
@@ -112,14 +113,12 @@ def read_shards(path: Path, index: dict[str, Any]) -> dict[str, Tensor]:
     return tensors
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
-    if not path.exists():
-        return None
-    check_regular_file(path)
+def read_json_object(path: Path) -> dict[str, Any] | None:
+    """The object of a JSON file; None if there is no file."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError) as error:
-        raise UserError(f"{path} is not valid JSON: {error}.") from None
+        value = read_json(path)
+    except MissingFile:
+        return None
     if not isinstance(value, dict):
         raise UserError(f"{path} is not a JSON object.")
     return value

@@ -15,8 +15,9 @@ from torch import Tensor
 from vitrail.aliases import upgrade_checkpoint_key, upgrade_run
 from vitrail.checkpoints.artifact import HEADER as ARTIFACT_HEADER
 from vitrail.checkpoints.artifact import LAYOUT as ARTIFACT_LAYOUT
-from vitrail.checkpoints.readers import SHARDED, TRAINING_HEADER, Checkpoint, check_regular_file, read_json
+from vitrail.checkpoints.readers import SHARDED, TRAINING_HEADER, Checkpoint, check_regular_file, read_json_object
 from vitrail.errors import UserError
+from vitrail.json_files import read_json
 from vitrail.models.preprocessing import Preprocessing
 
 LAYOUT = 1
@@ -61,7 +62,7 @@ def artifact_header(path: Path, recipe: dict[str, Any], step: int) -> dict[str, 
         raise UserError(
             f"{path} does not contain its architecture: keep it in checkpoints/ of its run directory, with the run.json."
         )
-    run = upgrade_run(json.loads(file.read_text(encoding="utf-8")))
+    run = upgrade_run(read_json(file))
     validation, augmentation = recipe["validation"], recipe["augmentation"]
     preprocessing = Preprocessing(
         image_size=augmentation["image_size"],
@@ -115,7 +116,7 @@ def read_sharded(path: Path) -> TrainingState:
 def read_complete(path: Path) -> dict[str, Any]:
     """The content of `complete.json`: layout, step, metadata of the training, and size and checksum of every other file."""
     try:
-        complete = read_json(path / COMPLETE)
+        complete = read_json_object(path / COMPLETE)
     except UserError as error:
         raise ValueError(short_message(error)) from None
     if complete is None:

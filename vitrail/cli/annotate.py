@@ -74,11 +74,11 @@ class TeacherOptions(NamedTuple):
         return read_classes(self.classes) if self.classes is not None else None
 
     def open(self, path: str) -> "Teacher":
-        from vitrail.checkpoints.readers import read_json
+        from vitrail.checkpoints.readers import read_json_object
         from vitrail.devices import adapt_threads, choose_device
         from vitrail.teachers import open_teacher
 
-        settings = read_json(self.preprocessing) if self.preprocessing is not None else None
+        settings = read_json_object(self.preprocessing) if self.preprocessing is not None else None
         if self.preprocessing is not None and settings is None:
             raise UserError(f"There is no file {self.preprocessing}.")
         size, device = parse_size(self.size), choose_device(self.device)

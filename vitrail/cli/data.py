@@ -141,13 +141,12 @@ def pack(
 
 def save_mask_classes(out: Path, sources: "SourceDict") -> None:
     """Write the names of the classes of masks beside the shards, which do not contain them."""
-    from vitrail.atomic_files import atomic_write
+    from vitrail.atomic_files import atomic_write_text
     from vitrail.data.mask_classes import write_json
 
     classes = next((source.mask_classes for source in sources.values() if source.mask_classes is not None), None)
     if classes is not None:
-        text = write_json(classes)
-        atomic_write(out / "classes.json", lambda file: file.write_text(text, encoding="utf-8"))
+        atomic_write_text(out / "classes.json", write_json(classes))
 
 
 def save_sheet(path: Path, sheet: Any) -> None:

@@ -3,13 +3,14 @@
 import json
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vitrail.cli.console import print_json, print_message, print_problems, print_table, print_text
+from vitrail.cli import dense_prediction as dense
+from vitrail.cli.console import print_message, print_table, print_text
 from vitrail.cli.options import HardwareOptions
-from vitrail.cli.segment import ProtocolOptions, counted, unique_stem
 from vitrail.errors import UserError
 from vitrail.formatting import percent, pluralize
 
@@ -31,7 +32,7 @@ NUMBERS = {
 }
 
 
-def check_protocol(options: ProtocolOptions) -> None:
+def check_protocol(options: dense.ProtocolOptions) -> None:
     if options.multi_scale or options.flip or options.scales != "1":
         raise UserError("--scales, --multi-scale and --flip are for segmentations: leave them out for a detection.")
 
@@ -40,64 +41,40 @@ def predict_objects(
     model: "VisionTransformer",
     source: "Source",
     problems: "Sequence[Problem]",
-    options: ProtocolOptions,
+    options: dense.ProtocolOptions,
     threshold: float,
     out: Path | None,
     as_json: bool,
 ) -> None:
     """What `vitrail predict` does with weights of a detection."""
-    from vitrail.atomic_files import atomic_write
-    from vitrail.data.loader import Problem
-    from vitrail.data.progress import progress
+    from vitrail.atomic_files import atomic_write_text
     from vitrail.evaluation.detected_images import change_tiles, iterate_detected
 
     check_protocol(options)
-    protocol = change_tiles(model, options.window)
-    suffix = out.suffix.lower() if out is not None else ""
-    if suffix and suffix not in (".png", ".json", ".jsonl", ".ndjson"):
-        raise UserError(f"--out {Path(str(out)).name} is neither an overlay (.png) nor a .json file nor a folder.")
-    if suffix == ".png" and len(source) > 1:
-        raise UserError(f"{pluralize(len(source), 'image')} cannot be drawn in one file: give a folder as --out.")
-    lines = as_json or suffix in (".json", ".jsonl", ".ndjson")
+    protocol, suffix = change_tiles(model, options.window), dense.check_out(out, len(source), as_json)
+    lines = as_json or suffix in dense.JSON_SUFFIXES
     if not lines:
         print_message(f"protocol: {protocol.describe()}; shown: scores from {threshold:g} on")
-    print_problems(problems)
-    unreadable = len(problems)
     readable: list[DetectedImage] = []
     names: set[str] = set()
-    with progress("detecting", len(source)) as advance:
-        for result in counted(iterate_detected(model, source, protocol, threshold), advance):
-            if isinstance(result, Problem):
-                print_problems([result])
-                unreadable += 1
-                continue
-            if out is not None and not suffix:
-                (out / "overlays").mkdir(parents=True, exist_ok=True)
-                write_overlay(result, out / "overlays" / f"{unique_stem(Path(result.image).stem, names)}.png")
-            readable.append(result if len(source) == 1 else without_pixels(result))
-    if not readable:
-        raise UserError("No image could be read.")
-    if out is not None:
-        if suffix == ".png":
-            write_overlay(readable[0], out)
-        else:
-            file = out if suffix else out / "detections.json"
-            text = lines_of(readable) if suffix in (".jsonl", ".ndjson") else coco_results(readable)
-            atomic_write(file, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    results = iterate_detected(model, source, protocol, threshold)
+    for result in dense.iterate_readable("detecting", source, problems, results):
+        if out is not None and not suffix:
+            dense.write_overlay(result, out / "overlays" / f"{dense.unique_stem(Path(result.image).stem, names)}.png")
+        readable.append(result if len(source) == 1 else without_pixels(result))
+    if out is not None and suffix == ".png":
+        dense.write_overlay(readable[0], out)
+    elif out is not None:
+        text = dense.json_lines(readable) if suffix in (".jsonl", ".ndjson") else coco_results(readable)
+        atomic_write_text(out if suffix else out / "detections.json", text)
     if as_json:
-        sys.stdout.write(lines_of(readable))
+        sys.stdout.write(dense.json_lines(readable))
     elif not lines:
         print_objects(readable)
     if out is not None:
         print_message(f"wrote {out}")
-    if unreadable:
+    if len(readable) < len(source) + len(problems):
         sys.exit(1)
-
-
-def write_overlay(result: "DetectedImage", path: Path) -> None:
-    from vitrail.atomic_files import atomic_write
-
-    atomic_write(path, lambda file: result.overlay().save(file, "PNG"))
 
 
 def without_pixels(result: "DetectedImage") -> "DetectedImage":
@@ -107,11 +84,6 @@ def without_pixels(result: "DetectedImage") -> "DetectedImage":
     import numpy as np
 
     return replace(result, pixels=np.broadcast_to(np.zeros((1, 1, 1), dtype=np.uint8), result.pixels.shape))
-
-
-def lines_of(results: "Sequence[DetectedImage]") -> str:
-    """One line of JSON per image."""
-    return "".join(json.dumps(result.to_dict(), ensure_ascii=False) + "\n" for result in results)
 
 
 def coco_results(results: "Sequence[DetectedImage]") -> str:
@@ -140,18 +112,11 @@ def print_objects(results: "Sequence[DetectedImage]") -> None:
     print_table(("image", "objects", "classes"), rows, ("image", "classes"))
 
 
-def evaluate_objects(
-    model: "VisionTransformer",
-    weights: Path,
-    path: str,
-    split: str | None,
-    options: ProtocolOptions,
-    hardware: HardwareOptions,
-    out: Path | None,
-    as_json: bool,
-) -> None:
-    """What `vitrail evaluate` does with weights of a detection."""
-    from vitrail.data.datasets.lookup import open_source, open_sources
+def measure_objects(
+    model: "VisionTransformer", source: "Source", path: str, options: dense.ProtocolOptions, hardware: HardwareOptions
+) -> dense.Measured:
+    """COCO's AP of the boxes and masks of a split, by class and size."""
+    from vitrail.cli.dense_pages import write_detection_report
     from vitrail.data.image_loader import ImageLoader
     from vitrail.data.object_checks import check_objects
     from vitrail.data.progress import progress
@@ -162,8 +127,6 @@ def evaluate_objects(
 
     check_protocol(options)
     config, protocol = detection_head(model).config, change_tiles(model, options.window)
-    chosen = split or next(name for name in ("test", "validation", "train") if name in open_sources(path))
-    source = open_source(path, chosen)
     check_objects(source)
     table, missing = match_object_classes(config, source.object_classes, path)
     loader = ImageLoader(source, device_of(model), hardware.workers, log=print_message, objects=True)
@@ -171,20 +134,9 @@ def evaluate_objects(
         batch_size = min(hardware.batch_size, MAX_BATCH)
         matches, images = match_split(model.eval(), loader, batch_size, protocol, table=table, advance=advance)
     loader.close()
-    summary = matches.summarize(config.classes)
-    content = {"weights": str(weights), "source": path, "split": chosen, "images": images} | summary
-    content |= describe_precision(summary, config.class_names, protocol) | {"ignored_classes": missing}
-    written = []
-    if out is not None:
-        from vitrail.cli.detection_page import write_detection_report
-
-        written = write_detection_report(out, content, draw_examples(model, source, protocol))
-    if as_json:
-        print_json(content)
-        return
-    print_precision(content)
-    for file in written:
-        print_text(f"wrote {file}")
+    content = {"images": images} | matches.summarize(config.classes)
+    content |= describe_precision(content, config.class_names, protocol) | {"ignored_classes": missing}
+    return dense.Measured(content, partial(draw_examples, model, source, protocol), write_detection_report, print_precision)
 
 
 def print_precision(content: dict[str, Any]) -> None:
@@ -203,7 +155,7 @@ def print_precision(content: dict[str, Any]) -> None:
     print_text(f"box AP {percent(content['ap'] or 0.0, 2)}, AP50 {percent(content['ap50'] or 0.0, 2)}{masks}: {images}")
 
 
-def list_numbers(content: dict[str, Any]) -> list[tuple[str, ...]]:
+def list_numbers(content: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Rows of AP by IoU and size, of boxes and masks."""
     rows = []
     for title, prefix in (("boxes", ""), ("masks", "mask_")):

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
 import typer
 
 from vitrail.cli.console import print_json
-from vitrail.cli.detect import evaluate_objects
+from vitrail.cli.dense_prediction import ProtocolOptions
+from vitrail.cli.detect import measure_objects
 from vitrail.cli.evaluation_tables import print_disagreement, print_evaluations, print_line
 from vitrail.cli.options import (
     SOURCE,
@@ -22,7 +23,7 @@ from vitrail.cli.options import (
     expand_options,
     parse_sizes,
 )
-from vitrail.cli.segment import ProtocolOptions, evaluate_masks
+from vitrail.cli.segment import measure_masks
 from vitrail.errors import UserError
 
 if TYPE_CHECKING:
@@ -32,9 +33,10 @@ if TYPE_CHECKING:
     from vitrail.data.source import Source
     from vitrail.evaluation.evaluate import Evaluation, EvaluationData, EvaluationOptions, Scores, WrongImage
     from vitrail.evaluation.model import Head, Model
+    from vitrail.models.vision_transformer import VisionTransformer
 
 
-MAP_SUFFIXES = (".csv", ".tsv", ".json")
+TABLE_SUFFIXES = (".csv", ".tsv")
 MAX_THUMBNAILS = 24  # of wrong predictions in the page
 
 
@@ -49,7 +51,12 @@ class DataOptions(NamedTuple):
     ] = "subset"
     class_map: Annotated[
         Path | None,
-        typer.Option("--map", metavar="JSON", help="Maps each class of the data to one or more classes of the model."),
+        typer.Option(
+            "--map",
+            metavar="FILE",
+            help="JSON: the classes of the model for each class of the data. CSV, or for a run with a map: a coarser class for "
+            "each, as in `vitrail train`.",
+        ),
     ] = None
     as_json: JsonOption = False
     hardware: HardwareOptions = HardwareOptions()
@@ -96,8 +103,8 @@ def evaluate(
     from vitrail.atomic_files import check_writable, check_writable_folder, reject_overwrite
     from vitrail.data.progress import progress
     from vitrail.evaluation.evaluate import check_positive, sweep_sizes
-    from vitrail.evaluation.model import HEADS, check_head, open_model
-    from vitrail.heads.task_heads import DetectionHead, SegmentationHead
+    from vitrail.evaluation.model import HEADS, check_head, check_size, open_model
+    from vitrail.heads.task_heads import CALLS
     from vitrail.models.vision_transformer import VisionTransformer
 
     image_sizes, ratios = parse_sizes(sizes), parse_ratios(crop_ratios)
@@ -108,13 +115,16 @@ def evaluate(
     if wrong is not None and wrong.is_dir():
         raise UserError(f"{wrong} is a folder: give --wrong the name of a CSV file.")
     model = open_model(weights, shared.hardware.device)
-    if isinstance(model, VisionTransformer) and isinstance(model.task_head, DetectionHead | SegmentationHead):
-        evaluate_dense = evaluate_objects if isinstance(model.task_head, DetectionHead) else evaluate_masks
-        evaluate_dense(model, weights, sources[0], shared.split, segmentation, shared.hardware, out, shared.as_json)
+    if isinstance(model, VisionTransformer) and model.task in CALLS:
+        evaluate_dense(model, weights, sources[0], segmentation, shared, out)
         return
     check_head(model, options.head)
-    data = [open_labeled(path, shared.split, weights) for path in sources]
-    matchings = match_sources(model, data, sources, shared.class_map)
+    for size in image_sizes:
+        check_size(model, size)
+    training = find_training(weights)
+    coarser, class_map = divide_map(shared.class_map, training)
+    data = [open_labeled(path, shared.split, training, coarser) for path in sources]
+    matchings = match_sources(model, data, sources, class_map)
     for matching in matchings:
         check_positive(matching.names, positive)
     results = [
@@ -151,6 +161,25 @@ def evaluate(
         print_line(f"wrote {file}")
 
 
+def evaluate_dense(
+    model: "VisionTransformer", weights: Path, path: str, protocol: ProtocolOptions, shared: DataOptions, out: Path | None
+) -> None:
+    """Evaluate weights of a segmentation or a detection."""
+    from vitrail.data.datasets.lookup import open_source, open_sources
+
+    split = shared.split or next(name for name in ("test", "validation", "train") if name in open_sources(path))
+    measure = measure_objects if model.task == "detection" else measure_masks
+    measured = measure(model, open_source(path, split), path, protocol, shared.hardware)
+    content = {"weights": str(weights), "source": path, "split": split} | measured.content
+    written = measured.write_report(out, content, measured.draw_examples()) if out is not None else []
+    if shared.as_json:
+        print_json(content)
+        return
+    measured.print_tables(content)
+    for file in written:
+        print_line(f"wrote {file}")
+
+
 @expand_options
 def disagree(
     paths: Annotated[
@@ -178,8 +207,10 @@ def disagree(
     if not files:
         raise UserError("Give the weights of at least two models, then the data.")
     shared.evaluation()  # raises for an unknown --among before the data is opened
-    data = open_labeled(path, shared.split, Path(files[0]))
-    names, predictions, scores, classes = predict_with_all(files, path, data, shared, heads)
+    training = find_training(Path(files[0]))
+    coarser, class_map = divide_map(shared.class_map, training)
+    data = open_labeled(path, shared.split, training, coarser)
+    names, predictions, scores, classes = predict_with_all(files, path, data, shared._replace(class_map=class_map), heads)
     labeled = np.flatnonzero(scores.label >= 0)
     labels, image, predictions = scores.label[labeled], scores.image[labeled], predictions[:, labeled]
     comparison = compare(names, predictions, labels, classes)
@@ -235,58 +266,69 @@ def shorten_paths(files: Sequence[str]) -> list[str]:
     return [f"{file} ({number})" for number, file in enumerate(files, 1)]
 
 
-def open_labeled(path: str, split: str | None, weights: Path) -> "EvaluationData":
-    from vitrail.data.datasets.lookup import require_labels
-    from vitrail.data.label_choice import choose_labels
-    from vitrail.evaluation.evaluate import open_evaluation_data
-
-    found = find_training(weights, path)
-    data = open_evaluation_data(path, split, found.classes if found else None, found.label if found else "")
-    if found is not None:
-        check_map(found, path)
-        choose_labels([part for part in (data.source, data.calibration) if part is not None], found.label, found.map)
-    require_labels(data.source)
-    return data
-
-
-def check_map(training: "Training", source: str) -> None:
-    """UserError for a map of a run.json, which may come from anywhere, that is not a table beside the run, the data or here.
-
-    Other files that it names are not opened: messages and reports show parts of a map.
-    """
-    if not training.map:
-        return
-    file = Path(os.path.realpath(os.path.expanduser(training.map)))
-    folders = [os.path.realpath(folder) for folder in (training.folder, source, ".")]
-    if file.suffix.lower() not in MAP_SUFFIXES or not any(file.is_relative_to(folder) for folder in folders):
-        raise UserError(
-            f"{training.folder / 'run.json'} names the map {training.map[:200]}, which is not a CSV, TSV or JSON file in the run "
-            "directory, the folder of the data or the current folder: if you trust it, run the command in the folder of that map."
-        )
-
-
 class Training(NamedTuple):
     """What a run was trained on."""
 
+    source: str
     classes: list[str]
     label: str  # data.label and data.map of its recipe
     map: str
     folder: Path
 
+    def was_on(self, path: str) -> bool:
+        return self.source == path or os.path.realpath(self.source) == os.path.realpath(path)
 
-def find_training(weights: Path, path: str) -> Training | None:
-    """The classes and labels of the run that the weights belong to; None if it was not a run on this data."""
-    from vitrail.data.class_matching import read_json
+    def find_map(self, path: str) -> str:
+        """The map of the recipe; UserError if it is not a table beside the run, the data or here.
+
+        A run.json may come from anywhere. Other files that it names are not opened: messages and reports show parts of a map.
+        """
+        file = Path(os.path.realpath(os.path.expanduser(self.map)))
+        folders = [os.path.realpath(folder) for folder in (self.folder, path, ".")]
+        valid = file.suffix.lower() in (*TABLE_SUFFIXES, ".json") and any(file.is_relative_to(folder) for folder in folders)
+        if self.map and not valid:
+            raise UserError(
+                f"{self.folder / 'run.json'} names the map {self.map[:200]}, which is not a CSV, TSV or JSON file in the run "
+                "directory, the folder of the data or the current folder: if you trust it, give it with --map."
+            )
+        return self.map
+
+
+def find_training(weights: Path) -> Training | None:
+    """What the run was trained on that the weights belong to; None if they belong to none."""
+    from vitrail.json_files import read_json
 
     for folder in (weights, weights.parent):
         try:
             run = read_json(folder / "run.json")
-            source, classes, choice = run["source"], list(run["data"].get("classes") or ()), run["recipe"].get("data", {})
-            found = Training(classes, str(choice.get("label", "")), str(choice.get("map", "")), folder)
+            classes, choice = list(run["data"].get("classes") or ()), run["recipe"].get("data", {})
+            return Training(str(run["source"]), classes, str(choice.get("label", "")), str(choice.get("map", "")), folder)
         except (UserError, KeyError, TypeError, AttributeError):
             continue
-        return found if source == path or os.path.realpath(str(source)) == os.path.realpath(path) else None
     return None
+
+
+def divide_map(given: Path | None, training: Training | None) -> tuple[str, Path | None]:
+    """What `--map` names: a file of coarser classes, as those of a training, or a file of classes of the model."""
+    is_coarser = given is not None and (given.suffix.lower() in TABLE_SUFFIXES or (training is not None and training.map != ""))
+    return (str(given), None) if is_coarser else ("", given)
+
+
+def open_labeled(path: str, split: str | None, training: Training | None, coarser: str = "") -> "EvaluationData":
+    """A source with the labels of the training, if it was on this data, or with the labels of a map of coarser classes."""
+    from vitrail.data.datasets.lookup import require_labels
+    from vitrail.data.label_choice import choose_labels
+    from vitrail.evaluation.evaluate import open_evaluation_data
+
+    found = training if training is not None and training.was_on(path) else None
+    data = open_evaluation_data(path, split, found.classes if found else None, found.label if found else "")
+    parts = [part for part in (data.source, data.calibration) if part is not None]
+    if coarser:
+        choose_labels(parts, training.label if training is not None and training.map else "", coarser)
+    elif found is not None:
+        choose_labels(parts, found.label, found.find_map(path))
+    require_labels(data.source)
+    return data
 
 
 def match_sources(
@@ -356,11 +398,10 @@ def write_report(
     content: dict[str, Any],
     mistakes: Sequence[dict[str, Any]],
 ) -> list[Path]:
-    from vitrail.atomic_files import atomic_write
+    from vitrail.atomic_files import atomic_write_text
     from vitrail.cli.evaluation_page import write_evaluation_report
 
-    text = json.dumps(replace_nan(content), indent=1) + "\n"
-    atomic_write(out / "evaluation.json", lambda file: file.write_text(text, encoding="utf-8"))
+    atomic_write_text(out / "evaluation.json", json.dumps(replace_nan(content), indent=1) + "\n")
     return [*write_evaluation_report(out, title, evaluations, sweep, mistakes), out / "evaluation.json"]
 
 

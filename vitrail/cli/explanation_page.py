@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image
 
-from vitrail.atomic_files import atomic_write
-from vitrail.cli.segment import unique_stem
+from vitrail.atomic_files import atomic_write, atomic_write_text
+from vitrail.cli.dense_prediction import unique_stem
 from vitrail.formatting import percent, pluralize
 from vitrail.interpret.explanation import Explanation
 from vitrail.interpret.figures import FIGURES, draw_figures
@@ -104,7 +104,7 @@ class ReportWriter:
             atomic_write(self.folder / f"{name}.npy", lambda file: save_array(file, values))
         elif self.maps == "json":
             text = json.dumps([[round(float(each), 7) for each in row] for row in values])
-            atomic_write(self.folder / f"{name}.json", lambda file: file.write_text(text))
+            atomic_write_text(self.folder / f"{name}.json", text)
 
     def save_png(self, name: str, png: bytes) -> str:
         atomic_write(self.folder / name, lambda file: file.write_bytes(png))

@@ -14,9 +14,10 @@ import typer
 from rich.console import Console
 
 from vitrail.cli.console import make_table
+from vitrail.cli.dense_prediction import ProtocolOptions
 from vitrail.cli.detect import predict_objects
 from vitrail.cli.options import HardwareOptions, WeightsArgument, expand_options
-from vitrail.cli.segment import ProtocolOptions, predict_masks
+from vitrail.cli.segment import predict_masks
 from vitrail.errors import UserError
 from vitrail.formatting import escape_control, percent, pluralize, shorten_path
 
@@ -70,7 +71,7 @@ def predict(
     from vitrail.data.progress import progress
     from vitrail.evaluation.model import open_model
     from vitrail.evaluation.predict import iterate_predictions, open_images, parse_path_list
-    from vitrail.heads.task_heads import DetectionHead, SegmentationHead
+    from vitrail.heads.task_heads import CALLS
     from vitrail.models.vision_transformer import VisionTransformer
 
     output_format = choose_format(format, as_json, out)
@@ -81,9 +82,9 @@ def predict(
     source, problems = open_images(paths)
     if out is not None:
         reject_overwrite(out, *str(weights).split("+"), *(source.location(index) for index in range(len(source))))
-    if isinstance(model, VisionTransformer) and isinstance(model.task_head, DetectionHead | SegmentationHead):
+    if isinstance(model, VisionTransformer) and model.task in CALLS:
         lines = output_format == "json" and (as_json or format is not None)
-        if isinstance(model.task_head, DetectionHead):
+        if model.task == "detection":
             predict_objects(model, source, problems, segmentation, threshold, out, lines)
         else:
             predict_masks(model, source, problems, segmentation, out, lines)

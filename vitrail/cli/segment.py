@@ -4,12 +4,14 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vitrail.cli.console import print_json, print_message, print_problems, print_table, print_text
+from vitrail.cli import dense_prediction as dense
+from vitrail.cli.console import print_message, print_problems, print_table, print_text
 from vitrail.cli.options import DeviceOption, HardwareOptions, check_choice, expand_options
 from vitrail.errors import UserError
 from vitrail.formatting import percent, pluralize
@@ -18,40 +20,10 @@ if TYPE_CHECKING:
     from vitrail.data.loader import Problem
     from vitrail.data.source import Source
     from vitrail.evaluation.segmented_images import SegmentedImage
+    from vitrail.evaluation.semantic_masks import Protocol
     from vitrail.models.vision_transformer import VisionTransformer
 
-PANEL = "Segmentation"
 MAX_BATCH = 16  # images per forward pass
-
-
-class ProtocolOptions(NamedTuple):
-    """How weights of a segmentation are applied to images."""
-
-    scales: Annotated[str, typer.Option(help="Factors of the image size to average over: 0.5,1,1.5.", rich_help_panel=PANEL)] = (
-        "1"
-    )
-    multi_scale: Annotated[
-        bool, typer.Option("--multi-scale", help="The papers' six scales from 0.5 to 1.75, with flips.", rich_help_panel=PANEL)
-    ] = False
-    flip: Annotated[bool, typer.Option("--flip", help="Average with the mirrored image.", rich_help_panel=PANEL)] = False
-    window: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            help="Side of a sliding window, of a detection of tiles; 0: whole images; default: as trained.",
-            rich_help_panel=PANEL,
-        ),
-    ] = None
-
-    def protocol(self, model: "VisionTransformer") -> Any:
-        from vitrail.evaluation.segmented_images import change_protocol
-        from vitrail.evaluation.semantic_masks import MULTI_SCALE
-
-        try:
-            scales: Sequence[float] = MULTI_SCALE if self.multi_scale else [float(part) for part in self.scales.split(",")]
-        except ValueError:
-            raise UserError(f"{self.scales!r} is not a list of scales: write 0.5,1,1.5.") from None
-        return change_protocol(model, scales, self.flip or self.multi_scale, self.window)
 
 
 @expand_options
@@ -100,7 +72,6 @@ def segment(
     estimate = cross_validate(images, config.class_names, method)
     print_estimate(estimate, len(images))
     source, unreadable = open_images([photos])
-    print_problems(unreadable)
     if method == "ridge":
         attach_ridge(model, config, images)
         model.notes.pop("recipe", None)
@@ -117,9 +88,7 @@ def segment(
         results = iterate_segmented(model, source, Protocol.of(segmentation_head(model).config))
     else:
         results = iterate_by_neighbors(model, config, images, source)
-    with progress("segmenting", len(source)) as advance:
-        written = write_folder(out, counted(results, advance))
-    print_text(f"{pluralize(written, 'image')}: {out / 'masks'}, {out / 'overlays'}, {out / 'segmentation.json'}")
+    write_folder(out, dense.iterate_readable("segmenting", source, unreadable, results))
     if method == "ridge":
         print_text(f"weights {weights}: `vitrail predict {weights} IMAGE --out overlay.png`")
 
@@ -156,8 +125,8 @@ def without_classifier(model: "VisionTransformer") -> "VisionTransformer":
 
 def train_further(labeled: "Source", weights: Path, minutes: float, out: Path, device: str | None, short_side: int) -> Path:
     """Train the network and the head on the labeled images; returns the best weights."""
+    from vitrail.checkpoints import load
     from vitrail.data.mask_classes import write_json
-    from vitrail.evaluation.segmented_images import open_segmenter
     from vitrail.evaluation.semantic_masks import segmentation_head
     from vitrail.runs.request import TrainRequest
     from vitrail.runs.train import run_request
@@ -173,7 +142,7 @@ def train_further(labeled: "Source", weights: Path, minutes: float, out: Path, d
         (data / "masks" / f"{index:06}.png").write_bytes(mask)
     assert labeled.mask_classes is not None
     (data / "classes.json").write_text(write_json(labeled.mask_classes), encoding="utf-8")
-    blocks = list(segmentation_head(open_segmenter(weights, "cpu")).config.blocks)
+    blocks = list(segmentation_head(load(weights)).config.blocks)
     changes = {
         "init.weights": str(weights),
         "task_options.head": "linear",
@@ -191,50 +160,27 @@ def train_further(labeled: "Source", weights: Path, minutes: float, out: Path, d
     return run.artifact
 
 
-def counted(results: Iterator[Any], advance: Any) -> Iterator[Any]:
-    for result in results:
-        advance(1)
-        yield result
-
-
 def write_folder(out: Path, results: Iterator[Any]) -> int:
-    """Write masks, overlays and segmentation.json of the images that can be read; returns their number."""
-    from vitrail.atomic_files import atomic_write
-    from vitrail.data.loader import Problem
+    """Write masks, overlays and segmentation.json; returns the number of images."""
+    from vitrail.atomic_files import atomic_write_text
 
-    for name in ("masks", "overlays"):
-        (out / name).mkdir(parents=True, exist_ok=True)
     lines: list[dict[str, Any]] = []
     names: set[str] = set()
     for result in results:
-        if isinstance(result, Problem):
-            print_problems([result])
-            continue
-        stem = unique_stem(Path(result.image).stem, names)
+        stem = dense.unique_stem(Path(result.image).stem, names)
         files = {name: Path(name, f"{stem}.png") for name in ("masks", "overlays")}
         write_images(result, out / files["overlays"], out / files["masks"])
         lines.append(result.to_dict() | {"mask": str(files["masks"]), "overlay": str(files["overlays"])})
-    if not lines:
-        raise UserError("No image could be read.")
-    text = json.dumps(lines, indent=1, ensure_ascii=False) + "\n"
-    atomic_write(out / "segmentation.json", lambda file: file.write_text(text, encoding="utf-8"))
+    atomic_write_text(out / "segmentation.json", json.dumps(lines, indent=1, ensure_ascii=False) + "\n")
+    print_text(f"{pluralize(len(lines), 'image')}: {out / 'masks'}, {out / 'overlays'}, {out / 'segmentation.json'}")
     return len(lines)
 
 
 def write_images(result: "SegmentedImage", overlay: Path, mask: Path) -> None:
     from vitrail.atomic_files import atomic_write
 
-    atomic_write(overlay, lambda file: result.overlay().save(file, "PNG"))
+    dense.write_overlay(result, overlay)
     atomic_write(mask, lambda file: file.write_bytes(result.mask_png()))
-
-
-def unique_stem(stem: str, taken: set[str]) -> str:
-    """The stem, with a number if another image has it."""
-    found, number = stem, 2
-    while found in taken:
-        found, number = f"{stem}-{number}", number + 1
-    taken.add(found)
-    return found
 
 
 def print_estimate(estimate: "dict[str, Any] | None", images: int) -> None:
@@ -247,76 +193,71 @@ def print_estimate(estimate: "dict[str, Any] | None", images: int) -> None:
     print_text(f"mIoU {percent(estimate['miou'], 1)}, pixel accuracy {accuracy} ({folds})")
 
 
+def make_protocol(options: dense.ProtocolOptions, model: "VisionTransformer") -> "Protocol":
+    from vitrail.evaluation.segmented_images import change_protocol
+    from vitrail.evaluation.semantic_masks import MULTI_SCALE
+
+    try:
+        scales: Sequence[float] = MULTI_SCALE if options.multi_scale else [float(part) for part in options.scales.split(",")]
+    except ValueError:
+        raise UserError(f"{options.scales!r} is not a list of scales: write 0.5,1,1.5.") from None
+    return change_protocol(model, scales, options.flip or options.multi_scale, options.window)
+
+
 def predict_masks(
     model: "VisionTransformer",
     source: "Source",
     problems: "Sequence[Problem]",
-    options: ProtocolOptions,
+    options: dense.ProtocolOptions,
     out: Path | None,
     as_json: bool,
 ) -> None:
     """What `vitrail predict` does with weights of a segmentation."""
-    from vitrail.atomic_files import atomic_write
-    from vitrail.data.loader import Problem
-    from vitrail.data.progress import progress
     from vitrail.evaluation.segmented_images import iterate_segmented
 
-    protocol = options.protocol(model)
-    is_image = out is not None and out.suffix.lower() == ".png"
-    is_json = as_json or (out is not None and out.suffix.lower() in (".json", ".jsonl", ".ndjson"))
-    if is_image and len(source) > 1:
-        raise UserError(f"{pluralize(len(source), 'image')} cannot be drawn in one file: give a folder as --out.")
-    if out is not None and out.suffix and not is_image and not is_json:
-        raise UserError(f"--out {out.name} is neither an overlay (.png) nor a .json file nor a folder.")
-    if not is_json:
+    protocol, suffix = make_protocol(options, model), dense.check_out(out, len(source), as_json)
+    as_json = as_json or suffix in dense.JSON_SUFFIXES
+    if not as_json:
         print_message(f"protocol: {protocol.describe()}")
-    print_problems(problems)
-    with progress("segmenting", len(source)) as advance:
-        results = counted(iterate_segmented(model, source, protocol), advance)
-        if out is not None and not is_image and not is_json:
-            written = write_folder(out, results)
-            print_text(f"{pluralize(written, 'image')}: {out / 'masks'}, {out / 'overlays'}, {out / 'segmentation.json'}")
-            return
-        found = list(results)
-    readable = [result for result in found if not isinstance(result, Problem)]
-    print_problems([result for result in found if isinstance(result, Problem)])
-    if not readable:
-        raise UserError("No image could be read.")
-    if is_image:
-        assert out is not None
-        mask = out.with_name(f"{out.stem}-mask.png")
-        write_images(readable[0], out, mask)
-    if is_json:
-        text = "".join(json.dumps(result.to_dict(), ensure_ascii=False) + "\n" for result in readable)
-        if out is None or is_image:
-            sys.stdout.write(text)
-        else:
-            atomic_write(out, lambda file: file.write_text(text, encoding="utf-8"))
+    results = dense.iterate_readable("segmenting", source, problems, iterate_segmented(model, source, protocol))
+    if out is not None and not suffix and not as_json:
+        written = write_folder(out, results)
     else:
-        rows = [
-            (result.image if number == 0 else "", share.name, percent(share.share, 1), f"{share.pixels:,}")
-            for result in readable
-            for number, share in enumerate(result.shares)
-        ]
-        print_table(("image", "class", "share", "pixels"), rows, ("image", "class"))
-    if is_image:
-        print_message(f"wrote {out} and {mask}")
-    if len(readable) < len(found) or problems:
+        readable = list(results)
+        written = len(readable)
+        write_readable(readable, out, as_json)
+    if written < len(source) + len(problems):
         sys.exit(1)
 
 
-def evaluate_masks(
-    model: "VisionTransformer",
-    weights: Path,
-    path: str,
-    split: str | None,
-    options: ProtocolOptions,
-    hardware: HardwareOptions,
-    out: Path | None,
-    as_json: bool,
-) -> None:
-    """What `vitrail evaluate` does with weights of a segmentation."""
-    from vitrail.data.datasets.lookup import open_source, open_sources
+def write_readable(results: "Sequence[SegmentedImage]", out: Path | None, as_json: bool) -> None:
+    """Write an overlay with its mask, or a JSON file; print JSON or a table where nothing else is written."""
+    from vitrail.atomic_files import atomic_write_text
+
+    overlay = out if out is not None and out.suffix.lower() == ".png" else None
+    if overlay is not None:
+        mask = overlay.with_name(f"{overlay.stem}-mask.png")
+        write_images(results[0], overlay, mask)
+    if as_json and (out is None or overlay is not None):
+        sys.stdout.write(dense.json_lines(results))
+    elif as_json and out is not None:
+        atomic_write_text(out, dense.json_lines(results))
+    else:
+        rows = [
+            (result.image if number == 0 else "", share.name, percent(share.share, 1), f"{share.pixels:,}")
+            for result in results
+            for number, share in enumerate(result.shares)
+        ]
+        print_table(("image", "class", "share", "pixels"), rows, ("image", "class"))
+    if overlay is not None:
+        print_message(f"wrote {overlay} and {mask}")
+
+
+def measure_masks(
+    model: "VisionTransformer", source: "Source", path: str, options: dense.ProtocolOptions, hardware: HardwareOptions
+) -> dense.Measured:
+    """mIoU of a split, per class and near boundaries, and the pixels that are confused."""
+    from vitrail.cli.dense_pages import write_segmentation_report
     from vitrail.data.image_loader import ImageLoader
     from vitrail.data.mask_checks import check_masks, complete_classes
     from vitrail.data.progress import progress
@@ -325,9 +266,7 @@ def evaluate_masks(
     from vitrail.evaluation.pixel_evaluation import count_split, describe_counts, draw_examples, match_mask_classes
     from vitrail.evaluation.semantic_masks import segmentation_head
 
-    config, protocol = segmentation_head(model).config, options.protocol(model)
-    chosen = split or next(name for name in ("test", "validation", "train") if name in open_sources(path))
-    source = open_source(path, chosen)
+    config, protocol = segmentation_head(model).config, make_protocol(options, model)
     classes = complete_classes([source])
     check_masks(source)
     table, missing = match_mask_classes(config, classes, path)
@@ -337,20 +276,10 @@ def evaluate_masks(
             model, loader, min(hardware.batch_size, MAX_BATCH), protocol, boundaries=True, table=table, advance=advance
         )
     loader.close()
-    summary = summarize_pixels(counts.matrix.cpu()) | {"images": images}
-    content = {"weights": str(weights), "source": path, "split": chosen} | summary
+    content = summarize_pixels(counts.matrix.cpu()) | {"images": images}
     content |= describe_counts(counts, config.class_names, protocol) | {"ignored_classes": missing}
-    written = []
-    if out is not None:
-        from vitrail.cli.segmentation_page import write_segmentation_report
-
-        written = write_segmentation_report(out, content, draw_examples(model, source, protocol, table=table))
-    if as_json:
-        print_json(content)
-        return
-    print_evaluation(content)
-    for file in written:
-        print_text(f"wrote {file}")
+    examples = partial(draw_examples, model, source, protocol, table=table)
+    return dense.Measured(content, examples, write_segmentation_report, print_evaluation)
 
 
 def print_evaluation(content: dict[str, Any]) -> None:

@@ -1,7 +1,6 @@
 """Matching of a model's classes with those of a data set: by equal lists, by name, by WordNet id, or by a given map."""
 
 import difflib
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
@@ -14,13 +13,13 @@ from torch import Tensor
 
 from vitrail.data.datasets.folder import SPLITS
 from vitrail.errors import UserError
+from vitrail.json_files import read_json
 
 Among = Literal["subset", "all"]
 WORDNET_ID = re.compile(r"(?<![a-z0-9])n\d{8}(?!\d)")
 MIN_IMAGENET = 0.9  # share of 1000 names in ImageNet's order that makes a list ImageNet's; releases differ in some names
 SHOWN = 3  # class names in a message
 SHOWN_CHARACTERS = 100  # of a value of a map
-MAX_JSON = 1 << 28  # bytes
 OTHER = "(another class)"
 HINT = "map the classes with --map map.json"
 
@@ -135,21 +134,6 @@ def read_wordnet_ids(path: str) -> dict[str, str]:
         return {}
     pairs = content.items() if isinstance(content, dict) else ()
     return {name: value for name, value in pairs if isinstance(value, str) and WORDNET_ID.fullmatch(value)}
-
-
-def read_json(path: str | Path) -> Any:
-    """The content of a JSON file; UserError if there is none, and for what is not a regular file: opening a pipe could block."""
-    path = Path(path)
-    try:
-        if path.exists() and not path.is_file():
-            raise UserError(f"{path} is not a regular file: give a JSON file.")
-        if path.stat().st_size > MAX_JSON:
-            raise UserError(f"{path} is larger than {MAX_JSON >> 20} MiB: give a smaller JSON file.")
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"There is no file {path}.") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read as JSON: {error}.") from None
 
 
 def read_class_map(path: str | Path) -> dict[str, Any]:

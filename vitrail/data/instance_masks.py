@@ -51,7 +51,7 @@ def shape_to_mask(shape: Polygons | Rle, height: int, width: int, size: tuple[in
 def draw_polygon(points: np.ndarray, height: int, width: int) -> np.ndarray:
     """The inside of a polygon [n, 2] of x and y, bool [height, width]."""
     if len(points) < 3 or not np.isfinite(points).all() or np.abs(points).max() > MAX_COORDINATE:
-        raise ValueError("a polygon has at least three points, of finite coordinates")
+        raise ValueError(f"a polygon has at least three points, of coordinates up to {MAX_COORDINATE:,} pixels")
     xs, ys = trace_outline(np.trunc(points * TRACE + 0.5).astype(np.int64))
     # Where the outline moves to another column of the fine grid it may cross the center line of a column of pixels.
     moves = np.flatnonzero(xs[1:] != xs[:-1])
@@ -59,9 +59,8 @@ def draw_polygon(points: np.ndarray, height: int, width: int) -> np.ndarray:
     rows = (np.minimum(ys[moves], ys[moves + 1]) + 0.5) / TRACE - 0.5
     kept = (columns == np.floor(columns)) & (columns >= 0) & (columns <= width - 1)
     rows = np.ceil(np.clip(rows[kept], 0, height)).astype(np.int64)
-    toggles = np.bincount(columns[kept].astype(np.int64) * height + rows, minlength=height * width + 1)
-    inside: np.ndarray = (np.cumsum(toggles)[: height * width] % 2).astype(bool).reshape(width, height).T
-    return inside
+    crossings = np.sort(columns[kept].astype(np.int64) * height + rows)
+    return fill_runs(np.diff(crossings, prepend=0, append=height * width), height, width)
 
 
 def trace_outline(points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -69,7 +68,7 @@ def trace_outline(points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     start, stop = points, np.roll(points, -1, 0)
     lengths = np.abs(stop - start)
     if int(lengths.max(1).sum()) > MAX_STEPS:
-        raise ValueError("an outline of millions of pixels")
+        raise ValueError("an outline of millions of pixels: simplify the polygon")
     along_x = lengths[:, 0] >= lengths[:, 1]
     steps = lengths.max(1)
     edge = np.repeat(np.arange(len(points)), steps + 1)
@@ -95,8 +94,12 @@ def decode_rle(rle: Rle) -> np.ndarray:
         raise ValueError(f"run lengths that do not fit {width} x {height} pixels")
     if int(counts.sum()) != height * width:
         raise ValueError(f"run lengths of {int(counts.sum()):,} pixels instead of {width} x {height}")
-    flat = np.repeat(np.arange(len(counts)) % 2 == 1, counts)
-    mask: np.ndarray = flat.reshape(width, height).T
+    return fill_runs(counts, height, width)
+
+
+def fill_runs(counts: np.ndarray, height: int, width: int) -> np.ndarray:
+    """The mask, bool [height, width], of run lengths down the columns, background first."""
+    mask: np.ndarray = np.repeat(np.arange(len(counts)) % 2 == 1, counts).reshape(width, height).T
     return mask
 
 

@@ -355,9 +355,9 @@ def plan_cache(
     The decoded size is estimated from the headers of `num_samples` images spread over the source.
     """
     sizes = []
-    for index in np.unique(np.linspace(0, len(source) - 1, num_samples).astype(np.int64)):
+    for index in source.spread(num_samples).tolist():
         try:
-            sizes.append(decoded_size(source.encoded(int(index)), min_side))
+            sizes.append(decoded_size(source.encoded(index), min_side))
         except (OSError, ValueError):
             continue  # the loader reports it
     planes = bool(masks) + (max_planes(source, num_samples) if objects and source.has_instances else 0)
@@ -377,7 +377,7 @@ def plan_cache(
 def max_planes(source: Source, num_samples: int) -> int:
     """The most planes of masks that some images spread over the source have."""
     most = 0
-    for index in np.unique(np.linspace(0, len(source) - 1, num_samples).astype(np.int64)).tolist():
+    for index in source.spread(num_samples).tolist():
         try:
             most = max(most, len(source.objects(index) or ()))
         except (OSError, ValueError):

@@ -1,17 +1,17 @@
 """Checks of segmentation masks before a training: which ids they have, and whether they fit their images."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from vitrail.data.loader import ImageReader, Problem
+from vitrail.data.loader import AnnotatedImage, ImageReader, Problem
 from vitrail.data.mask_classes import IGNORE, MaskClasses, make_classes, numbered_classes
 from vitrail.data.source import Source
 from vitrail.data.workers import Workers, default_workers
 from vitrail.errors import UserError
 
-SCANNED, SAMPLED = 2000, 48  # masks
+SCANNED, SAMPLED = 2000, 48  # images
 CHUNK = 32
 
 
@@ -34,13 +34,9 @@ class IdScanner:
         return found
 
 
-def spread(source: Source, count: int) -> np.ndarray:
-    return np.unique(np.linspace(0, len(source) - 1, count).astype(np.int64)) if len(source) else np.zeros(0, dtype=np.int64)
-
-
-def scan_ids(source: Source, limit: int = SCANNED) -> list[int]:
-    """The ids that occur in the masks of a source, or in `limit` of them."""
-    indices = spread(source, limit)
+def scan_ids(source: Source) -> list[int]:
+    """The ids that occur in the masks of a source, or in some of them."""
+    indices = source.spread(SCANNED)
     chunks = np.split(indices, range(CHUNK, len(indices), CHUNK))
     pool = Workers(IdScanner(source), default_workers() if len(chunks) > 2 else 0)
     try:
@@ -91,22 +87,25 @@ def require_masks(source: Source) -> None:
         )
 
 
-def check_masks(source: Source, samples: int = SAMPLED) -> None:
-    """Raise UserError if half of some masks spread over the source cannot be used; a few bad ones are skipped in training."""
-    require_masks(source)
-    reader = ImageReader(source, None, masks=True)
-    chosen = spread(source, samples)
+def read_samples(reader: ImageReader, what: str) -> Iterator[AnnotatedImage]:
+    """Yield some images spread over the source; at the end UserError if half cannot be used. A few are skipped in training."""
+    chosen = reader.source.spread(SAMPLED).tolist()
     problems: list[Problem] = []
-    labeled = False
-    for index in chosen.tolist():
-        image = reader.read_image(index)
+    for index in chosen:
+        image = reader.read_annotated(index)
         if isinstance(image, Problem):
             problems.append(image)
-        elif image[1] is not None:
-            labeled = labeled or bool((image[1] != IGNORE).any())
-    if len(problems) * 2 >= len(chosen):
+        else:
+            yield image
+    if problems and len(problems) * 2 >= len(chosen):
         location, reason = problems[0]
-        others = f" ({len(problems)} of {len(chosen)} masks like this)" if len(problems) > 1 else ""
+        others = f" ({len(problems)} of {len(chosen)} {what} like this)" if len(problems) > 1 else ""
         raise UserError(f"{location} cannot be used: {reason}{others}; `vitrail data inspect` lists all of them.")
-    if not labeled:
+
+
+def check_masks(source: Source) -> None:
+    """Raise UserError if half of some masks spread over the source cannot be used, or if all of their pixels are ignored."""
+    require_masks(source)
+    reader = ImageReader(source, None, masks=True)
+    if not sum(image.mask is not None and bool((image.mask != IGNORE).any()) for image in read_samples(reader, "masks")):
         raise UserError(f"All pixels of the masks of {source.name} are ignored: name the classes of their ids in classes.json.")

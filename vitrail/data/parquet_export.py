@@ -16,8 +16,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from vitrail.aliases import upgrade_skipped
 from vitrail.atomic_files import atomic_replace, create_folder, describe_error, file_sha256, fsync_path, shard_write_error
 from vitrail.data.datasets.folder import SPLITS, SourceDict
@@ -309,7 +307,7 @@ def fingerprint(sources: SourceDict) -> str:
         for index in range(len(source)):
             # Without the path that the user typed: the same folder may be given by another path.
             digest.update(os.fsencode(source.location(index).replace(source.name.rstrip("/"), "", 1)) + b"\0")
-        for index in np.unique(np.linspace(0, len(source) - 1, FINGERPRINT_IMAGES).astype(np.int64)).tolist():
+        for index in source.spread(FINGERPRINT_IMAGES).tolist():
             digest.update(_image_digest(source, index))
     return digest.hexdigest()
 

@@ -65,6 +65,10 @@ class Source(ABC):
     def classes(self) -> list[str]:
         return self.label.names if self.label else []
 
+    def spread(self, count: int) -> np.ndarray:
+        """Return the indices of at most `count` images evenly spread over the source, int64."""
+        return np.unique(np.linspace(0, len(self) - 1, min(count, len(self))).astype(np.int64))
+
 
 @dataclass(eq=False)
 class Subset(Source):

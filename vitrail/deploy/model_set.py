@@ -12,7 +12,7 @@ from vitrail.checkpoints.delta import attach
 from vitrail.checkpoints.model_io import find_weights, split_delta_path
 from vitrail.deploy.served_model import ServedModel, one_thread, prepare_model, version_of
 from vitrail.errors import UserError
-from vitrail.evaluation.model import compute_logits, open_model
+from vitrail.evaluation.model import check_size, compute_logits, open_model
 from vitrail.models.vision_transformer import VisionTransformer
 
 DEFAULT = "default"
@@ -123,7 +123,7 @@ def attach_delta(file: ModelFile, base: ServedModel) -> ServedModel:
     """A model that shares its unchanged tensors with the base. It is not optimized: that would copy them."""
     if not isinstance(base.model, VisionTransformer):
         raise UserError(f"{file.name}: a delta needs weights of a Vitrail model as the base.")
-    model = attach(base.model, file.delta).requires_grad_(False)
+    model = check_size(attach(base.model, file.delta)).requires_grad_(False)
     return ServedModel(file.name, model, lambda images: compute_logits(model, images), version_of(model), shared=True)
 
 

@@ -6,7 +6,6 @@ from its architecture, receives the tensors, is compiled, and must compute the l
 
 import hashlib
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +23,12 @@ from vitrail.deploy.options import DTYPES
 from vitrail.deploy.parity import difference, make_check_images
 from vitrail.errors import UserError
 from vitrail.models.config import Architecture
+from vitrail.models.inputs import check_input_size
 from vitrail.models.preprocessing import Preprocessing
 from vitrail.models.registry import build
 from vitrail.version import __version__
 
 LAYOUT = 2  # 2: the checksum covers the header too
-MAX_PIXELS, MAX_TOKENS = 1 << 22, 1 << 12  # of one image: a file is checked by computing logits at its image size
 CHECK = "check.logits"  # of `make_check_images`, computed when the file was written
 # Difference of the logits relative to the largest; on a GPU other kernels may be chosen, and float32 is computed in TF32.
 TOLERANCE, ROUNDED, QUANTIZED = 1e-4, 2e-2, 0.1
@@ -50,7 +49,7 @@ def save_optimized(optimized: Optimized, path: Path) -> Path:
     if path.suffix != ".safetensors":
         raise UserError(f"The name of an optimized model must end in .safetensors, not {path.name!r}.")
     backbone = optimized.folded.backbone
-    check_size(backbone.architecture, path)
+    check_input_size(backbone.architecture.image_size, backbone.architecture.patch_size, str(path))
     tensors = {name: tensor.detach() for name, tensor in plain_tensors(optimized.folded).items()}
     for name, module in stored_modules(optimized.folded).items():
         tensors |= {f"{name}.{key}": tensor for key, tensor in module.stored().items()}
@@ -85,7 +84,7 @@ def load_optimized(path: str | Path, device: str | torch.device | None = None) -
     if OPTIMIZED not in checkpoint.metadata:
         raise UserError(f"{path} is not an optimized model: open it with vitrail.load.")
     header = read_header(checkpoint.metadata[OPTIMIZED], checkpoint.tensors, path)
-    check_size(header["architecture"], path)
+    check_input_size(header["architecture"].image_size, header["architecture"].patch_size, str(path))
     target = torch.device(device if device is not None else header["device"])
     check_machine(header, target, path)
     try:
@@ -106,17 +105,6 @@ def checksum(header: dict[str, Any], tensors: dict[str, Tensor]) -> str:
     """SHA-256 of all other fields of the header, and of the tensors."""
     fields = {name: value for name, value in header.items() if name != "sha256"}
     return hashlib.sha256((json.dumps(fields, sort_keys=True) + fingerprint(tensors)).encode()).hexdigest()
-
-
-def check_size(architecture: Architecture, path: str | Path) -> None:
-    height, width = architecture.image_size
-    tokens = math.ceil(height / architecture.patch_size) * math.ceil(width / architecture.patch_size)
-    if height * width > MAX_PIXELS or tokens > MAX_TOKENS:
-        limit = f"{MAX_PIXELS:,} pixels and {MAX_TOKENS:,} patches"
-        raise UserError(
-            f"{path}: files of optimized models have images of at most {limit}, not {height} x {width} pixels and "
-            f"{tokens:,} patches: use vitrail.optimize in the process that predicts."
-        )
 
 
 def read_header(text: str, tensors: dict[str, Tensor], path: str | Path) -> dict[str, Any]:

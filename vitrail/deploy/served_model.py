@@ -17,7 +17,7 @@ from vitrail.deploy.optimize import Optimized, optimize
 from vitrail.devices import has_bfloat16
 from vitrail.errors import UserError
 from vitrail.evaluation.features import FeatureKind, compute_features
-from vitrail.evaluation.model import Model, check_input_size, compute_logits, count_classes, decode_side, device_of
+from vitrail.evaluation.model import Model, compute_logits, count_classes, decode_side, device_of
 from vitrail.interpret.attention import record
 from vitrail.interpret.explanation import class_index
 from vitrail.interpret.maps import available_methods, compute_map, needs_gradients
@@ -59,9 +59,6 @@ class ServedModel:
     precision: str = "fp32"
     shared: bool = False  # whether its unchanged tensors are those of the base
     loaded: float = field(default_factory=time.time)
-
-    def __post_init__(self) -> None:
-        check_input_size(self.model)
 
     @property
     def device(self) -> torch.device:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -18,7 +19,8 @@ from vitrail.data.source import Source
 from vitrail.errors import UserError
 from vitrail.evaluation.mean_iou import PixelCounts, describe_class_pixels, summarize_pixels
 from vitrail.evaluation.model import device_of
-from vitrail.evaluation.segmented_images import SegmentedImage, make_segmented, read_pixels
+from vitrail.evaluation.predict import iterate_images, to_batch
+from vitrail.evaluation.segmented_images import SegmentedImage, make_segmented
 from vitrail.evaluation.semantic_masks import View, needs_window, normalize, segmentation_head, working_size
 from vitrail.heads.task_heads import SegmentationConfig
 from vitrail.heads.upernet import concatenate, normalize_channels
@@ -87,7 +89,7 @@ def read_labeled(
         if (mask == IGNORE).all():
             problems.append(Problem(source.location(index), "all pixels of its mask are ignored"))
             continue
-        features = extract(model, torch.from_numpy(pixels).permute(2, 0, 1)[None].to(device), config)[0]
+        features = extract(model, to_batch(pixels, model), config)[0]
         labels = torch.from_numpy(mask).to(device)
         height, width = features.shape[-2:]
         found.append(LabeledImage(features, patch_targets(labels, config.classes, (height, width)), labels))
@@ -205,10 +207,9 @@ def iterate_by_neighbors(
 ) -> Iterator[SegmentedImage | Problem]:
     """The segmentation of each image of a source by the nearest labeled patches, or the reason why it cannot be read."""
     memory = Memory.of(labeled)
-    for index in range(len(source)):
-        pixels = read_pixels(source, index)
-        if isinstance(pixels, Problem):
-            yield pixels
-            continue
-        features = extract(model, torch.from_numpy(pixels).permute(2, 0, 1)[None].to(device_of(model)), config)[0]
-        yield make_segmented(config, source.location(index), pixels, upsample(memory.predict(features), pixels.shape[:2])[0])
+
+    def segment_image(location: str, pixels: np.ndarray, batch: Tensor) -> SegmentedImage:
+        scores = memory.predict(extract(model, batch, config)[0])
+        return make_segmented(config, location, pixels, upsample(scores, pixels.shape[:2])[0])
+
+    return iterate_images(model, source, segment_image)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +24,7 @@ from vitrail.evaluation.detections import (
     detection_head,
     paste_masks,
 )
-from vitrail.evaluation.model import device_of, open_model
-from vitrail.evaluation.predict import open_inputs
-from vitrail.evaluation.segmented_images import read_pixels
+from vitrail.evaluation.predict import iterate_images, open_inputs, open_transformer, require_readable
 from vitrail.models.vision_transformer import VisionTransformer
 
 if TYPE_CHECKING:
@@ -104,23 +103,10 @@ def detect(
     `images` is one of, or a list of: a path, a folder, a pattern, a PIL image, a uint8 array [H, W, 3], a uint8 tensor [3, H, W].
     `window` detects in overlapping tiles of that size, for small objects in large images.
     """
-    model = open_detector(weights, device) if isinstance(weights, str | Path) else weights
+    model = open_transformer(weights, device, "detection")
+    protocol = change_tiles(model, window)
     source, problems = open_inputs(images)
-    found: list[DetectedImage] = []
-    for result in (*problems, *iterate_detected(model, source, change_tiles(model, window), threshold)):
-        if isinstance(result, Problem):
-            raise UserError(f"{result.location} cannot be read: {result.reason}.")
-        found.append(result)
-    return found
-
-
-def open_detector(weights: str | Path, device: str | torch.device | None = None) -> VisionTransformer:
-    """The model of weights with a detection head; UserError if they have none."""
-    model = open_model(weights, device)
-    if not isinstance(model, VisionTransformer):
-        raise UserError(f"{weights} is a classifier: give weights of a detection.")
-    detection_head(model)
-    return model
+    return require_readable(chain(problems, iterate_detected(model, source, protocol, threshold)))
 
 
 def change_tiles(model: VisionTransformer, window: int | None) -> DetectionProtocol:
@@ -140,16 +126,14 @@ def iterate_detected(
     model: VisionTransformer, source: Source, protocol: DetectionProtocol, threshold: float = 0.0
 ) -> Iterator[DetectedImage | Problem]:
     """The objects of each image of a source in order, or the reason why the image cannot be read."""
-    names, device = detection_head(model).config.class_names, device_of(model)
-    model.eval()
-    for index in range(len(source)):
-        pixels = read_pixels(source, index)
-        if isinstance(pixels, Problem):
-            yield pixels
-            continue
-        (found,) = detect_objects(model, torch.from_numpy(pixels).permute(2, 0, 1)[None].to(device), protocol)
+    names = detection_head(model).config.class_names
+
+    def detect_image(location: str, pixels: np.ndarray, images: torch.Tensor) -> DetectedImage:
+        (found,) = detect_objects(model, images, protocol)
         found = found.select(found.scores >= threshold)
-        yield DetectedImage(source.location(index), pixels, tuple(list_objects(found, names, *pixels.shape[:2])), names)
+        return DetectedImage(location, pixels, tuple(list_objects(found, names, *pixels.shape[:2])), names)
+
+    return iterate_images(model, source, detect_image)
 
 
 def list_objects(found: Detections, names: tuple[str, ...], height: int, width: int) -> Iterator[DetectedObject]:

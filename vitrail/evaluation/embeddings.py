@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from vitrail.atomic_files import atomic_write
+from vitrail.atomic_files import atomic_write, atomic_write_text
 from vitrail.data.source import Labels, Source
 from vitrail.errors import UserError
 from vitrail.evaluation.features import Embedding, FeatureKind
@@ -44,7 +44,7 @@ def write_embedding(embedding: Embedding, source: Source, path: Path, kind: Feat
             "labels": {name: [None if value < 0 else value for value in values.tolist()] for name, values in labels.items()},
         }
         atomic_write(path, lambda file: save_array(file, vectors))
-        atomic_write(sidecar, lambda file: file.write_text(json.dumps(content), encoding="utf-8"))
+        atomic_write_text(sidecar, json.dumps(content))
         return [path, sidecar]
     atomic_write(path, lambda file: save_table(file, images, indices, labels, vectors, metadata))
     return [path]

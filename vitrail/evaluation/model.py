@@ -1,7 +1,7 @@
 """Models of any origin that predict classes: Vitrail models, and the other networks that `open_teacher` opens."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,16 +13,17 @@ from vitrail.checkpoints.hub import is_built_by_timm
 from vitrail.checkpoints.model_io import find_weights
 from vitrail.devices import choose_device
 from vitrail.errors import UserError
+from vitrail.models.inputs import check_input_size
 from vitrail.models.preprocessing import min_decode_side
 from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.teachers.sidecar import sidecar_path
 from vitrail.teachers.teacher import Teacher
 
 Model = VisionTransformer | Teacher
+AnyModel = TypeVar("AnyModel", bound=Model)
 Head = Literal["both", "class", "distillation"]
 HEADS: tuple[Head, ...] = ("both", "class", "distillation")
 PROGRAMS = (".onnx", ".pt2")
-MAX_INPUT_PIXELS, MAX_PATCHES = 2**22, 2**13  # of an image, where a file of a stranger must not keep the machine busy
 
 
 def open_model(weights: str | Path, device: str | torch.device | None = None) -> Model:
@@ -35,12 +36,12 @@ def open_model(weights: str | Path, device: str | torch.device | None = None) ->
     path = find_weights(weights)
     if path.suffix not in PROGRAMS and not is_built_by_timm(str(weights)) and not sidecar_path(path).is_file():
         try:
-            return load(path, device=chosen)
+            return check_size(load(path, device=chosen))
         except UnknownFormat:
             pass
     from vitrail.teachers.lookup import open_teacher
 
-    return open_teacher(str(path), chosen)
+    return check_size(open_teacher(str(path), chosen))
 
 
 def device_of(model: Model) -> torch.device:
@@ -57,15 +58,15 @@ def decode_side(model: Model) -> int | None:
     return model.decode_side if isinstance(model, Teacher) else min_decode_side(model.preprocessing, model.notes)
 
 
-def check_input_size(model: Model) -> None:
-    """Raise UserError if one image would need too much time and memory: the size is a setting of the file, not of its weights."""
-    height, width = model.preprocessing.image_size
-    patches = height * width // model.architecture.patch_size**2 if isinstance(model, VisionTransformer) else 0
-    if height * width > MAX_INPUT_PIXELS or patches > MAX_PATCHES:
-        raise UserError(
-            f"{model.name or 'This model'} has inputs of {height} x {width} pixels; at most {MAX_INPUT_PIXELS:,} pixels and "
-            f"{MAX_PATCHES:,} patches are explored and served: give weights for smaller images."
-        )
+def check_size(model: AnyModel, size: tuple[int, int] | None = None) -> AnyModel:
+    """The model; UserError if its images, or those of another `size`, would need too much time and memory."""
+    name = model.name or "This model"
+    patch_size = model.architecture.patch_size if isinstance(model, VisionTransformer) else 0
+    check_input_size(size or model.preprocessing.image_size, patch_size, name)
+    config = getattr(getattr(model, "task_head", None), "config", None)
+    side = max(getattr(config, "short_side", 0), getattr(config, "window", 0))
+    check_input_size((side, side), 0, name)  # of a segmentation or detection, whose images have many patches
+    return model
 
 
 def check_head(model: Model, head: Head) -> None:

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vitrail.data.class_matching import read_json
 from vitrail.data.source import Source
 from vitrail.errors import UserError
+from vitrail.json_files import read_json
 
 NUMBERED = re.compile(r"ILSVRC2012_val_(\d{8})\.\w+$")
 

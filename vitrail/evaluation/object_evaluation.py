@@ -18,7 +18,7 @@ from vitrail.errors import UserError
 from vitrail.evaluation.average_precision import Matches, box_overlaps, divide_overlaps, summarize_precision
 from vitrail.evaluation.confusion import thumbnail
 from vitrail.evaluation.detections import DetectionProtocol, Detections, detect_objects, detection_head, paste_masks
-from vitrail.evaluation.model import device_of
+from vitrail.evaluation.predict import to_batch
 from vitrail.evaluation.semantic_masks import group_by_size
 from vitrail.heads.task_heads import DetectionConfig
 from vitrail.models.vision_transformer import VisionTransformer
@@ -135,17 +135,16 @@ def draw_examples(
 ) -> list[dict[str, Any]]:
     """Images with their objects beside the same images with predictions, spread over a source."""
     names = detection_head(model).config.class_names
-    reader, device = ImageReader(source, None, objects=True), device_of(model)
-    colors = class_colors(names)
+    reader, colors = ImageReader(source, None, objects=True), class_colors(names)
     found = []
-    for index in np.unique(np.linspace(0, len(source) - 1, count).astype(np.int64)).tolist():
+    for index in source.spread(count).tolist():
         image = reader.read_annotated(index)
         if isinstance(image, Problem) or image.objects is None:
             continue
         pixels, objects = image.pixels, image.objects
         size = pixels.shape[:2]
         truth = draw_annotated(pixels, objects, source.object_classes)
-        (result,) = detect_objects(model, torch.from_numpy(pixels).permute(2, 0, 1)[None].to(device), protocol)
+        (result,) = detect_objects(model, to_batch(pixels, model), protocol)
         result = result.select(result.scores >= score)
         kinds = result.classes.tolist()
         labels = [f"{names[kind]} {value:.2f}" for kind, value in zip(kinds, result.scores.tolist(), strict=True)]

@@ -15,6 +15,7 @@ from vitrail.data.source import Source
 from vitrail.errors import UserError
 from vitrail.evaluation.confusion import thumbnail
 from vitrail.evaluation.mean_iou import PixelCounts, describe_class_pixels, summarize_pixels
+from vitrail.evaluation.predict import to_batch
 from vitrail.evaluation.semantic_masks import Protocol, group_by_size, predict_classes, segmentation_head
 from vitrail.heads.task_heads import SegmentationConfig
 from vitrail.models.vision_transformer import VisionTransformer
@@ -87,9 +88,9 @@ def draw_examples(
 ) -> list[dict[str, Any]]:
     """Images beside their mask and their prediction, spread over a source."""
     names = segmentation_head(model).config.class_names
-    reader, colors, device = ImageReader(source, None, True), class_colors(names), next(model.parameters()).device
+    reader, colors = ImageReader(source, None, True), class_colors(names)
     found = []
-    for index in np.unique(np.linspace(0, len(source) - 1, count).astype(np.int64)).tolist():
+    for index in source.spread(count).tolist():
         image = reader.read_image(index)
         if isinstance(image, Problem):
             continue
@@ -97,7 +98,7 @@ def draw_examples(
         if mask is None:
             continue
         mask = mask if table is None else table.numpy()[mask]
-        prediction = predict_classes(model, torch.from_numpy(pixels).permute(2, 0, 1)[None].to(device), protocol)[0].cpu().numpy()
+        prediction = predict_classes(model, to_batch(pixels, model), protocol)[0].cpu().numpy()
         matrix = PixelCounts(len(names))
         matrix.add(torch.from_numpy(mask)[None], torch.from_numpy(prediction)[None])
         parts = [pixels, draw_classes(mask, colors), draw_overlay(pixels, prediction, colors)]

@@ -3,11 +3,11 @@
 import glob
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -24,12 +24,14 @@ from vitrail.errors import UserError
 from vitrail.evaluation.model import Model, compute_logits, count_classes, decode_side, device_of, open_model
 from vitrail.heads.task_heads import CALLS
 from vitrail.models.preprocessing import list_images, pad_images, to_pixels
+from vitrail.models.vision_transformer import VisionTransformer
 
 if TYPE_CHECKING:
     from vitrail.models.preprocessing import ImageInput
 
     ImagesInput = ImageInput | Sequence[ImageInput]
 
+Result = TypeVar("Result")
 DIGITS = 16  # number of built-in images to predict
 IN_PROCESS = 64  # up to this many images are decoded in this process: starting workers would take longer
 
@@ -85,12 +87,17 @@ def predict(
     """
     model = open_model(weights, device) if isinstance(weights, str | Path) else weights
     source, problems = open_inputs(images)
-    predictions: list[Prediction] = []
-    for result in chain(problems, iterate_predictions(model, source, top, batch_size, workers)):
+    return require_readable(chain(problems, iterate_predictions(model, source, top, batch_size, workers)))
+
+
+def require_readable(results: Iterable[Result | Problem]) -> list[Result]:
+    """All results; UserError at the first image that cannot be read."""
+    found: list[Result] = []
+    for result in results:
         if isinstance(result, Problem):
             raise UserError(f"{result.location} cannot be read: {result.reason}.")
-        predictions.append(result)
-    return predictions
+        found.append(result)
+    return found
 
 
 class ImageList(Source):
@@ -297,3 +304,31 @@ def decode_chunk(source: Source, chunk: np.ndarray, min_side: int | None, device
             problems[index] = Problem(source.location(index), describe_error(error))
     pixels, sizes = pad_images(list(images.values()))
     return DecodedImages(np.array(list(images), dtype=np.int64), pixels.to(device), sizes.to(device), problems)
+
+
+def open_transformer(weights: str | Path | Model, device: str | torch.device | None, task: str) -> VisionTransformer:
+    """The model of weights, or the given one; UserError for a network of another library, which has no head of a `task`."""
+    model = open_model(weights, device) if isinstance(weights, str | Path) else weights
+    if not isinstance(model, VisionTransformer):
+        raise UserError(f"{weights} is a classifier: give weights of a {task}.")
+    return model
+
+
+def to_batch(pixels: np.ndarray, model: VisionTransformer) -> Tensor:
+    """uint8 [H, W, 3] to uint8 [1, 3, H, W] on the device of a model."""
+    return torch.from_numpy(pixels).permute(2, 0, 1)[None].to(device_of(model))
+
+
+def iterate_images(
+    model: VisionTransformer, source: Source, compute: Callable[[str, np.ndarray, Tensor], Result]
+) -> Iterator[Result | Problem]:
+    """What `compute` returns for the location, pixels and batch of each image in order, or why the image cannot be read."""
+    model.eval()
+    for index in range(len(source)):
+        location = source.location(index)
+        try:
+            pixels = decode(source.encoded(index))
+        except (OSError, ValueError) as error:
+            yield Problem(location, describe_error(error))
+        else:
+            yield compute(location, pixels, to_batch(pixels, model))

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -9,14 +10,11 @@ import numpy as np
 import torch
 from PIL import Image
 
-from vitrail.atomic_files import describe_error
-from vitrail.data.decode import decode
 from vitrail.data.loader import Problem
 from vitrail.data.overlay import class_colors, draw_overlay, encode_mask, with_legend
 from vitrail.data.source import Source
 from vitrail.errors import UserError
-from vitrail.evaluation.model import device_of, open_model
-from vitrail.evaluation.predict import open_inputs
+from vitrail.evaluation.predict import iterate_images, open_inputs, open_transformer, require_readable
 from vitrail.evaluation.semantic_masks import Protocol, predict_classes, segmentation_head
 from vitrail.formatting import percent
 from vitrail.heads.task_heads import SegmentationConfig
@@ -92,23 +90,10 @@ def segment(
     `images` is one of, or a list of: a path, a folder, a pattern, a PIL image, a uint8 array [H, W, 3], a uint8 tensor [3, H, W].
     `scales` and `flip` average over resized and mirrored images, `window` segments in windows of that size.
     """
-    model = open_segmenter(weights, device) if isinstance(weights, str | Path) else weights
+    model = open_transformer(weights, device, "segmentation")
+    protocol = change_protocol(model, scales, flip, window)
     source, problems = open_inputs(images)
-    found: list[SegmentedImage] = []
-    for result in (*problems, *iterate_segmented(model, source, change_protocol(model, scales, flip, window))):
-        if isinstance(result, Problem):
-            raise UserError(f"{result.location} cannot be read: {result.reason}.")
-        found.append(result)
-    return found
-
-
-def open_segmenter(weights: str | Path, device: str | torch.device | None = None) -> VisionTransformer:
-    """The model of weights with a segmentation head; UserError if they have none."""
-    model = open_model(weights, device)
-    if not isinstance(model, VisionTransformer):
-        raise UserError(f"{weights} is a classifier: give weights of a segmentation.")
-    segmentation_head(model)
-    return model
+    return require_readable(chain(problems, iterate_segmented(model, source, protocol)))
 
 
 def change_protocol(
@@ -130,23 +115,13 @@ def change_protocol(
 
 def iterate_segmented(model: VisionTransformer, source: Source, protocol: Protocol) -> Iterator[SegmentedImage | Problem]:
     """The segmentation of each image of a source in order, or the reason why the image cannot be read."""
-    config, device = segmentation_head(model).config, device_of(model)
-    model.eval()
-    for index in range(len(source)):
-        pixels = read_pixels(source, index)
-        if isinstance(pixels, Problem):
-            yield pixels
-            continue
-        images = torch.from_numpy(pixels).permute(2, 0, 1)[None].to(device)
-        yield make_segmented(config, source.location(index), pixels, predict_classes(model, images, protocol)[0])
+    config = segmentation_head(model).config
+
+    def segment_image(location: str, pixels: np.ndarray, images: torch.Tensor) -> SegmentedImage:
+        return make_segmented(config, location, pixels, predict_classes(model, images, protocol)[0])
+
+    return iterate_images(model, source, segment_image)
 
 
 def make_segmented(config: SegmentationConfig, location: str, pixels: np.ndarray, classes: torch.Tensor) -> SegmentedImage:
     return SegmentedImage(location, pixels, classes.cpu().numpy(), config.class_names, config.mask_ids)
-
-
-def read_pixels(source: Source, index: int) -> np.ndarray | Problem:
-    try:
-        return decode(source.encoded(index))
-    except (OSError, ValueError) as error:
-        return Problem(source.location(index), describe_error(error))

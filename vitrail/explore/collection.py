@@ -10,13 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitrail.data.class_matching import match_classes, read_json, read_wordnet_ids
+from vitrail.data.class_matching import match_classes, read_wordnet_ids
 from vitrail.data.decode import decode
 from vitrail.data.source import Source, Subset
 from vitrail.errors import UserError
 from vitrail.evaluation.predict import read_batches
 from vitrail.explore.explored_model import ExploredModel, to_jpeg
 from vitrail.formatting import escape_control, pluralize
+from vitrail.json_files import read_json
 from vitrail.models.vision_transformer import VisionTransformer
 
 THUMBNAIL_SIDE = 128

@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from vitrail.errors import UserError
-from vitrail.evaluation.model import check_input_size, decode_side, device_of
+from vitrail.evaluation.model import decode_side, device_of
 from vitrail.interpret.attention import Recording, record
 from vitrail.interpret.explanation import class_name, to_uint8
 from vitrail.interpret.maps import METHODS, available_methods, compute_map
@@ -62,7 +62,6 @@ class ExploredModel:
     """
 
     def __init__(self, model: VisionTransformer, title: str) -> None:
-        check_input_size(model)
         self.model, self.title = model.eval(), title
         self.device, self.min_side = device_of(model), decode_side(model)
         self.names = [class_name(model, index) for index in range(model.architecture.classes)]

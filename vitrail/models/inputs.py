@@ -10,6 +10,18 @@ from vitrail.layers.layout import Grid
 from vitrail.models.config import Architecture
 
 FIXED_GRID = ("linear", "mlp", "class_mlp")  # mixers and poolings with weights for each patch
+MAX_PIXELS, MAX_PATCHES = 1 << 22, 1 << 13  # of an image, whose size is a setting of a file from anybody
+
+
+def check_input_size(size: tuple[int, int], patch_size: int, name: str) -> None:
+    """Raise UserError if one image would need too much time and memory; `patch_size` 0: the network has no patches."""
+    height, width = size
+    patches = -(-height // patch_size) * -(-width // patch_size) if patch_size else 0
+    if height * width > MAX_PIXELS or patches > MAX_PATCHES:
+        raise UserError(
+            f"{name} has inputs of {height} x {width} pixels; at most {MAX_PIXELS:,} pixels and {MAX_PATCHES:,} patches are "
+            "supported: give weights for smaller images, or a smaller size."
+        )
 
 
 def check_input(

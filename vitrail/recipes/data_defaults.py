@@ -95,9 +95,9 @@ def crop_size(source: Source) -> tuple[tuple[int, int], str]:
 def has_colors(source: Source, samples: int = 16) -> bool:
     """Whether most of some images spread over the source have colors."""
     colored = []
-    for index in np.unique(np.linspace(0, len(source) - 1, samples).astype(np.int64)):
+    for index in source.spread(samples).tolist():
         try:
-            pixels = decode(source.encoded(int(index)), MIN_DECODED).astype(np.int16)
+            pixels = decode(source.encoded(index), MIN_DECODED).astype(np.int16)
         except (OSError, ValueError):
             continue
         colored.append(np.abs(pixels - pixels.mean(-1, keepdims=True)).mean() > MIN_COLOR)
@@ -107,9 +107,9 @@ def has_colors(source: Source, samples: int = 16) -> bool:
 def median_side(source: Source, samples: int = 64) -> int:
     """The median shorter side of some images spread over the source."""
     sides = []
-    for index in np.unique(np.linspace(0, len(source) - 1, samples).astype(np.int64)):
+    for index in source.spread(samples).tolist():
         try:
-            sides.append(min(decoded_size(source.encoded(int(index)), None)))
+            sides.append(min(decoded_size(source.encoded(index), None)))
         except (OSError, ValueError):
             continue  # the loader reports unreadable images
     if not sides:

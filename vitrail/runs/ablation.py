@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vitrail.atomic_files import atomic_write, reject_links
+from vitrail.atomic_files import atomic_write, atomic_write_text, reject_links
 from vitrail.errors import UserError
 from vitrail.evaluation.statistics import wilson
+from vitrail.json_files import read_json
 from vitrail.models.config import Architecture
 from vitrail.models.flops import cost
 from vitrail.models.registry import lookup
@@ -219,10 +220,10 @@ def open_ablation(folder: Path, source: str, cells: Sequence[Cell], seeds: Seque
 
 def read_plan(folder: Path) -> dict[str, Any]:
     try:
-        plan: dict[str, Any] = json.loads((folder / PLAN).read_text(encoding="utf-8"))
+        plan: dict[str, Any] = read_json(folder / PLAN)
         if not {"source", "base", "cells"} <= plan.keys() or not all("name" in cell for cell in plan["cells"]):
             raise ValueError("it does not describe an ablation")
-    except (OSError, ValueError, AttributeError, TypeError) as error:
+    except (ValueError, AttributeError, TypeError) as error:
         raise UserError(f"{folder / PLAN} cannot be read: {error}.") from None
     return plan
 
@@ -287,7 +288,7 @@ def tabulate(ablation: Ablation, metric: Metric, at: At) -> tuple[list[Row], lis
     if rows[0].group.name != ablation.base.name:
         messages.append(f"No run of {ablation.base.name} is finished: differences are to {rows[0].group.name}.")
     text, image = to_markdown(rows, metric, at), draw_seed_plot(rows, metric, at)
-    atomic_write(ablation.folder / "table.md", lambda side: side.write_text(text, encoding="utf-8"))
+    atomic_write_text(ablation.folder / "table.md", text)
     write_json(ablation.folder / "table.json", comparison_to_dict(rows, metric, at))
     atomic_write(ablation.folder / "table.png", lambda side: side.write_bytes(image))
     return rows, [*messages, *more]

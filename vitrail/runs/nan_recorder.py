@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitrail.atomic_files import atomic_write
+from vitrail.atomic_files import atomic_write_text
 from vitrail.checkpoints.training_checkpoints import READ_ERRORS, read_checkpoint, short_message
 from vitrail.data.datasets.lookup import open_splits
 from vitrail.data.image_loader import ImageLoader
@@ -54,8 +54,7 @@ def record_step(trainer: Trainer, loader: ImageLoader, step: int, run: dict[str,
         # A sharded model and synchronized norms compute only on all processes together; `replay` diagnoses in one process.
         together = sharded or is_synchronized(trainer.task.module, trainer.recipe, trainer.devices.micro_batches)
         content = {"step": step, "run": run, "found": None if together else diagnose_step(trainer, loader)}
-        text = json.dumps(content, indent=1, allow_nan=False)
-        atomic_write(bundle / FINDINGS, lambda temporary: temporary.write_text(text))
+        atomic_write_text(bundle / FINDINGS, json.dumps(content, indent=1, allow_nan=False))
     trainer.devices.barrier()
     return bundle
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vitrail.errors import UserError
+from vitrail.json_files import read_json
 from vitrail.recipes import Recipe
 from vitrail.recipes.schema import flatten
 from vitrail.runs.comparison import METRICS, Result, find_metric
@@ -84,9 +85,8 @@ def iter_runs(folder: Path, depth: int) -> Iterator[Path]:
 def planned_names(folder: Path) -> list[str]:
     """The cells of an ablation in the order of its plan; the first is the baseline of the comparison."""
     try:
-        plan = json.loads((folder / PLAN).read_text(encoding="utf-8"))
-        return [str(cell["name"]) for cell in plan["cells"]]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return [str(cell["name"]) for cell in read_json(folder / PLAN)["cells"]]
+    except (UserError, KeyError, TypeError):
         return []
 
 

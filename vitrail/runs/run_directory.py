@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 import vitrail
-from vitrail.atomic_files import atomic_write, check_writable
+from vitrail.atomic_files import atomic_write_text, check_writable
 from vitrail.data.datasets.lookup import is_built_in
 from vitrail.data.source import Splits
 from vitrail.errors import UserError
@@ -107,9 +107,9 @@ def fingerprint(splits: Splits) -> str:
         digest.update(json.dumps([len(part), part.classes]).encode())
         if part.label is not None:
             digest.update(np.ascontiguousarray(part.label.values, dtype=np.int64).tobytes())
-        for index in np.unique(np.linspace(0, len(part) - 1, 32).astype(np.int64)):
+        for index in part.spread(32).tolist():
             with contextlib.suppress(OSError, ValueError):
-                encoded = part.encoded(int(index))
+                encoded = part.encoded(index)
                 digest.update(encoded if isinstance(encoded, bytes) else np.ascontiguousarray(encoded).tobytes())
     return digest.hexdigest()[:16]
 
@@ -239,10 +239,8 @@ def read_run(folder: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    text = json.dumps(content, indent=1)
-    atomic_write(path, lambda side: side.write_text(text))
+    atomic_write_text(path, json.dumps(content, indent=1))
 
 
 def write_recipe(path: Path, recipe: Recipe) -> None:
-    text = recipe.to_yaml()
-    atomic_write(path, lambda side: side.write_text(text, encoding="utf-8"))
+    atomic_write_text(path, recipe.to_yaml())

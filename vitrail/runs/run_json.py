@@ -1,11 +1,11 @@
 """Reading the `run.json` of a run directory."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from vitrail.aliases import upgrade_run
 from vitrail.errors import UserError
+from vitrail.json_files import MissingFile, read_json
 
 MAX_DEPTH = 32  # of lists and mappings
 
@@ -13,17 +13,12 @@ MAX_DEPTH = 32  # of lists and mappings
 def read_run_json(folder: Path) -> dict[str, Any]:
     """Return the content of `run.json`, with keys of older versions renamed."""
     path = folder / "run.json"
-    if path.exists() and not path.is_file():
-        raise UserError(f"{path} cannot be read: it is not a file.")
     try:
-        run = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
+        return check_run(read_json(path), path)
+    except MissingFile:
         raise UserError(
             f"{folder} is not a run directory: it has no run.json; give a folder that `vitrail train` wrote under runs/."
         ) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read: {error}.") from None
-    return check_run(run, path)
 
 
 def check_run(run: Any, path: Path) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from vitrail.aliases import upgrade_run
 from vitrail.devices import choose_device
 from vitrail.errors import UserError
 from vitrail.evaluation.statistics import summarize
+from vitrail.json_files import read_json
 from vitrail.recipes import Recipe
 from vitrail.runs.comparison import PRIMARY
 from vitrail.runs.request import Log, TrainRequest, resolve_recipe, time_budget
@@ -184,12 +185,12 @@ def to_dict(seeds: Seeds) -> dict[str, Any]:
 def read_seeds(folder: Path) -> Seeds:
     path = folder / FILE
     try:
-        content = upgrade_run(json.loads(path.read_text(encoding="utf-8")))
+        content = upgrade_run(read_json(path))
         count, recipe, options = content.pop("count"), Recipe.from_dict(content.pop("recipe")), content.pop("options")
         options = None if options is None else Options(**options)
         content["explicit"] = tuple(content.get("explicit", ()))
         return Seeds(TrainRequest(recipe=recipe, options=options, **content), count)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: {error}.") from None
 
 

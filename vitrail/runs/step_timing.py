@@ -274,7 +274,7 @@ class SampleLoader(ImageLoader):
     def __init__(self, source: Source, devices: Devices, min_side: int | None) -> None:
         self.source = self.whole = source
         self.device, self.world_size, self.images = devices.device, devices.world_size, 1
-        indices = np.unique(np.linspace(0, len(source) - 1, DECODED).astype(np.int64))
+        indices = source.spread(DECODED)
         start = time.perf_counter()
         decoded = ImageReader(source, min_side, False).read_images(indices)
         self.seconds = (time.perf_counter() - start) / len(indices)  # per image

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
@@ -25,7 +25,6 @@ from vitrail.data.transforms.pipeline import augment
 from vitrail.errors import UserError
 from vitrail.evaluation.detections import WINDOW_STRIDE, DetectionProtocol, detection_head
 from vitrail.evaluation.object_evaluation import describe_precision, draw_examples, match_split
-from vitrail.evaluation.semantic_masks import needs_window
 from vitrail.heads.boxes import encode_boxes
 from vitrail.heads.mask_rcnn import (
     BOX_WEIGHTS,
@@ -43,11 +42,11 @@ from vitrail.models.flops import cost
 from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.recipes.schema import Recipe
 from vitrail.recipes.task_options import DetectionOptions, complete_options, read_options
+from vitrail.tasks.dense import DenseModule, DenseTask
 from vitrail.tasks.detection_targets import Sample, assign, gather_boxes, sample
-from vitrail.tasks.masked_patches import freeze_unused
 from vitrail.training.distributed import Devices
 from vitrail.training.metrics import Metric
-from vitrail.training.task import Position, Task
+from vitrail.training.task import Position
 
 AP = Metric("ap", "box AP", percent=True)
 VALIDATED = ("ap", "ap50", "ap75", "mask_ap", "mask_ap50")
@@ -66,22 +65,12 @@ class DetectionTargets(NamedTuple):
     keys: Tensor  # int64 [B]: random keys of the images
 
 
-class DetectionModule(nn.Module):
+class DetectionModule(DenseModule):
     """The model with its head, and the losses: the sum, then proposals (objectness, boxes), boxes (class, place), masks."""
 
     def __init__(self, model: VisionTransformer, options: DetectionOptions) -> None:
-        super().__init__()
-        self.model, self.options = model, options
-        head = set(detection_head(model).parameters())
-        self.frozen = not any(parameter.requires_grad for parameter in model.parameters() if parameter not in head)
-
-    def train(self, mode: bool = True) -> "DetectionModule":
-        """A frozen trunk stays in evaluation mode: neither stochastic depth nor new statistics of BatchNorm."""
-        super().train(mode)
-        if self.frozen:
-            self.model.eval()
-            detection_head(self.model).train(mode)
-        return self
+        super().__init__(model)
+        self.options = options
 
     def forward(self, images: Tensor, targets: DetectionTargets) -> Tensor:
         head, options = detection_head(self.model), self.options
@@ -165,7 +154,7 @@ def mask_loss(logits: Tensor, boxes: Tensor, objects: Tensor, positive: Tensor, 
     return per_image.mean()
 
 
-class Detection(Task):
+class Detection(DenseTask):
     """Boxes and masks as targets; the metric is COCO's AP of boxes."""
 
     metric = AP
@@ -183,11 +172,7 @@ class Detection(Task):
 
     @classmethod
     def resolve_recipe(cls, recipe: Recipe, explicit: frozenset[str]) -> Recipe:
-        if recipe.mixes_images or recipe.augmentation.random_erasing:
-            raise UserError(
-                "Detection does not mix or erase images: set mixing.mixup=0, mixing.cutmix=0, token_labels.mixtoken=0 and "
-                "augmentation.random_erasing=0."
-            )
+        recipe = super().resolve_recipe(recipe, explicit)
         if recipe.augmentation.policy not in POLICIES or recipe.augmentation.crop_last:
             raise UserError(
                 f"Detection moves boxes with crops and flips only: set augmentation.policy to {', '.join(POLICIES)}, and "
@@ -208,16 +193,8 @@ class Detection(Task):
     # Training
 
     def build_module(self, model: VisionTransformer) -> DetectionModule:
-        config, before = self.make_config(model), model.task_head
-        torch.manual_seed(self.recipe.seed)
-        model.set_task_head(config)
-        head = detection_head(model)
-        if isinstance(before, DetectionHead) and before.config.class_names == config.class_names:
-            shapes = {name: tensor.shape for name, tensor in before.state_dict().items()}
-            if shapes == {name: tensor.shape for name, tensor in head.state_dict().items()}:
-                head.load_state_dict(before.state_dict())
-                self.messages.append("the detection head of the weights is trained further")
-        freeze_unused(model)
+        config = self.make_config(model)
+        self.attach_head(model, config)
         self.protocol = DetectionProtocol.of(config)
         self.messages.append(f"validation: {self.protocol.describe()}")
         self.head_cost = head_macs(config, model, self.options.boxes_sampled) / cost(model.architecture).macs
@@ -225,11 +202,7 @@ class Detection(Task):
 
     def make_config(self, model: VisionTransformer) -> DetectionConfig:
         options, sides = self.options, self.recipe.augmentation.image_size
-        window = options.window
-        if needs_window(model):
-            if sides[0] != sides[1]:
-                raise UserError(f"{model.name} has weights for each patch: give a square image size for its tiles.")
-            window = sides[0]
+        window = self.choose_window(model, options.window, "tiles")
         return DetectionConfig(
             self.classes,
             options.short_side or min(sides),
@@ -243,10 +216,6 @@ class Detection(Task):
             options.proposals,
             blocks=options.blocks,
         )
-
-    @property
-    def relative_cost(self) -> float:
-        return 1.0 + self.head_cost
 
     def prepare_batch(self, batch: Batch, position: Position) -> tuple[Tensor, DetectionTargets]:
         recipe = self.recipe

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
@@ -22,21 +22,20 @@ from vitrail.data.rng import sample_key
 from vitrail.data.source import Source, Splits
 from vitrail.data.transforms.mask_geometry import redraw_keys, transform_masks
 from vitrail.data.transforms.pipeline import augment
-from vitrail.errors import UserError
 from vitrail.evaluation.mean_iou import summarize_pixels
 from vitrail.evaluation.pixel_evaluation import count_split, describe_counts, draw_examples
-from vitrail.evaluation.semantic_masks import Protocol, needs_window, segmentation_head
+from vitrail.evaluation.semantic_masks import Protocol, segmentation_head
 from vitrail.formatting import pluralize
-from vitrail.heads.task_heads import SegmentationConfig, SegmentationHead, build_head
+from vitrail.heads.task_heads import SegmentationConfig, build_head
 from vitrail.heads.upernet import resize_map
 from vitrail.models.flops import cost
 from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.recipes.schema import Recipe
 from vitrail.recipes.task_options import SegmentationOptions, complete_options, read_options
-from vitrail.tasks.masked_patches import freeze_unused
+from vitrail.tasks.dense import DenseModule, DenseTask
 from vitrail.training.distributed import Devices
 from vitrail.training.metrics import Metric
-from vitrail.training.task import Position, Task
+from vitrail.training.task import Position
 
 MIOU = Metric("miou", "mIoU", percent=True)
 
@@ -45,22 +44,12 @@ class SegmentationTargets(NamedTuple):
     masks: Tensor  # uint8 [B, height, width]: class indices, IGNORE where there is none
 
 
-class SegmentationModule(nn.Module):
+class SegmentationModule(DenseModule):
     """The model with its head, and the loss."""
 
     def __init__(self, model: VisionTransformer, auxiliary_weight: float) -> None:
-        super().__init__()
-        self.model, self.auxiliary_weight = model, auxiliary_weight
-        head = set(segmentation_head(model).parameters())
-        self.frozen = not any(parameter.requires_grad for parameter in model.parameters() if parameter not in head)
-
-    def train(self, mode: bool = True) -> "SegmentationModule":
-        """A frozen trunk stays in evaluation mode: neither stochastic depth nor new statistics of BatchNorm."""
-        super().train(mode)
-        if self.frozen:
-            self.model.eval()
-            segmentation_head(self.model).train(mode)
-        return self
+        super().__init__(model)
+        self.auxiliary_weight = auxiliary_weight
 
     def forward(self, images: Tensor, targets: SegmentationTargets) -> Tensor:
         head = segmentation_head(self.model)
@@ -76,7 +65,7 @@ def pixel_loss(logits: Tensor, masks: Tensor) -> Tensor:
     return F.cross_entropy(resized, masks.long(), ignore_index=IGNORE, reduction="sum") / masks.numel()
 
 
-class Segmentation(Task):
+class Segmentation(DenseTask):
     """Masks as targets; the metric is the mIoU at the size of the masks."""
 
     metric = MIOU
@@ -94,11 +83,7 @@ class Segmentation(Task):
 
     @classmethod
     def resolve_recipe(cls, recipe: Recipe, explicit: frozenset[str]) -> Recipe:
-        if recipe.mixes_images or recipe.augmentation.random_erasing:
-            raise UserError(
-                "Segmentation does not mix or erase images: set mixing.mixup=0, mixing.cutmix=0, token_labels.mixtoken=0 and "
-                "augmentation.random_erasing=0."
-            )
+        recipe = super().resolve_recipe(recipe, explicit)
         return complete_options(SegmentationOptions, recipe)
 
     @classmethod
@@ -114,16 +99,8 @@ class Segmentation(Task):
     # Training
 
     def build_module(self, model: VisionTransformer) -> SegmentationModule:
-        config, before = self.make_config(model), model.task_head
-        torch.manual_seed(self.recipe.seed)
-        model.set_task_head(config)
-        head = segmentation_head(model)
-        if isinstance(before, SegmentationHead) and before.config.class_names == config.class_names:
-            shapes = {name: tensor.shape for name, tensor in before.state_dict().items()}
-            if shapes == {name: tensor.shape for name, tensor in head.state_dict().items()}:
-                head.load_state_dict(before.state_dict())
-                self.messages.append("the segmentation head of the weights is trained further")
-        freeze_unused(model)
+        config = self.make_config(model)
+        self.attach_head(model, config)
         self.protocol = Protocol.of(config)
         self.messages.append(f"validation: {self.protocol.describe()}")
         self.head_cost = head_macs(config, model) / cost(model.architecture).macs
@@ -131,11 +108,7 @@ class Segmentation(Task):
 
     def make_config(self, model: VisionTransformer) -> SegmentationConfig:
         options, sides = self.options, self.recipe.augmentation.image_size
-        window = options.window
-        if needs_window(model):
-            if sides[0] != sides[1]:
-                raise UserError(f"{model.name} has weights for each patch: give a square image size for its windows.")
-            window = sides[0]
+        window = self.choose_window(model, options.window, "windows")
         return SegmentationConfig(
             self.classes.names,
             self.classes.ids,
@@ -148,10 +121,6 @@ class Segmentation(Task):
             options.dropout,
             options.blocks,
         )
-
-    @property
-    def relative_cost(self) -> float:
-        return 1.0 + self.head_cost
 
     def prepare_batch(self, batch: Batch, position: Position) -> tuple[Tensor, SegmentationTargets]:
         recipe = self.recipe

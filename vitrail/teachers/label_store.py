@@ -17,7 +17,6 @@ Values are logits before the softmax, since maps are cropped and resized first. 
 in the teacher's coordinates: the first column of its map is the right edge of the image.
 """
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +34,7 @@ from vitrail.atomic_files import file_sha256
 from vitrail.data.loader import free_memory
 from vitrail.data.source import Source
 from vitrail.errors import UserError
+from vitrail.json_files import read_json
 from vitrail.teachers.class_index import match_teacher
 from vitrail.teachers.image_digests import KEY_BYTES, find_keys, image_keys
 from vitrail.teachers.topk_logits import class_probabilities, expand_top_k
@@ -268,10 +268,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if not (path / MANIFEST).is_file():
         raise UserError(f"There is no label store at {path}: give a folder written by vitrail annotate.")
     try:
-        manifest = upgrade_manifest(json.loads((path / MANIFEST).read_text(encoding="utf-8")))
+        manifest = upgrade_manifest(read_json(path / MANIFEST))
         current = (manifest["format"], manifest["layout"]) == (FORMAT, LAYOUT)
         invalid = find_invalid_entry(manifest) if current else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (UserError, ValueError, KeyError, TypeError, AttributeError):
         current, invalid = True, "an entry"
     if invalid is not None:
         raise UserError(f"{path / MANIFEST} is damaged ({invalid} is missing or invalid): remove {path} and annotate again.")

@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from vitrail.checkpoints.readers import check_regular_file, read_json
+from vitrail.checkpoints.readers import check_regular_file, read_json_object
 from vitrail.errors import UserError
 
 SUFFIX, FOLDER_FILE = ".teacher.json", "teacher.json"
@@ -28,7 +28,7 @@ def sidecar_path(teacher: str | Path) -> Path:
 def read_sidecar(teacher: str | Path) -> dict[str, Any]:
     """The entries of a teacher's sidecar file; empty without one."""
     file = sidecar_path(teacher)
-    content = (read_json(file) if os.path.isfile(file) else None) or {}  # isfile: False for a name that is too long
+    content = (read_json_object(file) if os.path.isfile(file) else None) or {}  # isfile: False for a name that is too long
     for key in content:
         if key not in ENTRIES:
             near = difflib.get_close_matches(str(key), ENTRIES, 1, 0.0)

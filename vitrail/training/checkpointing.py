@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from vitrail.aliases import upgrade_checkpoint_key, upgrade_run
-from vitrail.atomic_files import WriteError, atomic_write, describe_error, fsync_path, reject_links
+from vitrail.atomic_files import WriteError, atomic_write, atomic_write_text, describe_error, fsync_path, reject_links
 from vitrail.checkpoints.artifact import save_tensors, write_safetensors
 from vitrail.checkpoints.readers import TRAINING_HEADER
 from vitrail.checkpoints.training_checkpoints import (
@@ -347,7 +347,7 @@ def save_sharded(trainer: "Trainer", metadata: dict[str, Any]) -> None:
     with devices.sync_errors():
         if devices.is_main:
             text = json.dumps({"layout": LAYOUT, "step": trainer.step, "facts": metadata, "sums": sums})
-            atomic_write(temporary / COMPLETE, lambda path: path.write_text(text))
+            atomic_write_text(temporary / COMPLETE, text)
             fsync_path(temporary)
             shutil.rmtree(folder / name, ignore_errors=True)
             temporary.rename(folder / name)

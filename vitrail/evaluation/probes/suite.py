@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from vitrail.atomic_files import atomic_write, check_writable_folder
+from vitrail.atomic_files import atomic_write_text, check_writable_folder
 from vitrail.checkpoints.hub import find_named
 from vitrail.checkpoints.model_io import split_delta_path
 from vitrail.errors import UserError
@@ -244,7 +244,7 @@ def read_result(file: Path) -> TaskResult | None:
 
 
 def write_result(file: Path, result: TaskResult) -> None:
-    atomic_write(file, lambda side: side.write_text(json.dumps(result._asdict(), indent=1), encoding="utf-8"))
+    atomic_write_text(file, json.dumps(result._asdict(), indent=1))
 
 
 def group_means(tasks: Sequence[ProbeTask], results: Sequence[TaskResult], weights: str) -> dict[str, float]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from vitrail.atomic_files import atomic_write
+from vitrail.atomic_files import atomic_write_text
 from vitrail.errors import UserError
 from vitrail.formatting import percent
 from vitrail.runs.reference_curves import FOLDER, ReferenceBand, data_key, recipe_key
@@ -98,8 +98,7 @@ def nan_to_none(values: np.ndarray) -> list[float | None]:
 
 def write_reference_band(band: ReferenceBand, path: Path) -> Path:
     lines = [f"{json.dumps(name)}: {json.dumps(value, allow_nan=False)}" for name, value in band.to_dict().items()]
-    text = "{\n" + ",\n".join(lines) + "\n}\n"
-    atomic_write(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    atomic_write_text(path, "{\n" + ",\n".join(lines) + "\n}\n")
     return path
 
 

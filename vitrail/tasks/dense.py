@@ -1,0 +1,73 @@
+"""What segmentation and detection share: a model with a head of its own, and how it is built and trained."""
+
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from vitrail.errors import UserError
+from vitrail.evaluation.semantic_masks import needs_window
+from vitrail.models.vision_transformer import VisionTransformer
+from vitrail.recipes.schema import Recipe
+from vitrail.tasks.masked_patches import freeze_unused
+from vitrail.training.task import Task
+
+
+class DenseModule(nn.Module):
+    """A model with its head. A frozen trunk stays in evaluation mode: neither stochastic depth nor new BatchNorm statistics."""
+
+    def __init__(self, model: VisionTransformer) -> None:
+        super().__init__()
+        assert model.task_head is not None
+        self.model = model
+        head = set(model.task_head.parameters())
+        self.frozen = not any(parameter.requires_grad for parameter in model.parameters() if parameter not in head)
+
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode)
+        if self.frozen:
+            self.model.eval()
+            assert self.model.task_head is not None
+            self.model.task_head.train(mode)
+        return self
+
+
+class DenseTask(Task):
+    """A task whose head is part of the artifact and whose targets move with the pixels."""
+
+    head_cost: float  # multiply-adds of the head relative to those of the model
+
+    @classmethod
+    def resolve_recipe(cls, recipe: Recipe, explicit: frozenset[str]) -> Recipe:
+        if recipe.mixes_images or recipe.augmentation.random_erasing:
+            raise UserError(
+                f"{cls.__name__} does not mix or erase images: set mixing.mixup=0, mixing.cutmix=0, token_labels.mixtoken=0 and "
+                "augmentation.random_erasing=0."
+            )
+        return recipe
+
+    def attach_head(self, model: VisionTransformer, config: Any) -> None:
+        """Give the model a new head, or that of its weights if the classes and all shapes are the same."""
+        before: Any = model.task_head
+        torch.manual_seed(self.recipe.seed)
+        model.set_task_head(config)
+        head: Any = model.task_head
+        if type(before) is type(head) and before.config.class_names == config.class_names:
+            shapes = {name: tensor.shape for name, tensor in before.state_dict().items()}
+            if shapes == {name: tensor.shape for name, tensor in head.state_dict().items()}:
+                head.load_state_dict(before.state_dict())
+                self.messages.append(f"the {model.task} head of the weights is trained further")
+        freeze_unused(model)
+
+    def choose_window(self, model: VisionTransformer, window: int, title: str) -> int:
+        """The side of windows, which is that of the crops for a model with weights for each patch."""
+        height, width = self.recipe.augmentation.image_size
+        if not needs_window(model):
+            return window
+        if height != width:
+            raise UserError(f"{model.name} has weights for each patch: give a square image size for its {title}.")
+        return height
+
+    @property
+    def relative_cost(self) -> float:
+        return 1.0 + self.head_cost
