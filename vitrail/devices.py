@@ -1,4 +1,4 @@
-"""Choice of the device that a model runs on, and of the number of threads on a CPU that other programs use too."""
+"""Choice of the device that a model runs on, and of the number of threads on a CPU that other programs use too; free memory."""
 
 import contextlib
 import math
@@ -126,3 +126,17 @@ def adapt_threads(device: torch.device) -> list[str]:
     return [
         f"using {threads} of {default_threads()} threads: {describe_load(busy)}; set OMP_NUM_THREADS to choose another number"
     ]
+
+
+def free_memory() -> int:
+    """Return the bytes of memory available to this process, within the limit of its control group; 0 if unknown."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return 0
+    try:
+        group = Path("/sys/fs/cgroup")
+        return max(min(free, int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())), 0)
+    except (OSError, ValueError):  # no control group, or "max": no limit
+        return free

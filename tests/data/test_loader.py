@@ -16,9 +16,11 @@ import torch
 from PIL import Image
 
 from vitrail.data.decode import decode
-from vitrail.data.loader import IGNORE, Batch, CachedLoader, CachePlan, WorkerLoader, build_cache, free_memory, plan_cache
+from vitrail.data.image_cache import CachedLoader, CachePlan, build_cache, plan_cache
+from vitrail.data.loader import IGNORE, Batch, WorkerLoader
 from vitrail.data.sampler import EpochSampler
 from vitrail.data.source import Labels, Source
+from vitrail.devices import free_memory
 from vitrail.errors import UserError
 
 COUNT, BATCH = 37, 8
@@ -254,7 +256,7 @@ def alive(pid):
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
-def test_sigint_and_sigkill_leave_no_worker_processes(sent):
+def test_sigint_and_sigkill_leave_no_worker_processes(sent, tmp_path):
     run = subprocess.Popen(
         [sys.executable, "-c", SCRIPT],
         stdout=subprocess.PIPE,
@@ -262,6 +264,7 @@ def test_sigint_and_sigkill_leave_no_worker_processes(sent):
         text=True,
         start_new_session=True,
         cwd=Path(__file__).parents[2],
+        env=os.environ | {"TMPDIR": str(tmp_path)},
     )
     workers = [int(pid) for pid in run.stdout.readline().split()]
     assert len(workers) == 3
@@ -277,6 +280,8 @@ def test_sigint_and_sigkill_leave_no_worker_processes(sent):
     while any(map(alive, workers)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(alive, workers))
+    if sent == signal.SIGINT:
+        assert not list(tmp_path.iterdir()), "folders of the sockets that share tensors"
 
 
 def test_loaders_and_batches_can_be_pickled(sampler):

@@ -14,7 +14,7 @@ from vitrail.bench.peak import Peak
 from vitrail.bench.settings import CONFIGURATIONS, Setting
 from vitrail.bench.timing import Run, Summary, choose_repeats, summarize, time_interleaved, time_run
 from vitrail.bench.workloads import NOT_CAPTURED, CannotRun, make_run
-from vitrail.data.loader import free_memory
+from vitrail.devices import free_memory
 from vitrail.errors import UserError
 from vitrail.models.flops import Cost
 

@@ -7,19 +7,8 @@ from typing import Literal
 import numpy as np
 import torch
 
-from vitrail.data.loader import (
-    Batch,
-    CachedLoader,
-    DecodedBatch,
-    ImageCache,
-    ImageReader,
-    TrainLoader,
-    WorkerLoader,
-    build_cache,
-    log_to_stderr,
-    make_batch,
-    plan_cache,
-)
+from vitrail.data.image_cache import CachedLoader, ImageCache, build_cache, plan_cache
+from vitrail.data.loader import Batch, DecodedBatch, ImageReader, TrainLoader, WorkerLoader, log_to_stderr, make_batch
 from vitrail.data.sampler import EpochSampler, first_samples
 from vitrail.data.source import Source
 from vitrail.data.workers import Workers, default_workers

@@ -1,7 +1,7 @@
 """Loaders of training batches of uint8 images. The batches do not depend on the number of workers or on the starting step.
 
 `WorkerLoader` decodes whole micro-batches in worker processes (`workers.py`). Data sets that fit into memory are decoded once
-(`plan_cache`, `ImageCache`); `CachedLoader` yields the same batches from the cache.
+(`image_cache.py`).
 """
 
 import multiprocessing
@@ -9,17 +9,15 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 import torch.multiprocessing  # registers the transfer of tensors through shared memory
 from torch import Tensor
-from torch.nn.functional import pad
 
 from vitrail.atomic_files import describe_error
-from vitrail.data.decode import decode, decode_mask, decoded_size, fit_mask
+from vitrail.data.decode import decode, decode_mask, fit_mask
 from vitrail.data.mask_classes import IGNORE
 from vitrail.data.objects import (
     DecodedObjects,
@@ -27,15 +25,12 @@ from vitrail.data.objects import (
     collate_objects,
     decode_objects,
     draw_class_mask,
-    join_objects,
-    plane_count,
-    select_objects,
 )
 from vitrail.data.sampler import EpochSampler, Samples, first_samples
 from vitrail.data.source import Source
 from vitrail.data.workers import Workers, default_workers
 from vitrail.errors import UserError
-from vitrail.formatting import escape_control, format_bytes
+from vitrail.formatting import escape_control
 
 
 @dataclass(frozen=True)
@@ -330,160 +325,3 @@ class WorkerLoader(TrainLoader):
     def close(self) -> None:
         """Stop the worker processes; the next iteration starts them again."""
         self._workers.close()
-
-
-class CachePlan(NamedTuple):
-    """Where the decoded images are kept, and the message about it."""
-
-    location: Literal["device", "memory", "files"]
-    message: str
-    bytes: float = 0.0  # of the cache
-
-
-def plan_cache(
-    source: Source,
-    device: torch.device | str = "cpu",
-    min_side: int | None = None,
-    device_fraction: float = 0.25,
-    memory_fraction: float = 0.5,
-    masks: bool = False,
-    num_samples: int = 256,
-    objects: bool = False,
-) -> CachePlan:
-    """Choose the device if the decoded images fit into `device_fraction` of its free memory, else main memory, else no cache.
-
-    The decoded size is estimated from the headers of `num_samples` images spread over the source.
-    """
-    sizes = []
-    for index in source.spread(num_samples).tolist():
-        try:
-            sizes.append(decoded_size(source.encoded(index), min_side))
-        except (OSError, ValueError):
-            continue  # the loader reports it
-    planes = bool(masks) + (max_planes(source, num_samples) if objects and source.has_instances else 0)
-    required = len(source) * (3 + planes) * int(np.prod(np.max(sizes, axis=0))) if sizes else sys.maxsize
-    free = {"device": 0, "memory": free_memory()}
-    if torch.device(device).type == "cuda":
-        free["device"] = torch.cuda.mem_get_info(torch.device(device))[0]
-    size = f"{source.name}: {len(source):,} images" + (f", {format_bytes(required)} decoded" if sizes else "")
-    available = {name: format_bytes(count) for name, count in free.items()}
-    if required <= device_fraction * free["device"]:
-        return CachePlan("device", f"{size}, cached on the device ({available['device']} free).", required)
-    if required <= memory_fraction * free["memory"]:
-        return CachePlan("memory", f"{size}, cached in memory ({available['memory']} free).", required)
-    return CachePlan("files", f"{size}, not cached but decoded every epoch ({available['memory']} of memory free).")
-
-
-def max_planes(source: Source, num_samples: int) -> int:
-    """The most planes of masks that some images spread over the source have."""
-    most = 0
-    for index in source.spread(num_samples).tolist():
-        try:
-            most = max(most, len(source.objects(index) or ()))
-        except (OSError, ValueError):
-            continue  # the loader reports it
-    return plane_count(most)
-
-
-def free_memory() -> int:
-    """Return the bytes of memory available to this process, within the limit of its control group; 0 if unknown."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return 0
-    try:
-        group = Path("/sys/fs/cgroup")
-        return max(min(free, int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())), 0)
-    except (OSError, ValueError):  # no control group, or "max": no limit
-        return free
-
-
-@dataclass(frozen=True)
-class ImageCache:
-    """All decoded images of a source on one device."""
-
-    source: Source
-    pixels: Tensor  # uint8 [N, H, W, 3]
-    sizes: np.ndarray  # [N, 2]; 0, 0 for unreadable images
-    masks: Tensor | None  # uint8 [N, H, W]
-    problems: list[Problem]
-    objects: ObjectBatch | None = None
-
-    def select(self, samples: Samples) -> DecodedBatch:
-        """Return the images of `samples`, padded to their largest size."""
-        sizes = self.sizes[samples.index]
-        height, width = sizes.max(axis=0)
-        rows = torch.from_numpy(samples.index).to(self.pixels.device, non_blocking=True)
-        pixels = self.pixels.index_select(0, rows)[:, :height, :width].contiguous()
-        masks = self.masks.index_select(0, rows)[:, :height, :width].contiguous() if self.masks is not None else None
-        objects = None if self.objects is None else select_objects(self.objects, rows, int(height), int(width))
-        return DecodedBatch(pixels, sizes, masks, samples, [], objects)
-
-
-def build_cache(
-    source: Source,
-    device: torch.device | str = "cpu",
-    workers: int | None = None,
-    min_side: int | None = None,
-    masks: bool = False,
-    objects: bool = False,
-) -> ImageCache:
-    """Decode all images of a source. `plan_cache` estimates whether they fit."""
-    pool = Workers(ImageReader(source, min_side, masks, objects).read_images, default_workers() if workers is None else workers)
-    pixels = torch.zeros((len(source), 0, 0, 3), dtype=torch.uint8, device=device)
-    all_masks = torch.zeros((len(source), 0, 0), dtype=torch.uint8, device=device)
-    sizes, problems = np.zeros((len(source), 2), dtype=np.int64), []
-    all_objects: list[ObjectBatch] = []
-    for chunk in pool.run(np.split(np.arange(len(source)), range(64, len(source), 64))):
-        rows = slice(chunk.samples.index[0], chunk.samples.index[-1] + 1)
-        height, width = chunk.pixels.shape[1:3]
-        bottom, right = max(height - pixels.shape[1], 0), max(width - pixels.shape[2], 0)
-        if bottom or right:
-            pixels = pad(pixels, (0, 0, 0, right, 0, bottom))
-            all_masks = pad(all_masks, (0, right, 0, bottom), value=IGNORE) if masks else all_masks
-        pixels[rows, :height, :width] = chunk.pixels.to(device)
-        if chunk.masks is not None:
-            all_masks[rows, :height, :width] = chunk.masks.to(device)
-        if chunk.objects is not None:
-            all_objects.append(chunk.objects.map(lambda tensor: tensor.to(device)))
-        sizes[rows] = chunk.sizes
-        problems += chunk.problems
-    pool.close()
-    kept = join_objects(all_objects) if all_objects else None
-    return ImageCache(source, pixels, sizes, all_masks if masks else None, problems, kept)
-
-
-class CachedLoader(TrainLoader):
-    """Yields the same batches as `WorkerLoader` from a cache, on the device of the cache."""
-
-    def __init__(
-        self,
-        cache: ImageCache,
-        sampler: EpochSampler,
-        own_micro_batches: Sequence[int] = (0,),
-        micro_batches: int = 1,
-        unreadable: Literal["skip", "fatal"] = "skip",
-        log: Callable[[str], None] = log_to_stderr,
-    ) -> None:
-        super().__init__(cache.source, sampler, own_micro_batches, micro_batches, log)
-        if unreadable == "fatal" and cache.problems:
-            raise unreadable_error(cache.problems[0])
-        self.cache = cache
-        self._record(cache.problems)
-
-    def iterate_steps(self, start: int, stop: int) -> Iterator[Batch]:
-        readable = self.cache.sizes[:, 0] > 0
-        all_readable = bool(readable.all())
-        self._report()
-        for step in range(start, stop):
-            for micro_batch in self.own_micro_batches:
-                task = (*divmod(step, self.sampler.steps), micro_batch, self.micro_batches)
-                if all_readable:
-                    samples = self.sampler.micro_batch(*task)
-                else:
-                    samples = readable_samples(self.sampler, *task, lambda index: bool(readable[index]), self.source.name)
-                yield make_batch(self.source, self.cache.select(samples)).to(self.cache.pixels.device)
-
-    def close(self) -> None:
-        """Do nothing: there are no worker processes."""

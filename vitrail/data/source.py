@@ -81,6 +81,7 @@ class Subset(Source):
     def __post_init__(self) -> None:
         self.name = self.source.name
         self.has_masks, self.mask_classes = self.source.has_masks, self.source.mask_classes
+        self.draws_masks = self.source.draws_masks
         self.unmasked = self.source.unmasked
         self.object_classes, self.has_instances = self.source.object_classes, self.source.has_instances
         self.object_notes = self.source.object_notes

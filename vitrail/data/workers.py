@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
-from multiprocessing.util import Finalize
+from multiprocessing.util import Finalize, get_temp_dir
 from typing import Any
 
 import torch
@@ -62,6 +62,7 @@ class Workers:
     def _start(self) -> None:
         if not self.processes:  # kill the workers at exit, before multiprocessing joins them
             Finalize(self, kill_workers, (self.processes,), exitpriority=10)
+            get_temp_dir()  # of sockets for shared tensors; made here, since killed workers do not remove their own
         while len(self.processes) < self.num_workers:
             ours, theirs = multiprocessing.Pipe()
             process = multiprocessing.Process(target=worker_loop, args=(self.function, theirs), daemon=True)

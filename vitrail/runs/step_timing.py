@@ -17,8 +17,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from vitrail.data.image_cache import plan_cache
 from vitrail.data.image_loader import ImageLoader
-from vitrail.data.loader import Batch, DecodedBatch, ImageReader, make_batch, plan_cache
+from vitrail.data.loader import Batch, DecodedBatch, ImageReader, make_batch
 from vitrail.data.sampler import Samples
 from vitrail.data.source import Source, Splits, Subset
 from vitrail.data.workers import count_cores, default_workers

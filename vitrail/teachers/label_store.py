@@ -31,8 +31,8 @@ from torch import Tensor
 
 from vitrail.aliases import upgrade_manifest
 from vitrail.atomic_files import file_sha256
-from vitrail.data.loader import free_memory
 from vitrail.data.source import Source
+from vitrail.devices import free_memory
 from vitrail.errors import UserError
 from vitrail.json_files import read_json
 from vitrail.teachers.class_index import match_teacher

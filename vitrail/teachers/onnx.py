@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vitrail.checkpoints.export_metadata import ENTRY, NORMALIZED, PREFIX, ExportMetadata
-from vitrail.data.loader import free_memory
+from vitrail.devices import free_memory
 from vitrail.errors import UserError
 from vitrail.teachers.fixed_shape import FixedShapeNetwork, first_line, fixed_dimensions
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from vitrail.data.loader import free_memory
+from vitrail.devices import free_memory
 from vitrail.errors import UserError
 from vitrail.formatting import format_bytes
 from vitrail.teachers.export_operators import find_operator
