@@ -20,8 +20,10 @@ from typer.main import get_command
 
 import vitrail
 from tests.checkpoints.test_formats import SUFFIX, little
+from tests.convnets import small_resnet
 from tests.images import make_folder, write_invalid_image
 from vitrail.cli import main, train
+from vitrail.heads.embedding import EmbeddingConfig
 from vitrail.recipes import list_recipes, lookup
 from vitrail.recipes.arguments import open_recipe
 
@@ -118,6 +120,18 @@ def test_convert_and_check(format, deit_file, run_cli, tmp_path):
     assert "largest logit difference 0 " in said
     image = torch.randn(1, 3, 32, 32)
     assert torch.equal(vitrail.load(out)(image), vitrail.load(deit_file)(image))
+
+
+def test_a_projector_is_counted_and_left_out_on_request(run_cli, cli_error, tmp_path):
+    model = vitrail.build(small_resnet(classes=0)).set_task_head(EmbeddingConfig("mlp", 6, 10)).eval()
+    file = vitrail.save(model, tmp_path / "grafit.safetensors")
+    cost = json.loads(run_cli("info", file, "--json")[1])["cost"]
+    assert cost["parameters"] == sum(parameter.numel() for parameter in model.parameters())
+    assert "with the head of the task" in run_cli("info", file)[1]
+    assert "task_head" in cli_error("convert", file, tmp_path / "trunk.pth")
+    assert run_cli("convert", file, tmp_path / "trunk.pth", "--trunk", "--check")[0] == 0
+    images = torch.randn(2, 3, 32, 32)
+    assert torch.equal(vitrail.load(tmp_path / "trunk.pth").features(images).pooled, model.features(images).pooled)
 
 
 def test_convert_rejects_what_the_format_cannot_store(deit_file, run_cli, cli_error, tmp_path):

@@ -9,6 +9,7 @@ import vitrail
 from tests.images import make_folder
 from vitrail.data.datasets.lookup import open_splits
 from vitrail.models.flops import cost
+from vitrail.recipes import lookup
 from vitrail.runs import budget, request
 from vitrail.runs.budget import MAX_EPOCHS, MIN_EPOCHS, choose_image_size, choose_length, image_seconds
 from vitrail.runs.request import TrainRequest, open_data, resolve_recipe
@@ -93,9 +94,20 @@ def test_passes_are_timed_in_that_precision_and_leave_the_model_unchanged(dtype)
 
 
 @pytest.mark.parametrize(
-    ("minutes", "length"), [(1, "5 epochs"), (0.2, "8 steps"), (0.001, "1 steps"), (100, f"{MAX_EPOCHS} epochs")]
+    ("recipe", "minutes", "length"),
+    [
+        ("finetune", 1, "5 epochs"),
+        ("finetune", 0.2, "8 steps"),
+        ("finetune", 0.001, "1 steps"),
+        ("finetune", 100, f"{MAX_EPOCHS} epochs"),
+        ("laptop", 100, "521 epochs"),
+        ("dino_small", 100, "521 epochs"),
+    ],
 )
-def test_the_length_fits_with_its_validations(minutes, length):
+def test_the_length_fits_with_its_validations(recipe, minutes, length):
     """An epoch has 10 steps of a second and a validation of 1.5 s; 2 s are spent before and after."""
-    trainer = SimpleNamespace(sampler=SimpleNamespace(steps=10), validate_every=10)
+    recipe = lookup(recipe)
+    if recipe.name == "finetune":
+        recipe = recipe.set({"init.weights": "vitrail_tiny"})
+    trainer = SimpleNamespace(recipe=recipe, sampler=SimpleNamespace(steps=10), validate_every=10)
     assert choose_length(trainer, Pace(step=1.0, validation=1.5, fixed=2.0), minutes) == length

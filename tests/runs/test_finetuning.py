@@ -12,10 +12,13 @@ from vitrail.checkpoints.delta import make_delta, save_delta
 from vitrail.data.datasets.lookup import open_splits
 from vitrail.data.source import Subset
 from vitrail.errors import UserError
+from vitrail.heads.task_heads import SegmentationConfig
 from vitrail.recipes import lookup
+from vitrail.recipes.schema import Recipe
 from vitrail.runs.initial_model import adapt, build_initial, configure
 from vitrail.runs.request import TrainRequest, describe_pretrained, open_data, resolve_recipe
 from vitrail.tasks.classification import ClassificationModule
+from vitrail.tasks.registry import BUILT_IN
 from vitrail.tasks.targets import ClassificationTargets
 from vitrail.training.optimizers import parameter_groups
 
@@ -313,3 +316,13 @@ def test_other_changes_of_pooling_and_positions_are_refused(parts, asked, field,
     recipe = resolved(changes | {f"architecture.{name}": value for name, value in asked.items()})
     with pytest.raises(UserError, match=f"has {field}=.* was requested"):
         opened(recipe)
+
+
+@pytest.mark.parametrize("task", BUILT_IN)
+def test_a_head_of_another_task_is_removed(task):
+    """Its parameters would get no gradient, and a resumed run, which is built without it, would not fit its checkpoint."""
+    pretrained = vitrail.create("vitrail_mini", 0, 16, width=16, depth=1, patch_size=4)
+    pretrained.set_task_head(SegmentationConfig(("sky", "road"), (0, 1), 16, kind="linear"))
+    recipe = Recipe(name="tiny", task=task).set({"augmentation.image_size": [16, 16]})
+    model, _ = adapt(pretrained, recipe, CLASSES if task == "classification" else None)
+    assert (model.task_head is not None) == (task in ("segmentation", "detection", "grafit"))  # which replace it

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import vitrail
+from tests.tasks.trainings import make
 from tests.trainers import make_trainer
 from vitrail.data.datasets.lookup import open_splits
 from vitrail.data.source import Splits, Subset
@@ -244,12 +245,24 @@ def test_pixels_that_no_patch_covers(parts, size, lost):
 
 
 def test_disk_space_is_checked_first(tmp_path, monkeypatch):
-    model, recipe = vitrail.create("vitrail_mini", 3, 16, depth=1, width=32), lookup("laptop")
+    model = little(depth=1)
+    task = attached(model)
     count = sum(parameter.numel() for parameter in model.parameters())
     need = 3 * 12 * count + 12 * count  # three states of weights and two moments, three artifacts
     free = {"bytes": need}
     monkeypatch.setattr(memory.shutil, "disk_usage", lambda place: SimpleNamespace(free=free["bytes"]))
-    check_disk_space(tmp_path / "new" / "run", model, recipe, keep=2)
+    check_disk_space(tmp_path / "new" / "run", model, task, keep=2)
     free["bytes"] = need - 1
     with pytest.raises(UserError, match=r"needs about \d+ kB on the disk of .* and \d+ kB are free: free some space, or give"):
-        check_disk_space(tmp_path / "new" / "run", model, recipe, keep=2)
+        check_disk_space(tmp_path / "new" / "run", model, task, keep=2)
+
+
+def test_heads_and_teacher_of_a_task_need_disk_space(tmp_path, monkeypatch):
+    task = make("dino", tmp_path, tmp_path / "run").task
+    module, count = task.module, lambda part: sum(tensor.numel() for tensor in part.state_dict().values())
+    moments = 2 * sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+    bytes_of_state = 4 * (count(module.model) + count(module.head) + count(module.teacher) + moments)
+    monkeypatch.setattr(memory.shutil, "disk_usage", lambda place: SimpleNamespace(free=3 * bytes_of_state))
+    with pytest.raises(UserError, match="free some space"):
+        check_disk_space(tmp_path, module.model, task, keep=2)
+    check_disk_space(tmp_path, module.model, task, keep=1)

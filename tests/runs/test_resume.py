@@ -34,7 +34,7 @@ from tests.training.small import (
 )
 from vitrail.checkpoints.training_checkpoints import read_checkpoint
 from vitrail.data import image_loader
-from vitrail.data.loader import CachePlan
+from vitrail.data.image_cache import CachePlan
 from vitrail.errors import UserError
 from vitrail.runs import train
 from vitrail.runs.display import Display

@@ -19,7 +19,7 @@ from vitrail.recipes import lookup
 from vitrail.runs.augmentation_figures import crop_boxes, draw_token_labels
 from vitrail.runs.comparison import METRICS, group_results
 from vitrail.runs.results import read_results
-from vitrail.runs.seed_figures import draw_early, draw_histogram, early_correlations, validation_curves
+from vitrail.runs.seed_figures import draw_early, draw_histogram, draw_test, early_correlations, validation_curves
 from vitrail.teachers.annotation import AnnotationRequest, annotate
 from vitrail.teachers.lookup import open_teacher
 
@@ -60,6 +60,11 @@ def test_figures_of_seeds_need_seeds(group):
     for draw in (draw_histogram, draw_early):
         with pytest.raises(UserError, match="needs at least 3 runs of one recipe: train with --seeds 3"):
             draw([alone], METRICS["top1"])
+
+
+def test_test_against_validation_results_of_either_metric(group):
+    first, second = (np.asarray(Image.open(io.BytesIO(draw_test([group], METRICS[name])))) for name in ("top1", "test"))
+    assert np.array_equal(first, second)
 
 
 def test_compare_draws_all_figures(seeds, tmp_path, capsys):

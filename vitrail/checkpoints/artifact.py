@@ -48,7 +48,7 @@ class Header(NamedTuple):
     class_names: list[str] | None
     notes: dict[str, str]
     sha256: str | None = None  # `fingerprint` of the tensors; files of older versions have none
-    task_head: Any = None  # the configuration of a head for dense prediction, see `vitrail.heads.task_heads`
+    task_head: Any = None  # the configuration of a head, see `vitrail.heads.task_heads`
 
     def apply_to(self, model: VisionTransformer) -> VisionTransformer:
         model.name = model.name if self.name is None else self.name

@@ -76,7 +76,7 @@ def info(
     from vitrail.checkpoints.bundled import NAMES, find_bundled
     from vitrail.checkpoints.hub import is_address
     from vitrail.models.config import Architecture
-    from vitrail.models.flops import cost, row
+    from vitrail.models.flops import cost_of, row
     from vitrail.models.registry import create
 
     size = parse_size(image_size)
@@ -86,7 +86,7 @@ def info(
     weights = bundled_metadata(model) if is_bundled else None
     if from_file and size:
         model.resize(*size)
-    model_cost, architecture = cost(model.architecture), model.architecture.to_dict()
+    model_cost, architecture = cost_of(model), model.architecture.to_dict()
     if as_json:
         print_json(
             {
@@ -102,6 +102,8 @@ def info(
         return
     console = make_console()
     print_table(COLUMNS, [row(model.name or Path(name).name, model_cost)])
+    if model.task_head is not None:
+        print_text("parameters: with the head of the task; mult-adds and memory: without", "dim")
     default, convnet = Architecture().to_dict(), architecture.pop("convnet", None)
     if convnet and not architecture["depth"]:
         console.print("\n[bold]architecture[/bold] (a convnet)")
@@ -179,6 +181,7 @@ def convert(
     check: Annotated[bool, typer.Option("--check", help="Load OUT and print the largest difference of the logits.")] = False,
     approximate: Annotated[bool, typer.Option("--approximate", help="Write even if the format changes the logits.")] = False,
     ema: Annotated[bool, typer.Option("--ema", help="Use the EMA weights of a training checkpoint.")] = False,
+    trunk: Annotated[bool, typer.Option("--trunk", help="Without the head of a task, such as the projector of Grafit.")] = False,
     image_size: Annotated[
         str | None, typer.Option(help="Image size of IN if its position embedding is not square: 192x256.")
     ] = None,
@@ -199,6 +202,8 @@ def convert(
         raise UserError(f"{target} exists: give another name, or --overwrite.")
     check_writable(target)
     model = load(source, image_size=size, ema=ema)
+    if trunk:
+        model.task_head = None
     torch_format = "timm" if model.architecture.convnet else "deit"
     format = format or {".npz": "npz", ".pth": torch_format, "": "hf"}.get(target.suffix, "vitrail")
     save(model, target, format, approximate)

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from vitrail.formatting import format_bytes
 from vitrail.models.config import Architecture, format_size
 from vitrail.models.registry import build, model_pages
+from vitrail.models.vision_transformer import VisionTransformer
 
 
 class Cost(NamedTuple):
@@ -45,6 +46,11 @@ SINGLE = {
 def attention(query: Sequence[int], key: Sequence[int], *args: Any, **kwargs: Any) -> int:
     """Two products [T, d] x [d, keys] per head."""
     return 2 * 2 * math.prod(query) * key[-2]
+
+
+def cost_of(model: VisionTransformer) -> Cost:
+    """The cost of a model at its image size; its parameters include those of the head of a task, the other numbers do not."""
+    return cost(model.architecture)._replace(parameters=sum(parameter.numel() for parameter in model.parameters()))
 
 
 @cache

@@ -72,7 +72,7 @@ class VisionTransformer(nn.Module):
         self.preprocessing = Preprocessing(image_size=a.image_size)
         self.class_names: list[str] | None = None
         self.notes: dict[str, str] = {}
-        self.task_head: nn.Module | None = None  # for dense prediction: see `set_task_head`
+        self.task_head: nn.Module | None = None  # of another task than classification: see `set_task_head`
 
         self.stem = make_stem(a)
         self.recompute = False
@@ -139,7 +139,7 @@ class VisionTransformer(nn.Module):
         return [to_map(tokens[:, layout.prefix :], layout)]
 
     def set_task_head(self, config: Any) -> "VisionTransformer":
-        """Add the head for dense prediction of a configuration (`vitrail.heads.task_heads`), newly initialized."""
+        """Add the head of a configuration (`vitrail.heads.task_heads`), newly initialized."""
         from vitrail.heads.task_heads import build_head
 
         a, maps = self.architecture, max(len(config.blocks), 1)

@@ -13,7 +13,7 @@ from vitrail.training.trainer import Trainer
 
 SIZES = (64, 96, 128, 160, 192, 224)
 MIN_EPOCHS = 12  # for a larger image size: below that more epochs give more than more pixels
-MAX_EPOCHS = 40  # of a fine-tuning; more give little
+MAX_EPOCHS = 40  # of a classifier that starts from weights; more give little
 TIMED_IMAGES, ROUNDS = 16, 3
 
 
@@ -55,10 +55,12 @@ def image_seconds(model: VisionTransformer, device: torch.device, dtype: torch.d
 
 
 def choose_length(trainer: Trainer, pace: Pace, minutes: float) -> str:
-    """The duration that fits into the budget, validations included: at most MAX_EPOCHS, at least one step."""
-    steps = trainer.sampler.steps
+    """The duration that fits into the budget, validations included: at most MAX_EPOCHS of fine-tuning, at least one step."""
+    recipe, steps = trainer.recipe, trainer.sampler.steps
     epoch = steps * pace.step + pace.validation * max(steps / trainer.validate_every, 1.0)
     seconds = 60 * minutes - pace.fixed
     if seconds >= epoch:
-        return f"{min(int(seconds / epoch), MAX_EPOCHS)} epochs"
+        epochs = int(seconds / epoch)
+        fine_tuning = recipe.task == "classification" and recipe.init.weights
+        return f"{min(epochs, MAX_EPOCHS) if fine_tuning else epochs} epochs"
     return f"{max(int((seconds - pace.validation) / pace.step), 1)} steps"

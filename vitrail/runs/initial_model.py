@@ -29,6 +29,8 @@ REPLACED = {"classes", "pre_logits", "pre_logits_kind", "patch_size", "image_siz
 RESTRUCTURED = ("pooling", "pool_norm", "keep_class_token", "pos_embed_place")
 # Fields in which a model with one query per class differs from one with a single query, see `adds_class_queries`.
 CLASS_QUERIES = ("pooling", "pooling_keys")
+# Tasks that go on with the `task_head` of their weights or replace it; others remove it, because they would not train it.
+HEAD_TASKS = ("segmentation", "detection", "grafit")
 # The fields of a distillation token, which is added to weights without one.
 DISTILLATION_TOKEN = ("distillation", "distillation_head", "fusion")
 
@@ -168,8 +170,8 @@ def adapt(pretrained: VisionTransformer, recipe: Recipe, class_names: list[str] 
     """A pre-trained model at the recipe's size and for these classes, and whether its classifier is new."""
     changed = REPLACED | TRAINING_ONLY | set(RESTRUCTURED) | set(CLASS_QUERIES)
     changes = {field: value for field, value in recipe.architecture.items() if field in changed}
-    if recipe.task == "classification":
-        pretrained.task_head = None  # of another task: image labels do not train it
+    if recipe.task not in HEAD_TASKS:
+        pretrained.task_head = None
     pretrained.resize(*recipe.augmentation.image_size, patch_size=changes.pop("patch_size", None))
     before = pretrained.architecture
     after = before.replace(**changes | {"classes": len(class_names or ()), "image_size": before.image_size})

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitrail.data.loader import Batch, free_memory, plan_cache
+from vitrail.data.image_cache import plan_cache
+from vitrail.data.loader import Batch
 from vitrail.data.source import Splits
+from vitrail.devices import free_memory
 from vitrail.errors import UserError
 from vitrail.formatting import format_bytes, pluralize
 from vitrail.models.flops import Cost, cost
@@ -158,11 +160,14 @@ def images_that_fit(fixed: float, per_image: float, free: float) -> int:
     return int(max((free - fixed) // max(per_image, 1.0), 0))
 
 
-def check_disk_space(folder: Path, model: VisionTransformer, recipe: Recipe, keep: int) -> None:
+def check_disk_space(folder: Path, model: VisionTransformer, task: Task, keep: int) -> None:
     """Raise UserError if checkpoints and artifacts of a training do not fit on the disk of its run directory."""
-    count = sum(parameter.numel() for parameter in model.parameters())
-    state = 4 * count * (COPIES[recipe.optimizer.kind] - 1 + bool(recipe.ema.decay))  # gradients are not saved
-    needed = (keep + 1) * state + 3 * 4 * count  # a file is written before the one that it replaces is removed
+    recipe, parameters = task.recipe, list(task.module.parameters())
+    moments = (COPIES[recipe.optimizer.kind] - 2) * sum(part.nbytes for part in parameters if part.requires_grad)
+    weights = sum(part.nbytes for part in model.parameters())
+    saved = sum(part.nbytes for part in task.module.state_dict().values())  # of the heads and the frozen networks of the task too
+    state = saved + moments + weights * bool(recipe.ema.decay)
+    needed = (keep + 1) * state + 3 * weights  # a file is written before the one that it replaces is removed
     existing = next(each for each in (folder, *folder.parents) if each.exists())
     free = shutil.disk_usage(existing).free
     if free < needed:

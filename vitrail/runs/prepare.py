@@ -16,7 +16,7 @@ from vitrail.devices import adapt_threads, set_threads
 from vitrail.errors import UserError
 from vitrail.layers.fused import SubsetDropPath
 from vitrail.models.config import Architecture, format_size
-from vitrail.models.flops import cost
+from vitrail.models.flops import cost_of
 from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.recipes import Recipe
 from vitrail.runs.budget import choose_length
@@ -73,8 +73,6 @@ def prepare(
         for message in messages:
             log(message)
         model = build_initial(recipe, task.class_names, data.pretrained)
-        if folder is not None:
-            check_disk_space(folder, model, recipe, options.keep)
         model.recompute = options.recompute
         if options.sharding != "none":
             check_shardable(model)
@@ -82,14 +80,17 @@ def prepare(
                 raise UserError(f"--shard does not support the task {recipe.task}: train without it.")
         shown = len(task.messages)
         task.attach(model)
+        if folder is not None:
+            check_disk_space(folder, model, task, options.keep)
         sharded_over = devices.world_size if options.sharding != "none" else 1
         cached = cached_bytes(splits, recipe, devices.device)
         memory = plan_memory(model, task, devices.device, recipe.batch_size // devices.world_size, sharded_over, cached)
     devices, recipe = divide_batch(devices, task, memory, request.micro_batch_size, log)
     task.recipe = recipe
-    price = cost(model.architecture)
+    price = cost_of(model)
+    part = " without the head" if model.task_head is not None else ""
     place = f"; run {folder}" if folder is not None else ""
-    log(f"{model.name}: {price.parameters:,} parameters, {price.macs / 1e9:.2f} G multiply-adds per image{place}")
+    log(f"{model.name}: {price.parameters:,} parameters, {price.macs / 1e9:.2f} G multiply-adds per image{part}{place}")
     for message in (*task.messages[shown:], *describe_grid(model), devices.describe(recipe.batch_size)):
         log(message)
     trainer = Trainer(recipe, model, task, splits.train, devices, folder or Path(), options)

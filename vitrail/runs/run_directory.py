@@ -25,7 +25,7 @@ from vitrail.data.datasets.lookup import is_built_in
 from vitrail.data.source import Splits
 from vitrail.errors import UserError
 from vitrail.evaluation.probes.suite import hash_weights
-from vitrail.models.flops import cost
+from vitrail.models.flops import cost_of
 from vitrail.recipes.schema import Recipe
 from vitrail.runs.run_json import read_run_json
 from vitrail.tasks.registry import find_task
@@ -58,7 +58,7 @@ def check_weights(recipe: Recipe, known: dict[str, str] | None, folder: Path) ->
 def describe_run(source: str, splits: Splits, trainer: Trainer, unreadable: str) -> dict[str, Any]:
     """The content of run.json at the start of a run."""
     model, devices = trainer.model, trainer.devices
-    price = cost(model.architecture)
+    price = cost_of(model)
     is_local = not is_built_in(source) and os.path.exists(os.path.expanduser(source))
     return {
         "version": __version__,

@@ -109,9 +109,10 @@ def draw_test(groups: Sequence[Group], metric: Metric) -> bytes:
     for number, group in enumerate(groups):
         for result in group.results:
             run = read_run_json(result.folder)
-            best, test = (run.get(part) or {} for part in ("best", "test"))
-            if metric.name in best and metric.name in test:
-                points.append((number, float(best[metric.name]), float(test[metric.name])))
+            best, test = (run.get(part) or {} for part in ("best", "test"))  # the test results are of the best weights, too
+            name = (run.get("metric") or {}).get("name", "top1") if metric.name == "test" else metric.name
+            if name in best and name in test:
+                points.append((number, float(best[name]), float(test[name])))
     if len(points) < MIN_SEEDS:
         raise UserError(f"Test against validation needs {MIN_SEEDS} runs on data with a test split.")
     scale = 100 if metric.percent else 1
@@ -130,7 +131,7 @@ def draw_test(groups: Sequence[Group], metric: Metric) -> bytes:
                 alpha=0.7,
                 label=groups[number].name,
             )
-        title = f"test against validation {metric.title.removeprefix('validation ')}"
+        title = f"test against validation {metric.title.removeprefix('validation ').removeprefix('test ')}"
         if validation.std() > 0 and test.std() > 0:
             slope, start = np.polyfit(validation, test, 1)
             ends = np.array([validation.min(), validation.max()])
