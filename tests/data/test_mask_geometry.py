@@ -6,8 +6,8 @@ import torch
 from PIL import Image
 
 from vitrail.data.mask_classes import IGNORE
-from vitrail.data.rng import sample_key
-from vitrail.data.transforms.mask_geometry import redraw_keys, transform_masks, warp_masks
+from vitrail.data.rng import GOLDEN, hash32, sample_key
+from vitrail.data.transforms.mask_geometry import crop_masks, largest_share, redraw_keys, transform_masks, warp_masks
 from vitrail.data.transforms.pipeline import Augmentation, augment, sample_view
 
 SIZES = torch.tensor([[90, 120], [60, 120], [90, 40], [33, 77], [12, 120], [64, 64]])
@@ -106,3 +106,19 @@ def test_crops_of_one_class_are_drawn_again():
     kept = shares(keys) < 0.7
     assert torch.equal(again[kept], keys[kept])
     assert torch.equal(redraw_keys(mask[:2], sizes[:2], keys[:2], augmentation, 0.75), again[:2])  # each image by itself
+
+
+def test_the_first_draw_without_a_frequent_class_is_taken():
+    stripes = (torch.arange(120) // 20).to(torch.uint8).expand(len(SIZES), 90, -1).contiguous()
+    augmentation, expected = Augmentation((32, 32), crop="scaled", factors=(1.5, 3.0)), KEYS.clone()
+    draws = []
+    for row in range(len(SIZES)):
+        one = slice(row, row + 1)
+        for draw in range(10):
+            key = hash32(KEYS[one] + GOLDEN * draw) if draw else KEYS[one]
+            if largest_share(crop_masks(stripes[one], sample_view(SIZES[one], key, augmentation), 8)) < 0.6:
+                expected[one] = key
+                draws.append(draw)
+                break
+    assert len(set(draws)) > 1
+    assert torch.equal(redraw_keys(stripes, SIZES, KEYS, augmentation, 0.6), expected)

@@ -19,6 +19,7 @@ from vitrail.data.mask_checks import check_masks, complete_classes
 from vitrail.data.object_checks import check_objects
 from vitrail.data.objects import CROWD, DIFFICULT, decode_objects, make_objects
 from vitrail.data.sampler import EpochSampler
+from vitrail.data.source import Subset
 from vitrail.errors import UserError
 
 MAKERS = {"coco": make_coco, "voc": make_voc, "yolo": make_yolo}
@@ -378,4 +379,6 @@ def test_masks_of_objects_are_classes_of_pixels(tmp_path):
         smallest = int(np.argmin(objects.areas))
         assert set(mask[masks[smallest]].tolist()) == {255 if objects.flags[smallest] else int(objects.classes[smallest]) + 1}
         assert mask.shape == pixels.shape[:2]
+    part = ImageReader(Subset(source, np.array([2, 0])), None, masks=True)
+    assert (part.read_image(0)[1] == reader.read_annotated(2).mask).all()
     assert not open_sources(folder)["train"].has_masks  # as opened

@@ -12,7 +12,7 @@ from vitrail.data.loader import ImageReader
 from vitrail.data.objects import DecodedObjects, collate_objects
 from vitrail.data.rng import sample_key
 from vitrail.data.transforms.crops import View, flip_view, scaled_crop
-from vitrail.data.transforms.object_geometry import has_mask, move_boxes, move_objects, sample_masks
+from vitrail.data.transforms.object_geometry import blank_outside, has_mask, move_boxes, move_objects, sample_masks
 from vitrail.data.transforms.pipeline import Augmentation, augment
 
 SIZES = torch.tensor([[30, 40], [26, 37]])
@@ -95,6 +95,23 @@ def test_boxes_do_not_leave_the_image():
     assert box == [left, top, left + 20, top + 20]
 
 
+def shown_pixels(view, row):
+    """Where a crop shows the image, bool [height, width]: around it the image is reflected."""
+    rows, columns = view
+    shown = torch.zeros(rows.out, columns.out, dtype=torch.bool)
+    y, x = -int(rows.offset[row]), -int(columns.offset[row])
+    shown[max(y, 0) : y + int(rows.resized[row]), max(x, 0) : x + int(columns.resized[row])] = True
+    return shown.flip(1) if bool(columns.flip[row]) else shown
+
+
+def test_the_mean_color_is_around_small_images():
+    key = sample_key(0, 0, torch.arange(2), torch.zeros(2, dtype=torch.int64))
+    view = flip_view(scaled_crop(SIZES, key, (28, 36), (0.5, 0.9)), torch.tensor([True, False]))
+    found = blank_outside(torch.full((2, 3, 28, 36), 7.0), view)
+    for row in range(2):
+        assert torch.equal(found[row], 7.0 * shown_pixels(view, row).expand(3, -1, -1))
+
+
 def test_pixels_boxes_and_masks_agree(tmp_path):
     """In augmented photographs the red and blue pixels of an object are inside of its box and its mask."""
     source = open_sources(make_coco(tmp_path / "data", 8, most=1))["train"]
@@ -114,12 +131,7 @@ def test_pixels_boxes_and_masks_agree(tmp_path):
         left, top, right, bottom = moved.boxes[row, 0].tolist()
         inside = torch.zeros(48, 48, dtype=torch.bool)
         inside[max(int(top) - 1, 0) : int(bottom) + 2, max(int(left) - 1, 0) : int(right) + 2] = True
-        # Around the photograph the image is reflected, and the mask is empty.
-        known = torch.zeros(48, 48, dtype=torch.bool)
-        rows, columns = augmented.view
-        y, x = -int(rows.offset[row]), -int(columns.offset[row])
-        known[max(y, 0) : y + int(rows.resized[row]), max(x, 0) : x + int(columns.resized[row])] = True
-        known = known.flip(1) if bool(columns.flip[row]) else known
+        known = shown_pixels(augmented.view, row)
         shown = colored[row] & known
         assert not (shown & ~inside).any()
         assert (shown & mask).sum() >= 0.9 * shown.sum()

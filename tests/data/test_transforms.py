@@ -31,6 +31,7 @@ PIPELINES = {
         blur=0.5,
         solarize=0.2,
     ),
+    "scaled": Augmentation(image_size=(32, 48), crop="scaled", color_jitter=(0.3, 0.3, 0.3, 0.1), color_jitter_prob=0.5),
     "test": Augmentation(image_size=(32, 32), crop="center"),
     "google": Augmentation(
         image_size=(32, 32), crop="distorted_box", interpolation=NO_ANTIALIAS, mean=(0.5,) * 3, std=(0.5,) * 3

@@ -8,6 +8,8 @@ import vitrail
 from tests.images import make_masked_folder
 from vitrail.data.datasets.lookup import open_sources
 from vitrail.data.loader import ImageReader
+from vitrail.data.mask_classes import numbered_classes
+from vitrail.errors import UserError
 from vitrail.evaluation import dense_probe
 from vitrail.evaluation.dense_probe import (
     LabeledImage,
@@ -81,6 +83,12 @@ def test_neighbors_vote():
     values, index = similarity.topk(10)
     expected = (values / 0.1).softmax(0) @ memory.targets[index]
     torch.testing.assert_close(scores[0, :, 2, 1], expected)
+
+
+@pytest.mark.parametrize(("name", "message"), [("resnet18", "no transformer blocks"), ("resmlp_s12", "one size only")])
+def test_networks_of_other_kinds_are_refused(name, message):
+    with pytest.raises(UserError, match=f"{name} .*{message}"):
+        probe_config(vitrail.create(name, 0, 64), numbered_classes([0, 1]), 64)
 
 
 @pytest.fixture(scope="module")

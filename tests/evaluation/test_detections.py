@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 import vitrail
 from vitrail.errors import UserError
+from vitrail.evaluation import detections
 from vitrail.evaluation.detected_images import change_tiles, detect
 from vitrail.evaluation.detections import DetectionProtocol, Detections, detect_objects, merge_tiles, paste_masks
 from vitrail.evaluation.object_evaluation import count_common, match_object_classes
@@ -73,12 +74,15 @@ def test_tiles_cover_large_images(small):
         change_tiles(small, 4)
 
 
-def test_parts_of_an_object_in_other_tiles_are_left_out():
+def test_parts_of_an_object_in_other_tiles_are_left_out(monkeypatch):
     boxes = torch.tensor([[0.0, 0, 40, 40], [22.0, 0, 40, 40], [50.0, 50, 60, 60], [1.0, 1, 40, 40]])
     parts = [Detections(boxes[:2], torch.tensor([0.9, 0.5]), torch.tensor([0, 0]), None)]
     parts.append(Detections(boxes[2:], torch.tensor([0.8, 0.7]), torch.tensor([0, 1]), None))
     merged = merge_tiles(parts, DetectionProtocol(64))
     assert [round(score, 3) for score in merged.scores.tolist()] == [0.9, 0.8, 0.7]  # of another class: kept
+    monkeypatch.setattr(detections, "MERGED", 2)
+    best = merge_tiles(parts, DetectionProtocol(64))
+    assert all(torch.equal(one, whole[:2]) for one, whole in zip(best[:3], merged[:3], strict=True))
 
 
 @pytest.mark.parametrize("name", ["resnet18", "resmlp_s12"])

@@ -103,6 +103,15 @@ def test_large_images_in_tiles(model, monkeypatch):
     assert torch.equal(predict_classes(model, pixels, protocol), whole)
 
 
+def test_wide_images_in_tiles_of_one_window(model, monkeypatch):
+    """A tile that contains one window of the smallest scale is larger than the limit, and is not cut again."""
+    pixels = torch.from_numpy(np.random.default_rng(1).integers(0, 256, (1, 3, 32, 96), dtype=np.uint8))
+    protocol = Protocol(32, 32, 32, (0.5, 1.0))
+    whole = predict_classes(model, pixels, protocol)
+    monkeypatch.setattr(semantic_masks, "TILE", 3 * 8 * 8)
+    assert predict_classes(model, pixels, protocol).shape == whole.shape
+
+
 def test_python_and_protocol(model):
     image = np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)
     (found,) = segment(model, image)

@@ -77,10 +77,14 @@ def test_levels_follow_the_size():
 @pytest.mark.gpu
 def test_it_is_torchvisions():
     operators = pytest.importorskip("torchvision.ops")
-    maps, boxes = pyramid(torch.float32, "cuda"), BOXES.float().cuda()
+    maps, boxes = [each.requires_grad_() for each in pyramid(torch.float32, "cuda")], BOXES.float().cuda()
     levels = choose_levels(boxes, STRIDES)
     found, pooled = roi_align(maps, STRIDES, boxes, levels, 7), pool_regions(maps, STRIDES, boxes, 7)
     torch.testing.assert_close(found, pooled, rtol=1e-4, atol=1e-5)
+    weights = torch.randn_like(pooled)
+    gradients = [torch.autograd.grad((each * weights).sum(), maps) for each in (found, pooled)]
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
     for image in range(2):
         for row in range(4):
             level = int(levels[image, row])

@@ -62,7 +62,11 @@ def test_preprocessing_of_the_initial_weights_is_kept():
     assert "patch_size" not in fitted.architecture
     assert messages == ["image size set to 48 x 64: the size the weights were trained at"]
     chosen = ANY.set({"augmentation.image_size": 32, "batch_size": 50})
-    assert fit_to_data(chosen, digits(100), trained)[0] == chosen
+    normalization = {"augmentation.mean": [0.5, 0.5, 0.5], "augmentation.std": [0.25, 0.25, 0.25]}
+    assert fit_to_data(chosen, digits(100), trained)[0] == chosen.set(normalization)
+    paper = lookup("deit_small").set({"augmentation.image_size": 32, "batch_size": 50})
+    for given in (chosen.set({"augmentation.mean": [0.4, 0.4, 0.4]}), paper):
+        assert fit_to_data(given, digits(100), trained)[0] == given
 
 
 @pytest.mark.parametrize(("count", "batch"), [(512, 64), (511, 32), (255, 16), (64, 16)])

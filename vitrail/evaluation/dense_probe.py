@@ -45,6 +45,11 @@ class LabeledImage:
 
 def probe_config(model: VisionTransformer, classes: MaskClasses, short_side: int) -> SegmentationConfig:
     """The configuration of a linear head on three blocks."""
+    if not model.blocks:
+        raise UserError(
+            f"{model.name or 'This model'} has no transformer blocks, whose tokens are the features: choose other weights, or "
+            "train a head with `vitrail train DATA --recipe segment --from WEIGHTS`."
+        )
     if needs_window(model):
         raise UserError(f"{model.name or 'This model'} takes images of one size only: choose other weights, or train a head.")
     depth = model.architecture.depth

@@ -17,6 +17,7 @@ from vitrail.heads.task_heads import DetectionConfig, DetectionHead
 from vitrail.models.vision_transformer import VisionTransformer
 
 SCORED = 2000  # pairs of box and class of an image that are compared with each other, the highest scores
+MERGED = 5000  # boxes of all tiles of an image that are compared with each other, the highest scores
 PASTED = 1 << 26  # pixels of masks that are resized at a time
 CONTAINED = 0.8  # of two boxes of overlapping tiles, the one with this share inside of a better one is a part of it
 WINDOW_STRIDE = 0.75  # of the side of tiles
@@ -147,8 +148,8 @@ def detect_tiles(model: VisionTransformer, images: Tensor, protocol: DetectionPr
 def merge_tiles(parts: Sequence[Detections], protocol: DetectionProtocol) -> Detections:
     boxes, scores, classes = (torch.cat([each[field] for each in parts]) for field in range(3))  # type: ignore[misc]
     masks = None if parts[0].masks is None else torch.cat([each.masks for each in parts if each.masks is not None])
-    whole = Detections(boxes, scores, classes, masks)
-    whole = whole.select(nms(boxes, scores, protocol.overlap, classes))
+    whole = Detections(boxes, scores, classes, masks).select(scores.argsort(descending=True, stable=True)[:MERGED])
+    whole = whole.select(nms(whole.boxes, whole.scores, protocol.overlap, whole.classes))
     inside = covered_share(whole.boxes, whole.boxes) > CONTAINED
     same = whole.classes[:, None] == whole.classes
     better = torch.arange(len(whole.boxes), device=boxes.device)

@@ -78,10 +78,16 @@ def predict_logits(model: VisionTransformer, images: Tensor) -> Tensor:
 @torch.no_grad()
 def predict_classes(model: VisionTransformer, pixels: Tensor, protocol: Protocol) -> Tensor:
     """Class indices, uint8 [B, H, W], of uint8 images [B, 3, H, W] without padding."""
-    head, size = segmentation_head(model), tuple(pixels.shape[-2:])
+    size = tuple(pixels.shape[-2:])
     height, width = working_size(size, protocol.short_side, max(protocol.scales))
-    if protocol.window and head.config.classes * height * width > TILE:
+    if protocol.window and segmentation_head(model).config.classes * height * width > TILE:
         return predict_tiles(model, pixels, protocol)
+    return predict_whole(model, pixels, protocol)
+
+
+def predict_whole(model: VisionTransformer, pixels: Tensor, protocol: Protocol) -> Tensor:
+    """As `predict_classes`, with the logits of all views in memory."""
+    head, size = segmentation_head(model), tuple(pixels.shape[-2:])
     views = [view for scale in protocol.scales for view in predict_views(model, pixels, protocol, scale)]
     classes = torch.empty(len(pixels), *size, dtype=torch.uint8, device=pixels.device)
     rows = max(BAND // (len(pixels) * head.config.classes * size[1]), 1)
@@ -196,7 +202,7 @@ def predict_tiles(model: VisionTransformer, pixels: Tensor, protocol: Protocol) 
             own = dataclasses.replace(
                 protocol, short_side=max(round(min(tile.shape[-2:]) * scale), 1) if protocol.short_side else 0
             )
-            found = predict_classes(model, tile, own)
+            found = predict_whole(model, tile, own)  # also of a tile that has to be larger to contain whole windows
             row, column = top - first_row, left - first_column
             out[:, top : top + core, left : left + core] = found[:, row : row + core, column : column + core]
     return out

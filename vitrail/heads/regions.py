@@ -10,6 +10,7 @@ from vitrail.heads.boxes import box_area, library
 
 SAMPLES = 2  # points per cell and axis
 CANONICAL = 224.0  # a box of this side is pooled from the level of stride 16
+OUTSIDE = -1e6  # pixels; far from any map
 
 
 def choose_levels(boxes: Tensor, strides: Sequence[float]) -> Tensor:
@@ -29,12 +30,13 @@ def pool_regions(maps: Sequence[Tensor], strides: Sequence[float], boxes: Tensor
     operators = library()
     if operators is not None and boxes.is_cuda:
         batch = torch.arange(len(boxes), device=boxes.device)[:, None, None].expand(-1, boxes.shape[1], 1)
-        # In float32 also under autocast: coordinates have more digits than bfloat16.
-        regions = torch.cat([batch.float(), boxes.float()], -1).flatten(0, 1)
-        pooled = [
-            operators.roi_align(each.float(), regions, size, 1 / stride, SAMPLES, aligned=True)
-            for each, stride in zip(maps, strides, strict=True)
-        ]
+        pooled = []
+        for level, (each, stride) in enumerate(zip(maps, strides, strict=True)):
+            # Boxes of other levels are moved out of the map, where nothing is read or added to.
+            own = torch.where((levels == level)[..., None], boxes.float(), OUTSIDE)
+            # In float32 also under autocast: coordinates have more digits than bfloat16.
+            regions = torch.cat([batch.float(), own], -1).flatten(0, 1)
+            pooled.append(operators.roi_align(each.float(), regions, size, 1 / stride, SAMPLES, aligned=True))
         chosen = pooled[0]
         for level, other in enumerate(pooled[1:], 1):
             chosen = torch.where((levels == level).flatten()[:, None, None, None], other, chosen)

@@ -114,8 +114,8 @@ class UperNetHead(nn.Module):
 
     def forward(self, maps: list[Tensor]) -> Tensor:
         *finer, coarsest = self.neck(maps)
-        size = coarsest.shape[-2:]
-        pooled = [resize_map(conv(pool_map(coarsest, side)), size) for side, conv in zip(POOLED, self.pooled, strict=True)]
+        pooled = [conv(pool_map(coarsest, side)) for side, conv in zip(POOLED, self.pooled, strict=True)]
+        pooled = [F.interpolate(each, coarsest.shape[-2:], mode="bilinear", align_corners=False) for each in pooled]
         x = self.bottleneck(torch.cat([coarsest, *pooled], 1))
         levels = [x]
         for each, lateral in zip(reversed(finer), reversed(self.lateral), strict=True):
@@ -129,7 +129,18 @@ class UperNetHead(nn.Module):
 
 def pool_map(x: Tensor, side: int) -> Tensor:
     """The means of side x side cells of a map, [B, C, side, side]."""
+    if torch.compiler.is_exporting():  # torch's decomposition fixes which cells have equal lengths by the size of the example
+        out: Tensor = cell_weights(x, -2, side) @ x @ cell_weights(x, -1, side).T
+        return out
     return F.adaptive_avg_pool2d(x, side)
+
+
+def cell_weights(x: Tensor, dim: int, side: int) -> Tensor:
+    """The mean over each of `side` cells of a dimension with n positions, as a matrix [side, n]."""
+    n = x.shape[dim]
+    position, cell = torch.arange(n, device=x.device), torch.arange(side, device=x.device)[:, None]
+    inside = (position >= cell * n // side) & (position < ((cell + 1) * n + side - 1) // side)
+    return inside.to(x.dtype) / inside.sum(1, keepdim=True)
 
 
 def resize_map(x: Tensor, size: Sequence[int]) -> Tensor:

@@ -6,6 +6,7 @@ import numpy as np
 
 from vitrail.data.decode import decode, decoded_size
 from vitrail.data.source import Source
+from vitrail.data.transforms.config import IMAGENET_MEAN, IMAGENET_STD
 from vitrail.errors import UserError
 from vitrail.models.preprocessing import Preprocessing
 from vitrail.models.registry import lookup
@@ -31,19 +32,21 @@ def fit_to_data(
 ) -> tuple[Recipe, list[str]]:
     """The recipe with image size (0, 0) replaced by one that suits the images, and messages about what was changed.
 
-    `trained` is the preprocessing of the initial weights: their image size (for that `reason`), mean and standard deviation are
-    kept.
+    `trained` is the preprocessing of the initial weights. Their image size is kept (for that `reason`), and the default recipes
+    keep their mean and standard deviation at any image size, unless the recipe has others than ImageNet's.
     """
     messages = []
     known, network = summaries().get(recipe.name, EMPTY), lookup(recipe.model)[1]
     has_patch_choice = "patch_size" not in recipe.architecture and recipe.architecture.get("stem", network.stem) in STEMS
-    if recipe.augmentation.image_size == (0, 0):
+    size_is_open, normalization = recipe.augmentation.image_size == (0, 0), (recipe.augmentation.mean, recipe.augmentation.std)
+    if trained is not None and (size_is_open or known.paper == "vitrail") and normalization == (IMAGENET_MEAN, IMAGENET_STD):
+        recipe = recipe.set({"augmentation.mean": list(trained.mean), "augmentation.std": list(trained.std)})
+    if size_is_open:
         changes: dict[str, object] = {}
         if trained is not None:
             size = trained.image_size
             if recipe.augmentation.crop == "scaled":
                 size, reason = crop_size(source)
-            changes |= {"augmentation.mean": list(trained.mean), "augmentation.std": list(trained.std)}
         else:
             side = median_side(source)
             length, patch = next(((size, patch) for limit, size, patch in SIZES if side <= limit), LARGEST)

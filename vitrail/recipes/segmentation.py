@@ -36,19 +36,27 @@ def segment(name: str) -> Recipe:
 
 
 def published(
-    name: str, base: str, channels: int, row: str, scores: tuple[float, float | None], crop: int, training: tuple[str, str]
+    name: str,
+    base: str,
+    channels: int,
+    row: str,
+    scores: tuple[float, float | None],
+    crop: int,
+    training: tuple[str, str],
+    protocol: dict[str, int],
 ) -> Recipe:
     """UperNet on ADE20K with the settings of Swin: 160,000 iterations, AdamW, linear decay. The paper names no more.
 
     Drop path is that of the pre-training. The released configurations of the same group have an auxiliary head on the map of
-    stride 16, crops in which no class fills more than three quarters, and test whole images.
+    stride 16, crops in which no class fills more than three quarters, and test whole images with a shorter side as long as that
+    of the crops. `protocol` are task options of another test.
     """
     before, (paper, hardware) = lookup(base), training
     single, multi = scores
     return Recipe(
         name=name,
         task="segmentation",
-        task_options=write_options(SegmentationOptions(channels=channels)),
+        task_options=write_options(SegmentationOptions(channels=channels, **protocol)),  # type: ignore[arg-type]
         model=before.model,
         architecture=dict(before.architecture),
         batch_size=16,
@@ -78,9 +86,10 @@ def add_segmentation(
     scores: tuple[float, float | None],
     channels: int = 512,
     crop: int = 512,
+    **protocol: int,
 ) -> None:
     """The recipe `{name}_to_ade20k` from the weights of the recipe `base`."""
-    page.add(f"{name}_to_ade20k", published, base, channels, row, scores, crop, (paper, ""))
+    page.add(f"{name}_to_ade20k", published, base, channels, row, scores, crop, (paper, ""), protocol)
 
 
 RECIPES = Page()

@@ -1,9 +1,10 @@
 """What segmentation and detection share: a model with a head of its own, and how it is built and trained."""
 
+from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vitrail.errors import UserError
 from vitrail.evaluation.semantic_masks import needs_window
@@ -58,6 +59,7 @@ class DenseTask(Task):
                 head.load_state_dict(before.state_dict())
                 self.messages.append(f"the {model.task} head of the weights is trained further")
         freeze_unused(model)
+        freeze_unread(model, config.blocks)
 
     def choose_window(self, model: VisionTransformer, window: int, title: str) -> int:
         """The side of windows, which is that of the crops for a model with weights for each patch."""
@@ -71,3 +73,26 @@ class DenseTask(Task):
     @property
     def relative_cost(self) -> float:
         return 1.0 + self.head_cost
+
+
+def freeze_unread(model: VisionTransformer, blocks: Sequence[int]) -> None:
+    """Freeze what the feature maps do not depend on: with `blocks`, what comes after the last of them; a convnet's final norm."""
+    if blocks:
+        end = max(blocks) + 1
+        tables = model.pos_embed[end:] if model.architecture.pos_embed_place == "layers" else nn.ModuleList()
+        for part in (*model.blocks[end:], *tables):
+            part.requires_grad_(False)
+    if blocks or not model.blocks:
+        model.norm.requires_grad_(False)
+
+
+def feature_shapes(model: VisionTransformer, blocks: Sequence[int]) -> tuple[list[Tensor], list[int]]:
+    """Blank feature maps of an image of the model's size, and their strides."""
+    a, (height, width) = model.architecture, model.grid
+    if a.convnet and not model.blocks:
+        strides = [a.convnet.stride >> index for index in reversed(range(len(a.convnet.widths)))]
+        scales = [a.patch_size // stride for stride in strides]
+        sizes = zip(a.convnet.widths, scales, strict=True)
+        return [torch.zeros(1, channels, height * scale, width * scale) for channels, scale in sizes], strides
+    maps = max(len(blocks), 1)
+    return [torch.zeros(1, a.width, height, width) for _ in range(maps)], [a.patch_size] * maps

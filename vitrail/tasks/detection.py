@@ -20,7 +20,7 @@ from vitrail.data.object_checks import check_objects
 from vitrail.data.objects import empty_objects
 from vitrail.data.rng import sample_key
 from vitrail.data.source import Source, Splits
-from vitrail.data.transforms.object_geometry import has_mask, move_objects, sample_masks
+from vitrail.data.transforms.object_geometry import blank_outside, has_mask, move_objects, sample_masks
 from vitrail.data.transforms.pipeline import augment
 from vitrail.errors import UserError
 from vitrail.evaluation.detections import WINDOW_STRIDE, DetectionProtocol, detection_head
@@ -42,7 +42,7 @@ from vitrail.models.flops import cost
 from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.recipes.schema import Recipe
 from vitrail.recipes.task_options import DetectionOptions, complete_options, read_options
-from vitrail.tasks.dense import DenseModule, DenseTask
+from vitrail.tasks.dense import DenseModule, DenseTask, feature_shapes
 from vitrail.tasks.detection_targets import Sample, assign, gather_boxes, sample
 from vitrail.training.distributed import Devices
 from vitrail.training.metrics import Metric
@@ -208,7 +208,7 @@ class Detection(DenseTask):
             options.short_side or min(sides),
             options.long_side,
             window,
-            (options.stride or max(round(window * WINDOW_STRIDE), 1)) if window else 0,
+            min(options.stride or max(round(window * WINDOW_STRIDE), 1), window),
             self.masks,
             options.channels,
             options.hidden,
@@ -228,7 +228,8 @@ class Detection(DenseTask):
         if self.masks and not planes.shape[1]:  # no image of this batch has a mask
             planes = planes.new_zeros(len(planes), 1, *batch.pixels.shape[-2:])
         moved = move_objects(objects._replace(planes=planes), augmented.view, self.options.max_objects)
-        return augmented.images, DetectionTargets(moved.boxes, moved.classes, moved.flags, moved.planes, keys)
+        images = blank_outside(augmented.images, augmented.view)
+        return images, DetectionTargets(moved.boxes, moved.classes, moved.flags, moved.planes, keys)
 
     # Evaluation
 
@@ -253,7 +254,7 @@ class Detection(DenseTask):
 def head_macs(config: DetectionConfig, model: VisionTransformer, boxes: int) -> float:
     """Multiply-adds of the head in training for one image of the model's size: the pyramid, and all sampled boxes."""
     with FakeTensorMode(), FlopCounterMode(display=False) as counter, torch.no_grad():
-        maps, strides = feature_shapes(model, config)
+        maps, strides = feature_shapes(model, config.blocks)
         head = build_head(config, [each.shape[1] for each in maps], strides).eval()
         assert isinstance(head, DetectionHead)
         levels = head(maps)
@@ -262,15 +263,3 @@ def head_macs(config: DetectionConfig, model: VisionTransformer, boxes: int) -> 
         if head.mask_head is not None:
             head.mask_head(torch.zeros(max(int(boxes * OBJECT_SHARE), 1), config.channels, MASK_POOLED, MASK_POOLED))
     return float(counter.get_total_flops()) / 2
-
-
-def feature_shapes(model: VisionTransformer, config: DetectionConfig) -> tuple[list[Tensor], list[int]]:
-    """Blank feature maps of an image of the model's size, and their strides."""
-    a, (height, width) = model.architecture, model.grid
-    if a.convnet and not model.blocks:
-        strides = [a.convnet.stride >> index for index in reversed(range(len(a.convnet.widths)))]
-        scales = [a.patch_size // stride for stride in strides]
-        sizes = zip(a.convnet.widths, scales, strict=True)
-        return [torch.zeros(1, channels, height * scale, width * scale) for channels, scale in sizes], strides
-    maps = max(len(config.blocks), 1)
-    return [torch.zeros(1, a.width, height, width) for _ in range(maps)], [a.patch_size] * maps

@@ -32,7 +32,7 @@ from vitrail.models.flops import cost
 from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.recipes.schema import Recipe
 from vitrail.recipes.task_options import SegmentationOptions, complete_options, read_options
-from vitrail.tasks.dense import DenseModule, DenseTask
+from vitrail.tasks.dense import DenseModule, DenseTask, feature_shapes
 from vitrail.training.distributed import Devices
 from vitrail.training.metrics import Metric
 from vitrail.training.task import Position
@@ -114,7 +114,7 @@ class Segmentation(DenseTask):
             self.classes.ids,
             options.short_side or min(sides),
             window,
-            (options.stride or max(round(window * 2 / 3), 1)) if window else 0,
+            min(options.stride or max(round(window * 2 / 3), 1), window),
             options.head,
             options.channels,
             options.auxiliary,
@@ -154,9 +154,8 @@ class Segmentation(DenseTask):
 
 def head_macs(config: SegmentationConfig, model: VisionTransformer) -> float:
     """Multiply-adds of the head for one image of the model's size."""
-    a, maps = model.architecture, max(len(config.blocks), 1)
-    with FakeTensorMode():
-        head = build_head(config, [a.width] * maps, [a.patch_size] * maps).eval()
-        with FlopCounterMode(display=False) as counter, torch.no_grad():
-            head([torch.zeros(1, a.width, *model.grid) for _ in range(maps)])
+    with FakeTensorMode(), FlopCounterMode(display=False) as counter, torch.no_grad():
+        maps, strides = feature_shapes(model, config.blocks)
+        head = build_head(config, [each.shape[1] for each in maps], strides).eval()
+        head(maps)
     return float(counter.get_total_flops()) / 2

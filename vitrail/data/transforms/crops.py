@@ -138,17 +138,17 @@ def simple_random_crop(sizes: Tensor, key: Tensor, out: tuple[int, int], padding
 
 
 def scaled_crop(sizes: Tensor, key: Tensor, out: tuple[int, int], factors: tuple[float, float]) -> View:
-    """Resize the shorter side to that of the output times a uniform factor, then crop at a random position, for segmentation.
+    """Resize the shorter side to that of the output times a uniform factor, then crop at a random position: for dense tasks.
 
-    A side shorter than the output is placed at random, and the image is reflected around it; masks are ignored there.
+    A side shorter than the output is placed at random, and the image is reflected around it. Masks are ignored there, and in
+    detection `blank_outside` replaces the reflection.
     """
     factor = factors[0] + (factors[1] - factors[0]) * uniform(key, "crop.factor").double()
     resized = (sizes * (factor * min(out) / sizes.amin(1, keepdim=True)) + 0.5).long().clamp(min=1)
-    free = resized - torch.tensor(out, device=sizes.device)
-    offsets = [
-        randint(key, f"crop.{name}", free[:, axis].abs() + 1)[:, 0] * free[:, axis].sign()
-        for axis, name in enumerate(("top", "left"))
-    ]
+    offsets = []
+    for axis, name in enumerate(("top", "left")):
+        free = resized[:, axis] - out[axis]
+        offsets.append(randint(key, f"crop.{name}", free.abs() + 1)[:, 0] * free.sign())
     view = _crop_resized(sizes, resized, offsets, out)
     rounding = 1.0 + 1.0 / max(min(out) * factors[0], 1.0)
     rows, columns = (Axis(*axis[:6], max(rounding * axis.out / (min(out) * factors[0]), 1.0)) for axis in view)

@@ -31,23 +31,36 @@ def transform_masks(masks: Tensor, augmented: Augmented) -> Tensor:
     return masks
 
 
-def crop_masks(masks: Tensor, view: View, every: int = 1, outside: int = IGNORE) -> Tensor:
-    """The crop of masks [B, H, W], or every n-th pixel of it; `outside` of the source image."""
+def crop_masks(masks: Tensor, view: View, every: int = 1) -> Tensor:
+    """The crop of masks [B, H, W], or every n-th pixel of it; `IGNORE` outside of the source image.
+
+    A view of a multiple of B images is of several crops of each mask: one crop of all masks after the other.
+    """
+    return crop_planes(masks[:, None], view, IGNORE, every)[:, 0]
+
+
+def crop_planes(planes: Tensor, view: View, outside: int, every: int = 1) -> Tensor:
+    """As `crop_masks`, of P planes of each image [B, P, H, W] with the value `outside` around it."""
     (rows, inside_rows), (columns, inside_columns) = (
-        [indices[:, every // 2 :: every] for indices in nearest_pixels(axis)] for axis in view
+        [indices[:, every // 2 :: every] for indices in (nearest_pixels(axis), inside_pixels(axis))] for axis in view
     )
-    batch = torch.arange(len(masks), device=masks.device)[:, None, None]
-    cropped = masks[batch, rows[:, :, None], columns[:, None]]
-    return torch.where(inside_rows[:, :, None] & inside_columns[:, None], cropped, outside)
+    image = torch.arange(len(rows), device=planes.device)[:, None, None, None] % len(planes)
+    plane = torch.arange(planes.shape[1], device=planes.device)[:, None, None]
+    cropped = planes[image, plane, rows[:, None, :, None], columns[:, None, None]]
+    return torch.where(inside_rows[:, None, :, None] & inside_columns[:, None, None], cropped, outside)
 
 
-def nearest_pixels(axis: Axis) -> tuple[Tensor, Tensor]:
-    """The source pixel of each output pixel of an axis, int64 [B, out], and whether it is inside of the source, bool [B, out]."""
+def nearest_pixels(axis: Axis) -> Tensor:
+    """The source pixel of each output pixel of an axis, int64 [B, out]."""
+    last = (axis.start + axis.length - 1)[:, None]
+    return torch.minimum(axis_centers(axis)[0].floor().long(), last)
+
+
+def inside_pixels(axis: Axis) -> Tensor:
+    """Which output pixels of an axis are inside of the resized image, bool [B, out]; the others are reflected."""
     position = torch.arange(axis.out, device=axis.start.device) + axis.offset[:, None]
     inside = (position >= 0) & (position < axis.resized[:, None])
-    inside = torch.where(axis.flip[:, None], inside.flip(1), inside)
-    last = (axis.start + axis.length - 1)[:, None]
-    return torch.minimum(axis_centers(axis)[0].floor().long(), last), inside
+    return torch.where(axis.flip[:, None], inside.flip(1), inside)
 
 
 def warp_masks(masks: Tensor, matrix: Tensor, sizes: Tensor) -> Tensor:
@@ -79,8 +92,9 @@ def redraw_keys(masks: Tensor, sizes: Tensor, key: Tensor, augmentation: Augment
     if max_share >= 1:
         return key
     drawn = torch.stack([key, *(hash32(key + GOLDEN * draw) for draw in range(1, DRAWS))])
-    shares = torch.stack([largest_share(crop_masks(masks, sample_view(sizes, each, augmentation), 8)) for each in drawn])
-    first = (shares < max_share).to(torch.uint8).argmax(0)  # the first draw if there is none
+    view = sample_view(sizes.repeat(DRAWS, 1), drawn.flatten(), augmentation)
+    shares = largest_share(crop_masks(masks, view, 8))
+    first = (shares.view_as(drawn) < max_share).to(torch.uint8).argmax(0)  # the first draw if there is none
     return drawn.gather(0, first[None])[0]
 
 

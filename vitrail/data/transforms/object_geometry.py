@@ -6,7 +6,7 @@ from torch import Tensor
 from vitrail.data.instance_masks import PER_PLANE
 from vitrail.data.objects import UNKNOWN_CLASS, ObjectBatch, pad_objects, plane_count
 from vitrail.data.transforms.crops import View
-from vitrail.data.transforms.mask_geometry import crop_masks
+from vitrail.data.transforms.mask_geometry import crop_planes, inside_pixels
 
 MIN_VISIBLE = 1.0  # pixels of the sides of a box; less is not an object
 
@@ -17,15 +17,22 @@ def move_objects(objects: ObjectBatch, view: View, count: int) -> ObjectBatch:
     Boxes are cut at the borders of the crop; objects outside of it have no class. Masks are moved by nearest-neighbor
     interpolation, as `mask_geometry.py` moves those of classes.
     """
-    has_masks, height, width = objects.planes.shape[1] > 0, view.rows.out, view.columns.out
-    planes = plane_count(count) if has_masks else 0
+    planes = plane_count(count) if objects.planes.shape[1] else 0
     objects = pad_objects(objects, count, planes, 0, 0)
     boxes = move_boxes(objects.boxes[:, :count], view)
     visible = ((boxes[..., 2:] - boxes[..., :2]) >= MIN_VISIBLE).all(-1)
     classes = torch.where(visible, objects.classes[:, :count], UNKNOWN_CLASS)
-    moved = [crop_masks(objects.planes[:, plane], view, outside=0) for plane in range(planes)]
-    bits = torch.stack(moved, 1) if moved else objects.planes.new_zeros(len(boxes), 0, height, width)
+    bits = crop_planes(objects.planes[:, :planes], view, outside=0)
     return ObjectBatch(boxes, classes, objects.flags[:, :count], objects.areas[:, :count], bits)
+
+
+def blank_outside(images: Tensor, view: View) -> Tensor:
+    """Normalized images [B, 3, height, width] with the mean color around a resized image that is smaller than the crop.
+
+    `augment` reflects the image there, with objects that have no boxes.
+    """
+    rows, columns = (inside_pixels(axis) for axis in view)
+    return images.masked_fill(~(rows[:, None, :, None] & columns[:, None, None]), 0.0)
 
 
 def move_boxes(boxes: Tensor, view: View) -> Tensor:
