@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from tests.images import make_folder, make_image, write_invalid_image
 from vitrail.data.source import Labels
 from vitrail.errors import UserError
 from vitrail.evaluation import image_index
-from vitrail.evaluation.image_index import ImageIndex, label_columns, merge, search
+from vitrail.evaluation.image_index import ImageIndex, label_columns, merge, read_thumbnail, search
 from vitrail.evaluation.index_file import ENTRY, load_index, save_index
 from vitrail.evaluation.neighbor_sheet import COARSER, RIGHT, UNKNOWN, WRONG, frame_color
 
@@ -162,6 +163,15 @@ def test_index_add_and_search(tmp_path, weights, run_cli, cli_error):
     text = run_cli("search", file, query, "--k", 3, "--voters", 3, "--workers", 0).stdout
     assert "label yellow 100 %" in text
     assert "are in the index" in cli_error("index", *yellow, "--add", file, "--workers", 0)
+
+
+def test_every_image_has_its_own_thumbnail(tmp_path, weights):
+    photos = make_folder(tmp_path / "photos", count=5)
+    index, _ = vitrail.index_images(photos, weights, tmp_path / "a.index", device="cpu", batch_size=4, workers=0)
+    assert len(index.thumbnails) == 15
+    for row, location in enumerate(index.locations):
+        color = read_thumbnail(index, row).mean((0, 1))
+        assert ("red", "green", "blue")[color.argmax()] == Path(location).parent.name
 
 
 def test_mistakes_are_explained(tmp_path, weights, run_cli, cli_error):

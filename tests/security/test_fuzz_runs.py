@@ -143,7 +143,7 @@ def test_resume(tmp_path: Path) -> None:
 
 def test_a_named_pipe(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "run.json")
-    with pytest.raises(UserError, match="it is not a file"):
+    with pytest.raises(UserError, match="is not a regular file"):
         read_run_info(tmp_path)
     os.mkfifo(tmp_path / "metrics.jsonl")
     assert read_metrics(tmp_path) == []

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from tests.tasks.detection_process import CHANGES
+from tests.tasks.trainings import DETECTION
 from vitrail.data.datasets.lookup import open_splits
 from vitrail.data.image_loader import ImageLoader
 from vitrail.recipes import lookup
@@ -35,7 +35,7 @@ class Losses:
 def train(data, folder, compile):
     """The losses of each step, and whether the steps were a CUDA graph."""
     device = torch.device("cuda", 0)
-    recipe, splits = lookup("detect").set(CHANGES | {"group_size": 0, "precision": "bf16"}), open_splits(data)
+    recipe, splits = lookup("detect").set(DETECTION | {"group_size": 0, "precision": "bf16"}), open_splits(data)
     task = Detection(recipe, splits.train, device)
     model = build_initial(recipe, None, None)
     task.attach(model)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-import signal
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +11,8 @@ import torch
 from torch.nn import functional as F
 
 import vitrail
-from tests.tasks.beit_trainings import CODES, TOKENIZER, make, trained, with_tokenizer, write_tokenizer
-from tests.training.processes import one_process, side_by_side, start
-from vitrail.checkpoints.training_checkpoints import read_checkpoint
+from tests.tasks.trainings import BEIT, CODES, TOKENIZER, trained, write_data, write_tokenizer
+from tests.trainers import make_trainer
 from vitrail.data.datasets.lookup import open_splits
 from vitrail.data.image_loader import ImageLoader
 from vitrail.errors import UserError
@@ -110,6 +109,14 @@ def tokenizer(tmp_path_factory):
     return write_tokenizer(tmp_path_factory.mktemp("tokenizer") / "tok.safetensors")
 
 
+def with_tokenizer(path):
+    return BEIT.set({"task_options.tokenizer": str(path)})
+
+
+def make_task(recipe):
+    return make_trainer(recipe, open_splits("digits").train).task
+
+
 def batch_of(count):
     loader = ImageLoader(open_splits("digits").train, torch.device("cpu"), 0)
     return next(iter(loader.iterate(count)))
@@ -121,8 +128,8 @@ def at(step=0, total=8):
 
 def test_the_loss_is_a_mean_over_masked_patches(tokenizer):
     """Of each image, so that it does not matter how a batch is divided; or, as the authors average, of all images together."""
-    by_image = make(with_tokenizer(tokenizer), Path(), one_process(1)).task
-    by_batch = make(with_tokenizer(tokenizer).set({"task_options.average": "batch"}), Path(), one_process(1)).task
+    by_image = make_task(with_tokenizer(tokenizer))
+    by_batch = make_task(with_tokenizer(tokenizer).set({"task_options.average": "batch"}))
     module, batch = by_image.module.eval(), batch_of(8)
     masks = torch.arange(16) < torch.arange(8)[:, None] % 5 + 2
     by_image._draw_masks = by_batch._draw_masks = lambda keys: masks
@@ -139,7 +146,7 @@ def test_the_loss_is_a_mean_over_masked_patches(tokenizer):
 def test_the_tokenizer_sees_the_same_crop(tokenizer):
     """Twice as many pixels of the same box, also flipped."""
     larger = write_tokenizer(tokenizer.with_name("larger.safetensors"), patch_size=4)
-    task = make(with_tokenizer(larger), Path(), one_process(1)).task
+    task = make_task(with_tokenizer(larger))
     seen = []
     task._tokenize = lambda images: seen.append(images) or torch.zeros(len(images), 16, dtype=torch.long)
     images, _ = task.prepare_batch(batch_of(32), at())
@@ -151,7 +158,7 @@ def test_the_tokenizer_sees_the_same_crop(tokenizer):
 
 
 def test_targets_depend_on_the_image_alone(tokenizer):
-    task = make(with_tokenizer(tokenizer), Path(), one_process(1)).task
+    task = make_task(with_tokenizer(tokenizer))
     images, targets = task.prepare_batch(batch_of(8), at())
     some, few = task.prepare_batch(batch_of(8)._map(lambda tensor: tensor[2:5]), at())
     assert torch.equal(some, images[2:5])
@@ -193,14 +200,14 @@ def test_masking_commutes_with_stems_without_overlap(name, mode, commutes):
 def test_the_loss_is_the_same_before_and_after_the_stem(tokenizer):
     losses = []
     for place in ("before_stem", "after_stem"):
-        task = make(with_tokenizer(tokenizer).set({"task_options.mask_place": place}), Path(), one_process(1)).task
+        task = make_task(with_tokenizer(tokenizer).set({"task_options.mask_place": place}))
         images, targets = task.prepare_batch(batch_of(8), at())
         losses.append(task.module.eval()(images, targets)[0])
     torch.testing.assert_close(*losses)
 
 
 def test_masked_pixels_have_no_effect(tokenizer):
-    task = make(with_tokenizer(tokenizer), Path(), one_process(1)).task
+    task = make_task(with_tokenizer(tokenizer))
     images, targets = task.prepare_batch(batch_of(8), at())
     changed = torch.where(targets.mask.unflatten(1, (4, 4)).repeat_interleave(2, 1).repeat_interleave(2, 2)[:, None], 7.0, images)
     torch.testing.assert_close(task.module.eval()(images, targets), task.module(changed, targets))
@@ -257,70 +264,43 @@ def test_the_noise_is_gumbel_noise():
 
 
 def test_the_temperature_falls_geometrically():
-    task = make(
-        TOKENIZER.set({"task_options.temperature": 0.8, "task_options.temperature_end": 0.2}), Path(), one_process(1)
-    ).task
+    task = make_task(TOKENIZER.set({"task_options.temperature": 0.8, "task_options.temperature_end": 0.2}))
     batch = batch_of(2)
     found = [task.prepare_batch(batch, at(step))[1].temperature.item() for step in (0, 4, 8)]
     assert found == pytest.approx([0.8, 0.4, 0.2])
 
 
 def test_few_codes_are_reported():
-    task = make(TOKENIZER.set({"task_options.codes": 100}), Path(), one_process(1)).task
-    assert task.diagnose({"codes_used": 50}, 1.0) == ""
+    task = make_task(TOKENIZER.set({"task_options.codes": 100}))
+    assert task.diagnose({"codes_used": 50, "images": 10}, 1.0) == ""
     message = "only 3 of 100 codes are used: raise task_options.usage_weight or lower task_options.codes."
-    assert task.diagnose({"codes_used": 3}, 1.0) == message
+    assert task.diagnose({"codes_used": 3, "images": 10}, 1.0) == message
+    assert task.diagnose({"codes_used": 3, "images": 1}, 1.0) == "", "an image has 16 patches"
+
+
+def test_a_tokenizer_is_followed_by_beit():
+    task = make_task(TOKENIZER)
+    command = shlex.split(task.suggest_next(task.module.model, Path("runs/some photos"), "digits").split("`")[1])
+    options = ["--recipe", "beit_small", "--tokenizer", "runs/some photos"]
+    assert command == ["vitrail", "train", "digits", *options]
 
 
 # Whole trainings
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory, tokenizer):
-    """Both trainings in one process with two micro-batches."""
-    folder = tmp_path_factory.mktemp("finished")
-    (folder / "tokenizer.safetensors").write_bytes(tokenizer.read_bytes())
-    for name, recipe in (("tokenizer", TOKENIZER), ("beit", with_tokenizer(folder / "tokenizer.safetensors"))):
-        trained(recipe, folder / name, one_process(2))
-    return folder
-
-
-def tensors(folder):
-    path = max((folder / "checkpoints").glob("*.safetensors"))
-    return {f"{group}:{name}": tensor for group, part in read_checkpoint(path)[1].items() for name, tensor in part.items()}
-
-
-@pytest.mark.parametrize("name", ["tokenizer", "beit"])
-def test_killed_and_resumed_bit_for_bit(name, finished, tmp_path):
-    path = tmp_path / "tokenizer.safetensors"
-    path.write_bytes((finished / path.name).read_bytes())
-    killed = start("-m", "tests.tasks.beit_trainings", tmp_path, name)
-    _, errors = killed.communicate(timeout=120)
-    assert killed.returncode == -signal.SIGKILL, errors
-    assert [path.name for path in (tmp_path / name / "checkpoints").iterdir()] == ["step-000000005.safetensors"]
-    trained(TOKENIZER if name == "tokenizer" else with_tokenizer(path), tmp_path / name, one_process(2))
-    ours, theirs = tensors(tmp_path / name), tensors(finished / name)
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
-
-
-def test_two_processes_are_one(finished, tmp_path):
-    (tmp_path / "tokenizer.safetensors").write_bytes((finished / "tokenizer.safetensors").read_bytes())
-    codes, outputs = side_by_side(*[["-m", "tests.tasks.beit_trainings", tmp_path]] * 2)
-    assert codes == [0, 0], outputs
-    for name in ("tokenizer", "beit"):
-        ours, theirs = tensors(tmp_path / name), tensors(finished / name)
-        for key, value in theirs.items():
-            torch.testing.assert_close(ours[key], value, rtol=1e-4, atol=1e-5, msg=key)
-
-
-def test_validation(finished):
-    training = trained(with_tokenizer(finished / "tokenizer.safetensors"), finished / "beit", one_process(2))
+def test_validation(tmp_path):
+    training = trained("beit", write_data(tmp_path), tmp_path / "run")
     values = training.evaluate()
     assert 0 <= values["masked_accuracy"] <= 1
     assert values["majority_code"] >= 1 / CODES
     assert values["loss"] == pytest.approx(np.log(CODES), rel=0.5)
     assert training.evaluate() == values, "the same masks every time"
+
+
+def test_the_best_weights_have_the_lowest_loss(tokenizer):
+    task = make_task(with_tokenizer(tokenizer))
+    assert task.is_better({"knn": 0.1, "loss": 1.0}, {"knn": 0.9, "loss": 2.0})
+    assert not task.is_better({"knn": 0.9, "loss": 2.0}, {"knn": 0.1, "loss": 1.0})
 
 
 # What is refused
@@ -350,7 +330,7 @@ def test_bad_settings(name, tokenizer):
     if "architecture" in changes:
         recipe, changes = dataclasses.replace(recipe, architecture={}), {"model": changes["model"]}
     with pytest.raises(UserError, match=message):
-        make(Beit.resolve_recipe(recipe.set(changes), frozenset()), Path(), one_process(1))
+        make_task(Beit.resolve_recipe(recipe.set(changes), frozenset()))
 
 
 def test_a_tokenizer_for_training_from_labels(tokenizer):
@@ -364,7 +344,7 @@ def test_other_weights_are_no_tokenizer(tmp_path):
         vitrail.create("vitrail_mini", 5, (8, 8), patch_size=2, width=16, depth=1), tmp_path / "other.safetensors"
     )
     with pytest.raises(UserError, match="is not a tokenizer: run `vitrail tokenizer train"):
-        make(with_tokenizer(path), Path(), one_process(1))
+        make_task(with_tokenizer(path))
 
 
 @pytest.mark.parametrize(
@@ -379,7 +359,7 @@ def test_other_weights_are_no_tokenizer(tmp_path):
 )
 def test_bad_tokenizers(changes, message):
     with pytest.raises(UserError, match=message):
-        make(TOKENIZER.set(changes), Path(), one_process(1))
+        make_task(TOKENIZER.set(changes))
 
 
 def test_a_replaced_tokenizer_is_noticed(tokenizer, tmp_path):
@@ -394,7 +374,7 @@ def test_a_replaced_tokenizer_is_noticed(tokenizer, tmp_path):
 def test_every_trainable_weight_has_a_gradient(model, tokenizer):
     """Class-attention layers, which the loss does not reach, are frozen."""
     recipe = dataclasses.replace(with_tokenizer(tokenizer), model=model, architecture={"patch_size": 2, "depth": 1, "width": 32})
-    task = make(recipe.set({"architecture.heads": 2}), Path(), one_process(1)).task
+    task = make_task(recipe.set({"architecture.heads": 2}))
     task.module(*task.prepare_batch(batch_of(4), at()))[0].backward()
     missing = [name for name, parameter in task.module.named_parameters() if parameter.requires_grad and parameter.grad is None]
     assert not missing

@@ -235,6 +235,20 @@ def test_micro_batches_do_not_matter():
         torch.testing.assert_close(value, found[1][name], rtol=1e-4, atol=1e-6, msg=name)
 
 
+def test_the_teacher_has_its_own_statistics_of_batch_norm():
+    """Its weights become those of the student; its statistics stay those of the global views, which it has seen alone."""
+    architecture = lookup("vitrail_mini")[1].replace(width=8, depth=1, image_size=(8, 8), patch_size=2, classes=0)
+    task = make_task(dataclasses.replace(TINY, momentum=0.0), architecture)
+    make_trainer(task).train_step(random_batch)
+    student, teacher = (module.state_dict() for module in (task.module.student, task.module.teacher))
+    equal = {name for name, value in student.items() if torch.equal(value, teacher[name])}
+    assert {name for name, _ in task.module.student.named_parameters()} <= equal
+    means = {name for name in student if name.endswith("running_mean")}
+    assert means
+    assert not means & equal
+    assert all(teacher[name].any() for name in means)
+
+
 def test_a_skipped_step_changes_nothing():
     task = make_task(dataclasses.replace(TINY, freeze_last_layer=0.0))
     trainer = make_trainer(task)
@@ -250,6 +264,16 @@ def test_a_skipped_step_changes_nothing():
     task.prepare_batch = prepare
     trainer.train_step(random_batch)
     assert not torch.equal(task.module.center, before["center"])
+
+
+def test_the_alarm_judges_a_validation_with_the_temperature_of_its_epoch():
+    """Also in the report, when the training has ended."""
+    options = dataclasses.replace(TINY, teacher_temperature_warmup=5.0)
+    task, judged = make_task(options, schedule=ScheduleConfig(length="9 epochs")), []
+    task.alarm.check = lambda values, temperature, step, warmed_up: judged.append((temperature, step)) or ""
+    for epoch in (0.0, 1.0, 1.5, 9.0):
+        task.diagnose({"feature_std": 0.5, "effective_rank": 9.0, "information": 0.1}, epoch)
+    assert judged == [(task.temperature_at(at), step) for at, step in ((0, 0), (0, 2), (1, 3), (8, 18))]
 
 
 def test_the_last_layer_is_frozen_at_first():

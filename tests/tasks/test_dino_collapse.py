@@ -58,6 +58,14 @@ def test_other_reasons():
     assert not any(check(falling[::-1], warmup=0))  # it recovers
 
 
+def test_the_report_repeats_what_was_printed():
+    """It checks all validations once more, after the last one."""
+    for steps in ((30,), (30, 60, 90)):
+        alarm = CollapseAlarm(DinoOptions(outputs=1024), lr=1e-3)
+        printed, reported = ([bool(alarm.check(UNIFORM, 0.2, step, True)) for step in steps] for _ in range(2))
+        assert printed == reported == [step > 30 for step in steps]
+
+
 # Trainings of seconds. In all of them the outputs of the untrained networks still say something about the image.
 CHANGES = {
     "model": "vitrail_mini",

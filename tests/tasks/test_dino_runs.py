@@ -1,20 +1,14 @@
-"""Trainings with DINO: killed and resumed, in two processes, reported, continued with labels."""
+"""Trainings with DINO: reported, continued with labels."""
 
 import json
-import signal
-import subprocess
-import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import vitrail
-from tests.tasks.dino_process import CHANGES, trained
-from tests.training.processes import environment, one_process, side_by_side
+from tests.tasks.trainings import DINO
 from vitrail.training.metrics import read_metrics
-
-PROGRAM = ["-m", "tests.tasks.dino_process"]
 
 
 def newest_checkpoint(folder):
@@ -24,7 +18,7 @@ def newest_checkpoint(folder):
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dino") / "run"
-    return vitrail.train("digits", "dino_small", out=folder, changes=CHANGES, workers=0, device="cpu")
+    return vitrail.train("digits", "dino_small", out=folder, changes=DINO, workers=0, device="cpu")
 
 
 def test_it_is_logged_and_reported(finished):
@@ -52,34 +46,10 @@ def test_the_artifact_is_the_teacher(finished):
     assert "task:module.output_sum" not in saved
 
 
-def test_killed_and_resumed_bit_for_bit(tmp_path):
-    folder = tmp_path / "killed"
-    killed = subprocess.run([sys.executable, *PROGRAM, folder, "6"], env=environment(), capture_output=True, check=False)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-000000004.safetensors"]
-    for name in ("killed", "whole"):
-        assert trained(tmp_path / name, one_process(1)).finished
-    for load in (newest_checkpoint, lambda folder: load_file(folder / "best.safetensors")):
-        ours, theirs = load(folder), load(tmp_path / "whole")
-        assert ours.keys() == theirs.keys()
-        assert not [name for name in theirs if not torch.equal(ours[name], theirs[name])]
-
-
-def test_two_processes_are_two_micro_batches(tmp_path):
-    """Sums are formed in another order, so the weights agree up to rounding."""
-    trained(tmp_path / "one", one_process(2))
-    codes, outputs = side_by_side(*[[*PROGRAM, tmp_path / "two"]] * 2)
-    assert codes == [0, 0], outputs
-    ours, theirs = newest_checkpoint(tmp_path / "one"), newest_checkpoint(tmp_path / "two")
-    for name, value in ours.items():
-        if not name.startswith(("optimizer:", "loop:")):
-            torch.testing.assert_close(value, theirs[name], rtol=1e-4, atol=2e-5, msg=name)
-
-
 def test_it_continues_with_labels_and_from_other_weights(finished, tmp_path):
     short = {"schedule.length": "2 steps", "validation.every": "2 steps", "precision": "fp32", "batch_size": 16}
     tuned = vitrail.train("digits", "finetune", out=tmp_path / "labels", from_=finished.folder, changes=short, workers=0)
     assert vitrail.load(tuned.artifact).architecture.classes == 10
-    changes = {name: value for name, value in CHANGES.items() if name.startswith("task_options")} | short
+    changes = {name: value for name, value in DINO.items() if name.startswith("task_options")} | short
     again = vitrail.train("digits", "dino_small", out=tmp_path / "more", from_=tuned.artifact, changes=changes, workers=0)
     assert vitrail.load(again.artifact).architecture.classes == 0

@@ -1,22 +1,22 @@
 """The task Grafit: its memory, target network and losses, its options, the sizes of its networks."""
 
-import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 
 import vitrail
-from tests.tasks.grafit_process import CHANGES, open_digits
+from tests.tasks.trainings import GRAFIT, open_few_digits
 from tests.trainers import make_trainer
 from vitrail.data.image_loader import ImageLoader
-from vitrail.data.source import Subset
+from vitrail.data.rng import sample_key
 from vitrail.errors import UserError
 from vitrail.heads.embedding import EmbeddingConfig
 from vitrail.heads.task_heads import read_config
 from vitrail.recipes import lookup
 from vitrail.recipes.task_options import GrafitOptions
+from vitrail.tasks.dino import TEACHER_COST
 from vitrail.tasks.grafit import GrafitModule, GrafitTargets
-from vitrail.tasks.neighbor_losses import instance_loss, neighbor_loss
+from vitrail.tasks.neighbor_losses import instance_loss, neighbor_loss, triplet_loss
 
 SIZES = {"outputs": 8, "hidden": 16}
 
@@ -92,8 +92,8 @@ def test_the_loss_is_the_weighted_sum_of_its_parts(shared):
 
 
 def make_training(tmp_path, **changes):
-    recipe = lookup("grafit_small").set(CHANGES | changes)
-    source = Subset(open_digits().train, np.arange(40))
+    recipe = lookup("grafit_small").set(GRAFIT | changes)
+    source = open_few_digits().train
     return make_trainer(recipe, source, tmp_path), ImageLoader(source, workers=0, log=lambda message: None)
 
 
@@ -130,6 +130,33 @@ def test_the_memory_starts_with_features_on_request(tmp_path):
     images = trainer.model.preprocessing.apply(batch.pixels, batch.sizes)
     embedded = F.normalize(module.model.task_head(module.model.features(images).pooled), dim=1)
     torch.testing.assert_close(module.memory[batch.index], embedded.detach())
+
+
+def test_all_views_are_compared_where_no_loss_reads_labels(tmp_path):
+    """No further view is computed."""
+    changes = {f"task_options.{name}_weight": 0.0 for name in ("neighbor", "class")} | {"task_options.views": 3}
+    trainer, loader = make_training(tmp_path, **changes)
+    task, batch = trainer.task, next(loader.iterate(4))
+    images, others = task.make_views(batch.pixels, batch.sizes, sample_key(0, 0, batch.index, batch.repeat))
+    assert (len(images), len(others)) == (4, 8)
+    assert task.relative_cost == 3 + 3 * TEACHER_COST
+    module = task.module.eval()
+    _, instance, triplet = module(images, GrafitTargets(others, batch.index, torch.arange(4)))
+    embedded = module.model.task_head(module.model.features(torch.cat([images, others])).pooled)
+    goals = module.target.task_head(module.target.features(torch.cat([images, others])).pooled)
+    expected = instance_loss(module.predictor(embedded).unflatten(0, (3, 4)), goals.unflatten(0, (3, 4)))
+    torch.testing.assert_close(instance, expected.detach())
+    options = task.options
+    torch.testing.assert_close(triplet, triplet_loss(embedded[:4], embedded[4:8], options.triplet_margin, 16).detach())
+
+
+def test_embeddings_of_two_classes_may_lie_on_a_line(tmp_path):
+    line = {"feature_std": 0.8, "effective_rank": 1.0}
+    task = make_training(tmp_path)[0].task
+    assert task.diagnose(line, 1.0) == ""
+    assert "nearly equal" in task.diagnose(line | {"feature_std": 0.0}, 1.0)
+    changes = {f"task_options.{name}_weight": 0.0 for name in ("neighbor", "class")}
+    assert "nearly equal" in make_training(tmp_path, **changes)[0].task.diagnose(line, 1.0)
 
 
 def count(model):

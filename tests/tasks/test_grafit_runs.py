@@ -1,17 +1,13 @@
-"""Trainings with Grafit: killed and resumed, in two processes, from the command line, with a map, without labels, continued."""
+"""Trainings with Grafit: from the command line, with a map, without labels, continued."""
 
 import json
-import signal
-import subprocess
-import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import vitrail
-from tests.tasks.grafit_process import CHANGES, open_digits, trained
-from tests.training.processes import environment, one_process, side_by_side
+from tests.tasks.trainings import GRAFIT, open_few_digits
 from vitrail.data.datasets.lookup import open_source
 from vitrail.errors import UserError
 from vitrail.evaluation.features import FeatureKind, embed
@@ -20,8 +16,7 @@ from vitrail.runs.initial_model import build_initial
 from vitrail.tasks.grafit import Grafit
 from vitrail.training.metrics import read_metrics
 
-PROGRAM = ["-m", "tests.tasks.grafit_process"]
-SMALL = {name: value for name, value in CHANGES.items() if not name.startswith("task_options")}
+SMALL = {name: value for name, value in GRAFIT.items() if not name.startswith("task_options")}
 SMALL |= {"task_options.outputs": 8, "task_options.hidden": 16, "schedule.length": "4 steps", "validation.every": "4 steps"}
 
 
@@ -53,6 +48,11 @@ def test_it_is_logged_and_validated_at_the_finer_level(finished, parity):
     assert run["recipe"]["task_options"]["temperature"] == 0.05  # all options are recorded
 
 
+def test_the_memory_and_the_target_network_are_in_the_checkpoint(finished):
+    saved = newest_checkpoint(finished.folder)
+    assert {"task:module.memory", "task:module.labels", "task:module.target.task_head.layers.0.weight"} <= saved.keys()
+
+
 def test_the_artifact_has_the_projector_and_a_transfer_only_the_trunk(finished, tmp_path):
     model = vitrail.load(finished.artifact)
     assert model.task_head.config.outputs == 8
@@ -75,52 +75,10 @@ def test_the_artifact_has_the_projector_and_a_transfer_only_the_trunk(finished, 
         model.blocks[0].state_dict()["mix.branches.0.norm.weight"],
     )
     recipe = lookup("grafit_small").set(SMALL)
-    more = Grafit(recipe, open_digits().train, torch.device("cpu"))
+    more = Grafit(recipe, open_few_digits().train, torch.device("cpu"))
     more.attach(build_initial(recipe, None, vitrail.load(finished.artifact)))
     assert "the projector of the weights is trained further" in more.messages
     assert torch.equal(more.module.model.task_head.layers[0].weight, model.task_head.layers[0].weight)
-
-
-def test_killed_and_resumed_bit_for_bit(tmp_path):
-    folder = tmp_path / "killed"
-    killed = subprocess.run([sys.executable, *PROGRAM, folder, "6"], env=environment(), capture_output=True, check=False)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-000000004.safetensors"]
-    for name in ("killed", "whole"):
-        assert trained(tmp_path / name, one_process(1)).finished
-    for load in (newest_checkpoint, lambda folder: load_file(folder / "best.safetensors")):
-        ours, theirs = load(folder), load(tmp_path / "whole")
-        assert ours.keys() == theirs.keys()
-        assert not [name for name in theirs if not torch.equal(ours[name], theirs[name])]
-    assert {"task:module.memory", "task:module.labels", "task:module.target.task_head.layers.0.weight"} <= newest_checkpoint(
-        folder
-    ).keys()
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"group_size": 8},  # two micro-batches of one process
-        {"task_options.triplet_weight": 0.0},  # statistics of BatchNorm over the images of both processes
-    ],
-)
-def test_two_processes_are_one(tmp_path, changes):
-    """Sums are formed in another order, so the weights agree up to rounding."""
-    trained(tmp_path / "one", one_process(2 if "group_size" in changes else 1), changes=changes)
-    codes, outputs = side_by_side(*[["-c", PROCESS.format(folder=str(tmp_path / "two"), changes=changes)]] * 2)
-    assert codes == [0, 0], outputs
-    ours, theirs = newest_checkpoint(tmp_path / "one"), newest_checkpoint(tmp_path / "two")
-    for name, value in ours.items():
-        if not name.startswith(("optimizer:", "loop:")):
-            torch.testing.assert_close(value, theirs[name], rtol=1e-3, atol=1e-4, msg=name)
-
-
-PROCESS = """
-from tests.tasks.grafit_process import trained
-from vitrail.training.distributed import init_distributed
-with init_distributed("cpu") as devices:
-    trained({folder!r}, devices, changes={changes})
-"""
 
 
 def test_without_labels_the_views_alone_are_learned(tmp_path, capsys):

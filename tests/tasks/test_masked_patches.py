@@ -1,20 +1,16 @@
-"""Masked patch prediction: corruption, targets, one step against a reference in float64, models, data, resume, processes."""
+"""Masked patch prediction: corruption, targets, one step against a reference in float64, models, data, artifacts."""
 
 import math
-import signal
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 from torch.nn import functional as F
 
 import vitrail
 from tests.small import structures
+from tests.tasks.trainings import MASKED, trained
 from tests.trainers import make_trainer
-from tests.training.processes import kill_before, side_by_side, start
 from vitrail.data.datasets.lookup import open_splits
 from vitrail.data.image_loader import ImageLoader
 from vitrail.data.rng import sample_key
@@ -23,33 +19,17 @@ from vitrail.errors import UserError
 from vitrail.evaluation.features import compute_features
 from vitrail.models.registry import build
 from vitrail.recipes import lookup
-from vitrail.runs.display import Display
 from vitrail.runs.request import TrainRequest, open_data, resolve_recipe
 from vitrail.tasks.masked_patches import SEPARATE_STEMS, MaskedPatches, quantize_colors
-from vitrail.training.checkpointing import load_checkpoint
-from vitrail.training.distributed import Devices, init_distributed
-from vitrail.training.throughput import Throughput
+from vitrail.training.distributed import Devices
 from vitrail.training.trainer import Options
 
 CPU = torch.device("cpu")
-CHANGES = {
-    "architecture.width": 16,
-    "architecture.depth": 1,
-    "architecture.heads": 2,
-    "architecture.patch_size": 4,
-    "augmentation.image_size": [16, 16],
-    "batch_size": 16,
-    "precision": "fp32",
-    "optimizer.eps": 1e-5,
-    "schedule.length": "6 steps",
-    "schedule.warmup": "2 steps",
-    "validation.every": "3 steps",
-}
 TARGETS = ("mean_color", "downsized", "pixels")
 
 
 def recipe_with(**options):
-    return lookup("masked_small").set(CHANGES | {f"task_options.{name}": value for name, value in options.items()})
+    return lookup("masked_small").set(MASKED | {f"task_options.{name}": value for name, value in options.items()})
 
 
 def digits(images=32):
@@ -355,45 +335,9 @@ def test_predictions_no_better_than_a_constant_give_a_warning():
 # Runs
 
 
-def trained(folder, devices=None, killed_before=None, **options):
-    """A training of six steps, from its checkpoint if there is one."""
-    trainer = make_trainer(recipe_with(**options), digits(), folder, devices, Options(save_steps=4))
-    trainer.validation = ImageLoader(digits(12), CPU, 0)
-    load_checkpoint(trainer, print)
-    kill_before(trainer, killed_before)
-    display = Display(6, 2, 16, console=Console(quiet=True))
-    trainer.run(ImageLoader(trainer.source, CPU, 0), display, None, Throughput(trainer.model, CPU, 1))
-    return {name: value.clone() for name, value in trainer.task.module.state_dict().items()}, trainer.best
-
-
-@pytest.mark.parametrize("target", ["downsized", "pixels"])
-def test_killed_and_resumed_bit_for_bit(target, tmp_path):
-    whole, best = trained(tmp_path / "whole", target=target)
-    killed = start("-m", "tests.tasks.test_masked_patches", tmp_path / "parts", target)
-    _, errors = killed.communicate(timeout=120)
-    assert killed.returncode == -signal.SIGKILL, errors
-    assert [path.name for path in (tmp_path / "parts" / "checkpoints").iterdir()] == ["step-000000004.safetensors"]
-    parts, same = trained(tmp_path / "parts", target=target)
-    assert all(torch.equal(parts[name], value) for name, value in whole.items())
-    assert best == same
-
-
-def test_processes_and_micro_batches_do_not_matter(tmp_path):
-    """The weights agree up to rounding, heads and mask token included."""
-    codes, outputs = side_by_side(*[["-m", "tests.tasks.test_masked_patches", tmp_path]] * 2)
-    assert codes == [0, 0], outputs
-    whole, best = trained(tmp_path / "whole")
-    parts, _ = trained(tmp_path / "parts", devices=Devices(CPU, micro_batches=4))
-    processes = torch.load(tmp_path / "state.pt")
-    for name, value in whole.items():
-        for other in (parts[name], processes["state"][name]):
-            torch.testing.assert_close(other, value, rtol=1e-4, atol=1e-5)
-    assert processes["best"] == pytest.approx(best, rel=1e-3)
-
-
 def test_the_artifact_is_a_backbone_for_other_trainings(tmp_path):
     """Other classes, another size; nothing stays frozen."""
-    trained(tmp_path)
+    trained("masked", tmp_path, tmp_path)
     model = vitrail.load(tmp_path / "best.safetensors")
     assert (model.architecture.classes, model.class_names) == (0, None)
     assert model.architecture.pooling == "mean"
@@ -425,17 +369,3 @@ def test_the_best_weights_have_the_lowest_loss():
     best = {"loss": 1.0, "knn": 0.9}
     assert task.is_better({"loss": 0.9, "knn": 0.1}, best)
     assert not task.is_better({"loss": 1.0, "knn": 0.95}, best)
-
-
-def main(folder):
-    """What each of the connected processes runs."""
-    with init_distributed("cpu") as devices:
-        state, best = trained(folder / "processes", devices=devices)
-        if devices.is_main:
-            torch.save({"state": state, "best": best}, folder / "state.pt")
-
-
-if __name__ == "__main__":
-    if len(sys.argv) > 2:
-        trained(Path(sys.argv[1]), killed_before=5, target=sys.argv[2])
-    main(Path(sys.argv[1]))

@@ -2,30 +2,29 @@
 
 import dataclasses
 import json
-import signal
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 import vitrail
 from tests.images import make_folder, make_masked_folder
-from tests.tasks.segmentation_process import CHANGES, trained
-from tests.training.processes import ROOT, environment, one_process, side_by_side
+from tests.tasks.trainings import SEGMENTATION
 from vitrail.data.datasets.lookup import open_splits
 from vitrail.data.loader import ImageReader
 from vitrail.data.mask_classes import IGNORE
 from vitrail.errors import UserError
 from vitrail.evaluation.mean_iou import count_pixels, summarize_pixels
 from vitrail.evaluation.segmented_images import segment
-from vitrail.tasks.segmentation import pixel_loss
+from vitrail.heads.task_heads import SegmentationConfig
+from vitrail.recipes import lookup
+from vitrail.runs.initial_model import build_initial
+from vitrail.tasks.segmentation import Segmentation, SegmentationTargets, head_macs, pixel_loss
 
 LINEAR = {"task_options.head": "linear", "augmentation.image_size": [32, 32], "optimizer.layer_decay": 1.0}
-PROGRAM = ["-m", "tests.tasks.segmentation_process"]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +34,7 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def finished(data, tmp_path_factory):
-    changes = CHANGES | {"schedule.length": "60 steps", "validation.every": "30 steps", "optimizer.lr": 1e-2} | LINEAR
+    changes = SEGMENTATION | {"schedule.length": "60 steps", "validation.every": "30 steps", "optimizer.lr": 1e-2} | LINEAR
     folder = tmp_path_factory.mktemp("run") / "run"
     return vitrail.train(data, "segment", out=folder, changes=changes, workers=0, device="cpu")
 
@@ -86,35 +85,9 @@ def test_the_artifact_predicts_alone(finished, data):
     assert model.architecture.classes == 0
 
 
-def test_killed_and_resumed_bit_for_bit(data, tmp_path):
-    command = [sys.executable, *PROGRAM, data, tmp_path / "killed", "4"]
-    killed = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, check=False)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert [path.name for path in (tmp_path / "killed" / "checkpoints").iterdir()] == ["step-000000003.safetensors"]
-    for name in ("killed", "whole"):
-        assert trained(data, tmp_path / name, one_process(1)).finished
-    for load in (newest_checkpoint, lambda folder: load_file(folder / "best.safetensors")):
-        ours, theirs = load(tmp_path / "killed"), load(tmp_path / "whole")
-        assert any("task_head.decoder.fuse" in name for name in theirs)
-        assert ours.keys() == theirs.keys()
-        assert not [name for name in theirs if not torch.equal(ours[name], theirs[name])]
-
-
-def test_two_processes_are_two_micro_batches(data, tmp_path):
-    """Sums are formed in another order, so the weights agree up to rounding; metrics are counts and agree exactly."""
-    one = trained(data, tmp_path / "one", one_process(2))
-    codes, outputs = side_by_side(*[[*PROGRAM, data, tmp_path / "two"]] * 2)
-    assert codes == [0, 0], outputs
-    ours, theirs = newest_checkpoint(tmp_path / "one"), newest_checkpoint(tmp_path / "two")
-    for name, value in ours.items():
-        if not name.startswith(("optimizer:", "loop:")):
-            torch.testing.assert_close(value, theirs[name], rtol=1e-4, atol=2e-5, msg=name)
-    assert one.best["miou"] > 0
-
-
 def test_a_run_is_resumed_from_its_directory(finished, data, tmp_path):
     """Classes without names and ignored ids are found again."""
-    changes = CHANGES | {"schedule.length": "2 steps", "validation.every": "2 steps", "task_options.ignore": [2]}
+    changes = SEGMENTATION | {"schedule.length": "2 steps", "validation.every": "2 steps", "task_options.ignore": [2]}
     folder = make_masked_folder(tmp_path / "unnamed", 8)
     (folder / "classes.json").unlink()
     first = vitrail.train(folder, "segment", out=tmp_path / "run", changes=changes, workers=0, device="cpu")
@@ -125,7 +98,7 @@ def test_a_run_is_resumed_from_its_directory(finished, data, tmp_path):
 
 @pytest.mark.parametrize("scope", ["full", "head"])
 def test_it_continues_and_freezes(finished, data, tmp_path, scope):
-    changes = {name: value for name, value in CHANGES.items() if not name.startswith(("model", "architecture"))}
+    changes = {name: value for name, value in SEGMENTATION.items() if not name.startswith(("model", "architecture"))}
     changes |= LINEAR | {"schedule.length": "2 steps", "validation.every": "2 steps", "init.scope": scope}
     tuned = vitrail.train(data, "segment", from_=finished.folder, out=tmp_path / "run", changes=changes, workers=0, device="cpu")
     before, after = vitrail.load(finished.artifact).state_dict(), vitrail.load(tuned.artifact).state_dict()
@@ -146,7 +119,7 @@ def test_a_classifier_can_start_from_a_segmentation(finished, tmp_path):
 def test_what_cannot_be_trained_on(tmp_path, data):
     def fails(source, changes, message):
         with pytest.raises(UserError, match=message):
-            vitrail.train(source, "segment", out=tmp_path / "run", changes=CHANGES | changes, workers=0, device="cpu")
+            vitrail.train(source, "segment", out=tmp_path / "run", changes=SEGMENTATION | changes, workers=0, device="cpu")
 
     fails("digits", {}, "digits has no masks")
     fails(data, {"mixing.mixup": 0.5}, "does not mix or erase")
@@ -156,10 +129,48 @@ def test_what_cannot_be_trained_on(tmp_path, data):
 
 
 def test_resmlp_trains_on_its_window(data, tmp_path):
-    changes = CHANGES | {"model": "resmlp_s12", "schedule.length": "2 steps", "validation.every": "2 steps"}
+    changes = SEGMENTATION | {"model": "resmlp_s12", "schedule.length": "2 steps", "validation.every": "2 steps"}
     run = vitrail.train(data, "segment", out=tmp_path / "run", changes=changes, workers=0, device="cpu")
     config = vitrail.load(run.artifact).task_head.config
     assert (config.window, config.stride) == (16, 11)
     assert dataclasses.asdict(config)["short_side"] == 16
     (found,) = vitrail.segment(run.artifact, np.zeros((30, 44, 3), dtype=np.uint8))
     assert found.classes.shape == (30, 44)
+
+
+SMALL = {"model": "vitrail_mini", "architecture.width": 16, "architecture.heads": 2, "architecture.patch_size": 4}
+TABLES = {"model": "deit3_tiny_patch16", "architecture.pos_embed": "relative_bias", "architecture.pos_embed_place": "layers"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        SMALL | {"architecture.depth": 2},
+        SMALL | {"architecture.depth": 3, "task_options.blocks": [1, 0], "task_options.head": "fcn"},
+        SMALL | TABLES | {"architecture.depth": 3, "task_options.blocks": [1]},
+        {"model": "resnet18"},
+    ],
+    ids=["final tokens", "blocks", "position tables", "convnet"],
+)
+def test_every_trained_parameter_has_a_gradient(data, changes):
+    """Several processes wait for all of them."""
+    common = {name: value for name, value in SEGMENTATION.items() if not name.startswith(("model", "architecture"))}
+    recipe = lookup("segment").set(common | {"augmentation.image_size": [32, 32]} | changes)
+    task = Segmentation(recipe, open_splits(data).train, torch.device("cpu"))
+    task.attach(build_initial(recipe, None, None))
+    masks = torch.zeros(4, 32, 32, dtype=torch.uint8)
+    task.module.train()(torch.randn(4, 3, 32, 32), SegmentationTargets(masks)).backward()
+    parameters = dict(task.module.named_parameters())
+    assert not [name for name, each in parameters.items() if each.requires_grad != (each.grad is not None)]
+    assert sum(each.requires_grad for each in parameters.values()) > 10
+
+
+@pytest.mark.parametrize("name", ["resnet18", "deit3_tiny_patch16"])
+def test_the_cost_of_the_head(name):
+    config = SegmentationConfig(("a", "b"), (0, 1), 64, channels=8, auxiliary=0)
+    model = vitrail.create(name, 0, 64).set_task_head(config).eval()
+    with torch.no_grad():
+        maps = model.feature_maps(torch.zeros(1, 3, 64, 64))
+        with FlopCounterMode(display=False) as counter:
+            model.task_head(maps)
+    assert head_macs(config, model) == counter.get_total_flops() / 2

@@ -136,7 +136,8 @@ def poison_last(training, step):
 
 
 def train_images(training):
-    return ImageLoader(training.source, training.devices.device, 0)
+    task = training.task
+    return ImageLoader(training.source, training.devices.device, 0, masks=task.reads_masks, objects=task.reads_objects)
 
 
 def run(training, metrics=None):

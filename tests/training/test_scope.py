@@ -13,6 +13,7 @@ from vitrail.data.image_loader import ImageLoader
 from vitrail.data.source import Subset
 from vitrail.recipes import lookup
 from vitrail.runs.display import Display
+from vitrail.training.batch_norm import frozen_norms
 from vitrail.training.scope import apply_scope
 from vitrail.training.throughput import Throughput
 
@@ -99,6 +100,16 @@ def test_fixres_trains_the_classifier_and_the_last_norm():
         model = vitrail.create(name, device="meta")
         apply_scope(model, "last_norm")
         assert trained(model) == {f"{part}.{kind}" for part in (norm, "head") for kind in ("weight", "bias")}, name
+
+
+@pytest.mark.parametrize("scope", ["head", "last_norm", "last:0"])
+def test_the_hidden_layer_of_a_classifier_is_trained_with_it(scope):
+    mlp = {"pre_logits": 8, "pre_logits_kind": "batch_norm"}
+    model = vitrail.create("resnet18_cifar", 3, device="meta", **mlp)
+    apply_scope(model, scope)
+    assert trained(model) >= {name for name, _ in model.named_parameters() if name.startswith(("head", "pre_logits"))}
+    assert model.pre_logits[1] not in frozen_norms(model)
+    assert model.stem.root.norm1 in frozen_norms(model)
 
 
 @pytest.mark.parametrize("count", [4, 99, 10**8])

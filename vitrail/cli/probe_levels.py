@@ -83,7 +83,8 @@ def levels(
             trunk = None
             if "linear" in scores and kind.vector == "projected":  # as it is fine-tuned: on the trunk
                 trunk = embed_pair(model, data, kind._replace(vector="pooled"), options, f"embedding {Path(path).name}")
-            models.append(EmbeddedModel(path, level or training_level(model, hierarchy) or "unknown", *embeddings, trunk))
+            trained = level or training_level(model, hierarchy, data.memory.label_name) or "unknown"
+            models.append(EmbeddedModel(path, trained, *embeddings, trunk))
     with progress("probing", len(models) * len(hierarchy) * len(scores)) as advance:
         grid = measure_grid(data, hierarchy, models, scores, Settings(protocol=protocol, seed=options.seed), advance)
     grid = grid.average()

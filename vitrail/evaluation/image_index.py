@@ -10,6 +10,7 @@ import io
 import json
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ from torch.nn import functional as F
 from vitrail.data.decode import decode
 from vitrail.data.loader import Problem
 from vitrail.data.source import Labels, Source, Subset
+from vitrail.data.workers import default_workers
 from vitrail.errors import UserError
 from vitrail.evaluation.features import POOLED, FeatureKind, check_kind, compute_features, readable_batches
 from vitrail.evaluation.model import Model, decode_side, device_of
@@ -115,15 +117,21 @@ def embed_with_thumbnails(
 ) -> Embedded:
     check_kind(model, kind)
     problems: list[Problem] = []
-    vectors, images, thumbnails = [], [], []
+    thumbnails: list[bytes] = []
+    vectors, images = [], []
     model.eval()
-    for batch in readable_batches(source, device_of(model), decode_side(model), batch_size, workers, problems):
-        features = compute_features(model, model.preprocessing.apply(batch.pixels, batch.sizes), kind)
-        vectors.append(F.normalize(features.float(), dim=1).cpu())
-        images += [int(index) for index in batch.index]
-        for pixels, (height, width) in zip(batch.pixels.cpu(), batch.sizes.tolist(), strict=True):
-            thumbnails.append(encode_thumbnail(pixels[:, :height, :width].permute(1, 2, 0).numpy()))
-        advance(len(features))
+    with ThreadPoolExecutor(default_workers()) as pool:
+        for batch in readable_batches(source, device_of(model), decode_side(model), batch_size, workers, problems):
+            crops = [
+                pixels[:, :height, :width].permute(1, 2, 0).numpy()
+                for pixels, (height, width) in zip(batch.pixels.cpu(), batch.sizes.tolist(), strict=True)
+            ]
+            encoded = pool.map(encode_thumbnail, crops)  # while the features are computed
+            features = compute_features(model, model.preprocessing.apply(batch.pixels, batch.sizes), kind)
+            vectors.append(F.normalize(features.float(), dim=1).cpu())
+            images += [int(index) for index in batch.index]
+            thumbnails += encoded
+            advance(len(features))
     if not vectors:
         first = f" ({problems[0].location}: {problems[0].reason})" if problems else ""
         raise UserError(f"No image of {source.name or 'the given images'} could be read{first}.")

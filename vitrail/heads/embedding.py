@@ -25,7 +25,10 @@ class EmbeddingConfig:
         """Raise UserError for values that no projector has: a file may contain anything."""
         sizes = all(type(value) is int and 1 <= value <= MAX_WIDTH for value in (self.outputs, self.hidden))
         if self.kind not in get_args(ProjectorKind) or not sizes or self.blocks:
-            raise UserError(f"there is no projector of {self.kind!r} with {self.outputs!r} outputs.")
+            kinds = " or ".join(get_args(ProjectorKind))
+            raise UserError(
+                f"a projector is {kinds}, reads the pooled vector, and has 1 to {MAX_WIDTH} outputs and hidden channels."
+            )
 
 
 class EmbeddingHead(nn.Module):

@@ -118,6 +118,11 @@ class GrafitOptions(SelfSupervisedOptions):
         if self.clusters == 1 or self.clusters < 0:
             raise UserError(f"task_options.clusters={self.clusters}: give at least 2, or 0 to train on labels.")
 
+    @property
+    def shares_view(self) -> bool:
+        """Whether the view with labels is one of `views`; always where no loss reads labels."""
+        return self.shared_view or not (self.neighbor_weight or self.class_weight)
+
 
 @dataclass(frozen=True)
 class MaskedPatchOptions(SelfSupervisedOptions):

@@ -77,7 +77,11 @@ class BeitModule(nn.Module):
 
 
 class Beit(SelfSupervised):
-    """Masked image modeling. A tokenizer gives each patch a code; the network predicts the codes of the patches it cannot see."""
+    """Masked image modeling. A tokenizer gives each patch a code; the network predicts the codes of the patches it cannot see.
+
+    As in masked patch prediction the best weights are those with the lowest loss, since the k-NN accuracy of such features says
+    little about fine-tuning.
+    """
 
     options_kind = BeitOptions
     features = FeatureKind("mean")  # the class token is not trained to represent the image
@@ -99,7 +103,7 @@ class Beit(SelfSupervised):
         if find_model(recipe.model)[1].replace(**recipe.architecture).pooling == "per_class":
             raise UserError("BEiT trains without classes, and pooling=per_class has a query for each: choose another model.")
         path = os.path.join(path, BEST) if os.path.isfile(os.path.join(path, BEST)) else path
-        return complete_options(BeitOptions, recipe, tokenizer=os.path.abspath(path))
+        return complete_options(BeitOptions, super().resolve_recipe(recipe, explicit), tokenizer=os.path.abspath(path))
 
     @classmethod
     def dependencies(cls, recipe: Recipe) -> dict[str, str]:
@@ -214,6 +218,9 @@ class Beit(SelfSupervised):
             "masked_accuracy": float(sums["correct"]) / masked,
             "majority_code": float(sums["codes"].max()) / masked,  # accuracy of always predicting the most frequent code
         }
+
+    def is_better(self, values: Mapping[str, Any], best: Mapping[str, Any]) -> bool:
+        return float(values["loss"]) < float(best["loss"])
 
     def find_collapse(self, values: Mapping[str, Any], epoch: float) -> str:
         """Targets are fixed, so that features cannot become equal as in self-distillation; predictions show what is wrong."""

@@ -310,8 +310,8 @@ class Dino(SelfSupervised):
     def after_optimizer_step(self, position: Position, skipped: Tensor) -> None:
         o, module = self.options, self.module
         if self.ema is None:  # created here: the weights have been moved to the device since `build_module`
-            teacher = dict(module.teacher.named_parameters()) | dict(module.teacher.named_buffers())
-            self.ema = ModelEma(module.student, 0.0, into=teacher)
+            # Without buffers: the statistics of the teacher's BatchNorm are those of its own inputs, the global views.
+            self.ema = ModelEma(module.student, 0.0, into=dict(module.teacher.named_parameters()))
         self.ema.decay = between(o.momentum, 1.0, position)
         self.ema.update(skipped)
         if dist.is_initialized():
@@ -379,7 +379,9 @@ class Dino(SelfSupervised):
             return problem
         schedule, steps = self.recipe.schedule, self._steps_per_epoch()
         warmed_up = epoch * steps > duration_to_steps(schedule.warmup, steps, total_steps(schedule, steps))
-        found = self.alarm.check(values, float(self.module.temperature), round(epoch * steps), warmed_up)
+        step = round(epoch * steps)
+        temperature = self.temperature_at(max(step - 1, 0) // steps)  # of the latest step before the validation
+        found = self.alarm.check(values, temperature, step, warmed_up)
         return problem or found
 
     def hint_for_collapse(self) -> str:

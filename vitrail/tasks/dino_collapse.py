@@ -31,13 +31,15 @@ class CollapseAlarm:
     def __init__(self, options: DinoOptions, lr: float) -> None:
         self.options, self.lr = options, lr
         self.limit = math.log(options.outputs)  # the entropy of the uniform distribution
-        self.before = ("", 0.0)  # kind of collapse and information at the validation before
+        self.before = ("", 0.0, 0)  # kind of collapse, information and step of the validation before
 
     def check(self, values: Mapping[str, Any], temperature: float, step: int, warmed_up: bool) -> str:
         """What is wrong after so many steps, with the current `temperature` of the teacher; "" if nothing."""
         kind, information = self.find_kind(values, temperature, step, warmed_up), float(values["information"])
-        repeated = kind == self.before[0] and (kind != "uniform" or information <= self.before[1])
-        self.before = (kind, information)
+        kind_before, information_before, step_before = self.before
+        # The report checks all validations once more, from the first on, which no other is before.
+        repeated = step_before < step and kind == kind_before and (kind != "uniform" or information <= information_before)
+        self.before = (kind, information, step)
         return self.explain(kind, values, temperature) if kind and repeated else ""
 
     def find_kind(self, values: Mapping[str, Any], temperature: float, step: int, warmed_up: bool) -> str:

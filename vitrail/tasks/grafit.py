@@ -92,8 +92,8 @@ class GrafitModule(nn.Module):
         with static_shapes(self.model):
             pooled = pool(self.model, views)
             embedded = project(self.model, pooled)
-            pairs = embedded if o.shared_view or targets.views is None else embedded[size:]
-            own = views if o.shared_view or targets.views is None else targets.views
+            pairs = embedded if o.shares_view or targets.views is None else embedded[size:]
+            own = views if o.shares_view or targets.views is None else targets.views
             losses = {}
             if o.neighbor_weight:
                 losses["neighbor"] = self._neighbor_loss(embedded[:size], targets)
@@ -159,6 +159,8 @@ class Grafit(SelfSupervised):
         o = self.options
         self.features = POOLED if o.projector == "none" else FeatureKind("projected")  # type: ignore[misc]
         self.logs = tuple(name for name in LOSSES if getattr(o, f"{name}_weight"))  # type: ignore[misc]
+        if self.labeled and (o.neighbor_weight or o.class_weight):
+            self.min_rank = 0.0  # embeddings of two classes may lie on a line
         self.levels = finer_columns(source)
         self.ema: ModelEma | None = None
         self.messages += describe_losses(o, source)
@@ -206,7 +208,7 @@ class Grafit(SelfSupervised):
     def relative_cost(self) -> float:
         o = self.options
         views = o.views if o.instance_weight or o.triplet_weight else 0
-        return 1 + views - (o.shared_view and views > 0) + TEACHER_COST * views * bool(o.instance_weight)
+        return 1 + views - (o.shares_view and views > 0) + TEACHER_COST * views * bool(o.instance_weight)
 
     def build_module(self, model: VisionTransformer) -> GrafitModule:
         o = self.options
@@ -248,12 +250,14 @@ class Grafit(SelfSupervised):
 
     def prepare_batch(self, batch: Batch, position: Position) -> tuple[Tensor, GrafitTargets]:
         keys = sample_key(self.recipe.seed, position.epoch, batch.index, batch.repeat)
-        images, views = self._captured_views(batch.pixels, batch.sizes, keys)
+        # Step 0 is also that of the memory estimate and of timed steps, whose batches of many sizes would use up the graphs.
+        make_views = self._captured_views if position.step else self.make_views
+        images, views = make_views(batch.pixels, batch.sizes, keys)
         return images, GrafitTargets(views, batch.index, batch.position % self.recipe.batch_size)
 
     def make_views(self, pixels: Tensor, sizes: Tensor, keys: Tensor) -> tuple[Tensor, Tensor | None]:
         o, first = self.options, self.recipe.augmentation
-        count = (o.views - o.shared_view) if o.instance_weight or o.triplet_weight else 0
+        count = (o.views - o.shares_view) if o.instance_weight or o.triplet_weight else 0
         images, *others = (
             view.images for view in augment_views(pixels, sizes, keys, [(first, 1), *[(first, count)] * bool(count)])
         )
@@ -264,8 +268,7 @@ class Grafit(SelfSupervised):
         o, module = self.options, self.module
         if module.target is not None:
             if self.ema is None:  # created here: the weights have been moved to the device since `build_module`
-                target = dict(module.target.named_parameters()) | dict(module.target.named_buffers())
-                self.ema = ModelEma(module.model, 0.0, into=target)
+                self.ema = ModelEma(module.model, 0.0, into=dict(module.target.named_parameters()))
             self.ema.decay = between(o.momentum, o.momentum_end, position)
             self.ema.update(skipped)
         if o.neighbor_weight:

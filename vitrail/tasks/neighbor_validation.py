@@ -71,16 +71,19 @@ def rate_levels(memory: Rows, queries: Rows, source: Source, columns: Sequence[s
 
 
 class Gallery:
-    """Loaders of the training images among which neighbors are searched: fixed samples."""
+    """A loader of the training images among which neighbors are searched: fixed samples."""
 
     def __init__(self, source: Source, device: torch.device, min_side: int | None, max_images: int) -> None:
         self.source, self.device, self.min_side, self.max_images = source, device, min_side, max_images
-        self.loaders: dict[int, ImageLoader] = {}
+        self.loader: ImageLoader | None = None  # the latest: timed steps and tests have other numbers of queries
 
     def open(self, queries: int) -> ImageLoader:
         """A loader of training images for so many queries."""
-        if queries not in self.loaders:
-            count = min(len(self.source), PER_QUERY * queries, self.max_images)
+        count = min(len(self.source), PER_QUERY * queries, self.max_images)
+        if self.loader is None or len(self.loader.source) != count:
+            if self.loader is not None:
+                self.loader.close()
+                self.loader = None  # frees its decoded images before others are decoded
             chosen = np.sort(np.random.default_rng(0).permutation(len(self.source))[:count])
-            self.loaders[queries] = ImageLoader(Subset(self.source, chosen), self.device, None, self.min_side)
-        return self.loaders[queries]
+            self.loader = ImageLoader(Subset(self.source, chosen), self.device, None, self.min_side)
+        return self.loader

@@ -41,13 +41,14 @@ class SelfSupervised(Task):
     """Learns from images alone. Labels, where there are any, are used for the k-NN accuracy of the validation.
 
     Subclasses set `options_kind`, implement `build_module` and `make_views`, and may add sums over the validation images
-    (`measure`) that become metrics (`summarize`). With labels the best weights are those with the highest k-NN accuracy, without
-    labels the latest.
+    (`measure`) that become metrics (`summarize`). With labels of
+    both splits the best weights are those with the highest k-NN accuracy, otherwise the latest.
     """
 
     options_kind: ClassVar[type[SelfSupervisedOptions]]
     features: ClassVar[FeatureKind] = POOLED  # of the validation: a vector that the task trains
     metric = KNN
+    min_rank = MIN_RANK  # effective rank below which the network has collapsed
     levels: list[str] = []  # noqa: RUF012 - set by tasks that train on labels: columns with finer ones, validated too
 
     def __init__(self, recipe: Recipe, source: Source, device: torch.device) -> None:
@@ -60,6 +61,15 @@ class SelfSupervised(Task):
 
     @classmethod
     def resolve_recipe(cls, recipe: Recipe, explicit: frozenset[str]) -> Recipe:
+        unused = {
+            "mixing.mixup": recipe.mixing.mixup,
+            "mixing.cutmix": recipe.mixing.cutmix,
+            "distillation.teacher": recipe.distillation.teacher,
+            "token_labels.store": recipe.token_labels.store,
+        }
+        for key, value in unused.items():
+            if value:
+                raise UserError(f"{key} has no effect on training without labels: remove it.")
         return complete_options(cls.options_kind, recipe)
 
     @classmethod
@@ -70,7 +80,9 @@ class SelfSupervised(Task):
 
     def prepare_batch(self, batch: Batch, position: Position) -> tuple[Tensor, Any]:
         keys = sample_key(self.recipe.seed, position.epoch, batch.index, batch.repeat)
-        out: tuple[Tensor, Any] = self._captured_views(batch.pixels, batch.sizes, keys)
+        # Step 0 is also that of the memory estimate and of timed steps, whose batches of many sizes would use up the graphs.
+        make_views = self._captured_views if position.step else self.make_views
+        out: tuple[Tensor, Any] = make_views(batch.pixels, batch.sizes, keys)
         return out
 
     @abstractmethod
@@ -106,7 +118,8 @@ class SelfSupervised(Task):
         return {}
 
     def is_better(self, values: Mapping[str, Any], best: Mapping[str, Any]) -> bool:
-        return super().is_better(values, best) if self.labeled else True
+        # The accuracy is 0 where no validation image has a label: then the latest weights are kept, as without any labels.
+        return super().is_better(values, best) if self.labeled and best[self.metric.name] else True
 
     def diagnose(self, values: Mapping[str, Any], epoch: float) -> str:
         problem = self.find_collapse(values, epoch)
@@ -117,7 +130,7 @@ class SelfSupervised(Task):
     def find_collapse(self, values: Mapping[str, Any], epoch: float) -> str:
         """What shows that the network has collapsed, and the setting to change; "" if it has not."""
         rank = float(values["effective_rank"]) if values.get("images", math.inf) >= MIN_RANK_IMAGES else math.inf
-        if float(values["feature_std"]) < MIN_SPREAD or rank < MIN_RANK:
+        if float(values["feature_std"]) < MIN_SPREAD or rank < self.min_rank:
             return (
                 f"the features of all images are nearly equal (standard deviation {float(values['feature_std']):.3f}, effective "
                 f"rank {float(values['effective_rank']):.1f}): the network has collapsed; {self.hint_for_collapse()}."

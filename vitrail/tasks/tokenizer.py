@@ -5,7 +5,9 @@ artifact is that encoder; the decoder is in the checkpoints.
 """
 
 import json
+import shlex
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,7 +37,7 @@ from vitrail.training.task import Position
 
 USAGE_DECAY = 0.95  # of the EMA of the codes' usage
 MIN_USAGE = 0.01  # relative to equal usage; below, a code does not become more attractive
-MIN_USED = 0.1  # of the codes; a tokenizer that uses fewer is reported
+MIN_USED = 0.1  # of the codes, or of the validation patches if they are fewer; a tokenizer that uses fewer codes is reported
 SHOWN = 8  # images in the report
 MAX_DRAWN = 1 << 30  # random numbers at a time: their kernel counts in 32 bits
 NEEDS_TOKENIZER = "run `vitrail tokenizer train photos/ --out tok.safetensors` and give --tokenizer tok.safetensors"
@@ -159,7 +161,8 @@ class TokenizerTraining(SelfSupervised):
 
     def find_collapse(self, values: Mapping[str, Any], epoch: float) -> str:
         used, codes = int(values["codes_used"]), self.options.codes
-        if used >= MIN_USED * codes:
+        rows, columns = self.module.model.grid
+        if used >= MIN_USED * min(codes, rows * columns * int(values["images"])):  # few patches cannot have all codes
             return ""
         return f"only {used} of {codes} codes are used: raise task_options.usage_weight or lower task_options.codes."
 
@@ -177,6 +180,10 @@ class TokenizerTraining(SelfSupervised):
             if len(found) >= SHOWN:
                 break
         return {"reconstructions": found[:SHOWN]}
+
+    def suggest_next(self, model: VisionTransformer, folder: Path, source: str) -> str:
+        command = shlex.join(["vitrail", "train", source, "--recipe", "beit_small", "--tokenizer", str(folder)])
+        return f"next: `{command}` trains a network that predicts these codes"
 
     def hint_for_nan(self) -> str:
         return "A lower optimizer.lr or a higher task_options.temperature_end often helps"

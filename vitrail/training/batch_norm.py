@@ -47,7 +47,6 @@ def group_batch_norms(module: nn.Module, recipe: Recipe, devices: Devices) -> No
             norm.group_size, norm.world_size = recipe.images_per_group, devices.world_size if synchronized else 1
             if synchronized:  # not a decorator, which would import the compiler
                 own = torch.compiler.disable(norm.normalize_synchronized)
-                own = torch.compiler.disable(norm.normalize_synchronized)
                 norm.normalize_synchronized = own  # type: ignore[method-assign]
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 WARMUP = 3  # calls before the capture, in which compilers compile and libraries choose their kernels
-SAME_SHAPES = 4  # calls before a function is captured; the memory estimate makes two
+SAME_SHAPES = 4  # calls before a function is captured
 MAX_GRAPHS = 4  # of one function, for inputs of different shapes
 
 

@@ -19,11 +19,11 @@ class ModelEma:
     """
 
     def __init__(self, model: nn.Module, decay: float, into: Mapping[str, Tensor] | None = None) -> None:
-        """`into`: the tensors that hold the EMA, by the names of the model's; default: copies of the model's."""
+        """`into`: the tensors that hold the EMA, by the names of the model's; default: copies of all of the model's."""
         if not 0 <= decay < 1:
             raise UserError(f"The EMA decay must be in [0, 1), not {decay}.")
         self.decay = decay
-        self._live = named_tensors(model)
+        self._live = {name: tensor for name, tensor in named_tensors(model).items() if into is None or name in into}
         self._ema = {name: tensor.clone() if into is None else into[name] for name, tensor in self._live.items()}
         by_dtype: dict[torch.dtype, list[str]] = {}
         for name, tensor in self._live.items():

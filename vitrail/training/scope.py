@@ -12,9 +12,10 @@ NORM_PARAMETER = re.compile(r"(^|\.)norm\d*\.[^.]+$")
 def apply_scope(model: VisionTransformer, scope: str) -> int:
     """Freeze all parameters outside the scope; returns the number of trainable parameters.
 
-    Parameters that the architecture freezes stay frozen. The classifier is always trained. `attention` and `ffn` train those
-    weights of every block (in every branch) and the position embedding, which a new image size changes; `norm` trains every norm
-    layer, `last_norm` (FixRes) the last of them; `last:n` trains the last n blocks and all that follows them.
+    Parameters that the architecture freezes stay frozen. The classifier is always trained, with its hidden layer (`pre_logits`).
+    `attention` and `ffn` train those weights of every block (in every branch) and the position embedding, which a new image size
+    changes; `norm` trains every norm layer, `last_norm` (FixRes) the last of them; `last:n` trains the last n blocks and all that
+    follows them.
     A BatchNorm that is not trained keeps its statistics too (`batch_norm.py: frozen_norms`).
     """
     kind, count = parse_scope(scope)
@@ -30,7 +31,7 @@ def apply_scope(model: VisionTransformer, scope: str) -> int:
 
     def is_trained(name: str) -> bool:
         parts = name.split(".")
-        if kind == "full" or parts[0].startswith("head"):
+        if kind == "full" or parts[0].startswith(("head", "pre_logits")):
             return True
         if kind == "attention":
             return parts[0] == "pos_embed" or (".mix." in name and ".body." in name) or ".attention." in name
@@ -44,7 +45,7 @@ def apply_scope(model: VisionTransformer, scope: str) -> int:
             if model.architecture.convnet and parts[:2] == ["stem", "blocks"]:
                 return int(parts[2]) >= depth - count
             own = len(model.blocks)
-            return int(parts[1]) >= own - count if parts[0] == "blocks" else parts[0] in ("norm", "pooling", "pre_logits")
+            return int(parts[1]) >= own - count if parts[0] == "blocks" else parts[0] in ("norm", "pooling")
         return False
 
     for name, parameter in model.named_parameters():

@@ -117,3 +117,11 @@ def test_empty_memory_and_empty_queries():
     assert cosine.shape == index.shape == (0, 3)
     with pytest.raises(UserError, match="there is no neighbor"):
         nearest_neighbors(memory[:0], memory, 3)
+
+
+def test_autocast_does_not_round_the_cosines():
+    memory, _, queries, _ = clouds(200, 30, noise=0.05)  # cosines of a class differ by less than a step of bfloat16
+    expected = nearest_neighbors(memory, queries, 10)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = nearest_neighbors(memory, queries, 10)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))

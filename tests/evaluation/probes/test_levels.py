@@ -149,8 +149,9 @@ def test_a_linear_classifier_is_evaluated_on_the_trunk(made):
 def test_the_level_of_a_model_without_classifier_is_in_its_recipe(made):
     levels = find_levels(made[0].memory)
     model = vitrail.create("vitrail_mini", 0, 16, width=16, depth=1)
-    for label, expected in (("coarse_label", "coarse_label"), ("none", NO_LEVEL), ("", "label"), ("other", NO_LEVEL)):
+    for label, expected in (("coarse_label", "coarse_label"), ("none", NO_LEVEL), ("", "label"), ("other", None)):
         model.notes["recipe"] = json.dumps({"task": "grafit", "data": {"label": label}})
         assert training_level(model, levels) == expected
+        assert training_level(model, levels, main="other") == ("label" if label == "other" else expected)
     model.notes["recipe"] = "damaged"
     assert training_level(model, levels) == NO_LEVEL

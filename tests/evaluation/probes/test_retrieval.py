@@ -116,3 +116,18 @@ def test_queries_without_a_match_are_counted(data):
         mean_average_precision(memory, labels, queries, torch.full_like(query_labels, 9))
     with pytest.raises(UserError, match="contains no images"):
         mean_average_precision(memory[:0], labels[:0], queries, query_labels)
+
+
+def test_autocast_does_not_round_the_scores():
+    memory, labels, queries, query_labels = clouds(120, 30, classes=5, noise=0.05)
+
+    def measure():
+        chances = coarse_probabilities(memory, PARENT[labels], queries, 2)
+        data = (memory, labels, queries, query_labels)
+        return chances, mean_average_precision(*data), mean_average_precision(*data, CoarseLabels(PARENT[labels], chances))
+
+    expected = measure()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = measure()
+    assert torch.equal(found[0], expected[0])
+    assert found[1:] == expected[1:]

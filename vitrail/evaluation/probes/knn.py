@@ -62,7 +62,7 @@ def _search_chunk(memory: Tensor, queries: Tensor, k: int, columns: int, exclude
     index = torch.zeros(0, dtype=torch.int64, device=queries.device)
     for start in range(0, len(memory), columns):
         # Normalized in chunks: a normalized copy of the memory may not fit.
-        cosine = queries @ F.normalize(memory[start : start + columns].to(queries.device), dim=1).T
+        cosine = inner_products(queries, F.normalize(memory[start : start + columns].to(queries.device), dim=1))
         if exclude is not None:
             column = exclude - start
             inside = (column >= 0) & (column < cosine.shape[1])
@@ -80,6 +80,12 @@ def _search_chunk(memory: Tensor, queries: Tensor, k: int, columns: int, exclude
             index = position.gather(1, order)
     assert best is not None
     return best, index
+
+
+def inner_products(queries: Tensor, memory: Tensor) -> Tensor:
+    """[Q, N] in the precision of queries [Q, D] and memory [N, D], whatever autocast says: in bfloat16 most cosines are equal."""
+    with torch.autocast(queries.device.type, enabled=False):
+        return queries @ memory.T
 
 
 def vote(cosine: Tensor, labels: Tensor, classes: int, temperature: float) -> Tensor:

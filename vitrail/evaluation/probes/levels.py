@@ -46,13 +46,17 @@ def inconsistent_classes(fine: Labels, coarse: Labels) -> list[str]:
     return [fine.names[value] for value in values[counts > 1]]
 
 
-def training_level(model: Model, levels: Sequence[Level]) -> str | None:
-    """The level that a model was trained at: by the labels of its recipe, its class names, or their number; None if unknown."""
+def training_level(model: Model, levels: Sequence[Level], main: str = LABEL) -> str | None:
+    """The level that a model was trained at: by the labels of its recipe, its class names, or their number; None if unknown.
+
+    `main` is the name of the main label column in the data.
+    """
     chosen = recorded_label(model)
-    if chosen in [level.name for level in levels] or chosen == NO_LEVEL:
+    chosen = LABEL if chosen == main else chosen
+    if chosen in (NO_LEVEL, *(level.name for level in levels)):
         return chosen
     if count_classes(model) < 2:
-        return NO_LEVEL
+        return NO_LEVEL if chosen is None else None
     for level in levels:
         if model.class_names is not None and sorted(model.class_names) == sorted(level.labels.names):
             return level.name

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vitrail.errors import UserError
-from vitrail.evaluation.probes.knn import nearest_neighbors, vote
+from vitrail.evaluation.probes.knn import inner_products, nearest_neighbors, vote
 
 MAX_SCORES = 1 << 24  # sorted at a time
 EPS = 1e-6  # of a probability: the log-odds of 0 and 1 are infinite
@@ -58,7 +58,7 @@ def mean_average_precision(
     totals = torch.zeros(2, dtype=torch.float64, device=device)  # summed precision, number of queries
     memory = F.normalize(memory, dim=1)
     for rows in _query_chunks(len(queries), len(memory)):
-        scores = (F.normalize(queries[rows].to(device), dim=1) @ memory.T).double()
+        scores = inner_products(F.normalize(queries[rows].to(device), dim=1), memory).double()
         if coarse is not None:
             # In float64: in float32 the log-odds would remove the digits that order the cosines.
             odds = torch.special.logit(coarse.probabilities[rows].to(device).double(), EPS)
@@ -102,6 +102,6 @@ def coarse_probabilities(
     memory = F.normalize(memory, dim=1)
     chunks = []
     for rows in _query_chunks(len(queries), len(memory)):
-        weight = (F.normalize(queries[rows], dim=1) @ memory.T / temperature).softmax(1)
+        weight = (inner_products(F.normalize(queries[rows], dim=1), memory) / temperature).softmax(1)
         chunks.append(weight.new_zeros(classes, len(weight)).index_add_(0, coarse, weight.T).T)
     return torch.cat(chunks)
