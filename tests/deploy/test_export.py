@@ -16,6 +16,7 @@ from vitrail.checkpoints.export_metadata import ExportMetadata
 from vitrail.errors import UserError
 from vitrail.evaluation.model import open_model
 from vitrail.evaluation.semantic_masks import predict_logits
+from vitrail.heads.embedding import EmbeddingConfig
 from vitrail.heads.task_heads import SegmentationConfig
 from vitrail.models.preprocessing import pad_images
 
@@ -142,6 +143,23 @@ def test_segmentation_of_any_size(tmp_path):
         open_model(tmp_path / "m.onnx")
 
 
+@pytest.mark.parametrize("to", ["onnx", "torch-export"])
+def test_upernet_of_any_size(to, tmp_path):
+    """The cells of its pooled grids differ in length as those of the example do not."""
+    model = make_model("deit_tiny_patch16", image_size=(96, 96))
+    config = SegmentationConfig(("ground", "cat", "dog"), (0, 1, 2), 96, kind="upernet", channels=8, auxiliary=0)
+    model.set_task_head(config).eval()
+    with torch.no_grad():
+        model.task_head.decoder.classifier.weight.mul_(100)  # which is initialized with small values
+    path = tmp_path / ("m.onnx" if to == "onnx" else "m.pt2")
+    vitrail.export(model, path, to=to, input="tensor", dynamic_size=True)
+    run = (lambda x: open_session(path)(x.numpy())) if to == "onnx" else torch.export.load(path).module()
+    for size in ((256, 320), (192, 64)):
+        images = torch.randn(2, 3, *size)
+        with torch.no_grad():
+            torch.testing.assert_close(run(images), predict_logits(model, images), rtol=1e-4, atol=1e-3)
+
+
 def test_command_with_a_delta_and_features(run_cli, tmp_path):
     make_folder(tmp_path / "photos", count=2)
     base = make_model("deit_tiny_patch16")
@@ -162,6 +180,15 @@ def test_command_with_a_delta_and_features(run_cli, tmp_path):
     again = run_cli("export", both, *options)
     assert again.returncode == 2
     assert "exists: give another name, or --overwrite" in again.stderr
+
+
+def test_features_of_a_model_with_a_projector_are_its_embeddings(tmp_path):
+    model = make_model("deit_tiny_patch16", classes=0).set_task_head(EmbeddingConfig("mlp", 6, 10)).eval()
+    result = vitrail.export(model, tmp_path / "m.onnx", input="tensor")
+    assert result.metadata.task == "features"
+    images = torch.randn(2, 3, *model.architecture.image_size)
+    embedded = model.task_head(model.features(images).pooled)
+    torch.testing.assert_close(open_session(tmp_path / "m.onnx")(images.numpy()), embedded, rtol=1e-4, atol=1e-4)
 
 
 WRONG = {

@@ -15,6 +15,8 @@ from vitrail.checkpoints.delta import make_delta, save_delta
 from vitrail.data.decode import decode
 from vitrail.deploy.model_set import DEFAULT, ModelFile, count_bytes
 from vitrail.deploy.prediction_app import Settings
+from vitrail.deploy.served_model import Input, Operation, ServedModel
+from vitrail.heads.embedding import EmbeddingConfig
 from vitrail.heads.task_heads import SegmentationConfig
 from vitrail.interpret.maps import available_methods
 
@@ -117,6 +119,16 @@ def test_embed_and_explain(server, weights):
         maps = torch.tensor([each["map"] for each in answer["explanations"]])
         assert maps.shape == (6, 4, 4)
         assert maps.std((1, 2)).gt(0).all()
+
+
+def test_embeddings_of_a_projector():
+    """As `vitrail index` computes them, before they are normalized."""
+    model = make_model(classes=0).set_task_head(EmbeddingConfig("mlp", 6, 10)).eval()
+    served = ServedModel("m", model, model, "1")
+    inputs = [Input(served.preprocess(decode(image))) for image in IMAGES[:2]]
+    with torch.no_grad():
+        expected = model.task_head(model.features(torch.stack([each.pixels for each in inputs])).pooled)
+    torch.testing.assert_close(torch.stack(served.compute(Operation("embed"), inputs)), expected)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from vitrail.deploy.model_set import DEFAULT
 from vitrail.deploy.prediction_app import Settings
 from vitrail.deploy.served_model import ServedModel
 from vitrail.web import server as web_server
-from vitrail.web.uploads import Limits, Upload
+from vitrail.web.uploads import Limits, Upload, read_submission
 
 IMAGES = [encoded(seed=seed) for seed in range(8)]
 RAW = {"Content-Type": "application/octet-stream"}
@@ -99,6 +99,28 @@ def test_images_after_the_deadline_are_not_decoded(weights, monkeypatch):
     with serving(weights) as server, pytest.raises(TimeoutError):
         server.service.prepare(server.models.find(None), [Upload("a", IMAGES[0])] * 5, -1, deadline=15.0)
     assert len(prepared) == 2
+
+
+def test_files_are_freed_when_they_are_decoded(weights, monkeypatch):
+    kept = []
+
+    class Files(list):
+        """A list that can have a weak reference."""
+
+    async def read(request, limits):
+        submission = await read_submission(request, limits)
+        files = Files(submission.images)
+        kept.append(weakref.ref(files))
+        return replace(submission, images=files)
+
+    monkeypatch.setattr(prediction_app, "read_submission", read)
+    with serving(weights) as server:
+        gate = server.hold()
+        running = Background(server)
+        gate.wait()
+        server.wait_for(lambda: kept[0]() is None)
+        gate.open()
+        assert running.result().status == 200
 
 
 def test_a_client_that_disconnects_is_not_computed(weights):

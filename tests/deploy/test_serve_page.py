@@ -1,4 +1,4 @@
-"""The page of `vitrail serve` in a real browser: images by file input and drop, errors, keyboard, phone, no other host."""
+"""The page of `vitrail serve` in a real browser: images by file input and drop, maps, errors, keyboard, phone, no other host."""
 
 import shutil
 from base64 import b64encode
@@ -39,13 +39,19 @@ def test_images_are_predicted_in_the_browser(tmp_path):
         page.check("#explain")
         page.set_input_files("#files", tmp_path / "a.jpg")
         page.locator(".result canvas").first.wait_for()
+        image, covered = (page.locator(f".result {name}").first.bounding_box() for name in ("img", "canvas"))
+        side = 0.875 * image["height"]  # of the center crop
+        assert [covered[name] for name in ("width", "height")] == pytest.approx([side, side], abs=1)
+        for edge, name in (("x", "width"), ("y", "height")):
+            assert covered[edge] + covered[name] / 2 == pytest.approx(image[edge] + image[name] / 2, abs=1)
         shown = page.locator(".result").first.locator(".class").all_inner_texts()
         assert len(shown) == 5
         assert {text.split("%")[-1].strip() for text in shown} == set(NAMES)  # <eel> is text
         assert page.locator("#message").inner_text() == ""
-        page.uncheck("#explain")
+        page.route("**/explain*", lambda route: route.fulfill(status=503, json={"error": "No map."}))
         dropped = page.evaluate_handle(DROP, b64encode((tmp_path / "a.jpg").read_bytes()).decode())
-        page.dispatch_event("#drop", "drop", {"dataTransfer": dropped})
+        page.dispatch_event("#message", "drop", {"dataTransfer": dropped})  # anywhere
+        page.get_by_text("No map.").wait_for()
         page.locator(".result").nth(2).wait_for()
         page.locator(".result").first.locator(".class").nth(4).wait_for()
         assert page.locator(".result").first.locator(".class").all_inner_texts() == shown

@@ -1,4 +1,4 @@
-"""Served models on a GPU: compiled and captured for all batch sizes, replaced while other batches run. Without HTTP."""
+"""Served models: maps of few images at a time; on a GPU compiled and captured, replaced while other batches run. Without HTTP."""
 
 import threading
 import time
@@ -8,9 +8,12 @@ import torch
 
 import vitrail
 from tests.models.test_every_model import randomize
+from vitrail.deploy import served_model
 from vitrail.deploy.batching import Batcher
 from vitrail.deploy.model_set import DEFAULT, ModelFile, ModelSet
 from vitrail.deploy.served_model import Input, Operation
+from vitrail.interpret.attention import record
+from vitrail.interpret.maps import relevance_map
 
 PREDICT = Operation("predict")
 
@@ -19,6 +22,26 @@ def save(path, seed):
     torch.manual_seed(seed)
     vitrail.save(randomize(vitrail.create("deit_tiny_patch16", 7, 64, depth=2, width=64, heads=2)).eval(), path)
     return path
+
+
+def test_maps_with_gradients_are_computed_of_few_images_at_a_time(tmp_path, monkeypatch):
+    sizes = []
+
+    def count(model, images, gradients):
+        sizes.append(len(images))
+        return record(model, images, gradients)
+
+    monkeypatch.setattr(served_model, "record", count)
+    served = ModelSet([ModelFile(DEFAULT, str(save(tmp_path / "model.safetensors", 0)))], "cpu", None, log=print).find(None)
+    images, targets = torch.randn(6, 3, 64, 64), [3, -1, 0, 5, -1, 2]
+    for method, passes in (("gradient_attention", [4, 2]), ("rollout", [6])):
+        sizes.clear()
+        found = served.compute(Operation("explain", method), [Input(*each) for each in zip(images, targets, strict=True)])
+        assert sizes == passes
+        assert [each.target for each, given in zip(found, targets, strict=True) if given >= 0] == [3, 0, 5, 2]
+        classes = torch.tensor([each.target for each in found])
+        expected = relevance_map(served.model, images, method, classes).detach()
+        torch.testing.assert_close(torch.stack([each.values for each in found]), expected, rtol=1e-3, atol=1e-7)
 
 
 def wait_for(condition):

@@ -11,10 +11,13 @@ import pytest
 import vitrail
 from tests.browser import open_page, serve
 from tests.deploy.exports import make_model
+from tests.web.client import encoded
+from vitrail.checkpoints.export_metadata import ExportMetadata
 from vitrail.data.datasets.pets import open_pets
 from vitrail.data.decode import decode
-from vitrail.deploy.web_export import find_runtime, write_site
+from vitrail.deploy.web_export import RUNTIMES, find_runtime, write_site
 from vitrail.errors import UserError
+from vitrail.models.preprocessing import Preprocessing
 
 PREDICT = """async (encoded) => {
     const { predict } = await import("./app.js");
@@ -76,6 +79,49 @@ def make_package(path, files):
             info.size = len(content)
             archive.addfile(info, io.BytesIO(content))
     return path
+
+
+# Computes for as many milliseconds as the image is wide, one image at a time: wide images are of the first class.
+STAND_IN = b"""
+export const env = { wasm: {} };
+export class Tensor { constructor(type, data, dims) { this.dims = dims; } }
+let busy = false;
+async function run({ images }) {
+    if (busy) throw new Error("Session already started");
+    busy = true;
+    await new Promise((done) => setTimeout(done, images.dims[2]));
+    busy = false;
+    return { logits: { data: images.dims[2] > 100 ? [1, 0] : [0, 1] } };
+}
+export const InferenceSession = { create: async () => ({ run }) };
+"""
+
+
+def photo(width):
+    return {"name": "a.png", "mimeType": "image/png", "buffer": encoded((width, 40), "PNG")}
+
+
+def test_only_the_last_of_several_images_is_shown(tmp_path):
+    files = {f"package/dist/{name}": b"" for name in RUNTIMES["wasm"]} | {f"package/dist/{RUNTIMES['wasm'][0]}": STAND_IN}
+    files["package/package.json"] = b'{"name": "onnxruntime-web", "version": "1"}'
+    metadata = ExportMetadata("m", "classification", "image", "int8", Preprocessing((32, 32)), ["wide", "narrow"], None)
+    write_site(tmp_path / "site", b"", metadata, make_package(tmp_path / "runtime.tgz", files))
+    with serve(tmp_path / "site") as address, open_page(address) as page:
+        page.locator("#status", has_text="Ready").wait_for()
+        page.set_input_files("#file", photo(300))
+        page.set_input_files("#file", photo(50))
+        page.locator("#status", has_text=re.compile("Computed|failed|not be read")).wait_for()
+        assert page.locator("#status").inner_text().startswith("Computed")
+        assert page.locator("#predictions li").first.inner_text().startswith("narrow")
+        assert page.problems == []
+
+
+def test_the_newest_cached_runtime_is_used(tmp_path, monkeypatch):
+    monkeypatch.setenv("VITRAIL_CACHE", str(tmp_path))
+    (tmp_path / "npm").mkdir()
+    for version in ("1.9.0", "1.30.0", "1.22.1"):
+        (tmp_path / "npm" / f"onnxruntime-web-{version}.tgz").touch()
+    assert find_runtime(None).name == "onnxruntime-web-1.30.0.tgz"
 
 
 def test_wrong_runtimes(tmp_path, monkeypatch):

@@ -164,7 +164,7 @@ def test_connections_with_an_unread_body_are_closed(address, port, monkeypatch):
 
 def test_connections_that_read_nothing_are_closed(monkeypatch):
     monkeypatch.setattr(server, "WRITE_SECONDS", 0.5)
-    with running_server(make_app(ROUTES), max_connections=2) as address:
+    with running_server(make_app(ROUTES), max_connections=1) as address:
         with socket.create_connection(("127.0.0.1", urlsplit(address).port), timeout=10) as connection:
             connection.sendall(b"GET /large HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert connection.recv(100).startswith(b"HTTP/1.1 200")
@@ -178,7 +178,10 @@ def test_more_connections_than_the_limit(address, port):
     with ExitStack() as stack:
         for _ in range(server.MAX_CONNECTIONS):
             stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20))
-        assert send(address).status == 503
+        refused = send(address)
+        assert (refused.status, refused.headers["retry-after"]) == (503, "1")
+        assert refused.json == {"error": "The server has too many connections: try again later."}
+        assert refused.headers["x-frame-options"] == "DENY"
     while send(address).status == 503:  # until the server has seen that they are closed
         pass
 

@@ -22,7 +22,7 @@ def export(
     dynamic_size: Annotated[
         bool, typer.Option("--dynamic-size", help="With --input tensor: any multiple of the patch size as height and width.")
     ] = False,
-    features: Annotated[bool, typer.Option("--features", help="Pooled features instead of logits.")] = False,
+    features: Annotated[bool, typer.Option("--features", help="Features instead of logits.")] = False,
     images: Annotated[
         str | None,
         typer.Option(

@@ -161,9 +161,10 @@ class Batcher:
         while batch := self._take():
             started = time.monotonic()
             self._run(batch)
-            seconds = time.monotonic() - started
-            self.observe(len(batch), seconds)
-            self._seconds_per_item += 0.1 * (seconds / len(batch) - self._seconds_per_item)
+            if not isinstance(batch[0].key, Call):
+                seconds = time.monotonic() - started
+                self.observe(len(batch), seconds)
+                self._seconds_per_item += 0.1 * (seconds / len(batch) - self._seconds_per_item)
             batch = []  # its items and their model are not needed while the next batch is awaited
 
     def _take(self) -> list[Job]:

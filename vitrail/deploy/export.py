@@ -59,7 +59,7 @@ def export(
             [B, 3, height, width].
         precision: "fp32", "fp16", or "int8" (ONNX and web), calibrated on `images`.
         dynamic_size: with input="tensor", height and width may be any multiple of the patch size.
-        features: the pooled features instead of the logits; models without a head always have features.
+        features: instead of the logits, the embedding of a projector or the pooled features; always of models without a head.
         images: a folder or another data set for the comparison and the calibration; default: the bundled photographs.
         device: of "torch-export" and "aoti": "cpu" or "cuda".
         runtime: of "web": the npm package onnxruntime-web, as a folder or a .tgz file; default: downloaded by npm.

@@ -5,6 +5,8 @@ import copy
 from torch import Tensor, nn
 
 from vitrail.errors import UserError
+from vitrail.evaluation.features import compute_features
+from vitrail.evaluation.image_index import choose_kind
 from vitrail.models.vision_transformer import VisionTransformer
 
 OUTPUTS = {"classification": "logits", "features": "features", "segmentation": "logits"}  # name of the output
@@ -15,12 +17,12 @@ class ExportedNetwork(nn.Module):
 
     def __init__(self, model: VisionTransformer, task: str):
         super().__init__()
-        self.model, self.task = model, task
+        self.model, self.task, self.kind = model, task, choose_kind(model)
 
     def forward(self, normalized: Tensor) -> Tensor:
         images = normalized.to(next(self.model.parameters()).dtype)
         if self.task == "features":
-            return self.model.features(images).pooled.float()
+            return compute_features(self.model, images, self.kind).float()
         if self.task == "segmentation":
             head = self.model.task_head
             assert head is not None

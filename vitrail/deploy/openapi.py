@@ -20,7 +20,7 @@ ERRORS = {
     "415": "The content type, or the format of an image, is not supported.",
     "422": "An image is damaged, or the model cannot do this.",
     "500": "The server failed to answer.",
-    "503": "The queue is full; Retry-After says when to try again.",
+    "503": "The queue is full, or there are too many connections; Retry-After says when to try again.",
     "504": "The time limit was exceeded.",
 }
 

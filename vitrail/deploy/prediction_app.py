@@ -118,6 +118,7 @@ class Service:
         loop = asyncio.get_running_loop()
         with places:
             inputs = await loop.run_in_executor(self.pool, self.prepare, served, images, target, deadline)
+            del images  # of the files: only the inputs wait
             results = await self.wait(places, (served, operation), inputs, deadline)
         return list(zip(names, results, strict=True))
 

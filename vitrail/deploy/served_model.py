@@ -16,15 +16,17 @@ from vitrail.deploy.inference_graphs import GraphCache
 from vitrail.deploy.optimize import Optimized, optimize
 from vitrail.devices import has_bfloat16
 from vitrail.errors import UserError
-from vitrail.evaluation.features import FeatureKind, compute_features
+from vitrail.evaluation.features import compute_features
+from vitrail.evaluation.image_index import choose_kind
 from vitrail.evaluation.model import Model, compute_logits, count_classes, decode_side, device_of
-from vitrail.interpret.attention import record
+from vitrail.interpret.attention import batch_size_for, record
 from vitrail.interpret.explanation import class_index
 from vitrail.interpret.maps import available_methods, compute_map, needs_gradients
 from vitrail.models.preprocessing import pad_images
 from vitrail.models.vision_transformer import VisionTransformer
 
-SLOW_METHODS = ("occlusion",)  # hundreds of forward passes, during which other requests would wait
+SLOW_METHODS = ("occlusion",)  # up to 64 forward passes, during which other requests would wait
+EXPLAINED = 4  # images of a pass whose graph is kept
 
 
 class Operation(NamedTuple):
@@ -106,17 +108,23 @@ class ServedModel:
             return self.explain(images, operation.method, [each.target for each in inputs])
         with torch.no_grad():  # the mode in which models were compiled: another one would compile them again
             if operation.kind == "embed":
-                return list(check_finite(compute_features(self.model, images, FeatureKind())))
+                return list(check_finite(compute_features(self.model, images, choose_kind(self.model))))
             return list(check_finite(self.logits(pad_batch(images))[: len(images)]).softmax(1))
 
     def explain(self, images: Tensor, method: str, targets: list[int]) -> list[Explanation]:
-        """Maps of `targets`, or of the predicted classes where they are -1, from one forward pass."""
+        """Maps of `targets`, or of the predicted classes where they are -1."""
         assert isinstance(self.model, VisionTransformer)
-        recording = record(self.model, images, needs_gradients(method))
-        given = torch.tensor(targets, device=images.device)
-        classes = torch.where(given < 0, recording.logits.argmax(1), given)
-        maps = check_finite(compute_map(recording, method, classes))
-        return [Explanation(*each) for each in zip(classes.tolist(), maps, strict=True)]
+        size = batch_size_for(self.model, EXPLAINED) if needs_gradients(method) else len(images)
+        parts = zip(images.split(size), torch.tensor(targets, device=images.device).split(size), strict=True)
+        return [each for part, given in parts for each in explain_pass(self.model, part, method, given)]
+
+
+def explain_pass(model: VisionTransformer, images: Tensor, method: str, targets: Tensor) -> list[Explanation]:
+    """`ServedModel.explain` in one forward pass."""
+    recording = record(model, images, needs_gradients(method))
+    classes = torch.where(targets < 0, recording.logits.argmax(1), targets)
+    maps = check_finite(compute_map(recording, method, classes))
+    return [Explanation(*each) for each in zip(classes.tolist(), maps, strict=True)]
 
 
 def check_finite(values: Tensor) -> Tensor:

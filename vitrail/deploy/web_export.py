@@ -4,6 +4,7 @@ The runtime is copied from a local npm package and becomes part of the folder, s
 """
 
 import json
+import re
 import shutil
 import subprocess
 import tarfile
@@ -62,8 +63,13 @@ def find_runtime(given: str | Path | None) -> Path:
             raise UserError(f"There is no {path}: give the npm package {PACKAGE} as a folder or a .tgz file.")
         return path
     cache = cache_folder() / "npm"
-    cached = sorted(cache.glob(f"{PACKAGE}-*.tgz"))
+    cached = list_packages(cache)
     return cached[-1] if cached else pack_runtime(cache)
+
+
+def list_packages(folder: Path) -> list[Path]:
+    """The downloaded packages, the newest version last."""
+    return sorted(folder.glob(f"{PACKAGE}-*.tgz"), key=lambda path: [int(number) for number in re.findall(r"\d+", path.stem)])
 
 
 def pack_runtime(cache: Path) -> Path:
@@ -78,7 +84,7 @@ def pack_runtime(cache: Path) -> Path:
         problem = (done.stderr.strip().splitlines() or ["no message"])[-1] if done.returncode else ""
     except (OSError, subprocess.TimeoutExpired) as error:
         problem = type(error).__name__
-    found = sorted(cache.glob(f"{PACKAGE}-*.tgz"))
+    found = list_packages(cache)
     if problem or not found:
         raise UserError(f"npm could not download {PACKAGE} ({problem[:200]}): {advice}.")
     return found[-1]

@@ -25,9 +25,12 @@ async function openFastest() {
   return open("wasm");
 }
 
+class UnreadableImage extends Error {}
+
 // RGB values of an image, in its stored colors, upright, over white: as the package decodes it.
 async function readPixels(blob) {
-  const bitmap = await createImageBitmap(blob, { colorSpaceConversion: "none", imageOrientation: "from-image" });
+  const options = { colorSpaceConversion: "none", imageOrientation: "from-image" };
+  const bitmap = await createImageBitmap(blob, options).catch((error) => { throw new UnreadableImage(error.message); });
   let { width, height } = bitmap;
   const limit = REDUCE * Math.max(...settings.image_size);
   while (Math.min(width, height) > limit) [width, height] = [Math.ceil(width / 2), Math.ceil(height / 2)];
@@ -37,6 +40,7 @@ async function readPixels(blob) {
   context.fillRect(0, 0, width, height);
   context.imageSmoothingQuality = "high";
   context.drawImage(bitmap, 0, 0, width, height);
+  bitmap.close();
   const rgba = context.getImageData(0, 0, width, height).data;
   const pixels = new Uint8Array(width * height * 3);
   for (let from = 0, to = 0; from < rgba.length; from += 4) {
@@ -47,11 +51,15 @@ async function readPixels(blob) {
   return { pixels, width, height };
 }
 
+let running = Promise.resolve(); // a session computes one image at a time
+
 // The classes of an image, the most probable first: [{index, name, probability}].
 export async function predict(blob) {
   const { ort, session } = await model;
   const { pixels, width, height } = await readPixels(blob);
-  const outputs = await session.run({ images: new ort.Tensor("uint8", pixels, [1, height, width, 3]) });
+  const images = new ort.Tensor("uint8", pixels, [1, height, width, 3]);
+  running = running.catch(() => {}).then(() => session.run({ images }));
+  const outputs = await running;
   const logits = Array.from(outputs.logits.data, Number);
   const largest = Math.max(...logits);
   const parts = logits.map((logit) => Math.exp(logit - largest));
@@ -75,8 +83,11 @@ function show(classes) {
   );
 }
 
+let latest; // the image that was chosen last: results of others are not shown
+
 async function choose(blob) {
   if (!blob) return;
+  latest = blob;
   const status = element("status");
   status.textContent = "Computing …";
   element("predictions").replaceChildren();
@@ -87,11 +98,16 @@ async function choose(blob) {
   try {
     await model;
     const start = performance.now();
-    show(await predict(blob));
+    const classes = await predict(blob);
+    if (blob !== latest) return;
+    show(classes);
     status.textContent = `Computed in ${Math.round(performance.now() - start)} ms (${(await model).provider}).`;
   } catch (error) {
+    if (blob !== latest) return;
     preview.hidden = true;
-    status.textContent = `This file could not be read as an image (${error.message}): choose another one.`;
+    status.textContent = error instanceof UnreadableImage
+      ? `This file could not be read as an image (${error.message}): choose another one.`
+      : `The prediction failed: ${error.message}`;
   }
 }
 

@@ -3,10 +3,10 @@
 const find = (id) => document.getElementById(id);
 const MAX_SHOWN = 30;
 
-async function post(path, file) {
+async function post(path, model, file) {
   const headers = { "Content-Type": file.type.startsWith("image/") ? file.type : "application/octet-stream" };
   if (find("key").value) headers["X-API-Key"] = find("key").value;
-  const query = new URLSearchParams({ model: find("model").value });
+  const query = new URLSearchParams({ model });
   const response = await fetch(`${path}?${query}`, { method: "POST", headers, body: file });
   const content = await response.json();
   if (!response.ok) throw new Error(content.error);
@@ -32,20 +32,30 @@ function drawMap(canvas, map) {
   }));
 }
 
+// Put the map over the part of the image that the model sees.
+function placeMap(canvas, { naturalWidth, naturalHeight }, { image_size: [height, width], crop_ratio, resize }) {
+  const scale = Math.max(height / naturalHeight, width / naturalWidth) / crop_ratio;
+  const [across, down] = resize === "square" ? [1, 1] : [width / scale / naturalWidth, height / scale / naturalHeight];
+  Object.assign(canvas.style, { width: `${100 * across}%`, height: `${100 * down}%` });
+}
+
 async function show(file) {
+  const { value: model, dataset } = find("model").selectedOptions[0];
   const result = make("div", "result");
   const view = make("div", "view");
   const list = make("div", "");
   const image = make("img", "");
   image.alt = file.name || "image";
   image.src = URL.createObjectURL(file);
+  image.onload = image.onerror = () => URL.revokeObjectURL(image.src);
   view.append(image);
   result.append(view, list);
-  list.append(make("p", "note", "…"));
+  const waiting = make("p", "note", "…");
+  list.append(waiting);
   find("results").prepend(result);
   while (find("results").children.length > MAX_SHOWN) find("results").lastChild.remove();
   try {
-    const { predictions: [prediction] } = await post("/predict", file);
+    const { predictions: [prediction] } = await post("/predict", model, file);
     list.replaceChildren(...prediction.classes.map(({ name, probability }) => {
       const row = make("div", "class", name);
       row.prepend(make("span", "", `${(100 * probability).toFixed(1)}%`));
@@ -55,17 +65,19 @@ async function show(file) {
       return row;
     }));
     if (find("explain").checked) {
-      const { method, explanations: [explanation] } = await post("/explain", file);
+      const { method, explanations: [explanation] } = await post("/explain", model, file);
+      await image.decode();
       const canvas = make("canvas", "");
       canvas.setAttribute("role", "img");
       canvas.setAttribute("aria-label", `${method} of ${explanation.class.name}`);
       drawMap(canvas, explanation.map);
+      placeMap(canvas, image, JSON.parse(dataset.preprocessing));
       view.append(canvas);
-      list.append(make("p", "note", `Parts that matter for ${explanation.class.name}, by ${method}; of the center crop.`));
+      list.append(make("p", "note", `Parts that matter for ${explanation.class.name}, by ${method}.`));
     }
     find("message").textContent = "";
   } catch (error) {
-    list.replaceChildren();
+    waiting.remove();
     find("message").textContent = error.message;
   }
 }
@@ -76,12 +88,12 @@ async function showAll(files) {
 
 const drop = find("drop");
 for (const name of ["dragover", "drop", "dragleave"]) {
-  drop.addEventListener(name, (event) => {
+  document.addEventListener(name, (event) => {
     event.preventDefault();
     drop.classList.toggle("over", name === "dragover");
   });
 }
-drop.addEventListener("drop", (event) => showAll(event.dataTransfer.files));
+document.addEventListener("drop", (event) => showAll(event.dataTransfer.files));
 document.addEventListener("paste", (event) => showAll(event.clipboardData.files));
 find("files").addEventListener("change", (event) => {
   const files = [...event.target.files];

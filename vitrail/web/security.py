@@ -21,6 +21,7 @@ Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
+CROWDED = "vitrail.crowded"  # in the state of a request: whether there are more connections than allowed
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 # Nothing from another address: scripts, styles, images and connections of this server only.
 CONTENT_POLICY = (
@@ -39,7 +40,7 @@ HEADERS = {
 
 
 class SecurityMiddleware:
-    """Answers requests with a wrong Host, Origin or API key itself, and adds `HEADERS` to every response.
+    """Answers requests of too many connections or with a wrong Host, Origin or API key, and adds `HEADERS` to every response.
 
     `hosts` are the names under which the server is reachable, besides this machine's; with `any_address`, for servers that other
     machines reach, every IP address is accepted too: an address cannot be rebound. The API key, if there is one, is required
@@ -78,6 +79,9 @@ class SecurityMiddleware:
 
     def find_problem(self, scope: Scope) -> Application | None:
         """The response to a request that is not accepted, None if it is."""
+        if scope.get("state", {}).get(CROWDED):
+            crowded = {"Retry-After": "1", "Connection": "close"}
+            return refusal(503, "The server has too many connections: try again later.", crowded)
         headers = Headers(scope=scope)
         host = headers.get("host", "")
         if len(headers.getlist("host")) != 1 or not self.accepts_host(host):

@@ -19,7 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from vitrail.atomic_files import describe_error
 from vitrail.errors import UserError
 from vitrail.web.responses import AsciiJSONResponse
-from vitrail.web.security import LOOPBACK, Application, SecurityMiddleware
+from vitrail.web.security import CROWDED, LOOPBACK, Application, SecurityMiddleware
 from vitrail.web.uploads import RequestError
 
 LOCALHOST = "127.0.0.1"
@@ -103,8 +103,8 @@ class Server(uvicorn.Server):  # type: ignore[misc]
                 signal.signal(number, handler)
 
 
-class TimedProtocol(H11Protocol):  # type: ignore[misc]
-    """Closes connections of slow clients, which uvicorn would keep.
+class LimitedProtocol(H11Protocol):  # type: ignore[misc]
+    """Closes connections of slow clients, which uvicorn would keep, and lets the application answer when there are too many.
 
     Headers must arrive within `HEADER_SECONDS`, as must the rest of a body whose request has been answered; responses must be
     received within `WRITE_SECONDS`.
@@ -115,6 +115,7 @@ class TimedProtocol(H11Protocol):  # type: ignore[misc]
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
+        self.limit_concurrency = None  # uvicorn's own answer is text, and its limit is one less
         transport.set_write_buffer_limits(0)  # pause_writing is called whenever the client has not received everything
         self.start_timer()
 
@@ -124,6 +125,11 @@ class TimedProtocol(H11Protocol):  # type: ignore[misc]
             self.stop_timer()
         else:
             self.start_timer()  # a part of the next headers
+
+    def handle_events(self) -> None:
+        limit = self.config.limit_concurrency
+        self.app_state[CROWDED] = len(self.connections) > limit or len(self.tasks) >= limit
+        super().handle_events()  # a request has a copy of the state
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -165,7 +171,7 @@ class TimedProtocol(H11Protocol):  # type: ignore[misc]
 def make_server(app: Application, max_connections: int = MAX_CONNECTIONS, shutdown_seconds: float = SHUTDOWN_SECONDS) -> Server:
     config = uvicorn.Config(
         app,
-        http=TimedProtocol,
+        http=LimitedProtocol,
         ws="none",
         log_level="error",
         access_log=False,
