@@ -10,6 +10,7 @@ from tests.explore.models import CLASSES, explored
 from tests.explore.test_collection import collect
 from tests.images import make_folder
 from tests.web.client import HTML, encoded
+from vitrail.explore import static_page
 from vitrail.explore.explorer import Explorer
 from vitrail.explore.routes import make_routes
 from vitrail.explore.static_page import write_static_page
@@ -130,6 +131,8 @@ def test_sliders_heads_class_token_and_methods(open_page, address):
     slide(page, "block", 2)
     slide(page, "head", 2)
     caption(page, "Block 3, head 2: the patch")
+    for slider, text in (("block", "3"), ("head", "2 of 2")):  # for screen readers: their values are counted from 0
+        playwright.expect(page.locator(f".panel .{slider} input").first).to_have_attribute("aria-valuetext", text)
     page.locator(".panel").first.get_by_label("Head 1").click()
     caption(page, "Block 3, head 1: the patch")
     page.locator(".panel").first.get_by_role("button", name="Class token").click()
@@ -142,12 +145,31 @@ def test_sliders_heads_class_token_and_methods(open_page, address):
     page.locator(".panel").first.get_by_role("button", name="Gradient × attention").click()
     predictions = page.locator(".panel").first.locator(".predictions button")
     last = re.match(r"\w+", predictions.last.inner_text())[0]
-    predictions.last.click()
+    predictions.last.press("Enter")
     caption(page, f"Gradient × attention for {last}")
+    playwright.expect(predictions.last).to_be_focused()
     plain = canvas(page).evaluate("canvas => canvas.toDataURL()")
     slide(page, "strength", 0)
     playwright.expect(page.locator(".panel .strength output").first).to_have_text("0.0%")
     assert canvas(page).evaluate("canvas => canvas.toDataURL()") != plain
+
+
+def test_a_slow_map_does_not_replace_what_was_chosen_after_it(open_page, address):
+    page, held = open_page(address), []
+    caption(page, "Block 2")
+    page.route("**/api/map*", lambda route: held.append(route))
+    slide(page, "head", 2)
+    caption(page, "Block 2, head 2")
+    panel = page.locator(".panel").first
+    panel.get_by_role("button", name="Occlusion").click()
+    while len(held) < 2:  # of both panels
+        page.wait_for_timeout(20)
+    panel.get_by_role("button", name="Attention of a patch").click()
+    for route in held:
+        route.continue_()
+    slide(page, "block", 0)
+    caption(page, "Block 1, head 2: the patch")
+    playwright.expect(page.locator("#message")).to_be_hidden()
 
 
 def test_keyboard_alone(open_page, address, pair):
@@ -254,6 +276,38 @@ def test_a_static_file_works_offline(open_page, pair, tmp_path):
     page.locator("#grid .tile").nth(3).click()
     playwright.expect(page.locator("#current")).to_contain_text(names[3])
     playwright.expect(page.get_by_role("button", name="Open image")).to_be_hidden()
+
+
+def test_a_static_file_shows_only_stored_maps_of_a_class(open_page, folder, tmp_path):
+    """A query per class: attention of the pooling and occlusion are stored for the first prediction, other maps for two."""
+    model = explored("patchconvnet_s20_multi", title="queries", depth=2, width=32, stem="linear", patch_size=8)
+    write_static_page(tmp_path / "page.html", "queries", Explorer([model], collect(folder, model)), 4)
+    page = open_page((tmp_path / "page.html").as_uri(), offline=True)
+    caption(page, "Block class 1: the class query attends most to")
+    first, second, _ = page.locator(".predictions button").all()
+    playwright.expect(second).to_be_disabled()
+    page.get_by_role("button", name="Class attention").click()
+    second.click()
+    caption(page, f"Class attention for {re.match(r'[a-z]+', second.inner_text())[0]}")
+    playwright.expect(second).to_have_attribute("aria-pressed", "true")
+    page.get_by_role("button", name="Occlusion").click()
+    caption(page, f"Occlusion for {re.match(r'[a-z]+', first.inner_text())[0]}")
+    page.get_by_role("button", name="Attention of the class").click()
+    caption(page, "Block class 1")
+    playwright.expect(first).to_have_attribute("aria-pressed", "true")
+    playwright.expect(page.locator("#message")).to_be_hidden()
+
+
+def test_a_static_file_without_place_for_attention(open_page, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(static_page, "ATTENTION_BYTES", 1)
+    model = explored()
+    write_static_page(tmp_path / "page.html", "small", Explorer([model], collect(folder, model)), 4)
+    page = open_page((tmp_path / "page.html").as_uri(), offline=True)
+    caption(page, "Gradient × attention for")
+    playwright.expect(page.locator(".reason")).to_contain_text("too large for this file")
+    page.get_by_role("button", name="Attention", exact=True).click()
+    caption(page, "Attention: attention of the last layer")
+    playwright.expect(page.locator("#message")).to_be_hidden()
 
 
 def test_a_model_without_attention_and_a_phone(open_page, folder):

@@ -77,6 +77,12 @@ def test_recordings_are_bounded_by_number_and_size(monkeypatch):
     monkeypatch.setattr(explored_model, "RECORDED_BYTES", 1)
     open_image("d")
     assert list(model.seen) == ["d"]
+    seen = model.seen["d"]
+    before = seen.count_bytes()
+    tokens = 4 * 17 * 32 * 3  # the inputs of three blocks
+    assert before > tokens + seen.recording.images.nbytes + len(seen.view)
+    model.relevance(seen, "rollout", -1)
+    assert seen.count_bytes() == before + 16
 
 
 def test_models_without_attention_say_why():

@@ -72,6 +72,8 @@ def test_answers(address, explorer):
         assert (view.headers["content-type"], view.body[:3]) == ("image/jpeg", b"\xff\xd8\xff")
     thumbnail = send(address, path="/api/thumbnails/5")
     assert (thumbnail.status, thumbnail.body) == (200, explorer.collection.thumbnails[5])
+    for image in (view, thumbnail):  # another server on this port has other images under the same keys
+        assert image.headers["cache-control"] == "no-store"
 
 
 @pytest.mark.parametrize(

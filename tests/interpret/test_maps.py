@@ -37,6 +37,15 @@ def test_every_architecture_has_maps(name):
             relevance_map(model, images, method)
 
 
+def test_attention_of_blocks_before_a_pooling_without_attention_is_not_followed():
+    """Nothing leads back from the pooling to the blocks: gradient-weighted attention would be zero."""
+    _, model, images = recorded(TINY.replace(pooling="class_mlp", pooling_depth=1))
+    assert available_methods(model) == ["input_gradient", "occlusion"]
+    for method in ("gradient_attention", "attention", "rollout"):
+        with pytest.raises(UserError, match="the last layer of this model has no attention"):
+            relevance_map(model, images, method)
+
+
 @pytest.mark.parametrize("kind", WITH_MAPS)
 def test_gradient_attention_is_the_product_of_whole_matrices(kind, monkeypatch):
     """Against matrices [T, T] with gradients by autograd through the explicit softmax of one block at a time."""

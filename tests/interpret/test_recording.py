@@ -8,7 +8,7 @@ from tests.models.test_trace import TINY, WITH_MAPS
 from tests.small import structures
 from vitrail.errors import UserError
 from vitrail.interpret import attention
-from vitrail.interpret.attention import record
+from vitrail.interpret.attention import batch_size_for, record
 from vitrail.models.registry import build
 
 WITH_ATTENTION = [name for name, a in structures().items() if a.uses_heads or a.pooling in ("class_attention", "per_class")]
@@ -35,6 +35,14 @@ def test_rows_are_those_of_the_explicit_softmax(name):
             torch.testing.assert_close(every.sum(-1), torch.ones(every.shape[:-1]), rtol=1e-5, atol=1e-5)
             last = every.shape[2] - 1
             torch.testing.assert_close(recording.attention_rows(layer, [last, 0]), every[:, :, [last, 0]], rtol=1e-5, atol=1e-6)
+
+
+def test_passes_that_keep_the_graph_have_fewer_large_images():
+    sizes = {224: 8, 384: 3, 1024: 1}
+    for side, expected in sizes.items():
+        assert batch_size_for(build(TINY.replace(image_size=(side, side))), 8) == expected
+    convnet = structures()["resnet18"].replace(image_size=(1024, 1024))
+    assert batch_size_for(build(convnet), 8) == 1
 
 
 @pytest.mark.parametrize("kind", WITH_MAPS)

@@ -32,6 +32,17 @@ def test_pointing_and_iou():
         assert float(found[image, 1]) == pytest.approx((covered & inside).sum() / (covered | inside).sum(), abs=1e-6)
 
 
+def test_equally_relevant_pixels_point_by_their_share():
+    """A plateau of two patches, of which one is an object, and a map of zeros; the object is the right half."""
+    recording, _, _ = recorded(TINY.replace(image_size=(16, 64)))
+    maps = torch.zeros(2, 1, 4)
+    maps[0, 0, 1:3] = 0.7
+    masks = torch.zeros(2, 16, 64, dtype=torch.uint8)
+    masks[:, :, 32:] = 1
+    found = score_maps(recording, maps, masks, recording.logits.argmax(1))
+    assert found[:, 0].tolist() == [0.5, 0.5]
+
+
 def test_curves_hide_and_show_the_most_relevant_patches_first():
     recording, model, images = recorded(TINY)
     maps = torch.tensor([[[0.5, 0.1, 0.9], [0.2, 0.3, 0.4]]]).expand(2, -1, -1)

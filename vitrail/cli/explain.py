@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from vitrail.evaluation.statistics import Summary
     from vitrail.models.vision_transformer import VisionTransformer
 
-BATCH = 8  # images per forward pass
 COLUMNS = ("weights", "method", "n", "pointing game", "IoU", "deletion", "insertion")
 
 
@@ -111,8 +110,8 @@ def write_report(
     from vitrail.data.progress import progress
     from vitrail.evaluation.model import decode_side, device_of, open_model
     from vitrail.evaluation.predict import open_images, read_batches
-    from vitrail.interpret.attention import record
-    from vitrail.interpret.explanation import check_model, class_indices, explain_recording
+    from vitrail.interpret.attention import batch_size_for, record
+    from vitrail.interpret.explanation import BATCH, check_model, class_indices, explain_recording
     from vitrail.interpret.maps import needs_gradients
 
     check_writable_folder(out)
@@ -125,7 +124,7 @@ def write_report(
     targets = class_indices(model, options.classes, len(source)) if options.classes else None
     report, explained = ReportWriter(out, weights, save_maps), 0
     with progress("explaining", len(source)) as advance:
-        for batch in read_batches(source, device_of(model), decode_side(model), BATCH):
+        for batch in read_batches(source, device_of(model), decode_side(model), batch_size_for(model, BATCH)):
             print_problems(list(batch.problems.values()))
             index = batch.index.tolist()
             if not index:

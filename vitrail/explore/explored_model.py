@@ -51,8 +51,10 @@ class Seen:
     maps: OrderedDict[tuple[str, int], Quantized] = field(default_factory=OrderedDict)
 
     def count_bytes(self) -> int:
-        tensors = [part for step in (*self.recording.blocks, *self.recording.pooling) for part in step]
-        return sum(part.nbytes for part in tensors if isinstance(part, Tensor)) + len(self.view)
+        kept = self.recording
+        parts = [kept.images, *kept.features, *(part for step in (*kept.blocks, *kept.pooling) for part in step)]
+        maps = sum(found.values.nbytes for found in self.maps.values())
+        return sum(part.nbytes for part in parts if isinstance(part, Tensor)) + maps + len(self.view)
 
 
 class ExploredModel:

@@ -15,8 +15,6 @@ from vitrail.explore.page import content_policy, render_page
 from vitrail.web.responses import AsciiJSONResponse
 from vitrail.web.uploads import RequestError, read_submission
 
-CACHED = {"Cache-Control": "private, max-age=3600"}  # images by key do not change
-
 
 def make_routes(explorer: Explorer, title: str) -> list[Route]:
     """All routes; synchronous ones run in a thread."""
@@ -37,7 +35,7 @@ def make_routes(explorer: Explorer, title: str) -> list[Route]:
 
     def get_view(request: Request) -> Response:
         _, seen = explorer.open(number(request, "model"), text(request, "image"))
-        return Response(seen.view, media_type="image/jpeg", headers=CACHED)
+        return Response(seen.view, media_type="image/jpeg")
 
     def get_attention(request: Request) -> Response:
         model, seen = explorer.open(number(request, "model"), text(request, "image"))
@@ -50,7 +48,7 @@ def make_routes(explorer: Explorer, title: str) -> list[Route]:
 
     def get_thumbnail(request: Request) -> Response:
         row = explorer.row(f"c{request.path_params['row']}")
-        return Response(explorer.require_collection().thumbnails[row], media_type="image/jpeg", headers=CACHED)
+        return Response(explorer.require_collection().thumbnails[row], media_type="image/jpeg")
 
     gets: dict[str, Any] = {
         "/": get_page,

@@ -23,6 +23,7 @@ VIEW_SIDE, VIEW_QUALITY = 320, 80
 CLASSES = 2  # for which the maps of methods that depend on the class are stored; of occlusion, which is slow, only the first
 STEP = 4  # to which attention is rounded, of 255: not visible, and the page is a third smaller
 ATTENTION_BYTES = 6 * 2**20  # of attention weights in one page, before compression
+NO_ATTENTION = "The attention of patches is too large for this file, so pointing at one shows nothing: try fewer images."
 
 
 def write_static_page(
@@ -43,6 +44,8 @@ def write_static_page(
             for layer in described["layers"]
             if layer["layer"] in kept
         ]
+        if not described["reason"] and all(layer["pooling"] for layer in described["layers"]):
+            described["reason"] = NO_ATTENTION
     views: list[str] = []
     images = []
     for row in rows:

@@ -20,6 +20,7 @@ from vitrail.layers.pooling import ClassAttention, ClassAttentionBlock, QueryPoo
 from vitrail.models.vision_transformer import Features, VisionTransformer
 
 CHUNK = 1 << 24  # attention weights that are computed at a time
+GRAPH_PATCHES = 2048  # of the images of one pass whose graph is kept: about 1.4 GB with ViT-B
 
 
 class Heads(NamedTuple):
@@ -173,6 +174,14 @@ def weigh_queries(query: Tensor, key: Tensor, rows: Tensor | None) -> Tensor:
 def multiply_values(output_gradient: Tensor, value: Tensor) -> Tensor:
     """The gradient of softmax weights [B, H, Q, keys] from that of the outputs of the heads [B, H, Q, D/H]."""
     return output_gradient @ value.transpose(-2, -1)
+
+
+def batch_size_for(model: VisionTransformer, largest: int) -> int:
+    """Images per pass whose graph is kept: at most `largest`, fewer large ones."""
+    height, width = model.preprocessing.image_size
+    rows, columns = model.stem.grid(height, width)
+    patches = max(rows * columns, height * width // 256)  # the maps of a convnet are finer than its last one
+    return max(min(largest, GRAPH_PATCHES // patches), 1)
 
 
 def record(model: VisionTransformer, images: Tensor, gradients: bool = False) -> Recording:

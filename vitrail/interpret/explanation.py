@@ -14,7 +14,7 @@ from vitrail.errors import UserError
 from vitrail.evaluation.model import Model, decode_side, device_of, open_model
 from vitrail.evaluation.predict import ClassProbability, Prediction, open_inputs, read_batches
 from vitrail.heads.task_heads import CALLS
-from vitrail.interpret.attention import Recording, record
+from vitrail.interpret.attention import Recording, batch_size_for, record
 from vitrail.interpret.maps import available_methods, check_method, compute_map, needs_gradients
 from vitrail.models.preprocessing import Preprocessing
 from vitrail.models.vision_transformer import VisionTransformer
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from vitrail.evaluation.predict import ImagesInput
 
     Class = int | str
+
+BATCH = 8  # images per forward pass
 
 
 @dataclass(frozen=True)
@@ -41,12 +43,13 @@ def explain(
     methods: Sequence[str] | None = None,
     classes: "Class | Sequence[Class] | None" = None,
     top: int = 5,
-    batch_size: int = 8,
+    batch_size: int | None = None,
 ) -> list[Explanation]:
     """The `top` most probable classes of each image, and a map for each of `methods`.
 
     `model` and `images` are those of `vitrail.predict`. The default method is the first of `available_methods(model)`.
     `classes` are names or indices of the classes to explain: one for all images, or one per image; by default the predicted ones.
+    The default `batch_size` is 8, less for large images.
     """
     opened = open_model(model) if isinstance(model, str | Path) else model
     vision = check_model(opened)
@@ -56,7 +59,7 @@ def explain(
     source, problems = open_inputs(images)
     targets = None if classes is None else class_indices(vision, classes, len(source))
     found: list[Explanation] = []
-    for batch in read_batches(source, device_of(vision), decode_side(vision), batch_size):
+    for batch in read_batches(source, device_of(vision), decode_side(vision), batch_size or batch_size_for(vision, BATCH)):
         problems += batch.problems.values()
         if problems:
             break

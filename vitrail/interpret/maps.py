@@ -86,13 +86,11 @@ def lacks_attention(a: Architecture) -> str:
 
 
 def lacks_last_attention(a: Architecture) -> str:
-    return "the last layer of this model has no attention" if a.pooling == "class_mlp" else lacks_attention(a)
+    return lacks_attention(a) or ("the last layer of this model has no attention" if a.pooling == "class_mlp" else "")
 
 
 def lacks_rollout(a: Architecture) -> str:
-    if attention_layers(a) and a.pooling != "class_mlp":
-        return ""
-    return "the blocks of this model have no attention" if lacks_attention(a) == "" else lacks_attention(a)
+    return lacks_last_attention(a) or ("" if attention_layers(a) else "the blocks of this model have no attention")
 
 
 def lacks_class_attention(a: Architecture) -> str:
@@ -108,7 +106,7 @@ def lacks_classifier(a: Architecture) -> str:
 
 
 def lacks_gradient_attention(a: Architecture) -> str:
-    return lacks_attention(a) or lacks_classifier(a)
+    return lacks_last_attention(a) or lacks_classifier(a)
 
 
 # The default order, see docs/how-to/explain.md for what supports it; occlusion last: it needs up to 64 forward passes.

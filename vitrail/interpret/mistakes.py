@@ -7,12 +7,12 @@ from vitrail.data.image_loader import ImageLoader
 from vitrail.data.source import Source, Subset
 from vitrail.evaluation.confusion import thumbnail
 from vitrail.evaluation.model import decode_side
-from vitrail.interpret.explanation import to_uint8
+from vitrail.interpret.attention import batch_size_for
+from vitrail.interpret.explanation import BATCH, to_uint8
 from vitrail.interpret.heat_maps import draw_over
 from vitrail.interpret.maps import available_methods, relevance_map
 from vitrail.models.vision_transformer import VisionTransformer
 
-BATCH = 8
 SIDE = 96  # pixels
 
 
@@ -29,7 +29,7 @@ def draw_maps(model: VisionTransformer, source: Source, images: np.ndarray, clas
     device = next(model.parameters()).device
     loader = ImageLoader(Subset(source, images), device, 0, decode_side(model), log=lambda message: None)
     try:
-        for batch in loader.iterate(BATCH):
+        for batch in loader.iterate(batch_size_for(model, BATCH)):
             rows = batch.index.tolist()
             pixels = model.preprocessing.apply(batch.pixels, batch.sizes)
             wanted = torch.from_numpy(classes[rows]).to(device)

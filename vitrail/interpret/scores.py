@@ -16,12 +16,14 @@ from vitrail.data.transforms.mask_geometry import crop_masks
 from vitrail.errors import UserError
 from vitrail.evaluation.model import decode_side
 from vitrail.evaluation.statistics import Summary, summarize, wilson
-from vitrail.interpret.attention import Recording, record
+from vitrail.interpret.attention import Recording, batch_size_for, record
 from vitrail.interpret.evidence import predict_logits
 from vitrail.interpret.maps import check_method, compute_map, needs_gradients, resize_map
 from vitrail.models.vision_transformer import VisionTransformer
 
+BATCH = 16  # images per forward pass
 STEPS = 5  # of the deletion and insertion curves
+TIE = 1e-5  # relative difference of equal values after they were resized
 BASELINES = ("center", "random")  # a Gaussian in the center of the image, and noise: what a useful map must exceed
 TRIMAP = (1, 2, 3)  # ids of Oxford-IIIT Pet: pet, background, border
 
@@ -31,7 +33,7 @@ class MethodScore(NamedTuple):
 
     method: str
     n: int
-    pointing: float  # share of images whose most relevant pixel is on an object
+    pointing: float  # share of images whose most relevant pixel is on an object; of several, their share on one
     pointing_interval: tuple[float, float]  # Wilson, 95 %
     iou: Summary  # of the pixels above the mean of the map, and the mask
     deletion: Summary  # mean probability while the most relevant patches are hidden first: low is good
@@ -48,7 +50,6 @@ def score_methods(
     methods: Sequence[str],
     images: int = 300,
     seed: int = 0,
-    batch_size: int = 16,
     advance: Callable[[int], Any] = lambda count: None,
 ) -> list[MethodScore]:
     """Scores of methods, and of two baselines, for the predicted classes of random images of a source with masks.
@@ -64,7 +65,7 @@ def score_methods(
     generator = torch.Generator().manual_seed(seed)
     found: dict[str, list[Tensor]] = {method: [] for method in (*methods, *BASELINES)}
     try:
-        for batch in loader.iterate(batch_size):
+        for batch in loader.iterate(batch_size_for(model, BATCH)):
             assert batch.masks is not None
             masks = torch.from_numpy(table).to(device)[crop_masks(batch.masks, model.preprocessing.view(batch.sizes)).long()]
             rows = (masks == 1).flatten(1).any(1)
@@ -99,8 +100,10 @@ def score_maps(recording: Recording, maps: Tensor, masks: Tensor, classes: Tenso
     """Pointing, IoU, deletion and insertion of each image, float32 [B, 4]; masks [B, H, W] are 1 on objects, 255 ignored."""
     valid, inside = masks != IGNORE, masks == 1
     values = resize_map(maps, (masks.shape[1], masks.shape[2]))
-    best = values.masked_fill(~valid, -torch.inf).flatten(1).argmax(1)
-    pointing = inside.flatten(1).gather(1, best[:, None])[:, 0]
+    # Of equally relevant pixels, such as those of a plateau, their share on an object: the result of choosing one at random.
+    largest = values.masked_fill(~valid, -torch.inf).amax((1, 2), keepdim=True)
+    best = (values >= largest * (1 - TIE)) & valid
+    pointing = (best & inside).sum((1, 2)) / best.sum((1, 2))
     mean = (values * valid).sum((1, 2)) / valid.sum((1, 2))
     covered = (values > mean[:, None, None]) & valid
     iou = (covered & inside).sum((1, 2)) / (covered | inside).sum((1, 2))
@@ -113,7 +116,7 @@ def probability_curve(recording: Recording, maps: Tensor, classes: Tensor, inser
 
     Maps [B, rows, columns] to [B, steps + 1]; hidden pixels have the mean color.
     """
-    order = maps.flatten(1).argsort(1, descending=True).argsort(1)  # 0: the most relevant patch
+    order = maps.flatten(1).argsort(dim=1, descending=True, stable=True).argsort(1)  # 0: the most relevant patch
     images, count = recording.images.detach(), order.shape[1]
     whole = recording.logits.detach().float().softmax(1).gather(1, classes[:, None])[:, 0]
     points = []

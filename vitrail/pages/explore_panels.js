@@ -77,7 +77,11 @@ const file = {
     const patches = page.models[model].grid[0] * page.models[model].grid[1];
     return split((await file.block(entry)).subarray(start, start + patches), [peak], [])[0];
   },
-  canExplain: (model, image, method, target) => Boolean(file.map(file.entry(model, image), method, target)),
+  // Of a pooling with a query per class, the attention of the most probable class is stored.
+  canExplain(model, image, method, target) {
+    const entry = file.entry(model, image), stored = method === "attention" && page.models[model].layers.length > 0;
+    return stored ? target === entry.predictions[0]?.[0] : Boolean(file.map(entry, method, target));
+  },
   thumbnail: (row) => page.stored.views[page.stored.images[row][0].view],
 };
 
@@ -190,6 +194,15 @@ class Panel {
 
   get current() { return this.info.layers[this.layer]; }
 
+  // Whether the map is the attention of the layer of the slider; without layers, "attention" is a method like others.
+  get patchwise() { return this.method === "attention" && this.info.layers.length > 0; }
+
+  // The class that the map explains: the chosen one, or the most probable if there is no map of the chosen one.
+  get explained() {
+    const top = this.predictions.length ? this.predictions[0][0] : -1;
+    return this.target >= 0 && source.canExplain(this.number, shared.image, this.method, this.target) ? this.target : top;
+  }
+
   // Apply a change of the controls here and, if the panels are linked, in the other one.
   change(apply, spoken = false) {
     for (const panel of find("#link").checked ? panels : [this]) {
@@ -265,6 +278,7 @@ class Panel {
       await photo.decode();
       if (key !== shared.image) return;
       [this.predictions, this.photo] = [predictions, photo];
+      this.makePredictions();
       await this.update();
     } finally {
       if (key === shared.image) loading.hidden = true;
@@ -282,11 +296,11 @@ class Panel {
     try {
       while (this.wanted) {
         this.wanted = false;
-        const key = shared.image;
+        const key = shared.image, { method, layer } = this;
         const maps = await this.fetchMaps();
-        if (key !== shared.image) continue;
+        if (key !== shared.image || method !== this.method || layer !== this.layer) continue;
         this.maps = maps;
-        this.map = this.method !== "attention" ? stretch(maps[0]) : this.head ? maps[this.head - 1] : mean(maps);
+        this.map = !this.patchwise ? stretch(maps[0]) : this.head ? maps[this.head - 1] : mean(maps);
         this.showControls();
         this.draw();
         this.describe();
@@ -301,8 +315,7 @@ class Panel {
   }
 
   async fetchMaps() {
-    const attention = this.method === "attention";
-    const top = this.predictions.length ? this.predictions[0][0] : -1, target = this.target < 0 ? top : this.target;
+    const attention = this.patchwise, target = this.explained;
     const query = this.current?.pooling ? target : this.usesToken() ? -1 : this.patch().index;
     const key = `${shared.image} ${attention ? `${this.layer} ${query}` : `${this.method} ${target}`}`;
     if (!this.cache.has(key)) {
@@ -315,10 +328,10 @@ class Panel {
     return this.cache.get(key);
   }
 
-  usesToken() { return shared.token && this.current.prefix > 0; }
+  usesToken() { return shared.token && this.current?.prefix > 0; }
 
   showControls() {
-    const attention = this.method === "attention" && this.current;
+    const attention = this.patchwise;
     for (const button of find(".methods", this.root).children) {
       button.setAttribute("aria-pressed", button.dataset.method === this.method);
     }
@@ -333,8 +346,11 @@ class Panel {
       this.blockSlider.value = this.layer;
       this.headSlider.max = this.current.heads;
       this.headSlider.value = this.head;
-      find(".block output", this.root).textContent = this.current.title;
-      find(".head output", this.root).textContent = this.head ? `${this.head} of ${this.current.heads}` : "mean";
+      const head = this.head ? `${this.head} of ${this.current.heads}` : "mean";
+      for (const [slider, text] of [[this.blockSlider, this.current.title], [this.headSlider, head]]) {
+        slider.setAttribute("aria-valuetext", text);
+        slider.nextElementSibling.textContent = text;
+      }
     }
     this.showHeads(attention);
     this.showPredictions();
@@ -356,19 +372,25 @@ class Panel {
     });
   }
 
-  showPredictions() {
-    const list = find(".predictions", this.root), label = shared.label;
+  makePredictions() {
     find("h3", this.root).hidden = !this.predictions.length;
-    const perClass = this.method === "attention" ? this.current?.pooling : this.methods.get(this.method).per_class;
-    list.replaceChildren(...this.predictions.map(([index, name, probability], rank) => {
-      const button = make("button", { type: "button" }, make("span", {}, name, ...(label === name ? [" ", make("span", { className: "badge right" }, "label")] : [])), make("span", {}, percent(probability)));
+    find(".predictions", this.root).replaceChildren(...this.predictions.map(([index, name, probability]) => {
+      const badge = shared.label === name ? [" ", make("span", { className: "badge right" }, "label")] : [];
+      const button = make("button", { type: "button" }, make("span", {}, name, ...badge), make("span", {}, percent(probability)));
       button.style.setProperty("--share", `${100 * probability}%`);
-      button.disabled = !perClass || !source.canExplain(this.number, shared.image, this.method, index);
-      button.title = button.disabled ? "" : `Show the map for ${name}`;
-      button.setAttribute("aria-pressed", Boolean(perClass) && (this.target < 0 ? rank === 0 : this.target === index));
       button.addEventListener("click", () => { this.target = index; this.update(); });
       return make("li", {}, button);
     }));
+  }
+
+  showPredictions() {
+    const perClass = this.patchwise ? this.current.pooling : this.methods.get(this.method).per_class, shown = this.explained;
+    [...find(".predictions", this.root).children].forEach(({ firstChild: button }, rank) => {
+      const [index, name] = this.predictions[rank];
+      button.disabled = !perClass || !source.canExplain(this.number, shared.image, this.method, index);
+      button.title = button.disabled ? "" : `Show the map for ${name}`;
+      button.setAttribute("aria-pressed", Boolean(perClass) && index === shown);
+    });
   }
 
   draw() {
@@ -381,9 +403,9 @@ class Panel {
     context.drawImage(this.photo, 0, 0, width, height);
     if (!this.map) return;
     const heat = paint(this.heat ||= document.createElement("canvas"), this.map, this.info.grid, (value) => this.strength * (1 - 0.55 * value));
-    context.imageSmoothingEnabled = this.method !== "attention";
+    context.imageSmoothingEnabled = !this.patchwise;
     context.drawImage(heat, 0, 0, width, height);
-    if (this.method !== "attention" || this.current.pooling || this.usesToken()) return;
+    if (!this.patchwise || this.current.pooling || this.usesToken()) return;
     const [rows, columns] = this.info.grid, { row, column } = this.patch();
     const left = column / columns * width, top = row / rows * height, line = Math.max(2 * devicePixelRatio, 2);
     for (const [color, size] of [["#000b", 2 * line], [shared.kept ? "#4cc38a" : "#fff", line]]) {
@@ -397,14 +419,14 @@ class Panel {
     const columns = this.info.grid[1], peak = this.map.values.reduce((best, value, index, all) => (value > all[best] ? index : best), 0);
     const place = (index) => `row ${Math.floor(index / columns) + 1}, column ${index % columns + 1}`;
     let text;
-    if (this.method === "attention") {
+    if (this.patchwise) {
       const from = this.current.pooling ? "the class query" : this.usesToken() ? "the class token" : `the patch in ${place(this.patch().index)}`;
       const heads = this.current.mean ? ", mean of the heads" : this.current.heads === 1 ? "" : this.head ? `, head ${this.head}` : `, mean of ${this.current.heads} heads`;
       const rest = this.current.prefix ? ` ${percent(this.map.prefix)} goes to ${this.current.prefix === 1 ? "the class token" : "prefix tokens"}.` : "";
       text = `Block ${this.current.title}${heads}: ${from} attends most to ${place(peak)} (${percent(this.map.peak)}).${rest}`;
     } else {
       const method = this.methods.get(this.method);
-      const name = this.predictions.find(([index]) => index === this.target)?.[1] ?? this.predictions[0]?.[1];
+      const name = this.predictions.find(([index]) => index === this.explained)?.[1];
       text = `${method.title}${method.per_class && name ? ` for ${name}` : ""}: ${method.description}. Highest at ${place(peak)}.`;
     }
     find(".caption", this.root).textContent = text;
