@@ -3,11 +3,15 @@
     python benchmarks/detection.py voc DATA --from vitrail_tiny --seeds 1 --minutes 9        # again until all are finished
     python benchmarks/detection.py operators                                                # parity and time on this device
     python benchmarks/detection.py voc DATA --steps 4 --size 64 --small --limit 8 --device cpu
+    python benchmarks/detection.py voc DATA --set optimizer.layer_decay=0.9 --out runs/detection-0.9
 
 DATA contains voc2012/, Parquet files with boxes and instance masks. For each of the weights `--from` and each seed: the recipe
 `detect` with the backbone trained too, with a frozen backbone, and, stated as the baseline before anything is run, the same
-network from scratch. The last tenth of the training images selects the best weights; AP is that of the validation split, which
-is used for nothing else. Every training is a process of its own; results and checkpoints are kept in `--out`.
+network from scratch, all layers of which have the same learning rate. A tenth of the training images selects the best weights; AP
+is that of the validation split, which is used for nothing else, as the training itself evaluates it at its end.
+
+Every training is a process of its own; results and checkpoints are kept in `--out`. `--set KEY=VALUE` changes the recipe of all
+trainings and is stored with each result.
 """
 
 import argparse
@@ -25,6 +29,7 @@ from arguments import positive, run_program
 from jobs import run_jobs
 
 import vitrail
+from vitrail.cli.train import parse_set
 from vitrail.data.datasets.lookup import open_sources
 from vitrail.data.image_loader import ImageLoader
 from vitrail.data.source import Source, Subset
@@ -34,10 +39,12 @@ from vitrail.evaluation.detections import DetectionProtocol, detection_head
 from vitrail.evaluation.object_evaluation import match_split
 from vitrail.heads.boxes import library, suppress
 from vitrail.heads.regions import choose_levels, pool_regions, roi_align
+from vitrail.models.registry import list_models
 
 METHODS = ("trained", "frozen", "from scratch")
 COLUMNS = {"box AP": "ap", "AP50": "ap50", "AP75": "ap75", "mask AP": "mask_ap", "mask AP50": "mask_ap50"}
 STRIDES = [4.0, 8.0, 16.0, 32.0]
+BASELINE: dict[str, Any] = {"optimizer.layer_decay": 1.0}  # lower rates would leave random first layers almost as they are
 
 
 def evaluate(model: vitrail.VisionTransformer, source: Source, device: torch.device) -> dict[str, Any]:
@@ -47,7 +54,7 @@ def evaluate(model: vitrail.VisionTransformer, source: Source, device: torch.dev
     loader.close()
     found = matches.summarize(detection_head(model).config.classes)
     found.pop("per_class")
-    return found | {"images": images, "parameters": sum(each.numel() for each in model.parameters())}
+    return found | {"images": images}
 
 
 def run_job(folder: Path) -> None:
@@ -58,22 +65,33 @@ def run_job(folder: Path) -> None:
     if (run_folder / "run.json").exists():
         run = vitrail.resume(run_folder)
     elif job["method"] == "from scratch":
-        before = vitrail.load(job["weights"])
-        preprocessing = {"augmentation.mean": list(before.preprocessing.mean), "augmentation.std": list(before.preprocessing.std)}
-        run = vitrail.train(
-            job["source"], "detect", model=before.name, changes=changes | preprocessing, out=run_folder, device=str(device)
-        )
+        name, baseline = describe_baseline(job["weights"])
+        run = vitrail.train(job["source"], "detect", model=name, changes=changes | baseline, out=run_folder, device=str(device))
     else:
         if job["method"] == "frozen":
             changes["init.scope"] = "head"
         run = vitrail.train(job["source"], "detect", from_=job["weights"], changes=changes, out=run_folder, device=str(device))
     if not run.finished:
         raise SystemExit(1)  # stopped by the time limit: the next call continues
-    result = evaluate(
-        vitrail.load(run.artifact, device=device), take(open_sources(job["source"])["validation"], job["limit"]), device
-    )
-    seconds = json.loads((run_folder / "run.json").read_text()).get("seconds") or time.monotonic() - started
-    (folder / "result.json").write_text(json.dumps(result | {"minutes": seconds / 60}))
+    model, recorded = vitrail.load(run.artifact, device=device), json.loads((run_folder / "run.json").read_text())
+    result = recorded.get("test")  # the validation split
+    if result is None or job["limit"]:
+        result = evaluate(model, take(open_sources(job["source"])["validation"], job["limit"]), device)
+    result |= {
+        "parameters": sum(each.numel() for each in model.parameters()),
+        "minutes": (recorded.get("seconds") or time.monotonic() - started) / 60,
+        "changes": job["changes"],
+    }
+    (folder / "result.json").write_text(json.dumps(result))
+
+
+def describe_baseline(weights: str) -> tuple[str, dict[str, Any]]:
+    """The network of the weights by name, and the changes of the recipe for its training from scratch."""
+    before = vitrail.load(weights)
+    if before.name not in list_models():
+        raise UserError(f"{weights} is {before.name or 'a network without a name'}, which cannot be built for the baseline.")
+    mean, std = before.preprocessing.mean, before.preprocessing.std
+    return before.name, BASELINE | {"augmentation.mean": list(mean), "augmentation.std": list(std)}
 
 
 def take(source: Source, limit: int) -> Source:
@@ -93,6 +111,7 @@ def compare_voc(options: argparse.Namespace) -> None:
     if options.small:  # for a run of seconds on a CPU
         small = {"channels": 16, "hidden": 32, "candidates": 50, "proposals": 20, "anchors_sampled": 32, "boxes_sampled": 16}
         changes |= {f"task_options.{name}": value for name, value in small.items()}
+    changes |= parse_set(options.set)
     jobs: dict[str, dict[str, Any]] = {}
     rows: dict[tuple[str, str], list[str]] = {}
     for weights in options.weights:
@@ -119,11 +138,13 @@ def compare_voc(options: argparse.Namespace) -> None:
             minutes = statistics.mean(each["minutes"] for each in found)
             parameters = f"{found[0]['parameters'] / 1e6:.1f} M"
             print(f"| {' | '.join(row)} | {' | '.join(cells)} | {len(found)} | {parameters} | {minutes:.1f} |")
+    if options.set:
+        print(f"\nchanges of the recipe: {', '.join(options.set)}")
     print(f"\n{describe_device()}; validation split, {next(iter(results.values()), {}).get('images', 0):,} images")
 
 
 def show_result(result: dict[str, Any]) -> str:
-    return f"box AP {100 * (result['ap'] or 0):.1f} %, AP50 {100 * (result['ap50'] or 0):.1f} %"
+    return f"box AP {100 * (result.get('ap') or 0):.1f} %, AP50 {100 * (result.get('ap50') or 0):.1f} %"
 
 
 def spread(values: list[float]) -> str:
@@ -210,6 +231,7 @@ def main() -> None:
     parser.add_argument("--steps", type=positive, help="instead of epochs")
     parser.add_argument("--size", type=positive, default=448, help="of the crops and of the shorter side in the evaluation")
     parser.add_argument("--batch-size", type=positive, default=16)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a change of the recipe; repeatable")
     parser.add_argument("--small", action="store_true", help="small heads and few boxes, for a run of seconds on a CPU")
     parser.add_argument("--limit", type=int, default=0, help="images of the evaluation, for a short run")
     parser.add_argument("--parallel", type=positive, default=1)

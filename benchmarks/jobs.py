@@ -1,6 +1,7 @@
 """Trainings as processes of their own, some at a time, within a time limit; the same command continues where it was stopped."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from vitrail.data.workers import count_cores
 from vitrail.errors import UserError
 
 SAVING = 60  # seconds that a stopped job has to write its checkpoint
@@ -26,9 +28,16 @@ def run_jobs(
     """The results of all jobs by name; those that are in `out` already are not computed again.
 
     A job is the command `program job FOLDER`, which reads FOLDER/job.json and writes FOLDER/result.json. After `minutes` running
-    jobs are stopped, so that they save a checkpoint, and the rest is left to the next call.
+    jobs are stopped, so that they save a checkpoint, and the rest is left to the next call. UserError if `out` has one of the
+    jobs with other changes of the recipe.
     """
+    for name, job in jobs.items():
+        path = out / name / "job.json"
+        if path.exists() and json.loads(path.read_text()).get("changes") != job.get("changes"):
+            raise UserError(f"{path.parent} has a training with other changes of the recipe: give another --out.")
     end = time.monotonic() + 60 * minutes if minutes else None
+    # The compilers of all jobs together have a process for each core.
+    environment = {"TORCHINDUCTOR_COMPILE_THREADS": str(max(count_cores() // parallel, 1))} | os.environ
 
     def compute(name: str) -> dict[str, Any] | None:
         folder = out / name
@@ -38,7 +47,8 @@ def run_jobs(
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "job.json").write_text(json.dumps(jobs[name]))
             with (folder / "log.txt").open("a") as log:
-                running = subprocess.Popen([sys.executable, program, "job", str(folder)], stdout=log, stderr=log)
+                command = [sys.executable, program, "job", str(folder)]
+                running = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
                 try:
                     running.wait(None if end is None else max(end - time.monotonic(), 1))
                 except subprocess.TimeoutExpired:

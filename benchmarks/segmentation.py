@@ -7,10 +7,14 @@
 DATA contains camvid/, oxford-pets/ and voc2012/, with masks. `heads` compares, for each of the weights `--from`: ridge (in closed
 form), a linear head and an UperNet on the frozen trunk, and the same trained with it; and a plain U-Net from scratch, which sees
 as many crops. `trunks` compares small DeiT III, ResMLP and PatchConvNet trunks under the same UperNet: each is pre-trained
-once, with the same images, then trained with every seed. All are evaluated by the same protocol: whole images (ResMLP: windows),
-one scale, logits resized to the size of the masks, on the test split or, without one, the validation split. Every training is a
-process of its own, `--parallel` at a time; results and checkpoints are kept in `--out`, and the same command continues: with
-`--minutes 9` after nine minutes.
+once, with the same images, then trained with every seed; ResMLP, whose weights for each patch fit one size, on crops and windows
+of the size of its pre-training. All are evaluated by the same protocol: whole images (ResMLP: windows), one scale, logits
+resized to the size of the masks, on the test split or, without one, the validation split, which is used for nothing else.
+
+All methods learn from the same images: all of the training split, or nine tenths of it where a set has only one of the other two
+splits. The last tenth, or the validation split, selects the best weights of a training; ridge and U-Net have one result only.
+Every training is a process of its own, `--parallel` at a time; results and checkpoints are kept in `--out`, and the same command
+continues: with `--minutes 9` after nine minutes.
 """
 
 import argparse
@@ -29,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import vitrail
-from vitrail.data.datasets.lookup import open_sources
+from vitrail.data.datasets.lookup import open_sources, open_splits
 from vitrail.data.image_loader import ImageLoader
 from vitrail.data.mask_checks import complete_classes
 from vitrail.data.sampler import EpochSampler
@@ -49,6 +53,7 @@ from vitrail.training.task import Position
 SETS = {"camvid": "camvid", "pets": "oxford-pets", "voc": "voc2012"}
 SIZES = {"camvid": 352, "pets": 256, "voc": 448}
 BATCH = 16
+PRETRAINED = 128  # pixels of the pre-training of the trunks
 # About 5.5 million parameters each.
 TRUNKS: dict[str, tuple[str, dict[str, Any]]] = {
     "DeiT III": ("deit3_tiny_patch16", {}),
@@ -58,13 +63,19 @@ TRUNKS: dict[str, tuple[str, dict[str, Any]]] = {
 METHODS = ("ridge", "frozen linear", "frozen UperNet", "linear", "UperNet", "U-Net")
 
 
-def open_set(data: Path, name: str, limit: int) -> tuple[Source, Source, str]:
+def open_set(source: str, limit: int) -> tuple[Source, Source, str]:
     """The training images, those of the evaluation, and the name of their split."""
-    sources = open_sources(data / SETS[name])
-    split = next((part for part in ("test", "validation") if part in sources), "train")
-    train, test = (take(sources[part], limit) for part in ("train", split))
+    splits = open_splits(source, validation_fraction=validation_fraction(source))
+    tested = splits.validation if splits.test is None else splits.test
+    train, test = (take(part, limit) for part in (splits.train, tested))
     complete_classes([train, test])
-    return train, test, split
+    return train, test, "test" if "test" in open_sources(source) else "validation"
+
+
+def validation_fraction(source: str) -> float:
+    """The share of the training images that selects weights where the validation split is evaluated; 0: the default."""
+    sources = open_sources(source)
+    return 0.1 if "validation" in sources and "test" not in sources else 0.0
 
 
 def take(source: Source, limit: int) -> Source:
@@ -147,12 +158,13 @@ def fit_in_closed_form(job: dict[str, Any], train: Source, test: Source, device:
 
 
 def train_head(job: dict[str, Any], folder: Path, test: Source, device: torch.device) -> dict[str, float]:
-    """`vitrail train --recipe segment` on the whole set, then the evaluation of the best weights."""
+    """`vitrail train --recipe segment`, and its evaluation of the best weights on the test images."""
     linear, frozen = "linear" in job["method"], "frozen" in job["method"]
     changes: dict[str, Any] = {
         "augmentation.image_size": [job["size"], job["size"]],
         "schedule.length": f"{job['epochs']:g} epochs",
         "validation.every": f"{max(job['epochs'] / 4, 0.01):g} epochs",
+        "data.validation_fraction": validation_fraction(job["source"]),
         "batch_size": job["batch_size"],
         "seed": job["seed"],
         "task_options.head": "linear" if linear else "upernet",
@@ -168,7 +180,11 @@ def train_head(job: dict[str, Any], folder: Path, test: Source, device: torch.de
             job["source"], "segment", from_=job["weights"], changes=changes, out=folder / "run", device=str(device)
         ),
     )
-    return evaluate(vitrail.load(run.artifact, device=device), test, device)
+    model = vitrail.load(run.artifact, device=device)
+    recorded: dict[str, float] | None = json.loads((folder / "run" / "run.json").read_text()).get("test")
+    if recorded is None or job["limit"]:
+        return evaluate(model, test, device)
+    return recorded | count_parameters(model)
 
 
 def evaluate(model: vitrail.VisionTransformer, test: Source, device: torch.device) -> dict[str, float]:
@@ -176,13 +192,17 @@ def evaluate(model: vitrail.VisionTransformer, test: Source, device: torch.devic
     loader = ImageLoader(test, device, masks=True)
     counts, _ = count_split(model.eval(), loader, 8, protocol)
     loader.close()
-    return summarize_pixels(counts.matrix.cpu()) | {"parameters": sum(each.numel() for each in model.parameters())}
+    return summarize_pixels(counts.matrix.cpu()) | count_parameters(model)
+
+
+def count_parameters(model: vitrail.VisionTransformer) -> dict[str, float]:
+    return {"parameters": sum(each.numel() for each in model.parameters())}
 
 
 def pretrain(job: dict[str, Any], folder: Path, device: torch.device) -> dict[str, float]:
-    """A classifier on Tiny ImageNet at 128 pixels, whose weights are the start of a trunk's segmentations."""
+    """A classifier on Tiny ImageNet, whose weights are the start of a trunk's segmentations."""
     model, changes = TRUNKS[job["trunk"]]
-    changes = changes | {"augmentation.image_size": [128, 128], "architecture.drop_path": 0.05}
+    changes = changes | {"augmentation.image_size": [PRETRAINED, PRETRAINED], "architecture.drop_path": 0.05}
     epochs = job["epochs"]
     run = train_or_resume(
         folder / "run",
@@ -190,7 +210,7 @@ def pretrain(job: dict[str, Any], folder: Path, device: torch.device) -> dict[st
             job["source"], "small", model=model, epochs=epochs, changes=changes, out=folder / "run", device=str(device)
         ),
     )
-    return {"top1": float(run.best["top1"]), "parameters": sum(each.numel() for each in vitrail.load(run.artifact).parameters())}
+    return {"top1": float(run.best["top1"])} | count_parameters(vitrail.load(run.artifact))
 
 
 def run_job(folder: Path) -> None:
@@ -200,7 +220,7 @@ def run_job(folder: Path) -> None:
     if job["kind"] == "pretrain":
         result = pretrain(job, folder, device)
     else:
-        train, test, split = open_set(Path(job["data"]), job["set"], job["limit"])
+        train, test, split = open_set(job["source"], job["limit"])
         if job["method"] == "U-Net":
             result = train_unet(job, train, test, device)
         elif job["method"] == "ridge":
@@ -231,9 +251,7 @@ def train_or_resume(folder: Path, start: Callable[[], Run]) -> Run:
 def make_job(options: argparse.Namespace, name: str, method: str, weights: str, seed: int) -> dict[str, Any]:
     return {
         "kind": "segment",
-        "data": str(options.data.resolve()),
         "source": str((options.data / SETS[name]).resolve()),
-        "set": name,
         "method": method,
         "weights": weights,
         "seed": seed,
@@ -243,6 +261,18 @@ def make_job(options: argparse.Namespace, name: str, method: str, weights: str, 
         "limit": options.limit,
         "device": options.device,
         "changes": {"task_options.channels": options.channels, "task_options.auxiliary": options.channels // 2},
+    }
+
+
+def keep_grid(job: dict[str, Any]) -> None:
+    """Crops and windows of the size of the pre-training, as in ResMLP's paper, of images at the scale of the other trunks."""
+    scale = job["size"] / PRETRAINED
+    job["changes"] |= {
+        "augmentation.image_size": [PRETRAINED, PRETRAINED],
+        "augmentation.factors": [0.5 * scale, 2 * scale],
+        "task_options.short_side": job["size"],
+        "task_options.window": PRETRAINED,
+        "task_options.stride": round(PRETRAINED / 3),
     }
 
 
@@ -288,6 +318,8 @@ def compare_trunks(options: argparse.Namespace) -> None:
                 key = f"{name}-{trunk.replace(' ', '_')}-{seed}"
                 weights = str((options.out / start / "run" / "best.safetensors").resolve())
                 jobs[key] = make_job(options, name, "UperNet", weights, seed)
+                if trunk == "ResMLP":
+                    keep_grid(jobs[key])
                 rows.setdefault((name, trunk, "UperNet"), []).append(key)
     print_rows(("data", "trunk", "head"), rows, compute_jobs(jobs, options))
 

@@ -1,15 +1,18 @@
 """Benchmarks that have no test of their own still run: in miniature, on a CPU."""
 
 import importlib
+import json
 import runpy
 import signal
 import subprocess
 import sys
 from argparse import Namespace
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,15 +21,39 @@ from tests.images import make_masked_folder
 from tests.models.test_every_model import randomize
 from tests.shapes import make_parquet
 from vitrail.errors import UserError
+from vitrail.recipes import lookup
 
 ROOT = Path(__file__).parents[1]
 MODEL = "deit_tiny_patch16"
+
+
+@pytest.fixture
+def run_benchmark(monkeypatch, capsys):
+    """A benchmark as it is typed, in this process and without a GPU: its exit code, what it prints and what it complains of."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    threads, gradients = torch.get_num_threads(), torch.is_grad_enabled()
+
+    def run(words, folder="benchmarks"):
+        program, *options = words.split()
+        monkeypatch.setattr(sys, "argv", [str(ROOT / folder / program), *options])
+        code = 0
+        try:
+            runpy.run_path(str(ROOT / folder / program), run_name="__main__")
+        except SystemExit as end:
+            code = end.code
+        return code, *capsys.readouterr()
+
+    yield run
+    torch.set_num_threads(threads)
+    torch.set_grad_enabled(gradients)
 
 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
         ("serve.py --soak 0.03", "0 lost, 0 of another request, 0 wrong, 0 duplicated"),
+        ("serve.py --in-process --clients 2 --seconds 0.2 --rounds 1", "batcher / handler, threads, throughput (p99): 2 clients"),
         (f"finetuning.py --model {MODEL} --size 32 --device cpu --batch-size 2 --rounds 1 --repeats 1 --classes 5", "attention"),
         (
             "fused_paths.py branches vit_tiny_patch16_12x2_ls --device cpu --batch-size 1 --size 32 --depth 1 --mode eager "
@@ -54,7 +81,7 @@ MODEL = "deit_tiny_patch16"
             "as the authors' code",
         ),
         ("search.py --count 1000 --width 16 --rounds 1 --queries 1 3 --threads 1", "| 3 |"),
-        ("coarse_labels.py digits --out OUT --table", "| trunk | method |"),
+        ("coarse_labels.py table --out OUT", "| trunk | method |"),
         ("detection.py operators --small --repeats 1 --device cpu", "| RoIAlign of 2 x 50 boxes"),
         ("walks.py predict", "vitrail predict: "),
         (f"explain.py cost --model {MODEL} --size 32 --rounds 1 --methods rollout", "| rollout | "),
@@ -64,40 +91,106 @@ MODEL = "deit_tiny_patch16"
     ],
     ids=lambda text: " ".join(text.replace(".py", "").split()[:2]),
 )
-def test_it_runs(words, expected, tmp_path):
-    program, *options = words.replace("OUT", str(tmp_path)).split()
-    done = subprocess.run(
-        [sys.executable, ROOT / "benchmarks" / program, *options], capture_output=True, text=True, check=False, cwd=ROOT
-    )
-    assert done.returncode == 0, done.stderr
-    assert expected in done.stdout
+def test_it_runs(run_benchmark, words, expected, tmp_path):
+    code, out, err = run_benchmark(words.replace("OUT", str(tmp_path)))
+    assert code == 0, err
+    assert expected in out
 
 
-def test_segmentations_are_compared(tmp_path):
+def test_segmentations_are_compared(run_benchmark, tmp_path):
     make_masked_folder(tmp_path / "data" / "camvid", 8, (32, 32))
     words = "--methods ridge U-Net --seeds 1 --epochs 1 --size 32 --batch-size 4 --device cpu --parallel 2"
-    program = [sys.executable, ROOT / "benchmarks" / "segmentation.py", "heads", tmp_path / "data", "--out", tmp_path / "out"]
-    done = subprocess.run([*program, *words.split()], capture_output=True, text=True, check=False, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    assert "| camvid | vitrail_tiny | ridge | " in done.stdout
-    assert "| camvid | from scratch | U-Net | " in done.stdout
+    code, out, err = run_benchmark(f"segmentation.py heads {tmp_path}/data --out {tmp_path}/out {words}")
+    assert code == 0, err
+    assert "| camvid | vitrail_tiny | ridge | " in out
+    assert "| camvid | from scratch | U-Net | " in out
 
 
-def test_detections_are_compared_and_continued(tmp_path):
+def test_detections_are_compared_and_continued(run_benchmark, tmp_path):
     """The first call ends within its time limit; the second one finishes."""
     folder = tmp_path / "data" / "voc2012"
     folder.mkdir(parents=True)
     for split in ("train", "validation"):
         make_parquet(folder / f"{split}.parquet", 20)
-    words = "--methods trained --steps 2 --size 64 --small --batch-size 4 --device cpu"
-    program = [sys.executable, ROOT / "benchmarks" / "detection.py", "voc", tmp_path / "data", "--out", tmp_path / "out"]
+    words = "--methods trained --steps 2 --size 64 --small --batch-size 4 --device cpu --set optimizer.layer_decay=0.9"
     for minutes, expected in (("0.001", "0 of 1 trainings are finished"), ("9", "| vitrail_tiny | trained | ")):
-        done = subprocess.run(
-            [*program, *words.split(), "--minutes", minutes], capture_output=True, text=True, check=False, cwd=ROOT
-        )
-        assert done.returncode == 0, done.stderr
-        assert expected in done.stdout
-    assert "20 images" in done.stdout
+        code, out, err = run_benchmark(f"detection.py voc {tmp_path}/data --out {tmp_path}/out {words} --minutes {minutes}")
+        assert code == 0, err
+        assert expected in out
+    assert "20 images" in out
+    result = json.loads((tmp_path / "out" / "vitrail_tiny-trained-0" / "result.json").read_text())
+    assert (result["images"], result["changes"]["optimizer.layer_decay"]) == (20, "0.9")
+    code, _, err = run_benchmark(f"detection.py voc {tmp_path}/data --out {tmp_path}/out {words} --set optimizer.lr=1e-3")
+    assert code == 2
+    assert "other changes of the recipe: give another --out" in err
+
+
+def test_comparisons_of_dense_predictions_are_fair(monkeypatch, tmp_path):
+    """A baseline with one learning rate, a ResMLP with its own grid, and the same training images for all methods."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    detection, segmentation = importlib.import_module("detection"), importlib.import_module("segmentation")
+    name, changes = detection.describe_baseline("vitrail_tiny")
+    assert (name, changes["optimizer.layer_decay"]) == ("vitrail_tiny", 1.0)
+    unknown = vitrail.create("vitrail_mini", 0, 32, width=16, depth=1)
+    unknown.name = ""
+    with pytest.raises(UserError, match="cannot be built for the baseline"):
+        detection.describe_baseline(str(vitrail.save(unknown, tmp_path / "unknown.safetensors")))
+    job = {"size": 256, "changes": {}}
+    segmentation.keep_grid(job)
+    recipe = lookup("segment").set(job["changes"])
+    assert recipe.augmentation.factors == (1.0, 4.0)  # of 128: the shorter side has 128 to 512 pixels, as with crops of 256
+    assert (recipe.task_options["window"], recipe.task_options["stride"]) == (128, 43)
+    for split, count in (("train", 20), ("validation", 4)):
+        make_masked_folder(tmp_path / "data" / split, count)
+    train, test, split = segmentation.open_set(str(tmp_path / "data"), 0)
+    assert (len(train), len(test), split) == (18, 4, "validation")
+
+
+def write_cifar(folder, split, count):
+    """Binary records of CIFAR-100: a coarse label, a fine one, and a color around that of the fine class with noise."""
+    rng = np.random.default_rng(count)
+    fine = np.arange(count) % 4
+    colors = np.array([(200, 40, 40), (200, 200, 40), (40, 40, 200), (40, 200, 40)])[fine] + rng.integers(-80, 81, (count, 3))
+    planes = (colors[:, :, None] + rng.integers(-30, 31, (count, 3, 1024))).clip(0, 255)
+    rows = np.concatenate([np.stack([fine // 2, fine], 1), planes.reshape(count, -1)], 1)
+    folder.mkdir(exist_ok=True)
+    (folder / f"{split}.bin").write_bytes(rows.astype(np.uint8).tobytes())
+
+
+def test_trainings_on_coarse_labels_are_compared_and_continued(run_benchmark, tmp_path):
+    for split, count in (("train", 120), ("test", 40)):
+        write_cifar(tmp_path / "cifar", split, count)
+    out = tmp_path / "out"
+    words = "--tiny --epochs 1 --seeds 1 --batch-size 27 --clusters 4 --shared-view --device cpu --parallel 2"
+    command = f"coarse_labels.py train {tmp_path}/cifar --out {out} {words} --methods baseline clusterfit grafit"
+    code, first, err = run_benchmark(command)
+    assert code == 0, err
+    rows = [line.split(" | ") for line in first.splitlines() if line.startswith("| resnet50 | ")]
+    assert [row[1] for row in rows] == ["baseline", "clusterfit", "grafit"]
+    assert [row[-2] for row in rows] == ["71.8, 42.5, 43.1", "72.5, 23.0, –", "77.7, 52.9, 55.7"]
+    results = [json.loads(path.read_text()) for path in sorted(out.glob("*/result.json"))]
+    assert all(0.2 < result["map_cosine"] < result["map_oracle"] < 1 for result in results)
+    assert results[2]["changes"]["task_options.shared_view"] is True
+    assert run_benchmark(f"{command} --minutes 0.0001")[:2] == (0, first)  # nothing is computed again
+    assert run_benchmark(f"coarse_labels.py table --out {out}")[:2] == (0, first)
+
+
+@pytest.mark.parametrize("problem", [None, "lost", "of another request", "duplicated"])
+def test_a_soak_fails_if_answers_are_lost_or_duplicated(monkeypatch, tmp_path, problem):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    serve = importlib.import_module("serve")
+    counts = {"sent": 9, "answered": 9, "lost": 0, "of another request": 0, "wrong": 0, "duplicated": 0}
+
+    async def send_numbered(*arguments):
+        return counts | ({problem: 1} if problem else {}), [100.0] * 10
+
+    monkeypatch.setattr(serve, "running", lambda opponent, arguments: nullcontext([("http://127.0.0.1", 1)]))
+    monkeypatch.setattr(serve, "send_numbered", send_numbered)
+    options = Namespace(weights="vitrail_tiny", precision="fp32", device="cpu", soak=1.0, out=tmp_path / "soak.json")
+    with pytest.raises(SystemExit) if problem else nullcontext() as end:
+        serve.soak(options, [], [])
+    assert problem is None or end.value.code == 1
+    assert json.loads(options.out.read_text())["soak"]["sent"] == 9
 
 
 def test_an_interrupt_is_a_message():
@@ -112,31 +205,14 @@ def test_an_interrupt_is_a_message():
     assert (running.returncode, said) == (130, "fused_paths.py: Interrupted.\n")
 
 
-@pytest.fixture
-def run_benchmark(monkeypatch, capsys):
-    """A benchmark as it is typed, in this process and without a GPU: its exit code, what it prints and what it complains of."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    threads, gradients = torch.get_num_threads(), torch.is_grad_enabled()
-
-    def run(words, folder="benchmarks"):
-        program, *options = words.split()
-        monkeypatch.setattr(sys, "argv", [str(ROOT / folder / program), *options])
-        with pytest.raises(SystemExit) as end:
-            runpy.run_path(str(ROOT / folder / program), run_name="__main__")
-        return end.value.code, *capsys.readouterr()
-
-    yield run
-    torch.set_num_threads(threads)
-    torch.set_grad_enabled(gradients)
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ("agreement.py missing.safetensors --data digits", "missing.safetensors"),
         ("annotate.py annotate --data MISSING", "MISSING"),
         ("annotate.py read --device abacus", "Unknown device 'abacus'"),
+        ("coarse_labels.py train", "Give the folder of CIFAR-100"),
+        ("coarse_labels.py train MISSING --methods clusterfit --out TMP", "needs the baseline of the same seeds"),
         ("cpu.py deit_small_patch16 vit_nosuch --ours-only", "vit_nosuch"),
         ("cpu.py --ours-only --out TMP", "is a directory: pass the name of a file"),
         ("data.py decode --images MISSING", "MISSING is not a directory with images"),

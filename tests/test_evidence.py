@@ -144,6 +144,7 @@ def test_compatible_results(change, why):
         (["run", "stems", "--epochs=1", "--set=optimizer.rat=1"], "optimizer.lr"),
         (["run", "stems", "--epochs=1", "--weights=x"], "would not use --weights"),
         (["run", "stems", "--epochs=1", "--variants", "hmpl"], "no variant hmpl"),
+        (["run", "pre-training", "--epochs=1", "--tokenizer=nowhere.safetensors"], "no tokenizer at"),
         (["run", "stems", "--epochs=1", "--set=batch"], "has no value"),
         (["run", "stems", "--epochs=1", "--set=seed=3"], "use --seeds"),
         (["run", "scopes", "--epochs=1", "--set=init.weights=x", "--weights=y"], "use --weights"),
@@ -293,3 +294,38 @@ def test_a_variant_of_two_stages(tmp_path):
     once, twice = json.loads((tmp_path / "resolution.json").read_text())["runs"]
     assert once["size"] == twice["size"] == [32, 32]
     assert abs(once["steps"] - twice["steps"]) <= 2
+
+
+def test_runs_of_another_process_are_kept(tmp_path, monkeypatch):
+    """Two processes train variants of one claim at the same time; pre-training is named beside the epochs with labels."""
+    result = {"top1": 0.5, "seconds": 1.0, "size": [8, 8], "images": 9, "parameters": 1, "operations": 1}
+    words = ["run", "pre-training of MLPs", "--data=digits", "--epochs=2", "--seeds=1", "--device=cpu"]
+    words += [f"--results={tmp_path}", "--variants"]
+
+    def train_the_other_meanwhile(images, claim, changes, epochs):
+        monkeypatch.setattr(trials, "train_in_stages", lambda *_: result)
+        main([*words, "DINO, then labels"])
+        return result
+
+    monkeypatch.setattr(trials, "train_in_stages", train_the_other_meanwhile)
+    main([*words, "labels alone"])
+    runs = json.loads((tmp_path / "pre-training-of-MLPs.json").read_text())["runs"]
+    assert {run["cell"] for run in runs} == {"labels alone", "DINO, then labels"}
+    assert "at 8 pixels, 2 epochs with labels (pre-training: 20 epochs without), evaluated on 9 images" in table(tmp_path)
+
+
+def test_stages_of_a_variant():
+    claim = CLAIMS["pre-training of MLPs"]
+    changes = claim.base | claim.variants["DINO, then labels"] | {"seed": 3, "loss.label_smoothing": 0.2}
+    (first, early), (second, late) = trials.divide_into_stages(claim, changes, 15)
+    assert (first, second) == ("dino_small", claim.recipe)
+    assert (early["schedule.length"], late["schedule.length"]) == ("20 epochs", "15 epochs")
+    assert early["task_options.fixed_grid"] == "none"
+    assert early["seed"] == late["seed"] == 3
+    assert "loss.label_smoothing" not in early  # not of the claim
+    assert late.keys() == {*claim.base, "seed", "loss.label_smoothing", "schedule.length"}
+    claim = CLAIMS["resolution"]
+    changes = claim.base | claim.variants["24 pixels, then 32"]
+    (_, early), (_, late) = trials.divide_into_stages(claim, changes, 10)
+    assert (early["schedule.length"], late["schedule.length"]) == ("8 epochs", "2 epochs")
+    assert (early["optimizer.lr"], late["optimizer.lr"]) == (1e-3, 2e-4)

@@ -60,7 +60,6 @@ def test_printed_times_are_read_back(first_use, seconds):
 
 
 def test_svm_separates_colors(first_use, image_set):
-    pytest.importorskip("sklearn")
     assert first_use.fit_svm(image_set)["accuracy"] == 1
 
 

@@ -1,4 +1,4 @@
-"""Claims of the papers and how they are tested: variants that differ in one or two keys of a recipe, at the same budget."""
+"""Claims of the papers and how they are tested: variants that differ in one or two keys of a recipe, with the same epochs."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any

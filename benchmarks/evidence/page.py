@@ -14,7 +14,8 @@ from vitrail.evaluation.statistics import Difference, paired, summarize
 RESULTS = Path(__file__).parent / "results"
 HEAD = """# Evidence
 
-Claims of the papers, tested at a small scale: same budget, same recipe, several seeds. `python -m benchmarks.evidence run
+Claims of the papers, tested at a small scale: the same number of epochs with labels, the same recipe, several seeds. Variants
+with pre-training have further epochs without labels, which the text above their table names. `python -m benchmarks.evidence run
 CLAIM …` trains the variants of a claim, `python -m benchmarks.evidence table` prints this page. Each row has the seeds 0, 1,
 2, …; `benchmarks/evidence/results/` has every run with its changes of the recipe and its duration (several trainings shared
 the GPU). Tables show mean ± standard deviation over seeds. The difference is to the first row, paired by seed; p is that of a
@@ -51,13 +52,16 @@ def grouped(claim: Claim, runs: list[dict[str, Any]]) -> list[list[dict[str, Any
 
 
 def section(name: str, claim: Claim, runs: list[dict[str, Any]]) -> list[str]:
-    """A table of the variants with the same budget, in the claim's order, and the commands that train them."""
+    """A table of the variants with the same number of epochs, in the claim's order, and the commands that train them."""
     first, variants = runs[0], [name for name in claim.variants if any(run["cell"] == name for run in runs)]
     prints = join_distinct(f" (fingerprint {run['fingerprint']})" for run in runs if "fingerprint" in run)
     devices, torches = join_distinct(run["device"] for run in runs), join_distinct(run["versions"]["torch"] for run in runs)
+    stages = [run["changes"].get("first", {}) for run in runs]
+    further = join_distinct(f"{stage['own_epochs']:g}" for stage in stages if "own_epochs" in stage)
+    lengths = f"{first['epochs']:g} epochs" + (f" with labels (pre-training: {further} epochs without)" if further else "")
     lines = [
-        f"On {first['data']}{prints} at {first['size'][0]} pixels, {first['epochs']:g} epochs, evaluated on {first['images']:,} "
-        f"images; {devices}, torch {torches}, commit {join_distinct(run['versions']['commit'] for run in runs)}.",
+        f"On {first['data']}{prints} at {first['size'][0]} pixels, {lengths}, evaluated on {first['images']:,} images; "
+        f"{devices}, torch {torches}, commit {join_distinct(run['versions']['commit'] for run in runs)}.",
         "",
         "| | parameters | top-1 | n | difference | p | operations |",
         "| --- | --- | --- | --- | --- | --- | --- |",

@@ -96,31 +96,36 @@ def train(images: Images, recipe_name: str, changes: dict[str, Any], out: Path |
     }
 
 
-def train_in_stages(images: Images, claim: Claim, changes: dict[str, Any], epochs: float) -> dict[str, Any]:
-    """Train in one stage, or in two if the variant has a `first` stage.
+def divide_into_stages(claim: Claim, changes: dict[str, Any], epochs: float) -> list[tuple[str, dict[str, Any]]]:
+    """The recipe and the changes of each stage of a variant: one stage, or two if it has a `first` stage.
 
     A first stage has a `share` of the epochs; or `own_epochs` and `own_recipe`, and then only the changes that are
     common to all variants of the claim.
     """
-    changes = dict(changes)
-    first = changes.pop("first", None)
+    late = dict(changes)
+    first = late.pop("first", None)
     if not first:
-        return train(images, claim.recipe, changes)
+        return [(claim.recipe, late)]
     own = {key: value for key, value in first.items() if key not in ("share", "own_recipe", "own_epochs")}
     share = first.get("share", 0.0)
+    shared = late if share else {key: late[key] for key in late if key in (*claim.base, *RESERVED)}
+    length = share * epochs if share else first["own_epochs"]
+    early = shared | own | {"schedule.length": f"{length:g} epochs"}
+    late["schedule.length"] = f"{(1 - share) * epochs:g} epochs"
+    return [(first.get("own_recipe", claim.recipe), early), (claim.recipe, late)]
+
+
+def train_in_stages(images: Images, claim: Claim, changes: dict[str, Any], epochs: float) -> dict[str, Any]:
+    """Train in one stage, or in two of which the second starts from the weights of the first."""
+    *before, (recipe, late) = divide_into_stages(claim, changes, epochs)
+    if not before:
+        return train(images, recipe, late)
     with tempfile.TemporaryDirectory() as folder:
         weights = Path(folder) / "first.safetensors"
-        if share:
-            early = changes | own | {"schedule.length": f"{share * epochs:g} epochs"}
-        else:
-            shared = (*claim.base, *RESERVED)
-            early = {key: value for key, value in changes.items() if key in shared} | own
-            early |= {"schedule.length": f"{first['own_epochs']:g} epochs"}
-        before = train(images, first.get("own_recipe", claim.recipe), early, weights)
-        rest = {"schedule.length": f"{(1 - share) * epochs:g} epochs", "init.weights": str(weights)}
-        after = train(images, claim.recipe, changes | rest)
-    both = {key: round(before[key] + after[key], 1) for key in ("steps", "operations", "seconds", "seconds_of_steps")}
-    return before | after | both
+        first = train(images, *before[0], weights)
+        second = train(images, recipe, late | {"init.weights": str(weights)})
+    both = {key: round(first[key] + second[key], 1) for key in ("steps", "operations", "seconds", "seconds_of_steps")}
+    return first | second | both
 
 
 class Trial:
@@ -136,9 +141,9 @@ class Trial:
         self.changes: dict[str, dict[str, Any]] = {}
         for variant in options.variants or self.claim.variants:
             self.changes[variant] = self._changes(variant, common)
-            final = {key: value for key, value in self.changes[variant].items() if key != "first"}
-            request = TrainRequest(recipe=self.claim.recipe, changes=final)
-            resolve_recipe(request, images.devices.device.type)  # raises before anything is trained
+            for recipe, stage in divide_into_stages(self.claim, self.changes[variant], options.epochs):
+                request = TrainRequest(recipe=recipe, changes=stage)
+                resolve_recipe(request, images.devices.device.type)  # raises before anything is trained
             files = {option: describe_file(getattr(options, option)) for option in needs(self.claim, variant)}
             names = {getattr(options, option): f"{{{option}}}" for option in files}
             changes = {key: value for key, value in self.changes[variant].items() if key not in FILES.values()}
@@ -181,6 +186,7 @@ class Trial:
                     continue
                 length = {"seed": seed, "schedule.length": f"{epochs:g} epochs", "validation.every": "100%"}
                 result = train_in_stages(self.images, self.claim, changes | length, epochs)
+                content = self.load_results()  # again: other processes may have added runs meanwhile
                 content["runs"].append({"cell": variant, "seed": seed, "epochs": epochs} | result | self.metadata[variant])
                 text = json.dumps(content, indent=1)
                 atomic_write(self.file, partial(Path.write_text, data=text))
