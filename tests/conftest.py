@@ -66,6 +66,7 @@ SLOW = {
     "tasks/test_beit.py",
     "tasks/test_grafit_runs.py",
     "tasks/test_second_task.py",
+    "tasks/test_trainings.py",
     "teachers/test_annotation_interrupted.py",
     "test_benchmarks.py",
     "test_evidence.py",

@@ -5,13 +5,15 @@
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from tests.data.test_loader import COUNT, Images, epoch_batches
 from tests.data.test_transform_parts import images
 from tests.data.test_transforms import PIPELINES, keys
 from tests.models.test_every_model import loss, randomize
 from tests.small import structures
-from vitrail.data.loader import CachedLoader, WorkerLoader, build_cache
+from vitrail.data.image_cache import CachedLoader, build_cache
+from vitrail.data.loader import WorkerLoader
 from vitrail.data.rng import sample_key
 from vitrail.data.sampler import EpochSampler
 from vitrail.data.transforms.pipeline import augment
@@ -121,9 +123,13 @@ def test_batches_on_the_device_equal_those_on_the_cpu(location):
     batches = list(epoch_batches(loader, 1))
     loader.close()
     assert len(batches) == sampler.steps
+    if location == "device":
+        assert len({batch.pixels.shape[2:] for batch in batches}) == 1, "a CUDA graph needs batches of one shape"
     for batch, expected in zip(batches, epoch_batches(WorkerLoader(source, sampler, workers=0), 1), strict=True):
         assert batch.pixels.is_cuda if location == "device" else batch.pixels.is_pinned()
         batch = batch.to("cuda")
-        for name in ("pixels", "sizes", "index", "repeat", "position", "labels"):
+        for name in ("sizes", "index", "repeat", "position", "labels"):
             assert torch.equal(getattr(batch, name).cpu(), getattr(expected, name))
+        bottom, right = (ours - theirs for ours, theirs in zip(batch.pixels.shape[2:], expected.pixels.shape[2:], strict=True))
+        assert torch.equal(batch.pixels.cpu(), F.pad(expected.pixels, (0, right, 0, bottom)))
         check_alike(seen(batch), seen(expected), augmentation)

@@ -118,12 +118,12 @@ def test_a_captured_training_resumes(graphs):
 
 @pytest.mark.parametrize("task", ["dino", "grafit"])
 def test_it_is_captured_and_resumes_bit_for_bit(task, tmp_path):
-    program = ["-m", f"tests.tasks.{task}_process"]
-    assert run_python(*program, tmp_path / "whole", -1, "cuda").splitlines()[-1] == "captured"
-    with pytest.raises(AssertionError):  # it kills itself
-        run_python(*program, tmp_path / "killed", 6, "cuda")
-    run_python(*program, tmp_path / "killed", -1, "cuda")
-    ours, theirs = (load_file(tmp_path / name / "checkpoints" / "step-000000010.safetensors") for name in ("killed", "whole"))
+    program = ["-m", "tests.tasks.trainings", "--gpu", tmp_path]
+    assert run_python(*program, tmp_path / "whole", task).splitlines()[-1] == "captured"
+    run_python(*program, tmp_path / "killed", f"{task}=6")
+    run_python(*program, tmp_path / "killed", task)
+    saved = f"{task}/checkpoints/step-000000008.safetensors"
+    ours, theirs = (load_file(tmp_path / name / saved) for name in ("killed", "whole"))
     assert not [name for name in theirs if not torch.equal(ours[name], theirs[name])]
 
 
