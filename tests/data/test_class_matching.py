@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from vitrail.data.class_matching import imagenet, match_classes, read_class_map, read_wordnet_ids
+from vitrail.data.class_matching import class_titles, imagenet, match_classes, read_class_map, read_wordnet_ids
 from vitrail.errors import UserError
 
 
@@ -25,6 +25,16 @@ def test_the_table_of_imagenet():
         (999, "n15075141", "toilet tissue, toilet paper, bathroom tissue"),
     ):
         assert table[place] == (number, name)
+
+
+def test_names_to_show():
+    assert class_titles(["cat"], 1) == ["cat"]
+    assert class_titles(None, 2) == ["class 0", "class 1"]
+    shown = class_titles(None, 1000)
+    assert shown[0] == "tench"
+    assert shown[281] == "tabby"
+    assert shown[134] == "crane (n02012849)"  # the bird; 517 is the machine
+    assert len(set(shown)) == 1000
 
 
 def test_the_same_classes():

@@ -2,6 +2,7 @@
 
 import difflib
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -68,6 +69,21 @@ def imagenet() -> list[tuple[str, str]]:
     """WordNet id and names ("tench, Tinca tinca") of the classes of ImageNet-1k in the standard order."""
     lines = Path(__file__).with_name("imagenet.txt").read_text(encoding="utf-8").splitlines()
     return [(number, names) for number, names in (line.split("\t") for line in lines)]
+
+
+@cache
+def imagenet_titles() -> list[str]:
+    """The first synonym of each class of ImageNet-1k, with the WordNet id where two classes share it ("crane", "maillot")."""
+    first = [synonyms.split(", ")[0] for _, synonyms in imagenet()]
+    count = Counter(first)
+    return [name if count[name] == 1 else f"{name} ({number})" for name, (number, _) in zip(first, imagenet(), strict=True)]
+
+
+def class_titles(names: list[str] | None, classes: int) -> list[str]:
+    """Class names to show: those of the model; ImageNet's for 1000 classes without names; otherwise "class 7"."""
+    if names is not None:
+        return names
+    return imagenet_titles() if classes == len(imagenet()) else [f"class {index}" for index in range(classes)]
 
 
 def match_classes(

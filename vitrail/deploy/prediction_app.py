@@ -305,13 +305,13 @@ def read_number(options: Mapping[str, Any], name: str, default: int, largest: in
 def top_classes(served: ServedModel, probabilities: Any, top: int) -> list[dict[str, Any]]:
     values, indices = probabilities.topk(min(top, len(probabilities)))
     return [
-        {"index": index, "name": served.class_name(index), "probability": value}
+        {"index": index, "name": served.class_names[index], "probability": value}
         for value, index in zip(values.tolist(), indices.tolist(), strict=True)
     ]
 
 
 def show_map(served: ServedModel, row: Explanation) -> dict[str, Any]:
-    return {"class": {"index": row.target, "name": served.class_name(row.target)}, "map": row.values.tolist()}
+    return {"class": {"index": row.target, "name": served.class_names[row.target]}, "map": row.values.tolist()}
 
 
 def describe_model(served: ServedModel) -> dict[str, Any]:
@@ -321,7 +321,7 @@ def describe_model(served: ServedModel) -> dict[str, Any]:
         "architecture": served.model.name,
         "version": served.version,
         "precision": served.precision,
-        "classes": [served.class_name(index) for index in range(served.classes)],
+        "classes": served.class_names,
         "preprocessing": {**p.to_dict(), "image_size": list(p.image_size)},
         "methods": served.methods,
         "shares_base": served.shared,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from vitrail.checkpoints.artifact import fingerprint
+from vitrail.data.class_matching import class_titles
 from vitrail.deploy.inference_graphs import GraphCache
 from vitrail.deploy.optimize import Optimized, optimize
 from vitrail.devices import has_bfloat16
@@ -70,8 +71,9 @@ class ServedModel:
     def classes(self) -> int:
         return count_classes(self.model)
 
-    def class_name(self, index: int) -> str:
-        return self.model.class_names[index] if self.model.class_names else f"class {index}"
+    @property
+    def class_names(self) -> list[str]:
+        return class_titles(self.model.class_names, self.classes)
 
     def find_class(self, text: str) -> int:
         """The index of a class by its name or its number."""

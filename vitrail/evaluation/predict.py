@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from vitrail.atomic_files import describe_error
+from vitrail.data.class_matching import class_titles
 from vitrail.data.datasets.folder import MAX_DEPTH, Paths, count_visit, listing
 from vitrail.data.decode import decode
 from vitrail.data.image_formats import EXTENSIONS, is_image_file
@@ -238,7 +239,7 @@ def iterate_predictions(
         raise UserError(f"These weights {call}.")
     if not count_classes(model):
         raise UserError("This model has no classifier: it cannot predict classes.")
-    names = model.class_names or [f"class {index}" for index in range(count_classes(model))]
+    names = class_titles(model.class_names, count_classes(model))
     device, min_side = device_of(model), decode_side(model)
     was_training = model.training
     model.eval()

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vitrail.data.class_matching import class_titles
 from vitrail.errors import UserError
 from vitrail.evaluation.model import Model, decode_side, device_of, open_model
 from vitrail.evaluation.predict import ClassProbability, Prediction, open_inputs, read_batches
@@ -121,7 +122,7 @@ def check_model(model: Model) -> VisionTransformer:
 
 
 def class_name(model: VisionTransformer, index: int) -> str:
-    return model.class_names[index] if model.class_names else f"class {index}"
+    return class_titles(model.class_names, model.architecture.classes)[index]
 
 
 def class_indices(model: VisionTransformer, classes: "Class | Sequence[Class]", images: int) -> list[int]:
@@ -135,7 +136,8 @@ def class_indices(model: VisionTransformer, classes: "Class | Sequence[Class]", 
 
 def class_index(model: VisionTransformer, item: "Class") -> int:
     """The index of a class by its name (upper and lower case are equal), or by its number."""
-    count, names = model.architecture.classes, [name.lower() for name in model.class_names or []]
+    count = model.architecture.classes
+    names = [name.lower() for name in class_titles(model.class_names, count)]
     if isinstance(item, str) and item.lower() in names:
         return names.index(item.lower())
     try:
