@@ -43,6 +43,8 @@ SETS = {
     ),
     "satellite": PublicSet("palewithout/RSSCN7", r"[a-g](?P<label>[A-Z]\w+)/.+\.jpg", 7),
     "waste": PublicSet("cardstdani/WasteClassificationNeuralNetwork", r"WasteImagesDataset/(?P<label>[^/]+)/.+\.(jpe?g|png)", 9),
+    "steel": PublicSet("siddhartamukherjee/NEU-DET-Steel-Surface-Defect-Detection", r"IMAGES/(?P<label>[a-z_-]+)_\d+\.jpg", 6),
+    "tiles": PublicSet("abin24/Magnetic-tile-defect-datasets.", r"(?P<label>MT_\w+)/Imgs/.+\.jpg", 6),
     "birds": PublicSet("cyizhuo/CUB-200-2011-dataset", r"(?P<split>train|test)/\d+\.(?P<label>[^/]+)/.+\.jpg", 25),
 }
 

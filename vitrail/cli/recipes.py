@@ -29,9 +29,11 @@ EXAMPLES = (
     "three_base_18x2_ls",
     "lvvit_s",
     "grafit_r50",
+    "grafit_small",
     "dino_small",
     "beit_small",
     "segment",
+    "detect",
 )
 
 

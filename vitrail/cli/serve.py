@@ -52,7 +52,7 @@ def serve(
 
     SIGHUP loads all models again. SIGTERM and Ctrl-C finish what was accepted.
 
-    Example: [bold]vitrail serve runs/photos-laptop --port 8000[/bold]
+    Example: [bold]vitrail serve runs/photos-finetune --port 8000[/bold]
     """
     from vitrail.deploy.model_set import DEFAULT, ModelFile, ModelSet
     from vitrail.deploy.prediction_app import Service, Settings, make_prediction_app

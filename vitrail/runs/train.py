@@ -107,7 +107,8 @@ def train(
             or "digits" (built in).
         recipe: a name (see `vitrail recipes`), a Recipe, or a recipe.yaml of an earlier run; default: "finetune" with `from_` and
             for photographs, otherwise "laptop" on a CPU and "small" on a GPU.
-        from_: initial weights: a checkpoint in any supported format, a run directory, or "vitrail_tiny" (bundled).
+        from_: initial weights: a checkpoint in any supported format, a run directory, or a name such as "vitrail_tiny" (bundled),
+            "deit3_small", "timm:NAME" or "hf://owner/name".
         model: another model than the recipe's (see `vitrail models`).
         epochs: total number of epochs, including the recipe's cooldown.
         minutes: time budget: image size and number of epochs are chosen for it.
