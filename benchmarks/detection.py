@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 from arguments import positive, run_program
-from jobs import run_jobs
+from jobs import run_jobs, weights_title
 
 import vitrail
 from vitrail.cli.train import parse_set
@@ -63,7 +63,7 @@ def run_job(folder: Path) -> None:
     device, started = choose_device(job["device"]), time.monotonic()
     run_folder, changes = folder / "run", dict(job["changes"])
     if (run_folder / "run.json").exists():
-        run = vitrail.resume(run_folder)
+        run = vitrail.resume(run_folder, device=str(device))
     elif job["method"] == "from scratch":
         name, baseline = describe_baseline(job["weights"])
         run = vitrail.train(job["source"], "detect", model=name, changes=changes | baseline, out=run_folder, device=str(device))
@@ -118,7 +118,7 @@ def compare_voc(options: argparse.Namespace) -> None:
         located = str(Path(weights).resolve()) if Path(weights).exists() else weights
         for method in options.methods:
             for seed in range(options.seeds):
-                key = f"{Path(weights).stem}-{method.replace(' ', '_')}-{seed}"
+                key = f"{weights_title(weights)}-{method.replace(' ', '_')}-{seed}"
                 jobs[key] = {
                     "method": method,
                     "weights": located,
@@ -127,7 +127,7 @@ def compare_voc(options: argparse.Namespace) -> None:
                     "device": options.device,
                     "limit": options.limit,
                 }
-                rows.setdefault((Path(weights).stem, method), []).append(key)
+                rows.setdefault((weights_title(weights), method), []).append(key)
     results = run_jobs(jobs, options.out, options.parallel, __file__, show_result, options.minutes)
     print(f"\n| weights | backbone | {' | '.join(COLUMNS)} | n | parameters | minutes |")
     print(f"|{' --- |' * (len(COLUMNS) + 5)}")

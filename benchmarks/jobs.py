@@ -17,6 +17,27 @@ from vitrail.errors import UserError
 SAVING = 60  # seconds that a stopped job has to write its checkpoint
 
 
+def different_settings(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """The names of the settings that differ, "" if none does: any but the device."""
+    before, now = flatten(before), flatten(json.loads(json.dumps(now)))
+    return ", ".join(sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name)))
+
+
+def flatten(job: dict[str, Any]) -> dict[str, Any]:
+    """Settings and changes of the recipe, without the device; of absolute paths the end, so that results can be copied."""
+    values = {name: value for name, value in job.items() if name not in ("changes", "device")} | job.get("changes", {})
+    for name, value in values.items():
+        if isinstance(value, str) and os.path.isabs(value):
+            values[name] = "/".join(Path(value).parts[-3:])
+    return values
+
+
+def weights_title(weights: str) -> str:
+    """The name of weights in results: of the best weights of a run the name of its folder."""
+    path = Path(weights)
+    return path.parent.name if path.stem in ("best", "last") and path.parent.name else path.stem
+
+
 def run_jobs(
     jobs: dict[str, dict[str, Any]],
     out: Path,
@@ -29,12 +50,12 @@ def run_jobs(
 
     A job is the command `program job FOLDER`, which reads FOLDER/job.json and writes FOLDER/result.json. After `minutes` running
     jobs are stopped, so that they save a checkpoint, and the rest is left to the next call. UserError if `out` has one of the
-    jobs with other changes of the recipe.
+    jobs with other settings.
     """
     for name, job in jobs.items():
         path = out / name / "job.json"
-        if path.exists() and json.loads(path.read_text()).get("changes") != job.get("changes"):
-            raise UserError(f"{path.parent} has a training with other changes of the recipe: give another --out.")
+        if path.exists() and (other := different_settings(json.loads(path.read_text()), job)):
+            raise UserError(f"{path.parent} has a training with other settings ({other}): give another --out.")
     end = time.monotonic() + 60 * minutes if minutes else None
     # The compilers of all jobs together have a process for each core.
     environment = {"TORCHINDUCTOR_COMPILE_THREADS": str(max(count_cores() // parallel, 1))} | os.environ

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 from arguments import positive, run_program
-from jobs import run_jobs
+from jobs import run_jobs, weights_title
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -176,6 +176,7 @@ def train_head(job: dict[str, Any], folder: Path, test: Source, device: torch.de
         changes |= {"init.scope": "head", "optimizer.lr": 2e-3}
     run = train_or_resume(
         folder / "run",
+        device,
         lambda: vitrail.train(
             job["source"], "segment", from_=job["weights"], changes=changes, out=folder / "run", device=str(device)
         ),
@@ -206,6 +207,7 @@ def pretrain(job: dict[str, Any], folder: Path, device: torch.device) -> dict[st
     epochs = job["epochs"]
     run = train_or_resume(
         folder / "run",
+        device,
         lambda: vitrail.train(
             job["source"], "small", model=model, epochs=epochs, changes=changes, out=folder / "run", device=str(device)
         ),
@@ -240,9 +242,9 @@ def compute_jobs(jobs: dict[str, dict[str, Any]], options: argparse.Namespace) -
     return run_jobs(jobs, options.out, options.parallel, __file__, show_result, options.minutes)
 
 
-def train_or_resume(folder: Path, start: Callable[[], Run]) -> Run:
+def train_or_resume(folder: Path, device: torch.device, start: Callable[[], Run]) -> Run:
     """The finished run in a folder, continued if it was interrupted; a stopped one ends this process."""
-    run = vitrail.resume(folder) if (folder / "run.json").exists() else start()
+    run = vitrail.resume(folder, device=str(device)) if (folder / "run.json").exists() else start()
     if not run.finished:
         raise SystemExit(1)
     return run
@@ -283,9 +285,9 @@ def compare_heads(options: argparse.Namespace) -> None:
         for weights in options.weights:
             for method in (each for each in options.methods if each != "U-Net"):
                 for seed in range(1 if method == "ridge" else options.seeds):  # ridge has no random numbers
-                    key = f"{name}-{Path(weights).stem}-{method.replace(' ', '_')}-{seed}"
+                    key = f"{name}-{weights_title(weights)}-{method.replace(' ', '_')}-{seed}"
                     jobs[key] = make_job(options, name, method, locate(weights), seed)
-                    rows.setdefault((name, Path(weights).stem, method), []).append(key)
+                    rows.setdefault((name, weights_title(weights), method), []).append(key)
         for seed in range(options.seeds if "U-Net" in options.methods else 0):
             key = f"{name}-unet-{seed}"
             jobs[key] = make_job(options, name, "U-Net", "", seed)

@@ -33,7 +33,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -138,14 +138,20 @@ def run_process(opponent: Opponent | None, arguments: argparse.Namespace) -> Ite
             wait_until_ready(process, port, log)
             yield f"http://127.0.0.1:{port}", process.pid
         finally:
-            os.killpg(process.pid, signal.SIGTERM)  # of the session that was started above, with LitServe's workers
-            try:
-                process.wait(STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            stop_session(process)
         if lines := read_lines(log):
             show(f"the server wrote {len(lines)} lines to stderr, the last one: {lines[-1]}")
+
+
+def stop_session(process: "subprocess.Popen[bytes]") -> None:
+    """End a server and the processes it started, such as LitServe's workers; it may have ended by itself."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def wait_until_ready(process: "subprocess.Popen[bytes]", port: int, log: IO[bytes]) -> None:

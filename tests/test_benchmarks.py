@@ -122,7 +122,30 @@ def test_detections_are_compared_and_continued(run_benchmark, tmp_path):
     assert (result["images"], result["changes"]["optimizer.layer_decay"]) == (20, "0.9")
     code, _, err = run_benchmark(f"detection.py voc {tmp_path}/data --out {tmp_path}/out {words} --set optimizer.lr=1e-3")
     assert code == 2
-    assert "other changes of the recipe: give another --out" in err
+    assert "with other settings" in err
+
+
+def test_results_of_other_settings_are_not_reused(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    jobs = importlib.import_module("jobs")
+    job = {"epochs": 1, "source": "/data/voc2012", "changes": {"seed": 0, "size": (8, 8)}, "device": "cpu"}
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "job.json").write_text(json.dumps(job))
+    (tmp_path / "a" / "result.json").write_text('{"minutes": 1.0}')
+    found = jobs.run_jobs({"a": job | {"device": "cuda"}}, tmp_path, 1, "no program", str)
+    assert found == {"a": {"minutes": 1.0}}
+    for other in ({"epochs": 60}, {"source": "/data/coco"}, {"limit": 3}, {"changes": {"seed": 1, "size": [8, 8]}}):
+        with pytest.raises(UserError, match=r"with other settings \((epochs|source|limit|seed)\): give another --out"):
+            jobs.run_jobs({"a": job | other}, tmp_path, 1, "no program", str)
+    assert [jobs.weights_title(each) for each in ("vitrail_tiny", "runs/a/best.safetensors")] == ["vitrail_tiny", "a"]
+
+
+def test_a_server_that_does_not_start_is_left_out(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    serve = importlib.import_module("serve")
+    options = Namespace(weights="nowhere", device="cpu", precision="fp32", packages=None)
+    with pytest.raises(UserError, match="did not start"), serve.run_process(None, options):
+        pass
 
 
 def test_comparisons_of_dense_predictions_are_fair(monkeypatch, tmp_path):
