@@ -24,6 +24,7 @@ from vitrail.recipes.schema import OptimizerConfig, Recipe, ScheduleConfig
 from vitrail.recipes.task_options import DinoOptions
 from vitrail.tasks.dino import Dino, DinoTargets, ViewCrossEntropy, compare_view, pool
 from vitrail.training.distributed import Devices
+from vitrail.training.scope import apply_scope
 from vitrail.training.trainer import Options, Trainer
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "dino.npz"
@@ -247,6 +248,18 @@ def test_the_teacher_has_its_own_statistics_of_batch_norm():
     assert means
     assert not means & equal
     assert all(teacher[name].any() for name in means)
+
+
+def test_frozen_statistics_of_batch_norm_are_frozen_in_the_teacher_too():
+    architecture = lookup("vitrail_mini")[1].replace(width=8, depth=1, image_size=(8, 8), patch_size=2, classes=0)
+    task = make_task(dataclasses.replace(TINY, momentum=0.0), architecture)
+    apply_scope(task.module.model, "last:1")
+    trainer = make_trainer(task)
+    before = states(task)
+    trainer.train_step(random_batch)
+    kept = {name for name in before if name.endswith(("running_mean", "running_var")) and "stem" in name}
+    assert {name.split(".")[0] for name in kept} == {"model", "teacher"}
+    assert all(torch.equal(before[name], value) for name, value in states(task).items() if name in kept)
 
 
 def test_a_skipped_step_changes_nothing():

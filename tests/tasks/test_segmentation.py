@@ -148,9 +148,11 @@ TABLES = {"model": "deit3_tiny_patch16", "architecture.pos_embed": "relative_bia
         SMALL | {"architecture.depth": 2},
         SMALL | {"architecture.depth": 3, "task_options.blocks": [1, 0], "task_options.head": "fcn"},
         SMALL | TABLES | {"architecture.depth": 3, "task_options.blocks": [1]},
+        SMALL
+        | {"model": "deit_tiny_patch16", "architecture.class_token_at": 2, "architecture.depth": 3, "task_options.blocks": [1]},
         {"model": "resnet18"},
     ],
-    ids=["final tokens", "blocks", "position tables", "convnet"],
+    ids=["final tokens", "blocks", "position tables", "late class token", "convnet"],
 )
 def test_every_trained_parameter_has_a_gradient(data, changes):
     """Several processes wait for all of them."""

@@ -66,7 +66,7 @@ async function show(file) {
     }));
     if (find("explain").checked) {
       const { method, explanations: [explanation] } = await post("/explain", model, file);
-      await image.decode();
+      await image.decode().catch(() => { throw new Error("This browser cannot show the image, so its map is not drawn."); });
       const canvas = make("canvas", "");
       canvas.setAttribute("role", "img");
       canvas.setAttribute("aria-label", `${method} of ${explanation.class.name}`);

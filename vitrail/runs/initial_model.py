@@ -21,6 +21,7 @@ from vitrail.models.registry import lookup as find_model
 from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.recipes.schema import Recipe
 from vitrail.runs.memory import explain_out_of_memory
+from vitrail.tasks.registry import find_task
 from vitrail.training.scope import apply_scope
 
 # Fields in which a training may differ from its pre-trained weights, because they are initialized anew or resampled.
@@ -29,8 +30,6 @@ REPLACED = {"classes", "pre_logits", "pre_logits_kind", "patch_size", "image_siz
 RESTRUCTURED = ("pooling", "pool_norm", "keep_class_token", "pos_embed_place")
 # Fields in which a model with one query per class differs from one with a single query, see `adds_class_queries`.
 CLASS_QUERIES = ("pooling", "pooling_keys")
-# Tasks that go on with the `task_head` of their weights or replace it; others remove it, because they would not train it.
-HEAD_TASKS = ("segmentation", "detection", "grafit")
 # The fields of a distillation token, which is added to weights without one.
 DISTILLATION_TOKEN = ("distillation", "distillation_head", "fusion")
 
@@ -170,7 +169,7 @@ def adapt(pretrained: VisionTransformer, recipe: Recipe, class_names: list[str] 
     """A pre-trained model at the recipe's size and for these classes, and whether its classifier is new."""
     changed = REPLACED | TRAINING_ONLY | set(RESTRUCTURED) | set(CLASS_QUERIES)
     changes = {field: value for field, value in recipe.architecture.items() if field in changed}
-    if recipe.task not in HEAD_TASKS:
+    if not find_task(recipe.task).keeps_head:
         pretrained.task_head = None
     pretrained.resize(*recipe.augmentation.image_size, patch_size=changes.pop("patch_size", None))
     before = pretrained.architecture

@@ -88,9 +88,9 @@ def prepare(
     devices, recipe = divide_batch(devices, task, memory, request.micro_batch_size, log)
     task.recipe = recipe
     price = cost_of(model)
-    part = " without the head" if model.task_head is not None else ""
-    place = f"; run {folder}" if folder is not None else ""
-    log(f"{model.name}: {price.parameters:,} parameters, {price.macs / 1e9:.2f} G multiply-adds per image{part}{place}")
+    with_head, without = (" with the head", " without it") if model.task_head is not None else ("", "")
+    cost = f"{price.parameters:,} parameters{with_head}, {price.macs / 1e9:.2f} G multiply-adds per image{without}"
+    log(f"{model.name}: {cost}" + (f"; run {folder}" if folder is not None else ""))
     for message in (*task.messages[shown:], *describe_grid(model), devices.describe(recipe.batch_size)):
         log(message)
     trainer = Trainer(recipe, model, task, splits.train, devices, folder or Path(), options)

@@ -36,6 +36,7 @@ class DenseModule(nn.Module):
 class DenseTask(Task):
     """A task whose head is part of the artifact and whose targets move with the pixels."""
 
+    keeps_head = True
     head_cost: float  # multiply-adds of the head relative to those of the model
 
     @classmethod
@@ -82,6 +83,8 @@ def freeze_unread(model: VisionTransformer, blocks: Sequence[int]) -> None:
         tables = model.pos_embed[end:] if model.architecture.pos_embed_place == "layers" else nn.ModuleList()
         for part in (*model.blocks[end:], *tables):
             part.requires_grad_(False)
+        if model.prefix is not None and model.architecture.class_token_at >= end:
+            model.prefix.requires_grad_(False)
     if blocks or not model.blocks:
         model.norm.requires_grad_(False)
 

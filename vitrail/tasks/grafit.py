@@ -151,6 +151,8 @@ class Grafit(SelfSupervised):
     """Losses on coarse labels and on views; see `GrafitOptions` for the settings."""
 
     options_kind = GrafitOptions
+    title = "Grafit"
+    keeps_head = True
     options: GrafitOptions
     module: GrafitModule
 
@@ -167,9 +169,10 @@ class Grafit(SelfSupervised):
 
     @classmethod
     def resolve_recipe(cls, recipe: Recipe, explicit: frozenset[str]) -> Recipe:
-        options = read_options(GrafitOptions, recipe)
         if recipe.mixing.mixup or recipe.mixing.cutmix:
             raise UserError("Grafit compares images one by one and does not mix them: set mixing.mixup=0 and mixing.cutmix=0.")
+        recipe = super().resolve_recipe(recipe, explicit)
+        options = read_options(GrafitOptions, recipe)
         if bool(options.clusters) != bool(options.clusters_from):
             raise UserError(
                 "ClusterFit trains on clusters of the features of other weights: give their number, task_options.clusters, "

@@ -46,6 +46,7 @@ class SelfSupervised(Task):
     """
 
     options_kind: ClassVar[type[SelfSupervisedOptions]]
+    title: ClassVar[str] = "training without labels"  # for messages
     features: ClassVar[FeatureKind] = POOLED  # of the validation: a vector that the task trains
     metric = KNN
     min_rank = MIN_RANK  # effective rank below which the network has collapsed
@@ -69,7 +70,7 @@ class SelfSupervised(Task):
         }
         for key, value in unused.items():
             if value:
-                raise UserError(f"{key} has no effect on training without labels: remove it.")
+                raise UserError(f"{key} has no effect on {cls.title}: remove it.")
         return complete_options(cls.options_kind, recipe)
 
     @classmethod

@@ -20,10 +20,18 @@ def has_batch_norm(module: nn.Module) -> bool:
     return any(isinstance(each, _BatchNorm) for each in module.modules())
 
 
-def frozen_norms(model: nn.Module) -> list[nn.Module]:
-    """The BatchNorms of a model whose parameters are not trained: they use their running statistics and do not change them."""
-    norms = (each for each in model.modules() if isinstance(each, _BatchNorm))
-    return [norm for norm in norms if not any(parameter.requires_grad for parameter in norm.parameters())]
+def frozen_norms(model: nn.Module, module: nn.Module | None = None) -> list[nn.Module]:
+    """The BatchNorms of a model whose parameters are not trained: they use their running statistics and do not change them.
+
+    With `module`, a task's, also those of the same names in its copies of the model, such as the teacher of DINO.
+    """
+    frozen = [
+        name
+        for name, each in model.named_modules()
+        if isinstance(each, _BatchNorm) and not any(parameter.requires_grad for parameter in each.parameters())
+    ]
+    copies = [each for each in module.modules() if isinstance(each, type(model))] if module is not None else [model]
+    return [copy.get_submodule(name) for copy in copies for name in frozen]
 
 
 def is_synchronized(module: nn.Module, recipe: Recipe, micro_batches: int) -> bool:

@@ -47,6 +47,7 @@ class Task(ABC):
     logs: ClassVar[tuple[str, ...]] = ()  # names of the values that the module returns after the loss
     reads_masks: ClassVar[bool] = False  # whether batches contain segmentation masks
     reads_objects: ClassVar[bool] = False  # whether batches contain boxes and instance masks
+    keeps_head: ClassVar[bool] = False  # whether it trains the `task_head` of its weights or replaces it; else it is removed
     shardable: ClassVar[bool] = False  # whether the module calls nothing of the model but `outputs`, which --shard needs
     module: nn.Module  # forward(images, targets) -> the loss [], or [1 + len(logs)] with the loss first
 

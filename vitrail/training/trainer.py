@@ -127,7 +127,7 @@ class Trainer:
         self.ema = ModelEma(self.model, recipe.ema.decay) if recipe.ema.decay else None
         self.scaler = torch.amp.GradScaler(device.type) if recipe.precision == "fp16" else None
         self.checkpoints = CheckpointManager(self.folder / "checkpoints", options.keep)
-        self.frozen_norms = frozen_norms(self.model)
+        self.frozen_norms = frozen_norms(self.model, self.task.module)
         self.set_mode(recipe.init.mode == "train")
         self.statistics = BatchNormStatistics(self.task.module, self.devices, self.frozen_norms)
         buffers = [*self.task.module.buffers(), *self.statistics.total]
