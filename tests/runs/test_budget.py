@@ -51,6 +51,10 @@ def test_a_training_from_scratch_says_what_it_is_for(photos, tmp_path):
     assert hint in messages(photos)
     assert hint not in messages(tmp_path / "letters")
     assert hint not in messages(photos, "finetune", **{"init.weights": "vitrail_tiny"})
+    make_folder(tmp_path / "rays", size=(80, 60), mode="L")
+    expected = "training from scratch, since the images are gray: --from vitrail_tiny starts from weights of color photographs"
+    assert expected in messages(tmp_path / "rays", None)
+    assert "from scratch" not in messages(tmp_path / "rays", "laptop") + messages(tmp_path / "letters", None)
 
 
 def minutes_for(model, source, size, seconds):

@@ -123,6 +123,18 @@ def suits_bundled_weights(train: Source, device_type: str) -> bool:
     return median_side(train) >= MIN_PHOTO_SIDE and has_colors(train)
 
 
+def describe_scratch(train: Source, device_type: str, chosen: bool) -> list[str]:
+    """What to know about a training from scratch, which the user has chosen or which is the default for these images."""
+    if suits_bundled_weights(train, device_type):
+        photographs = f"for these, --from {DEFAULT_WEIGHTS} is better"
+        return [f"training from scratch is for images unlike photographs, or very many of them; {photographs}"]
+    if chosen or median_side(train) < MIN_PHOTO_SIDE:
+        return []
+    reason = f"more than {MAX_FINETUNED:,}" if has_colors(train) else "gray"
+    weights = f"--from {DEFAULT_WEIGHTS} starts from weights of color photographs, which may be better"
+    return [f"training from scratch, since the images are {reason}: {weights}"]
+
+
 def time_budget(request: TrainRequest, recipe: Recipe, device: torch.device) -> float | None:
     """Minutes that the training may take: as requested; without a recipe and a length, a few minutes on a CPU."""
     if request.minutes or request.recipe is not None or "schedule.length" in request.explicit_keys:
@@ -173,11 +185,8 @@ def open_data(request: TrainRequest, recipe: Recipe, device: torch.device = CPU)
     if narrow and recipe.name == "finetune" and "optimizer.layer_decay" not in request.explicit_keys:
         recipe = recipe.set({"optimizer.layer_decay": NARROW_LAYER_DECAY})
         messages.append(f"optimizer.layer_decay set to {NARROW_LAYER_DECAY}: the network has at most {NARROW} channels")
-    if recipe.name in FROM_SCRATCH and pretrained is None and suits_bundled_weights(splits.train, device.type):
-        messages.append(
-            "training from scratch is for images unlike photographs, or very many of them; "
-            f"for these, --from {DEFAULT_WEIGHTS} is better"
-        )
+    if recipe.name in FROM_SCRATCH and pretrained is None:
+        messages += describe_scratch(splits.train, device.type, chosen=request.recipe is not None or request.model is not None)
     sampler = make_sampler(recipe, splits.train)
     if total_steps(recipe.schedule, sampler.steps) < 1:
         raise UserError(
