@@ -3,6 +3,8 @@
     python benchmarks/forecast.py --rounds 3
     python benchmarks/forecast.py --rounds 3 --processes 2 -- --shard
     python benchmarks/forecast.py --rounds 1 -- photos/ --recipe small --epochs 5
+    python benchmarks/forecast.py --busy 1                          # beside a program that uses one core
+    OMP_NUM_THREADS=1 python benchmarks/forecast.py --busy 1        # the same with one thread
 
 Arguments after `--` are passed to `vitrail train`; the default is to train the built-in digits for ten epochs. The time is that
 of steps and validations; actual images/s are the median of the logged values after the first.
@@ -15,6 +17,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -45,10 +49,23 @@ def run_training(args: list[str], processes: int) -> tuple[float, float, str, fl
     return estimated, statistics.median(speeds[1:] or speeds), match[1], seconds
 
 
+@contextmanager
+def other_programs(count: int) -> Iterator[None]:
+    """`count` programs that use a core each."""
+    running = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for program in running:
+            program.kill()
+            program.wait()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=positive, default=3)
     parser.add_argument("--processes", type=positive, default=1, help="number of processes of torchrun")
+    parser.add_argument("--busy", type=int, default=0, help="number of other programs that use a core each at the same time")
     parser.add_argument("args", nargs="*", help="after --: arguments of vitrail train")
     options = parser.parse_args()
     args = options.args or []
@@ -60,7 +77,8 @@ def main() -> None:
     print(machine("cuda" if torch.cuda.is_available() else "cpu"))
     ratios = []
     for number in range(options.rounds):
-        estimated, actual, estimated_time, seconds = run_training(args, options.processes)
+        with other_programs(options.busy):
+            estimated, actual, estimated_time, seconds = run_training(args, options.processes)
         ratios.append(estimated / actual)
         times = f"{estimated_time} estimated, {seconds:.1f} s actual"
         print(f"round {number + 1}: {estimated:,.5g} images/s estimated, {actual:,.5g} actual; {times}", flush=True)

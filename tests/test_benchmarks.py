@@ -87,7 +87,7 @@ def run_benchmark(monkeypatch, capsys):
         (f"explain.py cost --model {MODEL} --size 32 --rounds 1 --methods rollout", "| rollout | "),
         (f"export.py parity {MODEL} --depth 1 --size 32 --images 2 --formats torch-export", f"| {MODEL} | torch-export |"),
         ("overhead.py --device cpu --rounds 1 --repeats 1", "| backward |"),
-        ("forecast.py --rounds 1 -- --epochs 0.2 --device cpu --workers 0 --set architecture.width=16", "estimated / actual"),
+        ("forecast.py --rounds 1 --busy 1 -- --epochs 0.2 --device cpu --set architecture.width=16", "estimated / actual"),
     ],
     ids=lambda text: " ".join(text.replace(".py", "").split()[:2]),
 )
