@@ -56,7 +56,7 @@ def export(
         to: "onnx" (.onnx), "torch-export" (.pt2), "aoti" (.pt2 compiled by AOTInductor, for C++) or "web" (a folder that runs the
             model in a browser).
         input: "image": uint8 [B, height, width, 3] of any size, with the preprocessing inside; "tensor": normalized float32
-            [B, 3, height, width].
+            [B, 3, height, width]. Segmentations and detections show the whole image in a frame of the model's image size.
         precision: "fp32", "fp16", or "int8" (ONNX and web), calibrated on `images`.
         dynamic_size: with input="tensor", height and width may be any multiple of the patch size.
         features: instead of the logits, the embedding of a projector or the pooled features; always of models without a head.
@@ -69,13 +69,13 @@ def export(
     if not isinstance(model, VisionTransformer):
         model = load(find_weights(model))
     task = task_of(model, features)
-    check_model(model, task, to, input, dynamic_size)
+    check_model(model, task, to, dynamic_size)
     package = find_runtime(runtime) if to == "web" else None
-    comparison = Comparison.read(make_network(model, task), model.preprocessing, images, precision == "int8")
+    comparison = Comparison.read(make_network(model, task, input), images, precision == "int8")
     side = min_decode_side(model.preprocessing, model.notes)
     names = class_names(model, task)
     metadata = ExportMetadata(model.name, task, input, precision, model.preprocessing, names, side)
-    network = make_network(model, task, half=precision == "fp16")
+    network = make_network(model, task, input, half=precision == "fp16")
     step = model.architecture.patch_size if dynamic_size else None
     if to in ("torch-export", "aoti"):
         from vitrail.deploy.program_export import write_program
@@ -94,7 +94,7 @@ def export(
 
 
 def class_names(model: VisionTransformer, task: str) -> list[str] | None:
-    if task == "segmentation":
+    if task in ("segmentation", "detection"):
         assert model.task_head is not None
         return list(model.task_head.config.class_names)  # type: ignore[union-attr,arg-type]
     return model.class_names if task == "classification" else None
@@ -131,16 +131,14 @@ def check_options(path: Path, to: str, input: str, precision: str, dynamic_size:
     check_writable(path)
 
 
-def check_model(model: VisionTransformer, task: str, to: str, input: str, dynamic_size: bool) -> None:
+def check_model(model: VisionTransformer, task: str, to: str, dynamic_size: bool) -> None:
     """Raise UserError for what this model does not have."""
     a = model.architecture
     if dynamic_size and (a.mixer in FIXED_GRID or a.pooling in FIXED_GRID):
         raise UserError(
             f"{model.name or 'The model'} has weights for each patch and takes one image size only: remove --dynamic-size."
         )
-    if task == "segmentation" and input == "image" and to != "web":
-        raise UserError(
-            "The preprocessing of an exported program crops images, which a segmentation does not: give --input tensor."
-        )
+    if dynamic_size and task == "detection":
+        raise UserError("A detection is exported for one image size: remove --dynamic-size.")
     if to == "web" and task != "classification":
         raise UserError(f"The page shows classes, and this model computes {task}: choose --to onnx.")
