@@ -11,6 +11,7 @@ from tests.deploy.exports import make_model, photographs
 from tests.deploy.test_image_input import SETTINGS
 from tests.deploy.test_image_input import photographs as photographs_of_many_sizes
 from vitrail.deploy.dense_outputs import frame_image
+from vitrail.deploy.export import resize_model
 from vitrail.deploy.exported_outputs import make_network
 from vitrail.deploy.image_input import FramedImages
 from vitrail.deploy.output_differences import make_differences
@@ -84,20 +85,23 @@ def test_objects_of_a_batch_are_padded(input):
             assert_same(select(outputs, index), network.expected(photo))
 
 
-def test_square_images_are_those_of_the_package():
-    """Where a frame has no empty part, objects and classes are those of `vitrail.detect` and `vitrail.segment`."""
-    photo = np.ascontiguousarray(photographs()[0][:100, :70].repeat(2, 0)[:70])
+@pytest.mark.parametrize("size", [(64, 64), (64, 96)])
+def test_frames_of_the_shape_of_the_image(size):
+    """Without an empty part in the frame, objects and classes are those of `vitrail.detect` and `vitrail.segment`."""
+    photo = np.ascontiguousarray(photographs()[0][:80, :70].repeat(2, 0)[: size[0] + 6].repeat(2, 1)[:, : size[1] + 9])
+    photo = photo[: size[0] + 6, : (size[0] + 6) * size[1] // size[0]]
     pixels = torch.from_numpy(photo).permute(2, 0, 1)[None]
-    model = make_detector((64, 64))
+    model, segmenter = make_detector((64, 64)), make_segmenter((64, 64))
     (found,) = detect_objects(model, pixels, DetectionProtocol.of(model.task_head.config))
+    expected = predict_classes(segmenter, pixels, Protocol.of(segmenter.task_head.config))
     with torch.no_grad():
-        outputs = make_network(model, "detection", "image")(torch.from_numpy(photo)[None])
+        outputs = make_network(resize_model(model, size), "detection", "image")(torch.from_numpy(photo)[None])
         assert_same(select(outputs, 0), found)
-        segmenter = make_segmenter((32, 32))
-        classes, logits = make_network(segmenter, "segmentation", "image")(torch.from_numpy(photo)[None])
-    assert logits.shape[1:] == (3, 8, 8)
+        classes, logits = make_network(resize_model(segmenter, size), "segmentation", "image")(torch.from_numpy(photo)[None])
+    assert model.architecture.image_size == (64, 64)
+    assert logits.shape[1:] == (3, 16, size[1] // 4)
     assert classes.dtype == torch.uint8
-    assert torch.equal(classes, predict_classes(segmenter, pixels, Protocol.of(segmenter.task_head.config)))
+    assert (classes == expected).float().mean() > 0.999
 
 
 def test_images_in_classes_out(tmp_path):
@@ -174,6 +178,10 @@ def test_wrong_options_for_detections(tmp_path):
     model = make_detector((32, 32), masks=False)
     with pytest.raises(UserError, match="one image size: remove --dynamic-size"):
         vitrail.export(model, tmp_path / "m.onnx", input="tensor", dynamic_size=True)
+    with pytest.raises(UserError, match="--image-size 32x42 is not a whole number of patches of "):
+        vitrail.export(model, tmp_path / "m.onnx", image_size=(32, 42))
+    with pytest.raises(UserError, match="at most 4,194,304 pixels"):
+        vitrail.export(model, tmp_path / "m.onnx", image_size=16000)
     with pytest.raises(UserError, match="this model computes detection: choose --to onnx"):
         vitrail.export(model, tmp_path / "site", to="web")
     with torch.no_grad():

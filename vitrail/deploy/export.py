@@ -1,5 +1,6 @@
 """`vitrail.export`: a model as a file that other programs run, compared with the model on real images before it is written."""
 
+import copy
 import os
 import shutil
 from pathlib import Path
@@ -15,7 +16,8 @@ from vitrail.deploy.export_comparison import Comparison
 from vitrail.deploy.exported_outputs import make_network, task_of
 from vitrail.deploy.web_export import find_runtime, write_site
 from vitrail.errors import UserError
-from vitrail.models.inputs import FIXED_GRID
+from vitrail.models.config import as_size, format_size
+from vitrail.models.inputs import FIXED_GRID, check_input_size
 from vitrail.models.preprocessing import min_decode_side
 from vitrail.models.vision_transformer import VisionTransformer
 
@@ -48,6 +50,7 @@ def export(
     device: str = "cpu",
     runtime: str | Path | None = None,
     overwrite: bool = False,
+    image_size: int | tuple[int, int] | None = None,
 ) -> Exported:
     """Write a model as a file that runs without this package, and compare both on real images.
 
@@ -63,11 +66,14 @@ def export(
         images: a folder or another data set for the comparison and the calibration; default: the bundled photographs.
         device: of "torch-export" and "aoti": "cpu" or "cuda".
         runtime: of "web": the npm package onnxruntime-web, as a folder or a .tgz file; default: downloaded by npm.
+        image_size: another image size of the network, (height, width), in whole patches.
     """
     path = Path(path)
     check_options(path, to, input, precision, dynamic_size, device, overwrite)
     if not isinstance(model, VisionTransformer):
         model = load(find_weights(model))
+    if image_size is not None:
+        model = resize_model(model, as_size(image_size))
     task = task_of(model, features)
     check_model(model, task, to, dynamic_size)
     package = find_runtime(runtime) if to == "web" else None
@@ -91,6 +97,15 @@ def export(
             atomic_write(path, lambda temporary: temporary.write_bytes(content))
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
     return Exported(path, metadata, sum(file.stat().st_size for file in files))
+
+
+def resize_model(model: VisionTransformer, size: tuple[int, int]) -> VisionTransformer:
+    """A copy of the model with another image size."""
+    patch, name = model.architecture.patch_size, model.name or "The model"
+    if any(side % patch for side in size):
+        raise UserError(f"--image-size {format_size(size)} is not a whole number of patches of {patch} x {patch} pixels.")
+    check_input_size(size, patch, name)
+    return copy.deepcopy(model).resize(*size)
 
 
 def class_names(model: VisionTransformer, task: str) -> list[str] | None:
