@@ -9,7 +9,7 @@ from vitrail.deploy.exported_outputs import ExportedNetwork
 
 # The largest difference of float outputs, relative to the largest output: more is an error of the export and not rounding.
 TOLERANCE = {"fp32": 1e-3, "fp16": 5e-2}
-# The share of objects that both must find: rounding decides which of two duplicates, or of two nearly equal scores, is kept.
+# The share of objects and of pixels that must be the same: rounding decides between nearly equal scores.
 AGREEMENT = {"fp32": 0.98, "fp16": 0.8}
 
 
@@ -23,10 +23,12 @@ class Differences:
 
     def add(self, actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
         """The outputs for the same images."""
-        own, wanted = actual[0], expected[0]
+        self.measure(actual[0], expected[0])
+        self.count(actual[0].argmax(1), expected[0].argmax(1))
+
+    def measure(self, own: Tensor, wanted: Tensor) -> None:
         self.largest_difference = max(self.largest_difference, float((own - wanted).abs().max().nan_to_num(torch.inf)))
         self.largest = max(self.largest, float(wanted.abs().max()))
-        self.count(own.argmax(1), wanted.argmax(1))
 
     def count(self, own: Tensor, wanted: Tensor) -> None:
         self.same, self.total = self.same + int((own == wanted).sum()), self.total + wanted.numel()
@@ -44,13 +46,22 @@ class Differences:
             f"{self.largest:.2g}"
         )
 
+    def disagreement(self, precision: str, what: str) -> str:
+        """What is wrong if too few of what was counted are the same, else nothing."""
+        if self.agreement is None or self.agreement >= AGREEMENT.get(precision, 0.0):
+            return ""
+        return f"Of the {what} of the exported program and the model, only {self.agreement:.1%} are the same"
+
 
 class PixelDifferences(Differences):
     """Of a segmentation: logits are compared, and classes [B, height, width] are counted."""
 
     def add(self, actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-        super().add(actual[1:], expected[1:])
+        self.measure(actual[1], expected[1])
         self.count(actual[0], expected[0])
+
+    def problem(self, precision: str) -> str:
+        return super().problem(precision) or self.disagreement(precision, "classes of pixels")
 
 
 class ObjectDifferences(Differences):
@@ -83,9 +94,7 @@ class ObjectDifferences(Differences):
         self.largest_difference = max(self.largest_difference, float(nearest[close.any(0)].max()) if close.any() else 0.0)
 
     def problem(self, precision: str) -> str:
-        if self.agreement is None or self.agreement >= AGREEMENT.get(precision, 0.0):
-            return ""
-        return f"Of the objects that the exported program and the model find, only {self.agreement:.1%} are the same"
+        return self.disagreement(precision, "objects")
 
 
 def make_differences(network: ExportedNetwork, precision: str) -> Differences:
