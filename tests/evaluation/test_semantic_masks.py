@@ -35,14 +35,14 @@ def pixels():
 def test_rows_of_resized_logits_are_torchs():
     logits = torch.randn(2, 5, 7, 9)
     expected = F.interpolate(logits, (40, 31), mode="bilinear", align_corners=False)
-    parts = [View(logits).resize_rows((40, 31), range(top, min(top + 11, 40))) for top in range(0, 40, 11)]
+    parts = [View(logits).resize_rows((40, 31), torch.arange(top, min(top + 11, 40))) for top in range(0, 40, 11)]
     torch.testing.assert_close(torch.cat(parts, 2), expected)
 
 
 def test_padding_is_cut_off():
     """Logits of 5 x 4 cells, of which the image covers 80 % and 75 %."""
     logits = torch.arange(20.0).view(1, 1, 5, 4)
-    out = View(logits, (0.8, 0.75)).resize_rows((4, 3), range(4))
+    out = View(logits, (0.8, 0.75)).resize_rows((4, 3), torch.arange(4))
     torch.testing.assert_close(out, logits[:, :, :4, :3])
 
 

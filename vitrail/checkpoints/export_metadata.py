@@ -14,7 +14,7 @@ NORMALIZED = "normalized"  # in an ONNX file, the tensor between preprocessing a
 PREFIX = "preprocess/"  # of all other names in the preprocessing
 LAYOUT = 1
 MAX_CHARACTERS = 1 << 24
-TASKS = ("classification", "features", "segmentation")
+TASKS = ("classification", "features", "segmentation", "detection")
 INPUTS = ("image", "tensor")
 PRECISIONS = ("fp32", "fp16", "int8")
 
@@ -25,15 +25,26 @@ class Certificate:
 
     images: int
     source: str
-    max_difference: float  # of any output
-    largest: float  # absolute output
-    agreement: float | None  # share of images, or of positions of a segmentation, with the same top-1 class; None of features
+    max_difference: float  # of any output; of a detection in pixels, of the boxes that both found
+    largest: float  # absolute output; of a detection the largest coordinate
+    # Share of images, or of pixels, with the same top-1 class, or of objects that both found; None of features
+    agreement: float | None
     versions: dict[str, str]
+    objects: int | None = None  # of a detection: found by the model
 
     def __str__(self) -> str:
+        if self.objects is not None:
+            return self.describe_objects()
         same = "" if self.agreement is None else f", same top-1 for {percent(self.agreement, 1)}"
         what = f"largest difference {self.max_difference:.2g} (largest output {self.largest:.3g}){same}"
         return f"{what}, on {self.images} images of {self.source}"
+
+    def describe_objects(self) -> str:
+        where = f"on {self.images} images of {self.source}"
+        if self.agreement is None:
+            return f"neither found an object {where}: give --images that show some"
+        boxes = f"boxes differ by at most {self.max_difference:.2g} pixels"
+        return f"{percent(self.agreement, 1)} of {self.objects:,} objects are the same, {boxes}, {where}"
 
 
 @dataclass(frozen=True)
@@ -68,6 +79,16 @@ class ExportMetadata:
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
             raise UserError(f"{path} has damaged metadata of Vitrail: export it again.") from None
         return metadata
+
+    def require_classes(self, path: object) -> None:
+        """Raise UserError for a file that does not compute the logits of classes."""
+        if self.task in ("segmentation", "detection"):
+            raise UserError(
+                f"{path} was exported for {self.task}, which this package runs from weights only: give the weights, or run the "
+                "file with onnxruntime."
+            )
+        if self.task != "classification":
+            raise UserError(f"{path} was exported for {self.task}: predictions of classes need a model with a classifier.")
 
     def check(self) -> None:
         """Raise ValueError or UserError for values that no export writes."""

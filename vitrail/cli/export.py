@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from vitrail.cli.console import print_json, print_text
-from vitrail.cli.options import JsonOption, WeightsArgument
+from vitrail.cli.options import JsonOption, WeightsArgument, parse_size
 from vitrail.formatting import format_bytes
 
 
@@ -34,6 +34,13 @@ def export(
     runtime: Annotated[
         Path | None, typer.Option(help="Of web: the npm package onnxruntime-web, a folder or .tgz file; default: from npm.")
     ] = None,
+    image_size: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Another image size of the network: 384, or 384x512 (height x width).",
+        ),
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing OUT.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -47,7 +54,8 @@ def export(
     from vitrail.deploy.export import export as export_model
 
     announce_bundled(weights)
-    result = export_model(weights, out, to, input, precision, dynamic_size, features, images, device, runtime, overwrite)
+    size = parse_size(image_size)
+    result = export_model(weights, out, to, input, precision, dynamic_size, features, images, device, runtime, overwrite, size)
     if as_json:
         print_json({"path": str(result.path), "bytes": result.bytes, **vars(result.certificate)})
         return

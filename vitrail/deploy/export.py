@@ -1,5 +1,6 @@
 """`vitrail.export`: a model as a file that other programs run, compared with the model on real images before it is written."""
 
+import copy
 import os
 import shutil
 from pathlib import Path
@@ -15,7 +16,8 @@ from vitrail.deploy.export_comparison import Comparison
 from vitrail.deploy.exported_outputs import make_network, task_of
 from vitrail.deploy.web_export import find_runtime, write_site
 from vitrail.errors import UserError
-from vitrail.models.inputs import FIXED_GRID
+from vitrail.models.config import as_size, format_size
+from vitrail.models.inputs import FIXED_GRID, check_input_size
 from vitrail.models.preprocessing import min_decode_side
 from vitrail.models.vision_transformer import VisionTransformer
 
@@ -48,6 +50,7 @@ def export(
     device: str = "cpu",
     runtime: str | Path | None = None,
     overwrite: bool = False,
+    image_size: int | tuple[int, int] | None = None,
 ) -> Exported:
     """Write a model as a file that runs without this package, and compare both on real images.
 
@@ -56,26 +59,29 @@ def export(
         to: "onnx" (.onnx), "torch-export" (.pt2), "aoti" (.pt2 compiled by AOTInductor, for C++) or "web" (a folder that runs the
             model in a browser).
         input: "image": uint8 [B, height, width, 3] of any size, with the preprocessing inside; "tensor": normalized float32
-            [B, 3, height, width].
+            [B, 3, height, width]. Segmentations and detections show the whole image in a frame of the model's image size.
         precision: "fp32", "fp16", or "int8" (ONNX and web), calibrated on `images`.
         dynamic_size: with input="tensor", height and width may be any multiple of the patch size.
         features: instead of the logits, the embedding of a projector or the pooled features; always of models without a head.
         images: a folder or another data set for the comparison and the calibration; default: the bundled photographs.
         device: of "torch-export" and "aoti": "cpu" or "cuda".
         runtime: of "web": the npm package onnxruntime-web, as a folder or a .tgz file; default: downloaded by npm.
+        image_size: another image size of the network, (height, width), in whole patches.
     """
     path = Path(path)
     check_options(path, to, input, precision, dynamic_size, device, overwrite)
     if not isinstance(model, VisionTransformer):
         model = load(find_weights(model))
+    if image_size is not None:
+        model = resize_model(model, as_size(image_size))
     task = task_of(model, features)
-    check_model(model, task, to, input, dynamic_size)
+    check_model(model, task, to, dynamic_size)
     package = find_runtime(runtime) if to == "web" else None
-    comparison = Comparison.read(make_network(model, task), model.preprocessing, images, precision == "int8")
+    comparison = Comparison.read(make_network(model, task, input), images, precision == "int8")
     side = min_decode_side(model.preprocessing, model.notes)
     names = class_names(model, task)
     metadata = ExportMetadata(model.name, task, input, precision, model.preprocessing, names, side)
-    network = make_network(model, task, half=precision == "fp16")
+    network = make_network(model, task, input, half=precision == "fp16")
     step = model.architecture.patch_size if dynamic_size else None
     if to in ("torch-export", "aoti"):
         from vitrail.deploy.program_export import write_program
@@ -93,8 +99,17 @@ def export(
     return Exported(path, metadata, sum(file.stat().st_size for file in files))
 
 
+def resize_model(model: VisionTransformer, size: tuple[int, int]) -> VisionTransformer:
+    """A copy of the model with another image size."""
+    patch, name = model.architecture.patch_size, model.name or "The model"
+    if any(side % patch for side in size):
+        raise UserError(f"--image-size {format_size(size)} is not a whole number of patches of {patch} x {patch} pixels.")
+    check_input_size(size, patch, name)
+    return copy.deepcopy(model).resize(*size)
+
+
 def class_names(model: VisionTransformer, task: str) -> list[str] | None:
-    if task == "segmentation":
+    if task in ("segmentation", "detection"):
         assert model.task_head is not None
         return list(model.task_head.config.class_names)  # type: ignore[union-attr,arg-type]
     return model.class_names if task == "classification" else None
@@ -131,16 +146,14 @@ def check_options(path: Path, to: str, input: str, precision: str, dynamic_size:
     check_writable(path)
 
 
-def check_model(model: VisionTransformer, task: str, to: str, input: str, dynamic_size: bool) -> None:
+def check_model(model: VisionTransformer, task: str, to: str, dynamic_size: bool) -> None:
     """Raise UserError for what this model does not have."""
     a = model.architecture
     if dynamic_size and (a.mixer in FIXED_GRID or a.pooling in FIXED_GRID):
         raise UserError(
             f"{model.name or 'The model'} has weights for each patch and takes one image size only: remove --dynamic-size."
         )
-    if task == "segmentation" and input == "image" and to != "web":
-        raise UserError(
-            "The preprocessing of an exported program crops images, which a segmentation does not: give --input tensor."
-        )
+    if dynamic_size and task == "detection":
+        raise UserError("A detection is exported for one image size: remove --dynamic-size.")
     if to == "web" and task != "classification":
         raise UserError(f"The page shows classes, and this model computes {task}: choose --to onnx.")

@@ -8,22 +8,19 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from vitrail.checkpoints.export_metadata import Certificate, ExportMetadata
 from vitrail.data.datasets.lookup import open_source
 from vitrail.data.decode import decode
 from vitrail.data.progress import progress
 from vitrail.deploy.exported_outputs import ExportedNetwork
+from vitrail.deploy.output_differences import make_differences
 from vitrail.errors import UserError
-from vitrail.models.preprocessing import Preprocessing, pad_images
 from vitrail.version import __version__
 
 BUNDLED = "pets"
 IMAGES = 32  # that are compared, and as many others that int8 is calibrated on
-# The largest difference of float outputs, relative to the largest output: more is an error of the export and not rounding.
-TOLERANCE = {"fp32": 1e-3, "fp16": 5e-2}
-Run = Callable[[np.ndarray], np.ndarray]
+Run = Callable[[np.ndarray], list[np.ndarray]]
 
 
 @dataclass(frozen=True)
@@ -31,45 +28,51 @@ class Comparison:
     """Real images, and the network in float32 that defines their outputs."""
 
     reference: ExportedNetwork
-    pixels: list[np.ndarray]  # uint8 [H, W, 3]
-    normalized: list[Tensor]  # the same images [1, 3, height, width]
-    calibration: list[Tensor]  # other images
+    images: list[np.ndarray]  # uint8 [H, W, 3]
+    others: list[np.ndarray]  # for the calibration
     source: str  # name of the data set
 
     @classmethod
-    def read(
-        cls, reference: ExportedNetwork, preprocessing: Preprocessing, source: str | Path | None, calibrated: bool
-    ) -> "Comparison":
+    def read(cls, reference: ExportedNetwork, source: str | Path | None, calibrated: bool) -> "Comparison":
         """Images spread over a data set; None: the bundled photographs."""
-        pixels = read_images(source, 2 * IMAGES if calibrated else IMAGES)
-        normalized = [preprocessing.apply(*pad_images([image])) for image in pixels]
-        step = 2 if calibrated and len(pixels) > 1 else 1
+        if not all(parameter.isfinite().all() for parameter in reference.parameters()):  # no object is found with those
+            raise UserError("The weights of the model contain NaN or Inf: they are damaged.")
+        images = read_images(source, 2 * IMAGES if calibrated else IMAGES)
+        step = 2 if calibrated and len(images) > 1 else 1
         name = "the bundled pets" if source is None else Path(source).name
-        return cls(reference, pixels[::step], normalized[::step], normalized[step - 1 :: step], name)
+        return cls(reference, images[::step], images[step - 1 :: step], name)
+
+    @property
+    def calibration(self) -> list[np.ndarray]:
+        """Inputs of the network, of one image each."""
+        if self.reference.takes_pixels:
+            return [image[None] for image in self.others]
+        return [self.reference.normalize(image).numpy() for image in self.others]
 
     def certify(self, run: Run, metadata: ExportMetadata, versions: dict[str, str]) -> ExportMetadata:
         """The metadata with the result of the comparison; UserError if program and model differ by more than rounding."""
-        difference, largest, same, total = 0.0, 0.0, 0, 0
-        with progress("comparing", len(self.pixels)) as advance, torch.inference_mode():
-            for image, batch in zip(self.pixels, self.normalized, strict=True):
-                expected = self.reference(batch)
-                actual = torch.from_numpy(run(image[None] if metadata.input == "image" else batch.numpy()))
-                if not expected.isfinite().all():
+        differences = make_differences(self.reference, metadata.precision)
+        with progress("comparing", len(self.images)) as advance, torch.inference_mode():
+            for image in self.images:
+                expected = self.reference.expected(image)
+                if not all(each.isfinite().all() for each in expected):
                     raise UserError("The outputs of the model are NaN or Inf: its weights are damaged.")
-                difference = max(difference, float((actual - expected).abs().max().nan_to_num(torch.inf)))
-                largest = max(largest, float(expected.abs().max()))
-                matches = actual.argmax(1) == expected.argmax(1)
-                same, total = same + int(matches.sum()), total + matches.numel()
+                inputs = image[None] if metadata.input == "image" else self.reference.normalize(image).numpy()
+                differences.add([torch.from_numpy(each) for each in run(inputs)], expected)
                 advance(1)
-        if difference > TOLERANCE.get(metadata.precision, float("inf")) * largest:
+        if problem := differences.problem(metadata.precision):
             advice = "give --precision fp32" if metadata.precision == "fp16" else "report it, with the model"
-            raise UserError(
-                f"The outputs of the exported program differ from the model's by up to {difference:.2g}, of {largest:.2g}: "
-                f"nothing was written; {advice}."
-            )
+            raise UserError(f"{problem}: nothing was written; {advice}.")
         versions = {"vitrail": __version__, "torch": str(torch.__version__)} | versions
-        agreement = None if metadata.task == "features" else same / total
-        certificate = Certificate(len(self.pixels), self.source, difference, largest, agreement, versions)
+        certificate = Certificate(
+            len(self.images),
+            self.source,
+            differences.largest_difference,
+            differences.largest,
+            differences.agreement if metadata.task != "features" else None,
+            versions,
+            differences.objects,
+        )
         return dataclasses.replace(metadata, certificate=certificate)
 
 

@@ -17,7 +17,7 @@ from torch.export import Dim
 from vitrail.atomic_files import describe_error
 from vitrail.checkpoints.export_metadata import ENTRY, NORMALIZED, PREFIX, ExportMetadata
 from vitrail.deploy.export_comparison import Comparison, Run
-from vitrail.deploy.exported_outputs import OUTPUTS, ExportedNetwork
+from vitrail.deploy.exported_outputs import ExportedNetwork
 from vitrail.deploy.image_input import ImagePreprocessing
 from vitrail.errors import UserError
 
@@ -42,10 +42,10 @@ def build_model(
     """The bytes of an ONNX file that was compared with the model, and its metadata with the result."""
     import_onnx()
     preprocessing = metadata.preprocessing
-    model = convert_network(network, preprocessing.image_size, OUTPUTS[metadata.task], step)
+    model = convert_network(network, preprocessing.image_size, step)
     if metadata.precision == "int8":
         model = quantize(model, comparison.calibration, convs=not len(network.model.blocks))
-    if metadata.input == "image":
+    if metadata.input == "image" and not network.takes_pixels:
         model = merge(convert_preprocessing(ImagePreprocessing(preprocessing).eval()), model)
     run, versions = open_session(model)
     metadata = comparison.certify(run, metadata, versions)
@@ -70,8 +70,8 @@ def quiet_exporter() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def convert(module: nn.Module, example: Tensor, dims: dict[int, Any], names: tuple[str, str]) -> Any:
-    """The ONNX model of a module with one input and one output of these names, as a protobuf message."""
+def convert(module: nn.Module, example: Tensor, dims: dict[int, Any], name: str, outputs: Sequence[str]) -> Any:
+    """The ONNX model of a module with one input and with outputs of these names, as a protobuf message."""
     try:
         with quiet_exporter(), torch.no_grad():
             program = torch.onnx.export(
@@ -79,8 +79,8 @@ def convert(module: nn.Module, example: Tensor, dims: dict[int, Any], names: tup
                 (example,),
                 dynamo=True,
                 opset_version=OPSET,
-                input_names=names[:1],
-                output_names=names[1:],
+                input_names=[name],
+                output_names=outputs,
                 dynamic_shapes=(dims,),
                 verbose=False,
             )
@@ -98,19 +98,26 @@ def convert(module: nn.Module, example: Tensor, dims: dict[int, Any], names: tup
     return model
 
 
-def convert_network(network: nn.Module, size: tuple[int, int], output: str, step: int | None) -> Any:
+def convert_network(network: ExportedNetwork, size: tuple[int, int], step: int | None) -> Any:
     """The network; height and width are dynamic multiples of `step` unless it is None."""
     if sum(parameter.nbytes for parameter in network.parameters()) > MAX_BYTES:
         raise UserError("The weights exceed the 2 GB that an ONNX file can contain: give --precision fp16, or --to torch-export.")
+    if network.takes_pixels:
+        return convert_images(network, network.outputs)
     dims: dict[int, Any] = {0: Dim("batch")}
     if step is not None:
         dims |= {2: step * Dim("rows", min=2), 3: step * Dim("columns", min=2)}
-    return convert(network, torch.zeros(2, 3, *size), dims, (NORMALIZED, output))
+    return convert(network, torch.zeros(2, 3, *size), dims, NORMALIZED, network.outputs)
 
 
 def convert_preprocessing(preprocess: nn.Module) -> Any:
+    return convert_images(preprocess, [NORMALIZED])
+
+
+def convert_images(module: nn.Module, outputs: Sequence[str]) -> Any:
+    """A module that takes uint8 images of any size."""
     dims = {0: Dim("batch"), 1: Dim("height"), 2: Dim("width")}
-    return convert(preprocess, torch.zeros(2, 301, 203, 3, dtype=torch.uint8), dims, ("images", NORMALIZED))
+    return convert(module, torch.zeros(2, 301, 203, 3, dtype=torch.uint8), dims, "images", outputs)
 
 
 def merge(preprocessing: Any, network: Any) -> Any:
@@ -125,8 +132,8 @@ def merge(preprocessing: Any, network: Any) -> Any:
     return merged
 
 
-def quantize(network: Any, images: Sequence[Tensor], convs: bool) -> Any:
-    """The network with products in int8: ranges of inputs from normalized images [1, 3, height, width], weights per channel.
+def quantize(network: Any, images: Sequence[np.ndarray], convs: bool) -> Any:
+    """The network with products in int8: ranges of their inputs from images of its own input, weights per channel.
 
     The first and the last layer stay as they are, and convolutions too, except those of a convnet (`convs`).
     """
@@ -134,7 +141,7 @@ def quantize(network: Any, images: Sequence[Tensor], convs: bool) -> Any:
     from onnxruntime import quantization
 
     class Reader(quantization.CalibrationDataReader):  # type: ignore[misc]
-        rows = iter([{NORMALIZED: image.numpy()} for image in images])
+        rows = iter([{network.graph.input[0].name: image} for image in images])
 
         def get_next(self) -> dict[str, np.ndarray] | None:
             return next(self.rows, None)
@@ -172,8 +179,8 @@ def open_session(model: Any) -> tuple[Run, dict[str, str]]:
     session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     (source,) = session.get_inputs()
 
-    def run(images: np.ndarray) -> np.ndarray:
-        output: np.ndarray = session.run(None, {source.name: images})[0]
-        return output
+    def run(images: np.ndarray) -> list[np.ndarray]:
+        outputs: list[np.ndarray] = session.run(None, {source.name: images})
+        return outputs
 
     return run, {"onnx": onnx.__version__, "onnxruntime": onnxruntime.__version__, "opset": str(OPSET)}

@@ -33,7 +33,8 @@ def write_program(
 ) -> ExportMetadata:
     """Write a program that was compared with the model; the metadata with the result is an extra file inside."""
     image, preprocessing = metadata.input == "image", metadata.preprocessing
-    module = ImageProgram(ImagePreprocessing(preprocessing), network).eval() if image else network
+    separate = image and not network.takes_pixels
+    module = ImageProgram(ImagePreprocessing(preprocessing), network).eval() if separate else network
     program = trace(module, image, preprocessing.image_size, step, device)
 
     with tempfile.TemporaryDirectory() as folder:
@@ -42,9 +43,10 @@ def write_program(
             compile_package(program, file)
         call = torch._inductor.aoti_load_package(str(file)) if compiled else program.module()
 
-        def run(images: np.ndarray) -> np.ndarray:
-            output: np.ndarray = call(torch.from_numpy(images).to(device)).cpu().numpy()
-            return output
+        def run(images: np.ndarray) -> list[np.ndarray]:
+            found = call(torch.from_numpy(images).to(device))
+            outputs = [found] if isinstance(found, torch.Tensor) else found
+            return [each.cpu().numpy() for each in outputs]
 
         metadata = comparison.certify(run, metadata, {"device": describe_device(device)})
         if compiled:

@@ -204,7 +204,7 @@ def cross_validate(images: list[LabeledImage], names: tuple[str, ...], method: s
 def upsample(scores: Tensor, size: Any) -> Tensor:
     """Class indices, uint8 [1, H, W], of scores [1, C, h, w]."""
     height, width = size
-    return View(scores).resize_rows((height, width), range(height)).argmax(1).to(torch.uint8)
+    return View(scores).resize_rows((height, width), torch.arange(height, device=scores.device)).argmax(1).to(torch.uint8)
 
 
 def iterate_by_neighbors(

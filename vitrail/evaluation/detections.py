@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from vitrail.errors import UserError
 from vitrail.evaluation.semantic_masks import MAX_ASPECT, normalize, pad_to, positions
 from vitrail.heads.boxes import clip_boxes, covered_share, decode_boxes, nms
-from vitrail.heads.mask_rcnn import BOX_WEIGHTS, MASK_POOLED, POOLED, make_anchors, propose
+from vitrail.heads.mask_rcnn import BOX_WEIGHTS, MASK_POOLED, MASK_SIDE, POOLED, make_anchors, propose
 from vitrail.heads.regions import pool_regions
 from vitrail.heads.task_heads import DetectionConfig, DetectionHead
 from vitrail.models.vision_transformer import VisionTransformer
@@ -95,40 +95,62 @@ def detect_objects(model: VisionTransformer, pixels: Tensor, protocol: Detection
 
 def detect_whole(model: VisionTransformer, images: Tensor, protocol: DetectionProtocol) -> list[Detections]:
     """The objects of normalized images [B, 3, h, w], in their pixels."""
-    head, size = detection_head(model), (images.shape[-2], images.shape[-1])
-    config, padded = head.config, pad_to(images, model.architecture.patch_size)
-    levels = head(model.feature_maps(padded, config.blocks))
+    size = (images.shape[-2], images.shape[-1])
+    return detect_padded(model, pad_to(images, model.architecture.patch_size), size, protocol)
+
+
+def detect_padded(
+    model: VisionTransformer, images: Tensor, size: tuple[int, int], protocol: DetectionProtocol
+) -> list[Detections]:
+    """The objects of normalized images of `size` in the upper left corners of [B, 3, h, w]."""
+    head = detection_head(model)
+    maps, candidates = find_candidates(model, images, size)
+    found = []
+    for image in range(len(images)):
+        own = Detections(candidates.boxes[image], candidates.scores[image], candidates.classes[image], None)
+        own = own.select(own.scores >= protocol.min_score)
+        own = own.select(nms(own.boxes, own.scores, protocol.overlap, own.classes)[: protocol.detections])
+        masks = predict_masks(head, [each[image : image + 1] for each in maps], own.boxes[None], own.classes[None])
+        found.append(own if masks is None else own._replace(masks=masks[0]))
+    return found
+
+
+def find_candidates(
+    model: VisionTransformer, images: Tensor, size: tuple[float | Tensor, float | Tensor]
+) -> tuple[list[Tensor], Detections]:
+    """Of images [B, 3, h, w] the feature maps, and boxes [B, N, 4], scores and classes [B, N], the highest scores first.
+
+    Boxes are cut at `size`. They contain duplicates.
+    """
+    head = detection_head(model)
+    config = head.config
+    levels = head(model.feature_maps(images, config.blocks))
     anchors = [make_anchors(level, stride) for level, stride in zip(levels, head.strides, strict=True)]
     logits, offsets = head.proposal_head(levels)
     boxes, valid = propose(
         logits, offsets, anchors, size, config.candidates, config.proposals, config.proposal_overlap, exact=True
     )
-    maps, strides = levels[:4], head.strides[:4]
-    logits, offsets = head.box_head(pool_regions(maps, strides, boxes, POOLED).flatten(0, 1))
-    scores = logits.float().softmax(-1)[:, :-1].unflatten(0, boxes.shape[:2])  # [B, P, classes]
-    scores = torch.where(valid[..., None], scores, 0.0)
-    decoded = decode_boxes(offsets.float().unflatten(0, boxes.shape[:2]), boxes[:, :, None], BOX_WEIGHTS)
-    decoded = clip_boxes(decoded, *size)  # [B, P, classes, 4]
-    found = []
-    for image in range(len(images)):
-        best, index = scores[image].flatten().topk(min(SCORED, scores[image].numel()))
-        own = Detections(decoded[image].flatten(0, 1)[index], best, index % config.classes, None)
-        own = own.select(best >= protocol.min_score)
-        kept = nms(own.boxes, own.scores, protocol.overlap, own.classes)[: protocol.detections]
-        own = own.select(kept)
-        found.append(own._replace(masks=predict_masks(head, [each[image : image + 1] for each in maps], own)))
-    return found
+    maps, proposals = levels[:4], boxes.shape[:2]
+    pooled = pool_regions(maps, head.strides[:4], boxes, POOLED).to(levels[0].dtype)
+    logits, offsets = head.box_head(pooled.flatten(0, 1))
+    scores = logits.float().softmax(-1)[:, :-1].unflatten(0, proposals)  # [B, P, classes]
+    scores = torch.where(valid[..., None], scores, 0.0).flatten(1)
+    decoded = decode_boxes(offsets.float().unflatten(0, proposals), boxes[:, :, None], BOX_WEIGHTS)
+    decoded = clip_boxes(decoded, *size).flatten(1, 2)  # [B, P * classes, 4]
+    best, index = scores.topk(min(SCORED, scores.shape[1]), 1)
+    return maps, Detections(decoded.gather(1, index[..., None].expand(-1, -1, 4)), best, index % config.classes, None)
 
 
-def predict_masks(head: DetectionHead, maps: list[Tensor], found: Detections) -> Tensor | None:
-    """Probabilities [N, 28, 28] of the masks of the objects of one image."""
+def predict_masks(head: DetectionHead, maps: Sequence[Tensor], boxes: Tensor, classes: Tensor) -> Tensor | None:
+    """Probabilities [B, N, 28, 28] of the masks of objects with boxes [B, N, 4] and classes [B, N]."""
     if head.mask_head is None:
         return None
-    if not len(found.boxes):
-        return found.boxes.new_zeros(0, 2 * MASK_POOLED, 2 * MASK_POOLED)
-    pooled = pool_regions(maps, head.strides[:4], found.boxes[None], MASK_POOLED)[0]
-    logits = head.mask_head(pooled).float()
-    out: Tensor = logits[torch.arange(len(logits), device=logits.device), found.classes].sigmoid()
+    if not boxes.shape[1]:
+        return boxes.new_zeros(len(boxes), 0, MASK_SIDE, MASK_SIDE)
+    pooled = pool_regions(maps, head.strides[:4], boxes, MASK_POOLED).to(maps[0].dtype)
+    logits = head.mask_head(pooled.flatten(0, 1)).float().unflatten(0, boxes.shape[:2])
+    own = classes[..., None, None, None].expand(-1, -1, 1, MASK_SIDE, MASK_SIDE)
+    out: Tensor = logits.gather(2, own)[:, :, 0].sigmoid()
     return out
 
 

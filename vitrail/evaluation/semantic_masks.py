@@ -93,7 +93,7 @@ def predict_whole(model: VisionTransformer, pixels: Tensor, protocol: Protocol) 
     rows = max(BAND // (len(pixels) * head.config.classes * size[1]), 1)
     for top in range(0, size[0], rows):
         band = range(top, min(top + rows, size[0]))
-        parts = [view.resize_rows(size, band) for view in views]
+        parts = [view.resize_rows(size, torch.arange(band.start, band.stop, device=pixels.device)) for view in views]
         scores = parts[0] if len(parts) == 1 else torch.stack([part.softmax(1) for part in parts]).mean(0)
         classes[:, top : top + rows] = scores.argmax(1)
     return classes
@@ -104,19 +104,20 @@ class View:
     """Logits [B, C, h, w], of which the part `extent` (rows, columns) from the upper left corner on covers the image."""
 
     logits: Tensor
-    extent: tuple[float, float] = (1.0, 1.0)
+    extent: tuple[float | Tensor, float | Tensor] = (1.0, 1.0)
 
-    def resize_rows(self, size: Sequence[int], band: range) -> Tensor:
-        """The rows `band` of the logits resized bilinearly to `size`, [B, C, len(band), width]."""
+    def resize_rows(self, size: Sequence[int], band: Tensor) -> Tensor:
+        """The rows `band` [n] of the logits resized bilinearly to `size`, [B, C, n, width]."""
         rows, next_rows, part_y = neighbors(self.logits.shape[2], self.extent[0], size[0], band, self.logits)
-        columns, next_columns, part_x = neighbors(self.logits.shape[3], self.extent[1], size[1], range(size[1]), self.logits)
+        across = torch.arange(size[1], device=self.logits.device)
+        columns, next_columns, part_x = neighbors(self.logits.shape[3], self.extent[1], size[1], across, self.logits)
         lines = torch.lerp(self.logits[:, :, rows], self.logits[:, :, next_rows], part_y[:, None])
         return torch.lerp(lines[..., columns], lines[..., next_columns], part_x)
 
 
-def neighbors(cells: int, extent: float, size: int, positions: range, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def neighbors(cells: int, extent: float | Tensor, size: int, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The two cells around the centers of output pixels, and the weight of the second."""
-    center = (torch.arange(positions.start, positions.stop, device=like.device) + 0.5) * (cells * extent / size) - 0.5
+    center = (positions + 0.5) * (cells * extent / size) - 0.5
     first = center.floor()
     low, high = (index.long().clamp(0, cells - 1) for index in (first, first + 1))
     return low, high, (center - first).clamp(0, 1).to(like.dtype)

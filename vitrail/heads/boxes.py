@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ROUNDS = 32  # of the suppression on a GPU while training; a round resolves one more link of a chain of boxes
+# Of the suppression on a GPU while training, and in exported programs; a round resolves one more link of a chain of boxes.
+ROUNDS = 32
 MAX_LOG = math.log(1000 / 16)  # of the growth of a box
 EPS = 1e-9
 
@@ -53,9 +54,9 @@ def covered_share(first: Tensor, second: Tensor) -> Tensor:
     return intersections(first, second) / box_area(first).clamp(min=EPS)[..., :, None]
 
 
-def clip_boxes(boxes: Tensor, height: float, width: float) -> Tensor:
-    """Boxes [..., 4] cut at the borders of an image."""
-    x, y = boxes[..., 0::2].clamp(0, width), boxes[..., 1::2].clamp(0, height)
+def clip_boxes(boxes: Tensor, height: float | Tensor, width: float | Tensor) -> Tensor:
+    """Boxes [..., 4] cut at the borders of an image, whose sides are numbers or tensors []."""
+    x, y = (boxes[..., axis::2].clamp(min=0).clamp(max=side) for axis, side in ((0, width), (1, height)))
     return torch.stack([x[..., 0], y[..., 0], x[..., 1], y[..., 1]], -1)
 
 
@@ -79,22 +80,27 @@ def decode_boxes(offsets: Tensor, anchors: Tensor, weights: Sequence[float]) -> 
     return torch.stack([center_x - half_w, center_y - half_h, center_x + half_w, center_y + half_h], -1)
 
 
-def suppress(boxes: Tensor, threshold: float, exact: bool = True) -> Tensor:
+def suppress(boxes: Tensor, threshold: float, exact: bool = True, groups: Tensor | None = None) -> Tensor:
     """Which of boxes [..., N, 4], the highest score first, are kept: those whose IoU with each kept one before is not higher.
+
+    Boxes of different `groups` [..., N] do not suppress each other.
 
     A box is kept if no kept box before it overlaps it. Starting with all, each round decides boxes one link further down a chain
     of overlapping boxes, for all images at once; it has converged when nothing changes. Asking whether it has waits for a GPU:
-    without `exact`, as in training, a GPU does a fixed number of rounds, more than chains of proposals have links.
+    without `exact`, as in training, a GPU does a fixed number of rounds, more than chains of proposals have links, and so does an
+    exported program.
     """
-    overlaps = (box_iou(boxes, boxes) > threshold).triu(1)
-    counted = overlaps.half() if boxes.is_cuda else overlaps.to(boxes.dtype)
-    kept = torch.ones(boxes.shape[:-1], dtype=torch.bool, device=boxes.device)
-    ask = exact or not boxes.is_cuda
+    overlaps = box_iou(boxes, boxes) > threshold
+    if groups is not None:
+        overlaps = overlaps & (groups[..., :, None] == groups[..., None, :])
+    counted = overlaps.to(torch.float16 if boxes.is_cuda else boxes.dtype).triu(1)
+    kept = torch.ones_like(counted[..., :1, :])
+    ask = (exact or not boxes.is_cuda) and not torch.compiler.is_exporting()
     for _ in range(boxes.shape[-2] if ask else ROUNDS):
-        before, kept = kept, (kept.to(counted.dtype)[..., None, :] @ counted)[..., 0, :] == 0
+        before, kept = kept, (kept @ counted == 0).to(counted.dtype)
         if ask and torch.equal(before, kept):
             break
-    return kept
+    return kept[..., 0, :] > 0
 
 
 def nms(boxes: Tensor, scores: Tensor, threshold: float, groups: Tensor | None = None) -> Tensor:
@@ -104,11 +110,11 @@ def nms(boxes: Tensor, scores: Tensor, threshold: float, groups: Tensor | None =
     """
     if not len(boxes):
         return torch.zeros(0, dtype=torch.int64, device=boxes.device)
-    if groups is not None:  # far from each other
-        boxes = boxes + (groups.to(boxes.dtype) * (boxes.abs().max() * 2 + 1))[:, None]
     operators = library()
     if operators is not None and boxes.is_cuda:
+        if groups is not None:  # far from each other
+            boxes = boxes + (groups.to(boxes.dtype) * (boxes.abs().max() * 2 + 1))[:, None]
         kept: Tensor = operators.nms(boxes, scores, threshold)
         return kept
     order = scores.argsort(descending=True, stable=True)
-    return order[suppress(boxes[order], threshold)]
+    return order[suppress(boxes[order], threshold, groups=None if groups is None else groups[order])]

@@ -163,7 +163,7 @@ def propose(
     logits: Sequence[Tensor],
     offsets: Sequence[Tensor],
     anchors: Sequence[Tensor],
-    size: tuple[int, int],
+    size: tuple[float | Tensor, float | Tensor],
     candidates: int,
     count: int,
     threshold: float,

@@ -24,11 +24,12 @@ def pool_regions(maps: Sequence[Tensor], strides: Sequence[float], boxes: Tensor
     """Features [B, R, C, size, size] of boxes [B, R, 4] in pixels, each from one of the maps [B, C, h, w].
 
     A cell is the mean of bilinearly interpolated features at SAMPLES x SAMPLES points; a point more than one cell outside of its
-    map is 0. The same as torchvision's `roi_align` with aligned=True, which is used on a GPU where it is installed.
+    map is 0. The same as torchvision's `roi_align` with aligned=True, which is used on a GPU where it is installed, but not in
+    exported programs, which run without it.
     """
     levels = choose_levels(boxes, strides)
     operators = library()
-    if operators is not None and boxes.is_cuda:
+    if operators is not None and boxes.is_cuda and not torch.compiler.is_exporting():
         batch = torch.arange(len(boxes), device=boxes.device)[:, None, None].expand(-1, boxes.shape[1], 1)
         pooled = []
         for level, (each, stride) in enumerate(zip(maps, strides, strict=True)):

@@ -144,8 +144,7 @@ def open_program(path: Path, kind: str, device: torch.device | None) -> FixedSha
 
 def from_export(network: Network, metadata: ExportMetadata, path: Path) -> Teacher:
     """A file of `vitrail.export`, with its own preprocessing and class names."""
-    if metadata.task != "classification":
-        raise UserError(f"{path} was exported for {metadata.task}: predictions of classes need a model with a classifier.")
+    metadata.require_classes(path)
     teacher = Teacher(network, metadata.preprocessing, 0, metadata.class_names, name=metadata.name or path.name)
     teacher.decode_side = metadata.decode_side
     teacher.classes = count_classes(teacher)

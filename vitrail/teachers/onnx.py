@@ -81,10 +81,10 @@ class OnnxNetwork(FixedShapeNetwork):
         providers = [name for name in preferred if name in onnxruntime.get_available_providers()]
         try:
             model = onnx.ModelProto.FromString(path.read_bytes())
+            self.metadata = read_metadata(model, path)
             for content in find_unsafe_content(model, path):
                 raise ValueError(f"it contains {content}")
             model.DiscardUnknownFields()
-            self.metadata = read_metadata(model, path)
             if self.metadata is not None and self.metadata.input == "image":
                 remove_preprocessing(model, self.metadata)
             options = onnxruntime.SessionOptions()
@@ -109,9 +109,13 @@ class OnnxNetwork(FixedShapeNetwork):
 
 
 def read_metadata(model: Any, path: Path) -> ExportMetadata | None:
-    """What a file of `vitrail.export` says about itself; None of another file."""
+    """What a file of `vitrail.export` says about itself, None of another file; UserError if it has no logits of classes."""
     text = next((entry.value for entry in model.metadata_props if entry.key == ENTRY), None)
-    return None if text is None else ExportMetadata.from_json(text, path)
+    if text is None:
+        return None
+    metadata = ExportMetadata.from_json(text, path)
+    metadata.require_classes(path)
+    return metadata
 
 
 def remove_preprocessing(model: Any, metadata: ExportMetadata) -> None:
