@@ -4,7 +4,7 @@ The forward pass uses the fused kernels, so the memory is that of a prediction p
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from vitrail.layers.block import Block, Branch
 from vitrail.layers.layout import Layout
 from vitrail.layers.pooling import ClassAttention, ClassAttentionBlock, QueryPooling
 from vitrail.models.vision_transformer import Features, VisionTransformer
+from vitrail.training.compile import is_compiled
 
 CHUNK = 1 << 24  # attention weights that are computed at a time
 GRAPH_PATCHES = 2048  # of the images of one pass whose graph is kept: about 1.4 GB with ViT-B
@@ -155,7 +156,7 @@ class Recording:
     def gradients(self, classes: Tensor) -> Gradients:
         """Gradients of the logits of `classes` [B]; needs `record(..., gradients=True)`."""
         modules = list(self.outputs)
-        with torch.inference_mode(False), torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad(), run_eagerly(self.model):  # also blocks that are recomputed
             total = self.logits.gather(1, classes[:, None].clone()).sum()
             images, *outputs = torch.autograd.grad(total, [self.images, *self.outputs.values()], retain_graph=True)
         return Gradients(images, dict(zip(modules, outputs, strict=True)))
@@ -184,6 +185,11 @@ def batch_size_for(model: VisionTransformer, largest: int) -> int:
     return max(min(largest, GRAPH_PATCHES // patches), 1)
 
 
+def run_eagerly(model: VisionTransformer) -> AbstractContextManager[None]:
+    """Context in which compiled blocks run eagerly: their graphs have no gradients of inner tensors, and one backward pass."""
+    return torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext()
+
+
 def record(model: VisionTransformer, images: Tensor, gradients: bool = False) -> Recording:
     """One forward pass in evaluation mode on preprocessed images [B, 3, height, width]; with `gradients` it keeps the graph."""
     blocks: list[Any] = []
@@ -193,6 +199,7 @@ def record(model: VisionTransformer, images: Tensor, gradients: bool = False) ->
     model.eval()
     with ExitStack() as stack:
         stack.callback(model.train, was_training)
+        stack.enter_context(run_eagerly(model))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(gradients))
         images = images.detach().clone().requires_grad_(gradients)
