@@ -46,10 +46,21 @@ def test_attention_of_blocks_before_a_pooling_without_attention_is_not_followed(
             relevance_map(model, images, method)
 
 
-@pytest.mark.parametrize("kind", WITH_MAPS)
+HEADS = {  # what the logits are computed from, and the part of each prefix token
+    "both tokens": ({"distillation": True}, [0.5, 0.5]),
+    "distillation token": ({"distillation": True, "fusion": "distillation"}, [0.0, 1.0]),
+    "class token of two": ({"distillation": True, "fusion": "class"}, [1.0, 0.0]),
+    "sum of probabilities": ({"distillation": True, "fusion": "softmax_sum"}, [0.5, 0.5]),
+    "no second head": ({"distillation": True, "distillation_head": False}, [1.0, 0.0]),
+    "dense head": ({"dense_head": True, "dense_weight": 0.5}, [1.0]),
+}
+
+
+@pytest.mark.parametrize("kind", [*WITH_MAPS, *HEADS])
 def test_gradient_attention_is_the_product_of_whole_matrices(kind, monkeypatch):
     """Against matrices [T, T] with gradients by autograd through the explicit softmax of one block at a time."""
-    recording, _, _ = recorded(TINY.replace(**WITH_MAPS[kind]), gradients=True)
+    changes, parts = HEADS.get(kind) or (WITH_MAPS[kind], [1.0])
+    recording, model, images = recorded(TINY.replace(**changes), gradients=True)
     classes = torch.tensor([3, 1])
     monkeypatch.setattr(attention, "CHUNK", 200)
     gradients = recording.gradients(classes)
@@ -66,9 +77,28 @@ def test_gradient_attention_is_the_product_of_whole_matrices(kind, monkeypatch):
             before = torch.eye(size).double()[None].repeat(2, 1, 1)
             before[:, 1:, 1:] = relevance
         relevance = before + step @ before
-    row = relevance[:, 0, 1:] if recording.prefix else (relevance - torch.eye(size)).mean(1)
+    start, prefix = torch.zeros(2, size).double(), recording.prefix
+    start[:, :prefix] = torch.tensor(parts)[:prefix]
+    if not prefix:
+        start += 1 / size
+    if kind == "dense head":
+        best = model.outputs(images).dense[[0, 1], :, classes].argmax(1)
+        start[[0, 1], prefix + best] = 0.5
+    row = torch.einsum("bq,bqk->bk", start, relevance - torch.eye(size))[:, prefix:]
     found = compute_map(recording, "gradient_attention", classes).flatten(1).double()
+    assert found.max() > 0
     torch.testing.assert_close(found, row, rtol=1e-3, atol=1e-9)
+
+
+@pytest.mark.parametrize("pooling", ["class", "class_attention"])
+@pytest.mark.parametrize("kind", [kind for kind, (_, parts) in HEADS.items() if len(parts) == 2])
+def test_attention_is_that_of_the_tokens_of_the_logits(kind, pooling):
+    """Of the class token, the distillation token or both, also where they are queries of a pooling."""
+    changes, (first, second) = HEADS[kind]
+    recording, _, _ = recorded(TINY.replace(pooling=pooling, **changes))
+    rows = recording.attention_rows(-1, [0, 1])[..., 2:]
+    expected = (first * rows[:, :, 0] + second * rows[:, :, 1]).mean(1).unflatten(1, recording.grid)
+    torch.testing.assert_close(compute_map(recording, "attention"), expected, rtol=1e-5, atol=1e-7)
 
 
 def test_class_attention_is_the_mean_of_the_heads_of_the_first_class_attention_block():
