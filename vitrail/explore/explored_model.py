@@ -12,10 +12,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from vitrail.data.class_matching import class_titles
 from vitrail.errors import UserError
 from vitrail.evaluation.model import decode_side, device_of
 from vitrail.interpret.attention import Recording, record
-from vitrail.interpret.explanation import class_name, to_uint8
+from vitrail.interpret.explanation import to_uint8
 from vitrail.interpret.maps import METHODS, available_methods, compute_map
 from vitrail.models.preprocessing import pad_images
 from vitrail.models.vision_transformer import VisionTransformer
@@ -66,7 +67,7 @@ class ExploredModel:
     def __init__(self, model: VisionTransformer, title: str) -> None:
         self.model, self.title = model.eval(), title
         self.device, self.min_side = device_of(model), decode_side(model)
-        self.names = [class_name(model, index) for index in range(model.architecture.classes)]
+        self.names = class_titles(model.class_names, model.architecture.classes)
         self.methods = available_methods(model)
         self.lock = threading.RLock()
         self.seen: OrderedDict[str, Seen] = OrderedDict()

@@ -93,9 +93,10 @@ def explain_recording(
     probabilities = logits.softmax(1)
     best = probabilities.topk(min(top, logits.shape[1]), 1).indices.tolist()
     shown = to_uint8(recording.images, model.preprocessing)
+    titles = class_titles(model.class_names, model.architecture.classes)
 
     def probability(row: int, index: int) -> ClassProbability:
-        return ClassProbability(index, class_name(model, index), probabilities[row, index].item())
+        return ClassProbability(index, titles[index], probabilities[row, index].item())
 
     return [
         Explanation(
@@ -119,10 +120,6 @@ def check_model(model: Model) -> VisionTransformer:
             "This model has no classifier, so there is no prediction to explain: train one with `vitrail train --from`."
         )
     return model
-
-
-def class_name(model: VisionTransformer, index: int) -> str:
-    return class_titles(model.class_names, model.architecture.classes)[index]
 
 
 def class_indices(model: VisionTransformer, classes: "Class | Sequence[Class]", images: int) -> list[int]:
