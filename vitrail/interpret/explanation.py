@@ -132,9 +132,12 @@ def class_indices(model: VisionTransformer, classes: "Class | Sequence[Class]", 
 
 
 def class_index(model: VisionTransformer, item: "Class") -> int:
-    """The index of a class by its name (upper and lower case are equal), or by its number."""
+    """The index of a class by its number or its name: an exact one, or else one with other upper and lower case."""
     count = model.architecture.classes
-    names = [name.lower() for name in class_titles(model.class_names, count)]
+    titles = class_titles(model.class_names, count)
+    if item in titles:
+        return titles.index(item)
+    names = [name.lower() for name in titles]
     if isinstance(item, str) and item.lower() in names:
         return names.index(item.lower())
     try:
