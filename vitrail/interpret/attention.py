@@ -4,7 +4,7 @@ The forward pass uses the fused kernels, so the memory is that of a prediction p
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from vitrail.layers.attention import Attention
 from vitrail.layers.block import Block, Branch
 from vitrail.layers.layout import Layout
 from vitrail.layers.pooling import ClassAttention, ClassAttentionBlock, QueryPooling
+from vitrail.models.evaluation_mode import evaluation_mode
 from vitrail.models.vision_transformer import Features, VisionTransformer
 from vitrail.training.compile import is_compiled
 
@@ -133,13 +134,15 @@ class Recording:
         if layer >= len(self.blocks):
             block = modules[0]
             query, patches = (x.detach() for x in self.pooling[layer - len(self.blocks)])
-            q, k, v = block.attention.split_heads(block.norm1(query), block.norm1(patches))
+            with evaluation_mode(block):
+                q, k, v = block.attention.split_heads(block.norm1(query), block.norm1(patches))
             return [Heads(q, k, v, weigh_queries, multiply_values, block.attention.proj)]
         x, layout, relative = self.blocks[layer]
         found = []
         for branch in modules:
             body = branch.body
-            q, k, v = body.split_heads(body.qkv(branch.norm(x.detach())))
+            with evaluation_mode(branch):
+                q, k, v = body.split_heads(body.qkv(branch.norm(x.detach())))
             weigh = partial(body.weights, layout=layout, relative=relative)
             found.append(Heads(q, k, v, weigh, body.weight_gradient, body.proj))
         return found
@@ -156,7 +159,7 @@ class Recording:
     def gradients(self, classes: Tensor) -> Gradients:
         """Gradients of the logits of `classes` [B]; needs `record(..., gradients=True)`."""
         modules = list(self.outputs)
-        with torch.inference_mode(False), torch.enable_grad(), run_eagerly(self.model):  # also blocks that are recomputed
+        with torch.inference_mode(False), torch.enable_grad(), plain_forward(self.model):  # also of blocks that are recomputed
             total = self.logits.gather(1, classes[:, None].clone()).sum()
             images, *outputs = torch.autograd.grad(total, [self.images, *self.outputs.values()], retain_graph=True)
         return Gradients(images, dict(zip(modules, outputs, strict=True)))
@@ -185,9 +188,14 @@ def batch_size_for(model: VisionTransformer, largest: int) -> int:
     return max(min(largest, GRAPH_PATCHES // patches), 1)
 
 
-def run_eagerly(model: VisionTransformer) -> AbstractContextManager[None]:
-    """Context in which compiled blocks run eagerly: their graphs have no gradients of inner tensors, and one backward pass."""
-    return torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext()
+@contextmanager
+def plain_forward(model: VisionTransformer) -> Iterator[None]:
+    """Context in which a model is in evaluation mode and compiled blocks run eagerly.
+
+    The graph of a compiled block has no gradients of tensors inside of it, and allows one backward pass.
+    """
+    with evaluation_mode(model), torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext():
+        yield
 
 
 def record(model: VisionTransformer, images: Tensor, gradients: bool = False) -> Recording:
@@ -195,11 +203,8 @@ def record(model: VisionTransformer, images: Tensor, gradients: bool = False) ->
     blocks: list[Any] = []
     pooling: list[Any] = []
     outputs: dict[nn.Module, Tensor] = {}
-    was_training = model.training
-    model.eval()
     with ExitStack() as stack:
-        stack.callback(model.train, was_training)
-        stack.enter_context(run_eagerly(model))
+        stack.enter_context(plain_forward(model))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(gradients))
         images = images.detach().clone().requires_grad_(gradients)

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vitrail.errors import UserError
-from vitrail.interpret.attention import Recording, record
+from vitrail.interpret.attention import Recording, plain_forward, record
 from vitrail.models.config import Architecture
 from vitrail.models.vision_transformer import VisionTransformer
 
@@ -77,11 +77,7 @@ def log_probability(logits: Tensor, classes: Tensor) -> Tensor:
 
 @torch.no_grad()
 def predict_logits(model: VisionTransformer, images: Tensor) -> Tensor:
-    """Logits in evaluation mode; the mode of the model is kept."""
-    was_training = model.training
-    model.eval()
-    try:
+    """Logits in evaluation mode."""
+    with plain_forward(model):
         out: Tensor = model(images)
-        return out
-    finally:
-        model.train(was_training)
+    return out

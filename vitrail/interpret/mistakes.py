@@ -12,6 +12,7 @@ from vitrail.errors import UserError
 from vitrail.evaluation.confusion import thumbnail
 from vitrail.evaluation.model import decode_side
 from vitrail.interpret.attention import batch_size_for
+from vitrail.interpret.evidence import predict_logits
 from vitrail.interpret.explanation import BATCH, to_uint8
 from vitrail.interpret.heat_maps import draw_over
 from vitrail.interpret.maps import available_methods, relevance_map
@@ -44,8 +45,7 @@ def draw_maps(
             pixels = model.preprocessing.apply(batch.pixels, batch.sizes)
             wanted = torch.from_numpy(classes[rows]).to(device)
             if (wanted < 0).any():
-                with torch.no_grad():
-                    wanted = torch.where(wanted < 0, model(pixels).argmax(1), wanted)
+                wanted = torch.where(wanted < 0, predict_logits(model, pixels).argmax(1), wanted)
             maps = relevance_map(model, pixels, methods[0], wanted).float().cpu().numpy()
             for row, shown, values in zip(rows, to_uint8(pixels, model.preprocessing), maps, strict=True):
                 drawn[row] = thumbnail(draw_over(shown, values), SIDE)
