@@ -1,10 +1,12 @@
 """Models in the explorer: every architecture can be shown, and what is shown equals the model's own computation."""
 
+import io
 import json
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from tests.explore.models import explored, small_model
 from tests.small import structures
@@ -34,6 +36,15 @@ def test_every_architecture_can_be_explored(name):
         assert model.relevance(seen, method["name"], 2).values.shape == (1, patches)
     patch_layers = [layer for layer in described["layers"] if not layer["pooling"]]
     assert bool(described["reason"]) == (not patch_layers)
+
+
+def test_the_part_of_the_image_that_the_patches_cover_is_shown():
+    model = ExploredModel(small_model(image_size=(44, 60), patch_size=16), "")
+    described, seen = model.describe(), model.open("c0", lambda: IMAGE)
+    assert (described["grid"], described["aspect"]) == ((2, 3), 1.5)
+    width, height = Image.open(io.BytesIO(seen.view)).size
+    assert width == pytest.approx(448 * 48 / 60, abs=1)
+    assert height == pytest.approx(width / 1.5, abs=1)
 
 
 def test_the_names_of_many_classes_are_listed_once(monkeypatch):

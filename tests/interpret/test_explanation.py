@@ -50,6 +50,13 @@ def test_a_class_can_be_chosen(photographs):
     assert np.allclose(same.maps["evidence"], first.maps["evidence"], atol=1e-5)
 
 
+def test_images_of_explanations_are_what_the_patches_cover():
+    model = build(structures()["deit_tiny_patch16"].replace(image_size=(44, 60), patch_size=16))
+    (explanation,) = vitrail.explain(model, Image.new("RGB", (60, 44), "red"), ["attention"])
+    assert explanation.maps["attention"].shape == (2, 3)
+    assert explanation.image.shape == (32, 48, 3)
+
+
 def test_class_names_that_differ_in_case():
     model = build(structures()["deit_tiny_patch16"])
     model.class_names = ["Polish", "polish", "POLISH", "a", "b"]

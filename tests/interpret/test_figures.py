@@ -54,7 +54,7 @@ def test_distances_are_those_of_a_loop(photographs):
     np.testing.assert_allclose(found[3].numpy(), total / (rows * columns), rtol=1e-4)
 
 
-@pytest.mark.parametrize(("size", "patch", "expected"), [(224, 16, 116.49), (224, 32, 115.50)])
+@pytest.mark.parametrize(("size", "patch", "expected"), [(224, 16, 116.49), (224, 32, 115.50), (44, 16, 13.66)])
 def test_distances_of_uniform_attention(size, patch, expected):
     """The class token is left out, and the rest of each row sums to one."""
     model = build(TINY.replace(depth=1, patch_size=patch, image_size=(size, size))).eval()

@@ -5,11 +5,12 @@ import torch
 from torch.nn import functional as F
 
 from tests.interpret.test_recording import recorded
+from tests.models.test_every_model import randomize
 from tests.models.test_trace import TINY, WITH_MAPS
 from tests.small import structures
 from vitrail.errors import UserError
 from vitrail.interpret import attention
-from vitrail.interpret.attention import record
+from vitrail.interpret.attention import covered_size, record
 from vitrail.interpret.maps import (
     METHODS,
     attention_map,
@@ -19,6 +20,7 @@ from vitrail.interpret.maps import (
     relevance_map,
     threshold_mass,
 )
+from vitrail.interpret.scores import probability_curve
 from vitrail.models.registry import build
 
 
@@ -99,6 +101,33 @@ def test_attention_is_that_of_the_tokens_of_the_logits(kind, pooling):
     rows = recording.attention_rows(-1, [0, 1])[..., 2:]
     expected = (first * rows[:, :, 0] + second * rows[:, :, 1]).mean(1).unflatten(1, recording.grid)
     torch.testing.assert_close(compute_map(recording, "attention"), expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("stem", ["linear", "hmlp", "local_transformer"])
+def test_pixels_without_a_patch_change_nothing(stem):
+    """Images of 44 x 60 pixels have 2 x 3 patches of 16: maps are those of the upper left 32 x 48."""
+    model = randomize(build(TINY.replace(stem=stem, image_size=(44, 60), pooling="mean"))).eval()
+    images, classes = torch.randn(2, 3, 44, 60), torch.tensor([3, 1])
+    whole, part = (record(model, each, gradients=True) for each in (images, images[..., :32, :48]))
+    assert whole.covered == part.covered == (32, 48)
+    assert available_methods(model) == [
+        "gradient_attention",
+        *("attention", "rollout", "thresholded_heads", "evidence"),
+        "input_gradient",
+        "occlusion",
+    ]
+    for method in available_methods(model):
+        torch.testing.assert_close(compute_map(whole, method, classes), compute_map(part, method, classes), rtol=1e-4, atol=1e-6)
+    maps = torch.rand(2, 2, 3)
+    for insertion in (False, True):
+        curves = (probability_curve(each, maps, classes, insertion) for each in (whole, part))
+        torch.testing.assert_close(*curves, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", structures())
+def test_patches_cover_whole_images_of_whole_patches(name):
+    model = build(structures()[name])
+    assert covered_size(model, *model.architecture.image_size) == model.architecture.image_size
 
 
 def test_class_attention_is_the_mean_of_the_heads_of_the_first_class_attention_block():

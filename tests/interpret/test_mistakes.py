@@ -63,7 +63,7 @@ def test_a_failure_costs_only_the_maps(monkeypatch):
     def fail(*_):
         raise RuntimeError("CUDA out of memory. Tried to allocate 2 GiB.\nFurther lines.")
 
-    monkeypatch.setattr(mistakes, "relevance_map", fail)
+    monkeypatch.setattr(mistakes, "compute_map", fail)
     messages = []
     arguments = trained("distilled"), open_source("digits", "test"), np.array([3, 7]), np.array([2, 1])
     assert draw_maps(*arguments, messages.append) == ["", ""]

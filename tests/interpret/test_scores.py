@@ -32,6 +32,18 @@ def test_pointing_and_iou():
         assert float(found[image, 1]) == pytest.approx((covered & inside).sum() / (covered | inside).sum(), abs=1e-6)
 
 
+def test_pixels_without_a_patch_have_no_relevance():
+    """Images of 40 x 60 pixels have 2 x 3 patches of 16; the first has its object in the rest, the second in a patch."""
+    recording, _, _ = recorded(TINY.replace(image_size=(40, 60)))
+    maps, masks = torch.zeros(2, 2, 3), torch.zeros(2, 40, 60, dtype=torch.uint8)
+    maps[:, 1, 2] = 1
+    masks[0, 32:], masks[0, :, 48:], masks[1, 16:32, 32:48] = 1, 1, 1
+    found = score_maps(recording, maps, masks, recording.logits.argmax(1))
+    assert found[:, 0].tolist() == [0, 1]
+    assert found[0, 1] == 0
+    assert found[1, 1] > 0.3
+
+
 def test_equally_relevant_pixels_point_by_their_share():
     """A plateau of two patches, of which one is an object, and a map of zeros; the object is the right half."""
     recording, _, _ = recorded(TINY.replace(image_size=(16, 64)))

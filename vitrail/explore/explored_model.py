@@ -48,7 +48,7 @@ class Seen:
     """What is kept of one image."""
 
     recording: Recording
-    view: bytes  # JPEG of the resized and cropped image, which the maps cover
+    view: bytes  # JPEG of the part of the resized and cropped image that the patches cover
     maps: OrderedDict[tuple[str, int], Quantized] = field(default_factory=OrderedDict)
 
     def count_bytes(self) -> int:
@@ -77,7 +77,7 @@ class ExploredModel:
         self.heads = {layer: sum(part.query.shape[1] for part in first.heads(layer)) for layer in self.layers}
         self.pooling = {layer for layer in self.layers if first.is_pooling(layer)}
         self.prefix = {layer: first.prefix_of(layer) for layer in self.layers}
-        self.grid = first.grid
+        self.grid, self.covered = first.grid, first.covered
 
     def describe(self) -> dict[str, Any]:
         """What the page needs to know before an image is opened."""
@@ -87,7 +87,7 @@ class ExploredModel:
             "title": self.title,
             "subtitle": f"{self.model.name or 'model'}, {size} pixels, {self.grid[0]} x {self.grid[1]} patches",
             "grid": self.grid,
-            "aspect": self.model.preprocessing.image_size[1] / self.model.preprocessing.image_size[0],
+            "aspect": self.covered[1] / self.covered[0],
             "layers": [
                 {
                     "layer": layer,
@@ -146,7 +146,9 @@ class ExploredModel:
             scale = max(VIEW_SIDE / max(preprocessing.image_size), 1.0)
             height, width = preprocessing.image_size
             larger = preprocessing._replace(image_size=(round(height * scale), round(width * scale)))
-            return Seen(recording, to_jpeg(to_uint8(larger.apply(canvas, sizes), larger)[0]))
+            view = to_uint8(larger.apply(canvas, sizes), larger)[0]
+            height, width = (round(side * scale) for side in recording.covered)
+            return Seen(recording, to_jpeg(view[:height, :width]))
 
     def predictions(self, seen: Seen) -> list[tuple[int, str, float]]:
         """Index, name and probability of the most probable classes."""

@@ -66,6 +66,12 @@ class Recording:
         return self.layout.grid
 
     @property
+    def covered(self) -> tuple[int, int]:
+        """Height and width of the part of the images that the patches cover."""
+        height, width = self.images.shape[-2:]
+        return covered_size(self.model, height, width)
+
+    @property
     def prefix(self) -> int:
         """Prefix tokens after the last block."""
         return self.layout.prefix
@@ -178,6 +184,16 @@ def weigh_queries(query: Tensor, key: Tensor, rows: Tensor | None) -> Tensor:
 def multiply_values(output_gradient: Tensor, value: Tensor) -> Tensor:
     """The gradient of softmax weights [B, H, Q, keys] from that of the outputs of the heads [B, H, Q, D/H]."""
     return output_gradient @ value.transpose(-2, -1)
+
+
+def covered_size(model: VisionTransformer, height: int, width: int) -> tuple[int, int]:
+    """Height and width of the part of an image, from its upper left, that the patches cover.
+
+    Most stems leave out a rest that is smaller than a patch; maps have no value for it.
+    """
+    patch = model.architecture.patch_size
+    rows, columns = model.stem.grid(height, width)
+    return min(rows * patch, height), min(columns * patch, width)
 
 
 def batch_size_for(model: VisionTransformer, largest: int) -> int:

@@ -43,7 +43,8 @@ def evidence_of(recording: Recording, classes: Tensor) -> Tensor:
 def input_gradient(recording: Recording, classes: Tensor) -> Tensor:
     """|input x gradient| of the logit of a class, summed over the channels and averaged over the pixels of each patch."""
     product = recording.images.detach() * recording.gradients(classes).images
-    return F.adaptive_avg_pool2d(product.sum(1).abs(), recording.grid)
+    height, width = recording.covered
+    return F.adaptive_avg_pool2d(product.sum(1).abs()[:, :height, :width], recording.grid)
 
 
 @torch.no_grad()
@@ -53,7 +54,7 @@ def occlusion(recording: Recording, classes: Tensor) -> Tensor:
     At most 8 x 8 parts are hidden, each of whole patches, so that the cost does not grow with the image.
     """
     model, images = recording.model, recording.images.detach()
-    (rows, columns), (height, width) = recording.grid, images.shape[-2:]
+    (rows, columns), (height, width) = recording.grid, recording.covered
     before = log_probability(recording.logits, classes)
     down, across = -(-rows // CELLS), -(-columns // CELLS)
     corners = [(top, left) for top in range(0, rows, down) for left in range(0, columns, across)]

@@ -9,7 +9,7 @@ from PIL import Image
 from vitrail.data.class_matching import class_titles
 from vitrail.errors import UserError
 from vitrail.interpret.attention import Recording
-from vitrail.interpret.explanation import to_uint8
+from vitrail.interpret.explanation import shown_images
 from vitrail.interpret.maps import attention_maps, class_attention, threshold_mass
 from vitrail.pages.charts import LIGHT, new_figure, render_png
 
@@ -52,7 +52,7 @@ def saliency(pixels: np.ndarray, values: np.ndarray) -> np.ndarray:
 def draw_saliency(recording: Recording) -> bytes:
     """CaiT Fig. 7 of a batch: images above their saliency in the colors of cividis, with their classes above 10 %, as PNG."""
     maps = class_attention(recording, recording.logits.argmax(1)).float().cpu().numpy()
-    pixels = to_uint8(recording.images, recording.model.preprocessing)
+    pixels = shown_images(recording)
     titles = class_titles(recording.model.class_names, recording.model.architecture.classes)
     captions = [
         "\n".join(f"{titles[index]} {100 * row[index]:.0f} %" for index in np.argsort(-row) if row[index] > CONFIDENT)

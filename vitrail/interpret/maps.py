@@ -179,6 +179,9 @@ def parse_method(method: str) -> tuple[str, int | None, int | None]:
     return match[1], int(match[2]) if match[2] else None, int(match[3]) if match[3] else None
 
 
-def resize_map(maps: Tensor, size: tuple[int, int]) -> Tensor:
-    """Maps [B, rows, columns] to the pixels of the image, bilinearly."""
-    return F.interpolate(maps[:, None].float(), size=size, mode="bilinear", align_corners=False)[:, 0]
+def resize_map(maps: Tensor, recording: Recording, mode: str = "bilinear") -> Tensor:
+    """Maps [B, rows, columns] at the size of the images; pixels that no patch covers have no relevance, 0."""
+    (height, width), size = recording.covered, recording.images.shape[-2:]
+    return F.pad(
+        F.interpolate(maps[:, None].float(), (height, width), mode=mode)[:, 0], (0, size[1] - width, 0, size[0] - height)
+    )

@@ -11,11 +11,10 @@ from vitrail.data.source import Source, Subset
 from vitrail.errors import UserError
 from vitrail.evaluation.confusion import thumbnail
 from vitrail.evaluation.model import decode_side
-from vitrail.interpret.attention import batch_size_for
-from vitrail.interpret.evidence import predict_logits
-from vitrail.interpret.explanation import BATCH, to_uint8
+from vitrail.interpret.attention import batch_size_for, record
+from vitrail.interpret.explanation import BATCH, shown_images
 from vitrail.interpret.heat_maps import draw_over
-from vitrail.interpret.maps import available_methods, relevance_map
+from vitrail.interpret.maps import available_methods, compute_map, needs_gradients
 from vitrail.models.vision_transformer import VisionTransformer
 
 SIDE = 96  # pixels
@@ -43,11 +42,11 @@ def draw_maps(
         for batch in loader.iterate(batch_size_for(model, BATCH)):
             rows = batch.index.tolist()
             pixels = model.preprocessing.apply(batch.pixels, batch.sizes)
+            recording = record(model, pixels, needs_gradients(methods[0]))
             wanted = torch.from_numpy(classes[rows]).to(device)
-            if (wanted < 0).any():
-                wanted = torch.where(wanted < 0, predict_logits(model, pixels).argmax(1), wanted)
-            maps = relevance_map(model, pixels, methods[0], wanted).float().cpu().numpy()
-            for row, shown, values in zip(rows, to_uint8(pixels, model.preprocessing), maps, strict=True):
+            wanted = torch.where(wanted < 0, recording.logits.argmax(1), wanted)
+            maps = compute_map(recording, methods[0], wanted).float().cpu().numpy()
+            for row, shown, values in zip(rows, shown_images(recording), maps, strict=True):
                 drawn[row] = thumbnail(draw_over(shown, values), SIDE)
     except (UserError, RuntimeError) as error:
         log(f"The mistakes are shown without maps: {str(error).partition(chr(10))[0]}")
