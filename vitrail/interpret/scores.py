@@ -113,10 +113,13 @@ def score_maps(recording: Recording, maps: Tensor, masks: Tensor, classes: Tenso
 def probability_curve(recording: Recording, maps: Tensor, classes: Tensor, insertion: bool, steps: int = STEPS) -> Tensor:
     """The probability of a class while the patches are hidden (or shown, the others hidden), the most relevant first.
 
-    Maps [B, rows, columns] to [B, steps + 1]; hidden pixels have the mean color.
+    Maps [B, rows, columns] to [B, steps + 1]; hidden pixels have the mean color. Equally relevant patches are taken in a random
+    order, which is the same for all images.
     """
-    order = maps.flatten(1).argsort(dim=1, descending=True, stable=True).argsort(1)  # 0: the most relevant patch
-    images, count = recording.images.detach(), order.shape[1]
+    images, count = recording.images.detach(), maps[0].numel()
+    shuffled = torch.randperm(count, generator=torch.Generator().manual_seed(0)).to(maps.device)
+    patches = shuffled[maps.flatten(1)[:, shuffled].argsort(dim=1, descending=True, stable=True)]  # the most relevant first
+    order = patches.argsort(1)  # of each patch, 0 being the first
     whole = recording.logits.detach().float().softmax(1).gather(1, classes[:, None])[:, 0]
     points = []
     for step in range(steps + 1):
