@@ -1,5 +1,7 @@
 """Relevance maps: every architecture has some, and each equals its definition."""
 
+import copy
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -128,6 +130,27 @@ def test_pixels_without_a_patch_change_nothing(stem):
 def test_patches_cover_whole_images_of_whole_patches(name):
     model = build(structures()[name])
     assert covered_size(model, *model.architecture.image_size) == model.architecture.image_size
+
+
+@pytest.mark.parametrize(
+    "name", ["deit_tiny_distilled_patch16", "cait_xxs24", "vitrail_tiny", "patchconvnet_s20_multi", "lvvit_t"]
+)
+def test_maps_of_bfloat16_weights_are_float32(name):
+    """Sums and products over the blocks are not rounded to bfloat16; only the attention weights themselves are."""
+    model = randomize(build(structures()[name])).eval()
+    images = torch.randn(2, 3, *model.architecture.image_size, generator=torch.Generator().manual_seed(0))
+    low, classes = copy.deepcopy(model).bfloat16(), torch.tensor([1, 2])
+    for method in available_methods(model):
+        found = relevance_map(low, images.bfloat16(), method, classes)
+        assert found.dtype == torch.float32
+        assert found.max() > 0 or method != "gradient_attention"
+        if method == "rollout":
+            torch.testing.assert_close(found.sum((1, 2)), torch.ones(2), rtol=0, atol=1e-6)
+            torch.testing.assert_close(found, relevance_map(model, images, method, classes), rtol=0.03, atol=0)
+    recording = record(low, images.bfloat16())
+    for layer in range(recording.layers):
+        if recording.has_attention(layer):
+            assert recording.attention_rows(layer, [0]).dtype == torch.float32
 
 
 def test_class_attention_is_the_mean_of_the_heads_of_the_first_class_attention_block():

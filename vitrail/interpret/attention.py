@@ -36,8 +36,8 @@ class Heads(NamedTuple):
     proj: nn.Module  # takes the outputs of the heads
 
     def weights(self, rows: Tensor | None = None) -> Tensor:
-        """[B, H, Q, keys] of all queries or of `rows` [Q]."""
-        return self.weigh(self.query if rows is None else self.query[:, :, rows], self.key, rows=rows)
+        """[B, H, Q, keys] of all queries or of `rows` [Q], at least in float32."""
+        return at_least_float32(self.weigh(self.query if rows is None else self.query[:, :, rows], self.key, rows=rows))
 
 
 class Gradients(NamedTuple):
@@ -64,6 +64,10 @@ class Recording:
     def grid(self) -> tuple[int, int]:
         """Rows and columns of the patches."""
         return self.layout.grid
+
+    def zeros(self, *size: int) -> Tensor:
+        """A tensor for maps, which are at least float32, also of a model in bfloat16."""
+        return at_least_float32(self.images.new_zeros(size))
 
     @property
     def covered(self) -> tuple[int, int]:
@@ -184,6 +188,11 @@ def weigh_queries(query: Tensor, key: Tensor, rows: Tensor | None) -> Tensor:
 def multiply_values(output_gradient: Tensor, value: Tensor) -> Tensor:
     """The gradient of softmax weights [B, H, Q, keys] from that of the outputs of the heads [B, H, Q, D/H]."""
     return output_gradient @ value.transpose(-2, -1)
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """Values to add and multiply: in bfloat16, sums over blocks and patches would have two digits."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def covered_size(model: VisionTransformer, height: int, width: int) -> tuple[int, int]:

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vitrail.errors import UserError
-from vitrail.interpret.attention import Recording, plain_forward, record
+from vitrail.interpret.attention import Recording, at_least_float32, plain_forward, record
 from vitrail.models.config import Architecture
 from vitrail.models.vision_transformer import VisionTransformer
 
@@ -42,7 +42,7 @@ def evidence_of(recording: Recording, classes: Tensor) -> Tensor:
 
 def input_gradient(recording: Recording, classes: Tensor) -> Tensor:
     """|input x gradient| of the logit of a class, summed over the channels and averaged over the pixels of each patch."""
-    product = recording.images.detach() * recording.gradients(classes).images
+    product = at_least_float32(recording.images.detach()) * recording.gradients(classes).images
     height, width = recording.covered
     return F.adaptive_avg_pool2d(product.sum(1).abs()[:, :height, :width], recording.grid)
 
@@ -58,7 +58,7 @@ def occlusion(recording: Recording, classes: Tensor) -> Tensor:
     before = log_probability(recording.logits, classes)
     down, across = -(-rows // CELLS), -(-columns // CELLS)
     corners = [(top, left) for top in range(0, rows, down) for left in range(0, columns, across)]
-    found = images.new_zeros(len(images), rows, columns)
+    found = before.new_zeros(len(images), rows, columns)
     for start in range(0, len(corners), max(BATCH // len(images), 1)):
         chosen = corners[start : start + max(BATCH // len(images), 1)]
         hidden = images.repeat(len(chosen), 1, 1, 1).unflatten(0, (len(chosen), len(images)))

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vitrail.errors import UserError
-from vitrail.interpret.attention import Recording, record
+from vitrail.interpret.attention import Recording, at_least_float32, record
 from vitrail.models.vision_transformer import VisionTransformer
 
 Step = Callable[[int, Tensor], Tensor]  # layer and row vector [B, queries] to its product with a matrix [B, queries, keys]
@@ -63,7 +63,7 @@ def gradient_attention(recording: Recording, classes: Tensor) -> Tensor:
             weighted = []
             for part in heads:
                 outer = gradients.outputs[part.proj].unflatten(-1, (part.query.shape[1], -1)).transpose(1, 2)
-                weighted.append(part.weights(rows) * part.weight_gradient(outer[:, :, rows], part.value))
+                weighted.append(part.weights(rows) * at_least_float32(part.weight_gradient(outer[:, :, rows], part.value)))
             parts.append(torch.einsum("bq,bqk->bk", row[:, rows], torch.cat(weighted, 1).clamp(min=0).mean(1)))
         return torch.stack(parts).sum(0)
 
@@ -85,7 +85,7 @@ def follow_back(recording: Recording, classes: Tensor, step: Step, keep: float, 
     """
     batch, grid = len(recording.images), recording.grid
     if patches is None:
-        patches = recording.images.new_zeros(batch, grid[0] * grid[1])
+        patches = recording.zeros(batch, grid[0] * grid[1])
     if recording.pooling:
         queries = pooled_queries(recording, classes)
         for layer in reversed(range(len(recording.blocks), recording.layers)):
@@ -110,7 +110,7 @@ def class_tokens(recording: Recording, count: int) -> Tensor:
 
     One for the class token; with a second head on the distillation token, by the model's `fusion`.
     """
-    model, parts = recording.model, recording.images.new_zeros(count)
+    model, parts = recording.model, recording.zeros(count)
     fusion = "class" if model.head_distillation is None else model.architecture.fusion
     if fusion in ("class", "distillation"):
         parts[1 if fusion == "distillation" else 0] = 1
@@ -123,7 +123,7 @@ def pooled_queries(recording: Recording, classes: Tensor) -> Tensor:
     """The row [B, S] that chooses the query of the class, or those of the logits where the classes share them."""
     queries = recording.pooling[0][0].shape[1]
     if recording.model.architecture.pooling == "per_class":
-        return F.one_hot(classes, queries).to(recording.images.dtype)
+        return recording.zeros(len(classes), queries).scatter(1, classes[:, None], 1)
     return class_tokens(recording, queries).expand(len(classes), -1)
 
 
@@ -131,7 +131,7 @@ def pooled_queries(recording: Recording, classes: Tensor) -> Tensor:
 def dense_patches(recording: Recording, classes: Tensor) -> Tensor:
     """The weight [B, N] of each patch in the logit by a dense head: that of the one with the largest logit of the class."""
     model, tokens = recording.model, recording.features.tokens
-    weights = recording.images.new_zeros(len(tokens), recording.grid[0] * recording.grid[1])
+    weights = recording.zeros(len(tokens), recording.grid[0] * recording.grid[1])
     if model.head_dense is not None:
         logits = model.head_dense(tokens).gather(2, classes[:, None, None].expand(-1, tokens.shape[1], 1))[..., 0]
         weights.scatter_(1, logits.argmax(1, keepdim=True), model.architecture.dense_weight)
