@@ -15,10 +15,13 @@ import vitrail
 from tests.images import make_folder, make_image, write_invalid_image
 from vitrail.cli import evaluation_page
 from vitrail.cli import predict as predicting
-from vitrail.cli.evaluate import shorten_paths
+from vitrail.cli.evaluate import draw_mistakes, shorten_paths
+from vitrail.data.class_matching import match_classes
+from vitrail.data.datasets.lookup import open_sources
 from vitrail.evaluation.calibration import Bin
-from vitrail.evaluation.evaluate import Calibration
+from vitrail.evaluation.evaluate import Calibration, Scores, list_wrong
 from vitrail.formatting import escape_control
+from vitrail.interpret import mistakes
 from vitrail.pages.charts import LIGHT
 
 NAMES = ["blue", "green", "new\nline\t[bold]"]
@@ -188,6 +191,22 @@ def test_evaluate(run_cli, weights, images, tmp_path):
     for title in ("Classes", "Precision-recall and ROC curves", "Thresholds", "Most confident errors"):
         assert f"<h2>{title}</h2>" in page
     assert json.loads(run_cli(*words, "--json")[1])["evaluations"] == content["evaluations"]
+
+
+def test_maps_of_wrong_predictions_are_those_of_the_predicted_class(monkeypatch, images):
+    """Also where classes have equal names, or the data others than the model; a target of several classes has none of its own."""
+    model = vitrail.create("deit_tiny_patch16", 4, 16, patch_size=4, width=16, depth=1, heads=2)
+    model.class_names = ["a", "b", "a", "c"]
+    drawn = []
+    monkeypatch.setattr(mistakes, "draw_maps", lambda *arguments: drawn.append(arguments[3].tolist()) or [""] * 2)
+    source = open_sources(str(images))["train"]
+    scores = Scores(np.array([0, 1]), np.array([0, 0]), torch.tensor([[0.0, 1, 9, 0], [0, 8, 0, 0]]), 2)
+    for names, class_map, expected in [
+        (["a", "b", "a", "c"], None, [2, 1]),
+        (["x", "y", "z"], {"x": 3, "y": [0, 1], "z": 2}, [2, -1]),
+    ]:
+        draw_mistakes(model, source, list_wrong(scores, match_classes(model.class_names, 4, names, class_map=class_map), source))
+        assert drawn.pop() == expected
 
 
 def test_precision_recall_and_wrong_images(run_cli, weights, images, tmp_path):

@@ -55,7 +55,7 @@ def test_a_report(explain, place):
     assert "<script" not in page
     assert np.load(place / "a" / "[b]0-rollout.npy").sum() == pytest.approx(1, abs=1e-4)
     for name in (
-        "[b]0.png",
+        "[b]0-image.png",
         "[b]40-rollout.png",
         "[b]0-attention-3-1.png",
         "[b]0-heads.png",
@@ -63,6 +63,46 @@ def test_a_report(explain, place):
         "figure-filters.png",
     ):
         assert np.asarray(Image.open(place / "a" / name).convert("L")).std() > 5
+
+
+def test_images_in_the_folder_of_the_report_are_kept(explain, place, tmp_path):
+    """Files of the report have other names; an image with the name of one is refused before it is overwritten."""
+    shutil.copy(place / "photos" / "[b]0.jpg", tmp_path / "cat.png")
+    content = (tmp_path / "cat.png").read_bytes()
+    arguments = ("cait.safetensors", "--no-figures", "--method", "attention", "--out", tmp_path)
+    assert explain(*arguments, tmp_path / "cat.png")[0] == 0
+    assert (tmp_path / "cat.png").read_bytes() == content
+    written = (tmp_path / "cat-image.png").read_bytes()
+    code, _, err = explain(*arguments, tmp_path / "cat.png", tmp_path / "cat-image.png")
+    assert code == 2
+    assert err.strip().endswith("cat-image.png is an input and would be overwritten: give another folder as --out.")
+    assert (tmp_path / "cat-image.png").read_bytes() == written
+
+
+def test_files_of_images_with_similar_and_long_names(explain, place, tmp_path):
+    """Every image and every figure has files of its own, also where a name ends like that of a file of the report."""
+    (tmp_path / "other").mkdir()
+    names = [
+        "cat-attention.jpg",
+        "cat.png",
+        "cat.jpg",
+        "figure-filters.png",
+        "other/cat.png",
+        "é" * 125 + ".jpg",
+        "é" * 124 + ".jpg",
+    ]
+    for index, name in enumerate(names):
+        Image.new("RGB", (30, 30), (30 * index, 0, 0)).save(tmp_path / name)
+    images = [tmp_path / name for name in names]
+    code, _, err = explain("vitrail_tiny", *images, "--method", "attention", "--maps", "npy", "--out", tmp_path / "report")
+    assert code == 0, err
+    files = [path.name for path in (tmp_path / "report").iterdir()]
+    assert len([name for name in files if name.endswith("-image.png")]) == len(names)
+    assert len([name for name in files if name.endswith("-attention.npy")]) == len(names)
+    for stem in ("cat-attention", "cat", "cat-2", "cat-3", "figure-filters", "é" * 75, "é" * 75 + "-2"):
+        assert {f"{stem}-image.png", f"{stem}-attention.png", f"{stem}-attention.npy"} <= set(files)
+    assert Image.open(tmp_path / "report" / "cat-2-image.png").getpixel((9, 9))[0] in range(55, 65)
+    assert np.asarray(Image.open(tmp_path / "report" / "figure-filters.png").convert("L")).std() > 5
 
 
 def test_class_attention_and_a_chosen_class(explain, place):

@@ -6,7 +6,7 @@ from base64 import b64encode
 import pytest
 
 from tests.deploy.serving import NAMES, save_model, serving
-from tests.web.client import encoded
+from tests.web.client import encoded, send
 
 CHROMIUM = shutil.which("chromium")
 DROP = """text => {
@@ -15,6 +15,27 @@ DROP = """text => {
     return transfer;
 }"""
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+
+
+def test_a_map_is_over_the_part_of_the_crop_that_the_patches_cover(tmp_path):
+    from playwright.sync_api import sync_playwright
+
+    (tmp_path / "a.jpg").write_bytes(encoded((60, 40)))
+    weights = save_model(tmp_path / "model.safetensors", image_size=(40, 40), patch_size=16)
+    with serving(weights) as server, sync_playwright() as playwright:
+        assert send(server.address, path="/models").json["models"][0]["covered_size"] == [32, 32]
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = browser.new_page()
+        page.goto(server.address)
+        page.check("#explain")
+        page.set_input_files("#files", tmp_path / "a.jpg")
+        page.locator(".result canvas").first.wait_for()
+        image, covered = (page.locator(f".result {name}").first.bounding_box() for name in ("img", "canvas"))
+        browser.close()
+    side = 0.875 * image["height"]  # of the center crop
+    assert [covered[name] for name in ("width", "height")] == pytest.approx([0.8 * side, 0.8 * side], abs=1)
+    assert covered["x"] == pytest.approx(image["x"] + (image["width"] - side) / 2, abs=1)
+    assert covered["y"] == pytest.approx(image["y"] + (image["height"] - side) / 2, abs=1)
 
 
 def test_images_are_predicted_in_the_browser(tmp_path):

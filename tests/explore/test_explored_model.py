@@ -1,13 +1,16 @@
 """Models in the explorer: every architecture can be shown, and what is shown equals the model's own computation."""
 
+import io
 import json
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from tests.explore.models import explored, small_model
 from tests.small import structures
+from vitrail.data import class_matching
 from vitrail.errors import UserError
 from vitrail.explore import explored_model
 from vitrail.explore.explored_model import ExploredModel
@@ -33,6 +36,23 @@ def test_every_architecture_can_be_explored(name):
         assert model.relevance(seen, method["name"], 2).values.shape == (1, patches)
     patch_layers = [layer for layer in described["layers"] if not layer["pooling"]]
     assert bool(described["reason"]) == (not patch_layers)
+
+
+def test_the_part_of_the_image_that_the_patches_cover_is_shown():
+    model = ExploredModel(small_model(image_size=(44, 60), patch_size=16), "")
+    described, seen = model.describe(), model.open("c0", lambda: IMAGE)
+    assert (described["grid"], described["aspect"]) == ((2, 3), 1.5)
+    width, height = Image.open(io.BytesIO(seen.view)).size
+    assert width == pytest.approx(448 * 48 / 60, abs=1)
+    assert height == pytest.approx(width / 1.5, abs=1)
+
+
+def test_the_names_of_many_classes_are_listed_once(monkeypatch):
+    lists = []
+    monkeypatch.setattr(class_matching, "imagenet_titles", lambda: lists.append(list("abcd" * 250)) or lists[-1])
+    model = ExploredModel(build(structures()["deit_tiny_patch16"].replace(classes=1000)), "")
+    assert model.names == lists[0]
+    assert len(lists) == 1
 
 
 def test_attention_equals_the_trace_of_the_model():

@@ -9,6 +9,7 @@ import vitrail
 from tests.small import structures
 from vitrail.data.datasets.lookup import open_source
 from vitrail.errors import UserError
+from vitrail.interpret.explanation import class_index
 from vitrail.models.registry import build
 
 
@@ -49,6 +50,19 @@ def test_a_class_can_be_chosen(photographs):
     assert np.allclose(same.maps["evidence"], first.maps["evidence"], atol=1e-5)
 
 
+def test_images_of_explanations_are_what_the_patches_cover():
+    model = build(structures()["deit_tiny_patch16"].replace(image_size=(44, 60), patch_size=16))
+    (explanation,) = vitrail.explain(model, Image.new("RGB", (60, 44), "red"), ["attention"])
+    assert explanation.maps["attention"].shape == (2, 3)
+    assert explanation.image.shape == (32, 48, 3)
+
+
+def test_class_names_that_differ_in_case():
+    model = build(structures()["deit_tiny_patch16"])
+    model.class_names = ["Polish", "polish", "POLISH", "a", "b"]
+    assert [class_index(model, name) for name in ("polish", "Polish", "POLISH", "pOLISH", "B")] == [1, 0, 2, 0, 4]
+
+
 def test_the_default_method_is_the_best_one(photographs):
     model = build(structures()["cait_xxs24"])
     (explanation,) = vitrail.explain(model, Image.new("RGB", (40, 30), "red"))
@@ -67,7 +81,7 @@ def test_what_cannot_be_explained(photographs, tmp_path):
             vitrail.explain(model, images)
     image = photographs / "0.jpg"
     for options, message in [
-        ({"classes": "zebra"}, "no class 'zebra': give the name of one of its classes, or a number"),
+        ({"classes": "zebra"}, "no class 'zebra': give the name of one of its classes, such as 'class 0', or a number"),
         ({"classes": 5}, "no class 5: it has 5 classes"),
         ({"classes": [1, 2]}, "2 classes for 1 images"),
         ({"methods": ["attention:9"]}, "Layer 9 does not exist"),

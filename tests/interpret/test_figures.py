@@ -1,5 +1,6 @@
 """The figures of the papers, from trained models: their numbers against independent computations, and that they are drawn."""
 
+import copy
 import io
 
 import numpy as np
@@ -21,6 +22,7 @@ from vitrail.interpret.explanation import to_uint8
 from vitrail.interpret.figures import FIGURES, draw_figures
 from vitrail.interpret.filters import filter_components
 from vitrail.interpret.heat_maps import draw_class_maps, draw_heads, draw_over, draw_saliency, saliency
+from vitrail.interpret.maps import available_methods, compute_map
 from vitrail.interpret.patch_mixing import patch_mosaics, weight_sparsity
 from vitrail.interpret.position import position_similarity
 from vitrail.interpret.token_similarity import token_cosines
@@ -52,7 +54,7 @@ def test_distances_are_those_of_a_loop(photographs):
     np.testing.assert_allclose(found[3].numpy(), total / (rows * columns), rtol=1e-4)
 
 
-@pytest.mark.parametrize(("size", "patch", "expected"), [(224, 16, 116.49), (224, 32, 115.50)])
+@pytest.mark.parametrize(("size", "patch", "expected"), [(224, 16, 116.49), (224, 32, 115.50), (44, 16, 13.66)])
 def test_distances_of_uniform_attention(size, patch, expected):
     """The class token is left out, and the rest of each row sums to one."""
     model = build(TINY.replace(depth=1, patch_size=patch, image_size=(size, size))).eval()
@@ -136,6 +138,32 @@ def test_the_figures_of_a_model_are_drawn(kind):
     assert ("mosaics" in drawn) == (kind == "resmlp")
     assert ("distance" in drawn) == (kind in ("cait", "distilled"))
     assert all(reason.endswith(".") for reason in reasons.values())
+
+
+def test_figures_and_maps_of_a_model_that_is_trained():
+    """They are those of evaluation mode, and change neither the model nor the modes of its parts, of which one is frozen."""
+    changes = {"norm": "batch", "drop_path": 0.5, "dropout": 0.5, "attention_dropout": 0.5}
+    model = build(TINY.replace(**changes)).train()
+    model.block(1).eval()
+    images, classes = torch.randn(4, 3, 32, 48), torch.tensor([0, 1, 2, 3])
+    modes = [module.training for module in model.modules()]
+    before = copy.deepcopy(model.state_dict())
+    found = []
+    for recompute in (False, True):
+        model.recompute = recompute
+        recording = record(model, images, gradients=True)
+        maps = {method: compute_map(recording, method, classes) for method in available_methods(model)}
+        found.append([maps, draw_figures(recording)[0], token_cosines(recording), branch_norms(recording)])
+        assert [module.training for module in model.modules()] == modes
+    model.eval()
+    recording = record(model, images, gradients=True)
+    for maps, drawn, cosines, norms in found:
+        for method, values in maps.items():
+            torch.testing.assert_close(values, compute_map(recording, method, classes), msg=method)
+        assert drawn == draw_figures(recording)[0]
+        torch.testing.assert_close(cosines, token_cosines(recording))
+        np.testing.assert_allclose(norms["mix"], branch_norms(recording)["mix"])
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
 def test_saliency_follows_the_description_of_cait():

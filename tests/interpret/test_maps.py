@@ -1,15 +1,18 @@
 """Relevance maps: every architecture has some, and each equals its definition."""
 
+import copy
+
 import pytest
 import torch
 from torch.nn import functional as F
 
 from tests.interpret.test_recording import recorded
+from tests.models.test_every_model import randomize
 from tests.models.test_trace import TINY, WITH_MAPS
 from tests.small import structures
 from vitrail.errors import UserError
 from vitrail.interpret import attention
-from vitrail.interpret.attention import record
+from vitrail.interpret.attention import covered_size, record
 from vitrail.interpret.maps import (
     METHODS,
     attention_map,
@@ -19,6 +22,7 @@ from vitrail.interpret.maps import (
     relevance_map,
     threshold_mass,
 )
+from vitrail.interpret.scores import probability_curve
 from vitrail.models.registry import build
 
 
@@ -46,10 +50,21 @@ def test_attention_of_blocks_before_a_pooling_without_attention_is_not_followed(
             relevance_map(model, images, method)
 
 
-@pytest.mark.parametrize("kind", WITH_MAPS)
+HEADS = {  # what the logits are computed from, and the part of each prefix token
+    "both tokens": ({"distillation": True}, [0.5, 0.5]),
+    "distillation token": ({"distillation": True, "fusion": "distillation"}, [0.0, 1.0]),
+    "class token of two": ({"distillation": True, "fusion": "class"}, [1.0, 0.0]),
+    "sum of probabilities": ({"distillation": True, "fusion": "softmax_sum"}, [0.5, 0.5]),
+    "no second head": ({"distillation": True, "distillation_head": False}, [1.0, 0.0]),
+    "dense head": ({"dense_head": True, "dense_weight": 0.5}, [1.0]),
+}
+
+
+@pytest.mark.parametrize("kind", [*WITH_MAPS, *HEADS])
 def test_gradient_attention_is_the_product_of_whole_matrices(kind, monkeypatch):
     """Against matrices [T, T] with gradients by autograd through the explicit softmax of one block at a time."""
-    recording, _, _ = recorded(TINY.replace(**WITH_MAPS[kind]), gradients=True)
+    changes, parts = HEADS.get(kind) or (WITH_MAPS[kind], [1.0])
+    recording, model, images = recorded(TINY.replace(**changes), gradients=True)
     classes = torch.tensor([3, 1])
     monkeypatch.setattr(attention, "CHUNK", 200)
     gradients = recording.gradients(classes)
@@ -66,9 +81,76 @@ def test_gradient_attention_is_the_product_of_whole_matrices(kind, monkeypatch):
             before = torch.eye(size).double()[None].repeat(2, 1, 1)
             before[:, 1:, 1:] = relevance
         relevance = before + step @ before
-    row = relevance[:, 0, 1:] if recording.prefix else (relevance - torch.eye(size)).mean(1)
+    start, prefix = torch.zeros(2, size).double(), recording.prefix
+    start[:, :prefix] = torch.tensor(parts)[:prefix]
+    if not prefix:
+        start += 1 / size
+    if kind == "dense head":
+        best = model.outputs(images).dense[[0, 1], :, classes].argmax(1)
+        start[[0, 1], prefix + best] = 0.5
+    row = torch.einsum("bq,bqk->bk", start, relevance - torch.eye(size))[:, prefix:]
     found = compute_map(recording, "gradient_attention", classes).flatten(1).double()
+    assert found.max() > 0
     torch.testing.assert_close(found, row, rtol=1e-3, atol=1e-9)
+
+
+@pytest.mark.parametrize("pooling", ["class", "class_attention"])
+@pytest.mark.parametrize("kind", [kind for kind, (_, parts) in HEADS.items() if len(parts) == 2])
+def test_attention_is_that_of_the_tokens_of_the_logits(kind, pooling):
+    """Of the class token, the distillation token or both, also where they are queries of a pooling."""
+    changes, (first, second) = HEADS[kind]
+    recording, _, _ = recorded(TINY.replace(pooling=pooling, **changes))
+    rows = recording.attention_rows(-1, [0, 1])[..., 2:]
+    expected = (first * rows[:, :, 0] + second * rows[:, :, 1]).mean(1).unflatten(1, recording.grid)
+    torch.testing.assert_close(compute_map(recording, "attention"), expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("stem", ["linear", "hmlp", "local_transformer"])
+def test_pixels_without_a_patch_change_nothing(stem):
+    """Images of 44 x 60 pixels have 2 x 3 patches of 16: maps are those of the upper left 32 x 48."""
+    model = randomize(build(TINY.replace(stem=stem, image_size=(44, 60), pooling="mean"))).eval()
+    images, classes = torch.randn(2, 3, 44, 60), torch.tensor([3, 1])
+    whole, part = (record(model, each, gradients=True) for each in (images, images[..., :32, :48]))
+    assert whole.covered == part.covered == (32, 48)
+    assert available_methods(model) == [
+        "gradient_attention",
+        *("attention", "rollout", "thresholded_heads", "evidence"),
+        "input_gradient",
+        "occlusion",
+    ]
+    for method in available_methods(model):
+        torch.testing.assert_close(compute_map(whole, method, classes), compute_map(part, method, classes), rtol=1e-4, atol=1e-6)
+    maps = torch.rand(2, 2, 3)
+    for insertion in (False, True):
+        curves = (probability_curve(each, maps, classes, insertion) for each in (whole, part))
+        torch.testing.assert_close(*curves, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", structures())
+def test_patches_cover_whole_images_of_whole_patches(name):
+    model = build(structures()[name])
+    assert covered_size(model, *model.architecture.image_size) == model.architecture.image_size
+
+
+@pytest.mark.parametrize(
+    "name", ["deit_tiny_distilled_patch16", "cait_xxs24", "vitrail_tiny", "patchconvnet_s20_multi", "lvvit_t"]
+)
+def test_maps_of_bfloat16_weights_are_float32(name):
+    """Sums and products over the blocks are not rounded to bfloat16; only the attention weights themselves are."""
+    model = randomize(build(structures()[name])).eval()
+    images = torch.randn(2, 3, *model.architecture.image_size, generator=torch.Generator().manual_seed(0))
+    low, classes = copy.deepcopy(model).bfloat16(), torch.tensor([1, 2])
+    for method in available_methods(model):
+        found = relevance_map(low, images.bfloat16(), method, classes)
+        assert found.dtype == torch.float32
+        assert found.max() > 0 or method != "gradient_attention"
+        if method == "rollout":
+            torch.testing.assert_close(found.sum((1, 2)), torch.ones(2), rtol=0, atol=1e-6)
+            torch.testing.assert_close(found, relevance_map(model, images, method, classes), rtol=0.03, atol=0)
+    recording = record(low, images.bfloat16())
+    for layer in range(recording.layers):
+        if recording.has_attention(layer):
+            assert recording.attention_rows(layer, [0]).dtype == torch.float32
 
 
 def test_class_attention_is_the_mean_of_the_heads_of_the_first_class_attention_block():

@@ -1,9 +1,11 @@
 """Maps of wrong predictions, as the reports of training and evaluation show them."""
 
 import base64
+import copy
 import io
 
 import numpy as np
+import torch
 from PIL import Image
 
 import vitrail
@@ -11,7 +13,9 @@ from tests.interpret.trained import trained
 from tests.small import structures
 from tests.training.runs import make_run
 from vitrail.data.datasets.lookup import open_source
+from vitrail.interpret import mistakes
 from vitrail.interpret.mistakes import draw_maps
+from vitrail.layers.fused import optimize_for_training
 from vitrail.models.registry import build
 from vitrail.runs.report import write_report
 
@@ -39,6 +43,31 @@ def test_models_without_maps():
         draw_maps(trained("resmlp"), open_source("digits", "test"), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
         == []
     )
+
+
+def test_maps_of_a_model_with_compiled_blocks():
+    """As at the end of a compiled training: the graph of compiled blocks has no gradients of what is inside of them."""
+    torch._dynamo.reset()
+    plain = trained("distilled")
+    compiled = optimize_for_training(copy.deepcopy(plain))
+    for block in compiled.blocks:
+        block.compile(backend="aot_eager")  # needs no C++ compiler
+    source, images, classes, messages = open_source("digits", "test"), np.array([3, 7]), np.array([2, -1]), []
+    for checkpointing in (False, True):
+        compiled.recompute = checkpointing
+        assert draw_maps(compiled, source, images, classes, messages.append) == draw_maps(plain, source, images, classes)
+    assert messages == []
+
+
+def test_a_failure_costs_only_the_maps(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("CUDA out of memory. Tried to allocate 2 GiB.\nFurther lines.")
+
+    monkeypatch.setattr(mistakes, "compute_map", fail)
+    messages = []
+    arguments = trained("distilled"), open_source("digits", "test"), np.array([3, 7]), np.array([2, 1])
+    assert draw_maps(*arguments, messages.append) == ["", ""]
+    assert messages == ["The mistakes are shown without maps: CUDA out of memory. Tried to allocate 2 GiB."]
 
 
 def test_a_report_shows_images_with_and_without_a_map(tmp_path):

@@ -17,6 +17,7 @@ KINDS = WITH_MAPS | {
     "mean": {"pooling": "mean"},
     "mean with a class token": {"pooling": "mean", "keep_class_token": True},
     "distilled": {"distillation": True},
+    "distillation token": {"distillation": True, "fusion": "distillation"},
     "class attention": {"pooling": "class_attention", "mixer": "talking_heads"},
     "class attention to patches": {"pooling": "class_attention", "pooling_keys": "patches", "distillation": True},
     "queries per class": {"pooling": "per_class"},
@@ -55,10 +56,13 @@ def test_rollout_is_the_published_product(kind, residual):
             step[:, :queries] *= 0.5 if residual else 0.0
             step[:, :queries, -weights.shape[-1] :] += weights * (0.5 if residual else 1.0)
             whole = step @ whole
-        chosen = model(images).argmax(1) if kind == "queries per class" else torch.zeros(2, dtype=torch.long)
-        row = whole[torch.arange(2), chosen, queries:]
+        if kind == "queries per class":
+            row = whole[torch.arange(2), model(images).argmax(1), queries:]
+        else:
+            row = whole[:, : 2 if model.architecture.distillation else 1, queries:].mean(1)
     else:
-        row = rollout[:, 0] if model.architecture.pooling == "class" else rollout[:, trace.prefix :].mean(1)
+        tokens = {"distilled": slice(0, 2), "distillation token": slice(1, 2)}.get(kind, slice(0, 1))
+        row = rollout[:, tokens if model.architecture.pooling == "class" else slice(trace.prefix, None)].mean(1)
         row = row[:, trace.prefix :]
     found = attention_rollout(model, images, residual)
     assert found.dtype == torch.float64

@@ -10,6 +10,7 @@ from tests.models.test_trace import TINY
 from vitrail.data.datasets.lookup import open_sources
 from vitrail.data.mask_classes import MaskClasses, make_classes
 from vitrail.errors import UserError
+from vitrail.interpret import scores
 from vitrail.interpret.scores import foreground_table, probability_curve, score_maps, score_methods
 from vitrail.models.registry import build
 
@@ -30,6 +31,18 @@ def test_pointing_and_iou():
         covered = (values[image] > values[image][valid].mean()) & valid
         inside = masks[image].numpy() == 1
         assert float(found[image, 1]) == pytest.approx((covered & inside).sum() / (covered | inside).sum(), abs=1e-6)
+
+
+def test_pixels_without_a_patch_have_no_relevance():
+    """Images of 40 x 60 pixels have 2 x 3 patches of 16; the first has its object in the rest, the second in a patch."""
+    recording, _, _ = recorded(TINY.replace(image_size=(40, 60)))
+    maps, masks = torch.zeros(2, 2, 3), torch.zeros(2, 40, 60, dtype=torch.uint8)
+    maps[:, 1, 2] = 1
+    masks[0, 32:], masks[0, :, 48:], masks[1, 16:32, 32:48] = 1, 1, 1
+    found = score_maps(recording, maps, masks, recording.logits.argmax(1))
+    assert found[:, 0].tolist() == [0, 1]
+    assert found[0, 1] == 0
+    assert found[1, 1] > 0.3
 
 
 def test_equally_relevant_pixels_point_by_their_share():
@@ -60,6 +73,24 @@ def test_curves_hide_and_show_the_most_relevant_patches_first():
     insertion = torch.stack([probability(order[count:]) for count in range(7)], 1)
     torch.testing.assert_close(probability_curve(recording, maps, classes, False, 6), deletion, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(probability_curve(recording, maps, classes, True, 6), insertion, rtol=1e-4, atol=1e-6)
+
+
+def test_equally_relevant_patches_are_hidden_in_a_fixed_random_order(monkeypatch):
+    """Of 8 x 12 patches 12 are relevant, and hidden first; the others are all over the image at every step."""
+    recording, _, _ = recorded(TINY.replace(patch_size=4))
+    maps = torch.zeros(2, 8, 12)
+    maps[:, 7] = 1
+    seen = []
+    monkeypatch.setattr(scores, "predict_logits", lambda _, images: seen.append(images[0, 0] == 0) or torch.zeros(2, 5))
+    for _ in range(2):
+        probability_curve(recording, maps, torch.tensor([3, 1]), False, 8)
+    assert torch.equal(torch.stack(seen[:8]), torch.stack(seen[8:]))
+    hidden = torch.stack(seen[:8])[:, ::4, ::4]
+    assert hidden.sum((1, 2)).tolist() == [12, 24, 36, 48, 60, 72, 84, 96]
+    assert hidden[0, 7].all()
+    left, upper = hidden[3, :7, :6].float().mean(), hidden[3, :3].float().mean()  # 36 of 84: 43 %
+    assert 0.3 < left < 0.56
+    assert 0.3 < upper < 0.56
 
 
 @pytest.fixture(scope="module")

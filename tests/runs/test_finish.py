@@ -1,11 +1,13 @@
 """The end of a training without labels: warnings, messages, what to do next, and that commands on several runs work."""
 
+import functools
 import json
 import re
 import shlex
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -24,6 +26,7 @@ from vitrail.runs.request import TrainRequest
 from vitrail.runs.results import choose_metric, read_results
 from vitrail.tasks.masked_patches import MaskedPatches
 from vitrail.training.metrics import read_metrics
+from vitrail.training.trainer import Options
 
 CHANGES = {
     "architecture.width": 16,
@@ -96,6 +99,22 @@ def test_a_run_that_is_stopped_leaves_a_report(photos, tmp_path):
     assert warning["message"].startswith("Stopped at epoch 5: ")
     assert "Warning, epoch 5: Stopped at epoch 5" in (tmp_path / "run" / "report.html").read_text()
     assert (tmp_path / "run" / "report.png").is_file()
+
+
+@pytest.mark.slow
+def test_the_best_weights_of_a_compiled_training_are_evaluated(monkeypatch, tmp_path):
+    """The evaluation includes maps by gradients, which compiled blocks do not give."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch.nn.Module, "compile", functools.partialmethod(torch.nn.Module.compile, backend="aot_eager"))
+    changes = {
+        key: value for key, value in CHANGES.items() if key not in ("optimizer.lr", "schedule.min_lr", "schedule.warmup_lr")
+    }
+    changes |= {"model": "deit_tiny_patch16", "schedule.length": "10 steps", "batch_size": 64, "validation.every": "10 steps"}
+    run = vitrail.train("digits", "laptop", out=tmp_path / "run", changes=changes, options=Options(compile=True), workers=0)
+    content = json.loads((run.folder / "run.json").read_text())
+    assert {"confusion", "per_class", "mistakes", "test"} <= content.keys()
+    assert content["mistakes"]
+    assert all(mistake["map"] for mistake in content["mistakes"])
 
 
 class Doctor:

@@ -420,9 +420,8 @@ def draw_mistakes(model: "Model", source: "Source", wrong: "Sequence[WrongImage]
     if isinstance(model, VisionTransformer):
         from vitrail.interpret.mistakes import draw_maps
 
-        names = model.class_names or []
-        classes = [names.index(row.prediction) if row.prediction in names else -1 for row in shown]
-        maps = draw_maps(model, source, np.array([row.index for row in shown], dtype=np.int64), np.array(classes, dtype=np.int64))
+        pairs = np.array([(row.index, row.predicted_class) for row in shown], dtype=np.int64).reshape(-1, 2)
+        maps = draw_maps(model, source, pairs[:, 0], pairs[:, 1])
     return [
         {
             "url": image_url(thumbnail(decode(source.encoded(row.index), decode_side(model)))),

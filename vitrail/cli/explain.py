@@ -122,7 +122,7 @@ def write_report(
     model = check_model(open_model(weights, device))
     methods = options.methods(model)
     targets = class_indices(model, options.classes, len(source)) if options.classes else None
-    report, explained = ReportWriter(out, weights, save_maps), 0
+    report, explained = ReportWriter(out, weights, save_maps, map(source.location, range(len(source)))), 0
     with progress("explaining", len(source)) as advance:
         for batch in read_batches(source, device_of(model), decode_side(model), batch_size_for(model, BATCH)):
             print_problems(list(batch.problems.values()))

@@ -3,7 +3,8 @@
 import base64
 import io
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from PIL import Image
 
 from vitrail.atomic_files import atomic_write, atomic_write_text
 from vitrail.cli.dense_prediction import unique_stem
+from vitrail.errors import UserError
 from vitrail.formatting import percent, pluralize
 from vitrail.interpret.explanation import Explanation
 from vitrail.interpret.figures import FIGURES, draw_figures
@@ -24,13 +26,19 @@ if TYPE_CHECKING:
 
 SIDE = 256  # pixels of a map on the page
 MAX_HEADS = 16  # heads of a plate
+MAX_STEM = 150  # bytes of the name of an image in names of files, which have at most 255
 
 
 class ReportWriter:
-    """Writes the files of a report while images are explained, then its page."""
+    """Writes the files of a report while images are explained, then its page.
 
-    def __init__(self, folder: Path, weights: Path, maps: str | None) -> None:
+    Files are named {stem of the image}-{what they show}, such as cat-image.png and cat-rollout.png, and figure-{name}.png.
+    They never replace one of `inputs`.
+    """
+
+    def __init__(self, folder: Path, weights: Path, maps: str | None, inputs: Iterable[str]) -> None:
         self.folder, self.weights, self.maps = folder, weights, maps
+        self.inputs = {identify_file(path) for path in map(Path, inputs) if path.exists()}
         self.images: list[dict[str, Any]] = []
         self.figures: list[dict[str, str]] = []
         self.missing: list[str] = []
@@ -40,8 +48,8 @@ class ReportWriter:
     def add_image(self, explanation: Explanation, recording: "Recording", row: int, top: int) -> None:
         """One section: the image, its maps, and the plates of its heads and classes. `row` is its place in the recording."""
         prediction = explanation.prediction
-        stem = unique_stem(Path(prediction.image).stem or "image", self.stems)
-        tiles = [{"caption": "image", "url": self.save_image(f"{stem}.png", explanation.image)}]
+        stem = unique_stem(shorten(Path(prediction.image).stem), self.stems)
+        tiles = [{"caption": "image", "url": self.save_image(f"{stem}-image.png", explanation.image)}]
         for method, values in explanation.maps.items():
             name = method.replace(":", "-")
             url = self.save_image(f"{stem}-{name}.png", draw_over(explanation.image, values))
@@ -89,7 +97,7 @@ class ReportWriter:
     def write(self, settings: Sequence[tuple[str, str]]) -> Path:
         """index.html, with all images inside."""
         return write_page(
-            self.folder / "index.html",
+            self.choose_path("index.html"),
             "explanation.html.j2",
             title=f"Relevance maps of {self.weights.name}",
             summary=f"{pluralize(len(self.images), 'image')}. Bright patches matter most; every map has its own scale.",
@@ -99,26 +107,45 @@ class ReportWriter:
             settings=settings,
         )
 
+    def choose_path(self, name: str) -> Path:
+        """The path of a file of the report; UserError if it is one of the inputs."""
+        path = self.folder / name
+        if path.exists() and identify_file(path) in self.inputs:
+            raise UserError(f"{path} is an input and would be overwritten: give another folder as --out.")
+        return path
+
     def save_map(self, name: str, values: np.ndarray) -> None:
         if self.maps == "npy":
-            atomic_write(self.folder / f"{name}.npy", lambda file: save_array(file, values))
+            atomic_write(self.choose_path(f"{name}.npy"), lambda file: save_array(file, values))
         elif self.maps == "json":
             text = json.dumps([[round(float(each), 7) for each in row] for row in values])
-            atomic_write_text(self.folder / f"{name}.json", text)
+            atomic_write_text(self.choose_path(f"{name}.json"), text)
 
     def save_png(self, name: str, png: bytes) -> str:
-        atomic_write(self.folder / name, lambda file: file.write_bytes(png))
+        atomic_write(self.choose_path(name), lambda file: file.write_bytes(png))
         return png_url(png)
 
     def save_image(self, name: str, pixels: np.ndarray) -> str:
         """Write an image as PNG; returns the URL of a JPEG for the page."""
         image = Image.fromarray(pixels)
-        atomic_write(self.folder / name, lambda file: image.save(file, "PNG"))
+        atomic_write(self.choose_path(name), lambda file: image.save(file, "PNG"))
         if max(image.size) < SIDE:
             image = image.resize((image.width * SIDE // max(image.size), image.height * SIDE // max(image.size)))
         encoded = io.BytesIO()
         image.save(encoded, "JPEG", quality=88)
         return image_url(base64.b64encode(encoded.getvalue()).decode())
+
+
+def identify_file(path: Path) -> tuple[int, int]:
+    """Two paths of one file have the same value."""
+    status = path.stat()
+    return status.st_dev, status.st_ino
+
+
+def shorten(stem: str) -> str:
+    """A stem of at most `MAX_STEM` bytes, so that what is appended fits into the name of a file."""
+    encoded = os.fsencode(stem)
+    return (stem if len(encoded) <= MAX_STEM else encoded[:MAX_STEM].decode(errors="ignore")) or "image"
 
 
 def save_array(file: Path, values: np.ndarray) -> None:

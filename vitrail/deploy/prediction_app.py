@@ -324,6 +324,7 @@ def describe_model(served: ServedModel) -> dict[str, Any]:
         "classes": served.class_names,
         "preprocessing": {**p.to_dict(), "image_size": list(p.image_size)},
         "methods": served.methods,
+        "covered_size": list(served.covered_size),
         "shares_base": served.shared,
         "loaded": round(served.loaded, 3),
     }

@@ -20,7 +20,7 @@ from vitrail.errors import UserError
 from vitrail.evaluation.features import compute_features
 from vitrail.evaluation.image_index import choose_kind
 from vitrail.evaluation.model import Model, compute_logits, count_classes, decode_side, device_of
-from vitrail.interpret.attention import batch_size_for, record
+from vitrail.interpret.attention import batch_size_for, covered_size, record
 from vitrail.interpret.explanation import class_index
 from vitrail.interpret.maps import available_methods, compute_map, needs_gradients
 from vitrail.models.preprocessing import pad_images
@@ -79,6 +79,12 @@ class ServedModel:
         """The index of a class by its name or its number."""
         assert isinstance(self.model, VisionTransformer)  # others have no methods to explain
         return class_index(self.model, text[:80])
+
+    @property
+    def covered_size(self) -> tuple[int, int]:
+        """Height and width of the part of the crop that the patches of a map cover."""
+        size = self.model.preprocessing.image_size
+        return covered_size(self.model, *size) if isinstance(self.model, VisionTransformer) else size
 
     @property
     def decode_side(self) -> int | None:

@@ -58,6 +58,7 @@ class WrongImage:
     prediction: str
     probability: float  # of the prediction
     label_probability: float
+    predicted_class: int  # of the model; -1 where the prediction stands for several
 
 
 class ClassCurve(NamedTuple):
@@ -333,9 +334,10 @@ def list_wrong(scores: Scores, matching: ClassMatch, source: Source) -> list[Wro
     probabilities = labeled.values[torch.from_numpy(rows)].double().softmax(1)
     highest = probabilities.max(1).values.tolist()
     of_labels = probabilities.gather(1, torch.from_numpy(labels)[:, None])[:, 0].tolist()
+    classes = [group[0] if len(group) == 1 else -1 for group in matching.groups] + [-1]  # the last: classes that the data lack
     wrong = [
-        WrongImage(index, source.location(index), names[label], names[predicted], *values)
-        for index, label, predicted, *values in zip(
+        WrongImage(index, source.location(index), names[label], names[predicted], probability, of_label, classes[predicted])
+        for index, label, predicted, probability, of_label in zip(
             labeled.image[rows].tolist(), labels.tolist(), prediction[rows].tolist(), highest, of_labels, strict=True
         )
     ]

@@ -16,6 +16,7 @@ from vitrail.evaluation.model import Model, compute_logits, decode_side, device_
 from vitrail.evaluation.predict import DecodedImages, read_batches
 from vitrail.heads.embedding import EmbeddingHead
 from vitrail.layers.layout import Layout
+from vitrail.models.evaluation_mode import evaluation_mode
 from vitrail.models.vision_transformer import Features, VisionTransformer
 from vitrail.teachers.teacher import Teacher
 
@@ -88,9 +89,8 @@ def embed(
         data, batches = source, readable_batches(source, device, decode_side(model), batch_size, workers, problems)
     vectors: Tensor | None = None
     indices: list[Tensor] = []
-    was_training, count = model.training, 0
-    model.eval()
-    try:
+    count = 0
+    with evaluation_mode(model):
         for batch in batches:
             images = model.preprocessing.apply(batch.pixels, batch.sizes)
             with torch.autocast(device.type, torch.bfloat16, enabled=kind.bf16):
@@ -102,8 +102,6 @@ def embed(
             count += len(features)
             indices.append(torch.as_tensor(batch.index))
             advance(len(features))
-    finally:
-        model.train(was_training)
     if vectors is None:
         first = f" ({problems[0].location}: {problems[0].reason})" if problems else ""
         raise UserError(f"No image of {data.name or 'the given images'} could be read{first}.")

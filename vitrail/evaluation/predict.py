@@ -24,6 +24,7 @@ from vitrail.data.workers import Workers, default_workers
 from vitrail.errors import UserError
 from vitrail.evaluation.model import Model, compute_logits, count_classes, decode_side, device_of, open_model
 from vitrail.heads.task_heads import CALLS
+from vitrail.models.evaluation_mode import evaluation_mode
 from vitrail.models.preprocessing import list_images, pad_images, to_pixels
 from vitrail.models.vision_transformer import VisionTransformer
 
@@ -241,23 +242,20 @@ def iterate_predictions(
         raise UserError("This model has no classifier: it cannot predict classes.")
     names = class_titles(model.class_names, count_classes(model))
     device, min_side = device_of(model), decode_side(model)
-    was_training = model.training
-    model.eval()
     try:
-        for batch in read_batches(source, device, min_side, batch_size, workers):
-            results: dict[int, Prediction | Problem] = dict(batch.problems)
-            for index, probabilities, classes in zip(batch.index.tolist(), *top_classes(model, batch, top), strict=True):
-                label = int(source.label.values[index]) if source.label else -1
-                results[index] = Prediction(
-                    source.location(index),
-                    [ClassProbability(number, names[number], p) for p, number in zip(probabilities, classes, strict=True)],
-                    source.classes[label] if label >= 0 else None,
-                )
-            yield from (results[index] for index in sorted(results))
+        with evaluation_mode(model):
+            for batch in read_batches(source, device, min_side, batch_size, workers):
+                results: dict[int, Prediction | Problem] = dict(batch.problems)
+                for index, probabilities, classes in zip(batch.index.tolist(), *top_classes(model, batch, top), strict=True):
+                    label = int(source.label.values[index]) if source.label else -1
+                    results[index] = Prediction(
+                        source.location(index),
+                        [ClassProbability(number, names[number], p) for p, number in zip(probabilities, classes, strict=True)],
+                        source.classes[label] if label >= 0 else None,
+                    )
+                yield from (results[index] for index in sorted(results))
     except torch.OutOfMemoryError:
         raise UserError(f"Out of GPU memory with a batch size of {batch_size}: give a smaller --batch-size.") from None
-    finally:
-        model.train(was_training)
 
 
 @torch.inference_mode()

@@ -12,10 +12,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from vitrail.data.class_matching import class_titles
 from vitrail.errors import UserError
 from vitrail.evaluation.model import decode_side, device_of
 from vitrail.interpret.attention import Recording, record
-from vitrail.interpret.explanation import class_name, to_uint8
+from vitrail.interpret.explanation import to_uint8
 from vitrail.interpret.maps import METHODS, available_methods, compute_map
 from vitrail.models.preprocessing import pad_images
 from vitrail.models.vision_transformer import VisionTransformer
@@ -47,7 +48,7 @@ class Seen:
     """What is kept of one image."""
 
     recording: Recording
-    view: bytes  # JPEG of the resized and cropped image, which the maps cover
+    view: bytes  # JPEG of the part of the resized and cropped image that the patches cover
     maps: OrderedDict[tuple[str, int], Quantized] = field(default_factory=OrderedDict)
 
     def count_bytes(self) -> int:
@@ -66,7 +67,7 @@ class ExploredModel:
     def __init__(self, model: VisionTransformer, title: str) -> None:
         self.model, self.title = model.eval(), title
         self.device, self.min_side = device_of(model), decode_side(model)
-        self.names = [class_name(model, index) for index in range(model.architecture.classes)]
+        self.names = class_titles(model.class_names, model.architecture.classes)
         self.methods = available_methods(model)
         self.lock = threading.RLock()
         self.seen: OrderedDict[str, Seen] = OrderedDict()
@@ -76,7 +77,7 @@ class ExploredModel:
         self.heads = {layer: sum(part.query.shape[1] for part in first.heads(layer)) for layer in self.layers}
         self.pooling = {layer for layer in self.layers if first.is_pooling(layer)}
         self.prefix = {layer: first.prefix_of(layer) for layer in self.layers}
-        self.grid = first.grid
+        self.grid, self.covered = first.grid, first.covered
 
     def describe(self) -> dict[str, Any]:
         """What the page needs to know before an image is opened."""
@@ -86,7 +87,7 @@ class ExploredModel:
             "title": self.title,
             "subtitle": f"{self.model.name or 'model'}, {size} pixels, {self.grid[0]} x {self.grid[1]} patches",
             "grid": self.grid,
-            "aspect": self.model.preprocessing.image_size[1] / self.model.preprocessing.image_size[0],
+            "aspect": self.covered[1] / self.covered[0],
             "layers": [
                 {
                     "layer": layer,
@@ -145,7 +146,9 @@ class ExploredModel:
             scale = max(VIEW_SIDE / max(preprocessing.image_size), 1.0)
             height, width = preprocessing.image_size
             larger = preprocessing._replace(image_size=(round(height * scale), round(width * scale)))
-            return Seen(recording, to_jpeg(to_uint8(larger.apply(canvas, sizes), larger)[0]))
+            view = to_uint8(larger.apply(canvas, sizes), larger)[0]
+            height, width = (round(side * scale) for side in recording.covered)
+            return Seen(recording, to_jpeg(view[:height, :width]))
 
     def predictions(self, seen: Seen) -> list[tuple[int, str, float]]:
         """Index, name and probability of the most probable classes."""

@@ -4,7 +4,7 @@ The forward pass uses the fused kernels, so the memory is that of a prediction p
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,7 +17,9 @@ from vitrail.layers.attention import Attention
 from vitrail.layers.block import Block, Branch
 from vitrail.layers.layout import Layout
 from vitrail.layers.pooling import ClassAttention, ClassAttentionBlock, QueryPooling
+from vitrail.models.evaluation_mode import evaluation_mode
 from vitrail.models.vision_transformer import Features, VisionTransformer
+from vitrail.training.compile import is_compiled
 
 CHUNK = 1 << 24  # attention weights that are computed at a time
 GRAPH_PATCHES = 2048  # of the images of one pass whose graph is kept: about 1.4 GB with ViT-B
@@ -34,8 +36,8 @@ class Heads(NamedTuple):
     proj: nn.Module  # takes the outputs of the heads
 
     def weights(self, rows: Tensor | None = None) -> Tensor:
-        """[B, H, Q, keys] of all queries or of `rows` [Q]."""
-        return self.weigh(self.query if rows is None else self.query[:, :, rows], self.key, rows=rows)
+        """[B, H, Q, keys] of all queries or of `rows` [Q], at least in float32."""
+        return at_least_float32(self.weigh(self.query if rows is None else self.query[:, :, rows], self.key, rows=rows))
 
 
 class Gradients(NamedTuple):
@@ -62,6 +64,16 @@ class Recording:
     def grid(self) -> tuple[int, int]:
         """Rows and columns of the patches."""
         return self.layout.grid
+
+    def zeros(self, *size: int) -> Tensor:
+        """A tensor for maps, which are at least float32, also of a model in bfloat16."""
+        return at_least_float32(self.images.new_zeros(size))
+
+    @property
+    def covered(self) -> tuple[int, int]:
+        """Height and width of the part of the images that the patches cover."""
+        height, width = self.images.shape[-2:]
+        return covered_size(self.model, height, width)
 
     @property
     def prefix(self) -> int:
@@ -132,13 +144,15 @@ class Recording:
         if layer >= len(self.blocks):
             block = modules[0]
             query, patches = (x.detach() for x in self.pooling[layer - len(self.blocks)])
-            q, k, v = block.attention.split_heads(block.norm1(query), block.norm1(patches))
+            with evaluation_mode(block):
+                q, k, v = block.attention.split_heads(block.norm1(query), block.norm1(patches))
             return [Heads(q, k, v, weigh_queries, multiply_values, block.attention.proj)]
         x, layout, relative = self.blocks[layer]
         found = []
         for branch in modules:
             body = branch.body
-            q, k, v = body.split_heads(body.qkv(branch.norm(x.detach())))
+            with evaluation_mode(branch):
+                q, k, v = body.split_heads(body.qkv(branch.norm(x.detach())))
             weigh = partial(body.weights, layout=layout, relative=relative)
             found.append(Heads(q, k, v, weigh, body.weight_gradient, body.proj))
         return found
@@ -155,7 +169,7 @@ class Recording:
     def gradients(self, classes: Tensor) -> Gradients:
         """Gradients of the logits of `classes` [B]; needs `record(..., gradients=True)`."""
         modules = list(self.outputs)
-        with torch.inference_mode(False), torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad(), plain_forward(self.model):  # also of blocks that are recomputed
             total = self.logits.gather(1, classes[:, None].clone()).sum()
             images, *outputs = torch.autograd.grad(total, [self.images, *self.outputs.values()], retain_graph=True)
         return Gradients(images, dict(zip(modules, outputs, strict=True)))
@@ -176,6 +190,21 @@ def multiply_values(output_gradient: Tensor, value: Tensor) -> Tensor:
     return output_gradient @ value.transpose(-2, -1)
 
 
+def at_least_float32(x: Tensor) -> Tensor:
+    """Values to add and multiply: in bfloat16, sums over blocks and patches would have two digits."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def covered_size(model: VisionTransformer, height: int, width: int) -> tuple[int, int]:
+    """Height and width of the part of an image, from its upper left, that the patches cover.
+
+    Most stems leave out a rest that is smaller than a patch; maps have no value for it.
+    """
+    patch = model.architecture.patch_size
+    rows, columns = model.stem.grid(height, width)
+    return min(rows * patch, height), min(columns * patch, width)
+
+
 def batch_size_for(model: VisionTransformer, largest: int) -> int:
     """Images per pass whose graph is kept: at most `largest`, fewer large ones."""
     height, width = model.preprocessing.image_size
@@ -184,15 +213,23 @@ def batch_size_for(model: VisionTransformer, largest: int) -> int:
     return max(min(largest, GRAPH_PATCHES // patches), 1)
 
 
+@contextmanager
+def plain_forward(model: VisionTransformer) -> Iterator[None]:
+    """Context in which a model is in evaluation mode and compiled blocks run eagerly.
+
+    The graph of a compiled block has no gradients of tensors inside of it, and allows one backward pass.
+    """
+    with evaluation_mode(model), torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext():
+        yield
+
+
 def record(model: VisionTransformer, images: Tensor, gradients: bool = False) -> Recording:
     """One forward pass in evaluation mode on preprocessed images [B, 3, height, width]; with `gradients` it keeps the graph."""
     blocks: list[Any] = []
     pooling: list[Any] = []
     outputs: dict[nn.Module, Tensor] = {}
-    was_training = model.training
-    model.eval()
     with ExitStack() as stack:
-        stack.callback(model.train, was_training)
+        stack.enter_context(plain_forward(model))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(gradients))
         images = images.detach().clone().requires_grad_(gradients)

@@ -5,6 +5,7 @@ import torch
 
 from vitrail.errors import UserError
 from vitrail.interpret.attention import Recording
+from vitrail.models.evaluation_mode import evaluation_mode
 from vitrail.pages.charts import LIGHT, add_legend, marker_style, new_figure, render_png, style_axes, use_integer_ticks
 
 TITLES = {"mix": "token mixing (attention)", "ffn": "MLP"}
@@ -19,7 +20,8 @@ def branch_norms(recording: Recording) -> dict[str, np.ndarray]:
     for index, (tokens, layout, relative) in enumerate(recording.blocks):
         x = tokens.detach()
         for name, residual in recording.model.block(index).residuals().items():
-            update = residual.update(x, layout, relative)
+            with evaluation_mode(residual):
+                update = residual.update(x, layout, relative)
             found.setdefault(name, []).append(update.flatten(1).norm(dim=1) / x.flatten(1).norm(dim=1))
             x = residual.post(x + update)
     return {name: torch.stack(values).float().cpu().numpy() for name, values in found.items()}

@@ -18,7 +18,7 @@ def attention_distances(recording: Recording) -> dict[int, Tensor]:
     layers = [layer for layer in range(len(recording.blocks)) if recording.has_attention(layer)]
     if not layers:
         raise UserError("Attention distances need blocks with attention, which this model does not have.")
-    (rows, columns), (height, width) = recording.grid, recording.images.shape[-2:]
+    (rows, columns), (height, width) = recording.grid, recording.covered
     device = recording.images.device
     y, x = torch.meshgrid(torch.arange(rows, device=device), torch.arange(columns, device=device), indexing="ij")
     centers = torch.stack([y.flatten() * (height / rows), x.flatten() * (width / columns)], 1).float()

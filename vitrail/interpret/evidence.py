@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vitrail.errors import UserError
-from vitrail.interpret.attention import Recording, record
+from vitrail.interpret.attention import Recording, at_least_float32, plain_forward, record
 from vitrail.models.config import Architecture
 from vitrail.models.vision_transformer import VisionTransformer
 
@@ -42,8 +42,9 @@ def evidence_of(recording: Recording, classes: Tensor) -> Tensor:
 
 def input_gradient(recording: Recording, classes: Tensor) -> Tensor:
     """|input x gradient| of the logit of a class, summed over the channels and averaged over the pixels of each patch."""
-    product = recording.images.detach() * recording.gradients(classes).images
-    return F.adaptive_avg_pool2d(product.sum(1).abs(), recording.grid)
+    product = at_least_float32(recording.images.detach()) * recording.gradients(classes).images
+    height, width = recording.covered
+    return F.adaptive_avg_pool2d(product.sum(1).abs()[:, :height, :width], recording.grid)
 
 
 @torch.no_grad()
@@ -53,11 +54,11 @@ def occlusion(recording: Recording, classes: Tensor) -> Tensor:
     At most 8 x 8 parts are hidden, each of whole patches, so that the cost does not grow with the image.
     """
     model, images = recording.model, recording.images.detach()
-    (rows, columns), (height, width) = recording.grid, images.shape[-2:]
+    (rows, columns), (height, width) = recording.grid, recording.covered
     before = log_probability(recording.logits, classes)
     down, across = -(-rows // CELLS), -(-columns // CELLS)
     corners = [(top, left) for top in range(0, rows, down) for left in range(0, columns, across)]
-    found = images.new_zeros(len(images), rows, columns)
+    found = before.new_zeros(len(images), rows, columns)
     for start in range(0, len(corners), max(BATCH // len(images), 1)):
         chosen = corners[start : start + max(BATCH // len(images), 1)]
         hidden = images.repeat(len(chosen), 1, 1, 1).unflatten(0, (len(chosen), len(images)))
@@ -77,11 +78,7 @@ def log_probability(logits: Tensor, classes: Tensor) -> Tensor:
 
 @torch.no_grad()
 def predict_logits(model: VisionTransformer, images: Tensor) -> Tensor:
-    """Logits in evaluation mode; the mode of the model is kept."""
-    was_training = model.training
-    model.eval()
-    try:
+    """Logits in evaluation mode."""
+    with plain_forward(model):
         out: Tensor = model(images)
-        return out
-    finally:
-        model.train(was_training)
+    return out

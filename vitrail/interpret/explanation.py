@@ -35,7 +35,7 @@ class Explanation:
     prediction: Prediction
     target: ClassProbability  # the class that the maps explain
     maps: dict[str, np.ndarray]  # method -> float32 [rows, columns], not negative
-    image: np.ndarray  # uint8 [height, width, 3]: the resized and cropped image, which the maps cover
+    image: np.ndarray  # uint8 [height, width, 3]: the part of the resized and cropped image that the patches, and the maps, cover
 
 
 def explain(
@@ -92,10 +92,11 @@ def explain_recording(
     maps = {method: compute_map(recording, method, targets).float().cpu().numpy() for method in methods}
     probabilities = logits.softmax(1)
     best = probabilities.topk(min(top, logits.shape[1]), 1).indices.tolist()
-    shown = to_uint8(recording.images, model.preprocessing)
+    shown = shown_images(recording)
+    titles = class_titles(model.class_names, model.architecture.classes)
 
     def probability(row: int, index: int) -> ClassProbability:
-        return ClassProbability(index, class_name(model, index), probabilities[row, index].item())
+        return ClassProbability(index, titles[index], probabilities[row, index].item())
 
     return [
         Explanation(
@@ -121,10 +122,6 @@ def check_model(model: Model) -> VisionTransformer:
     return model
 
 
-def class_name(model: VisionTransformer, index: int) -> str:
-    return class_titles(model.class_names, model.architecture.classes)[index]
-
-
 def class_indices(model: VisionTransformer, classes: "Class | Sequence[Class]", images: int) -> list[int]:
     """The index of one class per image, from names or indices, one or as many as images."""
     given = [classes] if isinstance(classes, int | str) else list(classes)
@@ -135,9 +132,12 @@ def class_indices(model: VisionTransformer, classes: "Class | Sequence[Class]", 
 
 
 def class_index(model: VisionTransformer, item: "Class") -> int:
-    """The index of a class by its name (upper and lower case are equal), or by its number."""
+    """The index of a class by its number or its name: an exact one, or else one with other upper and lower case."""
     count = model.architecture.classes
-    names = [name.lower() for name in class_titles(model.class_names, count)]
+    titles = class_titles(model.class_names, count)
+    if item in titles:
+        return titles.index(item)
+    names = [name.lower() for name in titles]
     if isinstance(item, str) and item.lower() in names:
         return names.index(item.lower())
     try:
@@ -149,6 +149,12 @@ def class_index(model: VisionTransformer, item: "Class") -> int:
     if not 0 <= index < count:
         raise UserError(f"The model has no class {index}: it has {count} classes, 0 being the first.")
     return index
+
+
+def shown_images(recording: Recording) -> np.ndarray:
+    """The part of the images that the patches cover, uint8 [B, height, width, 3]: what maps are drawn over."""
+    height, width = recording.covered
+    return to_uint8(recording.images[..., :height, :width], recording.model.preprocessing)
 
 
 def to_uint8(images: Tensor, preprocessing: Preprocessing) -> np.ndarray:

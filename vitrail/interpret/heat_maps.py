@@ -6,9 +6,10 @@ import numpy as np
 import torch
 from PIL import Image
 
+from vitrail.data.class_matching import class_titles
 from vitrail.errors import UserError
 from vitrail.interpret.attention import Recording
-from vitrail.interpret.explanation import class_name, to_uint8
+from vitrail.interpret.explanation import shown_images
 from vitrail.interpret.maps import attention_maps, class_attention, threshold_mass
 from vitrail.pages.charts import LIGHT, new_figure, render_png
 
@@ -51,13 +52,10 @@ def saliency(pixels: np.ndarray, values: np.ndarray) -> np.ndarray:
 def draw_saliency(recording: Recording) -> bytes:
     """CaiT Fig. 7 of a batch: images above their saliency in the colors of cividis, with their classes above 10 %, as PNG."""
     maps = class_attention(recording, recording.logits.argmax(1)).float().cpu().numpy()
-    pixels = to_uint8(recording.images, recording.model.preprocessing)
+    pixels = shown_images(recording)
+    titles = class_titles(recording.model.class_names, recording.model.architecture.classes)
     captions = [
-        "\n".join(
-            f"{class_name(recording.model, index)} {100 * row[index]:.0f} %"
-            for index in np.argsort(-row)
-            if row[index] > CONFIDENT
-        )
+        "\n".join(f"{titles[index]} {100 * row[index]:.0f} %" for index in np.argsort(-row) if row[index] > CONFIDENT)
         for row in recording.logits.detach().float().softmax(1).cpu().numpy()
     ]
     with new_figure(LIGHT, (2.2 * len(pixels), 5.3)) as figure:
@@ -105,6 +103,7 @@ def draw_class_maps(recording: Recording, pixels: np.ndarray, top: int = 3, row:
     if recording.model.architecture.pooling != "per_class":
         raise UserError("Maps by class need one query per class: convert the weights, see docs/papers/patchconvnet.md.")
     probabilities, classes = recording.logits[row].detach().float().softmax(0).topk(min(top, recording.logits.shape[1]))
+    titles = class_titles(recording.model.class_names, recording.model.architecture.classes)
     count = len(recording.images)
     with new_figure(LIGHT, (2 * (len(classes) + 1), 2.3)) as figure:
         tiles = figure.subplots(1, len(classes) + 1)
@@ -113,7 +112,7 @@ def draw_class_maps(recording: Recording, pixels: np.ndarray, top: int = 3, row:
             values = class_attention(recording, torch.full((count,), index, device=recording.images.device))[row]
             axes.imshow(draw_over(pixels, values.float().cpu().numpy()))
             axes.set_title(
-                f"{class_name(recording.model, index)} {100 * probability:.0f} %",
+                f"{titles[index]} {100 * probability:.0f} %",
                 fontsize=8,
                 color=LIGHT.foreground,
                 parse_math=False,

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from vitrail.errors import UserError
 from vitrail.interpret.attention import Recording, record
 from vitrail.interpret.evidence import evidence_of, has_patch_logits, input_gradient, occlusion
-from vitrail.interpret.rollout import gradient_attention, pooled_queries, rollout_of
+from vitrail.interpret.rollout import class_tokens, gradient_attention, pooled_queries, rollout_of
 from vitrail.layers.attention import ATTENTION
 from vitrail.models.config import Architecture
 from vitrail.models.vision_transformer import VisionTransformer
@@ -31,7 +31,8 @@ class Method(NamedTuple):
 def attention_map(recording: Recording, layer: int = -1, head: int | None = None, classes: Tensor | None = None) -> Tensor:
     """The attention of one layer and head (default: the mean of all) from the pooled token to the patches: [B, rows, columns].
 
-    The pooled token is the class token or the query of the pooling; with mean pooling the map is the mean over all patches.
+    The pooled token is the class token or the query of the pooling; with mean pooling the map is the mean over all patches,
+    with a distillation token that of the tokens which `fusion` uses.
     """
     heads = attention_maps(recording, layer, classes)
     if head is not None and not -heads.shape[1] <= head < heads.shape[1]:
@@ -50,7 +51,7 @@ def attention_maps(recording: Recording, layer: int = -1, classes: Tensor | None
         chosen = pooled_queries(recording, recording.logits.argmax(1) if classes is None else classes)
         rows = torch.einsum("bs,bhst->bht", chosen, recording.attention_rows(layer))
     elif prefix and recording.model.architecture.pooling == "class":
-        rows = recording.attention_rows(layer, [0])[:, :, 0]
+        rows = torch.einsum("p,bhpt->bht", class_tokens(recording, prefix), recording.attention_rows(layer, range(prefix)))
     else:  # mean pooling, blocks before the class token is prepended, and blocks before a pooling with queries
         parts = [weights[:, :, index >= prefix].sum(2) for index, weights in recording.row_chunks(layer)]
         rows = torch.stack(parts).sum(0) / (recording.grid[0] * recording.grid[1])
@@ -178,6 +179,9 @@ def parse_method(method: str) -> tuple[str, int | None, int | None]:
     return match[1], int(match[2]) if match[2] else None, int(match[3]) if match[3] else None
 
 
-def resize_map(maps: Tensor, size: tuple[int, int]) -> Tensor:
-    """Maps [B, rows, columns] to the pixels of the image, bilinearly."""
-    return F.interpolate(maps[:, None].float(), size=size, mode="bilinear", align_corners=False)[:, 0]
+def resize_map(maps: Tensor, recording: Recording, mode: str = "bilinear") -> Tensor:
+    """Maps [B, rows, columns] at the size of the images; pixels that no patch covers have no relevance, 0."""
+    (height, width), size = recording.covered, recording.images.shape[-2:]
+    return F.pad(
+        F.interpolate(maps[:, None].float(), (height, width), mode=mode)[:, 0], (0, size[1] - width, 0, size[0] - height)
+    )

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from vitrail.data.image_loader import ImageLoader
 from vitrail.data.mask_checks import complete_classes
@@ -99,7 +98,7 @@ def describe_scores(method: str, values: np.ndarray) -> MethodScore:
 def score_maps(recording: Recording, maps: Tensor, masks: Tensor, classes: Tensor) -> Tensor:
     """Pointing, IoU, deletion and insertion of each image, float32 [B, 4]; masks [B, H, W] are 1 on objects, 255 ignored."""
     valid, inside = masks != IGNORE, masks == 1
-    values = resize_map(maps, (masks.shape[1], masks.shape[2]))
+    values = resize_map(maps, recording)
     # Of equally relevant pixels, such as those of a plateau, their share on an object: the result of choosing one at random.
     largest = values.masked_fill(~valid, -torch.inf).amax((1, 2), keepdim=True)
     best = (values >= largest * (1 - TIE)) & valid
@@ -114,10 +113,13 @@ def score_maps(recording: Recording, maps: Tensor, masks: Tensor, classes: Tenso
 def probability_curve(recording: Recording, maps: Tensor, classes: Tensor, insertion: bool, steps: int = STEPS) -> Tensor:
     """The probability of a class while the patches are hidden (or shown, the others hidden), the most relevant first.
 
-    Maps [B, rows, columns] to [B, steps + 1]; hidden pixels have the mean color.
+    Maps [B, rows, columns] to [B, steps + 1]; hidden pixels have the mean color. Equally relevant patches are taken in a random
+    order, which is the same for all images.
     """
-    order = maps.flatten(1).argsort(dim=1, descending=True, stable=True).argsort(1)  # 0: the most relevant patch
-    images, count = recording.images.detach(), order.shape[1]
+    images, count = recording.images.detach(), maps[0].numel()
+    shuffled = torch.randperm(count, generator=torch.Generator().manual_seed(0)).to(maps.device)
+    patches = shuffled[maps.flatten(1)[:, shuffled].argsort(dim=1, descending=True, stable=True)]  # the most relevant first
+    order = patches.argsort(1)  # of each patch, 0 being the first
     whole = recording.logits.detach().float().softmax(1).gather(1, classes[:, None])[:, 0]
     points = []
     for step in range(steps + 1):
@@ -125,9 +127,8 @@ def probability_curve(recording: Recording, maps: Tensor, classes: Tensor, inser
             points.append(whole)
             continue
         taken = (order < round(count * step / steps)).unflatten(1, recording.grid)
-        keep = taken if insertion else ~taken
-        mask = F.interpolate(keep[:, None].float(), images.shape[-2:], mode="nearest")
-        logits = predict_logits(recording.model, images * mask).float()
+        mask = resize_map(taken, recording, "nearest")
+        logits = predict_logits(recording.model, images * (mask if insertion else 1 - mask)[:, None]).float()
         points.append(logits.softmax(1).gather(1, classes[:, None])[:, 0])
     return torch.stack(points, 1)
 

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vitrail.errors import UserError
-from vitrail.interpret.attention import Recording
+from vitrail.interpret.attention import Recording, plain_forward
 from vitrail.pages.charts import LIGHT, add_legend, marker_style, new_figure, render_png, style_axes, use_integer_ticks
 
 
@@ -18,7 +18,8 @@ def token_cosines(recording: Recording) -> dict[str, Tensor]:
     if not recording.blocks:
         raise UserError("Similarities of tokens by layer need transformer blocks, which this model does not have.")
     rows = [cosines(tokens.detach(), layout.prefix) for tokens, layout, _ in recording.blocks]
-    rows.append(final_cosines(recording))
+    with plain_forward(recording.model):
+        rows.append(final_cosines(recording))
     names = ("patches", "class and patches", "class and distillation")
     columns = torch.tensor(rows).T
     return {name: column for name, column in zip(names, columns, strict=True) if not column.isnan().all()}

@@ -20,6 +20,7 @@ from vitrail.layers.pooling import ClassAttentionBlock, PerClassHead, QueryPooli
 from vitrail.layers.pos_embed import ABSOLUTE, RELATIVE, make_absolute_pos_embed, make_relative_pos_embed
 from vitrail.models.builder import Stem, make_block, make_pooling, make_stem
 from vitrail.models.config import Architecture, as_size, format_size
+from vitrail.models.evaluation_mode import evaluation_mode
 from vitrail.models.init import init_weights
 from vitrail.models.inputs import check_input, check_weights_match
 from vitrail.models.preprocessing import Preprocessing, min_decode_side, read_images
@@ -269,11 +270,8 @@ class VisionTransformer(nn.Module):
         The class-attention blocks of the pooling are numbered after the others: `depth` is the first of them.
         """
         if self.training:
-            self.eval()
-            try:
+            with evaluation_mode(self):
                 return self.trace(image, layers)
-            finally:
-                self.train()
         total = len(self.blocks) + (len(self.pooling.blocks) if isinstance(self.pooling, QueryPooling) else 0)
         for layer in layers or []:
             if not isinstance(layer, int) or not -total <= layer < total:

@@ -32,11 +32,14 @@ function drawMap(canvas, map) {
   }));
 }
 
-// Put the map over the part of the image that the model sees.
-function placeMap(canvas, { naturalWidth, naturalHeight }, { image_size: [height, width], crop_ratio, resize }) {
+// Put the map over the part of the image that the model sees: the center crop, from its upper left as far as the patches cover it.
+function placeMap(canvas, { naturalWidth, naturalHeight }, { image_size: [height, width], crop_ratio, resize }, covered) {
   const scale = Math.max(height / naturalHeight, width / naturalWidth) / crop_ratio;
   const [across, down] = resize === "square" ? [1, 1] : [width / scale / naturalWidth, height / scale / naturalHeight];
-  Object.assign(canvas.style, { width: `${100 * across}%`, height: `${100 * down}%` });
+  for (const [start, side, crop, share] of [["left", "width", across, covered[1] / width], ["top", "height", down, covered[0] / height]]) {
+    canvas.style[side] = `${100 * crop * share}%`;
+    canvas.style[start] = `${50 - 50 * crop}%`;
+  }
 }
 
 async function show(file) {
@@ -71,7 +74,7 @@ async function show(file) {
       canvas.setAttribute("role", "img");
       canvas.setAttribute("aria-label", `${method} of ${explanation.class.name}`);
       drawMap(canvas, explanation.map);
-      placeMap(canvas, image, JSON.parse(dataset.preprocessing));
+      placeMap(canvas, image, JSON.parse(dataset.preprocessing), JSON.parse(dataset.covered));
       view.append(canvas);
       list.append(make("p", "note", `Parts that matter for ${explanation.class.name}, by ${method}.`));
     }

@@ -248,7 +248,7 @@ class Classification(Task):
             return {}
         predictions = collect_predictions(model, loader, model.preprocessing, batch_size)
         worst = worst_mistakes(predictions)
-        maps = draw_maps(model, source, worst.image, worst.prediction)
+        maps = draw_maps(model, source, worst.image, worst.prediction, loader.log)
         mistakes = []
         for row, (index, label, prediction, confidence) in enumerate(zip(*worst, strict=True)):
             pixels = decode(source.encoded(int(index)), loader.min_side)
