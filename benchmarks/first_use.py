@@ -3,6 +3,7 @@
     python benchmarks/first_use.py photos/ flowers/ --seeds 3 --out first_use.json
     python benchmarks/first_use.py photos/ --minutes 1 --methods vitrail svm      # a shorter training, fewer methods
     python benchmarks/first_use.py --merge first_use.json second.json             # the table of results in several files
+    python benchmarks/first_use.py --merge benchmarks/first_use_results.json      # the table of docs/first-use.md
 
 Each folder has train/ and test/ with one subfolder per class. Methods, all fitted to train/ and evaluated once on test/:
 
@@ -40,7 +41,7 @@ from timing import machine
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vitrail.atomic_files import atomic_write
+from vitrail.atomic_files import atomic_write_text
 from vitrail.data.datasets.lookup import open_sources
 from vitrail.data.decode import decode
 from vitrail.data.source import Source
@@ -121,7 +122,8 @@ def train_default(images: ImageSet, seed: int, args: list[str]) -> dict[str, Any
         "forecast_s": parse_time_span(match[1]),
         "training_s": about["seconds"],
         "wall_s": wall,
-        "log": done.stderr.splitlines(),
+        "image_size": about["recipe"]["augmentation"]["image_size"],
+        "length": about["recipe"]["schedule"]["length"],
     }
 
 
@@ -382,6 +384,10 @@ def format_table(rows: list[dict[str, Any]], methods: list[str]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
+def write_results(path: Path, content: dict[str, Any]) -> None:
+    atomic_write_text(path, json.dumps(content, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="*", type=Path, metavar="DIR", help="a folder with train/ and test/")
@@ -398,6 +404,8 @@ def main() -> None:
     options.methods = [method for method in METHODS if method in options.methods]
     if options.merge:
         rows = merge_results(options.merge)
+        if options.out:
+            write_results(options.out, {**json.loads(options.merge[0].read_text()), "rows": rows})
         print(format_table(rows, [method for method in METHODS if all(method in row for row in rows)]))
         return
     if not options.folders:
@@ -414,8 +422,7 @@ def main() -> None:
         rows.append(compare_methods(images, options))
         if options.out:
             content = {"machine": hardware, "minutes": options.minutes, "args": options.args, "rows": rows}
-            text = json.dumps(content, indent=1)
-            atomic_write(options.out, lambda temporary, text=text: temporary.write_text(text))  # type: ignore[misc]
+            write_results(options.out, content)
     print(f"{hardware}; seeds of vitrail train: {options.seeds}; accuracy on test/ with its 95 % interval\n")
     print(format_table(rows, options.methods))
 

@@ -105,6 +105,16 @@ def test_results_of_several_files_are_merged(first_use, tmp_path):
     assert first_use.accuracy_of(merged, "svm") == 0.25
 
 
+def test_the_page_has_the_stored_results(first_use, monkeypatch, capsys, tmp_path):
+    stored = BENCHMARKS / "first_use_results.json"
+    monkeypatch.setattr("sys.argv", ["first_use.py", "--merge", str(stored), "--out", str(tmp_path / "merged.json")])
+    first_use.main()
+    table = capsys.readouterr().out
+    assert table.count("\n| ") == 7  # a line below the titles, five sets, their mean
+    assert table in (BENCHMARKS.parent / "docs" / "first-use.md").read_text(encoding="utf-8")
+    assert json.loads((tmp_path / "merged.json").read_text()) == json.loads(stored.read_text())
+
+
 @pytest.fixture
 def sets(monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)

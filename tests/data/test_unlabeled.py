@@ -133,7 +133,7 @@ def test_one_class(tmp_path):
     assert splits.train.classes == ["all"]
     Task.check_data(lookup("laptop"), splits)
     with pytest.raises(
-        UserError, match=r"only one class \(all\): .*, or learn without labels with --recipe dino_small or grafit_small\.$"
+        UserError, match=r"only one class \(all\): .*, or train without labels with --recipe dino_small or grafit_small\.$"
     ):
         Classification.check_data(lookup("laptop"), splits)
 

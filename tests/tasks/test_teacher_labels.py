@@ -300,7 +300,7 @@ def test_the_size_of_a_teacher_is_chosen(source, teacher, monkeypatch):
         return teacher_labels.open_online_teacher(recipe, source, CPU).messages
 
     (message,) = opened([12, 16])
-    assert message == "the teacher sees the images resized from 12x16 to 16 pixels, its own size"
+    assert message == "images are resized for the teacher, from 12x16 to 16 pixels, its own size"
     assert teacher.size == (16, 16)
     assert opened([48, 48])
     assert teacher.size == (16, 16)

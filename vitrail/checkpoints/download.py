@@ -99,11 +99,11 @@ def receive(url: str, part: Path, limit: int, credentials: Mapping[str, str]) ->
         if response.status != 206:
             start = 0
         elif not response.headers.get("Content-Range", "").startswith(f"bytes {start}-"):
-            raise UserError(f"{url} was continued at the wrong place by its server: try again.")
+            raise UserError(f"The server of {url} continued the download at a wrong offset: try again.")
         length = response.headers.get("Content-Length", "")
         size = start + int(length) if re.fullmatch(r"\d{1,15}", length) else None
         if size is None:
-            raise UserError(f"{url} has no size: download it by hand and give the file.")
+            raise UserError(f"The server does not state the size of {url}: download it by hand and give the file.")
         if size > limit:
             raise UserError(
                 f"{url} has {format_bytes(size)}, more than {format_bytes(limit)}: download it by hand and give the file."

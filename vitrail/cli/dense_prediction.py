@@ -33,7 +33,7 @@ class ProtocolOptions(NamedTuple):
         int | None,
         typer.Option(
             min=0,
-            help="Side of a sliding window, of a detection of tiles; 0: whole images; default: as trained.",
+            help="Side of the sliding window, or of the tiles of a detection; 0: whole images; default: as trained.",
             rich_help_panel=PANEL,
         ),
     ] = None

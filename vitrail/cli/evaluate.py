@@ -84,7 +84,7 @@ def evaluate(
         str | None, typer.Option(metavar="CLASS", help="Of two classes, the one that thresholds are for; default: the second.")
     ] = None,
     precision: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Precision that a threshold of two classes shall reach.")
+        float, typer.Option(min=0.0, max=1.0, help="With two classes: minimum precision of a threshold.")
     ] = 0.95,
     wrong: Annotated[
         Path | None, typer.Option(metavar="CSV", help="Write a table of the wrongly classified images with their predictions.")

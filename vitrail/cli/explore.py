@@ -129,7 +129,7 @@ def open_models(weights: list[str], device: str | None) -> "list[ExploredModel]"
     for path, title in zip(weights, shorten_paths(weights), strict=True):
         model = open_model(path, device)
         if not isinstance(model, VisionTransformer):
-            raise UserError(f"{path} is a network that Vitrail did not build, whose inside cannot be shown: convert its weights.")
+            raise UserError(f"{path} is not a Vitrail model, so its attention cannot be shown: convert its weights.")
         models.append(ExploredModel(model, title))
     return models
 

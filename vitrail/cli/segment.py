@@ -66,7 +66,7 @@ def segment(
         raise UserError(f"{from_} is not a vision transformer: give other weights.")
     assert labeled.mask_classes is not None
     config = probe_config(model, labeled.mask_classes, short_side)
-    with progress("learning", len(labeled)) as advance:
+    with progress("labeled images", len(labeled)) as advance:
         images, problems = read_labeled(model, labeled, config, advance)
     print_problems(problems)
     estimate = cross_validate(images, config.class_names, method)

@@ -33,19 +33,19 @@ def serve(
         typer.Option(help=f"A file with a key that requests must send; or set {KEY_VARIABLE}. Default: no key."),
     ] = None,
     allowed_host: Annotated[
-        list[str] | None, typer.Option(help="A name of this server in requests, as behind a proxy; repeatable.")
+        list[str] | None, typer.Option(help="Another host name to accept in requests, such as that of a proxy; repeatable.")
     ] = None,
     watch: Annotated[bool, typer.Option("--watch/--no-watch", help="Replace models when their files change.")] = True,
     max_batch: Annotated[int, typer.Option(min=1, max=1024, help="Images per batch.")] = 32,
     max_wait: Annotated[float, typer.Option(min=0, max=1000, help="Milliseconds that a batch waits for more images.")] = 5.0,
     max_queue: Annotated[int, typer.Option(min=1, max=100_000, help="Images that wait; more are answered with 503.")] = 256,
     max_connections: Annotated[int, typer.Option(min=1, max=100_000, help="Connections at a time.")] = 512,
-    max_megabytes: Annotated[int, typer.Option(min=1, max=1024, help="Size of a request.")] = 32,
-    max_images: Annotated[int, typer.Option(min=1, max=1000, help="Images of a request.")] = 16,
-    timeout: Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds of a request.")] = 30.0,
+    max_megabytes: Annotated[int, typer.Option(min=1, max=1024, help="Maximum size of a request in MiB.")] = 32,
+    max_images: Annotated[int, typer.Option(min=1, max=1000, help="Maximum number of images per request.")] = 16,
+    timeout: Annotated[float, typer.Option(min=0.1, max=3600, help="Time limit of a request in seconds.")] = 30.0,
     device: DeviceOption = None,
     precision: Annotated[
-        str, hardware_option(help="fp32 or bf16, optimized; auto: bf16 where the device multiplies it; none: the plain model.")
+        str, hardware_option(help="fp32 or bf16, optimized; auto: bf16 if the hardware supports it; none: the plain model.")
     ] = "auto",
 ) -> None:
     """Answer HTTP requests: /predict, /embed and /explain, a page to try them at /, their description at /docs.

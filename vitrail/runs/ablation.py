@@ -123,7 +123,7 @@ def make_cells(base: Recipe, axes: Sequence[Axis], drops: Sequence[str], grid: b
     lowered = [cell.name.lower() for cell in cells]  # some file systems ignore case
     twice = next((name for name in lowered if lowered.count(name) > 1), None)
     if twice:
-        raise UserError(f"Two cells would share the folder {twice!r}: write the values of --vary so that they differ.")
+        raise UserError(f"Two variants would share the folder {twice!r}: write the values of --vary so that they differ.")
     return cells, messages
 
 

@@ -108,7 +108,7 @@ def choose_size(teacher: Teacher, recipe: Recipe) -> list[str]:
     if teacher.size is not None or fits or recipe.distillation.teacher_size == "student":
         return []
     teacher.size = own
-    return [f"the teacher sees the images resized from {format_size(student)} to {format_size(own)} pixels, its own size"]
+    return [f"images are resized for the teacher, from {format_size(student)} to {format_size(own)} pixels, its own size"]
 
 
 def is_store(path: str) -> bool:

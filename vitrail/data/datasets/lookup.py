@@ -125,7 +125,7 @@ def check_trainable(source: Source) -> None:
     if source.label is None:
         raise UserError(
             f"{source.name} has no labels: put the images into one folder per class or add a label column to the table, or "
-            "learn without labels with --recipe dino_small."
+            "train without labels with --recipe dino_small."
         )
     present = np.unique(source.label.values[source.label.values >= 0])
     if len(present) < 2:
@@ -136,7 +136,7 @@ def check_trainable(source: Source) -> None:
                 "and the validation split; add images until every class has at least two."
             )
         raise UserError(
-            f"{source.name} has only one class ({only}): give the folder that holds the class folders, at least two, or learn "
+            f"{source.name} has only one class ({only}): give the folder that holds the class folders, at least two, or train "
             "without labels with --recipe dino_small or grafit_small."
         )
 
