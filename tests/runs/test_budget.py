@@ -11,7 +11,7 @@ from vitrail.data.datasets.lookup import open_splits
 from vitrail.models.flops import cost
 from vitrail.recipes import lookup
 from vitrail.runs import budget, request
-from vitrail.runs.budget import MAX_EPOCHS, MIN_EPOCHS, choose_image_size, choose_length, image_seconds
+from vitrail.runs.budget import MAX_EPOCHS, MIN_EPOCHS, choose_image_size, choose_length, choose_validation_size, image_seconds
 from vitrail.runs.request import TrainRequest, open_data, resolve_recipe
 from vitrail.runs.step_timing import Pace
 from vitrail.training import precision
@@ -83,6 +83,37 @@ def test_the_size_is_chosen_with_the_precision_of_the_training(has_bfloat16, cha
     asked = TrainRequest(str(photos), changes=changes, minutes=1.5 * minutes_for(model, source, 160, 0.01))
     data = open_data(asked, resolve_recipe(asked, "cpu"))
     assert data.recipe.augmentation.image_size == (size, size)
+
+
+def test_images_are_larger_in_validations_and_predictions(photos, tmp_path, monkeypatch):
+    """FixRes. The weights keep the size of their training for a further one."""
+    monkeypatch.setattr(budget, "image_seconds", lambda *_: 1e-6)
+
+    def open_recipe(**more):
+        asked = TrainRequest(str(photos), **more)
+        return open_data(asked, resolve_recipe(asked, "cpu"))
+
+    opened = open_recipe()
+    assert (opened.recipe.augmentation.image_size, opened.recipe.validation.image_size) == ((160, 160), (192, 192))
+    assert "validation and predictions at 192 pixels: random crops" in " ".join(opened.messages)
+    assert opened.recipe.min_decode_side == 288
+    assert open_recipe(changes={"validation.image_size": [160, 160]}).recipe.validation_size == (160, 160)
+    assert open_recipe(changes={"augmentation.image_size": 96}).recipe.validation_size == (96, 96)
+    fixed = vitrail.create("resmlp_s12", 3, device="meta")
+    assert choose_validation_size(fixed, 224) == (0, 0)
+
+    small = vitrail.create("vitrail_mini", 3, (32, 32), width=8, depth=1)
+    vitrail.save(small, tmp_path / "small.safetensors")
+    sizes = {"augmentation.image_size": [32, 32], "validation.image_size": [40, 40]}
+    short = sizes | {"init.weights": str(tmp_path / "small.safetensors"), "schedule.length": "2 steps", "batch_size": 8}
+    run = vitrail.train(photos, "finetune", changes=short, out=tmp_path / "run", device="cpu", workers=0)
+    model = vitrail.load(run.artifact)
+    assert (model.architecture.image_size, model.preprocessing.image_size) == ((32, 32), (40, 40))
+    assert model.preprocess(next(photos.rglob("*.png"))).shape == (1, 3, 40, 40)
+    (step,) = (run.folder / "checkpoints").glob("step-*.safetensors")
+    assert vitrail.load(step).preprocessing == model.preprocessing
+    again = open_recipe(recipe="finetune", changes={"init.weights": str(run.artifact)})
+    assert again.recipe.augmentation.image_size == (32, 32)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])

@@ -65,7 +65,7 @@ def artifact_header(path: Path, recipe: dict[str, Any], step: int) -> dict[str, 
     run = upgrade_run(read_json(file))
     validation, augmentation = recipe["validation"], recipe["augmentation"]
     preprocessing = Preprocessing(
-        image_size=augmentation["image_size"],
+        image_size=next(size for size in (validation.get("image_size", (0, 0)), augmentation["image_size"]) if any(size)),
         crop_ratio=validation["crop_ratio"],
         resize=validation["resize"],
         interpolation=validation["interpolation"],

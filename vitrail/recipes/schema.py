@@ -165,6 +165,7 @@ class ValidationConfig:
     patience: int = 0  # end the training after so many validations without better weights; 0: never
     # For the best weights. "loss" varies less by chance; "latest": the latest within one standard error of the highest accuracy
     select_by: Literal["metric", "loss", "latest"] = "metric"
+    image_size: tuple[int, int] = (0, 0)  # also of predictions with the weights; (0, 0): that of the training
     crop_ratio: float = 0.875
     interpolation: str = "bicubic"
     resize: Literal["shorter", "square"] = "shorter"
@@ -248,7 +249,11 @@ class Recipe:
     @property
     def min_decode_side(self) -> int | None:
         """The shorter side that JPEG files keep when they are decoded at reduced size; None: full size."""
-        return round(max(self.augmentation.image_size) * self.data.decode_scale) or None
+        return round(max(*self.augmentation.image_size, *self.validation.image_size) * self.data.decode_scale) or None
+
+    @property
+    def validation_size(self) -> tuple[int, int]:
+        return self.validation.image_size if any(self.validation.image_size) else self.augmentation.image_size
 
     @property
     def mixes_images(self) -> bool:

@@ -58,7 +58,7 @@ def configure(model: VisionTransformer, recipe: Recipe, class_names: list[str] |
     apply_scope(model, recipe.init.scope)
     view, augmentation = recipe.validation, recipe.augmentation
     model.preprocessing = Preprocessing(
-        augmentation.image_size, view.crop_ratio, view.resize, view.interpolation, augmentation.mean, augmentation.std
+        recipe.validation_size, view.crop_ratio, view.resize, view.interpolation, augmentation.mean, augmentation.std
     )
     model.preprocessing.check()  # raises for an invalid view now and not at the first validation
     model.class_names = None if class_names is None else list(class_names)

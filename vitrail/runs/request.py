@@ -25,7 +25,7 @@ from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.recipes import Recipe, lookup
 from vitrail.recipes.data_defaults import fit_to_data, has_colors, median_side
 from vitrail.recipes.duration import describe_cooldown
-from vitrail.runs.budget import MIN_EPOCHS, choose_image_size
+from vitrail.runs.budget import MIN_EPOCHS, choose_image_size, choose_validation_size
 from vitrail.runs.initial_model import (
     adds_token,
     is_restructured,
@@ -169,6 +169,8 @@ def open_data(request: TrainRequest, recipe: Recipe, device: torch.device = CPU)
     for part in (splits.train, splits.validation):
         median_side(part)  # raises if no image can be read
     pretrained = open_pretrained(recipe, request.model) if recipe.init.weights else None
+    if pretrained and not pretrained.architecture.convnet:  # weights that predict at a larger size than they were trained at
+        pretrained.preprocessing = pretrained.preprocessing._replace(image_size=pretrained.architecture.image_size)
     if pretrained and request.model is not None:
         recipe = with_token(recipe, pretrained, find_model(request.model)[1])
     if pretrained and pretrained.name in list_models():
@@ -180,7 +182,12 @@ def open_data(request: TrainRequest, recipe: Recipe, device: torch.device = CPU)
         if (size, size) != pretrained.preprocessing.image_size:
             pretrained.preprocessing = pretrained.preprocessing._replace(image_size=(size, size))
             reason = f"the largest size at which about {MIN_EPOCHS} epochs fit into {minutes:g} minutes of an idle machine"
+        if recipe.name == "finetune" and "validation.image_size" not in request.explicit_keys:
+            recipe = recipe.set({"validation.image_size": list(choose_validation_size(pretrained, size))})
     recipe, messages = fit_to_data(recipe, splits.train, pretrained.preprocessing if pretrained else None, reason)
+    if recipe.validation_size != recipe.augmentation.image_size:
+        size = format_size(recipe.validation_size)
+        messages.append(f"validation and predictions at {size} pixels: random crops show objects larger than whole images do")
     narrow = pretrained is not None and pretrained.architecture.width <= NARROW
     if narrow and recipe.name == "finetune" and "optimizer.layer_decay" not in request.explicit_keys:
         recipe = recipe.set({"optimizer.layer_decay": NARROW_LAYER_DECAY})
