@@ -142,7 +142,7 @@ def train_unet(job: dict[str, Any], train: Source, test: Source, device: torch.d
             padded = pad_to((resized - mean) / std, 16)
             with torch.no_grad(), autocast:
                 view = View(network(padded).float(), (height / padded.shape[-2], width / padded.shape[-1]))
-            scores = view.resize_rows(pixels.shape[-2:], range(pixels.shape[-2]))
+            scores = view.resize_rows(pixels.shape[-2:], torch.arange(pixels.shape[-2], device=pixels.device))
             assert batch.masks is not None
             counts.add(batch.masks[rows, : pixels.shape[-2], : pixels.shape[-1]], scores.argmax(1).to(torch.uint8))
     parameters = sum(parameter.numel() for parameter in network.parameters())

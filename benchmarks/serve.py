@@ -190,7 +190,7 @@ class InProcessClient:
             item = await asyncio.get_running_loop().run_in_executor(self.pool, self.prepare, self.images[image])
             (future,) = places.submit(self.key, [item], time.monotonic() + 60)
             probabilities = await asyncio.wrap_future(future)
-        return str(self.served.class_name(int(probabilities.argmax())))
+        return str(self.served.class_names[int(probabilities.argmax())])
 
     def close(self) -> None:
         pass

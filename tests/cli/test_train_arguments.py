@@ -127,8 +127,8 @@ def test_recipes_lists_a_few_first(run_cli):
     _, table, _ = run_cli("recipes")
     names = re.findall(r"^  (\w+) +\d", table, re.MULTILINE)
     assert names[:3] == ["laptop", "small", "finetune"]
-    assert sorted(names[3:6]) == ["beit_small", "dino_small", "segment"]
-    papers = [lookup(name).about.paper for name in names[6:]]
+    assert sorted(names[3:8]) == ["beit_small", "detect", "dino_small", "grafit_small", "segment"]
+    papers = [lookup(name).about.paper for name in names[8:]]
     assert len(papers) == len(set(papers)) == 9
     assert "`vitrail recipes --all` lists all" in table
 
