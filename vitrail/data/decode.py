@@ -103,12 +103,6 @@ def decoded_size(encoded: bytes | np.ndarray, min_side: int | None = None) -> tu
     return height, width
 
 
-def stored_size(encoded: bytes, min_side: int | None = None) -> tuple[int, int]:
-    """Return (height, width) of the result of `decode` before its orientation is applied, from the header alone."""
-    height, width = open_and_convert(encoded, lambda image: np.array(scaled_size(image, min_side))).tolist()
-    return height, width
-
-
 def scaled_size(image: Image.Image, min_side: int | None) -> tuple[int, int]:
     factor = jpeg_factor(image, min_side)
     return -(-image.height // factor), -(-image.width // factor)
