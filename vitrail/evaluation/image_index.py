@@ -5,9 +5,7 @@ Neighbors are found by an exact search. Images are classified by the votes of th
 """
 
 import dataclasses
-import hashlib
 import io
-import json
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +24,7 @@ from vitrail.data.source import Labels, Source, Subset
 from vitrail.data.workers import default_workers
 from vitrail.errors import UserError
 from vitrail.evaluation.features import POOLED, FeatureKind, check_kind, compute_features, readable_batches
-from vitrail.evaluation.model import Model, decode_side, device_of
+from vitrail.evaluation.model import Model, decode_side, device_of, digest_weights
 from vitrail.heads.embedding import EmbeddingHead
 from vitrail.models.vision_transformer import VisionTransformer
 
@@ -262,9 +260,4 @@ def read_thumbnail(index: ImageIndex, row: int) -> np.ndarray:
 
 def model_digest(model: Model, kind: FeatureKind) -> str:
     """A hash of weights, preprocessing and kind of features: embeddings of different ones cannot be compared."""
-    settings = json.dumps([model.preprocessing.to_dict(), kind.vector, kind.before_norm], sort_keys=True, default=str)
-    digest = hashlib.sha256(settings.encode())
-    for name, tensor in model.state_dict().items():
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()[:32]
+    return digest_weights(model, [model.preprocessing.to_dict(), kind.vector, kind.before_norm]).hexdigest()[:32]
