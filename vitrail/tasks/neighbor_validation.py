@@ -11,7 +11,9 @@ from vitrail.data.image_loader import ImageLoader
 from vitrail.data.loader import Batch
 from vitrail.data.source import Source, Subset
 from vitrail.errors import UserError
+from vitrail.evaluation.features import FeatureKind, compute_features
 from vitrail.evaluation.probes.knn import PROTOCOLS, knn_accuracy
+from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.training.distributed import Devices
 
 PER_QUERY = 5  # training images per validation image among which neighbors are searched, at most
@@ -44,6 +46,22 @@ def collect(
     rows = Rows(*(torch.cat(parts) for parts in zip(*own, strict=True)))
     order = rows.images.argsort(stable=True)
     return Rows(*(tensor[order] for tensor in rows))
+
+
+def collect_features(
+    model: VisionTransformer,
+    kind: FeatureKind,
+    loader: ImageLoader,
+    batch_size: int,
+    devices: Devices,
+    columns: Sequence[str] = (),
+) -> Rows:
+    """The features of all images of a split, computed by all processes together."""
+
+    def embed(batch: Batch) -> Tensor:
+        return compute_features(model, model.preprocessing.apply(batch.pixels, batch.sizes), kind).float()
+
+    return collect(embed, loader, batch_size, devices, columns)
 
 
 def rate_neighbors(memory: Rows, queries: Rows, classes: int, k: int) -> float:
