@@ -53,7 +53,7 @@ def make_objects(rows: Sequence[Mapping[str, Any]], size: tuple[int, int] | None
 
 
 class DecodedObjects(NamedTuple):
-    """The objects of a decoded image that can be seen in it."""
+    """The objects of a decoded image that are visible in it."""
 
     boxes: np.ndarray  # float32 [N, 4]: left, top, right, bottom in pixels, inside of the image
     classes: np.ndarray  # int64 [N]

@@ -188,7 +188,7 @@ METHODS: dict[str, Callable[[list[LabeledImage]], Callable[[Tensor], Tensor]]] =
 
 
 def cross_validate(images: list[LabeledImage], names: tuple[str, ...], method: str) -> dict[str, Any] | None:
-    """mIoU and IoU of each class of images that the fit has not seen; None with fewer than two images."""
+    """mIoU and IoU of each class of images that were not used for the fit; None with fewer than two images."""
     folds = min(FOLDS, len(images))
     if folds < 2:
         return None

@@ -3,7 +3,7 @@
 The protocol is part of the weights (`SegmentationConfig`) and can be changed for an evaluation. In short:
 
 1. the shorter side is resized to `short_side` times each scale, the longer one to at most four times as much;
-2. the network sees the whole image, padded to whole patches, or windows, whose logits are averaged where they overlap;
+2. the input is the whole image, padded to whole patches, or windows, whose logits are averaged where they overlap;
 3. logits are resized bilinearly to the size of the image, and the highest is the class. Of several scales and flips the
    probabilities are averaged.
 """

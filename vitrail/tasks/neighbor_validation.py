@@ -66,12 +66,12 @@ def collect_features(
 
 def rate_neighbors(memory: Rows, queries: Rows, classes: int, k: int) -> float:
     """Top-1 of labeled queries among labeled images of the memory; 0 without any."""
-    known, asked = memory.labels >= 0, queries.labels >= 0
-    if not known.any() or not asked.any():
+    known, labeled = memory.labels >= 0, queries.labels >= 0
+    if not known.any() or not labeled.any():
         return 0.0
     features, labels = memory.features[known], memory.labels[known]
     k, temperature = min(k, len(features)), PROTOCOLS["dino"].temperature
-    return knn_accuracy(features, labels, queries.features[asked], queries.labels[asked], classes, [k], temperature)[k].top1
+    return knn_accuracy(features, labels, queries.features[labeled], queries.labels[labeled], classes, [k], temperature)[k].top1
 
 
 def finer_columns(source: Source) -> list[str]:
@@ -83,8 +83,8 @@ def rate_levels(memory: Rows, queries: Rows, source: Source, columns: Sequence[s
     """Top-1 at further columns of labels of the training images, as `knn_<column>`; `columns` are those of `levels`."""
     found = {}
     for number, name in enumerate(columns):
-        own, asked = (rows._replace(labels=rows.levels[:, number]) for rows in (memory, queries))
-        found[f"knn_{name}"] = rate_neighbors(own, asked, len(source.extra[name].names), k)
+        own, others = (rows._replace(labels=rows.levels[:, number]) for rows in (memory, queries))
+        found[f"knn_{name}"] = rate_neighbors(own, others, len(source.extra[name].names), k)
     return found
 
 

@@ -208,7 +208,7 @@ class Trainer:
     def train_step(self, next_batch: Callable[[], Batch]) -> None:
         """One optimizer step over the global batch."""
         recipe, step, devices = self.recipe, self.step, self.devices
-        if self.task.module.training != (recipe.init.mode == "train"):  # setting the mode walks through all modules
+        if self.task.module.training != (recipe.init.mode == "train"):  # setting the mode visits all modules
             self.set_mode(recipe.init.mode == "train")
         set_lr(self.optimizer, lr_at(recipe.schedule, recipe.lr, step, self.sampler.steps))
         self.statistics.start_step()
