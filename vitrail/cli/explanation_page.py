@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vitrail.interpret.attention import Recording
 
 SIDE = 256  # pixels of a map on the page
-MAX_HEADS = 16  # heads of a plate
+MAX_HEADS = 16  # heads of one drawing
 MAX_STEM = 150  # bytes of the name of an image in names of files, which have at most 255
 
 
@@ -46,7 +46,7 @@ class ReportWriter:
         folder.mkdir(parents=True, exist_ok=True)
 
     def add_image(self, explanation: Explanation, recording: "Recording", row: int, top: int) -> None:
-        """One section: the image, its maps, and the plates of its heads and classes. `row` is its place in the recording."""
+        """One section: the image, its maps, and drawings of its heads and classes. `row` is its place in the recording."""
         prediction = explanation.prediction
         stem = unique_stem(shorten(Path(prediction.image).stem), self.stems)
         tiles = [{"caption": "image", "url": self.save_image(f"{stem}-image.png", explanation.image)}]
@@ -63,11 +63,11 @@ class ReportWriter:
                 "target": f"{target.name} {percent(target.probability, 1)}",
                 "others": f"top {len(prediction.classes)}: {others}",
                 "tiles": tiles,
-                "plates": self.plates(stem, explanation.image, recording, row, top),
+                "details": self.draw_details(stem, explanation.image, recording, row, top),
             }
         )
 
-    def plates(self, stem: str, pixels: np.ndarray, recording: "Recording", row: int, top: int) -> list[dict[str, str]]:
+    def draw_details(self, stem: str, pixels: np.ndarray, recording: "Recording", row: int, top: int) -> list[dict[str, str]]:
         a, found = recording.model.architecture, []
         pooling = list(range(len(recording.blocks), recording.layers))
         if a.pooling == "class_attention":
