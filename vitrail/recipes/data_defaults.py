@@ -113,7 +113,7 @@ def median_side(source: Source) -> int:
     sides = []
     for index in source.spread(MEASURED).tolist():
         try:
-            sides.append(min(decoded_size(source.encoded(index), None)))
+            sides.append(min(decoded_size(source.encoded(index))))
         except (OSError, ValueError):
             continue  # the loader reports unreadable images
     if not sides:
