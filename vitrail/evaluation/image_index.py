@@ -7,7 +7,7 @@ Neighbors are found by an exact search. Images are classified by the votes of th
 import dataclasses
 import io
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from vitrail.data.decode import decode
 from vitrail.data.loader import Problem
+from vitrail.data.progress import Advance
 from vitrail.data.source import Labels, Source, Subset
 from vitrail.data.workers import default_workers
 from vitrail.errors import UserError
@@ -32,7 +33,6 @@ BLOCK = 128  # neighboring columns whose largest similarity is compared first
 MAX_SIMILARITIES = 1 << 24  # in memory at a time
 THUMBNAIL = 96  # pixels of the longer side
 TEMPERATURE = 0.05  # of the votes
-Advance = Callable[[int], None]
 
 
 @dataclass

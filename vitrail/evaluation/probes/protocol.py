@@ -16,6 +16,7 @@ from vitrail.data.datasets.folder import SPLITS
 from vitrail.data.datasets.lookup import check_usable, open_source, open_sources, open_splits, require_labels
 from vitrail.data.label_choice import coarsen, read_map
 from vitrail.data.loader import Problem
+from vitrail.data.progress import Advance
 from vitrail.data.source import Labels, Source, Subset
 from vitrail.errors import UserError
 from vitrail.evaluation.feature_cache import cached_embed
@@ -26,7 +27,6 @@ from vitrail.evaluation.probes import fewshot, knn, linear, retrieval
 from vitrail.heads.embedding import EmbeddingHead
 from vitrail.models.vision_transformer import VisionTransformer
 
-Advance = Callable[[int], None]
 LABEL = "label"  # name of the main label column
 
 
