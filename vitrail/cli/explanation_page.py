@@ -14,6 +14,7 @@ from PIL import Image
 from vitrail.atomic_files import atomic_write, atomic_write_text
 from vitrail.cli.dense_prediction import unique_stem
 from vitrail.errors import UserError
+from vitrail.evaluation.embeddings import save_array
 from vitrail.formatting import percent, pluralize
 from vitrail.interpret.explanation import Explanation
 from vitrail.interpret.figures import FIGURES, draw_figures
@@ -146,11 +147,6 @@ def shorten(stem: str) -> str:
     """A stem of at most `MAX_STEM` bytes, so that what is appended fits into the name of a file."""
     encoded = os.fsencode(stem)
     return (stem if len(encoded) <= MAX_STEM else encoded[:MAX_STEM].decode(errors="ignore")) or "image"
-
-
-def save_array(file: Path, values: np.ndarray) -> None:
-    with file.open("wb") as stream:  # np.save would append .npy to the name
-        np.save(stream, values)
 
 
 def describe_method(method: str) -> str:

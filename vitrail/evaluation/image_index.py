@@ -26,6 +26,7 @@ from vitrail.data.workers import default_workers
 from vitrail.errors import UserError
 from vitrail.evaluation.features import POOLED, FeatureKind, check_kind, compute_features, readable_batches
 from vitrail.evaluation.model import Model, decode_side, device_of, digest_weights
+from vitrail.evaluation.probes.protocol import label_columns
 from vitrail.heads.embedding import EmbeddingHead
 from vitrail.models.vision_transformer import VisionTransformer
 
@@ -163,15 +164,11 @@ def build_index(
     embedded = embed_with_thumbnails(model, source, kind, batch_size, workers, advance)
     columns = {
         name: Labels(labels.values[embedded.images].astype(np.int64), list(labels.names))
-        for name, labels in label_columns(source)
+        for name, labels in label_columns(source).items()
     }
     locations = [full_location(source, index) for index in embedded.images.tolist()]
     index = ImageIndex(embedded.vectors, locations, embedded.thumbnails, columns, weights, digest, kind)
     return index, embedded.problems
-
-
-def label_columns(source: Source) -> list[tuple[str, Labels]]:
-    return [*([("label", source.label)] if source.label is not None else []), *source.extra.items()]
 
 
 def full_location(source: Source, index: int) -> str:

@@ -22,7 +22,6 @@ from vitrail.evaluation.image_index import (
     choose_kind,
     embed_with_thumbnails,
     label_all,
-    label_columns,
     match_queries,
     merge,
     model_digest,
@@ -30,7 +29,7 @@ from vitrail.evaluation.image_index import (
 )
 from vitrail.evaluation.index_file import load_index, save_index
 from vitrail.evaluation.model import Model, open_model
-from vitrail.evaluation.probes.protocol import open_embedding_source
+from vitrail.evaluation.probes.protocol import label_columns, open_embedding_source
 
 VOTERS = 20  # neighbors that vote for the class of an image
 
@@ -146,4 +145,5 @@ def search_images(
 
 
 def known_labels(source: Source, row: int) -> dict[str, str]:
-    return {name: labels.names[labels.values[row]] for name, labels in label_columns(source) if labels.values[row] >= 0}
+    columns = label_columns(source).items()
+    return {name: labels.names[labels.values[row]] for name, labels in columns if labels.values[row] >= 0}

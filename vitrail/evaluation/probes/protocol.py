@@ -94,14 +94,18 @@ def subsample(source: Source, max_images: int | None, seed: int = 0) -> Source:
     return Subset(source, np.sort(np.random.default_rng(seed).permutation(len(source))[:max_images]))
 
 
+def label_columns(source: Source) -> dict[str, Labels]:
+    """The label columns by name; the main one is called `label`."""
+    return ({LABEL: source.label} if source.label is not None else {}) | source.extra
+
+
 def label_column(source: Source, name: str = LABEL) -> Labels:
     """A label column by name; the main one is called `label`."""
     if name in source.extra:
         return source.extra[name]
     if name == LABEL:
         return require_labels(source)
-    columns = ", ".join([*([LABEL] if source.label else []), *source.extra]) or "none"
-    raise UserError(f"{source.name} has no labels called {name}; there are {columns}.")
+    raise UserError(f"{source.name} has no labels called {name}; there are {', '.join(label_columns(source)) or 'none'}.")
 
 
 def labels_of(embedding: Embedding, name: str) -> Tensor:
