@@ -26,12 +26,13 @@ import vitrail
 from vitrail.atomic_files import atomic_write
 from vitrail.bench.timing import time_run
 from vitrail.errors import UserError
+from vitrail.layers.fused import optimize_for_training
 from vitrail.models.registry import lookup as lookup_model
 from vitrail.recipes import lookup
 from vitrail.recipes.schema import Recipe, parse_scope
 from vitrail.tasks.classification import ClassificationModule
 from vitrail.tasks.targets import ClassificationTargets
-from vitrail.training.compile import compile_blocks, optimize_for_training
+from vitrail.training.compile import compile_blocks
 from vitrail.training.optimizers import clip_gradients, make_optimizer, parameter_groups
 from vitrail.training.scope import apply_scope
 

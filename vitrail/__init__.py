@@ -47,24 +47,24 @@ __all__ = [
 ]
 
 # Loaded at first use, so that `vitrail --help` does not import torch.
-HOMES = dict.fromkeys(("Architecture", "VisionTransformer", "build", "create", "list_models"), "vitrail.models")
-HOMES |= dict.fromkeys(("load", "save"), "vitrail.checkpoints")
-HOMES |= dict.fromkeys(("resume", "train"), "vitrail.runs.train")
-HOMES["push"] = "vitrail.checkpoints.hub_upload"
-HOMES["export"] = "vitrail.deploy.export"
-HOMES["load_optimized"] = "vitrail.deploy.saved_optimized"
-HOMES["optimize"] = "vitrail.deploy.optimize"
-HOMES["explain"] = "vitrail.interpret.explanation"
-HOMES["detect"] = "vitrail.evaluation.detected_images"
-HOMES["predict"] = "vitrail.evaluation.predict"
-HOMES |= dict.fromkeys(("index_images", "search_images"), "vitrail.evaluation.image_search")
-HOMES["segment"] = "vitrail.evaluation.segmented_images"
-HOMES["Recipe"] = "vitrail.recipes"
+MODULES = dict.fromkeys(("Architecture", "VisionTransformer", "build", "create", "list_models"), "vitrail.models")
+MODULES |= dict.fromkeys(("load", "save"), "vitrail.checkpoints")
+MODULES |= dict.fromkeys(("resume", "train"), "vitrail.runs.train")
+MODULES["push"] = "vitrail.checkpoints.hub_upload"
+MODULES["export"] = "vitrail.deploy.export"
+MODULES["load_optimized"] = "vitrail.deploy.saved_optimized"
+MODULES["optimize"] = "vitrail.deploy.optimize"
+MODULES["explain"] = "vitrail.interpret.explanation"
+MODULES["detect"] = "vitrail.evaluation.detected_images"
+MODULES["predict"] = "vitrail.evaluation.predict"
+MODULES |= dict.fromkeys(("index_images", "search_images"), "vitrail.evaluation.image_search")
+MODULES["segment"] = "vitrail.evaluation.segmented_images"
+MODULES["Recipe"] = "vitrail.recipes"
 
 
 def __getattr__(name: str) -> Any:
-    if name in HOMES:
-        return getattr(importlib.import_module(HOMES[name]), name)
+    if name in MODULES:
+        return getattr(importlib.import_module(MODULES[name]), name)
     raise AttributeError(f"module 'vitrail' has no attribute {name!r}")
 
 

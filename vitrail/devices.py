@@ -64,7 +64,7 @@ class OtherPrograms:
         self.start = time.monotonic(), time.process_time(), read_busy_seconds()
 
     def cores(self) -> float:
-        """Mean number of cores that they used; 0 where the system does not tell or too little time has passed."""
+        """Mean number of cores that they used; 0 where the system does not report it or too little time has passed."""
         start, own, busy = self.start
         elapsed, used, now = time.monotonic() - start, time.process_time() - own, read_busy_seconds()
         if busy is None or now is None or elapsed < MEASURED_SECONDS / 2:
@@ -73,7 +73,7 @@ class OtherPrograms:
 
 
 def read_busy_seconds() -> float | None:
-    """Seconds for which the cores of this process were not idle since the system was started; None if it does not tell."""
+    """Seconds for which the cores of this process were not idle since the system was started; None if unknown."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         cores = {f"cpu{number}" for number in os.sched_getaffinity(0)}
         lines = (line.split() for line in Path("/proc/stat").read_text().splitlines())

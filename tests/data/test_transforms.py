@@ -8,7 +8,7 @@ from PIL import Image, ImageEnhance, ImageOps
 from tests.data.test_transform_parts import from_pil, images, to_pil
 from tests.tasks.labels import make_targets
 from vitrail.data.rng import sample_key, uniform, uniform_between
-from vitrail.data.transforms import color, masks, mixup, policies, reference
+from vitrail.data.transforms import color, mixup, policies, reference
 from vitrail.data.transforms.config import NO_ANTIALIAS
 from vitrail.data.transforms.crops import random_resized_crop
 from vitrail.data.transforms.pipeline import Augmentation, augment, augment_views, reproject, sample_flips, sample_view
@@ -358,13 +358,6 @@ def test_erasing():
     assert noise.std() == pytest.approx(1, abs=0.02)
     rows = changed[hit][:, 0].any(2).sum(1) * changed[hit][:, 0].any(1).sum(1)
     assert torch.equal(rows, changed[hit][:, 0].sum((1, 2))), "one box each"
-
-
-def test_random_masks():
-    found = masks.random_mask(keys(50), (14, 14), 0.5)
-    assert found.shape == (50, 14, 14)
-    assert (found.sum((1, 2)) == 98).all()
-    assert found.float().mean(0).std() < 0.1
 
 
 def test_unknown_names_are_rejected():

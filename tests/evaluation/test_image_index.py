@@ -15,9 +15,10 @@ from tests.images import make_folder, make_image, write_invalid_image
 from vitrail.data.source import Labels
 from vitrail.errors import UserError
 from vitrail.evaluation import image_index
-from vitrail.evaluation.image_index import ImageIndex, label_columns, merge, read_thumbnail, search
+from vitrail.evaluation.image_index import ImageIndex, merge, read_thumbnail, search
 from vitrail.evaluation.index_file import ENTRY, load_index, save_index
 from vitrail.evaluation.neighbor_sheet import COARSER, RIGHT, UNKNOWN, WRONG, frame_color
+from vitrail.evaluation.probes.protocol import label_columns
 
 
 def unit(*shape, seed=0):
@@ -212,4 +213,4 @@ def test_columns_of_a_source_without_labels(tmp_path):
     from vitrail.evaluation.predict import open_images
 
     source, _ = open_images([str(make_image(tmp_path / "a.png"))])
-    assert label_columns(source) == []
+    assert label_columns(source) == {}

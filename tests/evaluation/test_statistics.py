@@ -36,7 +36,6 @@ def test_a_summary():
     found, expected = statistics.summarize(A), stats.t.interval(0.95, 4, np.mean(A), stats.sem(A))
     assert (found.n, found.mean, found.sd) == (5, pytest.approx(np.mean(A)), pytest.approx(np.std(A, ddof=1)))
     assert (found.low, found.high) == pytest.approx(expected)
-    assert statistics.summarize(A, 0.5).high < found.high
 
 
 def test_one_value_has_no_spread():

@@ -110,7 +110,7 @@ def test_pointing_at_a_patch_shows_what_it_attends_to_in_both_models(open_page, 
     text = caption(page, "the patch in row 1, column 4 attends most to")
     caption(page, "the patch in row 1, column 4 attends most to", panel=1)
     assert canvas(page, 1).evaluate("canvas => canvas.toDataURL()") != before
-    maps, _ = pair.models[0].attention(pair.models[0].seen["c0"], 1, 3)
+    maps, _ = pair.models[0].attention(pair.models[0].opened["c0"], 1, 3)
     mean = (maps.values / 255 * [[peak] for peak in maps.peaks]).mean(0)
     assert f"Block 2, mean of 2 heads: the patch in row 1, column 4 attends most to {place(mean)} (" in text
     point_at(page, 2, 2, press=True)  # keeps the patch
@@ -202,8 +202,8 @@ def test_keyboard_alone(open_page, address, pair):
     for _ in range(5):
         page.keyboard.press("n")  # faster than the answers
     playwright.expect(page.locator("#current")).to_contain_text("green/003.png")
-    model, seen = pair.open(0, "c7")
-    maps, _ = model.attention(seen, 1, -1)
+    model, opened = pair.open(0, "c7")
+    maps, _ = model.attention(opened, 1, -1)
     caption(page, f"Block 2, head 1: the class token attends most to {place(maps.values[0])} ({percent(maps.peaks[0])})")
     for control in page.locator("button:visible, select:visible, input:visible, canvas[tabindex]:visible").all():
         named = control.evaluate("e => e.ariaLabel || e.textContent.trim() || (e.labels && e.labels.length)")
@@ -263,8 +263,8 @@ def test_a_static_file_works_offline(open_page, pair, tmp_path):
     caption(page, "row 3, column 3 attends")
     point_at(page, 2, 4)
     text = caption(page, "the patch in row 2, column 4 attends most to")
-    seen = live.seen[f"c{row}"]
-    maps, prefix = live.attention(seen, 1, 7)
+    opened = live.opened[f"c{row}"]
+    maps, prefix = live.attention(opened, 1, 7)
     mean = (maps.values / 255 * [[peak] for peak in maps.peaks]).mean(0)
     assert f"({percent(mean.max())})" in text
     assert f"{percent(sum(prefix) / 2)} goes to the class token" in text

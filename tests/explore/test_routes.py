@@ -63,7 +63,7 @@ def test_answers(address, explorer):
         assert {name for _, name, _ in predictions} == {"blue", "caf\udce9", "green"}
         attention = get(address, "attention", model=1, image=key, layer=2, query=5).json
         maps = np.frombuffer(base64.b64decode(attention["maps"]), np.uint8).reshape(2, 16)
-        expected, prefix = explorer.models[1].attention(explorer.models[1].seen[key], 2, 5)
+        expected, prefix = explorer.models[1].attention(explorer.models[1].opened[key], 2, 5)
         assert np.array_equal(maps, expected.values)
         assert (attention["peaks"], attention["prefix"]) == (expected.peaks, prefix)
         found = get(address, "map", model=1, image=key, method="rollout", **{"class": -1}).json

@@ -51,11 +51,11 @@ def test_the_bytes_are_those_of_the_server(explorer, tmp_path, monkeypatch):
     write_static_page(tmp_path / "page.html", "small", explorer, 2)
     data = read_data(tmp_path / "page.html")
     row = int(choose_rows(explorer.collection, 2)[0])
-    seen = model.seen[f"c{row}"]
+    opened = model.opened[f"c{row}"]
     (entry,) = data["stored"]["images"][0]
     block = gzip.decompress(base64.b64decode(entry["block"]))
     layer, start, queries = entry["attention"][1]
-    expected, prefix = model.attention(seen, layer, 3)
+    expected, prefix = model.attention(opened, layer, 3)
     assert queries == 17  # the class token first
     place = 4 * 2  # maps before those of patch 3: two heads of each query
     assert np.allclose(np.frombuffer(block, "<f4", 2, start + 4 * place), expected.peaks)
@@ -63,7 +63,7 @@ def test_the_bytes_are_those_of_the_server(explorer, tmp_path, monkeypatch):
     stored = np.frombuffer(block, np.uint8, 32, start + 8 * 34 + 16 * place).reshape(2, 16)
     assert np.abs(stored.astype(int) - expected.values).max() <= 2
     for method, target, start, peak in entry["maps"]:
-        found = model.relevance(seen, method, target)
+        found = model.relevance(opened, method, target)
         assert (block[start : start + 16], peak) == (found.values.tobytes(), found.peaks[0])
     assert data["collection"]["notes"] == []
 

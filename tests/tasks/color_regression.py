@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vitrail.data.rng import sample_key
-from vitrail.data.transforms.masks import random_mask
+from vitrail.data.rng import sample_key, uniform
 from vitrail.data.transforms.pipeline import augment
 from vitrail.tasks import register_task
 from vitrail.training.task import Metric, Task
@@ -60,7 +59,9 @@ class ColorRegression(Task):
 
     def targets_of(self, images, keys):
         colors = F.adaptive_avg_pool2d(images, self.grid).flatten(2).transpose(1, 2)
-        return ColorTargets(random_mask(keys, self.grid, self.settings["mask_ratio"]).flatten(1), colors)
+        patches = colors.shape[1]
+        rank = uniform(keys, "mask", patches).argsort(1).argsort(1)
+        return ColorTargets(rank < round(self.settings["mask_ratio"] * patches), colors)
 
     def prepare_batch(self, batch, position):
         keys = sample_key(self.recipe.seed, position.epoch, batch.index, batch.repeat)

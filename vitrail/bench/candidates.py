@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from vitrail.bench.settings import Setting
 from vitrail.errors import UserError
 from vitrail.evaluation.model import open_model
+from vitrail.layers.fused import optimize_for_training
 from vitrail.models.config import Architecture
 from vitrail.models.flops import Cost, cost
 from vitrail.models.registry import build, lookup, name_of
@@ -29,7 +30,6 @@ from vitrail.tasks.losses import classification_loss
 from vitrail.tasks.targets import ClassificationTargets
 from vitrail.teachers.network import ConvNetwork, ModuleNetwork, TransformerNetwork
 from vitrail.teachers.teacher import Teacher
-from vitrail.training.compile import optimize_for_training
 
 DEPTHS = ("drop_path", "drop_path_schedule", "drop_path_kind")  # stochastic depth in a recipe
 TIMM = {  # names that differ in more than the image size

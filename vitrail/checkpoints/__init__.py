@@ -1,5 +1,5 @@
 """Checkpoints of all supported formats, and Vitrail's single-file artifact."""
 
-from vitrail.checkpoints.model_io import FORMATS, load, save
+from vitrail.checkpoints.model_io import load, save
 
-__all__ = ["FORMATS", "load", "save"]
+__all__ = ["load", "save"]

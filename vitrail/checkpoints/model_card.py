@@ -31,7 +31,7 @@ def write_card(model: VisionTransformer, repository: str, license: str | None, t
     sections = {
         "Use": usage(model, repository, transformers),
         "Model": describe_model(model),
-        "Training data": describe_data(model, data),
+        "Training data": describe_data(data),
         "Training": describe_recipe(recipe, read_note(model, "made")),
         "Results": describe_metrics(metrics, data),
         "Limits": describe_limits(model, metrics, recipe, license),
@@ -105,7 +105,7 @@ def describe_model(model: VisionTransformer) -> str:
     return text
 
 
-def describe_data(model: VisionTransformer, data: Mapping[str, Any]) -> str:
+def describe_data(data: Mapping[str, Any]) -> str:
     if not data:
         return "Not stated in the artifact."
     counts = [f"{data[split]:,} {title}" for split, title in SPLITS.items() if is_count(data.get(split))]

@@ -14,6 +14,7 @@ from PIL import Image
 from vitrail.atomic_files import atomic_write, atomic_write_text
 from vitrail.cli.dense_prediction import unique_stem
 from vitrail.errors import UserError
+from vitrail.evaluation.embeddings import save_array
 from vitrail.formatting import percent, pluralize
 from vitrail.interpret.explanation import Explanation
 from vitrail.interpret.figures import FIGURES, draw_figures
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from vitrail.interpret.attention import Recording
 
 SIDE = 256  # pixels of a map on the page
-MAX_HEADS = 16  # heads of a plate
+MAX_HEADS = 16  # heads of one drawing
 MAX_STEM = 150  # bytes of the name of an image in names of files, which have at most 255
 
 
@@ -46,7 +47,7 @@ class ReportWriter:
         folder.mkdir(parents=True, exist_ok=True)
 
     def add_image(self, explanation: Explanation, recording: "Recording", row: int, top: int) -> None:
-        """One section: the image, its maps, and the plates of its heads and classes. `row` is its place in the recording."""
+        """One section: the image, its maps, and drawings of its heads and classes. `row` is its place in the recording."""
         prediction = explanation.prediction
         stem = unique_stem(shorten(Path(prediction.image).stem), self.stems)
         tiles = [{"caption": "image", "url": self.save_image(f"{stem}-image.png", explanation.image)}]
@@ -63,11 +64,11 @@ class ReportWriter:
                 "target": f"{target.name} {percent(target.probability, 1)}",
                 "others": f"top {len(prediction.classes)}: {others}",
                 "tiles": tiles,
-                "plates": self.plates(stem, explanation.image, recording, row, top),
+                "details": self.draw_details(stem, explanation.image, recording, row, top),
             }
         )
 
-    def plates(self, stem: str, pixels: np.ndarray, recording: "Recording", row: int, top: int) -> list[dict[str, str]]:
+    def draw_details(self, stem: str, pixels: np.ndarray, recording: "Recording", row: int, top: int) -> list[dict[str, str]]:
         a, found = recording.model.architecture, []
         pooling = list(range(len(recording.blocks), recording.layers))
         if a.pooling == "class_attention":
@@ -146,11 +147,6 @@ def shorten(stem: str) -> str:
     """A stem of at most `MAX_STEM` bytes, so that what is appended fits into the name of a file."""
     encoded = os.fsencode(stem)
     return (stem if len(encoded) <= MAX_STEM else encoded[:MAX_STEM].decode(errors="ignore")) or "image"
-
-
-def save_array(file: Path, values: np.ndarray) -> None:
-    with file.open("wb") as stream:  # np.save would append .npy to the name
-        np.save(stream, values)
 
 
 def describe_method(method: str) -> str:

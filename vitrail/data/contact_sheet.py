@@ -28,6 +28,7 @@ TITLE_SIZE, TEXT_SIZE, SMALL_SIZE = 30, 16, 14  # font sizes
 CAPTION_HEIGHT = 28
 TILE = 128  # a multiple of 32 and 64, the usual sizes of small images
 MAX_CLASSES = 60
+SHOWN, COLUMNS = 24, 6  # annotated images
 MIN_VIEW_SIDE = 128  # smaller views are enlarged by integer factors
 UNICODE_FONTS = ("DejaVuSans.ttf", "NotoSans-Regular.ttf", "Arial.ttf", "NotoSansCJK-Regular.ttc", "PingFang.ttc", "msyh.ttc")
 
@@ -91,7 +92,7 @@ def contact_sheet(source: Source, title: str, seed: int = 0) -> Image.Image:
     return sheet
 
 
-def overlay_sheet(source: Source, title: str, seed: int = 0, count: int = 24, columns: int = 6) -> Image.Image:
+def overlay_sheet(source: Source, title: str, seed: int = 0) -> Image.Image:
     """Draw random images with their masks over them, and a legend of the classes."""
     from vitrail.data.loader import ImageReader, Problem
     from vitrail.data.mask_checks import complete_classes
@@ -101,23 +102,23 @@ def overlay_sheet(source: Source, title: str, seed: int = 0, count: int = 24, co
     colors, reader = class_colors(classes.names), ImageReader(source, None, masks=True)
     order = np.random.default_rng(seed).permutation(len(source)).tolist()
     images = (image for image in map(reader.read_image, order) if not isinstance(image, Problem))
-    tiles = [draw_overlay(pixels, mask, colors) for pixels, mask in islice(images, count) if mask is not None]
+    tiles = [draw_overlay(pixels, mask, colors) for pixels, mask in islice(images, SHOWN) if mask is not None]
     if not tiles:
         raise UserError(f"None of the masks of {source.name} can be read.")
     legend = list(zip(classes.names, colors, strict=True))
-    sheet = arrange_tiles(tiles, title, f"{len(source):,} images, {len(classes.names)} classes, seed {seed}", columns)
+    sheet = arrange_tiles(tiles, title, f"{len(source):,} images, {len(classes.names)} classes, seed {seed}")
     return with_legend(np.asarray(sheet), legend)
 
 
-def arrange_tiles(tiles: Sequence[np.ndarray], title: str, subtitle: str, columns: int = 6) -> Image.Image:
+def arrange_tiles(tiles: Sequence[np.ndarray], title: str, subtitle: str) -> Image.Image:
     """Draw images in rows under a title."""
     side = 2 * TILE
-    rows = -(-len(tiles) // columns)
-    size = (2 * MARGIN + columns * (side + GAP) - GAP, MARGIN + header_height() + rows * (side + GAP) + MARGIN // 2)
+    rows = -(-len(tiles) // COLUMNS)
+    size = (2 * MARGIN + COLUMNS * (side + GAP) - GAP, MARGIN + header_height() + rows * (side + GAP) + MARGIN // 2)
     sheet = Image.new("RGB", size, BACKGROUND)
     draw_header(ImageDraw.Draw(sheet), size[0], title, subtitle)
     for number, tile in enumerate(tiles):
-        row, column = divmod(number, columns)
+        row, column = divmod(number, COLUMNS)
         draw_image(sheet, (MARGIN + column * (side + GAP), MARGIN + header_height() + row * (side + GAP)), tile, (side, side))
     return sheet
 

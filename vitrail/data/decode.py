@@ -78,13 +78,18 @@ def decode_mask(encoded: bytes) -> np.ndarray:
 def fit_mask(mask: np.ndarray, pixels: np.ndarray) -> np.ndarray:
     """Resize a mask to the size of its decoded image by nearest-neighbor interpolation."""
     height, width = pixels.shape[:2]
-    if mask.shape == (height, width):
-        return mask
     # Scaled JPEG decoding rounds each side up by less than one pixel of the smaller image.
     if abs(mask.shape[0] * width - mask.shape[1] * height) > max(mask.shape):
         raise ValueError(
             f"the mask is {mask.shape[0]} x {mask.shape[1]}, but the aspect ratio of its image is {height} x {width}"
         )
+    return resize_mask(mask, height, width)
+
+
+def resize_mask(mask: np.ndarray, height: int, width: int) -> np.ndarray:
+    """Resize [h, w] by nearest-neighbor interpolation; a mask of this size is returned as it is."""
+    if mask.shape == (height, width):
+        return mask
     rows, columns = ((np.arange(new) * 2 + 1) * old // (2 * new) for new, old in zip((height, width), mask.shape, strict=True))
     resized: np.ndarray = mask[rows[:, None], columns]
     return resized
@@ -100,12 +105,6 @@ def decoded_size(encoded: bytes | np.ndarray, min_side: int | None = None) -> tu
         return np.array((width, height) if orientation(image) >= 5 else (height, width))
 
     height, width = open_and_convert(encoded, size).tolist()
-    return height, width
-
-
-def stored_size(encoded: bytes, min_side: int | None = None) -> tuple[int, int]:
-    """Return (height, width) of the result of `decode` before its orientation is applied, from the header alone."""
-    height, width = open_and_convert(encoded, lambda image: np.array(scaled_size(image, min_side))).tolist()
     return height, width
 
 

@@ -30,6 +30,8 @@ from vitrail.data.workers import Workers, default_workers
 from vitrail.devices import free_memory
 from vitrail.formatting import format_bytes
 
+DEVICE_FRACTION = 0.25  # of the free memory of a device that a cache may take
+SAMPLES = 256  # images whose headers are read to estimate the size of a cache
 MAX_PADDING = 2.0  # times the pixels of a batch that may be padded so that all batches have one shape
 
 
@@ -45,40 +47,38 @@ def plan_cache(
     source: Source,
     device: torch.device | str = "cpu",
     min_side: int | None = None,
-    device_fraction: float = 0.25,
     memory_fraction: float = 0.5,
     masks: bool = False,
-    num_samples: int = 256,
     objects: bool = False,
 ) -> CachePlan:
-    """Choose the device if the decoded images fit into `device_fraction` of its free memory, else main memory, else no cache.
+    """Choose the device if the decoded images fit into DEVICE_FRACTION of its free memory, else main memory, else no cache.
 
-    The decoded size is estimated from the headers of `num_samples` images spread over the source.
+    The decoded size is estimated from the headers of images spread over the source.
     """
     sizes = []
-    for index in source.spread(num_samples).tolist():
+    for index in source.spread(SAMPLES).tolist():
         try:
             sizes.append(decoded_size(source.encoded(index), min_side))
         except (OSError, ValueError):
             continue  # the loader reports it
-    planes = bool(masks) + (max_planes(source, num_samples) if objects and source.has_instances else 0)
+    planes = bool(masks) + (max_planes(source) if objects and source.has_instances else 0)
     required = len(source) * (3 + planes) * int(np.prod(np.max(sizes, axis=0))) if sizes else sys.maxsize
     free = {"device": 0, "memory": free_memory()}
     if torch.device(device).type == "cuda":
         free["device"] = torch.cuda.mem_get_info(torch.device(device))[0]
     size = f"{source.name}: {len(source):,} images" + (f", {format_bytes(required)} decoded" if sizes else "")
     available = {name: format_bytes(count) for name, count in free.items()}
-    if required <= device_fraction * free["device"]:
+    if required <= DEVICE_FRACTION * free["device"]:
         return CachePlan("device", f"{size}, cached on the device ({available['device']} free).", required)
     if required <= memory_fraction * free["memory"]:
         return CachePlan("memory", f"{size}, cached in memory ({available['memory']} free).", required)
     return CachePlan("files", f"{size}, not cached but decoded every epoch ({available['memory']} of memory free).")
 
 
-def max_planes(source: Source, num_samples: int) -> int:
+def max_planes(source: Source) -> int:
     """The most planes of masks that some images spread over the source have."""
     most = 0
-    for index in source.spread(num_samples).tolist():
+    for index in source.spread(SAMPLES).tolist():
         try:
             most = max(most, len(source.objects(index) or ()))
         except (OSError, ValueError):

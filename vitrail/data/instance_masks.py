@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from vitrail.data.decode import resize_mask
+
 PER_PLANE = 8  # masks that are packed into one byte per pixel
 TRACE = 5  # steps per pixel of an outline
 MAX_POINTS = 100_000  # of all polygons of an object
@@ -30,14 +32,7 @@ Shape = Polygons | Rle | None
 def shape_to_mask(shape: Polygons | Rle, height: int, width: int, size: tuple[int, int] | None, relative: bool) -> np.ndarray:
     """A mask, bool [height, width], of a shape that was drawn on an image of `size`, or relative to its sides."""
     if isinstance(shape, Rle):
-        mask = decode_rle(shape)
-        if mask.shape == (height, width):
-            return mask
-        rows, columns = (
-            (np.arange(new) * 2 + 1) * old // (2 * new) for new, old in zip((height, width), mask.shape, strict=True)
-        )
-        resized: np.ndarray = mask[rows[:, None], columns]
-        return resized
+        return resize_mask(decode_rle(shape), height, width)
     if sum(map(len, shape)) > MAX_POINTS:
         raise ValueError(f"polygons of {sum(map(len, shape)):,} points; at most {MAX_POINTS:,} are supported")
     stored = (1, 1) if relative else size or (height, width)

@@ -6,7 +6,7 @@ from itertools import islice
 import numpy as np
 from PIL import Image, ImageDraw
 
-from vitrail.data.contact_sheet import SMALL_SIZE, arrange_tiles, choose_font, draw_text
+from vitrail.data.contact_sheet import SHOWN, SMALL_SIZE, arrange_tiles, choose_font, draw_text
 from vitrail.data.instance_masks import unpack_masks
 from vitrail.data.loader import ImageReader, Problem
 from vitrail.data.objects import DecodedObjects
@@ -52,14 +52,14 @@ def draw_annotated(pixels: np.ndarray, objects: DecodedObjects, names: Sequence[
     return draw_objects(pixels, objects.boxes, [names[kind] for kind in kinds], [colors[kind] for kind in kinds], masks)
 
 
-def object_sheet(source: Source, title: str, seed: int = 0, count: int = 24) -> Image.Image:
+def object_sheet(source: Source, title: str, seed: int = 0) -> Image.Image:
     """Draw random images with their objects."""
     reader = ImageReader(source, None, objects=True)
     order = np.random.default_rng(seed).permutation(len(source)).tolist()
     images = (image for image in map(reader.read_annotated, order) if not isinstance(image, Problem))
     tiles = [
         draw_annotated(image.pixels, image.objects, source.object_classes)
-        for image in islice(images, count)
+        for image in islice(images, SHOWN)
         if image.objects is not None
     ]
     if not tiles:

@@ -38,7 +38,7 @@ class Objects:
         return len(self.boxes)
 
 
-def make_objects(rows: Sequence[Mapping[str, Any]], size: tuple[int, int] | None = None, relative: bool = False) -> Objects:
+def make_objects(rows: Sequence[Mapping[str, Any]]) -> Objects:
     """Objects from rows with a `box`, a `class`, and optionally `flag`, `area` and `shape`."""
     shapes = tuple(row.get("shape") for row in rows)
     return Objects(
@@ -47,13 +47,11 @@ def make_objects(rows: Sequence[Mapping[str, Any]], size: tuple[int, int] | None
         np.array([row.get("flag", 0) for row in rows], dtype=np.uint8),
         np.array([row.get("area", np.nan) for row in rows], dtype=np.float64),
         shapes if any(shape is not None for shape in shapes) else (),
-        size,
-        relative,
     )
 
 
 class DecodedObjects(NamedTuple):
-    """The objects of a decoded image that can be seen in it."""
+    """The objects of a decoded image that are visible in it."""
 
     boxes: np.ndarray  # float32 [N, 4]: left, top, right, bottom in pixels, inside of the image
     classes: np.ndarray  # int64 [N]

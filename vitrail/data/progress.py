@@ -2,22 +2,31 @@
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
+from rich import progress as bars
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+Advance = Callable[[int], Any]  # called with the number of items just finished
+Progress = Callable[[str, int], AbstractContextManager[Advance]]  # `progress`, or another function with its arguments
 
-class Rate(ProgressColumn):
-    def render(self, task: Task) -> Text:
+
+class Rate(bars.ProgressColumn):
+    def render(self, task: bars.Task) -> Text:
         return Text(f"{task.speed:,.0f}/s" if task.speed else "", style="progress.data.speed")
 
 
 @contextmanager
-def progress(text: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar; yields a function to call with the number of items just finished."""
-    columns = (TextColumn(text), BarColumn(), MofNCompleteColumn(), Rate(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+def progress(text: str, total: int) -> Iterator[Advance]:
+    """Show a progress bar."""
+    columns = (bars.TextColumn(text), bars.BarColumn(), bars.MofNCompleteColumn(), Rate(), bars.TimeRemainingColumn())
+    with bars.Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task("", total=total)
         yield lambda count: bar.advance(task, count)
+
+
+@contextmanager
+def no_progress(text: str, total: int) -> Iterator[Advance]:
+    yield lambda count: None

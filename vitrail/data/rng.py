@@ -74,10 +74,10 @@ def uniform_between(key: Tensor, operation: str, low: float, high: float) -> Ten
     return low + (high - low) * uniform(key, operation)[:, 0]
 
 
-def randint(key: Tensor, operation: str, high: int | Tensor, count: int = 1) -> Tensor:
-    """Uniform integers in [0, high), int64 [B, count]. `high` is a number or one bound per image [B]."""
+def randint(key: Tensor, operation: str, high: int | Tensor) -> Tensor:
+    """Uniform integers in [0, high), int64 [B, 1]. `high` is a number or one bound per image [B]."""
     limit = high[:, None] if isinstance(high, Tensor) else high
-    return (random_bits(key, operation, count) * limit) >> 32
+    return (random_bits(key, operation, 1) * limit) >> 32
 
 
 def bernoulli(key: Tensor, operation: str, probability: float) -> Tensor:

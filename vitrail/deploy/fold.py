@@ -22,7 +22,7 @@ from vitrail.deploy.folded_layers import (
     PrecomputedPosEmbed,
 )
 from vitrail.layers.attention import Attention, AxialAttention, TalkingHeads
-from vitrail.layers.bit_resnet import ResNetStem, StandardizedConv, pad_same
+from vitrail.layers.bit_resnet import ResNetStem, StandardizedConv, pad_same, standardize
 from vitrail.layers.block import Branch, Residual
 from vitrail.layers.convnet import ConvNetStem
 from vitrail.layers.fold import (
@@ -277,10 +277,7 @@ class PrecomputedConv(nn.Conv2d):
 
     def __init__(self, conv: StandardizedConv):
         super().__init__(conv.in_channels, conv.out_channels, conv.kernel_size[0], conv.stride[0], bias=False, device="meta")
-        weight = conv.weight.double()
-        mean = weight.mean((1, 2, 3), keepdim=True)
-        deviation = weight.std((1, 2, 3), keepdim=True, correction=0)
-        self.weight = frozen_parameter(((weight - mean) / (deviation + 1e-5)).to(conv.weight))
+        self.weight = frozen_parameter(standardize(conv.weight.double()).to(conv.weight))
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(pad_same(x, self.kernel_size[0], self.stride[0]))

@@ -103,8 +103,8 @@ class ModelSet:
             self.stamps = stamps
 
     def watch(self, requested: threading.Event, polls: bool = True) -> None:
-        """Reload when `requested` is set or, with `polls`, when a file has changed and rests, until `stopped` is set."""
-        seen = self.stamps
+        """Reload when `requested` is set or, with `polls`, when a file has changed and is complete, until `stopped` is set."""
+        previous = self.stamps
         while not self.stopped.is_set():
             if requested.wait(WATCH_SECONDS):
                 requested.clear()
@@ -114,9 +114,9 @@ class ModelSet:
             elif polls:
                 stamps = self.read_stamps()
                 complete = all(len(stamps[name]) >= len(self.stamps[name]) for name in stamps)
-                if stamps != self.stamps and stamps == seen and complete:  # not while a file is being replaced
+                if stamps != self.stamps and stamps == previous and complete:  # not while a file is being replaced
                     self.reload()
-                seen = stamps
+                previous = stamps
 
 
 def attach_delta(file: ModelFile, base: ServedModel) -> ServedModel:

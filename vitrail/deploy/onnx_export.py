@@ -1,4 +1,4 @@
-"""ONNX files: network and preprocessing are converted one by one, the network is quantized if asked for, and both are merged."""
+"""ONNX files: network and preprocessing are converted one by one, the network is quantized if requested, and both are merged."""
 
 import io
 import logging

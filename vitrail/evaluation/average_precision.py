@@ -100,7 +100,7 @@ def match(
         own = np.flatnonzero(object_classes == kind)
         avoid = unwanted[own].T[..., None]  # [areas, G, 1]
         taken = np.zeros((shape[1], len(own), shape[2]), dtype=bool)
-        # Of equal overlaps the last object wins; ignored ones come last in their order, and are only taken if no other fits.
+        # Of equal overlaps the last object is taken; ignored ones come last in their order, and are only taken if no other fits.
         order = np.argsort(unwanted[own].T, axis=1, kind="mergesort")
         position = np.argsort(order, axis=1)[..., None]
         for row in np.flatnonzero(classes == kind):

@@ -49,19 +49,19 @@ def measure_confidence(logits: Tensor, labels: Tensor, temperature: float | Tens
     return Confidences(torch.cat(confidences).numpy(), torch.cat(correct).numpy(), float(torch.cat(losses).mean()))
 
 
-def equal_bins(confidence: np.ndarray, correct: np.ndarray, bins: int = BINS) -> list[Bin]:
+def equal_bins(confidence: np.ndarray, correct: np.ndarray) -> list[Bin]:
     """Bins (0, 1/15], (1/15, 2/15], … of the confidence."""
-    edges = np.linspace(0.0, 1.0, bins + 1)
-    index = np.clip(np.searchsorted(edges, confidence, side="left") - 1, 0, bins - 1)
-    return [_make_bin(edges[n], edges[n + 1], confidence[index == n], correct[index == n]) for n in range(bins)]
+    edges = np.linspace(0.0, 1.0, BINS + 1)
+    index = np.clip(np.searchsorted(edges, confidence, side="left") - 1, 0, BINS - 1)
+    return [_make_bin(edges[n], edges[n + 1], confidence[index == n], correct[index == n]) for n in range(BINS)]
 
 
-def adaptive_bins(confidence: np.ndarray, correct: np.ndarray, bins: int = BINS) -> list[Bin]:
+def adaptive_bins(confidence: np.ndarray, correct: np.ndarray) -> list[Bin]:
     """Bins with the same number of images each, lowest confidence first; at most one bin per image."""
     order = np.argsort(confidence, kind="stable")
     return [
         _make_bin(confidence[part[0]], confidence[part[-1]], confidence[part], correct[part])
-        for part in np.array_split(order, bins)
+        for part in np.array_split(order, BINS)
         if len(part)
     ]
 

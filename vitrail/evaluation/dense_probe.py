@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from vitrail.data.loader import ImageReader, Problem
 from vitrail.data.mask_classes import IGNORE, MaskClasses
+from vitrail.data.progress import Advance
 from vitrail.data.source import Source
 from vitrail.errors import UserError
 from vitrail.evaluation.mean_iou import PixelCounts, describe_class_pixels, summarize_pixels
@@ -33,7 +34,6 @@ FOLDS = 4
 SUBPIXELS = 8  # of a patch side, at which masks are sampled
 MAX_TOKENS = 400_000  # kept for k-NN and cross-validation; of more, every n-th
 FACTORS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)  # of the scores, so that they are logits
-Advance = Callable[[int], Any]
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ METHODS: dict[str, Callable[[list[LabeledImage]], Callable[[Tensor], Tensor]]] =
 
 
 def cross_validate(images: list[LabeledImage], names: tuple[str, ...], method: str) -> dict[str, Any] | None:
-    """mIoU and IoU of each class of images that the fit has not seen; None with fewer than two images."""
+    """mIoU and IoU of each class of images that were not used for the fit; None with fewer than two images."""
     folds = min(FOLDS, len(images))
     if folds < 2:
         return None

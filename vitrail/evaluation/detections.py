@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vitrail.errors import UserError
-from vitrail.evaluation.semantic_masks import MAX_ASPECT, normalize, pad_to, positions
+from vitrail.evaluation.semantic_masks import MAX_ASPECT, enlarge_to_window, normalize, pad_to, positions
 from vitrail.heads.boxes import clip_boxes, covered_share, decode_boxes, nms
 from vitrail.heads.mask_rcnn import BOX_WEIGHTS, MASK_POOLED, MASK_SIDE, POOLED, make_anchors, propose
 from vitrail.heads.regions import pool_regions
@@ -83,10 +83,7 @@ def detection_head(model: VisionTransformer) -> DetectionHead:
 def detect_objects(model: VisionTransformer, pixels: Tensor, protocol: DetectionProtocol) -> list[Detections]:
     """The objects of each of uint8 images [B, 3, H, W] without padding."""
     height, width = pixels.shape[-2:]
-    size = protocol.working_size((height, width))
-    if protocol.window:  # an image that is smaller is enlarged to one window
-        factor = max(protocol.window / min(size), 1.0)
-        size = (max(round(size[0] * factor), protocol.window), max(round(size[1] * factor), protocol.window))
+    size = enlarge_to_window(protocol.working_size((height, width)), protocol.window)
     images = normalize(model, pixels, size)
     found = detect_tiles(model, images, protocol) if protocol.window else detect_whole(model, images, protocol)
     scale = images.new_tensor([width / size[1], height / size[0]]).repeat(2)

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from vitrail.atomic_files import atomic_write, atomic_write_text
-from vitrail.data.source import Labels, Source
+from vitrail.data.source import Source
 from vitrail.errors import UserError
 from vitrail.evaluation.features import Embedding, FeatureKind
-from vitrail.evaluation.probes.protocol import LABEL
+from vitrail.evaluation.probes.protocol import label_columns
 
 SUFFIXES = (".parquet", ".npy")
 
@@ -50,18 +50,14 @@ def write_embedding(embedding: Embedding, source: Source, path: Path, kind: Feat
     return [path]
 
 
-def label_columns(source: Source) -> dict[str, Labels]:
-    return ({LABEL: source.label} if source.label is not None else {}) | source.extra
-
-
 def replace_invalid(text: str) -> str:
     """File names that are not valid UTF-8, with question marks."""
     return text.encode("utf-8", "replace").decode()
 
 
-def save_array(path: Path, vectors: np.ndarray) -> None:
-    with open(path, "wb") as file:
-        np.save(file, vectors)
+def save_array(path: Path, values: np.ndarray) -> None:
+    with path.open("wb") as file:  # np.save would append .npy to the name
+        np.save(file, values)
 
 
 def save_table(

@@ -5,7 +5,6 @@ folder is features/ in $VITRAIL_CACHE or ~/.cache/vitrail. Above MAX_BYTES the f
 """
 
 import contextlib
-import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from vitrail.data.image_formats import readable_formats
 from vitrail.data.loader import Problem
 from vitrail.data.source import Source
 from vitrail.evaluation.features import Embedding, FeatureKind, check_kind, embed, with_labels
-from vitrail.evaluation.model import Model, decode_side, device_of
+from vitrail.evaluation.model import Model, decode_side, device_of, digest_weights
 from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.teachers.image_digests import image_keys
 from vitrail.teachers.network import ConvNetwork, TransformerNetwork
@@ -69,10 +68,7 @@ def content_hash(model: Model, source: Source, kind: FeatureKind, workers: int |
         return None
     versions = (__version__, torch.__version__, PIL.__version__, readable_formats())
     settings = [network, model.preprocessing.to_dict(), kind, decode_side(model), device_of(model).type, versions]
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
-    for name, tensor in model.state_dict().items():
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    digest = digest_weights(model, settings)
     digest.update(image_keys(source, workers)[0].tobytes())
     return digest.hexdigest()[:32]
 

@@ -26,10 +26,10 @@ def measure_health(features: Tensor, views: Tensor) -> FeatureHealth:
     return FeatureHealth(neighbor_agreement(features, views), effective_rank(features), spread(features), spread(views))
 
 
-def neighbor_agreement(features: Tensor, views: Tensor, k: int = NEIGHBORS) -> float:
-    """The mean share of the k nearest neighbors [N, D] that an image and its augmented view have in common."""
+def neighbor_agreement(features: Tensor, views: Tensor) -> float:
+    """The mean share of the nearest neighbors [N, D] that an image and its augmented view have in common."""
     own = torch.arange(len(features), device=features.device)
-    found = [nearest_neighbors(features, queries, k, exclude=own)[1] for queries in (features, views)]
+    found = [nearest_neighbors(features, queries, NEIGHBORS, exclude=own)[1] for queries in (features, views)]
     common = (found[0][:, :, None] == found[1][:, None]).any(2)
     return float(common.float().mean())
 

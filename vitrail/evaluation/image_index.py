@@ -5,11 +5,9 @@ Neighbors are found by an exact search. Images are classified by the votes of th
 """
 
 import dataclasses
-import hashlib
 import io
-import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -22,11 +20,13 @@ from torch.nn import functional as F
 
 from vitrail.data.decode import decode
 from vitrail.data.loader import Problem
+from vitrail.data.progress import Advance
 from vitrail.data.source import Labels, Source, Subset
 from vitrail.data.workers import default_workers
 from vitrail.errors import UserError
 from vitrail.evaluation.features import POOLED, FeatureKind, check_kind, compute_features, readable_batches
-from vitrail.evaluation.model import Model, decode_side, device_of
+from vitrail.evaluation.model import Model, decode_side, device_of, digest_weights
+from vitrail.evaluation.probes.protocol import label_columns
 from vitrail.heads.embedding import EmbeddingHead
 from vitrail.models.vision_transformer import VisionTransformer
 
@@ -34,7 +34,6 @@ BLOCK = 128  # neighboring columns whose largest similarity is compared first
 MAX_SIMILARITIES = 1 << 24  # in memory at a time
 THUMBNAIL = 96  # pixels of the longer side
 TEMPERATURE = 0.05  # of the votes
-Advance = Callable[[int], None]
 
 
 @dataclass
@@ -165,15 +164,11 @@ def build_index(
     embedded = embed_with_thumbnails(model, source, kind, batch_size, workers, advance)
     columns = {
         name: Labels(labels.values[embedded.images].astype(np.int64), list(labels.names))
-        for name, labels in label_columns(source)
+        for name, labels in label_columns(source).items()
     }
     locations = [full_location(source, index) for index in embedded.images.tolist()]
     index = ImageIndex(embedded.vectors, locations, embedded.thumbnails, columns, weights, digest, kind)
     return index, embedded.problems
-
-
-def label_columns(source: Source) -> list[tuple[str, Labels]]:
-    return [*([("label", source.label)] if source.label is not None else []), *source.extra.items()]
 
 
 def full_location(source: Source, index: int) -> str:
@@ -262,9 +257,4 @@ def read_thumbnail(index: ImageIndex, row: int) -> np.ndarray:
 
 def model_digest(model: Model, kind: FeatureKind) -> str:
     """A hash of weights, preprocessing and kind of features: embeddings of different ones cannot be compared."""
-    settings = json.dumps([model.preprocessing.to_dict(), kind.vector, kind.before_norm], sort_keys=True, default=str)
-    digest = hashlib.sha256(settings.encode())
-    for name, tensor in model.state_dict().items():
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()[:32]
+    return digest_weights(model, [model.preprocessing.to_dict(), kind.vector, kind.before_norm]).hexdigest()[:32]

@@ -1,8 +1,7 @@
 """Index images and search them: `vitrail.index_images` and `vitrail.search_images`."""
 
 import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,17 +12,16 @@ from vitrail.checkpoints.hub import locate
 from vitrail.checkpoints.model_io import find_weights
 from vitrail.data.decode import decode
 from vitrail.data.loader import Problem
+from vitrail.data.progress import Progress, no_progress
 from vitrail.data.source import Source
 from vitrail.errors import UserError
 from vitrail.evaluation.image_index import (
-    Advance,
     ImageIndex,
     Match,
     build_index,
     choose_kind,
     embed_with_thumbnails,
     label_all,
-    label_columns,
     match_queries,
     merge,
     model_digest,
@@ -31,10 +29,8 @@ from vitrail.evaluation.image_index import (
 )
 from vitrail.evaluation.index_file import load_index, save_index
 from vitrail.evaluation.model import Model, open_model
-from vitrail.evaluation.probes.protocol import open_embedding_source
-from vitrail.evaluation.probes.suite import no_progress
+from vitrail.evaluation.probes.protocol import label_columns, open_embedding_source
 
-Progress = Callable[[str, int], AbstractContextManager[Advance]]
 VOTERS = 20  # neighbors that vote for the class of an image
 
 
@@ -149,4 +145,5 @@ def search_images(
 
 
 def known_labels(source: Source, row: int) -> dict[str, str]:
-    return {name: labels.names[labels.values[row]] for name, labels in label_columns(source) if labels.values[row] >= 0}
+    columns = label_columns(source).items()
+    return {name: labels.names[labels.values[row]] for name, labels in columns if labels.values[row] >= 0}

@@ -1,7 +1,10 @@
 """Models of any origin that predict classes: Vitrail models, and the other networks that `open_teacher` opens."""
 
+import hashlib
+import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -56,6 +59,15 @@ def count_classes(model: Model) -> int:
 def decode_side(model: Model) -> int | None:
     """The shorter side that JPEG files keep when they are decoded at reduced size; None: full size."""
     return model.decode_side if isinstance(model, Teacher) else min_decode_side(model.preprocessing, model.notes)
+
+
+def digest_weights(model: Model, settings: Sequence[Any]) -> "hashlib._Hash":
+    """SHA-256 of settings and of all weights of a model, to which more can be added."""
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
+    for name, tensor in model.state_dict().items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest
 
 
 def check_size(model: AnyModel, size: tuple[int, int] | None = None) -> AnyModel:

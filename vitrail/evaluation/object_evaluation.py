@@ -130,14 +130,12 @@ def match_object_classes(config: DetectionConfig, names: Sequence[str], place: s
     return table, missing
 
 
-def draw_examples(
-    model: VisionTransformer, source: Source, protocol: DetectionProtocol, count: int = SHOWN, score: float = SHOWN_SCORE
-) -> list[dict[str, Any]]:
+def draw_examples(model: VisionTransformer, source: Source, protocol: DetectionProtocol) -> list[dict[str, Any]]:
     """Images with their objects beside the same images with predictions, spread over a source."""
     names = detection_head(model).config.class_names
     reader, colors = ImageReader(source, None, objects=True), class_colors(names)
     found = []
-    for index in source.spread(count).tolist():
+    for index in source.spread(SHOWN).tolist():
         image = reader.read_annotated(index)
         if isinstance(image, Problem) or image.objects is None:
             continue
@@ -145,7 +143,7 @@ def draw_examples(
         size = pixels.shape[:2]
         truth = draw_annotated(pixels, objects, source.object_classes)
         (result,) = detect_objects(model, to_batch(pixels, model), protocol)
-        result = result.select(result.scores >= score)
+        result = result.select(result.scores >= SHOWN_SCORE)
         kinds = result.classes.tolist()
         labels = [f"{names[kind]} {value:.2f}" for kind, value in zip(kinds, result.scores.tolist(), strict=True)]
         pasted = None if result.masks is None else paste_masks(result.masks, result.boxes, *size).cpu().numpy()

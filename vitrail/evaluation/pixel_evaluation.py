@@ -84,13 +84,13 @@ def match_mask_classes(config: SegmentationConfig, classes: MaskClasses, name: s
 
 
 def draw_examples(
-    model: VisionTransformer, source: Source, protocol: Protocol, count: int = SHOWN, table: Tensor | None = None
+    model: VisionTransformer, source: Source, protocol: Protocol, table: Tensor | None = None
 ) -> list[dict[str, Any]]:
     """Images beside their mask and their prediction, spread over a source."""
     names = segmentation_head(model).config.class_names
     reader, colors = ImageReader(source, None, True), class_colors(names)
     found = []
-    for index in source.spread(count).tolist():
+    for index in source.spread(SHOWN).tolist():
         image = reader.read_image(index)
         if isinstance(image, Problem):
             continue

@@ -3,7 +3,7 @@
 The protocol is part of the weights (`SegmentationConfig`) and can be changed for an evaluation. In short:
 
 1. the shorter side is resized to `short_side` times each scale, the longer one to at most four times as much;
-2. the network sees the whole image, padded to whole patches, or windows, whose logits are averaged where they overlap;
+2. the input is the whole image, padded to whole patches, or windows, whose logits are averaged where they overlap;
 3. logits are resized bilinearly to the size of the image, and the highest is the class. Of several scales and flips the
    probabilities are averaged.
 """
@@ -125,10 +125,7 @@ def neighbors(cells: int, extent: float | Tensor, size: int, positions: Tensor, 
 
 def predict_views(model: VisionTransformer, pixels: Tensor, protocol: Protocol, scale: float) -> Iterator[View]:
     """The logits of the images at one scale, and of the flipped images."""
-    size = working_size(pixels.shape[-2:], protocol.short_side, scale)
-    if protocol.window:  # an image that is smaller is enlarged to one window
-        factor = max(protocol.window / min(size), 1.0)
-        size = (max(round(size[0] * factor), protocol.window), max(round(size[1] * factor), protocol.window))
+    size = enlarge_to_window(working_size(pixels.shape[-2:], protocol.short_side, scale), protocol.window)
     images = normalize(model, pixels, size)
     for flipped in (False, True) if protocol.flip else (False,):
         inputs = images.flip(-1) if flipped else images
@@ -146,6 +143,12 @@ def working_size(size: Sequence[int], short_side: int, scale: float) -> tuple[in
     factor = min(short_side / min(size), MAX_ASPECT * short_side / max(size)) if short_side else 1.0
     height, width = (max(round(side * factor * scale), 1) for side in size)
     return height, width
+
+
+def enlarge_to_window(size: tuple[int, int], window: int) -> tuple[int, int]:
+    """A size enlarged so that one window fits into it; a window of 0 changes nothing."""
+    factor = max(window / min(size), 1.0)
+    return max(round(size[0] * factor), window), max(round(size[1] * factor), window)
 
 
 def normalize(model: VisionTransformer, pixels: Tensor, size: tuple[int, int]) -> Tensor:

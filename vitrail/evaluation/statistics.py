@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-CONFIDENCE = 0.95
+CONFIDENCE = 0.95  # of all intervals
 MAX_EXACT_FLIPS = 16  # up to this many pairs all choices of signs are enumerated
 RESAMPLES = 10_000  # of a bootstrap, and of signs for more pairs
 ROUNDING = 1e-12  # standard errors below this, relative to the values, are rounding errors
@@ -39,7 +39,7 @@ class Difference(NamedTuple):
     p_signs: float | None  # of the sign-flip permutation test, without an assumption about the distribution
 
 
-def summarize(values: Sequence[float], confidence: float = CONFIDENCE) -> Summary:
+def summarize(values: Sequence[float]) -> Summary:
     """Mean, standard deviation, standard error and Student's t confidence interval."""
     numbers = to_finite_array(values)
     n, mean = len(numbers), float(numbers.mean())
@@ -47,26 +47,26 @@ def summarize(values: Sequence[float], confidence: float = CONFIDENCE) -> Summar
         return Summary(n, mean, None, None, None, None)
     sd = standard_deviation(numbers)
     error = sd / math.sqrt(n)
-    margin = student_quantile(confidence, n - 1) * error
+    margin = student_quantile(CONFIDENCE, n - 1) * error
     return Summary(n, mean, sd, error, mean - margin, mean + margin)
 
 
-def paired(first: Sequence[float], second: Sequence[float], confidence: float = CONFIDENCE) -> Difference:
+def paired(first: Sequence[float], second: Sequence[float]) -> Difference:
     """The paired t-test of values at the same index, such as two runs with the same seed."""
     if len(first) != len(second):
         raise ValueError(f"{len(first)} and {len(second)} values are not pairs")
     differences = to_finite_array(second) - to_finite_array(first)
     scale = max(float(np.abs(to_finite_array([*first, *second])).max()), math.ulp(0.0))
-    summary = summarize(differences.tolist(), confidence)
+    summary = summarize(differences.tolist())
     if summary.error is None:
         return Difference("none", 1, summary.mean, None, None, None, None)
     p = p_value(summary.mean, summary.error, summary.n - 1, scale)
     return Difference("paired t", summary.n, summary.mean, summary.low, summary.high, p, sign_flip_p(differences))
 
 
-def welch(first: Sequence[float], second: Sequence[float], confidence: float = CONFIDENCE) -> Difference:
+def welch(first: Sequence[float], second: Sequence[float]) -> Difference:
     """Welch's t-test of two independent sets with possibly different variances."""
-    a, b = summarize(first, confidence), summarize(second, confidence)
+    a, b = summarize(first), summarize(second)
     mean = b.mean - a.mean
     if a.error is None or b.error is None:
         return Difference("none", a.n + b.n, mean, None, None, None, None)
@@ -76,7 +76,7 @@ def welch(first: Sequence[float], second: Sequence[float], confidence: float = C
         return Difference("Welch t", a.n + b.n, mean, mean, mean, p_value(mean, error, 1, scale), None)
     shares = (a.error / error) ** 4 / (a.n - 1) + (b.error / error) ** 4 / (b.n - 1)
     degrees = 1 / shares
-    margin = student_quantile(confidence, degrees) * error
+    margin = student_quantile(CONFIDENCE, degrees) * error
     return Difference("Welch t", a.n + b.n, mean, mean - margin, mean + margin, p_value(mean, error, degrees, scale), None)
 
 
@@ -100,23 +100,23 @@ def sign_flip_p(differences: np.ndarray) -> float:
     return hits / len(signs) if n <= MAX_EXACT_FLIPS else (hits + 1) / (len(signs) + 1)
 
 
-def bootstrap(values: Sequence[float] | np.ndarray, confidence: float = CONFIDENCE, seed: int = 0) -> tuple[float, float]:
-    """The bootstrap confidence interval of the mean; deterministic for a given seed."""
+def bootstrap(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
+    """The bootstrap confidence interval of the mean; deterministic."""
     numbers = to_finite_array(values)
-    draws = np.random.default_rng(seed)
+    draws = np.random.default_rng(0)
     # In chunks: all resamples of fifty thousand values would not fit in memory.
     count = max(1, min(RESAMPLES, 4_000_000 // len(numbers)))
     means = np.empty(RESAMPLES)
     for start in range(0, RESAMPLES, count):
         part = means[start : start + count]
         part[:] = numbers[draws.integers(len(numbers), size=(len(part), len(numbers)))].mean(1)
-    low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
+    low, high = np.quantile(means, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return float(low), float(high)
 
 
-def wilson(share: float, n: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
+def wilson(share: float, n: int) -> tuple[float, float]:
     """Wilson's confidence interval of a share of n independent images, which holds for few images and for shares near 0 or 1."""
-    z = NormalDist().inv_cdf((1 + confidence) / 2)
+    z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
     center = (share + z * z / (2 * n)) / (1 + z * z / n)
     margin = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
     return max(center - margin, 0.0), min(center + margin, 1.0)

@@ -24,7 +24,7 @@ THUMBNAIL_SIDE = 128
 
 
 class Scan(NamedTuple):
-    """What one model says about the readable images."""
+    """The predictions of one model for the readable images."""
 
     prediction: np.ndarray  # int64 [N]: the most probable class, -1 without a classifier
     probability: np.ndarray  # float32 [N]

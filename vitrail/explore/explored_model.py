@@ -44,8 +44,8 @@ class Quantized(NamedTuple):
 
 
 @dataclass
-class Seen:
-    """What is kept of one image."""
+class OpenedImage:
+    """The recording of an image that was opened, and the maps computed from it."""
 
     recording: Recording
     view: bytes  # JPEG of the part of the resized and cropped image that the patches cover
@@ -70,7 +70,7 @@ class ExploredModel:
         self.names = class_titles(model.class_names, model.architecture.classes)
         self.methods = available_methods(model)
         self.lock = threading.RLock()
-        self.seen: OrderedDict[str, Seen] = OrderedDict()
+        self.opened: OrderedDict[str, OpenedImage] = OrderedDict()
         height, width = model.preprocessing.image_size
         first = self.record(np.zeros((height, width, 3), dtype=np.uint8)).recording  # also warms up
         self.layers = [layer for layer in range(first.layers) if first.has_attention(layer)]
@@ -80,7 +80,7 @@ class ExploredModel:
         self.grid, self.covered = first.grid, first.covered
 
     def describe(self) -> dict[str, Any]:
-        """What the page needs to know before an image is opened."""
+        """What the page shows before an image is opened."""
         blocks = len(self.model.blocks)
         size = " x ".join(map(str, self.model.preprocessing.image_size))
         return {
@@ -122,20 +122,20 @@ class ExploredModel:
     def depends_on_class(self, method: str) -> bool:
         return method not in CLASS_INDEPENDENT or self.model.architecture.pooling == "per_class"
 
-    def open(self, key: str, read: Callable[[], np.ndarray]) -> Seen:
+    def open(self, key: str, read: Callable[[], np.ndarray]) -> OpenedImage:
         """The recording of an image; `read` returns its pixels uint8 [height, width, 3] if it is not kept."""
         with self.lock:
-            if key not in self.seen:
-                self.seen[key] = self.record(read())
-                while len(self.seen) > MAX_RECORDINGS or (len(self.seen) > 1 and self.kept_bytes() > RECORDED_BYTES):
-                    self.seen.popitem(last=False)
-            self.seen.move_to_end(key)
-            return self.seen[key]
+            if key not in self.opened:
+                self.opened[key] = self.record(read())
+                while len(self.opened) > MAX_RECORDINGS or (len(self.opened) > 1 and self.kept_bytes() > RECORDED_BYTES):
+                    self.opened.popitem(last=False)
+            self.opened.move_to_end(key)
+            return self.opened[key]
 
     def kept_bytes(self) -> int:
-        return sum(seen.count_bytes() for seen in self.seen.values())
+        return sum(opened.count_bytes() for opened in self.opened.values())
 
-    def record(self, pixels: np.ndarray) -> Seen:
+    def record(self, pixels: np.ndarray) -> OpenedImage:
         """One forward pass."""
         with self.lock:
             canvas, sizes = (x.to(self.device) for x in pad_images([pixels]))
@@ -148,17 +148,17 @@ class ExploredModel:
             larger = preprocessing._replace(image_size=(round(height * scale), round(width * scale)))
             view = to_uint8(larger.apply(canvas, sizes), larger)[0]
             height, width = (round(side * scale) for side in recording.covered)
-            return Seen(recording, to_jpeg(view[:height, :width]))
+            return OpenedImage(recording, to_jpeg(view[:height, :width]))
 
-    def predictions(self, seen: Seen) -> list[tuple[int, str, float]]:
+    def predictions(self, opened: OpenedImage) -> list[tuple[int, str, float]]:
         """Index, name and probability of the most probable classes."""
         if not self.names:
             return []
-        probabilities, classes = seen.recording.logits[0].float().softmax(0).topk(min(TOP, len(self.names)))
+        probabilities, classes = opened.recording.logits[0].float().softmax(0).topk(min(TOP, len(self.names)))
         pairs = zip(classes.tolist(), probabilities.tolist(), strict=True)
         return [(index, self.names[index], probability) for index, probability in pairs]
 
-    def attention(self, seen: Seen, layer: int, query: int) -> tuple[Quantized, list[float]]:
+    def attention(self, opened: OpenedImage, layer: int, query: int) -> tuple[Quantized, list[float]]:
         """Attention of one patch to all patches, for each head, and to the prefix tokens together.
 
         -1 is the class token. In the pooling `query` is a class, which matters if each has its own query.
@@ -174,26 +174,26 @@ class ExploredModel:
         else:
             token = 0 if query < 0 else prefix + query
         with self.lock:
-            rows = seen.recording.attention_rows(layer, [token])[0, :, 0].float()
+            rows = opened.recording.attention_rows(layer, [token])[0, :, 0].float()
         return quantize(rows[:, prefix:]), rows[:, :prefix].sum(1).tolist()
 
-    def relevance(self, seen: Seen, method: str, target: int) -> Quantized:
+    def relevance(self, opened: OpenedImage, method: str, target: int) -> Quantized:
         """One relevance map; -1 is the predicted class."""
         if method not in self.methods or not -1 <= target < max(len(self.names), 1):
             raise UserError("This model does not have this method or class.")
         with self.lock:
             if target < 0:
-                target = int(seen.recording.logits[0].argmax())
+                target = int(opened.recording.logits[0].argmax())
             key = (method, target if self.depends_on_class(method) else -1)
-            if key not in seen.maps:
-                recording = seen.recording
+            if key not in opened.maps:
+                recording = opened.recording
                 if METHODS[method].gradients:
                     recording = record(self.model, recording.images, gradients=True)
                 found = compute_map(recording, method, torch.tensor([target]))
-                seen.maps[key] = quantize(found.float().flatten(1))
-                while len(seen.maps) > MAX_MAPS:
-                    seen.maps.popitem(last=False)
-            return seen.maps[key]
+                opened.maps[key] = quantize(found.float().flatten(1))
+                while len(opened.maps) > MAX_MAPS:
+                    opened.maps.popitem(last=False)
+            return opened.maps[key]
 
 
 def quantize(maps: Tensor) -> Quantized:

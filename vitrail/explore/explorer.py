@@ -10,14 +10,14 @@ import numpy as np
 
 from vitrail.errors import UserError
 from vitrail.explore.collection import Collection
-from vitrail.explore.explored_model import ExploredModel, Seen
+from vitrail.explore.explored_model import ExploredModel, OpenedImage
 from vitrail.web.uploads import DEFAULT_LIMITS, RequestError, Upload, decode_images
 
 MAX_UPLOADS, UPLOADED_BYTES = 64, 2**27
 
 
 class Explorer:
-    """Answers what the page asks for. An image is named by its key: `c3` of the collection, or `u` and a random number."""
+    """Computes what the page shows. An image is named by its key: `c3` of the collection, or `u` and a random number."""
 
     def __init__(self, models: Sequence[ExploredModel], collection: Collection | None) -> None:
         self.models, self.collection = list(models), collection
@@ -31,7 +31,7 @@ class Explorer:
         }
 
     def add(self, images: Sequence[Upload]) -> list[str]:
-        """Keep uploaded images, which must be readable, and forget the oldest; returns their keys."""
+        """Keep uploaded images, which must be readable, and remove the oldest; returns their keys."""
         for _ in decode_images(images, min_side=max(model.min_side or 1 for model in self.models)):
             pass
         keys = [f"u{secrets.token_hex(8)}" for _ in images]
@@ -60,7 +60,7 @@ class Explorer:
             raise RequestError(404, "There is no such image, or it was uploaded too long ago: open it again.")
         return self.collection
 
-    def open(self, model: int, key: str) -> tuple[ExploredModel, Seen]:
+    def open(self, model: int, key: str) -> tuple[ExploredModel, OpenedImage]:
         if not 0 <= model < len(self.models):
             raise UserError(f"There is no model {model}.")
         explored = self.models[model]

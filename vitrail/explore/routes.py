@@ -1,4 +1,4 @@
-"""The HTTP interface of the explorer: one page, and JSON for what it asks for."""
+"""The HTTP interface of the explorer: one page, and JSON for its requests."""
 
 from base64 import b64encode
 from collections.abc import Sequence
@@ -30,21 +30,21 @@ def make_routes(explorer: Explorer, title: str) -> list[Route]:
         return AsciiJSONResponse({"images": [{"key": key, "name": image.name} for key, image in pairs]})
 
     def get_predictions(request: Request) -> Response:
-        model, seen = explorer.open(number(request, "model"), text(request, "image"))
-        return AsciiJSONResponse({"predictions": model.predictions(seen)})
+        model, opened = explorer.open(number(request, "model"), text(request, "image"))
+        return AsciiJSONResponse({"predictions": model.predictions(opened)})
 
     def get_view(request: Request) -> Response:
-        _, seen = explorer.open(number(request, "model"), text(request, "image"))
-        return Response(seen.view, media_type="image/jpeg")
+        _, opened = explorer.open(number(request, "model"), text(request, "image"))
+        return Response(opened.view, media_type="image/jpeg")
 
     def get_attention(request: Request) -> Response:
-        model, seen = explorer.open(number(request, "model"), text(request, "image"))
-        maps, prefix = model.attention(seen, number(request, "layer"), number(request, "query"))
+        model, opened = explorer.open(number(request, "model"), text(request, "image"))
+        maps, prefix = model.attention(opened, number(request, "layer"), number(request, "query"))
         return AsciiJSONResponse(encode(maps) | {"prefix": prefix})
 
     def get_map(request: Request) -> Response:
-        model, seen = explorer.open(number(request, "model"), text(request, "image"))
-        return AsciiJSONResponse(encode(model.relevance(seen, text(request, "method"), number(request, "class"))))
+        model, opened = explorer.open(number(request, "model"), text(request, "image"))
+        return AsciiJSONResponse(encode(model.relevance(opened, text(request, "method"), number(request, "class"))))
 
     def get_thumbnail(request: Request) -> Response:
         row = explorer.row(f"c{request.path_params['row']}")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vitrail.atomic_files import atomic_write
 from vitrail.explore.collection import Collection
-from vitrail.explore.explored_model import ExploredModel, Seen, quantize, to_jpeg
+from vitrail.explore.explored_model import ExploredModel, OpenedImage, quantize, to_jpeg
 from vitrail.explore.explorer import Explorer
 from vitrail.explore.page import render_page
 from vitrail.pages import image_url
@@ -51,11 +51,11 @@ def write_static_page(
     for row in rows:
         entries = []
         for number, (model, plan) in enumerate(zip(explorer.models, plans, strict=True)):
-            _, seen = explorer.open(number, f"c{row}")
-            url = view_url(seen)
+            _, opened = explorer.open(number, f"c{row}")
+            url = view_url(opened)
             if url not in views:
                 views.append(url)
-            entries.append({"view": views.index(url), **store(model, seen, plan)})
+            entries.append({"view": views.index(url), **store(model, opened, plan)})
         images.append(entries)
         advance(1)
     content["collection"] = select(content["collection"], rows)
@@ -99,21 +99,21 @@ def describe_reduction(described: dict[str, Any], plan: Sequence[tuple[int, int]
     return [f"of the attention of {described['title']} this file has {' and '.join(notes)}"] if notes else []
 
 
-def store(model: ExploredModel, seen: Seen, plan: Sequence[tuple[int, int]]) -> dict[str, Any]:
+def store(model: ExploredModel, opened: OpenedImage, plan: Sequence[tuple[int, int]]) -> dict[str, Any]:
     """Predictions, relevance maps and attention of one image; the arrays are parts of one compressed block of bytes."""
     block = io.BytesIO()
-    predictions = model.predictions(seen)
+    predictions = model.predictions(opened)
     maps = []
     for method in model.methods:
         per_class = model.depends_on_class(method) and model.names
         count = 1 if method == "occlusion" else CLASSES
         for target in [index for index, _, _ in predictions[:count]] if per_class else [-1]:
-            found = model.relevance(seen, method, target)
+            found = model.relevance(opened, method, target)
             maps.append([method, target if per_class else -1, block.tell(), found.peaks[0]])
             block.write(found.values.tobytes())
     attention = []
     for layer, heads in plan:
-        rows = torch.cat([weights[0] for _, weights in seen.recording.row_chunks(layer)], 1).float()  # [H, Q, T]
+        rows = torch.cat([weights[0] for _, weights in opened.recording.row_chunks(layer)], 1).float()  # [H, Q, T]
         rows = stored_queries(model, layer, rows, predictions)
         prefix = model.prefix[layer]
         rows = rows if heads == model.heads[layer] else rows.mean(0, keepdim=True)
@@ -137,8 +137,8 @@ def stored_queries(model: ExploredModel, layer: int, rows: Tensor, predictions: 
     return torch.cat([rows[:, : min(prefix, 1)], rows[:, prefix:]], 1)
 
 
-def view_url(seen: Seen) -> str:
-    pixels = np.asarray(Image.open(io.BytesIO(seen.view)))
+def view_url(opened: OpenedImage) -> str:
+    pixels = np.asarray(Image.open(io.BytesIO(opened.view)))
     return image_url(b64encode(to_jpeg(pixels, VIEW_QUALITY, VIEW_SIDE)).decode())
 
 

@@ -19,6 +19,12 @@ def pad_same(x: Tensor, kernel: int, stride: int, value: float = 0.0) -> Tensor:
     return F.pad(x, pads, value=value)
 
 
+def standardize(weight: Tensor) -> Tensor:
+    """The filters of a convolution with mean 0 and standard deviation 1."""
+    mean = weight.mean((1, 2, 3), keepdim=True)
+    return (weight - mean) / (weight.std((1, 2, 3), keepdim=True, correction=0) + 1e-5)
+
+
 class StandardizedConv(nn.Conv2d):
     """A convolution without bias whose filters are standardized to mean 0 and standard deviation 1 in every forward pass."""
 
@@ -26,10 +32,7 @@ class StandardizedConv(nn.Conv2d):
         super().__init__(inputs, outputs, kernel, stride, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight.float()
-        mean = weight.mean((1, 2, 3), keepdim=True)
-        deviation = weight.std((1, 2, 3), keepdim=True, correction=0)
-        weight = ((weight - mean) / (deviation + 1e-5)).to(x.dtype)
+        weight = standardize(self.weight.float()).to(x.dtype)
         return F.conv2d(pad_same(x, self.kernel_size[0], self.stride[0]), weight, stride=self.stride)
 
 

@@ -23,6 +23,7 @@ SMALLEST_CROP, LARGEST_CROP, CROP_STEP = 224, 512, 32  # pixels of the crops of 
 
 LARGE_SIDES = 3  # a JPEG with sides of twice decode_scale=1.5 times the image size is decoded at half size or less
 MIN_DECODED, MIN_COLOR = 64, 3.0  # pixels of the shorter side; mean difference of the channels from gray
+MEASURED, COLORED = 64, 16  # images whose sides, and whose colors, are measured
 MIN_STEPS, MIN_BATCH_SIZE = 8, 16  # per epoch, of the default recipes, which are for data sets of any size
 FINETUNING_STEPS, FINETUNING_BATCH_SIZE = 18, 32  # fine-tuning gains by more and smaller steps, down to this batch size
 
@@ -95,10 +96,10 @@ def crop_size(source: Source) -> tuple[tuple[int, int], str]:
     return (length, length), f"twice the images' median shorter side of {side} pixels, from {SMALLEST_CROP} to {LARGEST_CROP}"
 
 
-def has_colors(source: Source, samples: int = 16) -> bool:
+def has_colors(source: Source) -> bool:
     """Whether most of some images spread over the source have colors."""
     colored = []
-    for index in source.spread(samples).tolist():
+    for index in source.spread(COLORED).tolist():
         try:
             pixels = decode(source.encoded(index), MIN_DECODED).astype(np.int16)
         except (OSError, ValueError):
@@ -107,14 +108,14 @@ def has_colors(source: Source, samples: int = 16) -> bool:
     return bool(sum(colored) * 2 > len(colored))
 
 
-def median_side(source: Source, samples: int = 64) -> int:
+def median_side(source: Source) -> int:
     """The median shorter side of some images spread over the source."""
     sides = []
-    for index in source.spread(samples).tolist():
+    for index in source.spread(MEASURED).tolist():
         try:
-            sides.append(min(decoded_size(source.encoded(index), None)))
+            sides.append(min(decoded_size(source.encoded(index))))
         except (OSError, ValueError):
             continue  # the loader reports unreadable images
     if not sides:
-        raise UserError(f"None of the {min(len(source), samples)} images sampled from {source.name} is readable.")
+        raise UserError(f"None of the {min(len(source), MEASURED)} images sampled from {source.name} is readable.")
     return int(np.median(sides))

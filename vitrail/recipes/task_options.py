@@ -37,8 +37,8 @@ class DinoOptions(SelfSupervisedOptions):
     local_size: int = 0  # pixels of a side; 0: 3/7 of the image size
     local_scale: tuple[float, float] = (0.05, 0.4)  # share of the image's area
     local_blur: float = 0.5
-    # How a network with weights of a fixed grid (ResMLP) sees local crops: enlarged to its size, not at all, or at their own
-    # size with interpolated weights. Other networks see them at their own size.
+    # Local crops of a network with weights of a fixed grid (ResMLP): enlarged to its size, left out, or at their own size with
+    # interpolated weights. Other networks take them at their own size.
     fixed_grid: Literal["resize", "none", "interpolate"] = "resize"
     outputs: int = 65_536
     hidden: int = 2048

@@ -28,7 +28,7 @@ from vitrail.training.trainer import DTYPES
 BATCH = 64
 
 
-def compare_predictions(groups: Sequence[Group], device: str | None = None) -> list[dict[str, Any]]:
+def compare_predictions(groups: Sequence[Group]) -> list[dict[str, Any]]:
     """For every group after the first: mean difference over images with its interval, and McNemar's p for two single runs."""
     if len({result.data for group in groups for result in group.results}) > 1:
         raise UserError("--images needs runs on the same data.")
@@ -40,13 +40,13 @@ def compare_predictions(groups: Sequence[Group], device: str | None = None) -> l
     splits = open_splits(source, class_order=first_run["data"].get("classes"), **arguments)
     if fingerprint(splits) != groups[0].results[0].data:
         raise UserError(f"The images at {source} are not those that these runs were trained on.")
-    chosen = choose_device(device)
+    device = choose_device(None)
     loaders: dict[int | None, ImageLoader] = {}
     accuracies: list[np.ndarray] = []  # per group: mean over runs, [images]
     single_runs: list[np.ndarray | None] = []
 
     def open_loader(min_side: int | None) -> ImageLoader:
-        return ImageLoader(splits.validation, chosen, None, min_side)
+        return ImageLoader(splits.validation, device, None, min_side)
 
     with progress("predicting", sum(len(group.results) for group in groups)) as advance:
         for group in groups:

@@ -124,7 +124,7 @@ def suits_bundled_weights(train: Source, device_type: str) -> bool:
 
 
 def describe_scratch(train: Source, device_type: str, chosen: bool) -> list[str]:
-    """What to know about a training from scratch, which the user has chosen or which is the default for these images."""
+    """Messages about a training from scratch, which the user has chosen or which is the default for these images."""
     if suits_bundled_weights(train, device_type):
         photographs = f"for these, --from {DEFAULT_WEIGHTS} is better"
         return [f"training from scratch is for images unlike photographs, or very many of them; {photographs}"]

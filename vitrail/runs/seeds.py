@@ -20,7 +20,7 @@ from vitrail.json_files import read_json
 from vitrail.recipes import Recipe
 from vitrail.runs.comparison import PRIMARY
 from vitrail.runs.request import Log, TrainRequest, resolve_recipe, time_budget
-from vitrail.runs.results import At, choose_metric, is_finished, read_results
+from vitrail.runs.results import choose_metric, is_finished, read_results
 from vitrail.runs.run_directory import check_empty, next_folder, read_run, write_json
 from vitrail.runs.train import Run, resume, run_request
 from vitrail.training.checkpointing import lock_run_directory
@@ -194,7 +194,7 @@ def read_seeds(folder: Path) -> Seeds:
         raise UserError(f"{path} cannot be read: {error}.") from None
 
 
-def summaries(folder: Path, at: At = "best") -> list[str]:
+def summaries(folder: Path) -> list[str]:
     """Mean, standard deviation and n over the finished seeds, one line for each metric that all of them have."""
     lines: list[str] = []
     if not any(folder.glob("seed-*/run.json")):
@@ -202,7 +202,7 @@ def summaries(folder: Path, at: At = "best") -> list[str]:
     folds = read_seeds(folder).recipe.data.folds if has_seeds(folder) else 0
     metrics = {metric.name: metric for metric in (choose_metric([folder], name) for name in (PRIMARY, "loss", "test"))}
     for metric in metrics.values():
-        results, _ = read_results([folder], metric, at)
+        results, _ = read_results([folder], metric, "best")
         if not results:
             continue
         if not folds and len({result.data for result in results}) > 1:

@@ -158,7 +158,7 @@ def run_request(request: TrainRequest, others: Sequence[float] = ()) -> Run:
         with devices.sync_errors():
             recipe = resolve_recipe(request, devices.device.type)
             folder, restarted = choose_folder(request.out, request.source, recipe.name)
-        folder, restarted = devices.broadcast((folder, restarted))  # as the main process sees it, which writes there
+        folder, restarted = devices.broadcast((folder, restarted))  # those of the main process, which writes there
         folders.append(folder)
         if restarted:  # torchrun has started the processes of this run again
             return resume_in(folder, devices, request.options, request.workers, log)

@@ -22,14 +22,14 @@ from vitrail.data.transforms.pipeline import Augmented, augment, erase
 from vitrail.errors import UserError
 from vitrail.evaluation.accuracy import count_hits, summarize
 from vitrail.evaluation.confusion import class_metrics, collect_predictions, confusion, thumbnail, worst_mistakes
-from vitrail.evaluation.features import POOLED, compute_features
+from vitrail.evaluation.features import POOLED
 from vitrail.evaluation.statistics import standard_error
 from vitrail.interpret.mistakes import draw_maps
 from vitrail.models.vision_transformer import VisionTransformer, mix_tokens
 from vitrail.recipes.schema import Recipe
 from vitrail.tasks.distillation import distillation_loss, teacher_targets
 from vitrail.tasks.losses import classification_loss
-from vitrail.tasks.neighbor_validation import Gallery, collect, finer_columns, rate_levels
+from vitrail.tasks.neighbor_validation import Gallery, collect_features, finer_columns, rate_levels
 from vitrail.tasks.targets import ClassificationTargets, blend, label_targets
 from vitrail.tasks.token_labels import covered, draw_token_mix, project, token_loss, token_mask
 from vitrail.training.distributed import Devices
@@ -215,14 +215,9 @@ class Classification(Task):
         columns = finer_columns(self.source)
         if not columns:
             return {}
-
-        def embed(batch: Batch) -> Tensor:
-            return compute_features(model, model.preprocessing.apply(batch.pixels, batch.sizes), POOLED).float()
-
         self.gallery = self.gallery or Gallery(self.source, self.device, self.recipe.min_decode_side, KNN_IMAGES)
-        own, queries = (
-            collect(embed, each, batch_size, devices, columns) for each in (self.gallery.open(len(loader.source)), loader)
-        )
+        memory = self.gallery.open(len(loader.source))
+        own, queries = (collect_features(model, POOLED, each, batch_size, devices, columns) for each in (memory, loader))
         return rate_levels(own, queries, self.source, columns, KNN_K)
 
     def is_better(self, values: Mapping[str, Any], best: Mapping[str, Any]) -> bool:

@@ -10,10 +10,10 @@ ITERATIONS = 25
 MAX_DISTANCES = 1 << 26  # in memory at a time
 
 
-def kmeans(vectors: Tensor, clusters: int, seed: int = 0, iterations: int = ITERATIONS) -> Tensor:
+def kmeans(vectors: Tensor, clusters: int, seed: int = 0) -> Tensor:
     """The cluster [N] of each of the vectors [N, D], which are normalized first. No cluster is empty.
 
-    Lloyd's iterations from random vectors, at most `iterations`; a cluster that loses all vectors gets the one that is farthest
+    Lloyd's iterations from random vectors, at most ITERATIONS; a cluster that loses all vectors gets the one that is farthest
     from its center. Sums are matrix products, so that the result is the same each time.
     """
     if not 2 <= clusters <= len(vectors):
@@ -22,7 +22,7 @@ def kmeans(vectors: Tensor, clusters: int, seed: int = 0, iterations: int = ITER
     generator = torch.Generator().manual_seed(seed)
     centers = vectors[torch.randperm(len(vectors), generator=generator)[:clusters].to(vectors.device)]
     chosen, _ = _assign(vectors, centers)
-    for _ in range(iterations):
+    for _ in range(ITERATIONS):
         centers = _means(vectors, chosen, clusters)
         before, (chosen, distance) = chosen, _assign(vectors, centers)
         chosen = _fill_empty(chosen, distance, clusters)
@@ -31,19 +31,20 @@ def kmeans(vectors: Tensor, clusters: int, seed: int = 0, iterations: int = ITER
     return chosen
 
 
-def _rows(vectors: Tensor, clusters: int) -> int:
+def _rows(clusters: int) -> int:
+    """How many vectors are compared with all centers at a time."""
     return max(MAX_DISTANCES // clusters, 1)
 
 
 def _assign(vectors: Tensor, centers: Tensor) -> tuple[Tensor, Tensor]:
     """The nearest center of each vector, and its squared distance."""
     squares = centers.square().sum(1)
-    parts = [(squares - 2 * chunk @ centers.T).min(1) for chunk in vectors.split(_rows(vectors, len(centers)))]
+    parts = [(squares - 2 * chunk @ centers.T).min(1) for chunk in vectors.split(_rows(len(centers)))]
     return torch.cat([part.indices for part in parts]), torch.cat([part.values for part in parts]) + vectors.square().sum(1)
 
 
 def _means(vectors: Tensor, chosen: Tensor, clusters: int) -> Tensor:
-    total, rows = vectors.new_zeros(clusters, vectors.shape[1]), _rows(vectors, clusters)
+    total, rows = vectors.new_zeros(clusters, vectors.shape[1]), _rows(clusters)
     for chunk, members in zip(vectors.split(rows), chosen.split(rows), strict=True):
         total += F.one_hot(members, clusters).to(chunk.dtype).T @ chunk
     return total / torch.bincount(chosen, minlength=clusters)[:, None].clamp(min=1)

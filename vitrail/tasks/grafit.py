@@ -22,11 +22,10 @@ from vitrail.checkpoints.model_io import find_weights
 from vitrail.data.datasets.lookup import check_trainable, check_usable
 from vitrail.data.image_loader import ImageLoader
 from vitrail.data.loader import Batch
-from vitrail.data.rng import sample_key
 from vitrail.data.source import Source, Splits, Subset
 from vitrail.data.transforms.pipeline import augment_views
 from vitrail.errors import UserError
-from vitrail.evaluation.features import POOLED, FeatureKind, compute_features, embed
+from vitrail.evaluation.features import POOLED, FeatureKind, embed
 from vitrail.evaluation.model import open_model
 from vitrail.formatting import pluralize
 from vitrail.heads.embedding import EmbeddingConfig, EmbeddingHead, mlp
@@ -39,7 +38,7 @@ from vitrail.tasks.dino import TEACHER_COST, between, copy_without_noise, pool
 from vitrail.tasks.grafit_report import draw_figures, score_levels
 from vitrail.tasks.losses import classification_loss
 from vitrail.tasks.neighbor_losses import instance_loss, neighbor_loss, triplet_loss
-from vitrail.tasks.neighbor_validation import collect, finer_columns
+from vitrail.tasks.neighbor_validation import collect_features, finer_columns
 from vitrail.tasks.self_supervised import SelfSupervised
 from vitrail.tasks.targets import label_targets
 from vitrail.training.compile import static_shapes
@@ -252,10 +251,7 @@ class Grafit(SelfSupervised):
     # Training
 
     def prepare_batch(self, batch: Batch, position: Position) -> tuple[Tensor, GrafitTargets]:
-        keys = sample_key(self.recipe.seed, position.epoch, batch.index, batch.repeat)
-        # Step 0 is also that of the memory estimate and of timed steps, whose batches of many sizes would use up the graphs.
-        make_views = self._captured_views if position.step else self.make_views
-        images, views = make_views(batch.pixels, batch.sizes, keys)
+        images, views = super().prepare_batch(batch, position)
         return images, GrafitTargets(views, batch.index, batch.position % self.recipe.batch_size)
 
     def make_views(self, pixels: Tensor, sizes: Tensor, keys: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -280,13 +276,11 @@ class Grafit(SelfSupervised):
     @torch.no_grad()
     def report(self, model: VisionTransformer, loader: ImageLoader, splits: Splits, batch_size: int) -> dict[str, Any]:
         """Scores at every level of labels, nearest neighbors and the features of one class."""
-
-        def embed_batch(batch: Batch) -> Tensor:
-            return compute_features(model, model.preprocessing.apply(batch.pixels, batch.sizes), self.features).float()
-
         gallery = self.gallery.open(len(loader.source))
         assert isinstance(gallery.source, Subset)
-        memory, queries = (collect(embed_batch, each, batch_size, Devices(self.device)) for each in (gallery, loader))
+        memory, queries = (
+            collect_features(model, self.features, each, batch_size, Devices(self.device)) for each in (gallery, loader)
+        )
         parts = (memory, gallery.source, queries, splits.validation)
         return {"levels": score_levels(*parts), "figures": draw_figures(*parts)}
 

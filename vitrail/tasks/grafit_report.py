@@ -39,28 +39,30 @@ def score_levels(memory: Rows, train: Source, queries: Rows, validation: Source)
     for name, column in columns_of(train).items():
         if len(column.names) < 2 or name not in columns_of(validation):
             continue
-        own, asked = labels_at(train, name, memory), labels_at(validation, name, queries)
-        known, wanted = own >= 0, asked >= 0
+        labels, query_labels = labels_at(train, name, memory), labels_at(validation, name, queries)
+        known, labeled = labels >= 0, query_labels >= 0
         if trained is not None:
-            known, wanted = (
+            known, labeled = (
                 known & (labels_at(train, trained, memory) >= 0),
-                wanted & (labels_at(validation, trained, queries) >= 0),
+                labeled & (labels_at(validation, trained, queries) >= 0),
             )
-        if not known.any() or not wanted.any() or not torch.isin(asked[wanted], own[known]).any():
+        if not known.any() or not labeled.any() or not torch.isin(query_labels[labeled], labels[known]).any():
             continue
-        vectors, asked_vectors = memory.features[known], queries.features[wanted]
-        own, asked = own[known], asked[wanted]
+        vectors, query_vectors = memory.features[known], queries.features[labeled]
+        labels, query_labels = labels[known], query_labels[labeled]
         ks = [k for k in protocol.candidates if k < len(vectors)] or [1]
-        k = choose_k(vectors, own, len(column.names), ks, protocol.temperature)
-        accuracy = knn_accuracy(vectors, own, asked_vectors, asked, len(column.names), [k], protocol.temperature)[k]
+        k = choose_k(vectors, labels, len(column.names), ks, protocol.temperature)
+        accuracy = knn_accuracy(vectors, labels, query_vectors, query_labels, len(column.names), [k], protocol.temperature)[k]
         row = {"level": name, "classes": len(column.names), "k": k, "knn": accuracy.top1}
-        row["map"] = mean_average_precision(vectors, own, asked_vectors, asked).mean
+        row["map"] = mean_average_precision(vectors, labels, query_vectors, query_labels).mean
         if trained is not None and len(column.names) > len(train.classes):
             groups, count = labels_at(train, trained, memory)[known], len(train.classes)
-            chances = coarse_probabilities(vectors, groups, asked_vectors, count)
-            truth = one_hot(labels_at(validation, trained, queries)[wanted], count)
+            chances = coarse_probabilities(vectors, groups, query_vectors, count)
+            truth = one_hot(labels_at(validation, trained, queries)[labeled], count)
             for title, probabilities in (("map_conditional", chances), ("map_oracle", truth)):
-                row[title] = mean_average_precision(vectors, own, asked_vectors, asked, CoarseLabels(groups, probabilities)).mean
+                row[title] = mean_average_precision(
+                    vectors, labels, query_vectors, query_labels, CoarseLabels(groups, probabilities)
+                ).mean
         found.append(row)
     return found
 

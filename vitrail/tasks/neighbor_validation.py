@@ -11,7 +11,9 @@ from vitrail.data.image_loader import ImageLoader
 from vitrail.data.loader import Batch
 from vitrail.data.source import Source, Subset
 from vitrail.errors import UserError
+from vitrail.evaluation.features import FeatureKind, compute_features
 from vitrail.evaluation.probes.knn import PROTOCOLS, knn_accuracy
+from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.training.distributed import Devices
 
 PER_QUERY = 5  # training images per validation image among which neighbors are searched, at most
@@ -46,14 +48,30 @@ def collect(
     return Rows(*(tensor[order] for tensor in rows))
 
 
+def collect_features(
+    model: VisionTransformer,
+    kind: FeatureKind,
+    loader: ImageLoader,
+    batch_size: int,
+    devices: Devices,
+    columns: Sequence[str] = (),
+) -> Rows:
+    """The features of all images of a split, computed by all processes together."""
+
+    def embed(batch: Batch) -> Tensor:
+        return compute_features(model, model.preprocessing.apply(batch.pixels, batch.sizes), kind).float()
+
+    return collect(embed, loader, batch_size, devices, columns)
+
+
 def rate_neighbors(memory: Rows, queries: Rows, classes: int, k: int) -> float:
     """Top-1 of labeled queries among labeled images of the memory; 0 without any."""
-    known, asked = memory.labels >= 0, queries.labels >= 0
-    if not known.any() or not asked.any():
+    known, labeled = memory.labels >= 0, queries.labels >= 0
+    if not known.any() or not labeled.any():
         return 0.0
     features, labels = memory.features[known], memory.labels[known]
     k, temperature = min(k, len(features)), PROTOCOLS["dino"].temperature
-    return knn_accuracy(features, labels, queries.features[asked], queries.labels[asked], classes, [k], temperature)[k].top1
+    return knn_accuracy(features, labels, queries.features[labeled], queries.labels[labeled], classes, [k], temperature)[k].top1
 
 
 def finer_columns(source: Source) -> list[str]:
@@ -65,8 +83,8 @@ def rate_levels(memory: Rows, queries: Rows, source: Source, columns: Sequence[s
     """Top-1 at further columns of labels of the training images, as `knn_<column>`; `columns` are those of `levels`."""
     found = {}
     for number, name in enumerate(columns):
-        own, asked = (rows._replace(labels=rows.levels[:, number]) for rows in (memory, queries))
-        found[f"knn_{name}"] = rate_neighbors(own, asked, len(source.extra[name].names), k)
+        own, others = (rows._replace(labels=rows.levels[:, number]) for rows in (memory, queries))
+        found[f"knn_{name}"] = rate_neighbors(own, others, len(source.extra[name].names), k)
     return found
 
 

@@ -22,7 +22,7 @@ from vitrail.evaluation.features import POOLED, FeatureKind, compute_features
 from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.recipes.schema import Recipe
 from vitrail.recipes.task_options import SelfSupervisedOptions, complete_options, read_options
-from vitrail.tasks.neighbor_validation import Gallery, Rows, collect, rate_levels, rate_neighbors
+from vitrail.tasks.neighbor_validation import Gallery, Rows, collect, collect_features, rate_levels, rate_neighbors
 from vitrail.training.cuda_graphs import CapturedFunction
 from vitrail.training.distributed import Devices
 from vitrail.training.metrics import Metric
@@ -169,11 +169,8 @@ class SelfSupervised(Task):
 
         Of tasks that train on labels also that of finer ones, as `knn_<column>`.
         """
-
-        def embed(batch: Batch) -> Tensor:
-            return compute_features(model, model.preprocessing.apply(batch.pixels, batch.sizes), self.features).float()
-
-        own = collect(embed, self.gallery.open(len(loader.source)), batch_size, devices, self.levels)
+        memory = self.gallery.open(len(loader.source))
+        own = collect_features(model, self.features, memory, batch_size, devices, self.levels)
         queries = queries._replace(features=queries.features[:, 0])
         found = {"knn": rate_neighbors(own, queries, len(self.source.classes), self.options.knn_k)} if self.labeled else {}
         return found | rate_levels(own, queries, self.source, self.levels, self.options.knn_k)

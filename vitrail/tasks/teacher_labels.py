@@ -49,7 +49,7 @@ class OnlineTeacher:
     messages: list[str]
 
     def logits(self, images: Tensor) -> Tensor:
-        """[B, student's classes] for images as the student sees them."""
+        """[B, student's classes] for the input of the student."""
         out: Tensor = self.teacher(images, self.mean, self.std)[:, self.index]
         return out
 
@@ -90,7 +90,7 @@ def match_classes(teacher: Teacher | LabelStore, source: Source, path: str) -> T
 
 
 def class_order_message(names: list[str] | None, count: int, source: Source) -> list[str]:
-    """A message if only the order tells which of the teacher's classes is which."""
+    """A message if only the order determines which of the teacher's classes is which."""
     if names is not None or count != len(source.classes):
         return []
     first = ", ".join(source.classes[:3])
@@ -98,7 +98,7 @@ def class_order_message(names: list[str] | None, count: int, source: Source) -> 
 
 
 def choose_size(teacher: Teacher, recipe: Recipe) -> list[str]:
-    """Set the size at which the teacher sees the student's images; return a message if it is not the student's.
+    """Set the size to which the teacher resizes the student's images; return a message if it is not the student's.
 
     A network keeps its accuracy on images up to twice as large as those it was trained on, and papers fine-tune students at 384
     with teachers of 224 pixels. On smaller images it loses accuracy, on much larger ones accuracy and time.

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from vitrail.data.loader import DecodedBatch, ImageReader, Problem
+from vitrail.data.progress import Advance, Progress, no_progress
 from vitrail.data.source import Source
 from vitrail.data.workers import Workers, default_workers
 from vitrail.errors import UserError
@@ -23,17 +24,14 @@ from vitrail.teachers.fixed_shape import FixedShapeNetwork, first_line
 from vitrail.teachers.label_store import OUTPUTS
 from vitrail.teachers.label_store_writer import (
     SHARD_SIZE,
-    Advance,
     AnnotationResult,
     Arrays,
     PendingShard,
-    Progress,
     Shard,
     Span,
     UniqueImages,
     Warn,
     find_unique_images,
-    no_progress,
     no_warning,
     write_store,
 )

@@ -13,7 +13,7 @@ import shutil
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from safetensors.numpy import save
 
 from vitrail.atomic_files import atomic_replace, create_folder, file_sha256, shard_write_error
 from vitrail.data.loader import Problem
+from vitrail.data.progress import Advance, Progress, no_progress
 from vitrail.data.source import Source, Subset
 from vitrail.errors import UserError
 from vitrail.formatting import format_bytes
@@ -38,14 +39,7 @@ SHARDS = "shard-*.safetensors"
 MAY_DIFFER = ("vitrail", "complete", "shards")  # entries of the manifest between a run and the one that continues it
 Span = tuple[int, int]
 Arrays = dict[str, np.ndarray]
-Advance = Callable[[int], Any]
-Progress = Callable[[str, int], AbstractContextManager[Advance]]  # title and total to a function that adds finished images
 Warn = Callable[[str], Any]
-
-
-@contextmanager
-def no_progress(title: str, total: int) -> Iterator[Advance]:
-    yield lambda count: None
 
 
 def no_warning(message: str) -> None:

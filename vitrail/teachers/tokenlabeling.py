@@ -17,22 +17,20 @@ import torch
 
 from vitrail.checkpoints.readers import check_regular_file
 from vitrail.checkpoints.torch_files import load_pickled
+from vitrail.data.progress import Advance, Progress, no_progress
 from vitrail.data.source import Source
 from vitrail.data.workers import Workers, default_workers
 from vitrail.errors import UserError
 from vitrail.teachers.annotation import class_dtype
 from vitrail.teachers.label_store_writer import (
     SHARD_SIZE,
-    Advance,
     AnnotationResult,
     Arrays,
     PendingShard,
-    Progress,
     Shard,
     Span,
     Warn,
     find_unique_images,
-    no_progress,
     no_warning,
     write_store,
 )

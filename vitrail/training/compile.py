@@ -7,11 +7,8 @@ from typing import TypeVar
 
 import torch
 
-from vitrail.layers.fused import optimize_for_training
 from vitrail.layers.pooling import QueryPooling
 from vitrail.models.vision_transformer import VisionTransformer
-
-__all__ = ["compile_blocks", "compile_function", "is_compiled", "optimize_for_training", "static_shapes"]
 
 Result = TypeVar("Result")
 

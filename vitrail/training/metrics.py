@@ -59,15 +59,15 @@ HORIZON = 0.01  # time constant of the smoothed loss, as a fraction of the train
 class SmoothedValue:
     """An exponential moving average over training progress, so that it does not depend on the logging interval."""
 
-    def __init__(self, horizon: float = HORIZON) -> None:
-        self.horizon, self.progress, self.total, self.weight = horizon, 0.0, 0.0, 0.0
+    def __init__(self) -> None:
+        self.progress, self.total, self.weight = 0.0, 0.0, 0.0
 
     def add(self, progress: float, value: float) -> float:
         """Add a value and return the average; NaN and Inf are returned as they are and not added."""
         if not math.isfinite(value):
             return value
         gap = max(progress - self.progress, 1e-9)
-        share = -math.expm1(-gap / self.horizon)
+        share = -math.expm1(-gap / HORIZON)
         self.total += share * (value - self.total)
         self.weight += share * (1 - self.weight)
         self.progress = progress

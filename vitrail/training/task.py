@@ -28,7 +28,7 @@ Targets = tuple[Tensor | None, ...]  # a NamedTuple, so that a CUDA graph can co
 
 
 class Position(NamedTuple):
-    """Where a training stands."""
+    """The progress of a training."""
 
     step: int
     total_steps: int
@@ -54,7 +54,7 @@ class Task(ABC):
     def __init__(self, recipe: Recipe, source: Source, device: torch.device) -> None:
         """Open what the task needs besides the data; errors that the user can fix are raised here, before anything is decoded."""
         self.recipe, self.source, self.device = recipe, source, device
-        self.messages: list[str] = []  # what the user should know
+        self.messages: list[str] = []  # for the user
         self.teacher: nn.Module | None = None  # a frozen network that runs at every step, for the memory and time estimates
 
     # Before the data is decoded and the model is built

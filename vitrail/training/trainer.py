@@ -21,11 +21,12 @@ from vitrail.data.image_loader import ImageLoader
 from vitrail.data.loader import Batch
 from vitrail.data.sampler import EpochSampler
 from vitrail.data.source import Source
+from vitrail.layers.fused import optimize_for_training
 from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.recipes.schema import Recipe
 from vitrail.training.batch_norm import BatchNormStatistics, frozen_norms, group_batch_norms
 from vitrail.training.checkpointing import CheckpointManager, gather_weights, save_artifact, save_checkpoint
-from vitrail.training.compile import compile_blocks, optimize_for_training
+from vitrail.training.compile import compile_blocks
 from vitrail.training.cuda_graphs import CapturedStep
 from vitrail.training.device_metrics import PendingMetrics, PendingTensor
 from vitrail.training.distributed import Devices, Sharding, gradient_sync, wrap_module
@@ -208,7 +209,7 @@ class Trainer:
     def train_step(self, next_batch: Callable[[], Batch]) -> None:
         """One optimizer step over the global batch."""
         recipe, step, devices = self.recipe, self.step, self.devices
-        if self.task.module.training != (recipe.init.mode == "train"):  # setting the mode walks through all modules
+        if self.task.module.training != (recipe.init.mode == "train"):  # setting the mode visits all modules
             self.set_mode(recipe.init.mode == "train")
         set_lr(self.optimizer, lr_at(recipe.schedule, recipe.lr, step, self.sampler.steps))
         self.statistics.start_step()

@@ -1,4 +1,4 @@
-"""JSON answers that can contain any name."""
+"""JSON responses that can contain any name."""
 
 import json
 from typing import Any

@@ -198,9 +198,9 @@ def serve(
 
 
 @contextmanager
-def running_server(app: Application, host: str = LOCALHOST, max_connections: int = MAX_CONNECTIONS) -> Iterator[str]:
+def running_server(app: Application, max_connections: int = MAX_CONNECTIONS) -> Iterator[str]:
     """A server in a thread on a free port, as a context that yields its address."""
-    listener = bind(host)
+    listener = bind()
     server = make_server(app, max_connections)
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()

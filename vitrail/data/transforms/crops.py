@@ -61,17 +61,16 @@ def random_resized_crop(
     out: tuple[int, int],
     scale: tuple[float, float] = (0.08, 1.0),
     ratio: tuple[float, float] = (3 / 4, 4 / 3),
-    name: str = "crop",
 ) -> View:
     """A box of random area (fraction of the image) and log-uniform aspect ratio; after ten failed tries a center box."""
     height, width = sizes[:, :1].float(), sizes[:, 1:].float()
-    area = height * width * (scale[0] + (scale[1] - scale[0]) * uniform(key, f"{name}.area", 10))
-    aspect = torch.exp(math.log(ratio[0]) + (math.log(ratio[1]) - math.log(ratio[0])) * uniform(key, f"{name}.aspect", 10))
+    area = height * width * (scale[0] + (scale[1] - scale[0]) * uniform(key, "crop.area", 10))
+    aspect = torch.exp(math.log(ratio[0]) + (math.log(ratio[1]) - math.log(ratio[0])) * uniform(key, "crop.aspect", 10))
     tries_w, tries_h = torch.sqrt(area * aspect).round(), torch.sqrt(area / aspect).round()
     valid = (tries_w > 0) & (tries_w <= width) & (tries_h > 0) & (tries_h <= height)
     first = valid.to(torch.uint8).argmax(1, keepdim=True)
     box_w, box_h = tries_w.gather(1, first)[:, 0].long(), tries_h.gather(1, first)[:, 0].long()
-    offset = uniform(key, f"{name}.place", 2)
+    offset = uniform(key, "crop.place", 2)
     rows, columns = sizes[:, 0], sizes[:, 1]
     top = (offset[:, 0] * (rows - box_h + 1)).long()
     left = (offset[:, 1] * (columns - box_w + 1)).long()

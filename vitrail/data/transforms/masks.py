@@ -1,4 +1,4 @@
-"""Masks over the patch grid for masked image modeling: random patches and the blocks of BEiT."""
+"""Masks over the patch grid for masked image modeling: the blocks of BEiT."""
 
 import math
 
@@ -9,14 +9,6 @@ from vitrail.data.rng import uniform
 
 TRIES = 10  # to place a block, before the mask is left as it is
 ATTEMPTS = 48  # to place all blocks; of 200,000 of BEiT's masks none needs more than 40
-
-
-def random_mask(key: Tensor, grid: tuple[int, int], ratio: float) -> Tensor:
-    """Mask exactly `ratio` of the patches of every image, bool [B, height, width]."""
-    patches = grid[0] * grid[1]
-    rank = uniform(key, "mask", patches).argsort(1).argsort(1)
-    out: Tensor = (rank < round(ratio * patches)).unflatten(1, grid)
-    return out
 
 
 def block_mask(key: Tensor, grid: tuple[int, int], count: int, min_block: int = 16, aspect: float = 0.3) -> Tensor:

@@ -45,7 +45,7 @@ class SelectedClassifier(NamedTuple):
 
 
 def fit(
-    vectors: Tensor, labels: Tensor, classes: int, weight_decay: float, init: LinearClassifier | None = None, steps: int = STEPS
+    vectors: Tensor, labels: Tensor, classes: int, weight_decay: float, init: LinearClassifier | None = None
 ) -> LinearClassifier:
     """The classifier of features [N, D] with labels [N] that minimizes the loss; `init` only saves steps."""
     mean, scale = (init.mean, init.scale) if init else (vectors.mean(0), vectors.std(0, correction=0) + EPS)
@@ -55,8 +55,8 @@ def fit(
     bias.requires_grad_()
     optimizer = torch.optim.LBFGS(
         [weight, bias],
-        max_iter=steps,
-        max_eval=2 * steps,
+        max_iter=STEPS,
+        max_eval=2 * STEPS,
         history_size=20,
         tolerance_grad=1e-6,
         tolerance_change=1e-10,

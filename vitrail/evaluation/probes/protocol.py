@@ -16,6 +16,7 @@ from vitrail.data.datasets.folder import SPLITS
 from vitrail.data.datasets.lookup import check_usable, open_source, open_sources, open_splits, require_labels
 from vitrail.data.label_choice import coarsen, read_map
 from vitrail.data.loader import Problem
+from vitrail.data.progress import Advance
 from vitrail.data.source import Labels, Source, Subset
 from vitrail.errors import UserError
 from vitrail.evaluation.feature_cache import cached_embed
@@ -26,7 +27,6 @@ from vitrail.evaluation.probes import fewshot, knn, linear, retrieval
 from vitrail.heads.embedding import EmbeddingHead
 from vitrail.models.vision_transformer import VisionTransformer
 
-Advance = Callable[[int], None]
 LABEL = "label"  # name of the main label column
 
 
@@ -94,14 +94,18 @@ def subsample(source: Source, max_images: int | None, seed: int = 0) -> Source:
     return Subset(source, np.sort(np.random.default_rng(seed).permutation(len(source))[:max_images]))
 
 
+def label_columns(source: Source) -> dict[str, Labels]:
+    """The label columns by name; the main one is called `label`."""
+    return ({LABEL: source.label} if source.label is not None else {}) | source.extra
+
+
 def label_column(source: Source, name: str = LABEL) -> Labels:
     """A label column by name; the main one is called `label`."""
     if name in source.extra:
         return source.extra[name]
     if name == LABEL:
         return require_labels(source)
-    columns = ", ".join([*([LABEL] if source.label else []), *source.extra]) or "none"
-    raise UserError(f"{source.name} has no labels called {name}; there are {columns}.")
+    raise UserError(f"{source.name} has no labels called {name}; there are {', '.join(label_columns(source)) or 'none'}.")
 
 
 def labels_of(embedding: Embedding, name: str) -> Tensor:

@@ -10,7 +10,6 @@ import json
 import os
 import statistics
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,13 +19,13 @@ import yaml
 from vitrail.atomic_files import atomic_write_text, check_writable_folder
 from vitrail.checkpoints.hub import find_named
 from vitrail.checkpoints.model_io import split_delta_path
+from vitrail.data.progress import Advance, Progress, no_progress
 from vitrail.errors import UserError
 from vitrail.evaluation.features import VECTORS, FeatureKind
 from vitrail.evaluation.model import Model
 from vitrail.evaluation.probes.protocol import (
     LABEL,
     PROBES,
-    Advance,
     ProbeData,
     Settings,
     default_vector,
@@ -144,16 +143,12 @@ def parse_task(entry: Any, defaults: dict[str, Any], number: int, path: Path) ->
     return ProbeTask(**values | changes)
 
 
-def no_progress(title: str, total: int) -> AbstractContextManager[Advance]:
-    return nullcontext(lambda count: None)
-
-
 def run_suite(
     tasks: Sequence[ProbeTask],
     weights: Sequence[Path],
     folder: Path,
     load: Callable[[Path], Model],
-    progress: Callable[[str, int], AbstractContextManager[Advance]] = no_progress,
+    progress: Progress = no_progress,
     batch_size: int = 64,
     workers: int | None = None,
     log: Callable[[str], None] = lambda message: None,
