@@ -186,8 +186,8 @@ def open_data(request: TrainRequest, recipe: Recipe, device: torch.device = CPU)
             recipe = recipe.set({"validation.image_size": list(choose_validation_size(pretrained, size))})
     recipe, messages = fit_to_data(recipe, splits.train, pretrained.preprocessing if pretrained else None, reason)
     if recipe.validation_size != recipe.augmentation.image_size:
-        size = format_size(recipe.validation_size)
-        messages.append(f"validation and predictions at {size} pixels: random crops show objects larger than whole images do")
+        larger = format_size(recipe.validation_size)
+        messages.append(f"validation and predictions at {larger} pixels: random crops show objects larger than whole images do")
     narrow = pretrained is not None and pretrained.architecture.width <= NARROW
     if narrow and recipe.name == "finetune" and "optimizer.layer_decay" not in request.explicit_keys:
         recipe = recipe.set({"optimizer.layer_decay": NARROW_LAYER_DECAY})
