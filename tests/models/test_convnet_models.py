@@ -68,7 +68,7 @@ def test_new_weights_make_every_block_the_identity():
     model = vitrail.create("resnet18", 3, 64)
     x = torch.randn(2, 64, 8, 8).relu()
     assert torch.equal(model.stem.blocks[1](x), x)
-    assert float(model.stem.root.conv1.weight.std()) == pytest.approx((2 / (64 * 49)) ** 0.5, rel=0.05)
+    assert float(model.stem.root.conv1.weight.detach().std()) == pytest.approx((2 / (64 * 49)) ** 0.5, rel=0.05)
 
 
 @pytest.mark.parametrize(
