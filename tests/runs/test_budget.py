@@ -8,10 +8,12 @@ import torch
 import vitrail
 from tests.images import make_folder
 from vitrail.data.datasets.lookup import open_splits
+from vitrail.errors import UserError
 from vitrail.models.flops import cost
 from vitrail.recipes import lookup
 from vitrail.runs import budget, request
 from vitrail.runs.budget import MAX_EPOCHS, MIN_EPOCHS, choose_image_size, choose_length, choose_validation_size, image_seconds
+from vitrail.runs.initial_model import configure
 from vitrail.runs.request import TrainRequest, open_data, resolve_recipe
 from vitrail.runs.step_timing import Pace
 from vitrail.training import precision
@@ -100,6 +102,8 @@ def test_images_are_larger_in_validations_and_predictions(photos, tmp_path, monk
     assert open_recipe(changes={"validation.image_size": [160, 160]}).recipe.validation_size == (160, 160)
     assert open_recipe(changes={"augmentation.image_size": 96}).recipe.validation_size == (96, 96)
     fixed = vitrail.create("resmlp_s12", 3, device="meta")
+    with pytest.raises(UserError, match=r"resmlp_s12 has weights for each patch .*: remove validation.image_size"):
+        configure(fixed, lookup("finetune").set({"augmentation.image_size": 224, "validation.image_size": 256}), None)
     assert choose_validation_size(fixed, 224) == (0, 0)
 
     small = vitrail.create("vitrail_mini", 3, (32, 32), width=8, depth=1)

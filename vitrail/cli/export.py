@@ -35,11 +35,7 @@ def export(
         Path | None, typer.Option(help="Of web: the npm package onnxruntime-web, a folder or .tgz file; default: from npm.")
     ] = None,
     image_size: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Another image size of the network: 384, or 384x512 (height x width).",
-        ),
+        str | None, typer.Option(metavar="SIZE", help="Another image size of the network: 384, or 384x512 (height x width).")
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing OUT.")] = False,
     as_json: JsonOption = False,

@@ -79,10 +79,10 @@ def imagenet_titles() -> list[str]:
     return [name if count[name] == 1 else f"{name} ({number})" for name, (number, _) in zip(first, imagenet(), strict=True)]
 
 
-def class_titles(names: list[str] | None, classes: int) -> list[str]:
+def class_titles(names: Sequence[str] | None, classes: int) -> list[str]:
     """Class names to show: those of the model; ImageNet's for 1000 classes without names; otherwise "class 7"."""
     if names is not None:
-        return names
+        return list(names)
     return imagenet_titles() if classes == len(imagenet()) else [f"class {index}" for index in range(classes)]
 
 
@@ -130,11 +130,9 @@ def match_classes(
     matched = [index for index in indices if index is not None]
     duplicate = next((index for index in matched if matched.count(index) > 1), None)
     if duplicate is not None:
+        own = class_titles(model_names, model_classes)
         both = [data_names[row] for row, index in enumerate(matched) if index == duplicate]
-        raise UserError(
-            f"{both[0]!r} and {both[1]!r} of {data} both match the model's class {_title(known, model_names, duplicate)!r}: "
-            f"{hint}."
-        )
+        raise UserError(f"{both[0]!r} and {both[1]!r} of {data} both match the model's class {own[duplicate]!r}: {hint}.")
     return _one_to_one(data_names, matched, model_classes, method)
 
 
@@ -217,8 +215,9 @@ def _merge_equal(
     for indices, names in members.items():
         for index in indices:
             if index in owner:
+                own = class_titles(model_names, model_classes)
                 raise UserError(
-                    f"The map assigns the model's class {_title(known, model_names, index)!r} to {owner[index]!r} and to "
+                    f"The map assigns the model's class {own[index]!r} to {owner[index]!r} and to "
                     f"{names[0]!r}, whose other classes differ: assign each of the model's classes to one group only."
                 )
             owner[index] = names[0]
@@ -397,9 +396,3 @@ def _shorten(value: Any) -> str:
 def _some(names: Sequence[str]) -> str:
     shown = ", ".join(repr(name) for name in names[:SHOWN])
     return (shown + (", …" if len(names) > SHOWN else "")) if names else "no others"
-
-
-def _title(known: list[str] | None, model_names: Sequence[str] | None, index: int) -> str:
-    if model_names is not None:
-        return model_names[index]
-    return imagenet()[index][1] if known is not None else f"class {index}"

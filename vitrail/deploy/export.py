@@ -17,7 +17,7 @@ from vitrail.deploy.exported_outputs import make_network, task_of
 from vitrail.deploy.web_export import find_runtime, write_site
 from vitrail.errors import UserError
 from vitrail.models.config import as_size, format_size
-from vitrail.models.inputs import FIXED_GRID, check_input_size
+from vitrail.models.inputs import check_input_size, has_fixed_grid
 from vitrail.models.preprocessing import min_decode_side
 from vitrail.models.vision_transformer import VisionTransformer
 
@@ -149,7 +149,7 @@ def check_options(path: Path, to: str, input: str, precision: str, dynamic_size:
 def check_model(model: VisionTransformer, task: str, to: str, dynamic_size: bool) -> None:
     """Raise UserError for what this model does not have."""
     a = model.architecture
-    if dynamic_size and (a.mixer in FIXED_GRID or a.pooling in FIXED_GRID):
+    if dynamic_size and has_fixed_grid(a):
         raise UserError(
             f"{model.name or 'The model'} has weights for each patch and takes one image size only: remove --dynamic-size."
         )

@@ -1,4 +1,4 @@
-"""Evaluation mode for a while."""
+"""A context in which a model is in evaluation mode."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -13,6 +13,11 @@ FIXED_GRID = ("linear", "mlp", "class_mlp")  # mixers and poolings with weights 
 MAX_PIXELS, MAX_PATCHES = 1 << 22, 1 << 13  # of an image, whose size is a setting of a file from anybody
 
 
+def has_fixed_grid(a: Architecture) -> bool:
+    """Whether the model has weights for each patch, so that it takes images of one size until it is resized."""
+    return a.mixer in FIXED_GRID or a.pooling in FIXED_GRID
+
+
 def check_input_size(size: tuple[int, int], patch_size: int, name: str) -> None:
     """Raise UserError if one image would need too much time and memory; `patch_size` 0: the network has no patches."""
     height, width = size
@@ -48,7 +53,7 @@ def check_input(
     rows, columns = stem.grid(height, width)
     if min(rows, columns) < 1:
         raise UserError(f"images of {height} x {width} pixels are smaller than a patch of {a.patch_size}; use larger images.")
-    if (rows, columns) != grid and (a.mixer in FIXED_GRID or a.pooling in FIXED_GRID):
+    if (rows, columns) != grid and has_fixed_grid(a):
         raise UserError(
             f"images of {height} x {width} pixels have {rows} x {columns} patches, and this model is for a grid of "
             f"{grid[0]} x {grid[1]}; call resize({height}, {width}) {resize_hint}."

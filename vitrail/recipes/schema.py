@@ -253,6 +253,7 @@ class Recipe:
 
     @property
     def validation_size(self) -> tuple[int, int]:
+        """The image size of validations and of predictions with the weights."""
         return self.validation.image_size if any(self.validation.image_size) else self.augmentation.image_size
 
     @property

@@ -6,7 +6,7 @@ import torch
 
 from vitrail.data.source import Source
 from vitrail.models.flops import cost
-from vitrail.models.inputs import FIXED_GRID
+from vitrail.models.inputs import has_fixed_grid
 from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.recipes.data_defaults import median_side
 from vitrail.runs.step_timing import Pace
@@ -42,7 +42,7 @@ def choose_validation_size(model: VisionTransformer, size: int) -> tuple[int, in
 
     "Fixing the train-test resolution discrepancy" (arXiv 1906.06423). (0, 0), the same size, for weights of a fixed grid.
     """
-    if model.architecture.mixer in FIXED_GRID or model.architecture.pooling in FIXED_GRID:
+    if has_fixed_grid(model.architecture):
         return 0, 0
     patch = model.architecture.patch_size
     side = round(ENLARGED * size / patch) * patch

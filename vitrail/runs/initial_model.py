@@ -14,6 +14,7 @@ from vitrail.checkpoints.training_checkpoints import is_training_checkpoint
 from vitrail.errors import UserError
 from vitrail.layers.pos_embed import RELATIVE
 from vitrail.models.config import TRAINING_ONLY, Architecture
+from vitrail.models.inputs import has_fixed_grid
 from vitrail.models.preprocessing import Preprocessing
 from vitrail.models.registry import build as build_model
 from vitrail.models.registry import create
@@ -60,6 +61,8 @@ def configure(model: VisionTransformer, recipe: Recipe, class_names: list[str] |
     model.preprocessing = Preprocessing(
         recipe.validation_size, view.crop_ratio, view.resize, view.interpolation, augmentation.mean, augmentation.std
     )
+    if recipe.validation_size != augmentation.image_size and has_fixed_grid(model.architecture):
+        raise UserError(f"{model.name} has weights for each patch and takes one image size only: remove validation.image_size.")
     model.preprocessing.check()  # raises for an invalid view now and not at the first validation
     model.class_names = None if class_names is None else list(class_names)
     return model

@@ -26,7 +26,7 @@ from vitrail.heads.projection import ProjectionHead
 from vitrail.layers.layout import Layout
 from vitrail.layers.token_mixers import PatchLinear
 from vitrail.models.config import format_size
-from vitrail.models.inputs import FIXED_GRID
+from vitrail.models.inputs import FIXED_GRID, has_fixed_grid
 from vitrail.models.registry import build
 from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.recipes.task_options import DinoOptions
@@ -241,7 +241,7 @@ class Dino(SelfSupervised):
                 f"task_options.local_size={o.local_size} is not a multiple of the patch size {a.patch_size}: give {below}, or 0 "
                 "for 3/7 of the image size."
             )
-        return self._adapt_to_grid(model) if a.mixer in FIXED_GRID or a.pooling in FIXED_GRID else o
+        return self._adapt_to_grid(model) if has_fixed_grid(a) else o
 
     def _adapt_to_grid(self, model: VisionTransformer) -> DinoOptions:
         """The options for a model with weights for each patch."""
