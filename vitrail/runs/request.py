@@ -46,6 +46,7 @@ DEFAULT_MINUTES = 5.0
 FROM_SCRATCH = ("laptop", "small")  # the default recipes that have no weights to start from
 NARROW, NARROW_LAYER_DECAY = 192, 0.9  # width; small networks gain by larger steps of their first blocks
 MIN_PHOTO_SIDE = 40  # pixels; smaller images are digits, letters, icons
+TRAINED_SIZE = "the size the weights were trained at"  # why an image size is chosen
 MAX_FINETUNED = 20_000  # training images; with more, a training from scratch on a GPU gives better results
 
 
@@ -175,21 +176,14 @@ def open_data(request: TrainRequest, recipe: Recipe, device: torch.device = CPU)
         recipe = with_token(recipe, pretrained, find_model(request.model)[1])
     if pretrained and pretrained.name in list_models():
         recipe = dataclasses.replace(recipe, model=pretrained.name)
-    minutes, reason = time_budget(request, recipe, device), "the size the weights were trained at"
-    if minutes and pretrained is not None and recipe.augmentation.image_size == (0, 0):
-        dtype = DTYPES.get(choose_precision(recipe, device, request.explicit_keys)[0].precision)
-        size = choose_image_size(pretrained, splits.train, device, minutes, dtype)
-        if (size, size) != pretrained.preprocessing.image_size:
-            pretrained.preprocessing = pretrained.preprocessing._replace(image_size=(size, size))
-            reason = f"the largest size at which about {MIN_EPOCHS} epochs fit into {minutes:g} minutes of an idle machine"
-        if recipe.name == "finetune" and "validation.image_size" not in request.explicit_keys:
-            recipe = recipe.set({"validation.image_size": list(choose_validation_size(pretrained, size))})
+    reason = TRAINED_SIZE
+    if pretrained and recipe.augmentation.image_size == (0, 0) and (minutes := time_budget(request, recipe, device)):
+        recipe, reason = choose_sizes(request, recipe, pretrained, splits.train, device, minutes)
     recipe, messages = fit_to_data(recipe, splits.train, pretrained.preprocessing if pretrained else None, reason)
     if recipe.validation_size != recipe.augmentation.image_size:
         larger = format_size(recipe.validation_size)
         messages.append(f"validation and predictions at {larger} pixels: random crops show objects larger than whole images do")
-    narrow = pretrained is not None and pretrained.architecture.width <= NARROW
-    if narrow and recipe.name == "finetune" and "optimizer.layer_decay" not in request.explicit_keys:
+    if is_default_finetuning(request, recipe, "optimizer.layer_decay") and pretrained and pretrained.architecture.width <= NARROW:
         recipe = recipe.set({"optimizer.layer_decay": NARROW_LAYER_DECAY})
         messages.append(f"optimizer.layer_decay set to {NARROW_LAYER_DECAY}: the network has at most {NARROW} channels")
     if recipe.name in FROM_SCRATCH and pretrained is None:
@@ -200,18 +194,43 @@ def open_data(request: TrainRequest, recipe: Recipe, device: torch.device = CPU)
             f"schedule.length={recipe.schedule.length!r} is less than one step, of which an epoch has {sampler.steps:,}: "
             "give more."
         )
-    counts = f"{len(splits.train):,} training and {len(splits.validation):,} validation images"
-    unlabeled = ", masks" if splits.train.has_masks else ", boxes" if splits.train.object_classes else ", no labels"
-    classes = f", {len(splits.train.classes)} classes" if splits.train.label is not None else unlabeled
-    skipped = describe_skipped(dict.fromkeys(path for part in splits[:2] for path in part.skipped))
-    notes = [*splits.train.defects[:1], *([skipped] if skipped else [])]
-    messages = [f"{splits.train.name}: {counts}{classes}", *notes, *messages, *task.describe(recipe)]
+    messages = [*describe_data(splits), *messages, *task.describe(recipe)]
     if recipe.data.repeats > 1 or recipe.data.round_to > 1:
         epoch = sampler.epoch_size()
         images = pluralize(epoch.distinct, "image")
         messages.append(f"an epoch is {pluralize(epoch.steps, 'step')}, {epoch.samples:,} samples of {images}")
     messages += describe_cooldown(recipe.schedule)
     return OpenedData(splits, recipe, pretrained, messages)
+
+
+def is_default_finetuning(request: TrainRequest, recipe: Recipe, key: str) -> bool:
+    """Whether `key` may be set from the data and the weights: the recipe is `finetune` and the user has not set it."""
+    return recipe.name == "finetune" and key not in request.explicit_keys
+
+
+def choose_sizes(
+    request: TrainRequest, recipe: Recipe, pretrained: VisionTransformer, train: Source, device: torch.device, minutes: float
+) -> tuple[Recipe, str]:
+    """Set the image sizes of training (in `pretrained`) and prediction that fit into the time; the recipe and the reason."""
+    dtype = DTYPES.get(choose_precision(recipe, device, request.explicit_keys)[0].precision)
+    size = choose_image_size(pretrained, train, device, minutes, dtype)
+    reason = TRAINED_SIZE
+    if (size, size) != pretrained.preprocessing.image_size:
+        pretrained.preprocessing = pretrained.preprocessing._replace(image_size=(size, size))
+        reason = f"the largest size at which about {MIN_EPOCHS} epochs fit into {minutes:g} minutes of an idle machine"
+    if is_default_finetuning(request, recipe, "validation.image_size"):
+        recipe = recipe.set({"validation.image_size": list(choose_validation_size(pretrained, size))})
+    return recipe, reason
+
+
+def describe_data(splits: Splits) -> list[str]:
+    """The number of images, the kind of labels, the first defect and the skipped files."""
+    train = splits.train
+    unlabeled = ", masks" if train.has_masks else ", boxes" if train.object_classes else ", no labels"
+    classes = f", {len(train.classes)} classes" if train.label is not None else unlabeled
+    skipped = describe_skipped(dict.fromkeys(path for part in splits[:2] for path in part.skipped))
+    counts = f"{len(train):,} training and {len(splits.validation):,} validation images"
+    return [f"{train.name}: {counts}{classes}", *train.defects[:1], *([skipped] if skipped else [])]
 
 
 def describe_pretrained(pretrained: VisionTransformer, recipe: Recipe, class_names: list[str] | None) -> list[str]:
