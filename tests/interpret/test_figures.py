@@ -19,7 +19,7 @@ from vitrail.interpret.attention import record
 from vitrail.interpret.branch_norms import branch_norms
 from vitrail.interpret.distance import attention_distances
 from vitrail.interpret.explanation import to_uint8
-from vitrail.interpret.figures import FIGURES, draw_figures
+from vitrail.interpret.figures import FIGURES, MAX_IMAGES, PaperFigures
 from vitrail.interpret.filters import filter_components
 from vitrail.interpret.heat_maps import draw_class_maps, draw_heads, draw_over, draw_saliency, saliency
 from vitrail.interpret.maps import available_methods, compute_map
@@ -27,6 +27,13 @@ from vitrail.interpret.patch_mixing import patch_mosaics, weight_sparsity
 from vitrail.interpret.position import position_similarity
 from vitrail.interpret.token_similarity import token_cosines
 from vitrail.models.registry import build
+
+
+def draw_figures(*recordings):
+    figures = PaperFigures()
+    for recording in recordings:
+        figures.add(recording)
+    return figures.draw(), figures.reasons
 
 
 def is_drawing(png):
@@ -51,7 +58,7 @@ def test_distances_are_those_of_a_loop(photographs):
         for key in range(rows * columns):
             down, across = query // columns - key // columns, query % columns - key % columns
             total += weights[:, :, query, key].mean(0) * 16 * np.hypot(down, across)
-    np.testing.assert_allclose(found[3].numpy(), total / (rows * columns), rtol=1e-4)
+    np.testing.assert_allclose(found[3].mean(1).numpy(), total / (rows * columns), rtol=1e-4)
 
 
 @pytest.mark.parametrize(("size", "patch", "expected"), [(224, 16, 116.49), (224, 32, 115.50), (44, 16, 13.66)])
@@ -61,7 +68,7 @@ def test_distances_of_uniform_attention(size, patch, expected):
     with torch.no_grad():
         model.block(0).mix.branches[0].body.qkv.weight.zero_()
     distances = attention_distances(record(model, torch.randn(1, 3, size, size)))
-    assert distances[0].tolist() == pytest.approx([expected] * 4, abs=0.01)
+    assert distances[0].squeeze(1).tolist() == pytest.approx([expected] * 4, abs=0.01)
 
 
 def test_position_similarity(photographs):
@@ -122,11 +129,22 @@ def test_token_cosines_are_means_of_pairs():
     tokens = recording.blocks[2][0]
     similar = F.cosine_similarity(tokens[:, :, None], tokens[:, None], dim=-1)
     pairs = similar[:, 2:, 2:].sum((1, 2)) - 36
-    assert float(found["patches"][2]) == pytest.approx(float(pairs.mean()) / (36 * 35), abs=1e-5)
-    assert float(found["class and distillation"][2]) == pytest.approx(float(similar[:, 0, 1].mean()), abs=1e-5)
+    assert float(found["patches"][2].mean()) == pytest.approx(float(pairs.mean()) / (36 * 35), abs=1e-5)
+    assert float(found["class and distillation"][2].mean()) == pytest.approx(float(similar[:, 0, 1].mean()), abs=1e-5)
     last = model.features(images[:4]).prefix
     expected = F.cosine_similarity(last[:, 0], last[:, 1], dim=-1).mean().detach()
-    assert float(found["class and distillation"][-1]) == pytest.approx(float(expected), abs=1e-5)
+    assert float(found["class and distillation"][-1].mean()) == pytest.approx(float(expected), abs=1e-5)
+
+
+def test_figures_are_means_of_all_images(monkeypatch):
+    """Also where they come in several passes, up to a largest number."""
+    model, (images, _) = trained("distilled"), digits()
+    together = draw_figures(record(model, images[:6]))[0]
+    assert draw_figures(record(model, images[:4]), record(model, images[4:6]))[0] == together
+    assert draw_figures(record(model, images[:4]))[0]["distance"] != together["distance"]
+    assert MAX_IMAGES == 128
+    monkeypatch.setattr("vitrail.interpret.figures.MAX_IMAGES", 4)
+    assert draw_figures(record(model, images[:4]), record(model, images[4:6]))[0] == draw_figures(record(model, images[:4]))[0]
 
 
 @pytest.mark.parametrize("kind", ["cait", "resmlp", "patchconvnet", "distilled"])

@@ -112,6 +112,7 @@ def write_report(
     from vitrail.evaluation.predict import open_images, read_batches
     from vitrail.interpret.attention import batch_size_for, record
     from vitrail.interpret.explanation import BATCH, check_model, class_indices, explain_recording
+    from vitrail.interpret.figures import PaperFigures
     from vitrail.interpret.maps import needs_gradients
 
     check_writable_folder(out)
@@ -122,6 +123,7 @@ def write_report(
     model = check_model(open_model(weights, device))
     methods = options.methods(model)
     targets = class_indices(model, options.classes, len(source)) if options.classes else None
+    paper_figures = PaperFigures() if figures else None
     report, explained = ReportWriter(out, weights, save_maps, map(source.location, range(len(source)))), 0
     with progress("explaining", len(source)) as advance:
         for batch in read_batches(source, device_of(model), decode_side(model), batch_size_for(model, BATCH)):
@@ -134,14 +136,18 @@ def write_report(
             chosen = None if targets is None else torch.tensor([targets[number] for number in index])
             names = [source.location(number) for number in index]
             explanations = explain_recording(recording, names, methods, chosen, top)
-            if figures and not explained:
-                report.add_figures(recording)
+            if paper_figures:
+                if not explained:
+                    report.add_saliency(recording)
+                paper_figures.add(recording)
             for row, explanation in enumerate(explanations):
                 report.add_image(explanation, recording, row, top)
                 explained += 1
                 advance(1)
     if not explained:
         raise UserError("No image could be read.")
+    if paper_figures:
+        report.add_figures(paper_figures)
     page = report.write([("weights", str(weights)), ("model", model.name or "of no known name"), ("methods", ", ".join(methods))])
     print_text(f"{pluralize(explained, 'image')}, {', '.join(methods)}: {page}")
 

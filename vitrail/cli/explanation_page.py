@@ -17,7 +17,7 @@ from vitrail.errors import UserError
 from vitrail.evaluation.embeddings import save_array
 from vitrail.formatting import percent, pluralize
 from vitrail.interpret.explanation import Explanation
-from vitrail.interpret.figures import FIGURES, draw_figures
+from vitrail.interpret.figures import FIGURES, PaperFigures
 from vitrail.interpret.heat_maps import draw_class_maps, draw_heads, draw_over, draw_saliency
 from vitrail.interpret.maps import METHODS, parse_method
 from vitrail.pages import image_url, png_url, write_page
@@ -84,16 +84,20 @@ class ReportWriter:
             found.append(("thresholded", "heads of the last layer, patches with 60 % of their attention", masks))
         return [{"caption": caption, "url": self.save_png(f"{stem}-{name}.png", png)} for name, caption, png in found]
 
-    def add_figures(self, recording: "Recording") -> None:
-        """The figures of the papers, from the first images."""
-        drawn, reasons = draw_figures(recording)
-        for name, png in drawn.items():
-            figure = FIGURES[name]
-            self.figures.append({"title": figure.title, "origin": figure.origin, "url": self.save_png(f"figure-{name}.png", png)})
-        self.missing = list(dict.fromkeys(reasons.values()))
+    def add_saliency(self, recording: "Recording") -> None:
+        """CaiT's saliency of the images of a recording, if the model has class attention."""
         if recording.model.architecture.pooling == "class_attention":
-            url = self.save_png("figure-saliency.png", draw_saliency(recording))
-            self.figures.insert(0, {"title": "Saliency of the first class-attention block", "origin": "CaiT, Fig. 7", "url": url})
+            self.add_figure("saliency", "Saliency of the first class-attention block", "CaiT, Fig. 7", draw_saliency(recording))
+
+    def add_figures(self, figures: PaperFigures) -> None:
+        """The other figures of the papers, and why some are missing."""
+        for name, png in figures.draw().items():
+            title, images = FIGURES[name].title, pluralize(figures.images, "image")
+            self.add_figure(name, f"{title}, {images}" if FIGURES[name].measure else title, FIGURES[name].origin, png)
+        self.missing = list(dict.fromkeys(figures.reasons.values()))
+
+    def add_figure(self, name: str, title: str, origin: str, png: bytes) -> None:
+        self.figures.append({"title": title, "origin": origin, "url": self.save_png(f"figure-{name}.png", png)})
 
     def write(self, settings: Sequence[tuple[str, str]]) -> Path:
         """index.html, with all images inside."""

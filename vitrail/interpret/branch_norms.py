@@ -1,7 +1,7 @@
 """The norm of each residual branch relative to its input, by layer (CaiT, Fig. 4)."""
 
-import numpy as np
 import torch
+from torch import Tensor
 
 from vitrail.errors import UserError
 from vitrail.interpret.attention import Recording
@@ -12,11 +12,11 @@ TITLES = {"mix": "token mixing (attention)", "ffn": "MLP"}
 
 
 @torch.no_grad()
-def branch_norms(recording: Recording) -> dict[str, np.ndarray]:
-    """|branches| / |input| of the residuals "mix" and "ffn" in every block: float32 [layers, B]."""
+def branch_norms(recording: Recording) -> dict[str, Tensor]:
+    """|branches| / |input| of the residuals "mix" and "ffn" in every block: [layers, B]."""
     if not recording.blocks:
         raise UserError("Norms of residual branches need transformer blocks, which this model does not have.")
-    found: dict[str, list[torch.Tensor]] = {}
+    found: dict[str, list[Tensor]] = {}
     for index, (tokens, layout, relative) in enumerate(recording.blocks):
         x = tokens.detach()
         for name, residual in recording.model.block(index).residuals().items():
@@ -24,20 +24,19 @@ def branch_norms(recording: Recording) -> dict[str, np.ndarray]:
                 update = residual.update(x, layout, relative)
             found.setdefault(name, []).append(update.flatten(1).norm(dim=1) / x.flatten(1).norm(dim=1))
             x = residual.post(x + update)
-    return {name: torch.stack(values).float().cpu().numpy() for name, values in found.items()}
+    return {name: torch.stack(values).float().cpu() for name, values in found.items()}
 
 
-def draw_branch_norms(recording: Recording) -> bytes:
+def draw_branch_norms(norms: dict[str, Tensor]) -> bytes:
     """The mean over the images and the range, one panel per kind of branch, as PNG."""
-    norms = branch_norms(recording)
     with new_figure(LIGHT, (7, 2.4 * len(norms) + 0.4)) as figure:
         panels = figure.subplots(len(norms), squeeze=False)[:, 0]
         for axes, (name, values) in zip(panels, norms.items(), strict=True):
             style_axes(axes, f"|branch| / |input|: {TITLES[name]}", LIGHT)
-            layers = np.arange(len(values))
-            axes.fill_between(layers, values.min(1), values.max(1), color=LIGHT.blue, alpha=0.2, linewidth=0)
+            layers = range(len(values))
+            axes.fill_between(layers, values.amin(1).tolist(), values.amax(1).tolist(), color=LIGHT.blue, alpha=0.2, linewidth=0)
             label = f"mean of {values.shape[1]} images" if values.shape[1] > 1 else "one image"
-            axes.plot(layers, values.mean(1), color=LIGHT.blue, label=label, **marker_style(layers))
+            axes.plot(layers, values.mean(1).tolist(), color=LIGHT.blue, label=label, **marker_style(layers))
             axes.set_ylim(bottom=0)
             use_integer_ticks(axes)
             add_legend(axes, LIGHT, "")

@@ -10,10 +10,9 @@ from vitrail.pages.charts import LIGHT, new_figure, render_png, style_axes, use_
 
 @torch.no_grad()
 def attention_distances(recording: Recording) -> dict[int, Tensor]:
-    """Mean distance in pixels between a patch and those it attends to, by layer: one value per head.
+    """Mean distance in pixels between a patch and those it attends to, by layer: [heads, B].
 
-    Distances between the centers of patches are weighted with the attention, without prefix tokens, and averaged over patches and
-    images.
+    Distances between the centers of patches are weighted with the attention, without prefix tokens, and averaged over patches.
     """
     layers = [layer for layer in range(len(recording.blocks)) if recording.has_attention(layer)]
     if not layers:
@@ -30,18 +29,17 @@ def attention_distances(recording: Recording) -> dict[int, Tensor]:
             patches = weights[:, :, inside, prefix:].float()
             patches = patches / patches.sum(-1, keepdim=True)
             distances = torch.cdist(centers[index[inside] - prefix], centers, compute_mode="donot_use_mm_for_euclid_dist")
-            total = total + (patches * distances).sum((0, 2, 3))
-        found[layer] = (total / (len(recording.images) * rows * columns)).cpu()
+            total = total + (patches * distances).sum((2, 3))
+        found[layer] = (total / (rows * columns)).T.cpu()
     return found
 
 
-def draw_distances(recording: Recording) -> bytes:
-    """A point per head over the layers, as PNG."""
-    distances = attention_distances(recording)
+def draw_distances(distances: dict[int, Tensor]) -> bytes:
+    """A point per head over the layers, the mean of the images, as PNG."""
     with new_figure(LIGHT, (7, 4)) as figure:
         axes = figure.subplots()
         style_axes(axes, "Mean attention distance (pixels)", LIGHT)
-        for layer, values in distances.items():
+        for layer, values in ((layer, each.mean(1)) for layer, each in distances.items()):
             colors = [f"C{head % 10}" for head in range(len(values))]
             axes.scatter([layer] * len(values), values.tolist(), c=colors, s=22, linewidths=0)
         axes.set_xlabel("layer; a point per head", color=LIGHT.muted)

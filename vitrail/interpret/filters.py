@@ -4,7 +4,6 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.errors import UserError
-from vitrail.interpret.attention import Recording
 from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.pages.charts import LIGHT, new_figure, render_png
 
@@ -30,9 +29,9 @@ def filter_components(model: VisionTransformer, count: int = COMPONENTS) -> tupl
     return out.float(), share[:count].float()
 
 
-def draw_filters(recording: Recording) -> bytes:
+def draw_filters(model: VisionTransformer) -> bytes:
     """The components as color images, seven in a row, each scaled to its own range, as PNG."""
-    components, share = filter_components(recording.model)
+    components, share = filter_components(model)
     rows = -(-len(components) // 7)
     with new_figure(LIGHT, (7, rows + 0.5)) as figure:
         figure.suptitle(

@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from vitrail.errors import UserError
-from vitrail.interpret.attention import Recording
 from vitrail.layers.block import Branch
 from vitrail.layers.mlp import FeedForward
 from vitrail.layers.token_mixers import PatchLinear
@@ -61,9 +60,9 @@ def weight_sparsity(model: VisionTransformer) -> dict[str, list[float]]:
     }
 
 
-def draw_mosaics(recording: Recording) -> bytes:
+def draw_mosaics(model: VisionTransformer) -> bytes:
     """The mosaics of up to twelve layers, each on its own scale around zero, as PNG."""
-    mosaics = patch_mosaics(recording.model)
+    mosaics = patch_mosaics(model)
     chosen = sorted({round(index) for index in torch.linspace(0, len(mosaics) - 1, min(len(mosaics), SHOWN)).tolist()})
     rows = -(-len(chosen) // 4)
     with new_figure(LIGHT, (8, 2.15 * rows)) as figure:
@@ -80,15 +79,13 @@ def draw_mosaics(recording: Recording) -> bytes:
         return render_png(figure)
 
 
-def draw_sparsity(recording: Recording) -> bytes:
+def draw_sparsity(model: VisionTransformer) -> bytes:
     """Three curves over the layers, as PNG."""
     with new_figure(LIGHT, (7, 3.6)) as figure:
         axes = figure.subplots()
         style_axes(axes, "Share of weights below 5 % of the largest", LIGHT)
-        for (name, values), color in zip(
-            weight_sparsity(recording.model).items(), (LIGHT.blue, LIGHT.orange, LIGHT.green), strict=True
-        ):
-            axes.plot(values, color=color, label=name, **marker_style(torch.tensor(values).numpy()))
+        for (name, values), color in zip(weight_sparsity(model).items(), (LIGHT.blue, LIGHT.orange, LIGHT.green), strict=True):
+            axes.plot(values, color=color, label=name, **marker_style(values))
         axes.set_xlabel("layer", color=LIGHT.muted)
         axes.set_ylim(0, 1)
         add_legend(axes, LIGHT, "")

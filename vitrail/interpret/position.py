@@ -5,7 +5,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vitrail.errors import UserError
-from vitrail.interpret.attention import Recording
 from vitrail.layers.layout import Layout
 from vitrail.layers.pos_embed import ABSOLUTE
 from vitrail.models.vision_transformer import VisionTransformer
@@ -27,9 +26,9 @@ def position_similarity(model: VisionTransformer) -> Tensor:
     return out
 
 
-def draw_position_similarity(recording: Recording) -> bytes:
+def draw_position_similarity(model: VisionTransformer) -> bytes:
     """A tile for each patch: the similarity of its position embedding to all others, from -1 to 1, as PNG."""
-    similarity = position_similarity(recording.model)
+    similarity = position_similarity(model)
     rows, columns = (torch.linspace(0, side - 1, min(side, SHOWN)).round().long().tolist() for side in similarity.shape[:2])
     with new_figure(LIGHT, (6.6, 6 * len(rows) / len(columns) + 0.4)) as figure:
         tiles = figure.subplots(len(rows), len(columns), squeeze=False, gridspec_kw={"wspace": 0.12, "hspace": 0.12})

@@ -11,7 +11,7 @@ from vitrail.pages.charts import LIGHT, add_legend, marker_style, new_figure, re
 
 @torch.no_grad()
 def token_cosines(recording: Recording) -> dict[str, Tensor]:
-    """Mean cosine similarity over the images, at the input of each block and at the end: [layers + 1].
+    """Mean cosine similarity at the input of each block and at the end: [layers + 1, B].
 
     "patches": of pairs of patches; "class and patches"; "class and distillation" (NaN in layers without these tokens).
     """
@@ -21,11 +21,11 @@ def token_cosines(recording: Recording) -> dict[str, Tensor]:
     with plain_forward(recording.model):
         rows.append(final_cosines(recording))
     names = ("patches", "class and patches", "class and distillation")
-    columns = torch.tensor(rows).T
-    return {name: column for name, column in zip(names, columns, strict=True) if not column.isnan().all()}
+    found = {name: torch.stack(values).float().cpu() for name, values in zip(names, zip(*rows, strict=True), strict=True)}
+    return {name: values for name, values in found.items() if not values.isnan().all()}
 
 
-def final_cosines(recording: Recording) -> tuple[float, float, float]:
+def final_cosines(recording: Recording) -> tuple[Tensor, Tensor, Tensor]:
     """The cosines after the last block and the final norm; of a pooling, with its queries as class and distillation tokens."""
     last, layout, relative = recording.blocks[-1]
     tokens = recording.model.block(len(recording.blocks) - 1)(last.detach(), layout, relative)
@@ -35,24 +35,24 @@ def final_cosines(recording: Recording) -> tuple[float, float, float]:
     return cosines(tokens if recording.model.architecture.pool_norm else recording.model.norm(tokens), layout.prefix)
 
 
-def cosines(tokens: Tensor, prefix: int) -> tuple[float, float, float]:
-    """The three means of tokens [B, T, D]; the mean of all pairs follows from the norm of the sum of unit vectors."""
+def cosines(tokens: Tensor, prefix: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The three means [B] of tokens [B, T, D]; the mean of all pairs follows from the norm of the sum of unit vectors."""
     unit = F.normalize(tokens.double(), dim=-1)
     patches, count = unit[:, prefix:], unit.shape[1] - prefix
     pairs = (patches.sum(1).square().sum(-1) - count) / max(count * (count - 1), 1)
-    first = (unit[:, :1] * patches).sum(-1).mean() if prefix else torch.tensor(torch.nan)
-    both = (unit[:, 0] * unit[:, 1]).sum(-1).mean() if prefix > 1 else torch.tensor(torch.nan)
-    return float(pairs.mean()), float(first), float(both)
+    first = (unit[:, :1] * patches).sum(-1).mean(1) if prefix else torch.full_like(pairs, torch.nan)
+    both = (unit[:, 0] * unit[:, 1]).sum(-1) if prefix > 1 else torch.full_like(pairs, torch.nan)
+    return pairs, first, both
 
 
-def draw_token_cosines(recording: Recording) -> bytes:
-    """A curve per kind of pair over the layers, as PNG."""
+def draw_token_cosines(similar: dict[str, Tensor]) -> bytes:
+    """A curve per kind of pair over the layers, the mean of the images, as PNG."""
     with new_figure(LIGHT, (7, 3.6)) as figure:
         axes = figure.subplots()
         style_axes(axes, "Cosine similarity of tokens", LIGHT)
         colors = {"patches": LIGHT.blue, "class and patches": LIGHT.orange, "class and distillation": LIGHT.green}
-        for name, values in token_cosines(recording).items():
-            axes.plot(values.tolist(), color=colors[name], label=name, **marker_style(values.numpy()))
+        for name, values in similar.items():
+            axes.plot(values.mean(1).tolist(), color=colors[name], label=name, **marker_style(range(len(values))))
         axes.set_xlabel("input of layer; last: after the final norm", color=LIGHT.muted)
         axes.set_ylim(top=1.05)
         add_legend(axes, LIGHT, "")

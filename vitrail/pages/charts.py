@@ -1,7 +1,7 @@
 """Charts: colors and style shared by all plots, and PNG output."""
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -79,6 +79,6 @@ def use_integer_ticks(axes: "Axes") -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def marker_style(values: np.ndarray) -> dict[str, Any]:
+def marker_style(values: Sized) -> dict[str, Any]:
     """Return plot arguments that mark each point if there are few: a line through a single point would be invisible."""
     return {"marker": "o", "markersize": 4, "clip_on": False} if len(values) <= 40 else {}
