@@ -7,7 +7,7 @@
 
 The photographs are the bundled pets, each cut to another size. Only `vitrail_tiny` has trained weights. The others have random
 ones, residual scales of 0.5, and a classifier of the twelve breeds that is fitted to their features by ridge regression, so that
-a top-1 prediction means something. `--depth` limits the number of blocks. The format web needs npm (or its cached
+a top-1 prediction means something. `--depth` limits the number of blocks. The formats web and webgpu need npm (or its cached
 onnxruntime-web) and Chromium with playwright; aoti needs a C++ compiler.
 
 Times are medians over rounds in turns, with half the interquartile range, of the network alone (`--input tensor`).
@@ -42,6 +42,7 @@ from vitrail.atomic_files import atomic_write
 from vitrail.bench.timing import choose_repeats, machine, summarize, time_interleaved, time_run
 from vitrail.data.datasets.pets import open_pets
 from vitrail.data.decode import decode
+from vitrail.deploy.onnx_export import split
 from vitrail.deploy.web_export import find_runtime, write_site
 from vitrail.errors import UserError
 from vitrail.models.preprocessing import pad_images
@@ -60,7 +61,9 @@ FAMILIES = {
     "lvvit_t": "LV-ViT, dense head",
     "resnet50": "convnet",
 }
-FORMATS = ("onnx-fp32", "onnx-fp16", "onnx-int8", "torch-export", "aoti", "web")
+FORMATS = ("onnx-fp32", "onnx-fp16", "onnx-int8", "torch-export", "aoti", "web", "webgpu")
+# The page runs the network in WebGPU, by Chromium's software adapter where there is no GPU.
+WEBGPU = ("--enable-unsafe-webgpu", "--use-webgpu-adapter=swiftshader", "--enable-features=Vulkan", "--use-vulkan=swiftshader")
 CPU = torch.device("cpu")
 Run = Callable[[np.ndarray], np.ndarray]  # uint8 [H, W, 3] to outputs [C]
 
@@ -121,16 +124,16 @@ def open_export(model: VisionTransformer, format: str, folder: Path, runtime: Pa
         result = vitrail.export(model, folder / f"{precision}.onnx", precision=precision, images=images)
         session = onnxruntime.InferenceSession(str(result.path), providers=["CPUExecutionProvider"])
         yield lambda pixels: session.run(None, {"images": pixels[None]})[0][0], result.bytes
-    elif format == "web":
+    elif format in ("web", "webgpu"):
         site = folder / "site"
         if (folder / "fp32.onnx").exists():  # it is the same file
             metadata = read_metadata(onnx.load(folder / "fp32.onnx"), folder)
             assert metadata is not None
-            write_site(site, (folder / "fp32.onnx").read_bytes(), metadata, find_runtime(runtime))
+            write_site(site, split((folder / "fp32.onnx").read_bytes()), metadata, find_runtime(runtime))
         else:
-            vitrail.export(model, site, to="web", runtime=runtime)
-        with open_browser(site) as run:
-            yield run, (site / "model.onnx").stat().st_size
+            vitrail.export(model, site, to="web", runtime=runtime, overwrite=True)
+        with open_browser(site, webgpu=format == "webgpu") as run:
+            yield run, sum(file.stat().st_size for file in site.glob("*.onnx"))
     else:
         result = vitrail.export(model, folder / f"{format}.pt2", to=format)
         path = str(result.path)
@@ -140,7 +143,7 @@ def open_export(model: VisionTransformer, format: str, folder: Path, runtime: Pa
 
 
 @contextmanager
-def open_browser(folder: Path) -> Iterator[Run]:
+def open_browser(folder: Path, webgpu: bool) -> Iterator[Run]:
     """Log-probabilities computed by the page of a folder, in Chromium without a network."""
     from playwright.sync_api import sync_playwright
 
@@ -156,10 +159,14 @@ def open_browser(folder: Path) -> Iterator[Run]:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         with sync_playwright() as driver:
-            browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+            flags = ["--no-sandbox", *(WEBGPU if webgpu else ())]
+            browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=flags)
             page = browser.new_page()
             page.goto(f"http://127.0.0.1:{server.server_port}/")
             page.locator("#status", has_text=re.compile("Ready|could not")).wait_for(timeout=120_000)
+            status, provider = page.locator("#status").inner_text(), "webgpu" if webgpu else "wasm"
+            if status != f"Ready ({provider}).":
+                raise UserError(f"The page does not run in {provider}: {status}")
 
             def run(pixels: np.ndarray) -> np.ndarray:
                 classes = page.evaluate(script, base64.b64encode(to_png(pixels)).decode())
@@ -181,7 +188,7 @@ def measure_parity(
         expected = torch.cat([model(model.preprocessing.apply(*pad_images([each]))) for each in pixels])
     with open_export(model, format, folder, runtime) as (run, size):
         actual = torch.from_numpy(np.stack([run(each) for each in pixels])).float()
-    if format == "web":
+    if format in ("web", "webgpu"):
         expected = expected.log_softmax(1)
     return {
         "model": name,

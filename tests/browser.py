@@ -27,14 +27,14 @@ def serve(folder):
 
 
 @contextmanager
-def open_page(address, **options):
+def open_page(address, flags=(), **options):
     """A page of Chromium at an address; `page.problems` are its errors and requests to other addresses."""
     playwright = pytest.importorskip("playwright.sync_api")
     chromium = shutil.which("chromium")
     if chromium is None:
         pytest.skip("Chromium is not installed")
     with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox", *flags])
         context = browser.new_context(**options)
         page = context.new_page()
         page.problems = []

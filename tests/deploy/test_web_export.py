@@ -15,6 +15,7 @@ from tests.web.client import encoded
 from vitrail.checkpoints.export_metadata import ExportMetadata
 from vitrail.data.datasets.pets import open_pets
 from vitrail.data.decode import decode
+from vitrail.deploy.onnx_export import split
 from vitrail.deploy.web_export import RUNTIMES, find_runtime, write_site
 from vitrail.errors import UserError
 from vitrail.models.preprocessing import Preprocessing
@@ -23,6 +24,14 @@ PREDICT = """async (encoded) => {
     const { predict } = await import("./app.js");
     return predict(new Blob([Uint8Array.from(atob(encoded), (each) => each.charCodeAt(0))]));
 }"""
+
+
+SOFTWARE_WEBGPU = (
+    "--enable-unsafe-webgpu",
+    "--use-webgpu-adapter=swiftshader",
+    "--enable-features=Vulkan",
+    "--use-vulkan=swiftshader",
+)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +45,7 @@ def site(image_file, tmp_path_factory):
         except UserError as error:
             pytest.skip(f"npm's cache does not contain onnxruntime-web, run `npm pack onnxruntime-web` once: {error}")
     model, path, result = image_file
-    write_site(folder / "site", path.read_bytes(), result.metadata, runtime)
+    write_site(folder / "site", split(path.read_bytes()), result.metadata, runtime)
     return model, folder / "site"
 
 
@@ -59,6 +68,22 @@ def test_same_predictions_as_python(site):
         assert page.evaluate("document.documentElement.scrollWidth") <= 380  # fits a phone
         page.set_input_files("#file", {"name": "x.jpg", "mimeType": "image/jpeg", "buffer": b"no image"})
         page.locator("#status", has_text="could not be read as an image").wait_for()
+        assert page.problems == []
+
+
+def test_webgpu(site):
+    """With Chromium's software adapter: the network runs there, the preprocessing in WebAssembly."""
+    model, folder = site
+    file = open_pets()["test"].encoded(0)
+    with serve(folder) as address, open_page(address, SOFTWARE_WEBGPU) as page:
+        if not page.evaluate("async () => Boolean(await navigator.gpu?.requestAdapter())"):
+            pytest.skip("this Chromium has no WebGPU adapter")
+        page.locator("#status", has_text=re.compile("Ready|could not")).wait_for(timeout=60_000)
+        assert page.locator("#status").inner_text() == "Ready (webgpu)."
+        actual = page.evaluate(PREDICT, base64.b64encode(file).decode())
+        expected = model.predict(decode(file), top=5)[0].classes
+        assert [each["name"] for each in actual] == [each.name for each in expected]
+        assert [each["probability"] for each in actual] == pytest.approx([each.probability for each in expected], abs=1e-4)
         assert page.problems == []
 
 
@@ -86,12 +111,13 @@ STAND_IN = b"""
 export const env = { wasm: {} };
 export class Tensor { constructor(type, data, dims) { this.dims = dims; } }
 let busy = false;
-async function run({ images }) {
+async function run({ images, normalized }) {
+    if (normalized) return { logits: { data: normalized.dims[2] > 100 ? [1, 0] : [0, 1] } };
     if (busy) throw new Error("Session already started");
     busy = true;
     await new Promise((done) => setTimeout(done, images.dims[2]));
     busy = false;
-    return { logits: { data: images.dims[2] > 100 ? [1, 0] : [0, 1] } };
+    return { normalized: { data: [], dims: images.dims } };
 }
 export const InferenceSession = { create: async () => ({ run }) };
 """
@@ -105,7 +131,7 @@ def test_only_the_last_of_several_images_is_shown(tmp_path):
     files = {f"package/dist/{name}": b"" for name in RUNTIMES["wasm"]} | {f"package/dist/{RUNTIMES['wasm'][0]}": STAND_IN}
     files["package/package.json"] = b'{"name": "onnxruntime-web", "version": "1"}'
     metadata = ExportMetadata("m", "classification", "image", "int8", Preprocessing((32, 32)), ["wide", "narrow"], None)
-    write_site(tmp_path / "site", b"", metadata, make_package(tmp_path / "runtime.tgz", files))
+    write_site(tmp_path / "site", (b"", b""), metadata, make_package(tmp_path / "runtime.tgz", files))
     with serve(tmp_path / "site") as address, open_page(address) as page:
         page.locator("#status", has_text="Ready").wait_for()
         page.set_input_files("#file", photo(300))
@@ -130,6 +156,7 @@ def test_wrong_runtimes(tmp_path, monkeypatch):
     other = make_package(tmp_path / "other.tgz", {"package/package.json": b'{"name": "left-pad"}'})
     empty = make_package(tmp_path / "empty.tgz", {"package/package.json": b'{"name": "onnxruntime-web", "version": "1"}'})
     monkeypatch.setattr("vitrail.deploy.onnx_export.build_model", lambda network, comparison, metadata, step: (b"", metadata))
+    monkeypatch.setattr("vitrail.deploy.onnx_export.split", lambda content: (content, content))
     cases = {
         tmp_path / "missing": "There is no",
         tmp_path / "text.tgz": "cannot be read",

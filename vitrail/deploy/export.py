@@ -88,11 +88,11 @@ def export(
 
         metadata = write_program(path, network, comparison, metadata, step, torch.device(device), compiled=to == "aoti")
     else:
-        from vitrail.deploy.onnx_export import build_model
+        from vitrail.deploy.onnx_export import build_model, split
 
         content, metadata = build_model(network, comparison, metadata, step)
         if package is not None:
-            write_site(path, content, metadata, package)
+            write_site(path, split(content), metadata, package)
         else:
             atomic_write(path, lambda temporary: temporary.write_bytes(content))
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]

@@ -132,6 +132,22 @@ def merge(preprocessing: Any, network: Any) -> Any:
     return merged
 
 
+def split(content: bytes) -> tuple[bytes, bytes]:
+    """The preprocessing and the network of a file that takes images of any size, as two files: the inverse of `merge`."""
+    import onnx
+    from onnx.utils import Extractor
+
+    model = onnx.load_from_string(content)
+    extractor = Extractor(model)
+    outputs = [output.name for output in model.graph.output]
+    preprocessing = extractor.extract_model(["images"], [NORMALIZED])
+    network = extractor.extract_model([NORMALIZED], outputs)
+    for part in (preprocessing, network):
+        part.ir_version = model.ir_version
+    network.metadata_props.extend(model.metadata_props)
+    return preprocessing.SerializeToString(), network.SerializeToString()
+
+
 def quantize(network: Any, images: Sequence[np.ndarray], convs: bool) -> Any:
     """The network with products in int8: ranges of their inputs from images of its own input, weights per channel.
 

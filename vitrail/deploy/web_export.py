@@ -1,4 +1,4 @@
-"""A folder that runs a model in the browser: the page, the ONNX file, and the runtime from the npm package onnxruntime-web.
+"""A folder that runs a model in the browser: the page, two ONNX files, and the runtime from the npm package onnxruntime-web.
 
 The runtime is copied from a local npm package and becomes part of the folder, so that the page loads nothing from elsewhere.
 """
@@ -29,8 +29,11 @@ NPM_TIMEOUT = 600  # seconds
 SCRIPT = Path(__file__).parents[1] / "pages" / "browser.js"
 
 
-def write_site(folder: Path, model: bytes, metadata: ExportMetadata, package: Path) -> None:
-    """Write the page, the model and the runtime of an npm package; any static server can serve them."""
+def write_site(folder: Path, parts: tuple[bytes, bytes], metadata: ExportMetadata, package: Path) -> None:
+    """Write the page, the model and the runtime of an npm package; any static server can serve them.
+
+    The parts are preprocessing and network. The first runs in WebAssembly: it computes in float64, which WebGPU does not have.
+    """
     available, version = open_runtime(package)
     wanted = ["wasm"] if metadata.precision == "int8" else ["webgpu", "wasm"]
     providers = [provider for provider in wanted if available.keys() >= set(RUNTIMES[provider])]
@@ -42,13 +45,14 @@ def write_site(folder: Path, model: bytes, metadata: ExportMetadata, package: Pa
         "image_size": metadata.preprocessing.image_size,
         "runtimes": {provider: f"./runtime/{RUNTIMES[provider][0]}" for provider in providers},
     }
-    files |= {"model.onnx": model, "model.json": json.dumps(settings).encode(), "app.js": SCRIPT.read_bytes()}
+    files |= {"preprocessing.onnx": parts[0], "network.onnx": parts[1]}
+    files |= {"model.json": json.dumps(settings).encode(), "app.js": SCRIPT.read_bytes()}
     for name, content in files.items():
         atomic_write(folder / name, partial(Path.write_bytes, data=content))
     facts = [
         ("model", metadata.name or "model"),
         ("precision", metadata.precision),
-        ("size", format_bytes(len(model))),
+        ("size", format_bytes(sum(map(len, parts)))),
         ("comparison with Python", str(metadata.certificate)),
         ("runtime", f"{PACKAGE} {version} (MIT license)"),
     ]

@@ -1,28 +1,35 @@
-// Runs model.onnx in the browser. The file contains its preprocessing: it takes the pixels of an image of any size.
+// Runs a model in the browser: preprocessing.onnx takes the pixels of an image of any size, network.onnx what it computes.
 
 const TOP = 5;
 const REDUCE = 8; // images whose shorter side is more than so many times that of the network are reduced first, to save memory
 const element = (id) => document.getElementById(id);
 const settings = await (await fetch("./model.json")).json();
 
-async function open(provider) {
+async function open(file, provider) {
   const ort = await import(settings.runtimes[provider]);
   ort.env.wasm.numThreads = 1; // more need headers that a plain static server does not send
   ort.env.wasm.wasmPaths = new URL("./runtime/", location.href).href;
   ort.env.logLevel = "error";
-  const session = await ort.InferenceSession.create("./model.onnx", { executionProviders: [provider] });
+  const session = await ort.InferenceSession.create(file, { executionProviders: [provider], logSeverityLevel: 3 });
   return { ort, session, provider };
 }
 
-async function openFastest() {
+async function openNetwork() {
   if (settings.runtimes.webgpu && (await navigator.gpu?.requestAdapter().catch(() => null))) {
     try {
-      return await open("webgpu");
+      const network = await open("./network.onnx", "webgpu");
+      const [height, width] = settings.image_size;
+      await compute(network, { data: new Float32Array(3 * height * width), dims: [1, 3, height, width] }); // compiles
+      return network;
     } catch (error) {
       console.warn("WebGPU is not used:", error);
     }
   }
-  return open("wasm");
+  return open("./network.onnx", "wasm");
+}
+
+function compute({ ort, session }, { data, dims }) {
+  return session.run({ normalized: new ort.Tensor("float32", data, dims) });
 }
 
 class UnreadableImage extends Error {}
@@ -51,14 +58,15 @@ async function readPixels(blob) {
   return { pixels, width, height };
 }
 
-let running = Promise.resolve(); // a session computes one image at a time
+let running = Promise.resolve(); // the sessions compute one image at a time
 
 // The classes of an image, the most probable first: [{index, name, probability}].
 export async function predict(blob) {
-  const { ort, session } = await model;
+  const { preprocessing, network } = await model;
   const { pixels, width, height } = await readPixels(blob);
-  const images = new ort.Tensor("uint8", pixels, [1, height, width, 3]);
-  running = running.catch(() => {}).then(() => session.run({ images }));
+  const images = new preprocessing.ort.Tensor("uint8", pixels, [1, height, width, 3]);
+  const run = async () => compute(network, (await preprocessing.session.run({ images })).normalized);
+  running = running.catch(() => {}).then(run);
   const outputs = await running;
   const logits = Array.from(outputs.logits.data, Number);
   const largest = Math.max(...logits);
@@ -101,7 +109,7 @@ async function choose(blob) {
     const classes = await predict(blob);
     if (blob !== latest) return;
     show(classes);
-    status.textContent = `Computed in ${Math.round(performance.now() - start)} ms (${(await model).provider}).`;
+    status.textContent = `Computed in ${Math.round(performance.now() - start)} ms (${(await model).network.provider}).`;
   } catch (error) {
     if (blob !== latest) return;
     preview.hidden = true;
@@ -125,8 +133,9 @@ addEventListener("drop", (event) => {
   choose(event.dataTransfer.files[0]);
 });
 
-const model = openFastest();
+// The preprocessing computes in float64, which WebGPU does not have.
+const model = open("./preprocessing.onnx", "wasm").then(async (preprocessing) => ({ preprocessing, network: await openNetwork() }));
 model.then(
-  ({ provider }) => (element("status").textContent = `Ready (${provider}).`),
+  ({ network }) => (element("status").textContent = `Ready (${network.provider}).`),
   (error) => (element("status").textContent = `The model could not be loaded: ${error.message}`),
 );
