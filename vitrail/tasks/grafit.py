@@ -255,12 +255,10 @@ class Grafit(SelfSupervised):
         return images, GrafitTargets(views, batch.index, batch.position % self.recipe.batch_size)
 
     def make_views(self, pixels: Tensor, sizes: Tensor, keys: Tensor) -> tuple[Tensor, Tensor | None]:
-        o, first = self.options, self.recipe.augmentation
+        o = self.options
         count = (o.views - o.shares_view) if o.instance_weight or o.triplet_weight else 0
-        images, *others = (
-            view.images for view in augment_views(pixels, sizes, keys, [(first, 1), *[(first, count)] * bool(count)])
-        )
-        return images, others[0] if others else None
+        views = augment_views(pixels, sizes, keys, [(self.recipe.augmentation, 1 + count)])[0].images
+        return views[: len(pixels)], views[len(pixels) :] if count else None
 
     @torch.no_grad()
     def after_optimizer_step(self, position: Position, skipped: Tensor) -> None:
