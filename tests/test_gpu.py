@@ -3,6 +3,8 @@
 `tests/data/test_transform_kernels.py` compares each augmentation kernel with its reference.
 """
 
+import copy
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -49,19 +51,24 @@ def test_a_compiled_training_step_gives_the_eager_gradients(name):
     model = randomize(build(structures()[name])).cuda().train()
     image = torch.randn(4, 3, *model.architecture.image_size, device="cuda")
 
-    def step(run):
+    def step(model, image, run):
         model.zero_grad()
         value = loss(run(image))
         value.backward()
         return value.item(), {key: parameter.grad.clone() for key, parameter in model.named_parameters()}
 
-    eager, gradients = step(model.outputs)
+    def distance(found, expected):
+        return sum((found[key].double() - expected[key].double()).square().sum() for key in expected).sqrt()
+
+    eager, gradients = step(model, image, model.outputs)
     torch.compiler.reset()
-    compiled, others = step(torch.compile(model.outputs, fullgraph=True))
+    compiled, others = step(model, image, torch.compile(model.outputs, fullgraph=True))
     assert compiled == pytest.approx(eager, rel=1e-2)
     norm = sum(gradient.square().sum() for gradient in gradients.values()).sqrt()
-    gap = sum((gradients[key] - others[key]).square().sum() for key in gradients).sqrt()
-    assert gap <= 2e-2 * norm
+    # BatchNorm of four images amplifies rounding: eager float32 may be as far from float64.
+    exact = copy.deepcopy(model).double()
+    rounding = distance(gradients, step(exact, image.double(), exact.outputs)[1])
+    assert distance(others, gradients) <= max(2e-2 * norm, 3 * rounding)
 
 
 def check_alike(found, expected, augmentation):
