@@ -13,6 +13,7 @@ from tests.small import structures
 from vitrail.errors import UserError
 from vitrail.interpret import attention
 from vitrail.interpret.attention import covered_size, record
+from vitrail.interpret.branch_norms import branch_norms
 from vitrail.interpret.maps import (
     METHODS,
     attention_map,
@@ -23,6 +24,7 @@ from vitrail.interpret.maps import (
     threshold_mass,
 )
 from vitrail.interpret.scores import probability_curve
+from vitrail.interpret.token_similarity import token_cosines
 from vitrail.models.registry import build
 
 
@@ -151,6 +153,28 @@ def test_maps_of_bfloat16_weights_are_float32(name):
     for layer in range(recording.layers):
         if recording.has_attention(layer):
             assert recording.attention_rows(layer, [0]).dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["deit_tiny_distilled_patch16", "cait_xxs24", "patchconvnet_s20_multi", "lvvit_t", "resmlp_s12"])
+def test_autocast_changes_nothing(name):
+    """Reports are written under the autocast of the training: maps and figures are computed in the precision of the weights."""
+    recording, model, images = recorded(structures()[name], gradients=True)
+    classes = torch.tensor([1, 2])
+    methods = available_methods(model)
+    expected = {method: compute_map(recording, method, classes) for method in methods}
+    layers = [layer for layer in range(recording.layers) if recording.has_attention(layer)]
+    rows = {layer: recording.attention_rows(layer, [0]) for layer in layers}
+    figures, cosines = branch_norms(recording), token_cosines(recording)
+    with torch.autocast("cpu", torch.bfloat16):
+        again = record(model, images, gradients=True)
+        assert torch.equal(again.logits, recording.logits)
+        for method in methods:
+            torch.testing.assert_close(compute_map(again, method, classes), expected[method], rtol=0, atol=0, msg=method)
+        for layer in layers:
+            assert torch.equal(again.attention_rows(layer, [0]), rows[layer])
+        torch.testing.assert_close(
+            [branch_norms(again), token_cosines(again)], [figures, cosines], rtol=0, atol=0, equal_nan=True
+        )
 
 
 def test_class_attention_is_the_mean_of_the_heads_of_the_first_class_attention_block():

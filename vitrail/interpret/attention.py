@@ -25,6 +25,16 @@ CHUNK = 1 << 24  # attention weights that are computed at a time
 GRAPH_PATCHES = 2048  # of the images of one pass whose graph is kept: about 1.4 GB with ViT-B
 
 
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """Context, or decorator, in which autocast is off: in bfloat16, products over the blocks would have two digits."""
+    with ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
 class Heads(NamedTuple):
     """The heads of one attention module for recorded tokens."""
 
@@ -35,6 +45,7 @@ class Heads(NamedTuple):
     weight_gradient: Callable[[Tensor, Tensor], Tensor]  # gradient of the outputs of the heads and values to that of the weights
     proj: nn.Module  # takes the outputs of the heads
 
+    @without_autocast()
     def weights(self, rows: Tensor | None = None) -> Tensor:
         """[B, H, Q, keys] of all queries or of `rows` [Q], at least in float32."""
         return at_least_float32(self.weigh(self.query if rows is None else self.query[:, :, rows], self.key, rows=rows))
@@ -135,6 +146,7 @@ class Recording:
             yield torch.arange(start, min(start + size, queries), device=self.images.device)
 
     @torch.no_grad()
+    @without_autocast()
     def heads(self, layer: int) -> list[Heads]:
         """Queries, keys and values of the attention modules of a layer, computed from its recorded input."""
         layer = self.layer_index(layer)
@@ -215,11 +227,12 @@ def batch_size_for(model: VisionTransformer, largest: int) -> int:
 
 @contextmanager
 def plain_forward(model: VisionTransformer) -> Iterator[None]:
-    """Context in which a model is in evaluation mode and compiled blocks run eagerly.
+    """Context in which a model is in evaluation mode, in its own precision, and compiled blocks run eagerly.
 
     The graph of a compiled block has no gradients of tensors inside of it, and allows one backward pass.
     """
-    with evaluation_mode(model), torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext():
+    eager = torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext()
+    with evaluation_mode(model), without_autocast(), eager:
         yield
 
 

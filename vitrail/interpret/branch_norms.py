@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from vitrail.errors import UserError
-from vitrail.interpret.attention import Recording
+from vitrail.interpret.attention import Recording, without_autocast
 from vitrail.models.evaluation_mode import evaluation_mode
 from vitrail.pages.charts import LIGHT, add_legend, marker_style, new_figure, render_png, style_axes, use_integer_ticks
 
@@ -12,6 +12,7 @@ TITLES = {"mix": "token mixing (attention)", "ffn": "MLP"}
 
 
 @torch.no_grad()
+@without_autocast()
 def branch_norms(recording: Recording) -> dict[str, Tensor]:
     """|branches| / |input| of the residuals "mix" and "ffn" in every block: [layers, B]."""
     if not recording.blocks:

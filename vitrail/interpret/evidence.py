@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vitrail.errors import UserError
-from vitrail.interpret.attention import Recording, at_least_float32, plain_forward, record
+from vitrail.interpret.attention import Recording, at_least_float32, plain_forward, record, without_autocast
 from vitrail.models.config import Architecture
 from vitrail.models.vision_transformer import VisionTransformer
 
@@ -28,6 +28,7 @@ def patch_evidence(model: VisionTransformer, images: Tensor, classes: Tensor) ->
 
 
 @torch.no_grad()
+@without_autocast()
 def evidence_of(recording: Recording, classes: Tensor) -> Tensor:
     model, tokens = recording.model, recording.features.tokens
     if not has_patch_logits(model.architecture):

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vitrail.errors import UserError
-from vitrail.interpret.attention import Recording, record
+from vitrail.interpret.attention import Recording, record, without_autocast
 from vitrail.interpret.evidence import evidence_of, has_patch_logits, input_gradient, occlusion
 from vitrail.interpret.rollout import class_tokens, gradient_attention, pooled_queries, rollout_of
 from vitrail.layers.attention import ATTENTION
@@ -40,6 +40,7 @@ def attention_map(recording: Recording, layer: int = -1, head: int | None = None
     return heads.mean(1) if head is None else heads[:, head]
 
 
+@without_autocast()
 def attention_maps(recording: Recording, layer: int = -1, classes: Tensor | None = None) -> Tensor:
     """The attention of every head of a layer from the pooled token to the patches: [B, heads, rows, columns].
 
@@ -145,6 +146,7 @@ def relevance_map(model: VisionTransformer, images: Tensor, method: str, classes
     return compute_map(record(model, images, needs_gradients(method)), method, classes)
 
 
+@without_autocast()
 def compute_map(recording: Recording, method: str, classes: Tensor | None = None) -> Tensor:
     """`relevance_map` of a recorded forward pass."""
     name, layer, head = parse_method(method)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vitrail.errors import UserError
-from vitrail.interpret.attention import Recording, at_least_float32, record
+from vitrail.interpret.attention import Recording, at_least_float32, record, without_autocast
 from vitrail.models.vision_transformer import VisionTransformer
 
 Step = Callable[[int, Tensor], Tensor]  # layer and row vector [B, queries] to its product with a matrix [B, queries, keys]
@@ -29,6 +29,7 @@ def attention_rollout(model: VisionTransformer, images: Tensor, residual: bool =
 
 
 @torch.no_grad()
+@without_autocast()
 def rollout_of(recording: Recording, classes: Tensor, residual: bool = True) -> Tensor:
     """Attention rollout of a recorded forward pass; `classes` [B] choose the queries of a model with one query per class."""
     for layer in range(recording.layers):
