@@ -3,7 +3,9 @@
 Every training that creates a process group or captures a graph runs in a process of its own, with a time limit.
 """
 
+import base64
 import contextlib
+import io
 import itertools
 import json
 import os
@@ -11,14 +13,18 @@ import signal
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 import vitrail
 from tests.shapes import make_coco
 from tests.training.on_gpu import CHANGES
 from tests.training.processes import ROOT, TINY, environment, free_port
+from vitrail.data.datasets.lookup import open_splits
+from vitrail.interpret.mistakes import draw_maps
 from vitrail.layers.attention import scaled_dot_product_attention
 from vitrail.training.metrics import read_metrics
 
@@ -155,3 +161,26 @@ def test_a_detection_step_is_a_graph(tmp_path):
     """Proposals, NMS, sampling and RoIAlign have fixed sizes and do not wait for the GPU."""
     data = make_coco(tmp_path / "shapes", 24)
     assert "equal" in run_python("-m", "tests.tasks.detection_on_gpu", data, tmp_path)
+
+
+def test_the_report_of_a_compiled_training_shows_maps_of_mistakes(tmp_path):
+    """In bfloat16, with captured steps: the maps are those of the saved weights on the CPU."""
+    out, recipe = tmp_path / "run", tmp_path / "tiny.yaml"
+    recipe.write_text(json.dumps(TINY.to_dict()))
+    more = [f"--set={name}={value}" for name, value in CHANGES.items()]
+    output = run_python("-m", "vitrail", "train", "digits", "--recipe", recipe, "--out", out, "--workers", 0, *more)
+    assert "without maps" not in output
+    assert "not evaluated again" not in output
+    run = json.loads((out / "run.json").read_text())
+    mistakes = run["mistakes"]
+    assert mistakes
+    page = (out / "report.html").read_text()
+    assert page.count('alt="map of the prediction"') == len(mistakes)
+    source = open_splits("digits")[1]
+    rows = {source.location(index): index for index in range(len(source))}
+    model = vitrail.load(out / "best.safetensors")
+    images = np.array([rows[row["location"]] for row in mistakes])
+    classes = np.array([model.class_names.index(row["prediction"]) for row in mistakes])
+    for row, expected in zip(mistakes, draw_maps(model, source, images, classes), strict=True):
+        ours, theirs = (np.asarray(Image.open(io.BytesIO(base64.b64decode(text)))).astype(int) for text in (row["map"], expected))
+        assert np.abs(ours - theirs).mean() < 4
