@@ -17,13 +17,13 @@ from vitrail.data.datasets.lookup import open_source
 from vitrail.errors import UserError
 from vitrail.interpret.attention import record
 from vitrail.interpret.branch_norms import branch_norms
-from vitrail.interpret.distance import attention_distances
+from vitrail.interpret.distance import attention_distances, draw_distances
 from vitrail.interpret.explanation import to_uint8
 from vitrail.interpret.figures import FIGURES, MAX_IMAGES, PaperFigures
 from vitrail.interpret.filters import filter_components
 from vitrail.interpret.heat_maps import draw_class_maps, draw_heads, draw_over, draw_saliency, saliency
 from vitrail.interpret.maps import available_methods, compute_map
-from vitrail.interpret.patch_mixing import patch_mosaics, weight_sparsity
+from vitrail.interpret.patch_mixing import draw_mosaics, patch_mosaics, weight_sparsity
 from vitrail.interpret.position import position_similarity
 from vitrail.interpret.token_similarity import token_cosines
 from vitrail.models.registry import build
@@ -37,7 +37,9 @@ def draw_figures(*recordings):
 
 
 def is_drawing(png):
-    return np.asarray(Image.open(io.BytesIO(png)).convert("L")).std() > 5
+    """Something is drawn, and nothing is cut off at the edges."""
+    gray = np.asarray(Image.open(io.BytesIO(png)).convert("L"))
+    return gray.std() > 5 and min(gray[0].min(), gray[-1].min(), gray[:, 0].min(), gray[:, -1].min()) > 240
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +106,23 @@ def test_mosaics_are_rows_of_the_cross_patch_layers():
     (first, *_), mixer = patch_mosaics(large), large.block(0).mix.branches[0].body
     assert first.shape == (6, 6, 10, 14)
     torch.testing.assert_close(first[0, 0], mixer.map.weight[2 * 14 + 4].detach().reshape(10, 14))  # rows 2-7, columns 4-9
+
+
+def test_gray_text_beside_colored_images_stays_gray():
+    pixels = np.asarray(Image.open(io.BytesIO(draw_mosaics(trained("resmlp")))).convert("RGB")).astype(int)
+    title = pixels[: int(0.2 * 150)]  # inches above the images
+    assert (title.max(2) - title.min(2)).max() < 40
+
+
+def test_points_of_equal_heads_are_inside_of_the_figure():
+    """All heads of a layer have the same distance: the points are as large as others."""
+    sizes = []
+    for top in (10.0, 10.0 + 1e-4):
+        png = draw_distances({0: torch.full((3, 1), 10.0), 1: torch.full((3, 1), top)})
+        pixels = np.asarray(Image.open(io.BytesIO(png)).convert("RGB")).astype(int)
+        sizes.append(int((pixels.max(2) - pixels.min(2) > 100).sum()))
+    whole = np.pi * 22 / 4 * (150 / 72) ** 2  # of a point of 22 square points
+    assert min(sizes) > 2 * 0.75 * whole
 
 
 def test_sparsity_is_the_share_of_small_weights():

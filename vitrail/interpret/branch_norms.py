@@ -8,7 +8,7 @@ from vitrail.interpret.attention import Recording, without_autocast
 from vitrail.models.evaluation_mode import evaluation_mode
 from vitrail.pages.charts import LIGHT, add_legend, marker_style, new_figure, render_png, style_axes, use_integer_ticks
 
-TITLES = {"mix": "token mixing (attention)", "ffn": "MLP"}
+TITLES = {"mix": "token mixing", "ffn": "MLP"}
 
 
 @torch.no_grad()
@@ -38,7 +38,7 @@ def draw_branch_norms(norms: dict[str, Tensor]) -> bytes:
             axes.fill_between(layers, values.amin(1).tolist(), values.amax(1).tolist(), color=LIGHT.blue, alpha=0.2, linewidth=0)
             label = f"mean of {values.shape[1]} images" if values.shape[1] > 1 else "one image"
             axes.plot(layers, values.mean(1).tolist(), color=LIGHT.blue, label=label, **marker_style(layers))
-            axes.set_ylim(bottom=0)
+            axes.set_ylim(0, 1.05 * float(values.max()))
             use_integer_ticks(axes)
             add_legend(axes, LIGHT, "")
         panels[-1].set_xlabel("layer", color=LIGHT.muted)

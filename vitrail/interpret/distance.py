@@ -43,7 +43,7 @@ def draw_distances(distances: dict[int, Tensor]) -> bytes:
             colors = [f"C{head % 10}" for head in range(len(values))]
             axes.scatter([layer] * len(values), values.tolist(), c=colors, s=22, linewidths=0)
         axes.set_xlabel("layer; a point per head", color=LIGHT.muted)
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.05 * max(float(values.mean(1).max()) for values in distances.values()))
         use_integer_ticks(axes)
         figure.tight_layout()
         return render_png(figure)

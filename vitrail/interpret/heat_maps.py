@@ -78,7 +78,8 @@ def draw_heads(recording: Recording, pixels: np.ndarray, layers: Sequence[int], 
     """
     maps = [attention_maps(recording, layer)[row].float().cpu() for layer in layers]
     heads = max(len(each) for each in maps)
-    with new_figure(LIGHT, (1.3 * heads + 0.2, 1.45 * len(layers))) as figure:
+    height = 1.45 * len(layers) + 0.1
+    with new_figure(LIGHT, (1.3 * heads + 0.2, height)) as figure:
         tiles = figure.subplots(len(layers), heads, squeeze=False)
         for axes in tiles.flat:
             axes.set_axis_off()
@@ -87,7 +88,7 @@ def draw_heads(recording: Recording, pixels: np.ndarray, layers: Sequence[int], 
                 shown = draw_mask(pixels, threshold_mass(values[None])[0].numpy()) if masks else draw_over(pixels, values.numpy())
                 line[head].imshow(shown)
                 line[head].set_title(f"layer {recording.layer_index(layer)}, head {head}", fontsize=7, color=LIGHT.foreground)
-        figure.subplots_adjust(0.01, 0.01, 0.99, 0.9, 0.05, 0.18)
+        figure.subplots_adjust(0.01, 0.01, 0.99, 1 - 0.25 / height, 0.05, 0.18)
         return render_png(figure)
 
 

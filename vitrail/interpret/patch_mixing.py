@@ -64,9 +64,11 @@ def draw_mosaics(model: VisionTransformer) -> bytes:
     """The mosaics of up to twelve layers, each on its own scale around zero, as PNG."""
     mosaics = patch_mosaics(model)
     chosen = sorted({round(index) for index in torch.linspace(0, len(mosaics) - 1, min(len(mosaics), SHOWN)).tolist()})
-    rows = -(-len(chosen) // 4)
-    with new_figure(LIGHT, (8, 2.15 * rows)) as figure:
-        tiles = figure.subplots(rows, 4, squeeze=False)
+    columns = min(len(chosen), 4)
+    rows = -(-len(chosen) // columns)
+    height = 2.15 * rows + 0.1
+    with new_figure(LIGHT, (2 * columns, height)) as figure:
+        tiles = figure.subplots(rows, columns, squeeze=False)
         for axes in tiles.flat:
             axes.set_axis_off()
         for axes, layer in zip(tiles.flat, chosen, strict=False):
@@ -75,7 +77,7 @@ def draw_mosaics(model: VisionTransformer) -> bytes:
             limit = float(mosaics[layer].abs().max())
             axes.imshow(mosaic.numpy(), cmap="RdBu_r", vmin=-limit, vmax=limit, interpolation="nearest")
             axes.set_title(f"layer {layer}", fontsize=9, color=LIGHT.foreground)
-        figure.subplots_adjust(0.01, 0.01, 0.99, 0.93, 0.05, 0.15)
+        figure.subplots_adjust(0.01, 0.01, 0.99, 1 - 0.25 / height, 0.05, 0.15)
         return render_png(figure)
 
 

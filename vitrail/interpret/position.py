@@ -30,11 +30,16 @@ def draw_position_similarity(model: VisionTransformer) -> bytes:
     """A tile for each patch: the similarity of its position embedding to all others, from -1 to 1, as PNG."""
     similarity = position_similarity(model)
     rows, columns = (torch.linspace(0, side - 1, min(side, SHOWN)).round().long().tolist() for side in similarity.shape[:2])
-    with new_figure(LIGHT, (6.6, 6 * len(rows) / len(columns) + 0.4)) as figure:
+    tall = 6 * len(rows) / len(columns)
+    with new_figure(LIGHT, (7.2, tall + 0.5)) as figure:
         tiles = figure.subplots(len(rows), len(columns), squeeze=False, gridspec_kw={"wspace": 0.12, "hspace": 0.12})
+        figure.subplots_adjust(0.3 / 7.2, 0.4 / (tall + 0.5), 6.3 / 7.2, 1 - 0.1 / (tall + 0.5))
         for line, row in zip(tiles, rows, strict=True):
             for axes, column in zip(line, columns, strict=True):
                 shown = axes.imshow(similarity[row, column].numpy(), vmin=-1, vmax=1, cmap="viridis", interpolation="nearest")
                 axes.set_axis_off()
-        figure.colorbar(shown, ax=tiles, shrink=0.8, pad=0.02, label="cosine similarity")
+        figure.colorbar(shown, cax=figure.add_axes((6.4 / 7.2, 0.15, 0.12 / 7.2, 0.75)), label="cosine similarity")
+        place = {"ha": "center", "va": "center", "color": LIGHT.muted}
+        figure.text(3.3 / 7.2, 0.2 / (tall + 0.5), "column of the patch", **place)
+        figure.text(0.15 / 7.2, 0.5, "row of the patch", rotation=90, **place)
         return render_png(figure)

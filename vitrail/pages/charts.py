@@ -42,14 +42,15 @@ def new_figure(palette: Palette, size: tuple[float, float] | None = None) -> Ite
 
 
 def render_png(figure: "Figure") -> bytes:
-    """Render a figure as PNG with 128 colors, which suffice for lines and text."""
+    """Render a figure as PNG with 256 colors, chosen so that gray text stays gray beside colored images."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     pixels = np.asarray(canvas.buffer_rgba())[..., :3]
     file = io.BytesIO()
-    Image.fromarray(np.ascontiguousarray(pixels)).quantize(128, dither=Image.Dither.NONE).save(file, "PNG", optimize=True)
+    few = Image.fromarray(np.ascontiguousarray(pixels)).quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    few.save(file, "PNG", optimize=True)
     return file.getvalue()
 
 
