@@ -278,6 +278,43 @@ def test_a_static_file_works_offline(open_page, pair, tmp_path):
     playwright.expect(page.get_by_role("button", name="Open image")).to_be_hidden()
 
 
+@pytest.mark.parametrize("static", [False, True])
+def test_the_distillation_token(open_page, folder, tmp_path, static):
+    """Of a model with both tokens in its blocks, and of one with two queries in its pooling; by keyboard and by button."""
+    blocks = explored("deit_tiny_distilled_patch16", title="blocks")
+    queries = explored("deit_tiny_distilled_patch16", title="queries", pooling="class_attention", pooling_depth=1)
+    for linear in (queries.model.pooling.blocks[0].attention.q, queries.model.pooling.blocks[0].attention.k):
+        linear.weight.data *= 30  # otherwise all attention weights are nearly equal
+    explorer = Explorer([blocks, queries], collect(folder, blocks, queries))
+    write_static_page(tmp_path / "page.html", "two", explorer, 12)
+    with running_server(make_app(make_routes(explorer, "two"))) as address:
+        page = open_page((tmp_path / "page.html").as_uri() if static else address, offline=static)
+        caption(page, "Block 2, mean of 2 heads: the patch in row 3")
+        (_, opened), (_, pooled) = explorer.open(0, "c0"), explorer.open(1, "c0")
+        canvas(page).focus()
+        for name in ("class", "distillation", "class"):
+            page.keyboard.press("Home")
+            caption(page, f"the {name} token attends most to")
+        slide(page, "head", 2)
+        blocks_panel = page.locator(".panel").first
+        blocks_panel.get_by_role("button", name="Distillation token").click()
+        maps, prefix = blocks.attention(opened, 1, -2)
+        text = caption(page, f"head 2: the distillation token attends most to {place(maps.values[1])} ({percent(maps.peaks[1])})")
+        assert f"{percent(prefix[1])} goes to the class and distillation tokens" in text
+        playwright.expect(blocks_panel.get_by_role("button", name="Distillation token")).to_have_attribute("aria-pressed", "true")
+        canvas(page).scroll_into_view_if_needed()
+        point_at(page, 2, 2)
+        caption(page, "head 2: the patch in row 2, column 2")
+        page.get_by_label("same map in both").uncheck()
+        slide(page, "block", 3, panel=1)
+        caption(page, "the class query attends", panel=1)
+        panel = page.locator(".panel").nth(1)
+        assert panel.locator(".query button:visible").all_inner_texts() == ["Class token", "Distillation token"]
+        panel.get_by_role("button", name="Distillation token").click()
+        maps, _ = queries.attention(pooled, 3, -2)
+        caption(page, f"head 2: the distillation query attends most to {place(maps.values[1])}", panel=1)
+
+
 def test_a_static_file_shows_only_stored_maps_of_a_class(open_page, folder, tmp_path):
     """A query per class: attention of the pooling and occlusion are stored for the first prediction, other maps for two."""
     model = explored("patchconvnet_s20_multi", title="queries", depth=2, width=32, stem="linear", patch_size=8)

@@ -71,6 +71,24 @@ def test_attention_equals_the_trace_of_the_model():
         model.attention(opened, 9, 0)
 
 
+@pytest.mark.parametrize("pooling", ["class", "class_attention"])
+def test_attention_of_the_distillation_token(pooling):
+    """The second prefix token of the blocks, and the second query of a pooling."""
+    model = explored("deit_tiny_distilled_patch16", pooling=pooling)
+    opened, described = model.open("c0", lambda: IMAGE), model.describe()["layers"]
+    layer = described[-1]["layer"]
+    attention = model.model.trace(opened.recording.images).layers[layer].attention[0]
+    assert described[-1]["tokens"] == ("class token", "distillation token")
+    assert described[0]["tokens"] == (described[-1]["tokens"] if pooling == "class" else ())
+    for query, token in ((-1, 0), (-2, 1)):
+        maps, prefix = model.attention(opened, layer, query)
+        row = attention[:, token].detach().numpy()
+        assert np.allclose(maps.peaks, row[:, 2:].max(1), atol=1e-6)
+        assert np.allclose(prefix, row[:, :2].sum(1), atol=1e-6)
+    with pytest.raises(UserError, match="There is no patch -3"):
+        model.attention(opened, layer, -3)
+
+
 def test_maps_equal_those_of_interpret():
     model = explored()
     opened = model.open("c0", lambda: IMAGE)

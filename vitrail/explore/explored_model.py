@@ -26,6 +26,7 @@ RECORDED_BYTES = 2**29  # of all recordings of a model; the last is always kept
 MAX_MAPS = 64  # relevance maps of one image
 VIEW_SIDE = 448  # of the image that is shown; at least the model's own size
 TOP = 5
+TOKENS = ("class token", "distillation token")
 CLASS_INDEPENDENT = ("attention", "rollout", "thresholded_heads")  # unless every class has a query
 TITLES = {
     "class_attention": "Class attention",
@@ -77,6 +78,7 @@ class ExploredModel:
         self.heads = {layer: sum(part.query.shape[1] for part in first.heads(layer)) for layer in self.layers}
         self.pooling = {layer for layer in self.layers if first.is_pooling(layer)}
         self.prefix = {layer: first.prefix_of(layer) for layer in self.layers}
+        self.tokens = {layer: self.count_tokens(layer, first) for layer in self.layers}
         self.grid, self.covered = first.grid, first.covered
 
     def describe(self) -> dict[str, Any]:
@@ -95,6 +97,7 @@ class ExploredModel:
                     "heads": self.heads[layer],
                     "pooling": layer in self.pooling,
                     "prefix": self.prefix[layer],
+                    "tokens": TOKENS[: self.tokens[layer]],
                 }
                 for layer in self.layers
             ],
@@ -109,6 +112,12 @@ class ExploredModel:
                 for name in self.methods
             ],
         }
+
+    def count_tokens(self, layer: int, recording: Recording) -> int:
+        """How many tokens that are no patch a layer can be asked for; a pooling with a query per class is asked for classes."""
+        if layer not in self.pooling:
+            return self.prefix[layer]
+        return 0 if self.model.architecture.pooling == "per_class" else recording.pooling[0][0].shape[1]
 
     def missing_attention(self) -> str:
         """Why patches have no attention to show; "" if they have."""
@@ -161,18 +170,17 @@ class ExploredModel:
     def attention(self, opened: OpenedImage, layer: int, query: int) -> tuple[Quantized, list[float]]:
         """Attention of one patch to all patches, for each head, and to the prefix tokens together.
 
-        -1 is the class token. In the pooling `query` is a class, which matters if each has its own query.
+        -1 is the class token, -2 the distillation token. In the pooling `query` is a class if each has its own query.
         """
         if layer not in self.layers:
             raise UserError(f"Layer {layer} has no attention: choose one of {self.layers}.")
-        prefix, patches = self.prefix[layer], self.grid[0] * self.grid[1]
-        if layer in self.pooling:
-            per_class = self.model.architecture.pooling == "per_class"
-            token = query if per_class and 0 <= query < len(self.names) else 0
-        elif not -min(prefix, 1) <= query < patches:
+        prefix, patches, tokens = self.prefix[layer], self.grid[0] * self.grid[1], self.tokens[layer]
+        if layer in self.pooling and query >= 0:
+            token = query if not tokens and query < len(self.names) else 0
+        elif not -max(tokens, int(layer in self.pooling)) <= query < patches:
             raise UserError(f"There is no patch {query}: this layer has {patches}, 0 being the first.")
         else:
-            token = 0 if query < 0 else prefix + query
+            token = -1 - query if query < 0 else prefix + query
         with self.lock:
             rows = opened.recording.attention_rows(layer, [token])[0, :, 0].float()
         return quantize(rows[:, prefix:]), rows[:, :prefix].sum(1).tolist()

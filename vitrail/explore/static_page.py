@@ -129,12 +129,11 @@ def store(model: ExploredModel, opened: OpenedImage, plan: Sequence[tuple[int, i
 
 
 def stored_queries(model: ExploredModel, layer: int, rows: Tensor, predictions: Sequence[tuple[int, str, float]]) -> Tensor:
-    """Weights [H, Q, T] of the class token, if there is one, and the patches; of the pooling, those of one query."""
-    if layer in model.pooling:
-        query = predictions[0][0] if model.model.architecture.pooling == "per_class" and predictions else 0
+    """Weights [H, Q, T] of the prefix tokens and the patches; of a pooling with a query per class, those of one query."""
+    if layer in model.pooling and not model.tokens[layer]:
+        query = predictions[0][0] if predictions else 0
         return rows[:, query : query + 1]
-    prefix = model.prefix[layer]
-    return torch.cat([rows[:, : min(prefix, 1)], rows[:, prefix:]], 1)
+    return rows
 
 
 def view_url(opened: OpenedImage) -> str:

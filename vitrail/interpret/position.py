@@ -1,5 +1,7 @@
 """Similarity of position embeddings (ViT, Figs 7 and 10)."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -39,7 +41,7 @@ def draw_position_similarity(model: VisionTransformer) -> bytes:
                 shown = axes.imshow(similarity[row, column].numpy(), vmin=-1, vmax=1, cmap="viridis", interpolation="nearest")
                 axes.set_axis_off()
         figure.colorbar(shown, cax=figure.add_axes((6.4 / 7.2, 0.15, 0.12 / 7.2, 0.75)), label="cosine similarity")
-        place = {"ha": "center", "va": "center", "color": LIGHT.muted}
+        place: dict[str, Any] = {"ha": "center", "va": "center", "color": LIGHT.muted}
         figure.text(3.3 / 7.2, 0.2 / (tall + 0.5), "column of the patch", **place)
         figure.text(0.15 / 7.2, 0.5, "row of the patch", rotation=90, **place)
         return render_png(figure)

@@ -64,7 +64,7 @@ const file = {
   async attention(model, image, layer, query) {
     const entry = file.entry(model, image), bytes = await file.block(entry);
     const [, start, queries] = entry.attention.find(([number]) => number === layer.layer);
-    const row = layer.pooling ? 0 : query + Math.min(layer.prefix, 1);
+    const row = query < 0 ? Math.min(-1 - query, queries - 1) : layer.pooling ? 0 : query + layer.prefix;
     const patches = page.models[model].grid[0] * page.models[model].grid[1], count = queries * layer.heads;
     const numbers = new DataView(bytes.buffer, bytes.byteOffset + start);
     const read = (offset) => Array.from({ length: layer.heads }, (_, head) => numbers.getFloat32(4 * (offset + row * layer.heads + head), true));
@@ -134,7 +134,7 @@ function paint(canvas, map, [rows, columns], alpha) {
 
 // ---- A panel: one model.
 
-const shared = { image: null, x: 0.5, y: 0.5, token: false, kept: false };
+const shared = { image: null, x: 0.5, y: 0.5, token: null, kept: false };
 const panels = [];
 
 class Panel {
@@ -185,9 +185,12 @@ class Panel {
       return input;
     };
     this.blockSlider = slider("block", this.info.layers.length - 1, this.layer, (panel, value) => panel.setLayer(value, this));
-    for (const button of find(".query", this.root).children) {
-      button.addEventListener("click", () => { shared.token = button.dataset.token === "true"; updateAll(); });
-    }
+    const names = this.info.layers.reduce((longest, { tokens }) => (tokens.length > longest.length ? tokens : longest), []);
+    find(".query", this.root).append(...["patch", ...names].map((name, index) => {
+      const button = make("button", { type: "button" }, name[0].toUpperCase() + name.slice(1));
+      button.addEventListener("click", () => { shared.token = index ? index - 1 : null; updateAll(); });
+      return button;
+    }));
     this.headSlider = slider("head", 0, 0, (panel, value) => panel.setHead(value));
     slider("strength", null, 70, (panel, value) => { panel.strength = value / 100; });
   }
@@ -245,8 +248,8 @@ class Panel {
       const [right, down] = moves[event.key], { row, column } = this.patch();
       shared.kept = true;
       movePatch((clamp(column + right, 0, columns - 1) + 0.5) / columns, (clamp(row + down, 0, rows - 1) + 0.5) / rows, true);
-    } else if (event.key === "Home" && this.current?.prefix) {
-      shared.token = true;
+    } else if (event.key === "Home" && this.tokens.length) {
+      shared.token = this.token === null ? 0 : (this.token + 1) % this.tokens.length;
       updateAll(true);
     } else if (event.key === "Enter") {
       shared.kept = !shared.kept;
@@ -316,7 +319,7 @@ class Panel {
 
   async fetchMaps() {
     const attention = this.patchwise, target = this.explained;
-    const query = this.current?.pooling ? target : this.usesToken() ? -1 : this.patch().index;
+    const query = this.token !== null ? -1 - this.token : this.current?.pooling ? target : this.patch().index;
     const key = `${shared.image} ${attention ? `${this.layer} ${query}` : `${this.method} ${target}`}`;
     if (!this.cache.has(key)) {
       const maps = attention
@@ -328,7 +331,14 @@ class Panel {
     return this.cache.get(key);
   }
 
-  usesToken() { return shared.token && this.current?.prefix > 0; }
+  // The tokens of this layer that can be chosen: a pooling with one query has no choice.
+  get tokens() { return this.current && !(this.current.pooling && this.current.tokens.length < 2) ? this.current.tokens : []; }
+
+  // The number of the chosen one of them, null for a patch.
+  get token() {
+    const chosen = shared.token ?? (this.current?.pooling ? 0 : null);
+    return this.tokens.length && chosen !== null ? Math.min(chosen, this.tokens.length - 1) : null;
+  }
 
   showControls() {
     const attention = this.patchwise;
@@ -337,10 +347,11 @@ class Panel {
     }
     find(".block", this.root).hidden = find(".heads", this.root).hidden = !attention;
     find(".head", this.root).hidden = !attention || this.current.heads === 1;
-    find(".query", this.root).hidden = !attention || !this.current.prefix || this.current.pooling;
-    for (const button of find(".query", this.root).children) {
-      button.setAttribute("aria-pressed", (button.dataset.token === "true") === shared.token);
-    }
+    find(".query", this.root).hidden = !attention || !this.tokens.length;
+    [...find(".query", this.root).children].forEach((button, index) => {
+      button.hidden = index ? index > this.tokens.length : Boolean(this.current?.pooling);
+      button.setAttribute("aria-pressed", (this.token ?? -1) === index - 1);
+    });
     find(".strength output", this.root).textContent = percent(this.strength);
     if (attention) {
       this.blockSlider.value = this.layer;
@@ -405,7 +416,7 @@ class Panel {
     const heat = paint(this.heat ||= document.createElement("canvas"), this.map, this.info.grid, (value) => this.strength * (1 - 0.55 * value));
     context.imageSmoothingEnabled = !this.patchwise;
     context.drawImage(heat, 0, 0, width, height);
-    if (!this.patchwise || this.current.pooling || this.usesToken()) return;
+    if (!this.patchwise || this.current.pooling || this.token !== null) return;
     const [rows, columns] = this.info.grid, { row, column } = this.patch();
     const left = column / columns * width, top = row / rows * height, line = Math.max(2 * devicePixelRatio, 2);
     for (const [color, size] of [["#000b", 2 * line], [shared.kept ? "#4cc38a" : "#fff", line]]) {
@@ -420,9 +431,10 @@ class Panel {
     const place = (index) => `row ${Math.floor(index / columns) + 1}, column ${index % columns + 1}`;
     let text;
     if (this.patchwise) {
-      const from = this.current.pooling ? "the class query" : this.usesToken() ? "the class token" : `the patch in ${place(this.patch().index)}`;
+      const name = this.token === null ? "class token" : this.tokens[this.token];
+      const from = this.current.pooling ? `the ${name.replace("token", "query")}` : this.token !== null ? `the ${name}` : `the patch in ${place(this.patch().index)}`;
       const heads = this.current.mean ? ", mean of the heads" : this.current.heads === 1 ? "" : this.head ? `, head ${this.head}` : `, mean of ${this.current.heads} heads`;
-      const rest = this.current.prefix ? ` ${percent(this.map.prefix)} goes to ${this.current.prefix === 1 ? "the class token" : "prefix tokens"}.` : "";
+      const rest = this.current.prefix ? ` ${percent(this.map.prefix)} goes to ${this.current.prefix === 1 ? "the class token" : this.tokens.length ? "the class and distillation tokens" : "the queries"}.` : "";
       text = `Block ${this.current.title}${heads}: ${from} attends most to ${place(peak)} (${percent(this.map.peak)}).${rest}`;
     } else {
       const method = this.methods.get(this.method);
@@ -439,6 +451,7 @@ class Panel {
 const updateAll = (spoken = false) => panels.forEach((panel, index) => panel.update(spoken && index === 0));
 
 function movePatch(x, y, spoken = false) {
-  [shared.x, shared.y, shared.token] = [clamp(x, 0, 0.9999), clamp(y, 0, 0.9999), false];
+  [shared.x, shared.y] = [clamp(x, 0, 0.9999), clamp(y, 0, 0.9999)];
+  if (panels.some((panel) => panel.patchwise && !panel.current.pooling)) shared.token = null;
   updateAll(spoken);
 }
