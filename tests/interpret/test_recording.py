@@ -1,5 +1,6 @@
 """One plain forward pass, and the attention rows computed afterwards from what it left."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -9,6 +10,8 @@ from tests.small import structures
 from vitrail.errors import UserError
 from vitrail.interpret import attention
 from vitrail.interpret.attention import batch_size_for, record
+from vitrail.layers import attention as layers
+from vitrail.layers import pooling
 from vitrail.models.registry import build
 
 WITH_ATTENTION = [name for name, a in structures().items() if a.uses_heads or a.pooling in ("class_attention", "per_class")]
@@ -35,6 +38,37 @@ def test_rows_are_those_of_the_explicit_softmax(name):
             torch.testing.assert_close(every.sum(-1), torch.ones(every.shape[:-1]), rtol=1e-5, atol=1e-5)
             last = every.shape[2] - 1
             torch.testing.assert_close(recording.attention_rows(layer, [last, 0]), every[:, :, [last, 0]], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", WITH_ATTENTION)
+def test_rows_are_those_of_the_queries_and_keys_of_the_forward_pass(name, monkeypatch):
+    """Against the softmax of what reached the fused kernel, in numpy; test_trace.py has the other mixers."""
+    calls = []
+
+    def attend(query, key, value, bias=None, *more):
+        scores = query.double().numpy() @ key.double().numpy().swapaxes(-1, -2) / query.shape[-1] ** 0.5
+        scores = scores + (0 if bias is None else bias.double().numpy())
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        calls.append(weights / weights.sum(-1, keepdims=True))
+        return fused(query, key, value, bias, *more)
+
+    recording, model, images = recorded(structures()[name])
+    fused = layers.scaled_dot_product_attention
+    for module in (layers, pooling):
+        monkeypatch.setattr(module, "scaled_dot_product_attention", attend)
+    with torch.no_grad():
+        model(images)
+    own = [layer for layer in range(recording.layers) if recording.has_attention(layer)]
+    calls = [each for each in calls if len(each) == 2]  # stems attend within parts of the images, axial attention within lines
+    if model.architecture.mixer in ("talking_heads", "axial"):
+        own = [layer for layer in own if recording.is_pooling(layer)]
+    for layer in own:
+        expected = np.concatenate([calls.pop(0) for _ in recording.heads(layer)], 1)
+        np.testing.assert_allclose(recording.attention_rows(layer).numpy(), expected, rtol=1e-4, atol=1e-6)
+        last = expected.shape[2] - 1
+        np.testing.assert_allclose(recording.attention_rows(layer, [last]).numpy(), expected[:, :, [last]], rtol=1e-4, atol=1e-6)
+    assert own or model.architecture.mixer in ("talking_heads", "axial")
+    assert not calls
 
 
 def test_passes_that_keep_the_graph_have_fewer_large_images():
