@@ -6,7 +6,7 @@ import numpy as np
 
 from vitrail.errors import UserError
 from vitrail.evaluation.statistics import summarize
-from vitrail.pages.charts import LIGHT, add_legend, marker_style, new_figure, render_png, style_axes
+from vitrail.pages.charts import LIGHT, add_legend, marker_style, new_figure, render_png, style_axes, use_integer_ticks
 from vitrail.runs.comparison import Group
 from vitrail.runs.run_json import read_run_json
 from vitrail.training.metrics import Metric, read_metrics
@@ -72,17 +72,17 @@ def draw_epochs(groups: Sequence[Group], metric: Metric) -> bytes:
             axes.fill_between(epochs, mean - sd, mean + sd, color=color, alpha=0.35, linewidth=0)
             axes.plot(epochs, mean, color=color, label=group.name, **marker_style(epochs))
         axes.set_xlabel("epoch", color=LIGHT.muted)
+        use_integer_ticks(axes)
         add_legend(axes, LIGHT, "")
         figure.tight_layout()
         return render_png(figure)
 
 
 def early_correlations(group: Group, metric: Metric) -> list[tuple[float, float, np.ndarray, np.ndarray]]:
-    """Epoch, correlation, values then and at the end, for three times of the training; NaN where all values are equal."""
+    """Epoch, correlation, values then and at the end, for up to three times of the training; NaN where all values are equal."""
     epochs, values = validation_curves(group, metric)
     found = []
-    for share in EARLY:
-        index = int(np.abs(epochs[:-1] - share * epochs[-1]).argmin())
+    for index in sorted({int(np.abs(epochs[:-1] - share * epochs[-1]).argmin()) for share in EARLY}):
         varied = values[:, index].std() > 0 and values[:, -1].std() > 0
         correlation = float(np.corrcoef(values[:, index], values[:, -1])[0, 1]) if varied else float("nan")
         found.append((float(epochs[index]), correlation, values[:, index], values[:, -1]))
@@ -90,11 +90,12 @@ def early_correlations(group: Group, metric: Metric) -> list[tuple[float, float,
 
 
 def draw_early(groups: Sequence[Group], metric: Metric) -> bytes:
-    """Fig. 6.10: the result at three times of the training against the final one; a point per seed of the first group."""
+    """Fig. 6.10: the result at up to three times of the training against the final one; a point per seed of the first group."""
     group, scale = several_seeds(groups)[0], 100 if metric.percent else 1
-    with new_figure(LIGHT, (9, 3.2)) as figure:
-        panels = figure.subplots(1, len(EARLY))
-        for axes, (epoch, correlation, early, final) in zip(panels, early_correlations(group, metric), strict=True):
+    found = early_correlations(group, metric)
+    with new_figure(LIGHT, (max(3 * len(found), 4), 3.2)) as figure:
+        panels = figure.subplots(1, len(found), squeeze=False)[0]
+        for axes, (epoch, correlation, early, final) in zip(panels, found, strict=True):
             style_axes(axes, f"epoch {epoch:g}: r = {correlation:.2f}", LIGHT)
             axes.plot(scale * early, scale * final, "o", color=LIGHT.blue, markersize=5, alpha=0.7)
             axes.set_xlabel(f"{metric.title} then", color=LIGHT.muted)
