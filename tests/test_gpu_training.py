@@ -164,7 +164,7 @@ def test_a_detection_step_is_a_graph(tmp_path):
 
 
 def test_the_report_of_a_compiled_training_shows_maps_of_mistakes(tmp_path):
-    """In bfloat16, with captured steps: the maps are those of the saved weights on the CPU."""
+    """In bfloat16: the maps are those of the saved weights on the CPU."""
     out, recipe = tmp_path / "run", tmp_path / "tiny.yaml"
     recipe.write_text(json.dumps(TINY.to_dict()))
     more = [f"--set={name}={value}" for name, value in CHANGES.items()]
