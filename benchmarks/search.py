@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--count", type=positive, default=100_000)
     parser.add_argument("--width", type=positive, default=256)
     parser.add_argument("--k", type=positive, default=10)
-    parser.add_argument("--queries", type=positive, nargs="+", default=[1, 10, 1000], help="at a time")
+    parser.add_argument("--queries", type=positive, nargs="+", default=[1, 10, 100, 1000], help="at a time")
     parser.add_argument("--rounds", type=positive, default=7)
     parser.add_argument("--checked", type=positive, default=20, help="queries whose recall is measured")
     parser.add_argument("--threads", type=positive, default=torch.get_num_threads())

@@ -13,6 +13,7 @@ from vitrail.errors import UserError
 from vitrail.evaluation.features import FeatureKind, embed
 from vitrail.recipes import lookup
 from vitrail.runs.initial_model import build_initial
+from vitrail.runs.request import describe_pretrained
 from vitrail.tasks.grafit import Grafit
 from vitrail.training.metrics import read_metrics
 
@@ -76,6 +77,7 @@ def test_the_artifact_has_the_projector_and_a_transfer_only_the_trunk(finished, 
     )
     recipe = lookup("grafit_small").set(SMALL)
     more = Grafit(recipe, open_few_digits().train, torch.device("cpu"))
+    assert "without a classifier" in describe_pretrained(vitrail.load(finished.artifact), recipe, more.class_names)[0]
     more.attach(build_initial(recipe, None, vitrail.load(finished.artifact)))
     assert "the projector of the weights is trained further" in more.messages
     assert torch.equal(more.module.model.task_head.layers[0].weight, model.task_head.layers[0].weight)

@@ -30,8 +30,9 @@ from vitrail.evaluation.probes.protocol import label_columns
 from vitrail.heads.embedding import EmbeddingHead
 from vitrail.models.vision_transformer import VisionTransformer
 
-BLOCK = 128  # neighboring columns whose largest similarity is compared first
+BLOCK = 32  # neighboring rows whose largest similarity is compared first
 MAX_SIMILARITIES = 1 << 24  # in memory at a time
+QUERIES = 1024  # at a time
 THUMBNAIL = 96  # pixels of the longer side
 TEMPERATURE = 0.05  # of the votes
 
@@ -73,26 +74,35 @@ class ImageIndex:
 def search(vectors: Tensor, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Inner products [Q, k], largest first, and rows [Q, k] of vectors [N, D], for queries [Q, D].
 
-    Exact. The k largest of a row are in the k blocks of columns with the largest maxima, which is faster than sorting the row.
+    Exact. Of each part of the vectors, the k largest of a query are in the k blocks of rows with the largest maxima, which is
+    faster than sorting all. A part has many rows, and many queries are searched at a time: such matrix products are fast.
     """
-    count, k = len(vectors), min(k, len(vectors))
-    found = [_search(vectors, part, k) for part in queries.split(max(MAX_SIMILARITIES // count, 1))]
-    if not found:
-        return queries.new_zeros(0, k), torch.zeros(0, k, dtype=torch.int64, device=queries.device)
+    k = min(k, len(vectors))
+    found = [_search(vectors, part, k) for part in queries.split(QUERIES)]
     return torch.cat([values for values, _ in found]), torch.cat([rows for _, rows in found])
 
 
 def _search(vectors: Tensor, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    blocks, count = -(-len(vectors) // BLOCK), len(queries)
-    # A column per query: matrix products of few columns are faster than those of few rows.
-    scores = queries.new_empty(blocks * BLOCK, count)
-    torch.mm(vectors, queries.T, out=scores[: len(vectors)])
-    scores[len(vectors) :] = -torch.inf
-    parts = scores.view(blocks, BLOCK, count)
-    chosen = parts.amax(1).T.contiguous().topk(min(k, blocks), 1).indices
-    candidates = parts[chosen, :, torch.arange(count, device=queries.device)[:, None]].flatten(1)
-    values, order = candidates.topk(k, 1)
-    return values, chosen.gather(1, order // BLOCK) * BLOCK + order % BLOCK
+    count = len(queries)
+    size = -(-min(MAX_SIMILARITIES // max(count, 1), len(vectors)) // BLOCK) * BLOCK
+    # Of all parts: new memory takes longer than the comparisons. A column per query: matrix products of few columns are faster
+    # than those of few rows.
+    scores = queries.new_empty(size, count)
+    values, rows = queries.new_empty(count, 0), torch.empty(count, 0, dtype=torch.int64, device=queries.device)
+    for start in range(0, len(vectors), size):
+        part = vectors[start : start + size]
+        torch.mm(part, queries.T, out=scores[: len(part)])
+        scores[len(part) :] = -torch.inf
+        blocks = scores.view(size // BLOCK, BLOCK, count)
+        chosen = blocks.amax(1).T.contiguous().topk(min(k, len(blocks)), 1).indices
+        candidates = blocks[chosen, :, torch.arange(count, device=queries.device)[:, None]].flatten(1)
+        best, order = candidates.topk(min(k, len(part)), 1)
+        order = start + chosen.gather(1, order // BLOCK) * BLOCK + order % BLOCK
+        values, rows = torch.cat([values, best], 1), torch.cat([rows, order], 1)
+        if start:
+            values, order = values.topk(min(k, values.shape[1]), 1)
+            rows = rows.gather(1, order)
+    return values, rows
 
 
 def choose_kind(model: Model, vector: str | None = None) -> FeatureKind:

@@ -234,10 +234,11 @@ def describe_data(splits: Splits) -> list[str]:
 
 
 def describe_pretrained(pretrained: VisionTransformer, recipe: Recipe, class_names: list[str] | None) -> list[str]:
-    head = "a new" if needs_new_classifier(pretrained, recipe, class_names) else "its own"
+    head = "with a new" if needs_new_classifier(pretrained, recipe, class_names) else "with its own"
+    head = "without a" if class_names is None else head
     image_size = format_size(pretrained.architecture.image_size)
     name = pretrained.name or "a model"
-    messages = [f"starting from {recipe.init.weights}: {name} at {image_size} pixels, with {head} classifier"]
+    messages = [f"starting from {recipe.init.weights}: {name} at {image_size} pixels, {head} classifier"]
     if is_restructured(pretrained, recipe):
         messages.append("pooling, final norm and position tables are those of the recipe: blocks and stem are loaded")
     if adds_token(pretrained, recipe):
