@@ -13,7 +13,7 @@ from vitrail.data.image_loader import ImageLoader
 from vitrail.data.source import Source
 from vitrail.errors import UserError
 from vitrail.evaluation.verdict import judge_run, majority_share
-from vitrail.formatting import pluralize
+from vitrail.formatting import format_epochs, pluralize
 from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.runs.prepare import Prepared
 from vitrail.runs.report import describe_warning, format_test, write_report
@@ -45,10 +45,10 @@ def finish_run(prepared: Prepared, log: Log) -> None:
     write_json(folder / "run.json", run)
     write_report(folder)
     if trainer.stopped_early:
-        epochs = f"epoch {trainer.step / trainer.sampler.steps:g} of {trainer.total / trainer.sampler.steps:g}"
+        epochs = " of ".join(format_epochs(steps / trainer.sampler.steps) for steps in (trainer.step, trainer.total))
         validations = pluralize(trainer.recipe.validation.patience, "validation")
         better = "lower loss" if trainer.recipe.validation.select_by == "loss" else f"better {metric.title}"
-        log(f"stopped at {epochs}: {validations} in a row without a {better}")
+        log(f"stopped at epoch {epochs}: {validations} in a row without a {better}")
     if trainer.skipped:
         log(f"{trainer.skipped} of {trainer.step} steps were skipped: their loss or gradient was NaN or Inf.")
     unread = len(splits.validation) - best.get("images", len(splits.validation))
@@ -60,11 +60,11 @@ def finish_run(prepared: Prepared, log: Log) -> None:
     for warning in run["warnings"]:
         log(describe_warning(warning))
     if verdict is not None:
-        log(f"best validation {metric.title} {verdict.plus_minus} (epoch {best['epoch']:g})")
+        log(f"best validation {metric.title} {verdict.plus_minus} (epoch {format_epochs(best['epoch'])})")
         for sentence in verdict.describe():
             log(sentence)
     else:
-        log(f"best weights of epoch {best['epoch']:g}: validation {metric.title} {metric.format(best[metric.name])}")
+        log(f"best weights of epoch {format_epochs(best['epoch'])}: validation {metric.title} {metric.format(best[metric.name])}")
     weights = folder / "best.safetensors"
     missing = "" if weights.is_file() else ", which is missing"
     log(f"report {folder / 'report.html'}; weights {weights}{missing}")
