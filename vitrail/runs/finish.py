@@ -127,8 +127,8 @@ def measure_baselines(prepared: Prepared, lines: Sequence[Mapping[str, Any]]) ->
         found["majority"] = majority_share(train.values, validation.values)
     first = next((line for line in lines if line["kind"] == "validation"), {})
     trainer, init = prepared.trainer, prepared.trainer.recipe.init
-    fitted = init.probe_head and init.zero_head and trainer.options.sharding == "none" and linear_heads(trainer.model)
-    if fitted and first.get("step") == 0 and "top1" in first:
+    fitted = init.weights and init.probe_head and init.zero_head and trainer.options.sharding == "none"
+    if fitted and linear_heads(trainer.model) and first.get("step") == 0 and "top1" in first:
         found["probe"] = first["top1"]
     return found
 
