@@ -29,7 +29,7 @@ MODEL = "deit_tiny_patch16"
 
 @pytest.fixture
 def run_benchmark(monkeypatch, capsys):
-    """A benchmark as it is typed, in this process and without a GPU: its exit code, what it prints and what it complains of."""
+    """A benchmark as it is typed, in this process and without a GPU: its exit code, standard output and standard error."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     threads, gradients = torch.get_num_threads(), torch.is_grad_enabled()
@@ -87,7 +87,7 @@ def run_benchmark(monkeypatch, capsys):
         (f"explain.py cost --model {MODEL} --size 32 --rounds 1 --methods rollout", "| rollout | "),
         (f"export.py parity {MODEL} --depth 1 --size 32 --images 2 --formats torch-export", f"| {MODEL} | torch-export |"),
         ("overhead.py --device cpu --rounds 1 --repeats 1", "| backward |"),
-        ("forecast.py --rounds 1 --busy 1 -- --epochs 0.2 --device cpu --set architecture.width=16", "estimated / actual"),
+        ("forecast.py --rounds 1 -- --epochs 0.2 --device cpu --set architecture.width=16", "estimated / actual"),
     ],
     ids=lambda text: " ".join(text.replace(".py", "").split()[:2]),
 )
@@ -95,6 +95,15 @@ def test_it_runs(run_benchmark, words, expected, tmp_path):
     code, out, err = run_benchmark(words.replace("OUT", str(tmp_path)))
     assert code == 0, err
     assert expected in out
+
+
+def test_other_programs_end_with_the_forecast(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    started, popen = [], subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda command: started.append(popen(command)) or started[-1])
+    with importlib.import_module("forecast").other_programs(2):
+        assert [program.poll() for program in started] == [None, None]
+    assert [program.wait() for program in started] == [-signal.SIGKILL] * 2
 
 
 def test_segmentations_are_compared(run_benchmark, tmp_path):
@@ -219,13 +228,13 @@ def test_a_soak_fails_if_answers_are_lost_or_duplicated(monkeypatch, tmp_path, p
 def test_an_interrupt_is_a_message():
     words = "branches vit_tiny_patch16_12x2 --errors --device cpu --batch-size 2 --size 32 --depth 1 --rounds 2000"
     program = [sys.executable, "-u", ROOT / "benchmarks/fused_paths.py", *words.split()]
-    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # jobs in the background of a shell hear nothing
+    default = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # background jobs of a shell ignore SIGINT
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(program, **pipes, cwd=ROOT, preexec_fn=heard) as running:
+    with subprocess.Popen(program, **pipes, cwd=ROOT, preexec_fn=default) as running:
         assert "n = 2000" in running.stdout.readline()
         running.send_signal(signal.SIGINT)
-        _, said = running.communicate()
-    assert (running.returncode, said) == (130, "fused_paths.py: Interrupted.\n")
+        _, errors = running.communicate()
+    assert (running.returncode, errors) == (130, "fused_paths.py: Interrupted.\n")
 
 
 @pytest.mark.parametrize(
@@ -391,7 +400,7 @@ def test_agreement_of_other_precisions(monkeypatch, tmp_path, capsys):
     weights = vitrail.save(randomize(model), tmp_path / "model.safetensors")
     monkeypatch.setattr(sys, "argv", ["agreement.py", str(weights), "--data", "digits", "--device", "cpu"])
     agreement.main()
-    assert torch.is_grad_enabled()  # of whoever comes after it
+    assert torch.is_grad_enabled()  # for later tests
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     assert [line.split(" | ")[0].strip("| ") for line in lines[2:]] == ["fp32", "bf16", "int8", "int8, synthetic images"]
     assert float(lines[2].split(" | ")[2].rstrip("%")) > 99

@@ -19,7 +19,7 @@ def initial_model(recipe, source):
 
 
 def make_trainer(recipe, source, folder=Path(), devices=None, options=None, model=None, kind=Trainer):
-    """A trainer on a training source; `validation` is set by whoever evaluates."""
+    """A trainer on a training source; `validation` is set by tests that evaluate."""
     devices = devices or Devices(CPU)
     task = find_task(recipe.task)(recipe, source, devices.device)
     if model is None:

@@ -59,6 +59,11 @@ def format_significant(value: float, digits: int = 4) -> str:
     return f"{value:#.{digits}g}".rstrip(".")
 
 
+def format_epochs(epochs: float) -> str:
+    """Format a number of epochs, which a time budget may end within one: "20", "0.44"."""
+    return f"{round(epochs, 2):g}"
+
+
 def format_count(value: Any) -> str:
     """Format 5717416 as "5.72 M"; smaller numbers and other values as `format_value` does."""
     if isinstance(value, int | float) and not isinstance(value, bool):

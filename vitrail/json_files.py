@@ -1,4 +1,4 @@
-"""JSON files from anybody: regular files of a bounded size."""
+"""Untrusted JSON files: regular files of a bounded size."""
 
 import json
 from pathlib import Path

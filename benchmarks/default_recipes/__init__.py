@@ -1,1 +1,1 @@
-"""Trainings of our own that the documentation speaks of: `python -m benchmarks.default_recipes --help`."""
+"""Trainings whose results the documentation gives: `python -m benchmarks.default_recipes --help`."""

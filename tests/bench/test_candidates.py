@@ -24,14 +24,14 @@ class Timm(ModuleType):
 
     def __init__(self, *names: str) -> None:
         super().__init__("timm")
-        self.names, self.asked = names, []
+        self.names, self.requested = names, []
 
     def is_model(self, name):
         return name in self.names
 
     def create_model(self, name, pretrained, **wanted):
         assert not pretrained
-        self.asked.append((name, wanted))
+        self.requested.append((name, wanted))
         size, classes = wanted["img_size"], wanted["num_classes"]
         return build(lookup(name)[1].replace(image_size=size, classes=classes, depth=wanted.get("depth", lookup(name)[1].depth)))
 
@@ -102,7 +102,7 @@ def test_timm_models_get_our_size_and_depth(timm):
     assert (found.project, found.name, found.timm_model) == ("timm", "deit_tiny_patch16", "deit_tiny_patch16_224")
     assert said == ["timm has no counterpart of lvvit_t."]
     found.network(Setting(size=(32, 32), depth=2), torch.device("cpu"))
-    name, wanted = known.asked[-1]
+    name, wanted = known.requested[-1]
     assert name == "deit_tiny_patch16_224"
     assert (wanted["img_size"], wanted["depth"], wanted["drop_path_rate"]) == ((32, 32), 2, 0.1)
 
@@ -110,9 +110,9 @@ def test_timm_models_get_our_size_and_depth(timm):
 def test_layer_scale_is_removed_if_ours_has_none(timm):
     known = timm("vit_small_patch16_36x1_224")
     make_timm("vit_small_patch16_36x1_224", lookup("vit_small_patch16_36x1")[1].replace(image_size=32, depth=1), True)
-    assert known.asked[-1][1]["init_values"] == 0.0
+    assert known.requested[-1][1]["init_values"] == 0.0
     make_timm("vit_small_patch16_36x1_224", lookup("vit_small_patch16_36x1_ls")[1].replace(image_size=32, depth=1), True)
-    assert "init_values" not in known.asked[-1][1]
+    assert "init_values" not in known.requested[-1][1]
 
 
 def test_a_different_number_of_parameters_is_not_compared(timm, monkeypatch):

@@ -86,9 +86,9 @@ class Handler(BaseHTTPRequestHandler):
         if self.server.refusal or not allowed:
             self.reply_json({"error": "refused"}, self.server.refusal or 401)
         elif self.path == "/api/repos/create":
-            asked = json.loads(content)
-            name = f"{asked['organization']}/{asked['name']}"
-            self.server.private[name] = asked.get("visibility") == "private"
+            requested = json.loads(content)
+            name = f"{requested['organization']}/{requested['name']}"
+            self.server.private[name] = requested.get("visibility") == "private"
             self.reply_json({"url": f"{self.server.address}/{name}"})
         elif self.path == "/api/validate-yaml":
             header = yaml.safe_load(json.loads(content)["content"].split("---")[1])

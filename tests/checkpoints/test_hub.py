@@ -11,6 +11,7 @@ from PIL import Image
 
 import vitrail
 from tests.checkpoints.hub_server import COMMIT, running
+from vitrail.cache import cache_folder
 from vitrail.checkpoints import bundled, hub
 from vitrail.checkpoints.download import check_url, download
 from vitrail.checkpoints.hub import Weights, find_named, is_built_by_timm, parse_name, released
@@ -174,7 +175,7 @@ def test_an_interrupted_download_continues(server, weights):
     server.requests.clear()
     assert find_named("deit3_small").read_bytes() == weights
     assert [each[2] for each in server.requests if each[0] == "GET" and each[1].endswith(".safetensors")] == [f"bytes={half}-"]
-    assert not list(hub.cache_folder().rglob("*.part")) + list(hub.cache_folder().rglob("*.etag"))
+    assert not list(cache_folder("weights").rglob("*.part")) + list(cache_folder("weights").rglob("*.etag"))
 
 
 def test_another_version_of_an_interrupted_file_is_downloaded_from_its_start(server, tmp_path):
@@ -201,7 +202,7 @@ def test_a_wrong_digest_is_rejected(server, monkeypatch, weights):
 
 
 def find_named_files():
-    return [path.name for path in hub.cache_folder().rglob("*.*") if path.suffix in (".safetensors", ".pth", ".part")]
+    return [path.name for path in cache_folder("weights").rglob("*.*") if path.suffix in (".safetensors", ".pth", ".part")]
 
 
 def test_released_weights_at_a_url(server, monkeypatch, capfd, weights):

@@ -61,14 +61,15 @@ def test_page_and_results(finished):
     assert "CC BY-SA 4.0" in page
     assert page.count("data:image/jpeg") > 5
     assert not re.search(r"(src|href)=[\"'](?!data:)", page)
-    recipes = [json.loads((folder / name / "run.json").read_text())["recipe"] for name in ("adapted", "scratch")]
+    runs = [json.loads((folder / name / "run.json").read_text()) for name in ("adapted", "scratch")]
+    assert [sorted(run["baselines"]) for run in runs] == [["majority", "probe"], ["majority"]]
+    recipes = [run["recipe"] for run in runs]
     different = {key for key in recipes[0] if recipes[0][key] != recipes[1][key]}
     assert different == {"model", "init", "optimizer"} or different == {"init", "optimizer"}
     assert (recipes[0]["init"]["weights"], recipes[0]["init"]["scope"]) == ("vitrail_tiny", "attention")
     assert (recipes[1]["init"]["weights"], recipes[1]["init"]["scope"]) == ("", "full")
     shares = re.findall(r"([\d.]+) % ± ([\d.]+)", printed)
-    tests = [json.loads((folder / name / "run.json").read_text())["test"] for name in ("adapted", "scratch")]
-    assert [float(share) for share, _ in shares] == [round(100 * each["top1"], 1) for each in tests]
+    assert [float(share) for share, _ in shares] == [round(100 * run["test"]["top1"], 1) for run in runs]
     adapted, scratch = json.loads((folder / "results.json").read_text())["trainings"]
     assert adapted["test_images"] == scratch["test_images"] == 24
     assert adapted["trained_parameters"] < scratch["trained_parameters"] / 3

@@ -111,9 +111,9 @@ def test_names_take_precedence_over_the_standard_order():
 
 def test_the_hint_is_in_the_message(tmp_path):
     for names, wanted in ((["a", "b", "c"], ["a", "x"]), (None, ["x", "y"]), (["cat, tom", "dog", "cow"], ["cat", "tom"])):
-        with pytest.raises(UserError, match=r": ask a friend\.$|; ask a friend\.$") as told:
+        with pytest.raises(UserError, match=r": ask a friend\.$|; ask a friend\.$") as raised:
             match_classes(names, 3, wanted, hint="ask a friend")
-        assert "--map" not in str(told.value)
+        assert "--map" not in str(raised.value)
 
 
 def test_wordnet_ids_in_the_parent_of_a_split_folder(tmp_path):
@@ -127,9 +127,9 @@ def test_wordnet_ids_in_the_parent_of_a_split_folder(tmp_path):
 
 
 def test_differences_are_shown_from_both_sides():
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as raised:
         match_classes(["cat", "dog", "cow", "hen", "pig"], 5, ["cat", "whale", "shark", "eel", "ray"], "sea")
-    assert str(told.value) == (
+    assert str(raised.value) == (
         "The model's 5 classes do not match those of sea: 4 of 5 are unknown to the model ('whale', 'shark', 'eel', …); "
         "the model has 'dog', 'cow', 'hen', …; map the classes with --map map.json."
     )

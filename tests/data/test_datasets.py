@@ -354,10 +354,10 @@ def test_digits() -> None:
 
 
 def test_hub_downloads_only_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple] = []
+    requested: list[tuple] = []
 
     def stand_in(repository: str, **options: object) -> str:
-        asked.append((repository, options["revision"], options["allow_patterns"]))
+        requested.append((repository, options["revision"], options["allow_patterns"]))
         return str(tmp_path)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", stand_in)
@@ -365,8 +365,8 @@ def test_hub_downloads_only_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     write_parquet(tmp_path / "small" / "train" / "0000.parquet", [0, 1], FEATURES)
     assert len(open_source("hf://owner/name@refs/convert/parquet/small")) == 2
     assert len(open_source("hf://owner/name")) == 2
-    assert asked[0] == ("owner/name", "refs/convert/parquet", ["small/*.parquet", "small/*.json"])
-    assert asked[1] == ("owner/name", None, ["*.parquet", "*.json"])
+    assert requested[0] == ("owner/name", "refs/convert/parquet", ["small/*.parquet", "small/*.json"])
+    assert requested[1] == ("owner/name", None, ["*.parquet", "*.json"])
     match = hub.ADDRESS.fullmatch("hf://a/b@main/c/d")
     assert match is not None
     assert match.groups() == ("a/b", "main", "c/d")

@@ -74,7 +74,7 @@ def test_a_copy_is_the_same_object():
 @pytest.fixture
 def fresh(tmp_path, monkeypatch):
     """As in a new process with an empty cache."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("VITRAIL_CACHE", str(tmp_path))
     module.load_or_reason.cache_clear()
     yield tmp_path
     module.load_or_reason.cache_clear()
@@ -83,11 +83,11 @@ def fresh(tmp_path, monkeypatch):
 @needs_kernels
 def test_the_library_is_compiled_once_and_cached(fresh, monkeypatch):
     assert module.load_cpu_kernels() is not None
-    (kept,) = (fresh / "vitrail").iterdir()
+    (kept,) = (fresh / "kernels").iterdir()
     module.load_or_reason.cache_clear()
     monkeypatch.setattr(module, "compile_to", None)
     assert module.load_cpu_kernels() is not None
-    assert list((fresh / "vitrail").iterdir()) == [kept]
+    assert list((fresh / "kernels").iterdir()) == [kept]
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_the_library_is_compiled_once_and_cached(fresh, monkeypatch):
         (lambda patch: patch.setenv("CXX", "no-such-compiler"), "no-such-compiler"),
         (lambda patch: patch.setattr(module.shutil, "which", lambda name: None), "no C[+][+] compiler"),
         (lambda patch: patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2"), "no AVX-512"),
-        (lambda patch: patch.setenv("XDG_CACHE_HOME", "/dev/null/nowhere"), "cannot be written|No such|Not a directory|AVX-512"),
+        (lambda patch: patch.setenv("VITRAIL_CACHE", "/dev/null/nowhere"), "cannot be written|No such|Not a directory|AVX-512"),
     ],
 )
 def test_unavailable(fresh, monkeypatch, break_it, reason):

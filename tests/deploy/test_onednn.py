@@ -73,7 +73,9 @@ def test_parts(changes, precision):
 def test_what_runs():
     model = small()
     packed = vitrail.optimize(model, precision="fp32")
-    assert len(of_kind(packed, PackedLinear)) == 1 + 3 * 4 + 1  # the stem; the last block asks apart; a head of 5 is too small
+    assert (
+        len(of_kind(packed, PackedLinear)) == 1 + 3 * 4 + 1
+    )  # the stem; the last block computes its queries apart; a head of 5 is too small
     assert not of_kind(packed, torch.nn.Conv2d)
     quantized = vitrail.optimize(model, precision="int8")
     assert len(of_kind(quantized, Int8Linear)) == 3 * 4 + 1

@@ -48,8 +48,8 @@ def test_no_kernel_on_cpu():
     assert select_bias_gelu(torch.zeros(3, 4, dtype=torch.bfloat16)) is None
 
 
-@pytest.mark.parametrize(("act", "asked"), [("gelu", True), ("gelu_tanh", False), ("relu", False)])
-def test_activations_that_use_the_kernel(monkeypatch, act, asked):
+@pytest.mark.parametrize(("act", "requested"), [("gelu", True), ("gelu_tanh", False), ("relu", False)])
+def test_activations_that_use_the_kernel(monkeypatch, act, requested):
     calls = []
 
     def pretend(x):
@@ -60,7 +60,7 @@ def test_activations_that_use_the_kernel(monkeypatch, act, asked):
     expected = layer(x)
     assert not calls
     out = fuse_bias_gelu(layer)(x)
-    assert bool(calls) == asked
+    assert bool(calls) == requested
     torch.testing.assert_close(out, expected)
 
 

@@ -334,14 +334,14 @@ def test_hooks_of_cross_patch_layers_are_called(part, folded, hook, taken):
 )
 def test_hooks_disable_kernels(part, monkeypatch):
     """With replacements for the kernels, which need a GPU: they take weights and skip the calls of modules."""
-    asked = []
+    requested = []
 
     def heads(qkv, *mixing):
-        asked.append("heads")
+        requested.append("heads")
         return qkv[:, :, 2]
 
     def gelu(x, bias):
-        asked.append("gelu")
+        requested.append("gelu")
         return F.gelu(x + bias)
 
     monkeypatch.setattr(attention, "select_talking_heads", lambda qkv: heads)
@@ -351,7 +351,7 @@ def test_hooks_disable_kernels(part, monkeypatch):
     model.block(0).get_submodule(part).register_forward_hook(lambda *_: seen.append(1))
     model(IMAGE)
     assert seen == [1]
-    assert asked == (["gelu", "heads", "gelu"] if part.startswith("mix") else ["heads", "heads", "gelu"])
+    assert requested == (["gelu", "heads", "gelu"] if part.startswith("mix") else ["heads", "heads", "gelu"])
 
 
 def test_scales_are_not_folded_where_they_must_not(taken):

@@ -31,12 +31,12 @@ sys.exit(bool({"torch._dynamo", "torch.distributed.fsdp"} & (set(sys.modules) - 
 
 
 def test_a_device_is_asked_once_what_it_can(monkeypatch):
-    """Every layer of every pass wants to know."""
-    asked = []
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: asked.append(device) or (7 + device, 0))
+    """Every layer of every pass reads it."""
+    requested = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: requested.append(device) or (7 + device, 0))
     kernels.capability.cache_clear()
     try:
         assert [is_ampere(0), is_ampere(1), is_ampere(0), is_ampere(1)] == [False, True, False, True]
     finally:
         kernels.capability.cache_clear()
-    assert asked == [0, 1]
+    assert requested == [0, 1]

@@ -109,12 +109,12 @@ def test_no_kernel_for_what_no_tile_holds(monkeypatch, tokens, heads, width):
 @pytest.mark.parametrize("biased", [False, True])
 def test_when_the_kernel_is_asked_for(monkeypatch, training, dropout, biased):
     """Not with a bias on the scores, and not where weights are dropped."""
-    asked = []
-    monkeypatch.setattr(attention, "select_talking_heads", lambda qkv: asked.append(qkv.shape))
+    requested = []
+    monkeypatch.setattr(attention, "select_talking_heads", lambda qkv: requested.append(qkv.shape))
     relative = RelativePosBias((2, 3), 16, 2) if biased else None
     layer = bare(2, 16, attention_dropout=dropout).train(training)
     layer(torch.randn(1, 6, 96), Layout(2, 3), relative)
-    assert asked == ([] if biased or (training and dropout) else [(1, 6, 3, 2, 16)])
+    assert requested == ([] if biased or (training and dropout) else [(1, 6, 3, 2, 16)])
 
 
 @pytest.mark.gpu

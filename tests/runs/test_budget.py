@@ -45,8 +45,8 @@ def test_very_many_photographs_are_trained_from_scratch_on_a_gpu(photos, monkeyp
 
 def test_a_training_from_scratch_says_what_it_is_for(photos, tmp_path):
     def messages(source, recipe="laptop", **changes):
-        asked = TrainRequest(str(source), recipe, changes=changes)
-        return " ".join(open_data(asked, resolve_recipe(asked, "cpu")).messages)
+        requested = TrainRequest(str(source), recipe, changes=changes)
+        return " ".join(open_data(requested, resolve_recipe(requested, "cpu")).messages)
 
     make_folder(tmp_path / "letters", mode="L")
     hint = "training from scratch is for images unlike photographs"
@@ -82,8 +82,8 @@ def test_the_size_is_chosen_with_the_precision_of_the_training(has_bfloat16, cha
     monkeypatch.setattr(precision, "has_bfloat16", lambda _: has_bfloat16)
     monkeypatch.setattr(budget, "image_seconds", lambda _, __, dtype: 0.01 if dtype == torch.bfloat16 else 0.02)
     monkeypatch.setattr(request, "has_colors", lambda _: True)
-    asked = TrainRequest(str(photos), changes=changes, minutes=1.5 * minutes_for(model, source, 160, 0.01))
-    data = open_data(asked, resolve_recipe(asked, "cpu"))
+    requested = TrainRequest(str(photos), changes=changes, minutes=1.5 * minutes_for(model, source, 160, 0.01))
+    data = open_data(requested, resolve_recipe(requested, "cpu"))
     assert data.recipe.augmentation.image_size == (size, size)
 
 
@@ -92,8 +92,8 @@ def test_images_are_larger_in_validations_and_predictions(photos, tmp_path, monk
     monkeypatch.setattr(budget, "image_seconds", lambda *_: 1e-6)
 
     def open_recipe(**more):
-        asked = TrainRequest(str(photos), **more)
-        return open_data(asked, resolve_recipe(asked, "cpu"))
+        requested = TrainRequest(str(photos), **more)
+        return open_data(requested, resolve_recipe(requested, "cpu"))
 
     opened = open_recipe()
     assert (opened.recipe.augmentation.image_size, opened.recipe.validation.image_size) == ((160, 160), (192, 192))

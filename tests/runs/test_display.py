@@ -83,6 +83,13 @@ def test_plain_lines(time):
     assert all(letter.isprintable() or letter == "\n" for letter in console.file.getvalue())
 
 
+def test_less_than_an_epoch(time):
+    console = plain()
+    with Display(4, 9, 8, console=console) as shown:
+        shown.log_validation(4 / 9, {"loss": 1.25})
+    assert lines(console)[0] == "epoch 0.44/0.44  val loss 1.250"
+
+
 def test_missing_values_are_not_shown(time):
     console = plain()
     with Display(100, 50, 8, start_step=50, console=console) as shown:

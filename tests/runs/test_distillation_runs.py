@@ -108,8 +108,8 @@ def request(images, changes, recipe="laptop"):
 
 def resolve(images, changes, recipe="laptop"):
     """The data, and the recipe that is fitted to it."""
-    asked = request(images, changes, recipe)
-    return open_data(asked, resolve_recipe(asked, "cpu"))
+    requested = request(images, changes, recipe)
+    return open_data(requested, resolve_recipe(requested, "cpu"))
 
 
 def losses(run):

@@ -302,18 +302,18 @@ def test_weights_of_beit_are_fine_tuned_with_mean_pooling(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("parts", "asked", "field"),
+    ("parts", "requested", "field"),
     [
         ({}, {"pooling": "mean"}, "pooling"),  # the class token would be lost
         ({"pos_embed": "learned"}, {"pos_embed_place": "layers"}, "pos_embed_place"),
         ({"pooling": "mean", "pool_norm": True}, {"pool_norm": False}, "pool_norm"),
     ],
 )
-def test_other_changes_of_pooling_and_positions_are_refused(parts, asked, field, tmp_path):
+def test_other_changes_of_pooling_and_positions_are_refused(parts, requested, field, tmp_path):
     base = vitrail.create("vit_tiny_patch16_12x1_ls", 0, 16, **PRETRAINED | parts)
     vitrail.save(base, tmp_path / "base.safetensors")
     changes = {"init.weights": str(tmp_path / "base.safetensors"), "augmentation.image_size": 16}
-    recipe = resolved(changes | {f"architecture.{name}": value for name, value in asked.items()})
+    recipe = resolved(changes | {f"architecture.{name}": value for name, value in requested.items()})
     with pytest.raises(UserError, match=f"has {field}=.* was requested"):
         opened(recipe)
 

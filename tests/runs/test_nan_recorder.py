@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import shutil
 import signal
 from functools import cache
@@ -13,6 +12,7 @@ import torch
 
 from tests.images import make_folder
 from tests.trainers import CPU, make_trainer
+from tests.training.processes import kill_before
 from tests.training.small import (
     ADAMW,
     FAST_PATCHES,
@@ -221,14 +221,7 @@ def test_skipping_resumes_after_a_kill(poison, tmp_path):
     options = Options(save_steps=4, log_steps=5, on_nan="skip")
 
     def killed():
-        original = Trainer.train_step
-
-        def step(training, *arguments):
-            if training.step == 7:
-                os.kill(os.getpid(), signal.SIGKILL)
-            original(training, *arguments)
-
-        Trainer.train_step = step
+        kill_before(7)
         start(tmp_path / "run", ADAMW, options)
 
     assert in_child(lambda: start(tmp_path / "uninterrupted", ADAMW, options), tmp_path / "output") == 0
@@ -262,13 +255,12 @@ def test_the_loss_scale_survives_a_kill(tmp_path):
         original = Trainer.train_step
 
         def step(training, *arguments):
-            if training.step == last:
-                os.kill(os.getpid(), signal.SIGKILL)
             original(training, *arguments)
             if training.step == 3:
                 training.scaler._scale.fill_(2.0**40)
 
         Trainer.train_step = step
+        kill_before(last)
         start(tmp_path / name, changes)
 
     assert in_child(lambda: work("uninterrupted", 99), tmp_path / "output") == 0, (tmp_path / "output").read_text()

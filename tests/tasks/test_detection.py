@@ -180,7 +180,7 @@ def test_losses_do_not_depend_on_the_division(data):
 
 def test_a_step_never_waits_for_values(data, monkeypatch):
     """Fake tensors have no values: an operator that depends on them, which a CUDA graph cannot contain, raises."""
-    monkeypatch.setattr("vitrail.heads.boxes.torch.equal", lambda first, second: False)  # asked on a CPU only
+    monkeypatch.setattr("vitrail.heads.boxes.torch.equal", lambda first, second: False)  # called on a CPU only
     task, images, targets = prepared(data, {"architecture.drop_path": 0.0, "task_options.candidates": 20})
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         targets = DetectionTargets(*(mode.from_tensor(each) for each in targets))

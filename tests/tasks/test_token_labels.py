@@ -54,7 +54,7 @@ def middles(grid, patch):
 
 
 def points_of(grid, patch):
-    """The places in each patch that a map is asked about, [N, POINTS^2, 3]."""
+    """The places in each patch at which a map is read, [N, POINTS^2, 3]."""
     steps = [((number + 0.5) / POINTS - 0.5) * patch for number in range(POINTS)]
     reach = torch.tensor([[x, y, 0.0] for y in steps for x in steps]).double()
     return middles(grid, patch)[:, None] + reach

@@ -217,7 +217,7 @@ def trained(name, data, folder, devices=None, kill_at=None, changes=None):
     changes = ({"precision": "bf16"} if gpu else {}) | (changes or {})
     trainer = make(name, data, folder, devices, changes, Options(save_steps=SAVED, compile=gpu))
     load_checkpoint(trainer, print)
-    kill_before(trainer, kill_at)
+    kill_before(kill_at)
     run(trainer)
     return trainer
 

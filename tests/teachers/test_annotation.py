@@ -67,10 +67,10 @@ def test_accuracy_of_a_store_is_that_of_its_teacher(tmp_path):
 def test_one_forward_pass_if_the_crop_is_the_full_image(prepared, size, passes, tmp_path, monkeypatch):
     source, teacher = make_source(tmp_path / "p", 4, size), make_teacher()
     teacher.preprocessing = teacher.preprocessing._replace(**prepared)
-    maps, asked = type(teacher.network.model).embed, []
-    teacher.network.model.embed = lambda images: asked.append(len(images)) or maps(teacher.network.model, images)
+    maps, requested = type(teacher.network.model).embed, []
+    teacher.network.model.embed = lambda images: requested.append(len(images)) or maps(teacher.network.model, images)
     make_store(tmp_path / "s", teacher, source, 12, outputs=ALL, top_k=3, views=2)
-    assert asked == [1] + [4] * 3 * 2 * passes  # one to get the shapes; three batches in two views
+    assert requested == [1] + [4] * 3 * 2 * passes  # one to get the shapes; three batches in two views
     monkeypatch.setattr(annotation.Annotator, "is_uncropped", lambda self, sizes: False)
     make_store(tmp_path / "twice", teacher, source, 12, outputs=ALL, top_k=3, views=2)
     assert contents(tmp_path / "s") == contents(tmp_path / "twice")
@@ -182,12 +182,12 @@ def test_finished_shards_are_not_computed_again(tmp_path):
     source, teacher = make_source(tmp_path / "p"), make_teacher()
     make_store(tmp_path / "s", teacher, source)
     before = contents(tmp_path / "s")
-    asked = []
+    requested = []
     teacher.network.model.embed = lambda images: (
-        asked.append(len(images)) or type(teacher.network.model).embed(teacher.network.model, images)
+        requested.append(len(images)) or type(teacher.network.model).embed(teacher.network.model, images)
     )
     result = annotate(teacher, source, tmp_path / "s", AnnotationRequest(batch_size=4), workers=0, shard_size=10)
-    assert asked == [1]  # to get the shapes
+    assert requested == [1]  # to get the shapes
     assert (result.reused_shards, result.shards) == (4, 4)
     assert contents(tmp_path / "s") == before
 

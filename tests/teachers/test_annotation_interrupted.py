@@ -21,7 +21,7 @@ from vitrail.teachers.label_store import LabelStore
 ALL = ("logits", "tokens", "features")
 
 
-def die():
+def kill_process():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -36,7 +36,7 @@ def dies_after(images):
             nonlocal done
             done += count
             if title == "annotating" and done >= images:
-                die()
+                kill_process()
 
         yield advance
 
@@ -54,9 +54,9 @@ def dies_while_writing(files, length):
             yield place
             if len(written) == files and length is not None:
                 place.write_bytes(place.read_bytes()[:length])
-                die()
+                kill_process()
         if len(written) == files:
-            die()
+            kill_process()
 
     return write
 
@@ -200,10 +200,10 @@ def test_kill_before_the_first_shard_allows_other_options(tmp_path, monkeypatch)
 def test_no_shard_is_written_after_one_that_failed(tmp_path, monkeypatch):
     """Although the next shards are already computed."""
     source, teacher = make_source(tmp_path / "p", 16), make_teacher()
-    whole, asked = label_store_writer.write_shard, []
+    whole, requested = label_store_writer.write_shard, []
 
     def failing(path, *more):
-        asked.append(path.name)
+        requested.append(path.name)
         if path.name == "shard-00002.safetensors":
             raise UserError("no more")
         return whole(path, *more)
@@ -211,5 +211,5 @@ def test_no_shard_is_written_after_one_that_failed(tmp_path, monkeypatch):
     monkeypatch.setattr(label_store_writer, "write_shard", failing)
     with pytest.raises(UserError, match="no more"):
         make_store(tmp_path / "s", teacher, source, shard_size=4)
-    assert asked == [f"shard-{number:05}.safetensors" for number in range(3)]
+    assert requested == [f"shard-{number:05}.safetensors" for number in range(3)]
     assert sorted(contents(tmp_path / "s")) == ["manifest.json", "shard-00000.safetensors", "shard-00001.safetensors"]

@@ -270,18 +270,18 @@ def fake_timm(monkeypatch, make):
 
 
 def test_timm_by_name_with_the_weights_of_a_file(tmp_path, monkeypatch):
-    asked = []
-    fake_timm(monkeypatch, lambda name, **options: asked.append((name, options)) or TimmLike("first"))
+    requested = []
+    fake_timm(monkeypatch, lambda name, **options: requested.append((name, options)) or TimmLike("first"))
     module = TimmLike("first")
     torch.save({"state_dict": module.state_dict()}, tmp_path / "it.pth")
     teacher = open_teacher(f"timm:dm_nfnet_f6@{tmp_path / 'it.pth'}", classes=list("abcd"))
-    assert asked == [("dm_nfnet_f6", {"pretrained": False, "num_classes": 4})]
+    assert requested == [("dm_nfnet_f6", {"pretrained": False, "num_classes": 4})]
     images = torch.randn(2, 3, 8, 12)
     torch.testing.assert_close(teacher(images), module(images).detach())
     assert teacher.preprocessing == Preprocessing((8, 12), 0.9, "shorter", "bilinear", (0.5,) * 3, (0.25,) * 3)
     with pytest.raises(vitrail.UserError, match="4 classes, but 3"):
         open_teacher("timm:dm_nfnet_f6", classes=3)
-    assert asked[-1] == ("dm_nfnet_f6", {"pretrained": True})
+    assert requested[-1] == ("dm_nfnet_f6", {"pretrained": True})
     torch.save({**module.state_dict(), "fc.bias": torch.zeros(9)}, tmp_path / "it.pth")
     with pytest.raises(vitrail.UserError, match=r"does not match timm's dm_nfnet_f6 \(size mismatch for fc.bias") as caught:
         open_teacher(f"timm:dm_nfnet_f6@{tmp_path / 'it.pth'}")

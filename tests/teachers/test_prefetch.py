@@ -30,9 +30,9 @@ def test_exception_is_raised_in_order():
 
 
 def test_no_thread_remains_after_close():
-    before, asked = threading.active_count(), []
-    made = prefetch(iter(asked.append(number) or number for number in range(100)))
+    before, requested = threading.active_count(), []
+    made = prefetch(iter(requested.append(number) or number for number in range(100)))
     assert [next(made), next(made)] == [0, 1]
     made.close()
     assert threading.active_count() == before
-    assert len(asked) <= 5
+    assert len(requested) <= 5

@@ -160,8 +160,8 @@ def test_dense_logits_of_a_distilled_model_use_both_heads():
 
 def together_and_apart(teacher, images, what):
     """The outputs of one call, and of one call each."""
-    asked = {"logits": teacher, "tokens": teacher.dense, "features": teacher.features}
-    return teacher.predict(images, what), {name: asked[name](images) for name in what}
+    requested = {"logits": teacher, "tokens": teacher.dense, "features": teacher.features}
+    return teacher.predict(images, what), {name: requested[name](images) for name in what}
 
 
 @pytest.mark.parametrize("name", ["deit_tiny_patch16", "deit_tiny_distilled_patch16", "lvvit_t", "cait_xxs24", "resmlp_s12"])

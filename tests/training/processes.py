@@ -146,16 +146,16 @@ def run(training, metrics=None):
     training.run(train_images(training), display, metrics, throughput)
 
 
-def kill_before(training, step):
-    """The process is killed before this step."""
-    train_step = training.train_step
+def kill_before(step):
+    """This process is killed before this step of its training."""
+    train_step = Trainer.train_step
 
-    def train_or_die(*arguments):
+    def train_or_die(training, *arguments):
         if training.step == step:
             os.kill(os.getpid(), signal.SIGKILL)
-        train_step(*arguments)
+        train_step(training, *arguments)
 
-    training.train_step = train_or_die
+    Trainer.train_step = train_or_die
 
 
 def one_process(micro_batches):

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.images import make_folder
+from tests.training.processes import kill_before
 from tests.training.small import (
     ADAMW,
     FAST_PATCHES,
@@ -107,14 +108,7 @@ def runs(tmp_path_factory):
     def killed():
         killer = Killer(log=folder / "log")
         killer.watch()
-        original = Trainer.train_step
-
-        def step(trainer, *arguments):
-            if trainer.step == 10:
-                os.kill(os.getpid(), signal.SIGKILL)
-            original(trainer, *arguments)
-
-        Trainer.train_step = step
+        kill_before(10)
         start(folder / "killed", ADAMW)
 
     assert in_child(killed, folder / "killed.txt") == -signal.SIGKILL

@@ -88,7 +88,7 @@ def test_hanging_in_a_library_the_same_signal_twice(number):
 
 
 def test_hanging_after_the_first_signal():
-    """Like a process that waits for another one that has died."""
+    """Like a process that waits for another one that has ended."""
     text = HANG.replace('print("here", flush=True)', 'print("here", flush=True)\n' + AFTER_FIRST.strip())
     assert signal_twice(started(text), signal.SIGTERM, signal.SIGTERM) == (130, "Stopped at once.\n")
 

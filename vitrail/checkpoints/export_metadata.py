@@ -1,4 +1,4 @@
-"""What an exported file says about itself: task, preprocessing, class names, versions, and how exactly it was compared."""
+"""The metadata of an exported file: task, preprocessing, class names, versions, and how exactly it was compared."""
 
 import dataclasses
 import json
@@ -65,7 +65,7 @@ class ExportMetadata:
 
     @classmethod
     def from_json(cls, text: str, path: object) -> "ExportMetadata":
-        """The metadata of a file, which may be from anybody; UserError if it is damaged."""
+        """The metadata of an untrusted file; UserError if it is damaged."""
         try:
             if len(text) > MAX_CHARACTERS:
                 raise ValueError("too long")

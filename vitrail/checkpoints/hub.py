@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from filelock import FileLock
 
 from vitrail.atomic_files import atomic_write_text, file_sha256
+from vitrail.cache import cache_folder
 from vitrail.checkpoints.bundled import NAMES, find_bundled
 from vitrail.checkpoints.download import Unavailable, check_url, download, reason_of
 from vitrail.errors import UserError
@@ -155,16 +156,11 @@ def suggest(text: str) -> str:
     return f" Weights with similar names: {', '.join(names)}." if names else ""
 
 
-def cache_folder() -> Path:
-    """The folder of downloaded weights: weights/ in $VITRAIL_CACHE or ~/.cache/vitrail."""
-    return Path(os.environ.get("VITRAIL_CACHE") or Path.home() / ".cache" / "vitrail") / "weights"
-
-
 def obtain(weights: Weights) -> Path:
     """The file of weights, from the cache or downloaded; its source, license and size are printed once."""
     is_url = "://" in weights.source
     key = weights.name if is_url else f"{weights.source}@{weights.revision}".replace("/", "--")
-    folder = (cache_folder() / key).absolute()
+    folder = (cache_folder("weights") / key).absolute()
     if not (folder / DESCRIPTION).is_file():
         if not is_url and (cached := find_in_hub_cache(weights)) is not None:
             announce(weights.name, weights.source, weights.license, weights.data, str(cached))

@@ -9,11 +9,12 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from vitrail.atomic_files import atomic_write_text
+from vitrail.cache import cache_folder
 from vitrail.checkpoints.artifact import save_tensors
 from vitrail.checkpoints.assembly import check_architecture, unwrap_compiled
 from vitrail.checkpoints.codecs import UnsupportedByFormat
 from vitrail.checkpoints.download import check_url, reason_of
-from vitrail.checkpoints.hub import cache_folder, hub_address, is_offline, is_repository
+from vitrail.checkpoints.hub import hub_address, is_offline, is_repository
 from vitrail.checkpoints.model_card import write_card
 from vitrail.checkpoints.model_io import load, save
 from vitrail.errors import UserError
@@ -45,7 +46,7 @@ def push(
         write_repository(opened, Path(folder), repository, license)
         upload(Path(folder), repository, private, token)
     # Downloaded files of an earlier version.
-    for cached in cache_folder().glob(f"{repository.replace('/', '--')}@*"):
+    for cached in cache_folder("weights").glob(f"{repository.replace('/', '--')}@*"):
         shutil.rmtree(cached, ignore_errors=True)
     return f"hf://{repository}"
 

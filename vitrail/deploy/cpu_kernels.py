@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from vitrail.atomic_files import atomic_write
+from vitrail.cache import cache_folder
 from vitrail.errors import UserError
 
 SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
@@ -120,8 +121,7 @@ def compile_library() -> Path:
     # The expansion of -march=native is part of the name: several machines may share a cache directory.
     macros = run_compiler([compiler, *FLAGS, "-dM", "-E", "-x", "c++", "/dev/null"])
     name = hashlib.sha256(macros + SOURCE.read_bytes() + repr(FLAGS).encode()).hexdigest()[:24]
-    cache_dir = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    path = cache_dir / "vitrail" / f"cpu-kernels-{name}.so"
+    path = cache_folder("kernels") / f"cpu-kernels-{name}.so"
     if not path.is_file():
         atomic_write(path, lambda temporary: compile_to(compiler, temporary))
     return path

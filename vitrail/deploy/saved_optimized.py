@@ -108,7 +108,7 @@ def checksum(header: dict[str, Any], tensors: dict[str, Tensor]) -> str:
 
 
 def read_header(text: str, tensors: dict[str, Tensor], path: str | Path) -> dict[str, Any]:
-    """The header of a file from anybody, with the types that are used, after a comparison of the checksum."""
+    """The header of an untrusted file, with the types that are used, after a comparison of the checksum."""
     try:
         header: dict[str, Any] = json.loads(text)
         if header["layout"] != LAYOUT:

@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 
 from vitrail.atomic_files import atomic_write, describe_error
+from vitrail.cache import cache_folder
 from vitrail.checkpoints.export_metadata import ExportMetadata
-from vitrail.data.datasets.folder import cache_folder
 from vitrail.errors import UserError
 from vitrail.formatting import format_bytes
 from vitrail.pages import write_page
@@ -66,7 +66,7 @@ def find_runtime(given: str | Path | None) -> Path:
         if not path.exists():
             raise UserError(f"There is no {path}: give the npm package {PACKAGE} as a folder or a .tgz file.")
         return path
-    cache = cache_folder() / "npm"
+    cache = cache_folder("npm")
     cached = list_packages(cache)
     return cached[-1] if cached else pack_runtime(cache)
 

@@ -1,7 +1,7 @@
 """Features on disk, found by content: probes after the first one with the same weights and images do not run the model.
 
 A file's name is a hash of everything its features depend on: weights, images, preprocessing, kind of features, versions. The
-folder is features/ in $VITRAIL_CACHE or ~/.cache/vitrail. Above MAX_BYTES the files that were not used for longest are removed.
+folder is features/ in the cache. Above MAX_BYTES the files that were not used for longest are removed.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from vitrail.atomic_files import WriteError, atomic_write
-from vitrail.data.datasets.folder import cache_folder
+from vitrail.cache import cache_folder
 from vitrail.data.image_formats import readable_formats
 from vitrail.data.loader import Problem
 from vitrail.data.source import Source
@@ -43,7 +43,7 @@ def cached_embed(
     key = content_hash(model, source, kind, workers)
     if key is None:
         return embed(model, source, kind, batch_size, workers, advance)
-    file = cache_folder() / "features" / f"{key}.safetensors"
+    file = cache_folder("features") / f"{key}.safetensors"
     found = read_features(file, model, source)
     if found is not None:
         advance(len(source))

@@ -10,7 +10,7 @@ from vitrail.layers.layout import Grid
 from vitrail.models.config import Architecture
 
 FIXED_GRID = ("linear", "mlp", "class_mlp")  # mixers and poolings with weights for each patch
-MAX_PIXELS, MAX_PATCHES = 1 << 22, 1 << 13  # of an image, whose size is a setting of a file from anybody
+MAX_PIXELS, MAX_PATCHES = 1 << 22, 1 << 13  # of an image, whose size is a setting of an untrusted file
 
 
 def has_fixed_grid(a: Architecture) -> bool:
@@ -34,7 +34,7 @@ def check_input(
 ) -> None:
     """Raise UserError if a model with this stem and patch grid cannot process the images.
 
-    Values are not checked, which would synchronize with the device. `resize_hint` says whose `resize` to call.
+    Values are not checked, which would synchronize with the device. `resize_hint` names the model whose `resize` to call.
     """
     if not isinstance(image, Tensor) or image.ndim != 4 or image.shape[1] != a.channels:
         got = f"one of shape {tuple(image.shape)}" if isinstance(image, Tensor) else f"a {type(image).__name__}"

@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from vitrail.formatting import format_bytes, format_clock, format_significant, percent, pluralize
+from vitrail.formatting import format_bytes, format_clock, format_epochs, format_significant, percent, pluralize
 from vitrail.runs.reference_curves import BandStatus, ReferenceBand
 from vitrail.training.metrics import SPEED, TOP1, Metric, SmoothedValue
 
@@ -109,7 +109,7 @@ class Display:
     def log_validation(self, epoch: float, values: Mapping[str, Any]) -> None:
         """Print a line that stays. `values` has loss, top1, top5, and `best`: whether this is the best result so far."""
         value = values.get(self.metric.name)
-        parts = [labeled("epoch", aligned(f"{epoch:g}", f"{self.total / self.per_epoch:g}"))]
+        parts = [labeled("epoch", aligned(format_epochs(epoch), format_epochs(self.total / self.per_epoch)))]
         if value is not None:
             parts.append(labeled(f"val {self.metric.title}", self.metric.format(value)))
             self._validation = (self.current / self.total, value)
@@ -169,7 +169,7 @@ class Display:
     def _position(self) -> list[Text]:
         epoch, epochs = self.current / self.per_epoch, self.total / self.per_epoch
         return [
-            labeled("epoch", aligned(f"{epoch:.1f}", f"{epochs:g}")),
+            labeled("epoch", aligned(f"{epoch:.1f}", format_epochs(epochs))),
             labeled("step", aligned(f"{self.current:,}", f"{self.total:,}")),
         ]
 

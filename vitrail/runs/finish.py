@@ -13,7 +13,7 @@ from vitrail.data.image_loader import ImageLoader
 from vitrail.data.source import Source
 from vitrail.errors import UserError
 from vitrail.evaluation.verdict import judge_run, majority_share
-from vitrail.formatting import pluralize
+from vitrail.formatting import format_epochs, pluralize
 from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.runs.prepare import Prepared
 from vitrail.runs.report import describe_warning, format_test, write_report
@@ -45,10 +45,10 @@ def finish_run(prepared: Prepared, log: Log) -> None:
     write_json(folder / "run.json", run)
     write_report(folder)
     if trainer.stopped_early:
-        epochs = f"epoch {trainer.step / trainer.sampler.steps:g} of {trainer.total / trainer.sampler.steps:g}"
+        epochs = " of ".join(format_epochs(steps / trainer.sampler.steps) for steps in (trainer.step, trainer.total))
         validations = pluralize(trainer.recipe.validation.patience, "validation")
         better = "lower loss" if trainer.recipe.validation.select_by == "loss" else f"better {metric.title}"
-        log(f"stopped at {epochs}: {validations} in a row without a {better}")
+        log(f"stopped at epoch {epochs}: {validations} in a row without a {better}")
     if trainer.skipped:
         log(f"{trainer.skipped} of {trainer.step} steps were skipped: their loss or gradient was NaN or Inf.")
     unread = len(splits.validation) - best.get("images", len(splits.validation))
@@ -60,11 +60,11 @@ def finish_run(prepared: Prepared, log: Log) -> None:
     for warning in run["warnings"]:
         log(describe_warning(warning))
     if verdict is not None:
-        log(f"best validation {metric.title} {verdict.plus_minus} (epoch {best['epoch']:g})")
+        log(f"best validation {metric.title} {verdict.plus_minus} (epoch {format_epochs(best['epoch'])})")
         for sentence in verdict.describe():
             log(sentence)
     else:
-        log(f"best weights of epoch {best['epoch']:g}: validation {metric.title} {metric.format(best[metric.name])}")
+        log(f"best weights of epoch {format_epochs(best['epoch'])}: validation {metric.title} {metric.format(best[metric.name])}")
     weights = folder / "best.safetensors"
     missing = "" if weights.is_file() else ", which is missing"
     log(f"report {folder / 'report.html'}; weights {weights}{missing}")
@@ -127,8 +127,8 @@ def measure_baselines(prepared: Prepared, lines: Sequence[Mapping[str, Any]]) ->
         found["majority"] = majority_share(train.values, validation.values)
     first = next((line for line in lines if line["kind"] == "validation"), {})
     trainer, init = prepared.trainer, prepared.trainer.recipe.init
-    fitted = init.probe_head and init.zero_head and trainer.options.sharding == "none" and linear_heads(trainer.model)
-    if fitted and first.get("step") == 0 and "top1" in first:
+    fitted = init.weights and init.probe_head and init.zero_head and trainer.options.sharding == "none"
+    if fitted and linear_heads(trainer.model) and first.get("step") == 0 and "top1" in first:
         found["probe"] = first["top1"]
     return found
 

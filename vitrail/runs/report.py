@@ -28,7 +28,16 @@ import numpy as np
 from vitrail.atomic_files import atomic_write
 from vitrail.errors import UserError
 from vitrail.evaluation.verdict import has_interval, judge_run, make_verdict
-from vitrail.formatting import format_bytes, format_count, format_significant, format_time_span, format_value, percent, pluralize
+from vitrail.formatting import (
+    format_bytes,
+    format_count,
+    format_epochs,
+    format_significant,
+    format_time_span,
+    format_value,
+    percent,
+    pluralize,
+)
 from vitrail.pages import image_url, png_url, write_page
 from vitrail.pages.charts import DARK, LIGHT
 from vitrail.runs.curves import Curves
@@ -136,12 +145,13 @@ def summarize(run: Mapping[str, Any], curves: Curves) -> str:
     if last is None:
         return f"{subject} has not logged anything yet."
     finished = curves.total - last["epoch"] < 1e-6
-    length = f"{curves.total:.4g} epochs" if finished else f"{last['epoch']:.1f} of {curves.total:.4g} epochs"
+    total = format_epochs(curves.total)
+    length = f"{total} epochs" if finished else f"{last['epoch']:.1f} of {total} epochs"
     if best:
         metric = run_metric(run)
         result = f"reached a validation {metric.title} of {format_best(run, best)}"
         result += f" (top-5 {format_accuracy(best['top5'])})" if best.get("top5") is not None else ""
-        result += f" at epoch {best['epoch']:g} of {curves.total:.4g}" if finished else f" after {length}"
+        result += f" at epoch {format_epochs(best['epoch'])} of {total}" if finished else f" after {length}"
     else:
         losses = curves.smooth_losses()[1]
         result = f"was trained for {length}"
@@ -242,7 +252,7 @@ def list_results(run: Mapping[str, Any], curves: Curves) -> Rows:
     rows = []
     best = best_validation(run, curves.lines)
     if best:
-        rows.append(("Best epoch", f"{best['epoch']:g}"))
+        rows.append(("Best epoch", format_epochs(best["epoch"])))
     test = run.get("test") or {}
     metric = run_metric(run)
     if isinstance(test.get(metric.name), float):

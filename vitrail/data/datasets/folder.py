@@ -278,9 +278,3 @@ def _files(path: str, suffix: str, split: str | None, depth: int, visits: Counte
                 yield from _files(entry.path, suffix, own, depth + 1, visits)
         elif entry.name.lower().endswith(suffix) and os.path.isfile(entry.path):  # opening a named pipe would block
             yield entry.path, own
-
-
-def cache_folder() -> Path:
-    """Return the user's cache folder: $VITRAIL_CACHE, or vitrail/ in the cache folder of the system."""
-    folder = os.environ.get("VITRAIL_CACHE")
-    return Path(folder) if folder else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vitrail"

@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from vitrail.data.datasets.folder import Paths, SourceDict, cache_folder, shards
+from vitrail.cache import cache_folder
+from vitrail.data.datasets.folder import Paths, SourceDict, shards
 from vitrail.data.datasets.table import class_labels, integers_if_all, label_columns, main_labels
 from vitrail.data.image_formats import EXTENSIONS
 from vitrail.data.source import Labels, Source
@@ -191,7 +192,7 @@ def _index(files: list[str]) -> Index:
     digest = hashlib.sha256(b"\n".join(os.fsencode(os.path.relpath(file, parent)) for file in files)).hexdigest()
     sidecar = parent / f".vitrail-index-{digest[:12]}.npz"
     folder = hashlib.sha256(os.fsencode(os.path.abspath(files[0]))).hexdigest()
-    cached = cache_folder() / "tar" / f"{digest[:12]}-{folder[:12]}.npz"
+    cached = cache_folder("tar") / f"{digest[:12]}-{folder[:12]}.npz"
     for path in (sidecar, cached):
         index = _load_index(path, stamp)
         if index is not None:

@@ -83,7 +83,7 @@ def _search_chunk(memory: Tensor, queries: Tensor, k: int, columns: int, exclude
 
 
 def inner_products(queries: Tensor, memory: Tensor) -> Tensor:
-    """[Q, N] in the precision of queries [Q, D] and memory [N, D], whatever autocast says: in bfloat16 most cosines are equal."""
+    """[Q, N] in the precision of queries [Q, D] and memory [N, D], also under autocast: in bfloat16 most cosines are equal."""
     with torch.autocast(queries.device.type, enabled=False):
         return queries @ memory.T
 
