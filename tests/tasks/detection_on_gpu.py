@@ -4,8 +4,8 @@
 
 Prints "equal". Without a GPU both are the same eager steps. With a learning rate, differences of rounding grow from step to step,
 since they decide which boxes are proposed: on a CPU the losses in bfloat16 are 3.5 % from those in float32 after eight steps.
-Without one every step is compared alone: 0.4 %, while losses of two batches differ by up to 20 %. That the graph reads the current
-weights is seen with a learning rate: the losses are others, and lower (10 % on a CPU).
+Without one every step is compared alone: 0.4 %, while losses of two batches differ by up to 20 %. That the graph reads the
+current weights is seen with a learning rate: the losses are others, and lower (10 % on a CPU).
 """
 
 import sys
