@@ -92,7 +92,7 @@ def test_inspect(command, shapes, tmp_path):
         "triangle",
         "small",
         "a box without area",
-        "partly outside of the image",
+        "outside of the image, which is cut",
         "a class that is not listed",
         "1 annotation of",
     ):
@@ -100,6 +100,13 @@ def test_inspect(command, shapes, tmp_path):
     code, out, _ = command("data", "inspect", path, "--json", "--workers", "0")
     report = json.loads(out)["splits"]["train"]["object_report"]
     assert len(report["no_area"]) == len(report["outside"]) == len(report["unknown"]) == 1
+    for annotation in content["annotations"]:
+        annotation["bbox"] = [1, 1, -5, 5]
+    (path / "annotations.json").write_text(json.dumps(content))
+    code, out, err = command("data", "inspect", path, "--out", tmp_path / "sheet.png", "--workers", "0")
+    assert code == 2
+    assert "is not a box: its sides are negative" in " ".join(out.split())
+    assert "None of the objects" in err
 
 
 def test_packing_says_what_it_leaves_out(command, shapes, tmp_path):

@@ -5,6 +5,7 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 import vitrail
@@ -138,11 +139,34 @@ def test_neighbors(boxes, monkeypatch, capsys, tmp_path):
     assert not (tmp_path / "out" / "segmenter.safetensors").exists()
 
 
+def test_fine_tuning(boxes, monkeypatch, capsys, tmp_path):
+    """Seconds of training start at the closed-form head, whose result is the first that is validated."""
+    torch.manual_seed(0)
+    model = vitrail.create("vitrail_mini", classes=2, image_size=32, width=16, depth=3, patch_size=8)
+    arguments = (
+        "segment",
+        boxes / "images",
+        "--masks",
+        boxes / "masks",
+        "--from",
+        vitrail.save(model, tmp_path / "trunk.safetensors"),
+    )
+    options = ("--short-side", "32", "--fine-tune", "0.02", "--device", "cpu", "--out", tmp_path / "out")
+    code, out, err = command(monkeypatch, capsys, *arguments, *options)
+    assert code == 0
+    assert "the segmentation head of the weights is trained further" in " ".join(err.split())
+    assert str(tmp_path / "out" / "run" / "best.safetensors") in out
+    assert len(json.loads((tmp_path / "out" / "segmentation.json").read_text())) == 8
+    steps = [json.loads(line) for line in (tmp_path / "out" / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert steps[0]["miou"] > 0
+
+
 def test_inspect_draws_masks(boxes, monkeypatch, capsys, tmp_path):
     code, out, _ = command(monkeypatch, capsys, "data", "inspect", boxes, "--out", tmp_path / "sheet.png", "--workers", "0")
     assert code == 0
     assert (tmp_path / "sheet-masks.png").is_file()
     assert "ground" in out
+    assert "consider training at a smaller image size" not in out  # masks are trained on larger images
 
 
 def test_packed_masks_keep_their_classes(boxes, monkeypatch, capsys, tmp_path):

@@ -129,8 +129,11 @@ def test_files_of_class_names(tmp_path):
         classes = parse_json(content)
         assert (classes.names, classes.ids, classes.ignored) == (names, ids, ignored)
         assert parse_json(write_json(classes)) == classes
-    (tmp_path / "classes.txt").write_text("sky\n\nroad\n")
+    (tmp_path / "classes.txt").write_text("sky\n\nroad\n", encoding="utf-8-sig")  # as Windows' editors save it
     assert read_class_file(str(tmp_path / "classes.txt")).names == ("sky", "road")
+    (tmp_path / "classes.txt").write_text("ciel\nbâtiment\n", encoding="latin-1")
+    with pytest.raises(UserError, match=r"classes\.txt is not UTF-8: save it in this encoding\.$"):
+        read_class_file(str(tmp_path / "classes.txt"))
 
 
 @pytest.mark.parametrize("content", ["[]", "{", '{"a": "b"}', '["x", "x"]', "3", '{"names": [1], "ignore": 3}', '{"900": "a"}'])
@@ -158,9 +161,9 @@ def spoil(folder, what):
 @pytest.mark.parametrize(
     ("what", "sentence"),
     [
-        ("size", "the mask is 20 x 12, but the aspect ratio of its image is 20 x 24"),
+        ("size", "the mask has 12 x 20 pixels, but its image 24 x 20, another aspect ratio"),
         ("ids", "the mask has the ids 3-5, but the classes are 0-2 and ignored are 255"),
-        ("color", "a mask must have a palette or be grayscale, but this file is in color"),
+        ("color", "png cannot be used: a mask must have a palette or be grayscale, but this file is in color: list its colors"),
         ("ignored", "All pixels of the masks of"),
     ],
 )
@@ -181,6 +184,9 @@ def test_missing_masks_are_one_sentence(tmp_path):
     sentence = r"^None of the 6 masks in \S+ has the name of an image in \S+: give each the name of its image\.$"
     with pytest.raises(UserError, match=sentence):
         open_sources(tmp_path)
+    (tmp_path / "masks" / "other000.png").rename(tmp_path / "masks" / "000.png")
+    with pytest.raises(UserError, match=r"holds a single image with a mask \(5 without\): add masks, at least 4\.$"):
+        open_splits(tmp_path)
     with pytest.raises(UserError, match=r"^digits has no masks: give a folder with images/ and masks/"):
         complete_classes([open_sources("digits")["train"]])
 

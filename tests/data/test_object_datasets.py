@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import time
 from dataclasses import replace
@@ -149,6 +150,7 @@ def first_annotation(content, **changes):
         (lambda content: content["images"][0].update(height=1 << 40), "is not a COCO file"),
         (lambda content: content["images"][1].update(id=0), "two images with the same id"),
         (lambda content: content["categories"][1].update(name="box"), "names the class 'box' twice"),
+        (lambda content: content["categories"][1].update(id=content["categories"][0]["id"]), "two categories with the same id"),
         (lambda content: content["categories"].clear(), "names 0 classes"),
         (lambda content: content["categories"][1].update(name="x" * 2000), "more than 1,000 characters"),
     ],
@@ -163,13 +165,15 @@ def test_files_that_cannot_be_opened(change, sentence, tmp_path):
     [
         ({"bbox": [1, 2, float("nan"), 4]}, "not a box"),
         ({"bbox": [1, 2, -3, 4]}, "not a box"),
-        ({"bbox": [1, 2, 3]}, "annotation 1 of annotations.json is damaged"),
+        ({"bbox": [1, 2, 3]}, "annotation 1 of annotations.json is damaged: bbox is not a list of x, y, width and height"),
+        ({"category_id": [1]}, "annotation 1 of annotations.json is damaged: a value is missing or has another type"),
         ({"bbox": "large"}, "annotation 1 of annotations.json is damaged"),
         ({"category_id": 1234}, "a category that is not listed"),
         ({"segmentation": [[1, 2, 3]]}, "annotation 1 of annotations.json is damaged: a polygon is a list"),
         ({"segmentation": {"size": [10, 10], "counts": [100]}}, "10 x 10 pixels, but its image 64 x 56"),
         ({"segmentation": {"size": [56, 64], "counts": [7]}}, "run lengths of 7 pixels"),
         ({"segmentation": {"size": [56, 64], "counts": "P" * 9}}, "not COCO's text"),
+        ({"segmentation": {"size": [56, 64], "counts": "é" * 9}}, "not COCO's text"),
         ({"segmentation": {"size": [1 << 50, 64], "counts": [7]}}, "impossible size"),
         ({"segmentation": {"counts": [7]}}, "annotation 1 of annotations.json is damaged"),
     ],
@@ -288,8 +292,8 @@ def test_xml_that_cannot_be_used(text, sentence, tmp_path):
     ("line", "sentence"),
     [
         ("0 0.5 0.5", "neither a box"),
-        ("car 0.5 0.5 0.1 0.1", "cannot be used"),
-        ("-1 0.5 0.5 0.1 0.1", "-1 is not a class"),
+        ("car 0.5 0.5 0.1 0.1", "car is not the number of a class"),
+        ("-1 0.5 0.5 0.1 0.1", "-1 is not the number of a class"),
         ("5 0.5 0.5 0.1 0.1", "a category that is not listed"),
         ("0 nan 0.5 0.1 0.1", "not a box"),
         ("0 0.5 0.5 0.1 0.1\n" * 1002, "more than 1,000 objects"),
@@ -328,6 +332,45 @@ def test_values_of_yaml_are_only_text(line, tmp_path):
     start = time.monotonic()
     assert open_sources(folder)["train"].object_classes == (f"0x{'f' * 500}", "yes")
     assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("data.yaml", "names: [é, b]".encode("latin-1"), "data.yaml is not UTF-8"),
+        ("data.yaml", b"names: [a, b", "data.yaml is not YAML"),
+        ("classes.txt", "é\nb\n".encode("latin-1"), "classes.txt is not UTF-8"),
+        ("classes.txt", b"\xef\xbb\xbfa\nb\n", ""),
+    ],
+)
+def test_encodings_of_class_names(name, content, sentence, tmp_path):
+    folder = make_yolo(tmp_path / "data", 2)
+    (folder / "data.yaml").unlink()
+    (folder / name).write_bytes(content)
+    if sentence:
+        with pytest.raises(UserError, match=sentence):
+            open_sources(folder)
+    else:
+        assert open_sources(folder)["train"].object_classes == ("a", "b")
+
+
+def test_splits_of_voc_have_the_same_classes(tmp_path):
+    folder = make_voc(tmp_path / "data", 4)
+    (folder / "ImageSets" / "Main").mkdir(parents=True, exist_ok=True)
+    for split, stems in {"train": ("000", "001"), "val": ("002", "003")}.items():
+        (folder / "ImageSets" / "Main" / f"{split}.txt").write_text("\n".join(stems))
+        for stem in stems:
+            path = folder / "Annotations" / f"{stem}.xml"
+            path.write_text(re.sub("<name>.*?</name>", f"<name>only in {split}</name>", path.read_text()))
+    assert {source.object_classes for source in open_sources(folder).values()} == {("only in train", "only in val")}
+
+
+def test_voc_with_damaged_files_only(tmp_path):
+    folder = make_voc(tmp_path / "data", 3)
+    for path in (folder / "Annotations").iterdir():
+        path.write_text("boxes")
+    with pytest.raises(UserError, match=r"000\.xml cannot be used: not XML"):
+        check_objects(open_sources(folder)["train"])
 
 
 @pytest.mark.parametrize("names", ["{0: a, 2: b}", "['', b]", "{x: a}", "[[a], b]"])

@@ -14,6 +14,7 @@ import vitrail
 from tests.images import make_folder, make_masked_folder
 from tests.tasks.trainings import SEGMENTATION
 from vitrail.data.datasets.lookup import open_splits
+from vitrail.data.image_loader import ImageLoader
 from vitrail.data.loader import ImageReader
 from vitrail.data.mask_classes import IGNORE
 from vitrail.errors import UserError
@@ -23,6 +24,7 @@ from vitrail.heads.task_heads import SegmentationConfig
 from vitrail.recipes import lookup
 from vitrail.runs.initial_model import build_initial
 from vitrail.tasks.segmentation import Segmentation, SegmentationTargets, head_macs, pixel_loss
+from vitrail.training.distributed import Devices
 
 LINEAR = {"task_options.head": "linear", "augmentation.image_size": [32, 32], "optimizer.layer_decay": 1.0}
 
@@ -165,6 +167,22 @@ def test_every_trained_parameter_has_a_gradient(data, changes):
     parameters = dict(task.module.named_parameters())
     assert not [name for name, each in parameters.items() if each.requires_grad != (each.grad is not None)]
     assert sum(each.requires_grad for each in parameters.values()) > 10
+
+
+def test_evaluation_does_not_compile(data):
+    """Images of many sizes would compile the blocks again and again."""
+    recipe, splits = lookup("segment").set(SEGMENTATION | LINEAR), open_splits(data)
+    task = Segmentation(recipe, splits.train, torch.device("cpu"))
+    model = build_initial(recipe, None, None)
+    task.attach(model)
+    compiled = []
+    for block in model.layers:
+        block.compile(backend=lambda graph, inputs: compiled.append(graph) or graph.forward)
+    loader = ImageLoader(splits.validation, "cpu", 0, masks=True)
+    found = task.evaluate(model.eval(), loader, 2, Devices(torch.device("cpu")))
+    task.report(model, loader, splits, 2)
+    assert found["images"] == len(splits.validation)
+    assert not compiled
 
 
 @pytest.mark.parametrize("name", ["resnet18", "deit3_tiny_patch16"])

@@ -49,31 +49,31 @@ def inspect(
     if recipe and out is None:
         raise UserError("--recipe draws a second sheet next to the contact sheet: add --out sheet.png.")
     sources = open_sources(source)
-    if out is not None:
-        train = sources.get("train") or next(iter(sources.values()))
-        save_sheet(out, contact_sheet(train, base_name(source), seed))
-        for name in recipe or []:
-            draw_augmented(out.with_stem(f"{out.stem}-{name}"), train, base_name(source), name, seed)
-        masks = out.with_stem(f"{out.stem}-masks")
-        if train.has_masks:
-            save_sheet(masks, overlay_sheet(train, base_name(source), seed))
-        boxes = out.with_stem(f"{out.stem}-objects")
-        if train.object_classes:
-            save_sheet(boxes, object_sheet(train, base_name(source), seed))
     with progress("inspecting", sum(map(len, sources.values()))) as advance:
         report = inspection.inspect(source, sources, workers, advance)
     if as_json:
         print(json.dumps(report.to_dict() | {"findings": list(findings(report))}, indent=1))
+    else:
+        print_report(report, Console(width=None if sys.stdout.isatty() else 80))
+    if out is None:
         return
-    print_report(report, Console(width=None if sys.stdout.isatty() else 80))
-    if out is not None:
-        print(f"\nContact sheet: {out}")
-        if train.has_masks:
-            print(f"Images with their masks: {masks}")
-        if train.object_classes:
-            print(f"Images with their objects: {boxes}")
-        for name in recipe or []:
-            print(f"Augmented images of {name}: {out.with_stem(f'{out.stem}-{name}')}")
+    train = sources.get("train") or next(iter(sources.values()))
+    lines = [f"\nContact sheet: {out}"]
+    save_sheet(out, contact_sheet(train, base_name(source), seed))
+    for name in recipe or []:
+        path = out.with_stem(f"{out.stem}-{name}")
+        draw_augmented(path, train, base_name(source), name, seed)
+        lines.append(f"Augmented images of {name}: {path}")
+    if train.has_masks:
+        path = out.with_stem(f"{out.stem}-masks")
+        save_sheet(path, overlay_sheet(train, base_name(source), seed))
+        lines.append(f"Images with their masks: {path}")
+    if train.object_classes:
+        path = out.with_stem(f"{out.stem}-objects")
+        save_sheet(path, object_sheet(train, base_name(source), seed))
+        lines.append(f"Images with their objects: {path}")
+    if not as_json:
+        print("\n".join(lines))
 
 
 def draw_augmented(path: Path, train: "Source", title: str, name: str, seed: int) -> None:

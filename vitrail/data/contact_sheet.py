@@ -104,7 +104,7 @@ def overlay_sheet(source: Source, title: str, seed: int = 0) -> Image.Image:
     images = (image for image in map(reader.read_image, order) if not isinstance(image, Problem))
     tiles = [draw_overlay(pixels, mask, colors) for pixels, mask in islice(images, SHOWN) if mask is not None]
     if not tiles:
-        raise UserError(f"None of the masks of {source.name} can be read.")
+        raise UserError(f"None of the masks of {source.name} can be drawn: see the reasons above.")
     legend = list(zip(classes.names, colors, strict=True))
     sheet = arrange_tiles(tiles, title, f"{len(source):,} images, {len(classes.names)} classes, seed {seed}")
     return with_legend(np.asarray(sheet), legend)

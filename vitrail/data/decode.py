@@ -46,6 +46,10 @@ ORIENTATION_TRANSFORMS: dict[int, Callable[[np.ndarray], np.ndarray]] = {
 }
 
 
+class NoClassIds(ValueError):
+    """A mask that can be decoded, but whose pixels are no ids."""
+
+
 class UnsupportedFormat(ValueError):
     """Not an image, or one of a format that is not read."""
 
@@ -81,7 +85,7 @@ def fit_mask(mask: np.ndarray, pixels: np.ndarray) -> np.ndarray:
     # Scaled JPEG decoding rounds each side up by less than one pixel of the smaller image.
     if abs(mask.shape[0] * width - mask.shape[1] * height) > max(mask.shape):
         raise ValueError(
-            f"the mask is {mask.shape[0]} x {mask.shape[1]}, but the aspect ratio of its image is {height} x {width}"
+            f"the mask has {mask.shape[1]} x {mask.shape[0]} pixels, but its image {width} x {height}, another aspect ratio"
         )
     return resize_mask(mask, height, width)
 
@@ -141,7 +145,7 @@ def open_and_convert(encoded: bytes, convert: Callable[[Image.Image], np.ndarray
         raise UnsupportedFormat("not a JPEG, PNG, WebP, BMP, GIF or TIFF image, or its header is damaged") from None
     except Image.DecompressionBombError:
         raise TooManyPixels(f"more than {limit:,} pixels; rejected as a decompression bomb") from None
-    except MemoryError:
+    except (MemoryError, NoClassIds):
         raise
     except Exception as error:  # damaged files raise OSError, SyntaxError, struct.error, IndexError, ...
         raise ValueError(f"damaged or truncated {kind}: {error}") from error
@@ -294,15 +298,18 @@ def class_ids(image: Image.Image) -> np.ndarray:
     image.load()
     if image.mode not in ("1", "L", "P") and not image.mode.startswith("I"):
         if image.mode not in ("LA", "PA", "RGB", "RGBA", "RGBX"):
-            raise ValueError(f"a mask must have a palette or be grayscale, but this file has the mode {image.mode}")
+            raise NoClassIds(f"a mask must have a palette or be grayscale, but this file has the mode {image.mode}")
         channels = np.asarray(image)[:, :, : 1 if image.mode in ("LA", "PA") else 3]
         if (channels != channels[:, :, :1]).any():
-            raise ValueError("a mask must have a palette or be grayscale, but this file is in color")
+            raise NoClassIds(
+                "a mask must have a palette or be grayscale, but this file is in color: list its colors in class_dict.csv "
+                "(columns name, r, g, b)"
+            )
         values = channels[:, :, 0]
     else:
         values = np.asarray(image)
     if values.dtype not in (np.bool_, np.uint8) and (values.min() < 0 or values.max() > 255):
-        raise ValueError(f"class ids up to {values.max()}; only 0 ... 255 are supported")
+        raise NoClassIds(f"class ids up to {values.max()}; only 0 ... 255 are supported")
     return apply_orientation(values.astype(np.uint8) // np.uint8(scale), image)
 
 

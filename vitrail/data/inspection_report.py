@@ -214,8 +214,9 @@ def findings(report: Report) -> Iterator[str]:
                 f"of {split} ({counts.exact:,} exact, {counts.near:,} near)."
             )
     yield from _class_findings(report)
-    small = sum(each.below_default_size for each in report.splits.values())
-    readable = sum(each.readable for each in report.splits.values())
+    # Segmentation and detection train on crops that are larger than the images.
+    labeled = [each for each in report.splits.values() if each.mask_report is None and each.object_report is None]
+    small, readable = (sum(getattr(each, name) for each in labeled) for name in ("below_default_size", "readable"))
     if small * 2 > readable:
         yield (
             f"{percent_of(small, readable)} of the images have a shorter side below {DEFAULT_SIZE} pixels: consider training at "

@@ -119,10 +119,12 @@ def read_class_file(path: str) -> MaskClasses:
     try:
         if os.path.getsize(path) > MAX_FILE:
             raise UserError(f"{path} is too large for a list of class names.")
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:
             return parse(file.read())
     except UserError as error:
         raise UserError(f"{path} cannot be used: {error}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is not UTF-8: save it in this encoding.") from None
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
         raise UserError(f"{path} is not a list of class names: write a JSON list, or one name per line.") from None
 

@@ -22,4 +22,7 @@ def check_objects(source: Source) -> None:
         images += 1
         found += int((image.objects.flags == 0).sum()) if image.objects is not None else 0
     if not found:
-        raise UserError(f"No image of {source.name} among {images} has an object to learn from: add annotations with boxes.")
+        raise UserError(
+            f"No image of {source.name} among {images} has an object to learn from: add annotations with boxes; crowds, "
+            "difficult objects, and boxes without area or outside of their image are not used."
+        )

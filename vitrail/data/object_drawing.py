@@ -63,5 +63,5 @@ def object_sheet(source: Source, title: str, seed: int = 0) -> Image.Image:
         if image.objects is not None
     ]
     if not tiles:
-        raise UserError(f"None of the objects of {source.name} can be read: `vitrail data inspect` without --out says why.")
+        raise UserError(f"None of the objects of {source.name} can be drawn: see the reasons above.")
     return arrange_tiles(tiles, title, f"{len(source):,} images, {len(source.object_classes)} classes, seed {seed}")

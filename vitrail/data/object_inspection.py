@@ -96,7 +96,7 @@ def object_findings(split: str, report: ObjectReport) -> Iterator[str]:
     for found, what in (
         (report.unknown, "an object of a class that is not listed"),
         (report.no_area, "a box without area, which is not used"),
-        (report.outside, "a box that is partly outside of the image, which is cut"),
+        (report.outside, "a box outside of the image, which is cut, or not used if all of it is outside"),
     ):
         if found:
             have = "has" if len(found) == 1 else "have"

@@ -66,7 +66,7 @@ def open_coco_file(root: str, file: str) -> FolderSource:
     try:
         if os.path.getsize(file) > MAX_FILE:
             raise UserError(f"{file} has more than 2 GiB: divide it.")
-        with open(file, encoding="utf-8") as stream:
+        with open(file, encoding="utf-8-sig") as stream:
             content = json.load(stream)
         images, annotations, categories = (list(content[name]) for name in ("images", "annotations", "categories"))
         names = {int(each["id"]): str(each["name"]) for each in categories}
@@ -86,6 +86,8 @@ def open_coco_file(root: str, file: str) -> FolderSource:
         raise UserError(f"{file} lists no images: add some.")
     if len(numbers) < len(images):
         raise UserError(f"{file} has two images with the same id: give each its own.")
+    if len(names) < len(categories):
+        raise UserError(f"{file} has two categories with the same id: give each its own.")
     order = sorted(names)
     classes = check_class_names([names[number] for number in order], file)
     index_of = {number: index for index, number in enumerate(order)}
@@ -102,7 +104,8 @@ def open_coco_file(root: str, file: str) -> FolderSource:
             try:
                 own.append(read_annotation(annotation, index_of))
             except (ValueError, KeyError, TypeError, OverflowError) as error:
-                rows[image] = f"annotation {str(annotation.get('id'))[:40]} of {os.path.basename(file)} is damaged: {error}"
+                reason = "a value is missing or has another type" if type(error) in (KeyError, TypeError) else error
+                rows[image] = f"annotation {str(annotation.get('id'))[:40]} of {os.path.basename(file)} is damaged: {reason}"
     notes = [f"{pluralize(stray, 'annotation')} of {file} without an image in its list"] if stray else []
     folder = find_images(root, file, paths[0])
     for path in (os.path.join(folder, path) for path in paths):
@@ -142,7 +145,9 @@ def read_annotation(annotation: Mapping[str, Any], index_of: Mapping[int, int]) 
     if box is None and isinstance(shape, tuple) and not isinstance(shape, Rle) and shape:
         points = np.concatenate(shape)
         box = [*points.min(0), *(points.max(0) - points.min(0))]
-    left, top, width, height = (float(value) for value in box)  # type: ignore[union-attr]
+    if not isinstance(box, list) or len(box) != 4 or not all(isinstance(value, int | float) for value in box):
+        raise ValueError("bbox is not a list of x, y, width and height")
+    left, top, width, height = (float(value) for value in box)
     row: dict[str, Any] = {"box": (left, top, left + width, top + height), "shape": shape}
     row["class"] = index_of.get(annotation["category_id"], UNKNOWN_CLASS)
     row["flag"] = CROWD if annotation.get("iscrowd") else 0
@@ -161,7 +166,7 @@ def read_shape(segmentation: Any) -> Shape:
             raise ValueError("a mask of an impossible size")
         counts = segmentation["counts"]
         if isinstance(counts, str):
-            return Rle(counts.encode("ascii"), (height, width))
+            return Rle(counts.encode("utf-8"), (height, width))
         runs = np.asarray(counts, dtype=np.int64)
         if runs.ndim != 1:
             raise ValueError("run lengths that are neither a list of numbers nor text")

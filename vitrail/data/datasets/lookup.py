@@ -96,7 +96,10 @@ def _open_splits(
     training, validation = split_by_seed(train, fraction, seed) if fold is None else split_fold(train, *fold)
     few = f"{train.name} has too few images per class to use {percent(fraction)} for validation: add images or a val folder."
     if not len(validation):
-        raise UserError(few if len(train) > 1 else f"{train.name} holds a single image: add images, at least 4.")
+        single = f"a single image with a mask ({train.unmasked:,} without)" if train.unmasked else "a single image"
+        raise UserError(
+            few if len(train) > 1 else f"{train.name} holds {single}: add {'masks' if train.unmasked else 'images'}, at least 4."
+        )
     labels = [part.label.values for part in (validation, training) if part.label is not None and fold is None]
     if labels and len(np.setdiff1d(labels[0], labels[1])):  # nearly all classes have a single image
         validation.defects = (*validation.defects, few)
@@ -227,7 +230,5 @@ def open_masked(path: str) -> SourceDict | None:
     """A folder of images and masks; with the boxes of VOC, if it has them."""
     sources, root = open_mask_folder(path), find_root(path)
     if sources is not None and os.path.isdir(os.path.join(root, "Annotations")):
-        for source in sources.values():
-            if isinstance(source, FolderSource):
-                add_voc_objects(source, root)
+        add_voc_objects([source for source in sources.values() if isinstance(source, FolderSource)], root)
     return sources

@@ -43,7 +43,12 @@ def open_voc(path: str) -> SourceDict:
     """The splits of ImageSets/Main, or all images."""
     files = {stem_of(file): file for file in list_files(os.path.join(path, "JPEGImages"))}
     splits = read_lists(os.path.join(path, "ImageSets", "Main"), files) or {"train": list(files)}
-    return {split: make_voc_source(path, [files[stem] for stem in stems]) for split, stems in splits.items()}
+    sources = {
+        split: FolderSource(path, Paths(os.path.relpath(files[stem], path) for stem in stems), None)
+        for split, stems in splits.items()
+    }
+    add_voc_objects(list(sources.values()), path)
+    return dict(sources)
 
 
 def read_lists(folder: str, files: Mapping[str, str]) -> dict[str, list[str]]:
@@ -58,35 +63,44 @@ def read_lists(folder: str, files: Mapping[str, str]) -> dict[str, list[str]]:
     return splits
 
 
-def make_voc_source(path: str, images: Sequence[str]) -> FolderSource:
-    source = FolderSource(path, Paths(os.path.relpath(image, path) for image in images), None)
-    add_voc_objects(source, path)
-    return source
+def add_voc_objects(sources: Sequence[FolderSource], path: str) -> None:
+    """Give the images of a VOC folder the objects of Annotations/, and the masks of SegmentationObject/ if all have one.
+
+    All splits have the same classes: those of the file of names, VOC's, or the names that occur in any of them.
+    """
+    tables = [read_annotations(source, path) for source in sources]
+    objects = [row for rows, _ in tables for own in rows if not isinstance(own, str) for row in own]
+    found = {row["class"] for row in objects}
+    known = VOC.split(",")[1:]
+    listed = [name for name in find_names(path) if name != "background"]
+    damaged = any(isinstance(own, str) for rows, _ in tables for own in rows) and has_files(
+        os.path.join(path, "Annotations"), ".xml"
+    )
+    names: tuple[str, ...] = ()
+    if found or listed or damaged:
+        names = check_class_names(listed or (known if found <= set(known) else sorted(found)), path)
+    for row in objects:
+        row["class"] = names.index(row["class"]) if row["class"] in names else UNKNOWN_CLASS
+    for source, (rows, sizes) in zip(sources, tables, strict=True):
+        masks = [os.path.join("SegmentationObject", f"{stem_of(source.location(index))}.png") for index in range(len(source))]
+        complete = all(os.path.isfile(os.path.join(path, mask)) for mask in masks)
+        source.add_objects(ObjectTable(rows, names, sizes), Paths(masks) if complete else None)
 
 
-def add_voc_objects(source: FolderSource, path: str) -> None:
-    """Give the images of a VOC folder the objects of Annotations/, and the masks of SegmentationObject/ if all have one."""
-    stems = [stem_of(source.location(index)) for index in range(len(source))]
+def read_annotations(source: FolderSource, path: str) -> tuple[list[list[dict[str, Any]] | str], list[tuple[int, int] | None]]:
+    """The objects of each image, or what is wrong with its file, and the size of the image that the file names."""
     rows: list[list[dict[str, Any]] | str] = []
     sizes: list[tuple[int, int] | None] = []
-    for stem in stems:
-        file = os.path.join(path, "Annotations", f"{stem}.xml")
+    for index in range(len(source)):
+        file = os.path.join(path, "Annotations", f"{stem_of(source.location(index))}.xml")
         try:
             own, size = read_xml(read_small(file))
             rows.append(own)
             sizes.append(size)
         except (OSError, ValueError, TypeError, AttributeError) as error:
-            rows.append(f"{os.path.basename(file)} cannot be used: {getattr(error, 'strerror', None) or error}")
+            rows.append(f"{os.path.basename(file)} cannot be used: {describe(error)}")
             sizes.append(None)
-    found = {row["class"] for own in rows if not isinstance(own, str) for row in own}
-    known = VOC.split(",")[1:]
-    listed = [name for name in find_names(path) if name != "background"]
-    names = check_class_names(listed or (known if found <= set(known) else sorted(found)), path) if found or listed else ()
-    for row in (row for own in rows if not isinstance(own, str) for row in own):
-        row["class"] = names.index(row["class"]) if row["class"] in names else UNKNOWN_CLASS
-    masks = [os.path.join("SegmentationObject", f"{stem}.png") for stem in stems]
-    complete = all(os.path.isfile(os.path.join(path, mask)) for mask in masks)
-    source.add_objects(ObjectTable(rows, names, sizes), Paths(masks) if complete else None)
+    return rows, sizes
 
 
 def read_xml(text: str) -> tuple[list[dict[str, Any]], tuple[int, int] | None]:
@@ -128,17 +142,17 @@ def find_label_folders(path: str) -> Iterator[tuple[str, str, str]]:
         inside = subfolders(labels)
         own = [(SPLITS[name.lower()], os.path.join(images, name), inside[name]) for name in inside if name.lower() in SPLITS]
         own = [each for each in own if os.path.isdir(each[1])] or [("train", images, labels)]
-        yield from (each for each in own if has_text(each[2]))
+        yield from (each for each in own if has_files(each[2], ".txt"))
         return
     for name in (name for name in folders if name.lower() in SPLITS):
         parts = subfolders(folders[name])
         images, labels = (next((parts[each] for each in names if each in parts), None) for names in (IMAGES, LABELS))
-        if images and labels and has_text(labels):
+        if images and labels and has_files(labels, ".txt"):
             yield SPLITS[name.lower()], images, labels
 
 
-def has_text(folder: str) -> bool:
-    return any(entry.name.lower().endswith(".txt") and entry.is_file() for entry in listing(folder))
+def has_files(folder: str, ending: str) -> bool:
+    return any(entry.name.lower().endswith(ending) and entry.is_file() for entry in listing(folder))
 
 
 def open_yolo(path: str, pairs: Sequence[tuple[str, str, str]]) -> SourceDict | None:
@@ -177,15 +191,21 @@ def read_boxes(file: str) -> list[dict[str, Any]] | str:
             if len(rows) > MAX_OBJECTS:
                 raise ValueError(f"more than {MAX_OBJECTS:,} objects")
     except (OSError, ValueError) as error:
-        return f"{os.path.basename(file)} line {len(rows) + 1} cannot be used: {getattr(error, 'strerror', None) or error}"
+        return f"{os.path.basename(file)} line {len(rows) + 1} cannot be used: {describe(error)}"
     return rows
 
 
+def describe(error: Exception) -> str:
+    """What is wrong with a file of boxes."""
+    if isinstance(error, UnicodeDecodeError):
+        return "it is not UTF-8"
+    return getattr(error, "strerror", None) or str(error)
+
+
 def read_line(cells: Sequence[str]) -> dict[str, Any]:
-    values = np.array([float(cell) for cell in cells[1:]])
-    kind = int(cells[0])
-    if not 0 <= kind < 1 << 20:
-        raise ValueError(f"{cells[0]} is not a class")
+    if not (cells[0].isascii() and cells[0].isdecimal() and len(cells[0]) < 7):
+        raise ValueError(f"{cells[0][:40]} is not the number of a class")
+    kind, values = int(cells[0]), np.array([float(cell) for cell in cells[1:]])
     if len(values) == 4:
         x, y, width, height = values.tolist()
         return {"box": (x - width / 2, y - height / 2, x + width / 2, y + height / 2), "class": kind}
@@ -197,12 +217,16 @@ def read_line(cells: Sequence[str]) -> dict[str, Any]:
 
 def find_names(path: str) -> list[str]:
     """The class names of a YAML file of YOLO, a text file or classes.json; [] if there is none."""
+    damaged = ""
     for entry in listing(path):
         if entry.name.lower().endswith((".yaml", ".yml")) and entry.is_file():
             try:
                 # BaseLoader: all values are text; merge keys, tags and numbers could take gigabytes or minutes.
                 names = yaml.load(read_small(entry.path), yaml.BaseLoader).get("names")
-            except (OSError, ValueError, AttributeError, RecursionError, yaml.YAMLError):
+            except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+                damaged = entry.path + (" is not UTF-8" if isinstance(error, UnicodeDecodeError) else " is not YAML")
+                continue
+            except AttributeError:  # YAML, but not a mapping
                 continue
             if isinstance(names, list):
                 names = {str(number): name for number, name in enumerate(names)}
@@ -216,9 +240,13 @@ def find_names(path: str) -> list[str]:
         if os.path.isfile(file):
             try:
                 return [line.strip() for line in read_small(file).splitlines() if line.strip()]
+            except UnicodeDecodeError:
+                raise UserError(f"{file} is not UTF-8: save it in this encoding.") from None
             except (OSError, ValueError):
                 raise UserError(f"{file} is not a list of class names: write one name per line.") from None
     classes = find_classes(path) if os.path.isfile(os.path.join(path, "classes.json")) else None
+    if classes is None and damaged:
+        raise UserError(f"{damaged}: correct it, since no other file has the names of the classes.")
     return list(classes.names) if classes else []
 
 
@@ -229,4 +257,4 @@ def read_small(file: str) -> str:
         content = stream.read(MAX_FILE + 1)
     if len(content) > MAX_FILE:
         raise ValueError("it is larger than 1 MiB")
-    return content.decode("utf-8")
+    return content.decode("utf-8-sig")

@@ -91,7 +91,8 @@ def redraw_keys(masks: Tensor, sizes: Tensor, key: Tensor, augmentation: Augment
     """Keys [B] of crops in which no class has more than `max_share` of the labeled pixels: the first of ten draws, if any."""
     if max_share >= 1:
         return key
-    drawn = torch.stack([key, *(hash32(key + GOLDEN * draw) for draw in range(1, DRAWS))])
+    draws = torch.arange(1, DRAWS, device=key.device)[:, None]
+    drawn = torch.cat([key[None], hash32(key + GOLDEN * draws)])
     view = sample_view(sizes.repeat(DRAWS, 1), drawn.flatten(), augmentation)
     shares = largest_share(crop_masks(masks, view, 8))
     first = (shares.view_as(drawn) < max_share).to(torch.uint8).argmax(0)  # the first draw if there is none
