@@ -268,7 +268,7 @@ def test_truncated_and_empty(each_decoder, kind):
             decode(broken)
     with pytest.raises(ValueError, match="empty"):
         decode(b"")
-    with pytest.raises(ValueError, match="^damaged or truncated PNG$"):  # Pillow's error has no text
+    with pytest.raises(ValueError, match=r"^damaged or truncated PNG$"):  # Pillow's error has no text
         decode(png((8, 8, 8, 3), [bytes(8)] * 8))  # colors of a palette that does not exist
 
 
