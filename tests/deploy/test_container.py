@@ -19,7 +19,8 @@ def test_the_dockerfile(cli_error):
     allowed = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
     assert sorted(sources) == sorted(allowed)
     assert all((ROOT / source).exists() for source in sources)
-    program, *arguments = sum((json.loads(re.search(rf"^{name} (\[.*\])$", text, re.M)[1]) for name in ("ENTRYPOINT", "CMD")), [])
+    entrypoint, command = (json.loads(re.search(rf"^{name} (\[.*\])$", text, re.M)[1]) for name in ("ENTRYPOINT", "CMD"))
+    program, *arguments = entrypoint + command
     assert program == "vitrail"
     assert "There is no file /model." in cli_error(*arguments)
 
