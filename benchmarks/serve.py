@@ -4,6 +4,7 @@
     python benchmarks/serve.py --packages packages                         # 1, 8 and 64 clients, three rounds
     python benchmarks/serve.py --packages packages --precision bf16        # all in bfloat16 instead of float32
     python benchmarks/serve.py --packages packages --device cuda           # LitServe batches on the GPU, too
+    python benchmarks/serve.py --packages packages "fastapi, threads" litserve  # two of the others only
     python benchmarks/serve.py --seconds 2 --rounds 1 --clients 8          # short
     python benchmarks/serve.py --soak 30                                   # 30 minutes: memory, lost and duplicated answers
     python benchmarks/serve.py --in-process --device cuda                  # without HTTP, on machines without starlette
@@ -250,7 +251,9 @@ def compare_servers(arguments: argparse.Namespace, images: list[bytes], expected
     if arguments.packages:
         sys.path.insert(0, str(arguments.packages))
     servers: dict[str, Opponent | None] = {OURS: None}
-    for name, opponent in list_opponents(arguments.device).items():
+    opponents = list_opponents(arguments.device)
+    for name in arguments.others or opponents:
+        opponent = opponents[name]
         if find_spec(opponent.package) is not None:
             servers[name] = opponent
         else:
@@ -261,6 +264,7 @@ def compare_servers(arguments: argparse.Namespace, images: list[bytes], expected
             try:
                 with running(servers[name], arguments) as processes:
                     measure_server(results[name], f"round {round_number + 1}: {name}", processes, arguments, images, expected)
+                write_rows(results, arguments)
             except UserError as error:
                 if name == OURS:
                     raise
@@ -284,7 +288,7 @@ def measure_server(
         return asyncio.run(measure(lambda: HttpClient(next(addresses), images), clients, seconds, expected))
 
     deadline = time.monotonic() + START_SECONDS
-    while not run(4, 2.0).latencies:  # LitServe listens before it is ready
+    while not run(4, 0.5).latencies:  # LitServe listens before it is ready
         if time.monotonic() > deadline:
             raise UserError(f"The server did not answer within {START_SECONDS} seconds.")
     run(4, 2.0)  # all processes and workers are ready: warm up
@@ -328,21 +332,28 @@ def write_results(content: dict[str, Any], path: Path | None) -> None:
         atomic_write_text(path, json.dumps(content, indent=1))
 
 
+def write_rows(results: dict[str, dict[int, Result]], arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows of the table, which are also written to --out."""
+    rows: list[dict[str, Any]] = [
+        {"server": name, "clients": clients, **result.to_dict()}
+        for name, by_clients in results.items()
+        for clients, result in by_clients.items()
+    ]
+    write_results({**settings(arguments), "rounds": arguments.rounds, "seconds": arguments.seconds, "rows": rows}, arguments.out)
+    return rows
+
+
 def report(results: dict[str, dict[int, Result]], arguments: argparse.Namespace) -> None:
-    """Print the table and the ratios, and write them."""
+    """Print the table and the ratios."""
     facts = settings(arguments)
     print(f"\n{facts['machine']}; {arguments.weights}, {arguments.precision}; {IMAGES} JPEG images, shorter side {SIDE}; "
           f"n = {arguments.rounds} rounds of {arguments.seconds:g} s\n")  # fmt: skip
     print("| server | clients | images/s | p50 ms | p95 ms | p99 ms | CPU ms/image | requests | errors | same top-1 |")
     print("| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
-    rows = []
-    for name, by_clients in results.items():
-        for clients, result in by_clients.items():
-            row = result.to_dict()
-            rows.append({"server": name, "clients": clients, **row})
-            same = row.pop("same_top1")
-            cells = ["" if value is None else str(value) if isinstance(value, int) else f"{value:.1f}" for value in row.values()]
-            print(f"| {' | '.join([name, str(clients), *cells, '' if same is None else f'{100 * same:.1f} %'])} |")
+    for row in write_rows(results, arguments):
+        name, clients, same = row.pop("server"), row.pop("clients"), row.pop("same_top1")
+        cells = ["" if value is None else str(value) if isinstance(value, int) else f"{value:.1f}" for value in row.values()]
+        print(f"| {' | '.join([name, str(clients), *cells, '' if same is None else f'{100 * same:.1f} %'])} |")
     ours, *others = results
     print()
     for other in others:
@@ -352,7 +363,6 @@ def report(results: dict[str, dict[int, Result]], arguments: argparse.Namespace)
             if (theirs := results[other][clients]).rate
         ]
         print(f"{ours} / {other}, throughput (p99): {', '.join(ratios)}")
-    write_results({**facts, "rounds": arguments.rounds, "seconds": arguments.seconds, "rows": rows}, arguments.out)
 
 
 def soak(arguments: argparse.Namespace, images: list[bytes], expected: list[str]) -> None:
@@ -376,6 +386,7 @@ def show(message: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("others", nargs="*", help="names of the servers to compare with, as in the table; default: all")
     parser.add_argument("--weights", default="vitrail_tiny")
     parser.add_argument("--clients", type=positive, nargs="+", default=[1, 8, 64])
     parser.add_argument("--seconds", type=float, default=10.0, help="per measurement")
@@ -389,6 +400,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if not 0.1 <= arguments.seconds <= 600 or not 0 <= arguments.soak <= 24 * 60 or max(arguments.clients) > 1000:
         raise UserError("Give 0.1 to 600 seconds, at most 24 hours of soak and at most 1,000 clients.")
+    if unknown := set(arguments.others) - set(names := list_opponents(arguments.device)):
+        raise UserError(f"There is no server {min(unknown)!r}: choose from {'; '.join(names)}.")
     if not arguments.in_process and find_spec("starlette") is None:
         raise UserError("The server needs starlette and uvicorn, which are not installed: give --in-process.")
     check_file(arguments.out)

@@ -268,6 +268,8 @@ def test_truncated_and_empty(each_decoder, kind):
             decode(broken)
     with pytest.raises(ValueError, match="empty"):
         decode(b"")
+    with pytest.raises(ValueError, match=r"^damaged or truncated PNG$"):  # Pillow's error has no text
+        decode(png((8, 8, 8, 3), [bytes(8)] * 8))  # colors of a palette that does not exist
 
 
 def test_damaged_files_raise_only_value_error():

@@ -57,3 +57,12 @@ def test_without_a_compiler(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: None)
     with pytest.raises(UserError, match="needs a C\\+\\+ compiler: install g\\+\\+, or choose --to torch-export"):
         vitrail.export(make_model("deit_tiny_patch16"), tmp_path / "m.pt2", to="aoti")
+
+
+def test_a_model_that_torch_cannot_export(tmp_path, monkeypatch):
+    def export(*arguments, **options):
+        raise RuntimeError("Constraints violated (batch)!\n  - Not all values")
+
+    monkeypatch.setattr(torch.export, "export", export)
+    with pytest.raises(UserError, match=r"torch cannot export this model \(Constraints violated \(batch\)!\): choose --to onnx"):
+        vitrail.export(make_model("deit_tiny_patch16"), tmp_path / "m.pt2", to="torch-export")

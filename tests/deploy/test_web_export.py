@@ -56,10 +56,7 @@ def test_same_predictions_as_python(site):
     with serve(folder) as address, open_page(address, color_scheme="dark", viewport={"width": 380, "height": 800}) as page:
         page.locator("#status", has_text=re.compile("Ready|could not")).wait_for(timeout=60_000)
         for file in files:
-            expected = model.predict(decode(file), top=5)[0].classes
-            actual = page.evaluate(PREDICT, base64.b64encode(file).decode())
-            assert [each["name"] for each in actual] == [each.name for each in expected]
-            assert [each["probability"] for each in actual] == pytest.approx([each.probability for each in expected], abs=1e-5)
+            check_predictions(page, model, file)
         page.set_input_files("#file", {"name": "cat.jpg", "mimeType": "image/jpeg", "buffer": files[0]})
         page.locator("#predictions li").nth(4).wait_for()
         best = model.predict(decode(files[0]))[0]
@@ -71,8 +68,17 @@ def test_same_predictions_as_python(site):
         assert page.problems == []
 
 
+COUNT_DISPATCHES = """() => {
+    const { prototype } = GPUComputePassEncoder;
+    const { dispatchWorkgroups } = prototype;
+    self.dispatches = 0;
+    prototype.dispatchWorkgroups = function (...counts) { self.dispatches++; return dispatchWorkgroups.apply(this, counts); };
+}"""
+NO_DEVICE = "GPUAdapter.prototype.requestDevice = async () => { throw new Error('no device'); };"
+
+
 def test_webgpu(site):
-    """With Chromium's software adapter: the network runs there, the preprocessing in WebAssembly."""
+    """With Chromium's software adapter: the network runs there, the preprocessing in WebAssembly; all of it without a device."""
     model, folder = site
     file = open_pets()["test"].encoded(0)
     with serve(folder) as address, open_page(address, SOFTWARE_WEBGPU) as page:
@@ -80,11 +86,21 @@ def test_webgpu(site):
             pytest.skip("this Chromium has no WebGPU adapter")
         page.locator("#status", has_text=re.compile("Ready|could not")).wait_for(timeout=60_000)
         assert page.locator("#status").inner_text() == "Ready (webgpu)."
-        actual = page.evaluate(PREDICT, base64.b64encode(file).decode())
-        expected = model.predict(decode(file), top=5)[0].classes
-        assert [each["name"] for each in actual] == [each.name for each in expected]
-        assert [each["probability"] for each in actual] == pytest.approx([each.probability for each in expected], abs=1e-4)
+        page.evaluate(COUNT_DISPATCHES)
+        check_predictions(page, model, file)
+        assert page.evaluate("self.dispatches") > model.architecture.depth
+        page.add_init_script(NO_DEVICE)
+        page.reload()
+        page.locator("#status", has_text="Ready (wasm).").wait_for(timeout=60_000)
+        check_predictions(page, model, file)
         assert page.problems == []
+
+
+def check_predictions(page, model, file):
+    actual = page.evaluate(PREDICT, base64.b64encode(file).decode())
+    expected = model.predict(decode(file), top=5)[0].classes
+    assert [each["name"] for each in actual] == [each.name for each in expected]
+    assert [each["probability"] for each in actual] == pytest.approx([each.probability for each in expected], abs=1e-5)
 
 
 def test_the_folder_is_complete(site):

@@ -155,6 +155,8 @@ FIELD = b'--b\r\nContent-Disposition: form-data; name="a"\r\n\r\nx-999999999\r\n
 def test_malformed_requests(address, kind, body, status, caplog):
     answer = post(address, body, kind)
     assert (answer.status, list(answer.json), caplog.records) == (status, ["error"], [])
+    if status == 415 and kind:
+        assert answer.json["error"].startswith(f"The content type {kind} cannot be read: ")
 
 
 def test_many_json_values_are_refused_before_they_are_parsed(address, monkeypatch):

@@ -148,7 +148,8 @@ def open_and_convert(encoded: bytes, convert: Callable[[Image.Image], np.ndarray
     except (MemoryError, NoClassIds):
         raise
     except Exception as error:  # damaged files raise OSError, SyntaxError, struct.error, IndexError, ...
-        raise ValueError(f"damaged or truncated {kind}: {error}") from error
+        reason = f": {error}" if str(error) else ""
+        raise ValueError(f"damaged or truncated {kind}{reason}") from error
 
 
 def tile_pixels(image: Image.Image, encoded: bytes) -> int:

@@ -114,5 +114,6 @@ def resample(lines: Tensor, axis: Axis, window: int, filter: str) -> Tensor:
     windows = lines.flatten(1).index_select(0, source.clamp(0, size - 1).flatten()).unflatten(0, (blocks, window))
     total = torch.bmm(weights, windows.double()) + UNIT // 2
     pixels = (total / UNIT).floor().clamp(0, 255).to(torch.uint8)
-    out: Tensor = pixels.flatten(0, 1)[: axis.out].unflatten(1, lines.shape[1:])
+    pixels = pixels.flatten().unflatten(0, (blocks * BLOCK, -1))  # torch 2.11 exports no flatten(0, 1) of a dynamic batch size
+    out: Tensor = pixels[: axis.out].unflatten(1, lines.shape[1:])
     return out

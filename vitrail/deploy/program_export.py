@@ -72,9 +72,12 @@ def trace(module: nn.Module, image: bool, size: tuple[int, int], step: int | Non
         if step is not None:
             dims |= {2: step * Dim("rows", min=2, max=1024), 3: step * Dim("columns", min=2, max=1024)}
         example = torch.zeros(2, 3, *size)
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return torch.export.export(module.to(device), (example.to(device),), dynamic_shapes=(dims,))
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return torch.export.export(module.to(device), (example.to(device),), dynamic_shapes=(dims,))
+    except Exception as error:  # of torch, of many kinds
+        raise UserError(f"torch cannot export this model ({describe_error(error)}): choose --to onnx.") from error
 
 
 def compile_package(program: Any, path: Path) -> None:

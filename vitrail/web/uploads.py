@@ -78,7 +78,8 @@ async def read_submission(request: Request, limits: Limits = DEFAULT_LIMITS) -> 
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     raw = kind == "application/octet-stream" or kind.startswith("image/")
     if not raw and kind not in ("multipart/form-data", "application/json"):
-        raise RequestError(415, f"The content type {shown_name(kind) or 'is missing and'} cannot be read: {ACCEPTED}.")
+        shown = escape_control(kind)[:MAX_NAME] or "is missing and"
+        raise RequestError(415, f"The content type {shown} cannot be read: {ACCEPTED}.")
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise RequestError(415, "Compressed requests are not supported: send the body without a content encoding.")
     body = await read_body(request, limits)
