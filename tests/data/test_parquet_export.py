@@ -156,6 +156,11 @@ def test_resize(tmp_path):
     assert source.encoded(0).startswith(b"\xff\xd8")
     paths = [row["path"] for row in parquet.read_table(tmp_path / "jpeg" / "data")["image"].to_pylist()]
     assert paths == ["0.jpg", "1.jpg", "2.png"]
+    packed(path, tmp_path / "webp", Reencoding(resize=50, format="webp", quality=80))
+    rows = parquet.read_table(tmp_path / "webp" / "data")["image"].to_pylist()
+    assert [row["path"] for row in rows] == ["0.webp", "1.webp", "2.png"]
+    assert [Image.open(io.BytesIO(row["bytes"])).format for row in rows] == ["WEBP", "WEBP", "PNG"]
+    assert len(rows[1]["bytes"]) < len(source.encoded(1))
 
 
 def test_resized_masks_have_no_new_ids(tmp_path):

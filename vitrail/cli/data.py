@@ -91,8 +91,8 @@ class ReductionOptions(NamedTuple):
     """The size and the format of larger images."""
 
     resize: Annotated[int | None, typer.Option(help="Reduce larger images to this shorter side.")] = None
-    format: Annotated[str, typer.Option(help="Format of reduced images: jpeg or png.")] = "jpeg"
-    quality: Annotated[int, typer.Option(help="JPEG quality, 1 to 100.")] = 92
+    format: Annotated[str, typer.Option(help="Format of reduced images: jpeg, png or webp.")] = "jpeg"
+    quality: Annotated[int, typer.Option(help="Quality of JPEG and WebP, 1 to 100.")] = 92
 
 
 @data.command()

@@ -13,7 +13,7 @@ from vitrail.data.decode import decode, decode_mask, fit_mask
 from vitrail.data.source import Source
 from vitrail.errors import UserError
 
-FORMATS = ("jpeg", "png")
+FORMATS = {"jpeg": "jpg", "png": "png", "webp": "webp"}  # with the suffixes of their files
 
 
 class Row(NamedTuple):
@@ -32,7 +32,7 @@ class Row(NamedTuple):
 class Reencoding:
     """Reduces images whose shorter side exceeds `resize` and encodes them as `format`; other files are kept unchanged.
 
-    Pixel arrays are encoded as PNG. `quality` is the JPEG quality.
+    Pixel arrays are encoded as PNG. `quality` is that of JPEG and WebP.
     """
 
     resize: int | None = None
@@ -41,7 +41,7 @@ class Reencoding:
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
-            raise UserError(f"Unknown format {self.format}: choose jpeg or png.")
+            raise UserError(f"Unknown format {self.format}: choose jpeg, png or webp.")
         if not 1 <= self.quality <= 100:
             raise UserError(f"The quality {self.quality} is out of range: give 1 to 100.")
         if self.resize is not None and self.resize < 1:
@@ -63,8 +63,8 @@ class Reencoding:
             pixels = np.asarray(Image.fromarray(pixels).resize(size, Image.Resampling.BICUBIC))
             if ids is not None:
                 mask = encode_image(np.asarray(Image.fromarray(ids).resize(size, Image.Resampling.NEAREST)), "png")
-            extension = "jpg" if self.format == "jpeg" else "png"
-            return Row(encode_image(pixels, self.format, self.quality), path and f"{os.path.splitext(path)[0]}.{extension}", mask)
+            path = path and f"{os.path.splitext(path)[0]}.{FORMATS[self.format]}"
+            return Row(encode_image(pixels, self.format, self.quality), path, mask)
         return Row(encode_image(pixels, "png") if isinstance(encoded, np.ndarray) else encoded, path, mask)
 
 
@@ -73,7 +73,7 @@ def encode_image(pixels: np.ndarray, format: str, quality: int = 0) -> bytes:
     if pixels.ndim == 3 and (pixels == pixels[:, :, :1]).all():
         pixels = pixels[:, :, 0].copy()
     buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, format, **({"quality": quality} if format == "jpeg" else {}))
+    Image.fromarray(pixels).save(buffer, format, **({} if format == "png" else {"quality": quality}))
     return buffer.getvalue()
 
 
