@@ -12,7 +12,7 @@ from vitrail.atomic_files import atomic_write, atomic_write_text
 from vitrail.checkpoints.artifact import upgrade_notes, write_safetensors
 from vitrail.checkpoints.assembly import ToPair, assemble
 from vitrail.checkpoints.codecs import Hints, Shapes, UnknownFormat, UnsupportedByFormat
-from vitrail.checkpoints.formats import convnets, deit, google, huggingface, timm
+from vitrail.checkpoints.formats import beit, convnets, deit, google, huggingface, timm
 from vitrail.checkpoints.readers import Checkpoint
 from vitrail.errors import UserError
 from vitrail.models.config import Architecture
@@ -26,6 +26,7 @@ TO_PAIR: dict[str, ToPair] = {
     "torchvision": convnets.to_torchvision_pair,
     "hf": huggingface.to_pair,
     "npz": google.to_pair,
+    "beit": beit.to_pair,  # read only
 }
 IGNORED = {"pos_embed_resample"}  # without effect at the model's own image size
 DESCRIPTION = "vitrail_description"  # the metadata entry of a Hugging Face file with what its configuration files cannot hold
@@ -70,12 +71,12 @@ def recognize(checkpoint: Checkpoint, path: str | Path = "the checkpoint") -> tu
         return convnet, convnets.normalize(tensors)
     if google.recognizes(keys):
         return "npz", google.normalize(tensors)
+    if beit.recognizes(keys):
+        return "beit", beit.normalize(tensors)
     if huggingface.recognizes(keys):
         names = huggingface.plain_names(keys)
         return "hf", {names[key]: tensor for key, tensor in tensors.items()}
     shapes = shapes_of(tensors)
-    if "blocks.0.attn.relative_position_bias_table" in shapes or "rel_pos_bias.relative_position_bias_table" in shapes:
-        raise UserError(f"{path} is a BEiT checkpoint: its relative position bias is not supported.")
     if timm.recognizes(shapes):
         return "timm", tensors
     if any(key.startswith("patch_embed.") for key in keys):
@@ -91,6 +92,8 @@ def infer(kind: str, shapes: Shapes, hints: Hints | None = None, config: dict[st
         return convnets.infer(shapes, hints or {}, config)
     if kind == "hf":
         return huggingface.infer(shapes, hints, config)
+    if kind == "beit":
+        return beit.infer(shapes, hints, config)
     infer_others = {"npz": google.infer, "timm": timm.infer, "deit": deit.infer}
     return infer_others[kind](shapes, hints)
 
@@ -106,16 +109,18 @@ def read_description(model: VisionTransformer, kind: str, checkpoint: Checkpoint
         model.preprocessing = convnets.default_preprocessing(model.architecture)
     if kind == "npz":
         model.preprocessing = GOOGLE._replace(image_size=model.architecture.image_size)  # also of a model without a name
+    if kind == "beit":
+        model.preprocessing = beit.PREPROCESSING._replace(image_size=model.architecture.image_size)
     if isinstance(config.get("pretrained_cfg"), dict):
         model.preprocessing = timm.read_preprocessing(config["pretrained_cfg"], model.architecture.image_size)
-    elif not (kind == "hf" and checkpoint.preprocessor):
+    elif not (kind in ("hf", "beit") and checkpoint.preprocessor):
         model.notes["preprocessing"] = "assumed: the file does not contain its preprocessing"
-    if kind == "hf" and checkpoint.preprocessor:
+    if kind in ("hf", "beit") and checkpoint.preprocessor:
         model.preprocessing = huggingface.read_preprocessing(checkpoint.preprocessor, model.architecture.image_size)
         if checkpoint.preprocessor.get("crop_pct"):  # of ConvNextImageProcessor, which convnets have
             crop = float(checkpoint.preprocessor["crop_pct"])
             model.preprocessing = model.preprocessing._replace(resize="shorter", crop_ratio=crop)
-    if kind == "hf" and checkpoint.config:
+    if kind in ("hf", "beit") and checkpoint.config:
         model.class_names = huggingface.class_names(checkpoint.config, model.architecture.classes)
     elif isinstance(names := config.get("label_names"), list) and len(names) == model.architecture.classes:  # of timm
         model.class_names = list(map(str, names))
