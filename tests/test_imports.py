@@ -34,6 +34,7 @@ TWINS = [
     {"models", "recipes"},  # the page of a paper
     {"recipes", "tasks"},  # an objective and the recipes that use it
     {"models", "recipes", "checkpoints/formats"},  # a paper whose repository has a format of its own
+    {"recipes", "tasks", "checkpoints/formats"},  # BEiT
     {"data", "data/transforms/kernels"},  # the same on the GPU
     {"data/transforms", "data/transforms/kernels"},
     {"layers", "interpret"},  # attention, and its weights of a recorded forward pass
