@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from arguments import positive, run_program
-from jobs import run_jobs
+from jobs import mean_and_sd, run_jobs
 
 import vitrail
 from vitrail.devices import choose_device
@@ -191,11 +191,6 @@ def print_table(folder: Path) -> None:
             minutes = statistics.fmean(row["minutes"] for row in rows)
             epochs = "/".join(sorted({f"{row['epochs']:g}" for row in rows}))
             print(f"| {trunk} | {name} | {len(rows)} | {epochs} | {' | '.join(cells)} | {paper} | {minutes:.1f} |")
-
-
-def mean_and_sd(values: list[float]) -> str:
-    spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):.1f}{spread}"
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -94,3 +95,8 @@ def run_jobs(
     if len(finished) < len(jobs):
         print(f"{len(finished)} of {len(jobs)} trainings are finished: run the same command again for the rest.", flush=True)
     return finished
+
+
+def mean_and_sd(values: list[float]) -> str:
+    spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):.1f}{spread}"

@@ -20,8 +20,10 @@ import vitrail
 from tests.images import make_masked_folder
 from tests.models.test_every_model import randomize
 from tests.shapes import make_parquet
+from vitrail.data.datasets.lookup import open_source
 from vitrail.errors import UserError
 from vitrail.recipes import lookup
+from vitrail.tasks.registry import find_task
 
 ROOT = Path(__file__).parents[1]
 MODEL = "deit_tiny_patch16"
@@ -80,6 +82,7 @@ def run_benchmark(monkeypatch, capsys):
             "--repeats 1",
             "as the authors' code",
         ),
+        ("imagenette.py table --out OUT", "| stem | epochs | n |"),
         ("search.py --count 1000 --width 16 --rounds 1 --queries 1 3 --threads 1", "| 3 |"),
         ("coarse_labels.py table --out OUT", "| trunk | method |"),
         ("detection.py operators --small --repeats 1 --device cpu", "| RoIAlign of 2 x 50 boxes"),
@@ -207,6 +210,18 @@ def test_trainings_on_coarse_labels_are_compared_and_continued(run_benchmark, tm
     assert run_benchmark(f"coarse_labels.py table --out {out}")[:2] == (0, first)
 
 
+def test_pretrainings_on_imagenette_differ_in_the_stem(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    imagenette = importlib.import_module("imagenette")
+    options = Namespace(data="imagenette", device="cpu", epochs=8.0, set=["batch_size=64"], tiny=False)
+    for stem in imagenette.STEMS:
+        recipe = lookup("dino_small").set(imagenette.make_job(options, stem, 3)["changes"])
+        assert (recipe.batch_size, recipe.seed, recipe.schedule.length) == (64, 3, "8 epochs")
+        model = vitrail.create(recipe.model, 10, recipe.augmentation.image_size, device="meta", **recipe.architecture)
+        assert (model.grid, model.architecture.width) == ((8, 8), 384)
+        assert find_task("dino")(recipe, open_source("digits"), torch.device("cpu")).options.local_size == 64
+
+
 @pytest.mark.parametrize("problem", [None, "lost", "of another request", "duplicated"])
 def test_a_soak_fails_if_answers_are_lost_or_duplicated(monkeypatch, tmp_path, problem):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
@@ -257,6 +272,8 @@ def test_an_interrupt_is_a_message():
         (f"gpu.py pairs {MODEL} --device cpu --no-timm --modes slow --out TMP", "unknown --mode slow"),
         (f"gpu.py pairs {MODEL} --device cpu --no-timm --out FILE", "is a file: give a folder"),
         (f"gpu.py pairs {MODEL} --device cpu --no-timm --register MISSING.py --out TMP", "is not a Python file"),
+        ("imagenette.py train", "Give the folder of Imagenette"),
+        ("imagenette.py train digits --set lr --out TMP", "--set lr has no value: pass KEY=VALUE"),
         (f"kernels.py {MODEL}", "This benchmark needs a GPU, and torch finds none."),
         ("optimize.py vit_nosuch", "vit_nosuch"),
         (f"optimize.py {MODEL} --device cuda", "No CUDA device is available"),
