@@ -311,7 +311,7 @@ def test_runs_of_another_process_are_kept(tmp_path, monkeypatch):
     main([*words, "labels alone"])
     runs = json.loads((tmp_path / "pre-training-of-MLPs.json").read_text())["runs"]
     assert {run["cell"] for run in runs} == {"labels alone", "DINO, then labels"}
-    assert "at 8 pixels, 2 epochs with labels (pre-training: 20 epochs without), evaluated on 9 images" in table(tmp_path)
+    assert "at 8 pixels, 2 epochs with labels (pre-training: 30 epochs without), evaluated on 9 images" in table(tmp_path)
 
 
 def test_stages_of_a_variant():
@@ -319,7 +319,7 @@ def test_stages_of_a_variant():
     changes = claim.base | claim.variants["DINO, then labels"] | {"seed": 3, "loss.label_smoothing": 0.2}
     (first, early), (second, late) = trials.divide_into_stages(claim, changes, 15)
     assert (first, second) == ("dino_small", claim.recipe)
-    assert (early["schedule.length"], late["schedule.length"]) == ("20 epochs", "15 epochs")
+    assert (early["schedule.length"], late["schedule.length"]) == ("30 epochs", "15 epochs")
     assert early["task_options.fixed_grid"] == "none"
     assert early["seed"] == late["seed"] == 3
     assert "loss.label_smoothing" not in early  # not of the claim

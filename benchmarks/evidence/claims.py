@@ -22,9 +22,9 @@ class Claim:
 
 # Pre-training without labels on the same images, before the same training with labels.
 BLOCKS = {"architecture.width": 256, "architecture.depth": 8, "architecture.heads": 4, "architecture.patch_size": 8}
-DINO_STAGE = {"own_recipe": "dino_small", "own_epochs": 20, "task_options.local_crops": 4, "batch_size": 512}
-BEIT_STAGE = {"own_recipe": "beit_small", "own_epochs": 20, "task_options.tokenizer": "{tokenizer}"}
-MASKED_STAGE = {"own_recipe": "masked_small", "own_epochs": 20}
+DINO_STAGE = {"own_recipe": "dino_small", "own_epochs": 30, "task_options.local_crops": 4, "batch_size": 256}
+BEIT_STAGE = {"own_recipe": "beit_small", "own_epochs": 40, "task_options.tokenizer": "{tokenizer}", "batch_size": 256}
+MASKED_STAGE = {"own_recipe": "masked_small", "own_epochs": 40, "batch_size": 256}
 RELATIVE = {"architecture.pos_embed": "relative_bias", "architecture.pos_embed_place": "shared"}
 MASKING = {
     "architecture.pooling": "mean",

@@ -339,6 +339,16 @@ def packed_quietly(photos: str, out: Path) -> None:
         os._exit(7 if "Another process is packing" in str(error) else 1)
 
 
+def test_a_sample_is_packed(photos, run_cli, tmp_path):
+    result = run_cli("data", "pack", photos, tmp_path / "out", "--images", 7)
+    assert result.returncode == 0, result.stderr
+    whole, sample = open_sources(photos), open_sources(str(tmp_path / "out"))
+    assert [len(sample[split]) for split in ("train", "validation")] == [7, min(7, len(whole["validation"]))]
+    assert sample["train"].label.names == whole["train"].label.names
+    paths = [row["path"] for row in parquet.read_table(next((tmp_path / "out" / "data").glob("train-*")))["image"].to_pylist()]
+    assert all(path.startswith("class ") for path in paths)
+
+
 def test_unreadable_images_are_skipped_and_reported_or_fatal(run_cli, tmp_path):
     root = tmp_path / "in"
     path = write_folder(root, {"a": 4, "b": 4})

@@ -104,6 +104,7 @@ def pack(
     ],
     shard_size: Annotated[str, typer.Option(help="Maximum size of the images of a shard: 500MB, 1GB, 64MiB.")] = "500MB",
     split: Annotated[list[str] | None, typer.Option(help="Pack only this split; repeatable.")] = None,
+    images: Annotated[int | None, typer.Option(min=1, help="Pack a random sample of at most so many images per split.")] = None,
     bad: BadImagesOption = "skip",
     *,
     reduced: ReductionOptions,
@@ -117,10 +118,12 @@ def pack(
     from vitrail.data.datasets.lookup import open_sources
     from vitrail.data.progress import progress
     from vitrail.data.reencoding import Reencoding
+    from vitrail.data.source import subsample
 
     check_choice("--bad", bad, ("skip", "fatal"))
     reencoding, max_bytes = Reencoding(*reduced), parquet_export.parse_bytes(shard_size)
-    sources = parquet_export.select_splits(source, open_sources(source), split or [])
+    selected = parquet_export.select_splits(source, open_sources(source), split or [])
+    sources = {name: subsample(each, images) for name, each in selected.items()}
     if any(each.object_classes for each in sources.values()):
         print_message("boxes and masks of objects are not written: images, labels and masks of classes are")
     try:

@@ -68,7 +68,8 @@ class SplitOptions(NamedTuple):
     hardware: HardwareOptions = HardwareOptions()
 
     def open(self, source: str) -> "Source":
-        from vitrail.evaluation.probes.protocol import open_embedding_source, subsample
+        from vitrail.data.source import subsample
+        from vitrail.evaluation.probes.protocol import open_embedding_source
 
         return subsample(open_embedding_source([source], self.split)[0], self.images, self.seed)
 

@@ -10,7 +10,7 @@ from PIL import Image
 
 from vitrail.data.datasets.folder import FolderSource
 from vitrail.data.decode import decode, decode_mask, fit_mask
-from vitrail.data.source import Source
+from vitrail.data.source import Source, Subset
 from vitrail.errors import UserError
 
 FORMATS = {"jpeg": "jpg", "png": "png", "webp": "webp"}  # with the suffixes of their files
@@ -79,6 +79,6 @@ def encode_image(pixels: np.ndarray, format: str, quality: int = 0) -> bytes:
 
 def relative_path(source: Source, index: int) -> str | None:
     """Return the path of an image relative to its data set; None if it is not a file."""
-    if not isinstance(source, FolderSource):
+    if not isinstance(source.source if isinstance(source, Subset) else source, FolderSource):
         return None
     return os.fsencode(os.path.relpath(source.location(index), source.name)).decode("utf-8", "replace")

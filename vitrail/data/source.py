@@ -105,6 +105,13 @@ class Subset(Source):
         return self.source.location(int(self.indices[index]))
 
 
+def subsample(source: Source, max_images: int | None, seed: int = 0) -> Source:
+    """A random subset of at most so many images, in their order."""
+    if max_images is None or len(source) <= max_images:
+        return source
+    return Subset(source, np.sort(np.random.default_rng(seed).permutation(len(source))[:max_images]))
+
+
 def select_labels(labels: Labels, indices: np.ndarray) -> Labels:
     return Labels(labels.values[indices], labels.names)
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +16,7 @@ from vitrail.data.datasets.lookup import check_usable, open_source, open_sources
 from vitrail.data.label_choice import coarsen, read_map
 from vitrail.data.loader import Problem
 from vitrail.data.progress import Advance
-from vitrail.data.source import Labels, Source, Subset
+from vitrail.data.source import Labels, Source, subsample
 from vitrail.errors import UserError
 from vitrail.evaluation.feature_cache import cached_embed
 from vitrail.evaluation.features import Embedding, FeatureKind, embed
@@ -86,12 +85,6 @@ def find_split(name: str | None, sources: dict[str, Source], path: str) -> str |
     if split not in sources:
         raise UserError(f"{path} has no {split} split, only {', '.join(sources)}.")
     return split
-
-
-def subsample(source: Source, max_images: int | None, seed: int = 0) -> Source:
-    if max_images is None or len(source) <= max_images:
-        return source
-    return Subset(source, np.sort(np.random.default_rng(seed).permutation(len(source))[:max_images]))
 
 
 def label_columns(source: Source) -> dict[str, Labels]:

@@ -20,6 +20,7 @@ from vitrail.atomic_files import atomic_write_text, check_writable_folder
 from vitrail.checkpoints.hub import find_named
 from vitrail.checkpoints.model_io import split_delta_path
 from vitrail.data.progress import Advance, Progress, no_progress
+from vitrail.data.source import subsample
 from vitrail.errors import UserError
 from vitrail.evaluation.features import VECTORS, FeatureKind
 from vitrail.evaluation.model import Model
@@ -33,7 +34,6 @@ from vitrail.evaluation.probes.protocol import (
     label_column,
     open_probe_data,
     select_labeled,
-    subsample,
 )
 from vitrail.recipes.schema import load_yaml
 from vitrail.teachers.sidecar import sidecar_path
