@@ -25,6 +25,7 @@ from vitrail.recipes.task_options import DinoOptions
 from vitrail.tasks.dino import Dino, DinoTargets, ViewCrossEntropy, compare_view, pool
 from vitrail.training.distributed import Devices
 from vitrail.training.scope import apply_scope
+from vitrail.training.task import Position
 from vitrail.training.trainer import Options, Trainer
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "dino.npz"
@@ -174,6 +175,48 @@ def test_loss_and_gradients_are_those_of_the_formula(local):
     entropy = -(probabilities * probabilities.log()).sum(1).mean()
     torch.testing.assert_close(values[1:3], torch.stack([entropy, loss.detach() - entropy]))
     assert len(values) == 1 + len(task.logs) == (5 if local else 4)
+
+
+@pytest.mark.parametrize("name", ["deit_tiny_patch16", "resmlp_s12"])
+def test_ibots_loss_is_that_of_the_formula(name):
+    """Loss, gradients and the center of the patches of a step, from the outputs for all patches, one view after the other."""
+    architecture = lookup(name)[1].replace(width=8, depth=1, heads=2, patch_size=2, image_size=(8, 8), classes=0, drop_path=0.0)
+    task = make_task(dataclasses.replace(TINY, local_crops=0, patch_weight=0.7, freeze_last_layer=0.0, masked=0.4), architecture)
+    module, momentum = task.module.double(), task.options.center_momentum
+    for tensor in (module.center, module.patch_center, module.mask_token, module.teacher.head.direction):
+        torch.nn.init.normal_(tensor)
+    batch = random_batch(8)
+    images, targets = task.prepare_batch(batch, Position(0, 8, 0, 0))
+    images, masks = images.double(), targets.patches.mask
+    assert masks.any(1).sum() not in (0, 16)
+    values = module(images, targets)
+    values[0].backward()
+    found = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+    module.zero_grad()
+    losses, pooled, outputs, patch_outputs = [], [], [], []
+    for image, mask in zip(images, masks, strict=True):
+        patches, layout = module.model.embed(image[None])
+        seen = patches.clone()
+        seen[0, mask] = module.mask_token
+        student = module.model.read(*module.model.encode(seen, layout))
+        teacher = module.teacher.model.features(image[None])
+        pooled.append(student.pooled)
+        outputs.append(module.teacher.head(teacher.pooled))
+        known, own = module.teacher.head(teacher.tokens[0, mask]), module.head(student.tokens[0, mask])
+        p = F.softmax((known - module.patch_center) / 0.04, -1)
+        losses.append(-(p * F.log_softmax(own / 0.1, -1)).sum(-1).mean() if mask.any() else own.sum())
+        patch_outputs += [known.mean(0)] if mask.any() else []
+    patch_loss = torch.stack(losses).mean()
+    whole = reference_loss(module.head(torch.cat(pooled)), torch.cat(outputs), module.center, 0.04, 0.1, 8)
+    (whole + 0.7 * patch_loss).backward()
+    torch.testing.assert_close(values[[0, -1]], torch.stack([whole + 0.7 * patch_loss, patch_loss]), rtol=1e-6, atol=0)
+    assert "mask_token" in found
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, dict(module.named_parameters())[name].grad, rtol=1e-5, atol=1e-7)
+    expected = momentum * module.patch_center + (1 - momentum) * torch.stack(patch_outputs).mean(0)
+    task.after_optimizer_step(Position(0, 8, 0, 0), torch.zeros(()))
+    torch.testing.assert_close(module.patch_center, expected.detach(), rtol=1e-6, atol=1e-9)
+    assert not module.patch_sum.any()
 
 
 def random_batch(images=4, size=(9, 11)):
@@ -400,6 +443,7 @@ def test_cost_and_description():
     [
         ({"local_size": 6}, {}, "local_size=6 is larger than the images of 4 pixels: give at most 4"),
         ({"local_size": 3}, {}, "local_size=3 is not a multiple of the patch size 2: give 2, or 0"),
+        ({"patch_weight": 1.0, "masked": 0.1}, {}, "masked=0.1 of 2 x 2 patches is 0: choose another share"),
         ({"weight_decay_end": 0.4}, {"weight_decay": 0.0}, "weight_decay_end=0.4 needs an optimizer.weight_decay above 0"),
     ],
 )
@@ -425,6 +469,8 @@ def test_interpolation_is_for_linear_mixers():
         ({"local_scale": (0.5, 0.2)}, r"local_scale=\[0.5, 0.2\] should be two shares"),
         ({"freeze_last_layer": -1.0}, "freeze_last_layer=-1 is out of range"),
         ({"knn_k": 0}, "at least 1"),
+        ({"patch_weight": -1.0}, "patch_weight is 0 or more"),
+        ({"masked": 1.0}, "masked a share of the patches: above 0, below 1"),
     ],
 )
 def test_options_out_of_range(option, message):

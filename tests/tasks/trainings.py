@@ -63,6 +63,7 @@ DINO = TINY | {
     "task_options.bottleneck": 8,
     "task_options.local_crops": 2,
     "task_options.freeze_last_layer": 0.05,  # four of 80 steps of an epoch
+    "task_options.patch_weight": 0.5,
 }
 # BatchNorm in the stem, the projector and the predictor. All four losses.
 GRAFIT = TINY | {

@@ -28,7 +28,8 @@ STEPS, IMAGES = 6, 16
 SMALL = {"batch_size": IMAGES, "augmentation.image_size": 32, "schedule.length": "20 steps", "precision": "bf16"}
 NARROW = {"architecture.depth": 2, "architecture.width": 64, "architecture.heads": 2, "architecture.patch_size": 4}
 CHANGES = {
-    "dino": NARROW | {"task_options.outputs": 128, "task_options.hidden": 64, "task_options.local_crops": 3},
+    "dino": NARROW
+    | {"task_options.outputs": 128, "task_options.hidden": 64, "task_options.local_crops": 3, "task_options.patch_weight": 0.5},
     "grafit": NARROW | {"task_options.outputs": 16, "task_options.hidden": 64, "data.label": ""},
     "masked": NARROW,
     "beit": NARROW,

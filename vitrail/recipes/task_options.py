@@ -54,6 +54,8 @@ class DinoOptions(SelfSupervisedOptions):
     momentum: float = 0.996  # of the teacher at the start; it grows to 1 along a cosine
     weight_decay_end: float = 0.4  # at the last step, along a cosine from optimizer.weight_decay
     clip_grad: float = 3.0  # largest gradient norm of each parameter; 0: none
+    patch_weight: float = 0.0  # of iBOT's loss on masked patches of the global views; 1 in its paper
+    masked: float = 0.3  # share of the patches that is masked for it, in every other view
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -69,6 +71,10 @@ class DinoOptions(SelfSupervisedOptions):
         for name in ("local_crops", "local_size", *DURATIONS, "weight_decay_end", "clip_grad"):
             if getattr(self, name) < 0:
                 raise UserError(f"task_options.{name}={getattr(self, name):g} is out of range: give 0 or more.")
+        if self.patch_weight < 0 or not 0 < self.masked < 1:
+            raise UserError(
+                "task_options.patch_weight is 0 or more, task_options.masked a share of the patches: above 0, below 1."
+            )
         low, high = self.local_scale
         if not 0 < low <= high <= 1:
             raise UserError(f"task_options.local_scale=[{low:g}, {high:g}] should be two shares of the area, the smaller first.")

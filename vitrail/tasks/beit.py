@@ -15,7 +15,7 @@ from vitrail.checkpoints.readers import BEST
 from vitrail.data.loader import Batch
 from vitrail.data.rng import sample_key
 from vitrail.data.source import Source
-from vitrail.data.transforms.masks import block_mask
+from vitrail.data.transforms.masks import block_mask, locate_masked
 from vitrail.data.transforms.pipeline import augment
 from vitrail.errors import UserError
 from vitrail.evaluation.features import FeatureKind
@@ -176,8 +176,7 @@ class Beit(SelfSupervised):
 
     def _make_targets(self, codes: Tensor, keys: Tensor) -> BeitTargets:
         mask = self._draw_masks(keys)
-        masked, positions = mask.to(torch.uint8).sort(dim=1, descending=True, stable=True)
-        masked, positions = masked[:, : self.count].float(), positions[:, : self.count]
+        _, positions, masked = locate_masked(mask, self.count)
         if self.options.average == "batch":
             weights = masked / masked.sum()
         else:

@@ -18,17 +18,20 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from vitrail.data.loader import Batch
+from vitrail.data.rng import bernoulli, hash32
 from vitrail.data.sampler import EpochSampler
+from vitrail.data.transforms.masks import MaskedPatches, block_mask, locate_masked
 from vitrail.data.transforms.pipeline import augment_views
 from vitrail.errors import UserError
 from vitrail.evaluation.feature_health import entropy_of_sums
+from vitrail.heads.masked_modeling import gather_patches
 from vitrail.heads.projection import ProjectionHead
 from vitrail.layers.layout import Layout
 from vitrail.layers.token_mixers import PatchLinear
 from vitrail.models.config import format_size
 from vitrail.models.inputs import FIXED_GRID, has_fixed_grid
 from vitrail.models.registry import build
-from vitrail.models.vision_transformer import VisionTransformer
+from vitrail.models.vision_transformer import Features, VisionTransformer
 from vitrail.recipes.task_options import DinoOptions
 from vitrail.tasks.dino_collapse import SIMILAR_VIEWS, CollapseAlarm
 from vitrail.tasks.self_supervised import SelfSupervised, Sums
@@ -39,6 +42,7 @@ from vitrail.training.schedules import cosine, duration_to_steps, total_steps
 from vitrail.training.task import Position
 
 LOCAL_SHARE = 3 / 7  # of the image size: 96 of 224 pixels
+SMALLEST_BLOCK = 4  # masked patches, as in iBOT
 TEACHER_COST = 1 / 3  # of a forward pass, relative to forward and backward
 
 
@@ -47,6 +51,15 @@ class DinoTargets(NamedTuple):
 
     local: Tensor | None  # local views [n * B, 3, h, w], one view of all images after the other
     temperature: Tensor  # [] of the teacher
+    mask: Tensor | None = None  # with iBOT's loss the `MaskedPatches` of the global views
+    positions: Tensor | None = None
+    masked: Tensor | None = None
+
+    @property
+    def patches(self) -> MaskedPatches | None:
+        if self.mask is None or self.positions is None or self.masked is None:
+            return None
+        return MaskedPatches(self.mask, self.positions, self.masked)
 
 
 class Network(nn.Module):
@@ -67,6 +80,8 @@ class DinoModule(nn.Module):
 
     center: Tensor
     output_sum: Tensor
+    patch_center: Tensor
+    patch_sum: Tensor
     temperature: Tensor
 
     def __init__(self, model: VisionTransformer, options: DinoOptions) -> None:
@@ -78,6 +93,10 @@ class DinoModule(nn.Module):
         self.register_buffer("center", torch.zeros(o.outputs))
         # The teacher's outputs, summed over the micro-batches of a step.
         self.register_buffer("output_sum", torch.zeros(o.outputs), persistent=False)
+        if o.patch_weight:
+            self.mask_token = nn.Parameter(torch.zeros(model.architecture.width))
+            self.register_buffer("patch_center", torch.zeros(o.outputs))
+            self.register_buffer("patch_sum", torch.zeros(o.outputs + 1), persistent=False)  # and the sum of their weights
         self.register_buffer("temperature", torch.tensor(o.teacher_temperature_start))  # of the latest step, for the validation
 
     @property
@@ -86,15 +105,18 @@ class DinoModule(nn.Module):
         return Network(self.model, self.head)
 
     def forward(self, images: Tensor, targets: DinoTargets) -> Tensor:
-        """Loss, entropy of the teacher, KL divergence, and the standard deviation of global and of local views."""
+        """Loss, entropy of the teacher, KL divergence, standard deviation of global and of local views, and iBOT's loss."""
         compiled = is_compiled(self.model)
         sharpen_outputs = compile_function(sharpen) if compiled else sharpen
         compare_outputs = compile_function(compare_view) if compiled else compare_view
+        patches, mask_token = targets.patches, self.mask_token if targets.patches else None
         with static_shapes(self.model):
             with torch.no_grad():
-                sharpened = sharpen_outputs(self.teacher(images), self.center, targets.temperature)
+                known = read(self.teacher.model, images, patches is not None)
+                sharpened = sharpen_outputs(self.teacher.head(known.pooled), self.center, targets.temperature)
                 self.output_sum += sharpened.total
-            features = pool(self.model, images)
+            own = read(self.model, images, patches is not None, patches, mask_token)
+            features = own.pooled
             if targets.local is not None:
                 features = torch.cat([features, pool(self.model, targets.local)])
         size = len(images) // 2
@@ -106,13 +128,40 @@ class DinoModule(nn.Module):
         with torch.no_grad():
             deviations = projected.unflatten(0, (-1, size)).std(1, correction=0).mean(1) * math.sqrt(projected.shape[1])
             parts = [part.mean() for part in (deviations[:2], deviations[2:]) if len(part)]
-        return torch.stack([loss, entropy, loss.detach() - entropy, *parts])
+        kl = loss.detach() - entropy
+        if patches:
+            patch_loss = self.compare_patches(own.tokens, known.tokens, patches, targets.temperature)
+            loss, parts = loss + self.options.patch_weight * patch_loss, [*parts, patch_loss.detach()]
+        return torch.stack([loss, entropy, kl, *parts])
+
+    def compare_patches(self, own: Tensor, known: Tensor, patches: MaskedPatches, temperature: Tensor) -> Tensor:
+        """iBOT's loss []: the cross-entropy between the teacher's and the student's outputs for each masked patch.
+
+        The mean over all global views of the mean over their masked patches, of tokens [2B, N, D].
+        """
+        weights = patches.masked / patches.masked.sum(1, keepdim=True).clamp(min=1.0) / len(own)
+        with torch.no_grad():
+            outputs = promote(self.teacher.head(gather_patches(known, patches.positions)))
+            expected = F.softmax((outputs - self.patch_center) / temperature, -1)
+            self.patch_sum[:-1] += (outputs * weights[..., None]).sum((0, 1))
+            self.patch_sum[-1] += weights.sum()
+        logits = promote(self.head(gather_patches(own, patches.positions))) / self.options.student_temperature
+        return -(weights * (expected * F.log_softmax(logits, -1)).sum(-1)).sum()
 
 
 def pool(model: VisionTransformer, images: Tensor) -> Tensor:
     """The pooled features [B, D]. The size of the images is not checked: the weights may be interpolated to it."""
-    layout = Layout(*model.stem.grid(*images.shape[-2:]))
-    return model.read(*model.encode(model.stem(images), layout), patches=False).pooled
+    return read(model, images, False).pooled
+
+
+def read(
+    model: VisionTransformer, images: Tensor, tokens: bool, patches: MaskedPatches | None = None, mask_token: Tensor | None = None
+) -> Features:
+    """Features of images, with patch tokens if `tokens`; where a patch is masked the model sees the mask token [D] instead."""
+    layout, x = Layout(*model.stem.grid(*images.shape[-2:])), model.stem(images)
+    if patches is not None and mask_token is not None:
+        x = torch.where(patches.mask[..., None], mask_token.to(x.dtype), x)
+    return model.read(*model.encode(x, layout), patches=tokens)
 
 
 def copy_without_noise(model: VisionTransformer) -> VisionTransformer:
@@ -205,6 +254,15 @@ class Dino(SelfSupervised):
         local = dataclasses.replace(first, image_size=self.local_size, scale=o.local_scale, blur=o.local_blur)
         self.views = [(first, 1), (second, 1), *([(local, o.local_crops)] if o.local_crops else [])]
         self.logs = ("teacher_entropy", "kl", "global_std", *(["local_std"] if o.local_crops else []))  # type: ignore[misc]
+        if o.patch_weight:
+            self.logs += ("patch_loss",)  # type: ignore[misc]
+            self.grid, patches = model.grid, model.grid[0] * model.grid[1]
+            self.masked = round(o.masked * patches)
+            if not 0 < self.masked < patches or min(model.grid) < 2:
+                raise UserError(
+                    f"task_options.masked={o.masked:g} of {model.grid[0]} x {model.grid[1]} patches is {self.masked}: choose "
+                    "another share or larger images, or set task_options.patch_weight=0."
+                )
         others = f"{o.local_crops} local of {format_size(self.local_size)}" if o.local_crops else "none local"
         self.messages.append(f"views of an image: 2 global of {format_size(size)} pixels, {others}")
         model.pre_logits.requires_grad_(False)  # not used; all trained parameters need a gradient
@@ -275,12 +333,19 @@ class Dino(SelfSupervised):
     # Training
 
     def prepare_batch(self, batch: Batch, position: Position) -> tuple[Tensor, DinoTargets]:
-        images, local = super().prepare_batch(batch, position)
-        return images, DinoTargets(local, torch.full((), self.temperature_at(position.epoch), device=images.device))
+        images, (local, patches) = super().prepare_batch(batch, position)
+        return images, DinoTargets(local, torch.full((), self.temperature_at(position.epoch), device=images.device), *patches)
 
-    def make_views(self, pixels: Tensor, sizes: Tensor, keys: Tensor) -> tuple[Tensor, Tensor | None]:
+    def make_views(self, pixels: Tensor, sizes: Tensor, keys: Tensor) -> tuple[Tensor, tuple[Tensor | None, tuple[Tensor, ...]]]:
         first, second, *local = (view.images for view in augment_views(pixels, sizes, keys, self.views))
-        return torch.cat([first, second]), local[0] if local else None
+        patches: tuple[Tensor, ...] = self.draw_masks(keys) if self.options.patch_weight else ()
+        return torch.cat([first, second]), (local[0] if local else None, patches)
+
+    def draw_masks(self, keys: Tensor) -> MaskedPatches:
+        """Blocks in half of the first and second views of the images with these keys."""
+        keys = torch.cat([keys, hash32(keys)])
+        mask = block_mask(keys, self.grid, self.masked, min(SMALLEST_BLOCK, self.masked)).flatten(1)
+        return locate_masked(mask & bernoulli(keys, "masked", 0.5)[:, None], self.masked)
 
     def temperature_at(self, epoch: int) -> float:
         """The teacher's temperature: linear over the epochs of the warmup, the last of which has the final value."""
@@ -298,7 +363,7 @@ class Dino(SelfSupervised):
             if group.setdefault("decayed", group["weight_decay"] > 0):
                 group["weight_decay"] = decay
         if o.clip_grad:
-            clip_each(module.student, o.clip_grad)
+            clip_each(module, o.clip_grad)  # the teacher has no gradients
         if position.step < o.freeze_last_layer * self._steps_per_epoch():
             module.head.direction.grad = module.head.gain.grad = None
 
@@ -314,13 +379,20 @@ class Dino(SelfSupervised):
             self.ema = ModelEma(module.student, 0.0, into=dict(module.teacher.named_parameters()))
         self.ema.decay = between(o.momentum, 1.0, position)
         self.ema.update(skipped)
-        if dist.is_initialized():
-            dist.all_reduce(module.output_sum)
-        mean = module.output_sum / (2 * self.recipe.batch_size)
-        new = module.center * o.center_momentum + mean * (1 - o.center_momentum)
-        module.center.copy_(torch.where(skipped > 0, module.center, new))
-        module.output_sum.zero_()
+        self._update_center(module.center, module.output_sum, 2 * self.recipe.batch_size, skipped)
+        if o.patch_weight:
+            self._update_center(module.patch_center, module.patch_sum, None, skipped)
         module.temperature.fill_(self.temperature_at(position.epoch))
+
+    def _update_center(self, center: Tensor, total: Tensor, count: int | None, skipped: Tensor) -> None:
+        """Move a center towards the mean of the outputs of a step, and reset their sum; its last value is the count, if None."""
+        if dist.is_initialized():
+            dist.all_reduce(total)
+        mean = total / count if count else total[:-1] / total[-1].clamp(min=1e-6)
+        rate = 1 - self.options.center_momentum
+        skipped = (skipped > 0) if count else (skipped > 0) | (total[-1] == 0)
+        center.copy_(torch.where(skipped, center, center * self.options.center_momentum + mean * rate))
+        total.zero_()
 
     def hint_for_nan(self) -> str:
         return "A lower optimizer.lr, a lower task_options.clip_grad or a longer schedule.warmup often helps"

@@ -1,6 +1,7 @@
 """Masks over the patch grid for masked image modeling: the blocks of BEiT."""
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,6 +10,20 @@ from vitrail.data.rng import uniform
 
 TRIES = 10  # to place a block, before the mask is left as it is
 ATTEMPTS = 48  # to place all blocks; of 200,000 of BEiT's masks none needs more than 40
+
+
+class MaskedPatches(NamedTuple):
+    """A fixed number of patches of each image, so that shapes do not depend on the masks."""
+
+    mask: Tensor  # bool [B, N]
+    positions: Tensor  # int64 [B, M]: the masked patches of each image, then any others
+    masked: Tensor  # float [B, M]: 1 where the patch is masked, else 0
+
+
+def locate_masked(mask: Tensor, count: int) -> MaskedPatches:
+    """The positions of at most `count` masked patches of each image, of a mask [B, N]."""
+    masked, positions = mask.to(torch.uint8).sort(dim=1, descending=True, stable=True)
+    return MaskedPatches(mask, positions[:, :count], masked[:, :count].float())
 
 
 def block_mask(key: Tensor, grid: tuple[int, int], count: int, min_block: int = 16, aspect: float = 0.3) -> Tensor:
