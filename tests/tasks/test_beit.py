@@ -317,7 +317,7 @@ BAD = {
     "size": ({"augmentation.image_size": [9, 8]}, "9x8 pixels are not a multiple of that: give another image size"),
     "one row": ({"augmentation.image_size": [2, 16]}, "Masks do not fit into 1 x 8 patches"),
     "overlap": ({"model": "vit_tiny_patch16_12x1_conv", "task_options.mask_place": "before_stem"}, "in the conv stem they do"),
-    "per class": ({"model": "patchconvnet_s20_multi", "architecture": {}}, "BEiT trains without classes"),
+    "per class": ({"model": "patchconvnet_s20_multi", "architecture": {}}, "training without labels needs one vector per image"),
     "other crop": ({"augmentation.crop": "simple", "architecture.patch_size": 1}, "would crop another part of the image"),
     "unknown": ({"task_options.mask_ratio": 0.5}, "the nearest are"),
 }

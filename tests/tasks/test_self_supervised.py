@@ -2,12 +2,14 @@
 
 import numpy as np
 import pytest
+import torch
 
 from tests.tasks.trainings import STEPS, make, write_tokenizer
 from tests.training.processes import run
 from vitrail.data.datasets.lookup import open_splits
 from vitrail.data.source import Subset
 from vitrail.errors import UserError
+from vitrail.evaluation.feature_health import measure_health
 from vitrail.recipes import lookup
 from vitrail.runs import step_timing
 from vitrail.runs.step_timing import measure_pace
@@ -56,3 +58,9 @@ def test_settings_without_effect_are_refused(name, tmp_path):
         expected = "has no effect on (training without labels|Grafit): remove it|Grafit .* does not mix them: set"
         with pytest.raises(UserError, match=expected):
             task.resolve_recipe(recipe.set({key: value}), frozenset())
+    with pytest.raises(UserError, match="needs one vector per image, and pooling=per_class has one per class: choose another"):
+        task.resolve_recipe(recipe.set({"architecture.pooling": "per_class"}), frozenset())
+
+
+def test_one_image_has_no_neighbors():
+    assert measure_health(torch.ones(1, 4), torch.ones(1, 4)).agreement == 1.0

@@ -22,7 +22,6 @@ from vitrail.evaluation.features import FeatureKind
 from vitrail.formatting import percent
 from vitrail.models.config import format_size
 from vitrail.models.init import init_beit_normal
-from vitrail.models.registry import lookup as find_model
 from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.recipes.schema import Recipe
 from vitrail.recipes.task_options import BeitOptions, complete_options, read_options
@@ -100,8 +99,6 @@ class Beit(SelfSupervised):
             raise UserError(f"{recipe.name} needs a tokenizer: {NEEDS_TOKENIZER}.")
         if not os.path.exists(path):
             raise UserError(f"There is no tokenizer at {path}: {NEEDS_TOKENIZER}.")
-        if find_model(recipe.model)[1].replace(**recipe.architecture).pooling == "per_class":
-            raise UserError("BEiT trains without classes, and pooling=per_class has a query for each: choose another model.")
         path = os.path.join(path, BEST) if os.path.isfile(os.path.join(path, BEST)) else path
         return complete_options(BeitOptions, super().resolve_recipe(recipe, explicit), tokenizer=os.path.abspath(path))
 

@@ -19,6 +19,7 @@ from vitrail.data.transforms.pipeline import augment
 from vitrail.errors import UserError
 from vitrail.evaluation.feature_health import measure_health
 from vitrail.evaluation.features import POOLED, FeatureKind, compute_features
+from vitrail.models.registry import lookup as find_model
 from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.recipes.schema import Recipe
 from vitrail.recipes.task_options import SelfSupervisedOptions, complete_options, read_options
@@ -71,6 +72,10 @@ class SelfSupervised(Task):
         for key, value in unused.items():
             if value:
                 raise UserError(f"{key} has no effect on {cls.title}: remove it.")
+        if recipe.architecture.get("pooling", find_model(recipe.model)[1].pooling) == "per_class":
+            raise UserError(
+                f"{cls.title} needs one vector per image, and pooling=per_class has one per class: choose another model."
+            )
         return complete_options(cls.options_kind, recipe)
 
     @classmethod
