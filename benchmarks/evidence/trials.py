@@ -100,7 +100,7 @@ def divide_into_stages(claim: Claim, changes: dict[str, Any], epochs: float) -> 
     """The recipe and the changes of each stage of a variant: one stage, or two if it has a `first` stage.
 
     A first stage has a `share` of the epochs; or `own_epochs` and `own_recipe`, and then only the changes that are
-    common to all variants of the claim.
+    common to all variants of the claim, and the architecture.
     """
     late = dict(changes)
     first = late.pop("first", None)
@@ -108,7 +108,9 @@ def divide_into_stages(claim: Claim, changes: dict[str, Any], epochs: float) -> 
         return [(claim.recipe, late)]
     own = {key: value for key, value in first.items() if key not in ("share", "own_recipe", "own_epochs")}
     share = first.get("share", 0.0)
-    shared = late if share else {key: late[key] for key in late if key in (*claim.base, *RESERVED)}
+    shared = (
+        late if share else {key: late[key] for key in late if key in (*claim.base, *RESERVED) or key.startswith("architecture.")}
+    )
     length = share * epochs if share else first["own_epochs"]
     early = shared | own | {"schedule.length": f"{length:g} epochs"}
     late["schedule.length"] = f"{(1 - share) * epochs:g} epochs"
