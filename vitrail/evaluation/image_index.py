@@ -31,7 +31,7 @@ from vitrail.heads.embedding import EmbeddingHead
 from vitrail.models.vision_transformer import VisionTransformer
 
 BLOCK = 32  # neighboring rows whose largest similarity is compared first
-MAX_SIMILARITIES = 1 << 24  # in memory at a time
+MAX_SIMILARITIES = 1 << 22  # in memory at a time
 QUERIES = 1024  # at a time
 THUMBNAIL = 96  # pixels of the longer side
 TEMPERATURE = 0.05  # of the votes
@@ -77,9 +77,11 @@ def search(vectors: Tensor, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
     Exact. Of each part of the vectors, the k largest of a query are in the k blocks of rows with the largest maxima, which is
     faster than sorting all. A part has many rows, and many queries are searched at a time: such matrix products are fast.
     """
-    k = min(k, len(vectors))
+    k, count = min(k, len(vectors)), len(queries)
+    if count == 1:
+        queries = queries.repeat(2, 1)  # a product with one column is slower than with two
     found = [_search(vectors, part, k) for part in queries.split(QUERIES)]
-    return torch.cat([values for values, _ in found]), torch.cat([rows for _, rows in found])
+    return torch.cat([values for values, _ in found])[:count], torch.cat([rows for _, rows in found])[:count]
 
 
 def _search(vectors: Tensor, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
