@@ -6,7 +6,8 @@
 
 `scores` are those of `vitrail explain WEIGHTS --score DATA`: pointing game and IoU with the objects of the masks, deletion and
 insertion, for the predicted classes, with 95 % intervals. `cost` divides the CPU time of one method, for one image, by that of a
-forward pass, both on one thread and in turn, so that other programs on the machine matter little. `memory` is the peak
+forward pass, both on one thread and in turn, so that other programs on the machine matter little; with more --threads it is the
+elapsed time, for idle machines. `memory` is the peak
 of a process that explains one image, each method in a process of its own.
 """
 
@@ -45,6 +46,7 @@ def main() -> None:
     parser.add_argument("--model", default="vit_base_patch16")
     parser.add_argument("--size", type=positive, default=224)
     parser.add_argument("--rounds", type=positive, default=5)
+    parser.add_argument("--threads", type=positive, default=1, help="of `cost`")
     options = parser.parse_args()
     print(f"{machine('cpu')}, {torch.get_num_threads()} threads", flush=True)
     {"scores": print_scores, "cost": print_cost, "memory": print_memory, "peak": print_peak}[options.what](options)
@@ -85,18 +87,19 @@ def run_method(model: VisionTransformer, image: torch.Tensor, method: str) -> No
 
 
 def print_cost(options: argparse.Namespace) -> None:
-    """The median over the rounds of the CPU time of each method over that of a forward pass in the same round."""
-    torch.set_num_threads(1)
+    """The median over the rounds of the time of each method over that of a forward pass in the same round."""
+    torch.set_num_threads(options.threads)
+    clock = time.process_time if options.threads == 1 else time.perf_counter
     model, image = open_pair(options)
     methods = [PLAIN, *(options.methods or [name for name in available_methods(model) if name in FAST])]
     times: dict[str, list[float]] = {method: [] for method in methods}
     for turn in range(options.rounds + 1):  # the first is not counted
         for method in methods:
-            started = time.process_time()
+            started = clock()
             run_method(model, image, method)
             if turn:
-                times[method].append(time.process_time() - started)
-    print(f"\n{options.model}, one image of {options.size} pixels, one thread, n = {options.rounds} rounds\n")
+                times[method].append(clock() - started)
+    print(f"\n{options.model}, one image of {options.size} pixels, {options.threads} thread(s), n = {options.rounds} rounds\n")
     print("| method | forward passes (lowest to highest) |\n| --- | --- |")
     for method in methods[1:]:
         ratios = [own / plain for own, plain in zip(times[method], times[PLAIN], strict=True)]
