@@ -10,7 +10,7 @@ from tests.models.test_every_model import randomize
 from tests.small import structures
 from vitrail.deploy import cpu_kernels as kernels
 from vitrail.deploy import onednn, optimize
-from vitrail.deploy.onednn_layers import Int8Linear, Int8Norm, PackedAttention, PackedLinear, PackedPatches
+from vitrail.deploy.onednn_layers import Int8Linear, Int8Norm, PackedAttention, PackedConv, PackedLinear, PackedPatches
 from vitrail.deploy.parity import difference
 from vitrail.models.config import Architecture
 from vitrail.models.registry import build
@@ -86,6 +86,20 @@ def test_what_runs():
     assert "products in int8: 13" in quantized.report.applied
     assert "same top-1 prediction for 4 of 4" in str(quantized.report)
     assert any("no example was given" in message for message in quantized.report.skipped)
+
+
+@pytest.mark.parametrize("name", ["resnet50_cifar", "vit_small_r26_s32", "vitrail_tiny"])
+def test_convolutions_are_packed_for_each_size(name):
+    model = randomize(build(structures()[name])).eval()
+    optimized = vitrail.optimize(model, precision="fp32")
+    packed = of_kind(optimized, PackedConv)
+    assert packed
+    assert len(packed) == len(of_kind(optimized.folded.backbone.stem, torch.nn.Conv2d))
+    for extra in range(PackedConv.MAX_SIZES + 2):
+        image = torch.randn(2, 3, *(side + 32 * extra for side in model.architecture.image_size))
+        with torch.no_grad():
+            assert difference(optimized(image), model(image)) < LIMITS["fp32"]
+        assert all(0 < len(conv.packed) <= PackedConv.MAX_SIZES for conv in packed)
 
 
 def test_eight_bits_do_not_depend_on_the_company():

@@ -4,13 +4,14 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.deploy.cpu_kernels import LANES, CpuKernels, load_cpu_kernels, unavailable_reason
-from vitrail.deploy.fold import Notes
+from vitrail.deploy.fold import Notes, PrecomputedConv
 from vitrail.deploy.folded_layers import FoldedAttention, FoldedAttentionPooling, FoldedFeedForward, FoldedModel, FoldedResidual
 from vitrail.deploy.onednn_layers import (
     NO_OP,
     Int8Linear,
     Int8Norm,
     PackedAttention,
+    PackedConv,
     PackedFeedForward,
     PackedLinear,
     PackedPatches,
@@ -24,6 +25,7 @@ from vitrail.layers.pos_embed import RELATIVE
 
 MIN_WIDTH = 32  # of a product; smaller ones gain nothing
 PRODUCTS = "products with weights prepacked for oneDNN"
+CONVOLUTIONS = "convolutions with weights prepacked for oneDNN"
 INT8_PRODUCTS = "products in int8"
 ATTENTIONS = "attention layers with the AVX-512 kernel"
 
@@ -101,12 +103,12 @@ class Packer:
                     setattr(module, name, self._product(child))
 
     def _rewrite_stem(self) -> None:
+        """The stem stays in higher precision where the products of the blocks are in int8."""
         stem = self.folded.backbone.stem
-        if not isinstance(stem, LinearStem) or not isinstance(stem.norm, nn.Identity):
-            return
-        if not isinstance(stem.activation, nn.Identity):
-            return
         dtype = torch.bfloat16 if self.params and self.half else self.dtype
+        if not isinstance(stem, LinearStem) or not all(isinstance(part, nn.Identity) for part in (stem.norm, stem.activation)):
+            self._pack_convolutions(stem, dtype)
+            return
         weight = stem.proj.weight.flatten(1).to(dtype)
         flat = nn.Linear(weight.shape[1], weight.shape[0], bias=stem.proj.bias is not None, device="meta")
         flat.weight = nn.Parameter(weight, requires_grad=False)
@@ -115,6 +117,14 @@ class Packer:
         product = PackedLinear(flat, self.rows)
         self.notes.done[PRODUCTS] += 1
         self.folded.backbone.stem = PackedPatches(product, stem.patch, dtype, self.dtype)  # type: ignore[assignment]
+
+    def _pack_convolutions(self, stem: nn.Module, dtype: torch.dtype) -> None:
+        for module in list(stem.modules()):
+            for name, child in list(module.named_children()):
+                if type(child) in (nn.Conv2d, PrecomputedConv):
+                    assert isinstance(child, nn.Conv2d)
+                    setattr(module, name, PackedConv(child, dtype))
+                    self.notes.done[CONVOLUTIONS] += 1
 
     def _product(self, linear: nn.Linear, dtype: torch.dtype = torch.float32, post_op: PostOp = NO_OP) -> Product:
         if linear in self.params:

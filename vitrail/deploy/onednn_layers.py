@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vitrail.deploy.cpu_kernels import CpuKernels
+from vitrail.deploy.fold import PrecomputedConv
 from vitrail.deploy.quantize import QuantParams, quantize_weights
+from vitrail.layers.bit_resnet import pad_same
 from vitrail.layers.fold import frozen_parameter
 from vitrail.layers.layout import Grid, Layout
 
@@ -107,6 +109,41 @@ class Int8Linear(Packed):
 
 
 Product = PackedLinear | Int8Linear
+
+
+class PackedConv(nn.Conv2d):
+    """A convolution [B, C, H, W] to [B, D, h, w], channels last, computed in `dtype`; packed for each size of its input."""
+
+    MAX_SIZES = 8
+
+    def __init__(self, conv: nn.Conv2d, dtype: torch.dtype):
+        super().__init__(conv.in_channels, conv.out_channels, 1, device="meta")
+        for name in ("kernel_size", "stride", "padding", "dilation", "groups"):
+            setattr(self, name, getattr(conv, name))
+        self.pads_same = isinstance(conv, PrecomputedConv)
+        self.weight = frozen_parameter(conv.weight)
+        self.bias = None if conv.bias is None else frozen_parameter(conv.bias)
+        self.dtype = dtype
+        self.packed: dict[tuple[int, ...], Tensor] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PackedConv":
+        return self  # immutable
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.pads_same:
+            x = pad_same(x, self.kernel_size[0], self.stride[0])
+        x = x.to(self.dtype).contiguous(memory_format=torch.channels_last)
+        options, size = (self.padding, self.stride, self.dilation, self.groups), tuple(x.shape[1:])
+        weight = self.packed.get(size)
+        if weight is None:
+            if len(self.packed) == self.MAX_SIZES:
+                self.packed.clear()
+            # In the layout for another size a convolution can take a hundred times as long; the batch size does not matter.
+            plain = self.weight.to(self.dtype).contiguous()
+            weight = self.packed[size] = torch.ops.mkldnn._reorder_convolution_weight(plain, *options, [1, *size])
+        bias = None if self.bias is None else self.bias.to(self.dtype)
+        out: Tensor = torch.ops.mkldnn._convolution_pointwise(x, weight, bias, *options, "none", [], "")
+        return out.to(self.weight.dtype)
 
 
 class PackedPatches(nn.Module):
