@@ -3,6 +3,7 @@
     python benchmarks/coarse_labels.py train cifar100 --minutes 8    # ResNet-50, baseline and Grafit, 3 seeds; again for the rest
     python benchmarks/coarse_labels.py train cifar100 --methods baseline sncaplus clusterfit grafit --seeds 1
     python benchmarks/coarse_labels.py train cifar100 --trunk vit --seeds 3 --epochs 60
+    python benchmarks/coarse_labels.py train cifar100 --set augmentation.policy=none --set augmentation.random_erasing=0
     python benchmarks/coarse_labels.py table                         # of all results in --out
     python benchmarks/coarse_labels.py train cifar100 --tiny --epochs 1 --batch-size 32 --seeds 1 --images 500 --device cpu
 
@@ -15,7 +16,8 @@ among all training images, with k chosen on the latter. The probability of a coa
 classifier where there is one, else the k-NN mass over the memory. The methods are the recipes `grafit_resnet50_cifar100…` with
 the given epochs, batch size and views; `clusterfit` has clusters of the baseline of the same seed. The recipes smooth the labels
 of a cross-entropy, which the paper does not mention: `baseline_unsmoothed` is the baseline without. The ViT is `vitrail_tiny`
-with patches of 4 pixels, AdamW and the learning rate 1e-3 in place of SGD.
+with patches of 4 pixels, AdamW and the learning rate 1e-3 in place of SGD. `--set KEY=VALUE` changes the recipe of all methods
+and is stored with each result: a short training learns little from strong augmentation.
 """
 
 import argparse
@@ -29,6 +31,7 @@ from arguments import positive, run_program
 from jobs import mean_and_sd, run_jobs
 
 import vitrail
+from vitrail.cli.train import parse_set
 from vitrail.devices import choose_device
 from vitrail.errors import UserError
 from vitrail.evaluation.features import FeatureKind
@@ -103,6 +106,7 @@ def make_job(options: argparse.Namespace, method: str, seed: int) -> dict[str, A
     if method == "clusterfit":
         weights = options.out / name_of(options.trunk, "baseline", seed) / "run" / "best.safetensors"
         changes |= {"task_options.clusters": options.clusters, "task_options.clusters_from": str(weights.resolve())}
+    changes |= parse_set(options.set)
     if options.tiny:
         changes |= TINY | ({"task_options.hidden": 16} if METHODS[method].has_options else {})
     named = ("trunk", "data", "epochs", "batch_size", "views", "shared_view", "images", "device")
@@ -207,6 +211,7 @@ def main() -> None:
     parser.add_argument("--shared-view", action="store_true", help="the view with labels is one of them, not a further one")
     parser.add_argument("--momentum", type=float, default=0.99, help="of the target network; 0.996 is for long trainings")
     parser.add_argument("--clusters", type=positive, default=1500)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a change of the recipe; repeatable")
     parser.add_argument("--images", type=positive, default=None, help="evaluate at most so many images of either split")
     parser.add_argument("--parallel", type=positive, default=6)
     parser.add_argument("--minutes", type=float, help="stop after this time; the same command continues")
