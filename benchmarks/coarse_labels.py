@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from arguments import positive, run_program
-from jobs import mean_and_sd, run_jobs
+from jobs import describe_run, mean_and_sd, run_jobs, train_or_resume
 
 import vitrail
 from vitrail.cli.train import parse_set
@@ -121,23 +121,15 @@ def run_job(folder: Path) -> None:
     """Train and evaluate as the job in a folder says, and write the result."""
     job = json.loads((folder / "job.json").read_text())
     run_folder, device = folder / "run", job["device"]
-    if (run_folder / "run.json").exists():
-        run = vitrail.resume(run_folder, device=device, workers=0)
-    else:
-        run = vitrail.train(
-            job["data"],
-            f"grafit_resnet50_cifar100{METHODS[job['method']].suffix}",
-            changes=job["changes"],
-            out=run_folder,
-            device=device,
-            workers=0,
-            options=Options(compile=choose_device(device).type == "cuda", save_seconds=120, keep=1),
-        )
-    if not run.finished:
-        raise SystemExit(1)  # stopped by the time limit: the next call continues
-    trained = json.loads((run_folder / "run.json").read_text())
-    known = {"minutes": trained["seconds"] / 60, "machine": trained.get("machine"), "versions": trained.get("versions")}
-    (folder / "result.json").write_text(json.dumps(job | known | measure(run.artifact, job), indent=1))
+    recipe = f"grafit_resnet50_cifar100{METHODS[job['method']].suffix}"
+    options = Options(compile=choose_device(device).type == "cuda", save_seconds=120, keep=1)
+    where: dict[str, Any] = {"device": device, "workers": 0}
+    run = train_or_resume(
+        run_folder,
+        lambda: vitrail.train(job["data"], recipe, changes=job["changes"], out=run_folder, options=options, **where),
+        **where,
+    )
+    (folder / "result.json").write_text(json.dumps(job | describe_run(run_folder) | measure(run.artifact, job), indent=1))
 
 
 def measure(weights: Path, job: dict[str, Any]) -> dict[str, float]:

@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from arguments import positive, run_program
-from jobs import mean_and_sd, run_jobs
+from jobs import describe_run, mean_and_sd, run_jobs, train_or_resume
 
 import vitrail
+from vitrail.cli.train import parse_set
 from vitrail.devices import choose_device
 from vitrail.errors import UserError
 from vitrail.evaluation.features import FeatureKind
@@ -70,34 +71,24 @@ PROTOCOLS = {"lightly": Settings(k=200, temperature=0.1), "dino": Settings(k=20,
 def make_job(options: argparse.Namespace, stem: str, seed: int) -> dict[str, Any]:
     """A training and what differs from `dino_small`."""
     changes = {"model": "vit_small_patch16_12x1"} | CHANGES | STEMS[stem] | (TINY if options.tiny else {})
-    changes |= {"schedule.length": f"{options.epochs:g} epochs", "seed": seed} | common_changes(options.set)
+    changes |= {"schedule.length": f"{options.epochs:g} epochs", "seed": seed} | parse_set(options.set)
     named = ("data", "device", "epochs")
     return {name: getattr(options, name) for name in named} | {"stem": stem, "seed": seed, "changes": changes}
-
-
-def common_changes(pairs: list[str]) -> dict[str, str]:
-    """Further changes of all trainings."""
-    wrong = next((pair for pair in pairs if "=" not in pair), None)
-    if wrong:
-        raise UserError(f"--set {wrong} has no value: pass KEY=VALUE.")
-    return dict(pair.split("=", 1) for pair in pairs)
 
 
 def run_job(folder: Path) -> None:
     """Train and evaluate as the job in a folder says, and write the result."""
     job = json.loads((folder / "job.json").read_text())
     run_folder, device = folder / "run", job["device"]
-    if (run_folder / "run.json").exists():
-        run = vitrail.resume(run_folder, device=device, workers=0)
-    else:
-        options = Options(compile=choose_device(device).type == "cuda", save_seconds=60, keep=1)
-        changes = job["changes"]
-        run = vitrail.train(job["data"], "dino_small", changes=changes, out=run_folder, device=device, workers=0, options=options)
-    if not run.finished:
-        raise SystemExit(1)  # stopped by the time limit: the next call continues
-    trained = json.loads((run_folder / "run.json").read_text())
-    known = {"minutes": trained["seconds"] / 60, "machine": trained.get("machine"), "versions": trained.get("versions")}
-    (folder / "result.json").write_text(json.dumps(job | known | measure(run_folder / "last.safetensors", job), indent=1))
+    options = Options(compile=choose_device(device).type == "cuda", save_seconds=60, keep=1)
+    where: dict[str, Any] = {"device": device, "workers": 0}
+    train_or_resume(
+        run_folder,
+        lambda: vitrail.train(job["data"], "dino_small", changes=job["changes"], out=run_folder, options=options, **where),
+        **where,
+    )
+    weights = run_folder / "last.safetensors"
+    (folder / "result.json").write_text(json.dumps(job | describe_run(run_folder) | measure(weights, job), indent=1))
 
 
 def measure(weights: Path, job: dict[str, Any]) -> dict[str, float]:

@@ -12,8 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import vitrail
 from vitrail.data.workers import count_cores
 from vitrail.errors import UserError
+from vitrail.runs.train import Run
 
 SAVING = 60  # seconds that a stopped job has to write its checkpoint
 
@@ -37,6 +39,20 @@ def weights_title(weights: str) -> str:
     """The name of weights in results: of the best weights of a run the name of its folder."""
     path = Path(weights)
     return path.parent.name if path.stem in ("best", "last") and path.parent.name else path.stem
+
+
+def train_or_resume(folder: Path, start: Callable[[], Run], **options: Any) -> Run:
+    """The finished run in a folder, continued with `options` if it was interrupted; a stopped one ends this process."""
+    run = vitrail.resume(folder, **options) if (folder / "run.json").exists() else start()
+    if not run.finished:
+        raise SystemExit(1)  # stopped by the time limit: the next call continues
+    return run
+
+
+def describe_run(folder: Path) -> dict[str, Any]:
+    """Minutes, machine and versions of the run in a folder."""
+    run = json.loads((folder / "run.json").read_text())
+    return {"minutes": run["seconds"] / 60, "machine": run.get("machine"), "versions": run.get("versions")}
 
 
 def run_jobs(

@@ -21,14 +21,13 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from arguments import positive, run_program
-from jobs import run_jobs, weights_title
+from jobs import run_jobs, train_or_resume, weights_title
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -46,7 +45,6 @@ from vitrail.evaluation.pixel_evaluation import count_split
 from vitrail.evaluation.semantic_masks import Protocol, View, group_by_size, pad_to, segmentation_head, working_size
 from vitrail.heads.upernet import ConvNormAct
 from vitrail.recipes import lookup
-from vitrail.runs.train import Run
 from vitrail.tasks.segmentation import Segmentation, pixel_loss
 from vitrail.training.task import Position
 
@@ -176,10 +174,10 @@ def train_head(job: dict[str, Any], folder: Path, test: Source, device: torch.de
         changes |= {"init.scope": "head", "optimizer.lr": 2e-3}
     run = train_or_resume(
         folder / "run",
-        device,
         lambda: vitrail.train(
             job["source"], "segment", from_=job["weights"], changes=changes, out=folder / "run", device=str(device)
         ),
+        device=str(device),
     )
     model = vitrail.load(run.artifact, device=device)
     recorded: dict[str, float] | None = json.loads((folder / "run" / "run.json").read_text()).get("test")
@@ -207,10 +205,10 @@ def pretrain(job: dict[str, Any], folder: Path, device: torch.device) -> dict[st
     epochs = job["epochs"]
     run = train_or_resume(
         folder / "run",
-        device,
         lambda: vitrail.train(
             job["source"], "small", model=model, epochs=epochs, changes=changes, out=folder / "run", device=str(device)
         ),
+        device=str(device),
     )
     return {"top1": float(run.best["top1"])} | count_parameters(vitrail.load(run.artifact))
 
@@ -240,14 +238,6 @@ def show_result(result: dict[str, Any]) -> str:
 
 def compute_jobs(jobs: dict[str, dict[str, Any]], options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     return run_jobs(jobs, options.out, options.parallel, __file__, show_result, options.minutes)
-
-
-def train_or_resume(folder: Path, device: torch.device, start: Callable[[], Run]) -> Run:
-    """The finished run in a folder, continued if it was interrupted; a stopped one ends this process."""
-    run = vitrail.resume(folder, device=str(device)) if (folder / "run.json").exists() else start()
-    if not run.finished:
-        raise SystemExit(1)
-    return run
 
 
 def make_job(options: argparse.Namespace, name: str, method: str, weights: str, seed: int) -> dict[str, Any]:

@@ -273,7 +273,7 @@ def test_an_interrupt_is_a_message():
         (f"gpu.py pairs {MODEL} --device cpu --no-timm --out FILE", "is a file: give a folder"),
         (f"gpu.py pairs {MODEL} --device cpu --no-timm --register MISSING.py --out TMP", "is not a Python file"),
         ("imagenette.py train", "Give the folder of Imagenette"),
-        ("imagenette.py train digits --set lr --out TMP", "--set lr has no value: pass KEY=VALUE"),
+        ("imagenette.py train digits --set lr --out TMP", "--set takes KEY=VALUE"),
         (f"kernels.py {MODEL}", "This benchmark needs a GPU, and torch finds none."),
         ("optimize.py vit_nosuch", "vit_nosuch"),
         (f"optimize.py {MODEL} --device cuda", "No CUDA device is available"),

@@ -12,5 +12,5 @@ def test_the_variables_that_choose_the_folder(monkeypatch):
     monkeypatch.delenv("VITRAIL_CACHE")
     assert cache_folder("weights") == Path("/two/vitrail/weights")
     monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "/home/somebody")
-    assert cache_folder("weights") == Path("/home/somebody/.cache/vitrail/weights")
+    monkeypatch.setenv("HOME", "/home/user")
+    assert cache_folder("weights") == Path("/home/user/.cache/vitrail/weights")

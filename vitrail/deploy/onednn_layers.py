@@ -127,7 +127,7 @@ class PackedConv(nn.Conv2d):
         self.packed: dict[tuple[int, ...], Tensor] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PackedConv":
-        return self  # immutable
+        return self  # its weights never change
 
     def forward(self, x: Tensor) -> Tensor:
         if self.pads_same:

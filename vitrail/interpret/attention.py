@@ -4,7 +4,7 @@ The forward pass uses the fused kernels, so the memory is that of a prediction p
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from vitrail.layers.layout import Layout
 from vitrail.layers.pooling import ClassAttention, ClassAttentionBlock, QueryPooling
 from vitrail.models.evaluation_mode import evaluation_mode
 from vitrail.models.vision_transformer import Features, VisionTransformer
-from vitrail.training.compile import is_compiled
+from vitrail.training.compile import run_eagerly
 
 CHUNK = 1 << 24  # attention weights that are computed at a time
 GRAPH_PATCHES = 2048  # of the images of one pass whose graph is kept: about 1.4 GB with ViT-B
@@ -231,8 +231,7 @@ def plain_forward(model: VisionTransformer) -> Iterator[None]:
 
     The graph of a compiled block has no gradients of tensors inside of it, and allows one backward pass.
     """
-    eager = torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext()
-    with evaluation_mode(model), without_autocast(), eager:
+    with evaluation_mode(model), without_autocast(), run_eagerly(model):
         yield
 
 

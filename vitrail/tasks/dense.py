@@ -1,7 +1,6 @@
 """What segmentation and detection share: a model with a head of its own, and how it is built and trained."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
 import torch
@@ -12,7 +11,6 @@ from vitrail.evaluation.semantic_masks import needs_window
 from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.recipes.schema import Recipe
 from vitrail.tasks.masked_patches import freeze_unused
-from vitrail.training.compile import is_compiled
 from vitrail.training.task import Task
 
 
@@ -76,11 +74,6 @@ class DenseTask(Task):
     @property
     def relative_cost(self) -> float:
         return 1.0 + self.head_cost
-
-
-def uncompiled(model: VisionTransformer) -> AbstractContextManager[None]:
-    """Context in which a compiled model runs eagerly: images of many sizes would compile it again and again."""
-    return torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext()
 
 
 def freeze_unread(model: VisionTransformer, blocks: Sequence[int]) -> None:

@@ -42,8 +42,9 @@ from vitrail.models.flops import cost
 from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.recipes.schema import Recipe
 from vitrail.recipes.task_options import DetectionOptions, complete_options, read_options
-from vitrail.tasks.dense import DenseModule, DenseTask, feature_shapes, uncompiled
+from vitrail.tasks.dense import DenseModule, DenseTask, feature_shapes
 from vitrail.tasks.detection_targets import Sample, assign, gather_boxes, sample
+from vitrail.training.compile import run_eagerly
 from vitrail.training.distributed import Devices
 from vitrail.training.metrics import Metric
 from vitrail.training.task import Position
@@ -234,7 +235,7 @@ class Detection(DenseTask):
     # Evaluation
 
     def evaluate(self, model: VisionTransformer, loader: ImageLoader, batch_size: int, devices: Devices) -> dict[str, Any]:
-        with uncompiled(model):
+        with run_eagerly(model):
             matches, images = match_split(model, loader, batch_size, self.protocol, devices.rank, devices.world_size)
         found = matches.gather(devices.all_gather).summarize(len(self.classes))
         values = {name: found[name] for name in VALIDATED if found.get(name) is not None}
@@ -242,7 +243,7 @@ class Detection(DenseTask):
 
     def report(self, model: VisionTransformer, loader: ImageLoader, splits: Splits, batch_size: int) -> dict[str, Any]:
         """AP of each class, and some images with their objects and predictions."""
-        with uncompiled(model):
+        with run_eagerly(model):
             matches, _ = match_split(model, loader, batch_size, self.protocol)
             examples = draw_examples(model, splits.validation, self.protocol)
         described = describe_precision(matches.summarize(len(self.classes)), self.classes, self.protocol)

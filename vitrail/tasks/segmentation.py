@@ -32,7 +32,8 @@ from vitrail.models.flops import cost
 from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.recipes.schema import Recipe
 from vitrail.recipes.task_options import SegmentationOptions, complete_options, read_options
-from vitrail.tasks.dense import DenseModule, DenseTask, feature_shapes, uncompiled
+from vitrail.tasks.dense import DenseModule, DenseTask, feature_shapes
+from vitrail.training.compile import run_eagerly
 from vitrail.training.distributed import Devices
 from vitrail.training.metrics import Metric
 from vitrail.training.task import Position
@@ -135,7 +136,7 @@ class Segmentation(DenseTask):
     # Evaluation
 
     def evaluate(self, model: VisionTransformer, loader: ImageLoader, batch_size: int, devices: Devices) -> dict[str, Any]:
-        with uncompiled(model):
+        with run_eagerly(model):
             counts, images = count_split(model, loader, batch_size, self.protocol, devices.rank, devices.world_size)
         total = devices.all_reduce_sum(torch.cat([counts.matrix.flatten().double(), counts.matrix.new_tensor([images]).double()]))
         matrix = total[:-1].view_as(counts.matrix).long()
@@ -143,7 +144,7 @@ class Segmentation(DenseTask):
 
     def report(self, model: VisionTransformer, loader: ImageLoader, splits: Splits, batch_size: int) -> dict[str, Any]:
         """IoU of each class, the confusion of pixels, accuracy near boundaries, and some images with masks and predictions."""
-        with uncompiled(model):
+        with run_eagerly(model):
             counts, _ = count_split(model, loader, batch_size, self.protocol, boundaries=True)
             examples = draw_examples(model, splits.validation, self.protocol)
         return describe_counts(counts, self.classes.names, self.protocol) | {"segmentations": examples}

@@ -1,7 +1,7 @@
 """Compilation of models block by block, for training and inference."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import TypeVar
 
@@ -28,6 +28,11 @@ def compile_blocks(model: VisionTransformer) -> None:
 def is_compiled(model: VisionTransformer) -> bool:
     """Whether `compile_blocks` has compiled the model."""
     return any(block._compiled_call_impl is not None for block in model.layers)
+
+
+def run_eagerly(model: VisionTransformer) -> AbstractContextManager[None]:
+    """Context in which a compiled model runs without compiling: its graphs are for the shapes and the mode of the training."""
+    return torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext()
 
 
 @cache
