@@ -34,7 +34,7 @@ NUMBERS = {
 
 def check_protocol(options: dense.ProtocolOptions) -> None:
     if options.multi_scale or options.flip or options.scales != "1":
-        raise UserError("--scales, --multi-scale and --flip are for segmentations: leave them out for a detection.")
+        raise UserError("--scales, --multi-scale and --flip are for segmentations: remove them for a detection.")
 
 
 def predict_objects(

@@ -78,9 +78,9 @@ def explain(
 ) -> None:
     """Show what predictions depend on: relevance maps of images and the papers' figures on one page.
 
-    Example: [bold]vitrail explain runs/photos cat.jpg dog.jpg --out report[/bold]
+    Example: [bold]vitrail explain runs/photos-finetune cat.jpg dog.jpg --out report[/bold]
 
-    Which map is right? [bold]vitrail explain runs/photos --score masks/[/bold] compares all methods with masks of objects.
+    Which map is right? [bold]vitrail explain runs/photos-finetune --score masks/[/bold] compares all methods with masks.
     """
     if score is not None:
         score_weights([str(weights), *(images or [])], score, split, maps, limit, seed, as_json, device)

@@ -53,7 +53,7 @@ def explore(
 
     The page is served on this machine only, until Ctrl-C.
 
-    Example: [bold]vitrail explore runs/photos photos/[/bold]
+    Example: [bold]vitrail explore runs/photos-finetune photos/[/bold]
     """
     from vitrail.web.server import bind, make_app, serve  # first: without the extra `serve` nothing is computed
 

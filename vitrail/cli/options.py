@@ -26,7 +26,7 @@ SOURCE = (
     "A folder with one subfolder per class (or with images/ and masks/, or with COCO, VOC or YOLO boxes), Parquet, tar, CIFAR or "
     "IDX files, a CSV table, hf://owner/name, pets or digits."
 )
-WEIGHTS = "A checkpoint in any supported format, or a run directory."
+WEIGHTS = "A checkpoint in any supported format, a run directory, or a name such as vitrail_tiny, deit3_small or hf://owner/name."
 SourceArgument = Annotated[str, typer.Argument(metavar="SOURCE", help=SOURCE)]
 WeightsArgument = Annotated[Path, typer.Argument(metavar="WEIGHTS", help=WEIGHTS)]
 RecipeArgument = Annotated[
@@ -85,7 +85,7 @@ MetricOption = Annotated[
     ),
 ]
 AtOption = Annotated[
-    str, typer.Option("--at", help="best: weights with the best validation top-1; last: weights of the last step.")
+    str, typer.Option("--at", help="best: weights with the best validation metric; last: weights of the last step.")
 ]
 
 # Data.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vitrail.cli.console import print_json, print_problems, print_table
-from vitrail.cli.options import HardwareOptions, JsonOption, SplitOption, expand_options
+from vitrail.cli.options import WEIGHTS, HardwareOptions, JsonOption, SplitOption, expand_options
 from vitrail.errors import UserError
 from vitrail.formatting import percent, pluralize
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vitrail.evaluation.image_search import Search
 
 MAX_ROWS = 50  # queries that are drawn
-WeightsOption = Annotated[Path | None, typer.Option("--weights", help="A checkpoint, a run directory, or vitrail_tiny.")]
+WeightsOption = Annotated[Path | None, typer.Option("--weights", help=WEIGHTS)]
 
 
 @expand_options

@@ -96,7 +96,7 @@ def finetune(name: str) -> Recipe:
         about=About(
             "vitrail",
             "the default for photographs, from any checkpoint",
-            "five sets of 420 to 1,073 photographs, --from vitrail_tiny, five minutes on two CPU cores: docs/first-use.md",
+            "five sets of 420 to 1,069 photographs, --from vitrail_tiny, five minutes on two CPU cores: docs/first-use.md",
             "one GPU, or minutes on a CPU",
         ),
     )
