@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -102,7 +103,8 @@ def test_the_commit_of_the_package_is_recorded(plain, tmp_path):
 def test_memory_is_logged_on_a_cpu(done):
     memory = [line["speed"]["memory"] for line in read_metrics(done.folder) if line["kind"] == "train"]
     assert min(memory) > 50e6  # torch alone takes more
-    assert memory == sorted(memory)
+    # Linux counts the pages of each core apart: the peak it reports may fall by a few pages.
+    assert all(later > earlier - 2**20 for earlier, later in pairwise(memory))
 
 
 def test_the_artifact_is_self_contained(done, plain):
