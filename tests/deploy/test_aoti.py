@@ -10,6 +10,9 @@ from PIL import Image
 
 import vitrail
 from tests.deploy.exports import make_model, photographs
+from vitrail.deploy.exported_outputs import ImageProgram, make_network
+from vitrail.deploy.image_input import ImagePreprocessing
+from vitrail.deploy.program_export import trace
 from vitrail.errors import UserError
 from vitrail.models.preprocessing import pad_images
 
@@ -51,6 +54,15 @@ def test_on_a_gpu(to, tmp_path):
     for photo in photographs():
         expected = model(model.preprocessing.apply(*pad_images([photo])))
         torch.testing.assert_close(program(torch.from_numpy(photo)[None].cuda()).cpu(), expected, rtol=1e-2, atol=1e-2)
+
+
+def test_all_tensors_of_a_program_are_on_its_device():
+    model = make_model("deit_tiny_patch16")
+    network = make_network(model, "classification", "image")
+    module = ImageProgram(ImagePreprocessing(model.preprocessing), network).eval()
+    program = trace(module, True, model.preprocessing.image_size, None, torch.device("meta"))
+    assert program.constants  # mean, standard deviation
+    assert {each.device.type for each in (*program.state_dict.values(), *program.constants.values())} == {"meta"}
 
 
 def test_without_a_compiler(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.export import Dim
+from torch.export.passes import move_to_device_pass
 
 from vitrail.atomic_files import atomic_write, describe_error
 from vitrail.checkpoints.export_metadata import ENTRY, ExportMetadata
@@ -75,7 +76,9 @@ def trace(module: nn.Module, image: bool, size: tuple[int, int], step: int | Non
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return torch.export.export(module.to(device), (example.to(device),), dynamic_shapes=(dims,))
+            program = torch.export.export(module, (example,), dynamic_shapes=(dims,))
+            # Not the module: numbers in its code would become constants on the CPU, which torch 2.11 cannot load for a GPU.
+            return move_to_device_pass(program, device)
     except Exception as error:  # of torch, of many kinds
         raise UserError(f"torch cannot export this model ({describe_error(error)}): choose --to onnx.") from error
 
