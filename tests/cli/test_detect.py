@@ -63,7 +63,7 @@ def test_predict(command, weights, shapes, tmp_path):
 def test_evaluate(command, weights, shapes, tmp_path):
     code, out, _ = command("evaluate", weights, shapes, "--out", tmp_path / "report", "--workers", "0")
     assert code == 0
-    for text in ("triangle", "AP75", "protocol: shorter side 64", "COCO's AP", "box AP ", "train, 6 images"):
+    for text in ("triangle", "AP75", "protocol: shorter side 64", "COCO's AP", "box AP ", "everything, 6 images"):
         assert text in out
     assert (tmp_path / "report" / "report.html").read_text().count("data:image/") >= 6
     code, out, _ = command("evaluate", weights, shapes, "--json", "--workers", "0", "--window", "48")

@@ -84,7 +84,7 @@ def test_evaluate(segmented, boxes, monkeypatch, capsys, tmp_path):
     weights = segmented / "segmenter.safetensors"
     code, out, _ = command(monkeypatch, capsys, "evaluate", weights, boxes, "--out", tmp_path / "report", "--workers", "0")
     assert code == 0
-    for text in ("IoU", "within 2 of a boundary", "most confused", "protocol: shorter side 256", "mIoU ", "train, 8 images"):
+    for text in ("IoU", "within 2 of a boundary", "most confused", "protocol: shorter side 256", "mIoU ", "everything, 8 images"):
         assert text in out
     page = (tmp_path / "report" / "report.html").read_text()
     assert page.count("data:image/") >= 8
@@ -93,6 +93,17 @@ def test_evaluate(segmented, boxes, monkeypatch, capsys, tmp_path):
     assert content["miou"] > 0.5
     assert "windows of 64 with stride 43" in content["protocol"]
     assert sum(map(sum, content["confusion"]["matrix"])) == 8 * 48 * 39  # the first row of each mask is ignored
+
+
+def test_the_images_that_a_training_held_out(segmented, boxes, monkeypatch, capsys, tmp_path):
+    shutil.copy(segmented / "segmenter.safetensors", tmp_path / "best.safetensors")
+    for seed in (0, 1):
+        recipe = {"seed": seed, "data": {"folds": 4}}
+        (tmp_path / "run.json").write_text(json.dumps({"source": str(boxes), "data": {}, "recipe": recipe}))
+        code, out, _ = command(monkeypatch, capsys, "evaluate", tmp_path, boxes, "--json", "--workers", "0")
+        assert code == 0
+        found = json.loads(out)
+        assert (found["split"], found["images"]) == ("validation", 2)
 
 
 def test_other_classes(segmented, boxes, monkeypatch, capsys, tmp_path):

@@ -15,6 +15,7 @@ from vitrail.errors import UserError
 from vitrail.evaluation.accuracy import count_hits, summarize
 from vitrail.evaluation.evaluate import (
     EvaluationOptions,
+    HeldOut,
     Scores,
     adapt_model,
     calibrate,
@@ -193,17 +194,24 @@ def test_invalid_sizes_and_crops():
 def test_default_split(tmp_path, folder):
     digits = open_evaluation_data("digits")
     assert (digits.split, len(digits.source), digits.calibration) == ("test", 360, None)
-    here = open_evaluation_data("digits", training_classes=[])
+    here = open_evaluation_data("digits", held_out=HeldOut(open_splits("digits").train.classes))
     assert len(here.calibration) == 142  # those that a training sets aside
     assert len(open_evaluation_data("digits", "val").source) == 142
     assert open_evaluation_data("digits", "val").source.location(0) == open_splits("digits").validation.location(0)
     assert len(open_evaluation_data(str(folder)).source) == 18
     assert open_evaluation_data(str(folder)).split == "everything"
-    assert open_evaluation_data(str(folder), training_classes=[]).split == "validation"
+    assert open_evaluation_data(str(folder), held_out=HeldOut(NAMES)).split == "validation"
     for split in ("train", "val", "test"):
         make_folder(tmp_path / split, NAMES, 2)
     parts = open_evaluation_data(str(tmp_path))
     assert (parts.split, "val" in parts.calibration.location(0)) == ("test", True)
+    for fold in range(3):
+        held_out = open_evaluation_data(str(folder), held_out=HeldOut(NAMES, fold=(fold, 3)))
+        expected = open_splits(str(folder), fold=(fold, 3)).validation
+        locations = [[source.location(each) for each in range(len(source))] for source in (held_out.source, expected)]
+        assert locations[0] == locations[1]
+        assert len(locations[0]) == 6
+    assert len(open_evaluation_data(str(folder), held_out=HeldOut(NAMES, validation_fraction=0.5)).source) == 9
     with pytest.raises(UserError, match="no split called last"):
         open_evaluation_data("digits", "last")
     with pytest.raises(UserError, match="has no test split"):

@@ -31,9 +31,10 @@ if TYPE_CHECKING:
 
     from vitrail.data.class_matching import Among, ClassMatch
     from vitrail.data.source import Source
-    from vitrail.evaluation.evaluate import Evaluation, EvaluationData, EvaluationOptions, Scores, WrongImage
+    from vitrail.evaluation.evaluate import Evaluation, EvaluationData, EvaluationOptions, HeldOut, Scores, WrongImage
     from vitrail.evaluation.model import Head, Model
     from vitrail.models.vision_transformer import VisionTransformer
+    from vitrail.recipes import Recipe
 
 
 TABLE_SUFFIXES = (".csv", ".tsv")
@@ -165,12 +166,13 @@ def evaluate_dense(
     model: "VisionTransformer", weights: Path, path: str, protocol: ProtocolOptions, shared: DataOptions, out: Path | None
 ) -> None:
     """Evaluate weights of a segmentation or a detection."""
-    from vitrail.data.datasets.lookup import open_source, open_sources
+    from vitrail.evaluation.evaluate import open_evaluation_data
 
-    split = shared.split or next(name for name in ("test", "validation", "train") if name in open_sources(path))
+    training = find_training(weights)
+    data = open_evaluation_data(path, shared.split, training.held_out_of(path) if training is not None else None)
     measure = measure_objects if model.task == "detection" else measure_masks
-    measured = measure(model, open_source(path, split), path, protocol, shared.hardware)
-    content = {"weights": str(weights), "source": path, "split": split} | measured.content
+    measured = measure(model, data.source, path, protocol, shared.hardware)
+    content = {"weights": str(weights), "source": path, "split": data.split} | measured.content
     written = measured.write_report(out, content, measured.draw_examples()) if out is not None else []
     if shared.as_json:
         print_json(content)
@@ -271,38 +273,45 @@ class Training(NamedTuple):
 
     source: str
     classes: list[str]
-    label: str  # data.label and data.map of its recipe
-    map: str
+    recipe: "Recipe"
     folder: Path
 
     def was_on(self, path: str) -> bool:
         return self.source == path or os.path.realpath(self.source) == os.path.realpath(path)
+
+    def held_out_of(self, path: str) -> "HeldOut | None":
+        """How validation images were chosen if the data is that of the training."""
+        from vitrail.evaluation.evaluate import HeldOut
+
+        return HeldOut(self.classes, self.recipe.data.validation_fraction, self.recipe.fold) if self.was_on(path) else None
 
     def find_map(self, path: str) -> str:
         """The map of the recipe; UserError if it is not a table beside the run, the data or here.
 
         A run.json may come from anywhere. Other files that it names are not opened: messages and reports show parts of a map.
         """
-        file = Path(os.path.realpath(os.path.expanduser(self.map)))
+        name = self.recipe.data.map
+        file = Path(os.path.realpath(os.path.expanduser(name)))
         folders = [os.path.realpath(folder) for folder in (self.folder, path, ".")]
         valid = file.suffix.lower() in (*TABLE_SUFFIXES, ".json") and any(file.is_relative_to(folder) for folder in folders)
-        if self.map and not valid:
+        if name and not valid:
             raise UserError(
-                f"{self.folder / 'run.json'} names the map {self.map[:200]}, which is not a CSV, TSV or JSON file in the run "
+                f"{self.folder / 'run.json'} names the map {name[:200]}, which is not a CSV, TSV or JSON file in the run "
                 "directory, the folder of the data or the current folder: if you trust it, give it with --map."
             )
-        return self.map
+        return name
 
 
 def find_training(weights: Path) -> Training | None:
     """What the run was trained on that the weights belong to; None if they belong to none."""
     from vitrail.json_files import read_json
+    from vitrail.recipes import Recipe
 
     for folder in (weights, weights.parent):
         try:
             run = read_json(folder / "run.json")
-            classes, choice = list(run["data"].get("classes") or ()), run["recipe"].get("data", {})
-            return Training(str(run["source"]), classes, str(choice.get("label", "")), str(choice.get("map", "")), folder)
+            classes = list(run["data"].get("classes") or ())
+            return Training(str(run["source"]), classes, Recipe.from_dict(run["recipe"]), folder)
         except (UserError, KeyError, TypeError, AttributeError):
             continue
     return None
@@ -310,7 +319,8 @@ def find_training(weights: Path) -> Training | None:
 
 def divide_map(given: Path | None, training: Training | None) -> tuple[str, Path | None]:
     """What `--map` names: a file of coarser classes, as those of a training, or a file of classes of the model."""
-    is_coarser = given is not None and (given.suffix.lower() in TABLE_SUFFIXES or (training is not None and training.map != ""))
+    of_map = training is not None and training.recipe.data.map != ""
+    is_coarser = given is not None and (given.suffix.lower() in TABLE_SUFFIXES or of_map)
     return (str(given), None) if is_coarser else ("", given)
 
 
@@ -320,13 +330,14 @@ def open_labeled(path: str, split: str | None, training: Training | None, coarse
     from vitrail.data.label_choice import choose_labels
     from vitrail.evaluation.evaluate import open_evaluation_data
 
-    found = training if training is not None and training.was_on(path) else None
-    data = open_evaluation_data(path, split, found.classes if found else None, found.label if found else "")
+    held_out = training.held_out_of(path) if training is not None else None
+    chosen = training.recipe.data if training is not None else None
+    data = open_evaluation_data(path, split, held_out, chosen.label if chosen is not None and held_out is not None else "")
     parts = [part for part in (data.source, data.calibration) if part is not None]
     if coarser:
-        choose_labels(parts, training.label if training is not None and training.map else "", coarser)
-    elif found is not None:
-        choose_labels(parts, found.label, found.find_map(path))
+        choose_labels(parts, chosen.label if chosen is not None and chosen.map else "", coarser)
+    elif training is not None and held_out is not None:
+        choose_labels(parts, training.recipe.data.label, training.find_map(path))
     require_labels(data.source)
     return data
 

@@ -48,6 +48,14 @@ class EvaluationData(NamedTuple):
     calibration: Source | None
 
 
+class HeldOut(NamedTuple):
+    """How a training on this data chose its validation images: arguments of `open_splits`."""
+
+    class_order: Sequence[str]
+    validation_fraction: float = 0.0
+    fold: tuple[int, int] | None = None
+
+
 @dataclass(frozen=True)
 class WrongImage:
     """A wrong prediction."""
@@ -166,29 +174,29 @@ class Evaluation:
 
 
 def open_evaluation_data(
-    path: str, split: str | None = None, training_classes: Sequence[str] | None = None, column: str = ""
+    path: str, split: str | None = None, held_out: HeldOut | None = None, column: str = ""
 ) -> EvaluationData:
     """The given split; by default test, else validation, else all images.
 
-    `training_classes`: the model was trained on this data, with the classes in this order, so that data without splits is
-    evaluated on the images that the training held out. They are also the `validation` split of data without one. A `column` is a
-    label whatever its name.
+    `held_out`: the model was trained on this data, so that data without splits is evaluated on the images that the training held
+    out. They are also the `validation` split of data without one. A `column` is a label whatever its name.
     """
-    sources, trained_on_it = open_sources(path, column), training_classes is not None
+    sources = open_sources(path, column)
     if split is None:
-        split = next((name for name in ("test", "validation") if name in sources), "validation" if trained_on_it else "")
+        split = next((name for name in ("test", "validation") if name in sources), "validation" if held_out else "")
         if not split:
             return EvaluationData(sources["train"], "everything", None)
     name = SPLITS.get(split.lower())
     if name is None:
         raise UserError(f"There is no split called {split}: choose train, validation or test.")
+    arguments = held_out._asdict() if held_out else {}
     if name == "validation" and name not in sources and "train" in sources:
-        return EvaluationData(open_splits(path, class_order=training_classes).validation, name, None)
+        return EvaluationData(open_splits(path, **arguments).validation, name, None)
     if name not in sources:
         raise UserError(f"{path} has no {name} split, only {', '.join(sources)}.")
     calibration = sources.get("validation") if name == "test" else None
-    if name == "test" and calibration is None and trained_on_it:  # other models may have been trained on these images
-        calibration = open_splits(path, class_order=training_classes).validation
+    if name == "test" and calibration is None and held_out:  # other models may have been trained on these images
+        calibration = open_splits(path, **arguments).validation
     return EvaluationData(sources[name], name, calibration)
 
 
