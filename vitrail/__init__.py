@@ -20,9 +20,11 @@ if TYPE_CHECKING:
     from vitrail.models import Architecture, VisionTransformer, build, create, list_models
     from vitrail.recipes import Recipe
     from vitrail.runs.train import resume, train
+    from vitrail.training.trainer import Options
 
 __all__ = [
     "Architecture",
+    "Options",
     "Recipe",
     "UserError",
     "VisionTransformer",
@@ -60,6 +62,7 @@ MODULES["predict"] = "vitrail.evaluation.predict"
 MODULES |= dict.fromkeys(("index_images", "search_images"), "vitrail.evaluation.image_search")
 MODULES["segment"] = "vitrail.evaluation.segmented_images"
 MODULES["Recipe"] = "vitrail.recipes"
+MODULES["Options"] = "vitrail.training.trainer"
 
 
 def __getattr__(name: str) -> Any:

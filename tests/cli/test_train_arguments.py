@@ -6,14 +6,20 @@ import re
 from typing import get_args, get_type_hints
 
 import pytest
+import torch
 
 import vitrail
 from vitrail.aliases import upgrade_key
 from vitrail.cli.train import TrainOptions
+from vitrail.errors import UserError
 from vitrail.formatting import format_time_span, pluralize
 from vitrail.recipes import Recipe, lookup
 from vitrail.recipes.arguments import RECIPE_KEYS, recipe_changes
+from vitrail.runs import prepare as preparation
 from vitrail.runs import train
+from vitrail.runs.request import TrainRequest, resolve_recipe
+from vitrail.runs.step_timing import Pace
+from vitrail.training.distributed import Devices
 from vitrail.training.trainer import Options
 
 PARAMETERS = inspect.signature(vitrail.train).parameters
@@ -74,7 +80,8 @@ def test_each_argument_is_documented():
 
 @pytest.mark.parametrize("name", VALUES)
 def test_arguments_have_the_effect_of_options(name, requests):
-    for names in {(name,), tuple(VALUES)}:
+    other_length = {"epochs": "minutes"}.get(name, "epochs")  # only one of them sets the length
+    for names in {(name,), tuple(VALUES.keys() - {other_length})}:
         vitrail.train(**{each: VALUES[each] for each in names})
         given = TrainOptions(**{each: AS_TEXT.get(each, VALUES[each]) for each in names}).request()
         assert dataclasses.replace(given, options=None) == requests.pop()
@@ -145,3 +152,27 @@ def test_durations_and_plurals():
     texts |= {497_781: "5 days 18 hours"}
     assert {seconds: format_time_span(seconds) for seconds in texts} == texts
     assert [pluralize(count, "step") for count in (0, 1, 2000)] == ["0 steps", "1 step", "2,000 steps"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"epochs": "3"}, "epochs='3' is not a valid length"),
+        ({"minutes": "5"}, "minutes is a time budget"),
+        ({"workers": "2"}, "workers is the number of processes"),
+        ({"micro_batch_size": "a"}, "micro_batch_size is the number of images"),
+        ({"epochs": 3, "minutes": 5}, "epochs and minutes both set the length"),
+    ],
+)
+def test_lengths_and_numbers_that_cannot_be_used(arguments, message):
+    with pytest.raises(UserError, match=message):
+        vitrail.train("digits", **arguments)
+
+
+@pytest.mark.parametrize(("options", "compiled"), [(None, False), (Options(keep=5), False), (Options(compile=True), True)])
+def test_trainings_are_compiled_on_a_gpu_unless_chosen_otherwise(options, compiled, monkeypatch):
+    monkeypatch.setattr(preparation, "measure_pace", lambda *_: Pace(0.01))
+    monkeypatch.setattr("vitrail.training.trainer.compile_blocks", lambda network: None)
+    request = TrainRequest("digits", "laptop", options=options)
+    prepared = preparation.prepare(request, resolve_recipe(request, "cpu"), Devices(torch.device("cpu")), lambda _: None)
+    assert prepared.run["options"]["compile"] is prepared.trainer.options.compile is compiled

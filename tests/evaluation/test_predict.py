@@ -160,6 +160,7 @@ def test_images_that_cannot_be_preprocessed(model, tmp_path):
         (write_invalid_image(tmp_path / "bad.png"), "bad.png cannot be read: not a JPEG"),
         (np.zeros((4, 4, 3)), "The ndarray cannot be read: .* instead of uint8"),
         (torch.zeros(4, 4, 3, dtype=torch.uint8), r"The Tensor cannot be read: .*\[height, width, 3\]"),
+        (np.zeros((4, 4), dtype=np.uint8), r"An array is an image \[height, width, 3\] or a batch of images, not \[4, 4\]"),
         ([], "at least one"),
     ):
         with pytest.raises(UserError, match=message):

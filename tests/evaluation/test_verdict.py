@@ -55,8 +55,10 @@ def test_results_that_are_not_better_than_a_baseline():
     assert "difference to the probe on the frozen features is within the interval" in text
     assert "Only" not in text
     text = " ".join(judge(0.8, 0, [0.7], 1000, baselines={"probe": 0.8}).describe())
-    assert "Training did not improve on the probe" in text
+    assert "with its classifier; a longer training (--minutes, --epochs) may." in text
     assert "within the interval" not in text
+    text = " ".join(judge(1.0, 0, [1.0], 1000, baselines={"probe": 1.0}).describe())
+    assert "Training did not improve on the probe, so these are the initial weights with its classifier." in text
 
 
 def test_the_last_validation_is_compared_with_the_two_before():

@@ -29,8 +29,10 @@ def fast(monkeypatch):
 
 
 def planned(count, changes=None, source="digits", minutes=None):
-    request = TrainRequest(source, "laptop", changes=CHANGES | (changes or {}), device="cpu", workers=0, minutes=minutes)
-    return plan_seeds(request, count)
+    changes = CHANGES | (changes or {})
+    if minutes:
+        del changes["schedule.length"]
+    return plan_seeds(TrainRequest(source, "laptop", changes=changes, device="cpu", workers=0, minutes=minutes), count)
 
 
 def values(folder):

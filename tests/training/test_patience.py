@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 
@@ -74,6 +75,13 @@ def test_a_finished_run_is_not_continued(tmp_path):
     assert lines(folder)[-1]["step"] == 20
 
 
+def test_weights_are_compared_with_the_loss_of_the_highest_validation():
+    later = {"top1": 0.9, "loss": 0.3, "step": 8, "highest": 0.9, "highest_step": 0, "highest_loss": 0.4}
+    trainer = SimpleNamespace(best=later, task=SimpleNamespace(metric=SimpleNamespace(name="top1")))
+    found = Trainer.highest.fget(trainer)
+    assert {name: found[name] for name in ("top1", "loss", "step")} == {"top1": 0.9, "loss": 0.4, "step": 0}
+
+
 @pytest.mark.parametrize("kill_at", [None, 20])
 def test_the_latest_weights_within_one_standard_error_are_kept(kill_at, tmp_path):
     folder = tmp_path / "run"
@@ -81,5 +89,5 @@ def test_the_latest_weights_within_one_standard_error_are_kept(kill_at, tmp_path
         run(folder, 3, kill, **{"validation.select_by": "latest"})
     content = json.loads((folder / "run.json").read_text())
     assert (content["steps"], content["stopped_early"]) == (24, True)  # three validations after the highest, that of step 12
-    found = {name: content["best"][name] for name in ("step", "top1", "highest", "highest_step")}
-    assert found == {"step": 20, "top1": 0.5, "highest": 0.5, "highest_step": 12}
+    found = {name: content["best"][name] for name in ("step", "top1", "highest", "highest_step", "highest_loss")}
+    assert found == {"step": 20, "top1": 0.5, "highest": 0.5, "highest_step": 12, "highest_loss": 1.0}

@@ -61,15 +61,25 @@ FromOption = Annotated[
     ),
 ]
 EpochsOption = Annotated[
-    float | None, everyday_option("--epochs", help="Total number of epochs, including the recipe's cooldown.")
+    float | None,
+    everyday_option("--epochs", help="Total number of epochs, including the recipe's cooldown; not together with --minutes."),
 ]
 ImageSizeOption = Annotated[
     str | None,
-    everyday_option("--image-size", metavar="SIZE", help="Image size: 96, or 96x128 (height x width); default: from the images."),
+    everyday_option(
+        "--image-size",
+        metavar="SIZE",
+        help="Image size: 96, or 96x128 (height x width); default: from weights, images and time budget.",
+    ),
 ]
 MinutesOption = Annotated[
     float | None,
-    everyday_option("--minutes", metavar="MINUTES", help="Time budget: image size and number of epochs are chosen for it."),
+    everyday_option(
+        "--minutes",
+        metavar="MINUTES",
+        help="Time budget: the number of epochs and, with initial weights, the image size are chosen for it; default: 5 for "
+        "fine-tuning on a CPU without --recipe and --epochs.",
+    ),
 ]
 
 # The run directory of a training.

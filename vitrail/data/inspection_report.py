@@ -23,7 +23,7 @@ MAX_MASK_CLASSES = 40
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Print tables of at most 80 columns, then the findings."""
+    """Print tables and findings of at most 80 columns; lines with paths are not wrapped."""
     width = min(console.width, WIDTH)
     images, size = (sum(getattr(each, name) for each in report.splits.values()) for name in ("images", "bytes"))
     console.print(
@@ -44,7 +44,7 @@ def print_report(report: Report, console: Console) -> None:
         if lines:
             console.print(f"[bold]{title}[/bold]", width=width)
             for line in lines[:MAX_LISTED]:
-                console.print(_wrapped(line, "  ", width))
+                _print_location(line, "  ", console)
             if len(lines) > MAX_LISTED:
                 console.print(f"  and {len(lines) - MAX_LISTED:,} more; --json lists all", width=width)
             console.print()
@@ -52,6 +52,11 @@ def print_report(report: Report, console: Console) -> None:
     console.print("[bold]findings[/bold]" if messages else "No problems found.", width=width)
     for message in messages:
         console.print(_wrapped(message, "- ", width, "bold red" if "LEAK" in message else ""))
+
+
+def _print_location(text: str, start: str, console: Console) -> None:
+    """Print a line with a path on one line, however long it is."""
+    console.print(Text(start + escape_control(text), no_wrap=True), soft_wrap=True)
 
 
 def _wrapped(text: str, start: str, width: int, style: str = "") -> Text:
@@ -164,7 +169,7 @@ def _examples(report: Report, console: Console, width: int) -> None:
         for number, member in enumerate(group.members[:3]):
             sign = "  " if number else ("= " if group.exact else "~ ")
             label = f" ({member.label})" if member.label is not None else ""
-            console.print(_wrapped(f"{member.split}{label}: {shorten(member.location, report.source)}", f"  {sign}", width))
+            _print_location(f"{member.split}{label}: {shorten(member.location, report.source)}", f"  {sign}", console)
         if len(group.members) > 3:
             console.print(f"    and {len(group.members) - 3:,} more", width=width)
     if len(groups) > MAX_GROUPS:

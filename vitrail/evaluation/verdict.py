@@ -57,9 +57,9 @@ class Verdict:
         if self.majority is not None and self.low <= self.majority:
             sentences.append("This is not clearly better than always predicting the most frequent class.")
         elif self.frozen:
+            longer = "; a longer training (--minutes, --epochs) may" if self.top1 < 1 else ""
             sentences.append(
-                "Training did not improve on the probe, so these are the initial weights with its classifier; a longer training "
-                "(--minutes, --epochs) may."
+                f"Training did not improve on the probe, so these are the initial weights with its classifier{longer}."
             )
         elif self.probe is not None and self.low <= self.probe:
             sentences.append("The difference to the probe on the frozen features is within the interval.")

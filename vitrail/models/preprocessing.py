@@ -125,7 +125,10 @@ def read_images(images: "ImageInput | Sequence[ImageInput]", min_side: int | Non
 
 def list_images(images: "ImageInput | Sequence[ImageInput]") -> "list[ImageInput]":
     """The images of a list, of an array or tensor with a batch dimension, or the single image."""
-    single = isinstance(images, str | os.PathLike) or hasattr(images, "getexif") or getattr(images, "ndim", 0) == 3
+    axes = getattr(images, "ndim", 0)
+    if axes in (1, 2):
+        raise UserError(f"An array is an image [height, width, 3] or a batch of images, not {list(images.shape)}.")  # type: ignore[union-attr]
+    single = isinstance(images, str | os.PathLike) or hasattr(images, "getexif") or axes == 3
     if not single and not hasattr(images, "__iter__"):
         raise UserError(f"An image is a path, a PIL image, an array or a tensor, not {images!r}.")
     return [images] if single else list(images)  # type: ignore[list-item,arg-type]

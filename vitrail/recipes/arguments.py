@@ -44,8 +44,9 @@ def recipe_changes(recipe: str | Recipe | None, changes: Mapping[str, Any], argu
 
 def length_changes(recipe: str | Recipe | None, epochs: float, changes: Mapping[str, Any]) -> dict[str, Any]:
     """Changes by which the recipe takes so many epochs, including its cooldown."""
-    if not 0 < epochs < math.inf:
-        raise UserError(f"epochs={epochs:g} is not a valid length: give a positive number such as 30.")
+    if not isinstance(epochs, int | float) or not 0 < epochs < math.inf:
+        shown = f"{epochs:g}" if isinstance(epochs, int | float) else repr(epochs)
+        raise UserError(f"epochs={shown} is not a valid length: give a positive number such as 30.")
     base = lookup(recipe) if isinstance(recipe, str) else recipe or Recipe()  # the default recipes have no cooldown either
     cooldown = {key: value for key, value in changes.items() if upgrade_key(key) == "schedule.cooldown"}
     return {**set_total_epochs(base.set(cooldown).schedule, epochs)}

@@ -3,6 +3,12 @@
 from vitrail.recipes.schema import ScheduleConfig, parse_duration
 
 
+def set_total(schedule: ScheduleConfig, length: str) -> dict[str, str]:
+    """Changes by which the training takes this duration in total; a cooldown is only part of one in epochs."""
+    number, unit = parse_duration(length)
+    return set_total_epochs(schedule, number) if unit == "epoch" else {"schedule.length": length, "schedule.cooldown": "0%"}
+
+
 def set_total_epochs(schedule: ScheduleConfig, epochs: float) -> dict[str, str]:
     """Changes by which the training takes this many epochs in total; the cooldown keeps its fraction of the total.
 

@@ -21,12 +21,14 @@ TIMED_IMAGES, ROUNDS = 16, 3
 
 def choose_image_size(
     model: VisionTransformer, source: Source, device: torch.device, minutes: float, dtype: torch.dtype | None = None
-) -> int:
+) -> tuple[int, int]:
     """The largest size, from that of the weights to that of the images, at which MIN_EPOCHS fit into the budget.
 
-    `dtype` is that of the training's autocast, None for float32.
+    Weights that are not square keep their size. `dtype` is that of the training's autocast, None for float32.
     """
-    native = model.architecture.image_size[0]
+    native, width = model.architecture.image_size
+    if native != width:
+        return model.architecture.image_size
     seconds = image_seconds(model, device, dtype) / cost(model.architecture).macs
     chosen = native
     for size in SIZES:
@@ -34,10 +36,10 @@ def choose_image_size(
             macs = cost(model.architecture.replace(image_size=(size, size))).macs
             if seconds * macs * len(source) * MIN_EPOCHS <= 60 * minutes:
                 chosen = size
-    return chosen
+    return chosen, chosen
 
 
-def choose_validation_size(model: VisionTransformer, size: int) -> tuple[int, int]:
+def choose_validation_size(model: VisionTransformer, size: tuple[int, int]) -> tuple[int, int]:
     """The size for whole images that shows objects about as large as random crops do at `size`, in whole patches.
 
     "Fixing the train-test resolution discrepancy" (arXiv 1906.06423). (0, 0), the same size, for weights of a fixed grid.
@@ -45,8 +47,8 @@ def choose_validation_size(model: VisionTransformer, size: int) -> tuple[int, in
     if has_fixed_grid(model.architecture):
         return 0, 0
     patch = model.architecture.patch_size
-    side = round(ENLARGED * size / patch) * patch
-    return side, side
+    height, width = (round(ENLARGED * side / patch) * patch for side in size)
+    return height, width
 
 
 def image_seconds(model: VisionTransformer, device: torch.device, dtype: torch.dtype | None = None) -> float:

@@ -19,6 +19,7 @@ from vitrail.models.config import Architecture, format_size
 from vitrail.models.flops import cost_of
 from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.recipes import Recipe
+from vitrail.recipes.duration import set_total
 from vitrail.runs.budget import choose_length
 from vitrail.runs.initial_model import (
     build_initial,
@@ -34,6 +35,7 @@ from vitrail.training.batch_norm import has_batch_norm, is_synchronized
 from vitrail.training.checkpointing import CheckpointManager
 from vitrail.training.distributed import Devices, check_shardable, choose_micro_batches, is_launched
 from vitrail.training.precision import choose_precision
+from vitrail.training.schedules import fit_warmup
 from vitrail.training.task import Task
 from vitrail.training.trainer import Options, Trainer
 
@@ -59,7 +61,9 @@ def prepare(
     """
     for message in adapt_threads(devices.device):
         log(message)
-    options = request.options or Options(compile=devices.device.type == "cuda")
+    options = request.options or Options()
+    if options.compile is None:
+        options = dataclasses.replace(options, compile=devices.device.type == "cuda")
     with devices.sync_errors():
         data = open_data(request, recipe, devices.device)
         recipe, messages = choose_precision(data.recipe, devices.device, request.explicit_keys)
@@ -97,11 +101,23 @@ def prepare(
     pace = measure_pace(trainer, splits, request.workers)
     minutes = time_budget(request, recipe, devices.device)
     if minutes:
-        trainer.set_length(devices.broadcast(choose_length(trainer, pace, minutes)))
-    for message in forecast(trainer, memory, pace, request.source, others):
+        length = devices.broadcast(choose_length(trainer, pace, minutes))
+        trainer.set_schedule(recipe.set(set_total(recipe.schedule, length)).schedule)
+    if "schedule.warmup" not in request.explicit_keys:
+        shorten_warmup(trainer, log)
+    for message in forecast(trainer, memory, pace, request.source, others, minutes):
         log(message)
     run = describe_run(request.source, splits, trainer, request.unreadable)
     return Prepared(trainer, splits, run, request.workers, memory)
+
+
+def shorten_warmup(trainer: Trainer, log: Log) -> None:
+    """Replace a warmup that takes more than half of the training, which is shorter than that of the recipe."""
+    before = trainer.recipe.schedule
+    fitted = fit_warmup(before, trainer.sampler.steps)
+    if fitted != before:
+        log(f"schedule.warmup set to {fitted.warmup}: {before.warmup} are more than half of the training")
+        trainer.set_schedule(fitted)
 
 
 def prepare_resumed(

@@ -43,7 +43,7 @@ Log = Callable[[str], None]
 CPU = torch.device("cpu")
 DEFAULT_WEIGHTS = "vitrail_tiny"
 DEFAULT_MINUTES = 5.0
-FROM_SCRATCH = ("laptop", "small")  # the default recipes that have no weights to start from
+FROM_SCRATCH = ("laptop", "small", "finetune")  # the default recipes, where there are no weights to start from
 NARROW, NARROW_LAYER_DECAY = 192, 0.9  # width; small networks gain by larger steps of their first blocks
 MIN_PHOTO_SIDE = 40  # pixels; smaller images are digits, letters, icons
 TRAINED_SIZE = "the size the weights were trained at"  # why an image size is chosen
@@ -55,7 +55,7 @@ class TrainRequest:
     """What the user asked for."""
 
     source: str = "digits"
-    recipe: str | Recipe | None = None  # None: laptop, small on a GPU, finetune with weights
+    recipe: str | Recipe | None = None  # None: finetune with weights or for photographs, else laptop, small on a GPU
     model: str | None = None  # another model than the recipe's
     changes: dict[str, Any] = field(default_factory=dict)  # recipe keys: {"optimizer.lr": 1e-3}
     out: str | Path | None = None  # the run directory
@@ -78,8 +78,10 @@ class TrainRequest:
             (1, options.keep if options else None, "keep is the number of checkpoints on disk: at least 1."),
             (0, options.save_seconds if options else None, "save_seconds is a time: 0 or more."),
         ):
-            if value is not None and value < minimum:
+            if value is not None and (not isinstance(value, int | float) or value < minimum):
                 raise UserError(message)
+        if self.minutes and "schedule.length" in self.explicit_keys:
+            raise UserError("epochs and minutes both set the length of the training: give one of them.")
 
     @property
     def explicit_keys(self) -> tuple[str, ...]:
@@ -88,13 +90,17 @@ class TrainRequest:
 
 
 def resolve_recipe(request: TrainRequest, device_type: str) -> Recipe:
-    """The requested recipe with the changes applied; without a name, the default for the device."""
+    """The requested recipe with the changes applied; without a name, the default for the device.
+
+    `finetune` starts from the bundled weights where no others are given and the images suit them.
+    """
     recipe, changes = request.recipe, request.changes
-    if recipe is None:
+    if recipe in (None, "finetune"):
         finetunes = any(upgrade_key(key) == "init.weights" and value for key, value in changes.items())
-        if not finetunes and request.model is None and suits_bundled_weights(open_splits(request.source).train, device_type):
+        chosen = request.model is not None or "model" in request.explicit_keys
+        if not finetunes and not chosen and suits_bundled_weights(open_splits(request.source).train, device_type):
             finetunes, changes = True, changes | {"init.weights": DEFAULT_WEIGHTS}
-        recipe = "finetune" if finetunes else "small" if device_type == "cuda" else "laptop"
+        recipe = recipe or ("finetune" if finetunes else "small" if device_type == "cuda" else "laptop")
     resolved = lookup(recipe) if isinstance(recipe, str) else recipe
     resolved = resolved.set(changes | ({"model": request.model} if request.model else {}))
     if resolved.lr == 0:
@@ -215,8 +221,8 @@ def choose_sizes(
     dtype = DTYPES.get(choose_precision(recipe, device, request.explicit_keys)[0].precision)
     size = choose_image_size(pretrained, train, device, minutes, dtype)
     reason = TRAINED_SIZE
-    if (size, size) != pretrained.preprocessing.image_size:
-        pretrained.preprocessing = pretrained.preprocessing._replace(image_size=(size, size))
+    if size != pretrained.preprocessing.image_size:
+        pretrained.preprocessing = pretrained.preprocessing._replace(image_size=size)
         reason = f"the largest size at which about {MIN_EPOCHS} epochs fit into {minutes:g} minutes of an idle machine"
     if is_default_finetuning(request, recipe, "validation.image_size"):
         recipe = recipe.set({"validation.image_size": list(choose_validation_size(pretrained, size))})

@@ -37,6 +37,7 @@ FIRST_IMAGES = 2  # of the first step
 GROWTH = 4  # factor of the number of images from one step to the next
 ROUNDS = 3  # of the whole step, where there is time for it
 BUSY = 0.25  # share of the cores that other programs use above which a forecast says so
+TOLERANCE = 1.1  # of a time budget above which the forecast says that it does not fit
 LONG = 4 * 60 * 60  # seconds on a CPU above which cheaper trainings are named
 SHOWN_BYTES = 1e8  # of decoded images; less are not worth mentioning
 SMALL_SIDE = 64  # pixels; smaller images are not suggested
@@ -203,10 +204,17 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def forecast(trainer: Trainer, memory: MemoryPlan, pace: Pace, source: str = "SOURCE", others: Sequence[float] = ()) -> list[str]:
+def forecast(
+    trainer: Trainer,
+    memory: MemoryPlan,
+    pace: Pace,
+    source: str = "SOURCE",
+    others: Sequence[float] = (),
+    minutes: float | None = None,
+) -> list[str]:
     """Messages: steps, time and memory, then what makes the time uncertain and what would save most of it.
 
-    `others` are the trainings that follow, as multiples of the time of this one.
+    `others` are the trainings that follow, as multiples of the time of this one; `minutes` is the time budget.
     """
     recipe, devices, steps = trainer.recipe, trainer.devices, trainer.total
     validations = math.ceil(steps / max(duration_to_steps(recipe.validation.every, trainer.sampler.steps, steps), 1))
@@ -232,6 +240,10 @@ def forecast(trainer: Trainer, memory: MemoryPlan, pace: Pace, source: str = "SO
     if on_cpu and pace.busy_cores >= BUSY * count_cores():
         factor = max(1 + pace.busy_cores / count_cores(), 1.5)
         advice.append(f"{describe_load(pace.busy_cores)}: it may take up to {factor:.1f} times longer or shorter")
+    if minutes and seconds > TOLERANCE * 60 * minutes:
+        advice.append(
+            f"{minutes:g} minutes are too few for {pluralize(steps, 'step')} and {pluralize(validations, 'validation')}"
+        )
     if on_cpu and recipe.distillation.teacher and pace.teacher > 0.5 * pace.step:
         advice.append(suggest_annotation(trainer, pace, source))
     if on_cpu and whole > LONG:

@@ -111,7 +111,8 @@ def train(
             "deit3_small", "timm:NAME" or "hf://owner/name".
         model: another model than the recipe's (see `vitrail models`).
         epochs: total number of epochs, including the recipe's cooldown.
-        minutes: time budget: image size and number of epochs are chosen for it.
+        minutes: time budget, instead of `epochs`: the number of epochs and, with initial weights, the image size are chosen for
+            it; default: 5 for fine-tuning on a CPU without `recipe` and `epochs`.
         scope: what is trained: "full", "attention", "ffn", "head", "norm", "last_norm" or "last:N".
         seed: seed of all random numbers.
         teacher: a network or label store to distill from.
@@ -121,16 +122,16 @@ def train(
         tokenizer: the tokenizer whose codes BEiT predicts, made by `vitrail tokenizer train`.
         lr: learning rate; recipes with `optimizer.lr_batch_size` scale it with the batch size.
         batch_size: images per optimizer step, over all devices.
-        image_size: image size in pixels: 96, or (height, width).
+        image_size: image size in pixels: 96, or (height, width); default: from weights, images and time budget.
         weight_decay: weight decay of the optimizer.
-        patience: stop after this many validations without better weights; 0: never.
+        patience: stop after this many validations without better weights (`validation.select_by`); 0: never.
         changes: any other value of the recipe by its key: {"mixing.mixup": 0.8}. The arguments above take precedence.
         out: run directory; default: a new one under runs/.
         device: "cpu", "cuda" or "cuda:1"; default: a GPU if available.
         micro_batch_size: images per forward and backward pass; default: as many as fit in memory.
         workers: processes that decode images; default: chosen by CPU cores.
         unreadable: "skip" images that cannot be read, or stop with an error ("fatal").
-        options: compilation, sharding, checkpoints and logging; see `Options`.
+        options: compilation, sharding, checkpoints and logging: `vitrail.Options(keep=5)`.
     """
     everyday = {name: value for name, value in locals().items() if name in RECIPE_KEYS}
     recipe = open_recipe(recipe)

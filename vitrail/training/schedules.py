@@ -6,11 +6,14 @@ big_vision) multiplies a cosine or linear schedule that starts after the warmup 
 warmup_lr=0.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable
 
 from vitrail.errors import UserError
 from vitrail.recipes.schema import ScheduleConfig, parse_duration
+
+SHORT_WARMUP = "10%"  # of a training that is shorter than twice the warmup of its recipe
 
 
 def duration_to_steps(text: str, steps_per_epoch: int, length: int | None = None) -> int:
@@ -29,6 +32,16 @@ def total_steps(schedule: ScheduleConfig, steps_per_epoch: int) -> int:
     """Steps of a training, including the cooldown."""
     length = duration_to_steps(schedule.length, steps_per_epoch)
     return length + duration_to_steps(schedule.cooldown, steps_per_epoch, length)
+
+
+def fit_warmup(schedule: ScheduleConfig, steps_per_epoch: int) -> ScheduleConfig:
+    """The schedule; a warmup of more than half of its length is replaced by a short one.
+
+    A training that was shortened would end before its learning rate is reached, or soon after.
+    """
+    length = duration_to_steps(schedule.length, steps_per_epoch)
+    fits = 2 * duration_to_steps(schedule.warmup, steps_per_epoch, length) <= length
+    return schedule if fits else dataclasses.replace(schedule, warmup=SHORT_WARMUP)
 
 
 def cosine(progress: float) -> float:

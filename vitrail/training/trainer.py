@@ -23,7 +23,7 @@ from vitrail.data.sampler import EpochSampler
 from vitrail.data.source import Source
 from vitrail.layers.fused import optimize_for_training
 from vitrail.models.vision_transformer import VisionTransformer
-from vitrail.recipes.schema import Recipe
+from vitrail.recipes.schema import Recipe, ScheduleConfig
 from vitrail.training.batch_norm import BatchNormStatistics, frozen_norms, group_batch_norms
 from vitrail.training.checkpointing import CheckpointManager, gather_weights, save_artifact, save_checkpoint
 from vitrail.training.compile import compile_blocks
@@ -49,7 +49,7 @@ class Options:
     """Settings that change the speed of a training and not its results."""
 
     sharding: Sharding = "none"
-    compile: bool = False
+    compile: bool | None = None  # None: on a GPU
     recompute: bool = False  # gradient checkpointing: activations of blocks are recomputed in the backward pass
     save_seconds: float = 120.0
     save_steps: int = 0  # also save every so many steps
@@ -111,7 +111,7 @@ class Trainer:
             labels=label.values if recipe.data.class_balanced and label else None,
         )
         self.log_every = options.log_steps or min(max(self.sampler.steps // 20, 1), 50)
-        self.set_length(recipe.schedule.length)
+        self.set_schedule(recipe.schedule)
         self.model.to(device)
         self.task.module.to(device)
         self.model.recompute = options.recompute
@@ -141,18 +141,20 @@ class Trainer:
         self.window = torch.tensor(window, dtype=torch.float64, device=device)
         self.pending_metrics: list[PendingMetrics] = []
 
-    def set_length(self, length: str) -> None:
-        """Set `schedule.length`; not possible after the first step."""
-        schedule = dataclasses.replace(self.recipe.schedule, length=length)
+    def set_schedule(self, schedule: ScheduleConfig) -> None:
+        """Set `schedule` of the recipe; not possible after the first step."""
         self.recipe = self.task.recipe = dataclasses.replace(self.recipe, schedule=schedule)
         self.total = total_steps(schedule, self.sampler.steps)
         self.validate_every = max(duration_to_steps(self.recipe.validation.every, self.sampler.steps, self.total), 1)
 
     @property
     def highest(self) -> dict[str, Any]:
-        """`best` with metric and step of the highest validation, where `validation.select_by=latest` chose a later one."""
+        """`best` with metric, loss and step of the highest validation, where `validation.select_by=latest` chose a later one."""
         best, name = self.best, self.task.metric.name
-        return best | {name: best["highest"], "step": best["highest_step"]} if "highest" in best else best
+        if "highest" not in best:
+            return best
+        loss = best.get("highest_loss", best.get("loss"))  # older checkpoints do not have it
+        return best | {name: best["highest"], "step": best["highest_step"], "loss": loss}
 
     @property
     def stopped_early(self) -> bool:
@@ -341,7 +343,11 @@ class Trainer:
         if better:
             self.best = {"step": self.step, "epoch": epoch} | {name: as_json(value) for name, value in values.items()}
             if self.recipe.validation.select_by == "latest" and highest and values[metric.name] <= highest[metric.name]:
-                self.best |= {"highest": highest[metric.name], "highest_step": highest["step"]}
+                self.best |= {
+                    "highest": highest[metric.name],
+                    "highest_step": highest["step"],
+                    "highest_loss": highest.get("loss"),
+                }
             with self.evaluated_weights():
                 weights = gather_weights(self.model, self.options.sharding)
                 if self.devices.is_main:  # before it is printed: what was printed is on disk, whatever happens next
@@ -365,7 +371,7 @@ class Trainer:
         """Whether a step is one micro-batch of one process, whose gradients a CUDA graph can write anew each time."""
         options, alone = self.options, self.devices.world_size == self.devices.micro_batches == 1
         plain = options.sharding == "none" and not options.recompute and self.scaler is None
-        return options.compile and self.devices.device.type == "cuda" and alone and plain
+        return bool(options.compile) and self.devices.device.type == "cuda" and alone and plain
 
     def evaluated_weights(self) -> AbstractContextManager[None]:
         """The EMA weights in the model, where the recipe evaluates and saves them, or those that the task evaluates."""
