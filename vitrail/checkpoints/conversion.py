@@ -52,7 +52,7 @@ def assemble_foreign(checkpoint: Checkpoint, path: str | Path, hints: Hints, ove
         architecture = infer(kind, shapes_of(tensors), hints, checkpoint.config).replace(**overrides)
     except KeyError as error:
         raise UserError(f"{path}: the tensor {error.args[0]!r} of a {title} is missing.") from None
-    except (ValueError, TypeError, IndexError, ZeroDivisionError):
+    except (ValueError, TypeError, IndexError, ZeroDivisionError, RuntimeError):  # the last of torch, for shapes
         raise UserError(f"{path} has the names of a {title}, but its shapes (or its config.json) do not match one.") from None
     model = assemble(architecture, tensors, path, convnets.to_pair if architecture.convnet else TO_PAIR[kind])
     model.notes["format"] = kind
