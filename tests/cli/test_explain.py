@@ -143,6 +143,7 @@ def test_unreadable_images_are_named_and_the_others_explained(explain, place):
         (("cait.safetensors", "photos", "--maps", "png"), "--maps png is not known: choose npy or json"),
         (("cait.safetensors", "photos", "--out", "page.jpg"), "page.jpg"),
         (("cait.safetensors", "--score", "digits"), "mask"),
+        (("cait.safetensors", "--score", "boxes", "--head", "0"), "--head chooses a head of a layer: give --layer too"),
         (("cait.safetensors", "--score", "boxes", "--class", "1"), "--score explains the predicted classes"),
     ],
 )

@@ -137,6 +137,11 @@ def available_methods(model: VisionTransformer) -> list[str]:
     return [name for name, method in METHODS.items() if not method.missing(model.architecture)]
 
 
+def default_methods(model: VisionTransformer) -> list[str]:
+    """The methods of `vitrail explain`: the first three that need at most one forward and one backward pass."""
+    return [name for name in available_methods(model) if name != "occlusion"][:3]
+
+
 def relevance_map(model: VisionTransformer, images: Tensor, method: str, classes: Tensor | None = None) -> Tensor:
     """How relevant each patch is for `classes` [B] (default: the predicted ones): images [B, 3, H, W] to [B, rows, columns].
 
