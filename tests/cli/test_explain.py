@@ -25,6 +25,7 @@ def place(tmp_path_factory):
     for index in (0, 40):
         (folder / "photos" / f"[b]{index}.jpg").write_bytes(source.encoded(index))
     vitrail.save(trained("cait"), folder / "cait.safetensors")
+    vitrail.save(trained("patchconvnet"), folder / "queries.safetensors")
     vitrail.save(build(structures()["deit_tiny_patch16"].replace(classes=0)), folder / "features.safetensors")
     (folder / "page.jpg").write_text("<html><script>alert(1)</script>")
     make_masked_folder(folder / "boxes", 6, (24, 24), ("background", "red", "blue"))
@@ -115,6 +116,19 @@ def test_class_attention_and_a_chosen_class(explain, place):
     values = json.loads((place / "b" / "[b]0-class_attention.json").read_text())
     assert np.shape(values) == (6, 6)
     assert (place / "b" / "figure-saliency.png").is_file()
+
+
+def test_drawings_of_a_query_per_class_are_those_of_the_class(explain, place, tmp_path):
+    """Without --class they are those of the predicted class."""
+    image = place / "photos" / "[b]0.jpg"
+    predicted = vitrail.predict(place / "queries.safetensors", image)[0].classes[0].index
+    drawn = {}
+    for index in (None, predicted, (predicted + 1) % 10):
+        chosen = () if index is None else ("--class", index)
+        arguments = ("queries.safetensors", "photos/[[]b]0.jpg", *chosen, "--no-figures", "--out", tmp_path / str(index))
+        assert explain(*arguments)[0] == 0
+        drawn[index] = (tmp_path / str(index) / "[b]0-thresholded.png").read_bytes()
+    assert drawn[None] == drawn[predicted] != drawn[(predicted + 1) % 10]
 
 
 def test_unreadable_images_are_named_and_the_others_explained(explain, place):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from PIL import Image
 
 from vitrail.atomic_files import atomic_write, atomic_write_text
@@ -64,12 +65,15 @@ class ReportWriter:
                 "target": f"{target.name} {percent(target.probability, 1)}",
                 "others": f"top {len(prediction.classes)}: {others}",
                 "tiles": tiles,
-                "details": self.draw_details(stem, explanation.image, recording, row, top),
+                "details": self.draw_details(stem, explanation, recording, row, top),
             }
         )
 
-    def draw_details(self, stem: str, pixels: np.ndarray, recording: "Recording", row: int, top: int) -> list[dict[str, str]]:
-        a, found = recording.model.architecture, []
+    def draw_details(
+        self, stem: str, explanation: Explanation, recording: "Recording", row: int, top: int
+    ) -> list[dict[str, str]]:
+        a, pixels, found = recording.model.architecture, explanation.image, []
+        classes = torch.full((len(recording.images),), explanation.target.index, device=recording.images.device)
         pooling = list(range(len(recording.blocks), recording.layers))
         if a.pooling == "class_attention":
             found.append(("heads", "heads of the class-attention blocks", draw_heads(recording, pixels, pooling, row)))
@@ -80,7 +84,7 @@ class ReportWriter:
         if last >= 0 and recording.has_attention(last) and recording.heads(last)[0].query.shape[1] <= MAX_HEADS:
             if a.pooling not in ("class_attention", "per_class"):
                 found.append(("heads", "heads of the last layer", draw_heads(recording, pixels, [last], row)))
-            masks = draw_heads(recording, pixels, [last], row, masks=True)
+            masks = draw_heads(recording, pixels, [last], row, masks=True, classes=classes)
             found.append(("thresholded", "heads of the last layer, patches with 60 % of their attention", masks))
         return [{"caption": caption, "url": self.save_png(f"{stem}-{name}.png", png)} for name, caption, png in found]
 
