@@ -26,7 +26,8 @@ def place(tmp_path_factory):
         (folder / "photos" / f"[b]{index}.jpg").write_bytes(source.encoded(index))
     vitrail.save(trained("cait"), folder / "cait.safetensors")
     vitrail.save(trained("patchconvnet"), folder / "queries.safetensors")
-    vitrail.save(build(structures()["deit_tiny_patch16"].replace(classes=0)), folder / "features.safetensors")
+    for file, name in (("features", "deit_tiny_patch16"), ("cait-features", "cait_xxs24"), ("convnet-features", "resnet18")):
+        vitrail.save(build(structures()[name].replace(classes=0)), folder / f"{file}.safetensors")
     (folder / "page.jpg").write_text("<html><script>alert(1)</script>")
     make_masked_folder(folder / "boxes", 6, (24, 24), ("background", "red", "blue"))
     return folder
@@ -131,6 +132,22 @@ def test_drawings_of_a_query_per_class_are_those_of_the_class(explain, place, tm
     assert drawn[None] == drawn[predicted] != drawn[(predicted + 1) % 10]
 
 
+@pytest.mark.parametrize(
+    ("weights", "methods"),
+    [("features", "attention, rollout, thresholded_heads"), ("cait-features", "class_attention, attention, rollout")],
+)
+def test_weights_without_a_classifier(explain, place, tmp_path, weights, methods):
+    """As after a training without labels: maps of attention and the figures of the model, and no classes."""
+    code, out, err = explain(f"{weights}.safetensors", "photos", "--top", 3, "--out", tmp_path)
+    assert (code, out) == (0, f"2 images, {methods}: {tmp_path}/index.html\n"), err
+    page = (tmp_path / "index.html").read_text()
+    for words in ("class 0", "top ", "%</b>"):
+        assert words not in page
+    assert "Norm of the residual branches" in page
+    for name in (*methods.split(", "), "heads", "thresholded"):
+        assert np.asarray(Image.open(tmp_path / f"[b]0-{name}.png").convert("L")).std() > 5
+
+
 def test_unreadable_images_are_named_and_the_others_explained(explain, place):
     code, out, err = explain("cait.safetensors", "page.jpg", "photos", "--no-figures", "--out", "c")
     assert code == 0
@@ -146,7 +163,10 @@ def test_unreadable_images_are_named_and_the_others_explained(explain, place):
         (("cait.safetensors", "missing.jpg"), "No image could be read"),
         (("cait.safetensors", "page.jpg"), "No image could be read"),
         (("missing.safetensors", "photos"), "missing.safetensors"),
-        (("features.safetensors", "photos"), "This model has no classifier, so there is no prediction to explain"),
+        (("features.safetensors", "photos", "--class", "3"), "This model has no classifier, so there is no class to explain"),
+        (("features.safetensors", "--score", "boxes"), "This model has no classifier, so there is no class to explain"),
+        (("features.safetensors", "photos", "--method", "occlusion"), "occlusion is not available: this model has no classifier"),
+        (("convnet-features.safetensors", "photos"), "This model has no classifier, and its last layer no attention"),
         (("cait.safetensors", "photos", "--class", "zebra"), "The model has no class 'zebra'"),
         (("cait.safetensors", "photos", "--class", "10"), "The model has no class 10: it has 10 classes"),
         (("cait.safetensors", "photos", "--layer", "9"), "Layer 9 does not exist: this model has 5 layers"),

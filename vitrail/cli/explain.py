@@ -165,7 +165,7 @@ def score_weights(
     from vitrail.data.datasets.lookup import open_source, open_sources
     from vitrail.data.progress import progress
     from vitrail.evaluation.model import open_model
-    from vitrail.interpret.explanation import check_model
+    from vitrail.interpret.explanation import check_classifier, check_model
     from vitrail.interpret.maps import available_methods
     from vitrail.interpret.scores import score_methods
 
@@ -174,7 +174,7 @@ def score_weights(
     sources = open_sources(path)
     name = split or next((each for each in ("test", "validation") if each in sources), next(iter(sources)))
     source = open_source(path, name)
-    models = {each: check_model(open_model(each, device)) for each in weights}
+    models = {each: check_classifier(check_model(open_model(each, device))) for each in weights}
     rows: list[Sequence[str]] = []
     content: list[dict[str, Any]] = []
     with progress("scoring", len(models) * min(images, len(source))) as advance:

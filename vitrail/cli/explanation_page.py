@@ -49,7 +49,7 @@ class ReportWriter:
 
     def add_image(self, explanation: Explanation, recording: "Recording", row: int, top: int) -> None:
         """One section: the image, its maps, and drawings of its heads and classes. `row` is its place in the recording."""
-        prediction = explanation.prediction
+        prediction, target = explanation.prediction, explanation.target
         stem = unique_stem(shorten(Path(prediction.image).stem), self.stems)
         tiles = [{"caption": "image", "url": self.save_image(f"{stem}-image.png", explanation.image)}]
         for method, values in explanation.maps.items():
@@ -57,12 +57,11 @@ class ReportWriter:
             url = self.save_image(f"{stem}-{name}.png", draw_over(explanation.image, values))
             tiles.append({"caption": describe_method(method), "url": url})
             self.save_map(f"{stem}-{name}", values)
-        target = explanation.target
         others = ", ".join(f"{each.name} {percent(each.probability, 1)}" for each in prediction.classes)
         self.images.append(
             {
                 "title": Path(prediction.image).name,
-                "target": f"{target.name} {percent(target.probability, 1)}",
+                "target": f"{target.name} {percent(target.probability, 1)}" if target else "",
                 "others": f"top {len(prediction.classes)}: {others}",
                 "tiles": tiles,
                 "details": self.draw_details(stem, explanation, recording, row, top),
@@ -73,7 +72,8 @@ class ReportWriter:
         self, stem: str, explanation: Explanation, recording: "Recording", row: int, top: int
     ) -> list[dict[str, str]]:
         a, pixels, found = recording.model.architecture, explanation.image, []
-        classes = torch.full((len(recording.images),), explanation.target.index, device=recording.images.device)
+        target, device = explanation.target, recording.images.device
+        classes = torch.full((len(recording.images),), target.index, device=device) if target else None
         pooling = list(range(len(recording.blocks), recording.layers))
         if a.pooling == "class_attention":
             found.append(("heads", "heads of the class-attention blocks", draw_heads(recording, pixels, pooling, row)))

@@ -57,7 +57,7 @@ def draw_saliency(recording: Recording) -> bytes:
     titles = class_titles(recording.model.class_names, recording.model.architecture.classes)
     captions = [
         "\n".join(f"{titles[index]} {100 * row[index]:.0f} %" for index in np.argsort(-row) if row[index] > CONFIDENT)
-        for row in recording.logits.detach().float().softmax(1).cpu().numpy()
+        for row in recording.logits.detach().float().softmax(1)[:, : len(titles)].cpu().numpy()  # no titles without a classifier
     ]
     with new_figure(LIGHT, (2.2 * len(pixels), 5.3)) as figure:
         tiles = figure.subplots(2, len(pixels), squeeze=False)

@@ -139,7 +139,13 @@ def available_methods(model: VisionTransformer) -> list[str]:
 
 def default_methods(model: VisionTransformer) -> list[str]:
     """The methods of `vitrail explain`: the first three that need at most one forward and one backward pass."""
-    return [name for name in available_methods(model) if name != "occlusion"][:3]
+    found = [name for name in available_methods(model) if name != "occlusion"][:3]
+    if not found:
+        raise UserError(
+            "This model has no classifier, and its last layer no attention to show instead: train a classifier with "
+            "`vitrail train --from`."
+        )
+    return found
 
 
 def relevance_map(model: VisionTransformer, images: Tensor, method: str, classes: Tensor | None = None) -> Tensor:
