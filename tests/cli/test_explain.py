@@ -148,6 +148,21 @@ def test_weights_without_a_classifier(explain, place, tmp_path, weights, methods
         assert np.asarray(Image.open(tmp_path / f"[b]0-{name}.png").convert("L")).std() > 5
 
 
+def test_names_are_escaped(explain, place, tmp_path):
+    """Of classes, images and weights, which may come from anywhere; in the page and in the text of figures."""
+    model = vitrail.load(place / "cait.safetensors")
+    model.class_names = [f"<script>alert({index})</script> $_{{" for index in range(10)]
+    weights, image = tmp_path / "<script>alert(10).safetensors", tmp_path / "<script>alert(11).jpg"
+    vitrail.save(model, weights)
+    shutil.copy(place / "photos" / "[b]0.jpg", image)
+    code, _, err = explain(weights, image, "--top", 10, "--out", tmp_path / "report")
+    assert code == 0, err
+    page = (tmp_path / "report" / "index.html").read_text()
+    assert "<script" not in page
+    for name in ("&lt;script&gt;alert(0)&lt;/script&gt;", "alert(10).safetensors", "alert(11).jpg"):
+        assert name in page
+
+
 def test_unreadable_images_are_named_and_the_others_explained(explain, place):
     code, out, err = explain("cait.safetensors", "page.jpg", "photos", "--no-figures", "--out", "c")
     assert code == 0
