@@ -87,7 +87,7 @@ def run_benchmark(monkeypatch, capsys):
         ("coarse_labels.py table --out OUT", "| trunk | method |"),
         ("detection.py operators --small --repeats 1 --device cpu", "| RoIAlign of 2 x 50 boxes"),
         ("walks.py predict", "vitrail predict: "),
-        (f"explain.py cost --model {MODEL} --size 32 --rounds 1 --methods rollout", "| rollout | "),
+        (f"explain.py cost --model {MODEL} --size 32 --rounds 1", "| the same and the figures of the papers | "),
         (f"export.py parity {MODEL} --depth 1 --size 32 --images 2 --formats torch-export", f"| {MODEL} | torch-export |"),
         ("overhead.py --device cpu --rounds 1 --repeats 1", "| backward |"),
         ("forecast.py --rounds 1 -- --epochs 0.2 --device cpu --set architecture.width=16", "estimated / actual"),

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import os
+import re
 import sys
 
 import numpy as np
@@ -207,6 +208,21 @@ def test_maps_of_wrong_predictions_are_those_of_the_predicted_class(monkeypatch,
     ]:
         draw_mistakes(model, source, list_wrong(scores, match_classes(model.class_names, 4, names, class_map=class_map), source))
         assert drawn.pop() == expected
+
+
+def test_maps_of_a_single_head_are_those_of_its_predictions(run_cli, images, tmp_path):
+    """The page is that of a model whose only output is this head."""
+    model = vitrail.load(small(tmp_path / "both.safetensors", 2, NAMES[:2], distilled=True, seed=2))
+    model.architecture = model.architecture.replace(fusion="class")
+    vitrail.save(model, tmp_path / "class.safetensors")
+    pictures = []
+    for weights, head in (("both", "class"), ("class", "both"), ("both", "both")):
+        words = ("evaluate", tmp_path / f"{weights}.safetensors", images, "--head", head, "--workers", 0)
+        assert run_cli(*words, "--out", tmp_path / "report")[0] == 0
+        page = (tmp_path / "report" / "report.html").read_text()
+        pictures.append(re.findall(r'alt="map of the prediction" src="([^"]*)', page))
+    assert pictures[0] == pictures[1] != pictures[2]
+    assert len(pictures[0]) > 0
 
 
 def test_precision_recall_and_wrong_images(run_cli, weights, images, tmp_path):

@@ -25,7 +25,9 @@ def place(tmp_path_factory):
     for index in (0, 40):
         (folder / "photos" / f"[b]{index}.jpg").write_bytes(source.encoded(index))
     vitrail.save(trained("cait"), folder / "cait.safetensors")
-    vitrail.save(build(structures()["deit_tiny_patch16"].replace(classes=0)), folder / "features.safetensors")
+    vitrail.save(trained("patchconvnet"), folder / "queries.safetensors")
+    for file, name in (("features", "deit_tiny_patch16"), ("cait-features", "cait_xxs24"), ("convnet-features", "resnet18")):
+        vitrail.save(build(structures()[name].replace(classes=0)), folder / f"{file}.safetensors")
     (folder / "page.jpg").write_text("<html><script>alert(1)</script>")
     make_masked_folder(folder / "boxes", 6, (24, 24), ("background", "red", "blue"))
     return folder
@@ -117,6 +119,50 @@ def test_class_attention_and_a_chosen_class(explain, place):
     assert (place / "b" / "figure-saliency.png").is_file()
 
 
+def test_drawings_of_a_query_per_class_are_those_of_the_class(explain, place, tmp_path):
+    """Without --class they are those of the predicted class."""
+    image = place / "photos" / "[b]0.jpg"
+    predicted = vitrail.predict(place / "queries.safetensors", image)[0].classes[0].index
+    drawn = {}
+    for index in (None, predicted, (predicted + 1) % 10):
+        chosen = () if index is None else ("--class", index)
+        arguments = ("queries.safetensors", "photos/[[]b]0.jpg", *chosen, "--no-figures", "--out", tmp_path / str(index))
+        assert explain(*arguments)[0] == 0
+        drawn[index] = (tmp_path / str(index) / "[b]0-thresholded.png").read_bytes()
+    assert drawn[None] == drawn[predicted] != drawn[(predicted + 1) % 10]
+
+
+@pytest.mark.parametrize(
+    ("weights", "methods"),
+    [("features", "attention, rollout, thresholded_heads"), ("cait-features", "class_attention, attention, rollout")],
+)
+def test_weights_without_a_classifier(explain, place, tmp_path, weights, methods):
+    """As after a training without labels: maps of attention and the figures of the model, and no classes."""
+    code, out, err = explain(f"{weights}.safetensors", "photos", "--top", 3, "--out", tmp_path)
+    assert (code, out) == (0, f"2 images, {methods}: {tmp_path}/index.html\n"), err
+    page = (tmp_path / "index.html").read_text()
+    for words in ("class 0", "top ", "%</b>"):
+        assert words not in page
+    assert "Norm of the residual branches" in page
+    for name in (*methods.split(", "), "heads", "thresholded"):
+        assert np.asarray(Image.open(tmp_path / f"[b]0-{name}.png").convert("L")).std() > 5
+
+
+def test_names_are_escaped(explain, place, tmp_path):
+    """Of classes, images and weights, which may come from anywhere; in the page and in the text of figures."""
+    model = vitrail.load(place / "cait.safetensors")
+    model.class_names = [f"<script>alert({index})</script> $_{{" for index in range(10)]
+    weights, image = tmp_path / "<script>alert(10).safetensors", tmp_path / "<script>alert(11).jpg"
+    vitrail.save(model, weights)
+    shutil.copy(place / "photos" / "[b]0.jpg", image)
+    code, _, err = explain(weights, image, "--top", 10, "--out", tmp_path / "report")
+    assert code == 0, err
+    page = (tmp_path / "report" / "index.html").read_text()
+    assert "<script" not in page
+    for name in ("&lt;script&gt;alert(0)&lt;/script&gt;", "alert(10).safetensors", "alert(11).jpg"):
+        assert name in page
+
+
 def test_unreadable_images_are_named_and_the_others_explained(explain, place):
     code, out, err = explain("cait.safetensors", "page.jpg", "photos", "--no-figures", "--out", "c")
     assert code == 0
@@ -132,7 +178,10 @@ def test_unreadable_images_are_named_and_the_others_explained(explain, place):
         (("cait.safetensors", "missing.jpg"), "No image could be read"),
         (("cait.safetensors", "page.jpg"), "No image could be read"),
         (("missing.safetensors", "photos"), "missing.safetensors"),
-        (("features.safetensors", "photos"), "This model has no classifier, so there is no prediction to explain"),
+        (("features.safetensors", "photos", "--class", "3"), "This model has no classifier, so there is no class to explain"),
+        (("features.safetensors", "--score", "boxes"), "This model has no classifier, so there is no class to explain"),
+        (("features.safetensors", "photos", "--method", "occlusion"), "occlusion is not available: this model has no classifier"),
+        (("convnet-features.safetensors", "photos"), "This model has no classifier, and its last layer no attention"),
         (("cait.safetensors", "photos", "--class", "zebra"), "The model has no class 'zebra'"),
         (("cait.safetensors", "photos", "--class", "10"), "The model has no class 10: it has 10 classes"),
         (("cait.safetensors", "photos", "--layer", "9"), "Layer 9 does not exist: this model has 5 layers"),
@@ -143,6 +192,7 @@ def test_unreadable_images_are_named_and_the_others_explained(explain, place):
         (("cait.safetensors", "photos", "--maps", "png"), "--maps png is not known: choose npy or json"),
         (("cait.safetensors", "photos", "--out", "page.jpg"), "page.jpg"),
         (("cait.safetensors", "--score", "digits"), "mask"),
+        (("cait.safetensors", "--score", "boxes", "--head", "0"), "--head chooses a head of a layer: give --layer too"),
         (("cait.safetensors", "--score", "boxes", "--class", "1"), "--score explains the predicted classes"),
     ],
 )

@@ -25,6 +25,7 @@ from vitrail.evaluation.evaluate import (
     summarize_scores,
     sweep_sizes,
 )
+from vitrail.evaluation.model import single_head
 
 NAMES = ["blue", "green", "red"]  # in the order that a folder gives them
 
@@ -92,6 +93,13 @@ def test_the_heads_of_a_distilled_model(source):
     with pytest.raises(UserError, match="has no distillation head"):
         compute(small(3), source, head="distillation")
     assert torch.equal(compute(small(3), source, head="class")[0].values, compute(small(3), source)[0].values)
+
+
+def test_the_fusion_of_a_model_is_restored():
+    model = small(3, distilled=True)
+    with single_head(model, "distillation"):
+        assert model.architecture.fusion == "distillation"
+    assert model.architecture.fusion == "logit_mean"
 
 
 def test_unreadable_and_unlabeled_images(tmp_path):

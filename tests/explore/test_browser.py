@@ -1,5 +1,6 @@
 """The page of the explorer in a real browser: pointer, keyboard, sliders, uploads, comparison, phone, and offline as a file."""
 
+import base64
 import re
 import shutil
 
@@ -89,9 +90,14 @@ def canvas(page, panel=0):
     return page.locator(".figure canvas").nth(panel)
 
 
-def point_at(page, row, column, panel=0, press=False):
+def center_of(page, row, column, panel=0):
+    """The center of a patch in the window."""
     box = canvas(page, panel).bounding_box()
-    place = (box["x"] + box["width"] * (column - 0.5) / 4, box["y"] + box["height"] * (row - 0.5) / 4)
+    return box["x"] + box["width"] * (column - 0.5) / 4, box["y"] + box["height"] * (row - 0.5) / 4
+
+
+def point_at(page, row, column, panel=0, press=False):
+    place = center_of(page, row, column, panel)
     page.mouse.move(*place)
     if press:
         page.mouse.click(*place)
@@ -228,6 +234,44 @@ def test_upload_and_hostile_upload(open_page, address):
     playwright.expect(page.locator("#message")).to_be_hidden()
     page.locator("#strip .tile").nth(2).click()
     playwright.expect(page.locator("#current")).to_have_text("my cat.jpg")
+
+
+DISPATCH = """([kind, name, content]) => {
+    const data = new DataTransfer(), options = { bubbles: true, cancelable: true };
+    data.items.add(new File([Uint8Array.from(atob(content), (each) => each.charCodeAt(0))], name, { type: "image/jpeg" }));
+    const event = kind === "paste" ? new ClipboardEvent(kind, { ...options, clipboardData: data })
+        : new DragEvent(kind, { ...options, dataTransfer: data });
+    document.body.dispatchEvent(event);
+    return event.defaultPrevented;
+}"""
+
+
+def test_drop_and_paste(open_page, address):
+    page = open_page(address)
+    caption(page, "Block")
+
+    def dispatch(kind, name):
+        return page.evaluate(DISPATCH, [kind, name, base64.b64encode(encoded((90, 60))).decode()])
+
+    assert dispatch("dragover", "dropped.jpg")  # otherwise the browser opens the file instead of the page
+    playwright.expect(page.locator("body")).to_have_class("dragging")
+    assert dispatch("drop", "dropped.jpg")
+    playwright.expect(page.locator("body")).not_to_have_class("dragging")
+    playwright.expect(page.locator("#current")).to_have_text("dropped.jpg")
+    caption(page, "Block 2, mean of 2 heads")
+    dispatch("paste", "pasted.jpg")
+    playwright.expect(page.locator("#current")).to_have_text("pasted.jpg")
+    caption(page, "Block 2, mean of 2 heads")
+
+
+def test_a_tap_selects_a_patch(open_page, address):
+    page = open_page(address, viewport={"width": 390, "height": 800}, has_touch=True, is_mobile=True)
+    caption(page, "row 3, column 3 attends")
+    canvas(page).scroll_into_view_if_needed()
+    for row, column in ((1, 4), (4, 2)):
+        page.touchscreen.tap(*center_of(page, row, column))
+        for panel in (0, 1):
+            caption(page, f"the patch in row {row}, column {column} attends most to", panel)
 
 
 def test_errors_of_a_folder_and_the_map(open_page, address, pair):

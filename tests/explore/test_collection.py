@@ -97,6 +97,17 @@ def test_unreadable_images_are_left_out(folder, tmp_path):
         collection.read(0, None)
 
 
+@pytest.mark.parametrize("spelling", ["photos", "./photos", "{absolute}", "photos/../photos/"])
+def test_the_folder_of_an_evaluation_may_be_written_otherwise(folder, tmp_path, monkeypatch, spelling):
+    """Paths are compared, not their spelling; an image that is listed twice is shown once."""
+    monkeypatch.chdir(folder.parent)
+    rows = [{"image": name} for name in ("photos/red/003.png", "photos/blue/001.png", "./photos/red/003.png")]
+    (tmp_path / "evaluation.json").write_text(json.dumps({"evaluations": [{"wrong": rows}]}))
+    explored_as = spelling.format(absolute=folder)
+    source, _ = choose_images(open_source(explored_as), explored_as, 100, tmp_path)
+    assert [source.location(index).split("/")[-2:] for index in range(len(source))] == [["red", "003.png"], ["blue", "001.png"]]
+
+
 def test_wrong_images_of_an_evaluation(folder, tmp_path):
     rows = [{"image": str(folder / name)} for name in ("red/003.png", "blue/001.png", "../outside.png", "/etc/passwd")]
     (tmp_path / "evaluation.json").write_text(json.dumps({"evaluations": [{"wrong": rows}]}))

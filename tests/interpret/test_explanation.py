@@ -90,5 +90,15 @@ def test_what_cannot_be_explained(photographs, tmp_path):
             vitrail.explain(model, image, **options)
     with pytest.raises(UserError, match="no class 'egyptian cat': give the name of one of its classes, such as"):
         vitrail.explain("vitrail_tiny", image, classes="egyptian cat")
-    with pytest.raises(UserError, match="no classifier, so there is no prediction to explain"):
-        vitrail.explain(build(structures()["deit_tiny_patch16"].replace(classes=0)), image)
+    with pytest.raises(UserError, match="no classifier, so there is no class to explain: train one with"):
+        vitrail.explain(build(structures()["deit_tiny_patch16"].replace(classes=0)), image, classes=1)
+    with pytest.raises(UserError, match="no classifier, and its last layer no attention to show instead: train a classifier"):
+        vitrail.explain(build(structures()["resmlp_s12"].replace(classes=0)), image)
+
+
+def test_weights_without_a_classifier(photographs):
+    model = build(structures()["deit_tiny_patch16"].replace(classes=0))
+    first, second = vitrail.explain(model, photographs)
+    assert (first.target, first.prediction.classes, first.prediction.image) == (None, [], str(photographs / "0.jpg"))
+    assert list(first.maps) == ["attention"]
+    assert np.abs(first.maps["attention"] - second.maps["attention"]).max() > 1e-6

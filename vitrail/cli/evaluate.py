@@ -104,7 +104,7 @@ def evaluate(
     from vitrail.atomic_files import check_writable, check_writable_folder, reject_overwrite
     from vitrail.data.progress import progress
     from vitrail.evaluation.evaluate import check_positive, sweep_sizes
-    from vitrail.evaluation.model import HEADS, check_head, check_size, open_model
+    from vitrail.evaluation.model import HEADS, check_head, check_size, open_model, single_head
     from vitrail.heads.task_heads import CALLS
     from vitrail.models.vision_transformer import VisionTransformer
 
@@ -149,7 +149,8 @@ def evaluate(
     title = f"{model.name or Path(weights).name} on {Path(sources[0]).name or sources[0]}"
     written = []
     if out is not None:
-        mistakes = draw_mistakes(model, data[0].source, results[0].wrong)
+        with single_head(model, options.head):
+            mistakes = draw_mistakes(model, data[0].source, results[0].wrong)
         written += write_report(out, title, evaluations, sweep, content, mistakes)
     if wrong is not None:
         write_wrong(wrong, [row for each in results for row in each.wrong])

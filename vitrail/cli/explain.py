@@ -1,6 +1,6 @@
 """vitrail explain: maps of what predictions depend on, the papers' figures, and scores of maps against masks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -36,19 +36,18 @@ class MapOptions(NamedTuple):
         ),
     ] = None
 
-    def methods(self, model: "VisionTransformer") -> list[str]:
+    def methods(self, model: "VisionTransformer", default: Callable[["VisionTransformer"], list[str]]) -> list[str]:
+        """The chosen methods, or those that `default` returns; UserError for one that the model does not have."""
         from vitrail.interpret.maps import available_methods, check_method
 
-        available = available_methods(model)
-        chosen = list(available if self.method == ["all"] else self.method or [])
+        chosen = list(available_methods(model) if self.method == ["all"] else self.method or [])
         if self.layer is not None:
             chosen.append(f"attention:{self.layer}" + (f":{self.head}" if self.head is not None else ""))
         elif self.head is not None:
             raise UserError("--head chooses a head of a layer: give --layer too.")
-        chosen = chosen or [name for name in available if name != "occlusion"][:3]
         for method in chosen:
             check_method(model, method)
-        return chosen
+        return chosen or default(model)
 
 
 @expand_options
@@ -113,7 +112,7 @@ def write_report(
     from vitrail.interpret.attention import batch_size_for, record
     from vitrail.interpret.explanation import BATCH, check_model, class_indices, explain_recording
     from vitrail.interpret.figures import PaperFigures
-    from vitrail.interpret.maps import needs_gradients
+    from vitrail.interpret.maps import default_methods, needs_gradients
 
     check_writable_folder(out)
     source, problems = open_images(images)
@@ -121,7 +120,7 @@ def write_report(
     if not len(source):
         raise UserError("No image could be read.")
     model = check_model(open_model(weights, device))
-    methods = options.methods(model)
+    methods = options.methods(model, default_methods)
     targets = class_indices(model, options.classes, len(source)) if options.classes else None
     paper_figures = PaperFigures() if figures else None
     report, explained = ReportWriter(out, weights, save_maps, map(source.location, range(len(source)))), 0
@@ -166,7 +165,7 @@ def score_weights(
     from vitrail.data.datasets.lookup import open_source, open_sources
     from vitrail.data.progress import progress
     from vitrail.evaluation.model import open_model
-    from vitrail.interpret.explanation import check_model
+    from vitrail.interpret.explanation import check_classifier, check_model
     from vitrail.interpret.maps import available_methods
     from vitrail.interpret.scores import score_methods
 
@@ -175,13 +174,12 @@ def score_weights(
     sources = open_sources(path)
     name = split or next((each for each in ("test", "validation") if each in sources), next(iter(sources)))
     source = open_source(path, name)
-    models = {each: check_model(open_model(each, device)) for each in weights}
-    asked = bool(options.method or options.layer is not None)
+    models = {each: check_classifier(check_model(open_model(each, device))) for each in weights}
     rows: list[Sequence[str]] = []
     content: list[dict[str, Any]] = []
     with progress("scoring", len(models) * min(images, len(source))) as advance:
         for each, model in models.items():
-            methods = options.methods(model) if asked else available_methods(model)
+            methods = options.methods(model, available_methods)
             for found in score_methods(model, source, methods, images, seed, advance=advance):
                 low, high = found.pointing_interval
                 pointing = f"{percent(found.pointing, 1)} ({100 * low:.1f} to {100 * high:.1f})"

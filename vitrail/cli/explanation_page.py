@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from PIL import Image
 
 from vitrail.atomic_files import atomic_write, atomic_write_text
@@ -48,7 +49,7 @@ class ReportWriter:
 
     def add_image(self, explanation: Explanation, recording: "Recording", row: int, top: int) -> None:
         """One section: the image, its maps, and drawings of its heads and classes. `row` is its place in the recording."""
-        prediction = explanation.prediction
+        prediction, target = explanation.prediction, explanation.target
         stem = unique_stem(shorten(Path(prediction.image).stem), self.stems)
         tiles = [{"caption": "image", "url": self.save_image(f"{stem}-image.png", explanation.image)}]
         for method, values in explanation.maps.items():
@@ -56,20 +57,23 @@ class ReportWriter:
             url = self.save_image(f"{stem}-{name}.png", draw_over(explanation.image, values))
             tiles.append({"caption": describe_method(method), "url": url})
             self.save_map(f"{stem}-{name}", values)
-        target = explanation.target
         others = ", ".join(f"{each.name} {percent(each.probability, 1)}" for each in prediction.classes)
         self.images.append(
             {
                 "title": Path(prediction.image).name,
-                "target": f"{target.name} {percent(target.probability, 1)}",
+                "target": f"{target.name} {percent(target.probability, 1)}" if target else "",
                 "others": f"top {len(prediction.classes)}: {others}",
                 "tiles": tiles,
-                "details": self.draw_details(stem, explanation.image, recording, row, top),
+                "details": self.draw_details(stem, explanation, recording, row, top),
             }
         )
 
-    def draw_details(self, stem: str, pixels: np.ndarray, recording: "Recording", row: int, top: int) -> list[dict[str, str]]:
-        a, found = recording.model.architecture, []
+    def draw_details(
+        self, stem: str, explanation: Explanation, recording: "Recording", row: int, top: int
+    ) -> list[dict[str, str]]:
+        a, pixels, found = recording.model.architecture, explanation.image, []
+        target, device = explanation.target, recording.images.device
+        classes = torch.full((len(recording.images),), target.index, device=device) if target else None
         pooling = list(range(len(recording.blocks), recording.layers))
         if a.pooling == "class_attention":
             found.append(("heads", "heads of the class-attention blocks", draw_heads(recording, pixels, pooling, row)))
@@ -80,7 +84,7 @@ class ReportWriter:
         if last >= 0 and recording.has_attention(last) and recording.heads(last)[0].query.shape[1] <= MAX_HEADS:
             if a.pooling not in ("class_attention", "per_class"):
                 found.append(("heads", "heads of the last layer", draw_heads(recording, pixels, [last], row)))
-            masks = draw_heads(recording, pixels, [last], row, masks=True)
+            masks = draw_heads(recording, pixels, [last], row, masks=True, classes=classes)
             found.append(("thresholded", "heads of the last layer, patches with 60 % of their attention", masks))
         return [{"caption": caption, "url": self.save_png(f"{stem}-{name}.png", png)} for name, caption, png in found]
 

@@ -2,7 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -92,15 +93,24 @@ def has_distillation_head(model: Model) -> bool:
     return isinstance(model, VisionTransformer) and model.head_distillation is not None
 
 
+@contextmanager
+def single_head(model: Model, head: Head) -> Iterator[None]:
+    """Context in which the logits of a model, and maps of them, are those of one head; "both" changes nothing."""
+    if isinstance(model, Teacher) or head == "both":
+        yield
+        return
+    architecture = model.architecture
+    model.architecture = architecture.replace(fusion=head, dense_weight=0.0)
+    try:
+        yield
+    finally:
+        model.architecture = architecture
+
+
 def compute_logits(model: Model, images: Tensor, head: Head = "both") -> Tensor:
     """[B, 3, height, width] in the model's own normalization to [B, C]."""
     if isinstance(model, Teacher):
         return model.network.logits(model.adapt(images))  # not model(images), which is bfloat16 on a GPU
-    if head == "both":
+    with single_head(model, head):
         out: Tensor = model(images)
-        return out
-    outputs = model.outputs(images)
-    if head == "distillation":
-        assert outputs.distillation is not None
-        return outputs.distillation
-    return outputs.main
+    return out

@@ -101,9 +101,9 @@ def choose_images(source: Source, root: str, limit: int, evaluation: Path | None
     if len(inside) < len(source):
         notes.append(f"{pluralize(len(source) - len(inside), 'link')} out of the folder left out")
     if evaluation is not None:
-        listed = read_wrong(evaluation)
-        position = {source.location(index): index for index in inside}
-        chosen = [position[location] for location in listed if location in position]
+        listed = map(os.path.abspath, read_wrong(evaluation))
+        position = {os.path.abspath(source.location(index)): index for index in inside}
+        chosen = list(dict.fromkeys(position[location] for location in listed if location in position))
         if not chosen:
             raise UserError(f"None of the wrong images of {evaluation} is in {source.name}: give the folder that was evaluated.")
         notes.append(f"wrong images of the evaluation {evaluation.name}")

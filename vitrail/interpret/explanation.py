@@ -16,7 +16,7 @@ from vitrail.evaluation.model import Model, decode_side, device_of, open_model
 from vitrail.evaluation.predict import ClassProbability, Prediction, open_inputs, read_batches
 from vitrail.heads.task_heads import CALLS
 from vitrail.interpret.attention import Recording, batch_size_for, record
-from vitrail.interpret.maps import available_methods, check_method, compute_map, needs_gradients
+from vitrail.interpret.maps import check_method, compute_map, default_methods, needs_gradients
 from vitrail.models.preprocessing import Preprocessing
 from vitrail.models.vision_transformer import VisionTransformer
 
@@ -30,10 +30,10 @@ BATCH = 8  # images per forward pass
 
 @dataclass(frozen=True)
 class Explanation:
-    """The prediction of one image, and maps of what it depends on."""
+    """The prediction of one image, and maps of what it depends on; without a classifier, maps of attention alone."""
 
-    prediction: Prediction
-    target: ClassProbability  # the class that the maps explain
+    prediction: Prediction  # without a classifier no classes
+    target: ClassProbability | None  # the class that the maps explain; None without a classifier
     maps: dict[str, np.ndarray]  # method -> float32 [rows, columns], not negative
     image: np.ndarray  # uint8 [height, width, 3]: the part of the resized and cropped image that the patches, and the maps, cover
 
@@ -50,11 +50,12 @@ def explain(
 
     `model` and `images` are those of `vitrail.predict`. The default method is the first of `available_methods(model)`.
     `classes` are names or indices of the classes to explain: one for all images, or one per image; by default the predicted ones.
+    Of weights without a classifier only methods that use attention alone are available, and there are no classes.
     The default `batch_size` is 8, less for large images.
     """
     opened = open_model(model) if isinstance(model, str | Path) else model
     vision = check_model(opened)
-    chosen = list(methods) if methods is not None else available_methods(vision)[:1]
+    chosen = list(methods) if methods is not None else default_methods(vision)[:1]
     for method in chosen:
         check_method(vision, method)
     source, problems = open_inputs(images)
@@ -87,13 +88,13 @@ def explain_recording(
     model = recording.model
     logits = recording.logits.detach().float()
     if not logits.isfinite().all():
-        raise UserError("The model's logits are NaN or Inf: its weights are damaged.")
+        raise UserError("The model's outputs are NaN or Inf: its weights are damaged.")
     targets = logits.argmax(1) if classes is None else classes.to(logits.device)
     maps = {method: compute_map(recording, method, targets).float().cpu().numpy() for method in methods}
     probabilities = logits.softmax(1)
-    best = probabilities.topk(min(top, logits.shape[1]), 1).indices.tolist()
+    titles = class_titles(model.class_names, model.architecture.classes)  # none without a classifier
+    best = probabilities.topk(min(top, len(titles)), 1).indices.tolist()
     shown = shown_images(recording)
-    titles = class_titles(model.class_names, model.architecture.classes)
 
     def probability(row: int, index: int) -> ClassProbability:
         return ClassProbability(index, titles[index], probabilities[row, index].item())
@@ -101,7 +102,7 @@ def explain_recording(
     return [
         Explanation(
             Prediction(name, [probability(row, index) for index in best[row]], None),
-            probability(row, int(targets[row])),
+            probability(row, int(targets[row])) if titles else None,
             {method: values[row] for method, values in maps.items()},
             shown[row],
         )
@@ -110,15 +111,18 @@ def explain_recording(
 
 
 def check_model(model: Model) -> VisionTransformer:
-    """The model, if it is one of Vitrail with a classifier."""
+    """The model, if it is one of Vitrail that predicts classes or features."""
     if not isinstance(model, VisionTransformer):
         raise UserError("Only models that Vitrail builds can be explained, not other networks such as ONNX files.")
     if call := CALLS.get(model.task):
         raise UserError(f"Only classes can be explained, and these weights {call}.")
+    return model
+
+
+def check_classifier(model: VisionTransformer) -> VisionTransformer:
+    """The model, if it has a classifier."""
     if not model.architecture.classes:
-        raise UserError(
-            "This model has no classifier, so there is no prediction to explain: train one with `vitrail train --from`."
-        )
+        raise UserError("This model has no classifier, so there is no class to explain: train one with `vitrail train --from`.")
     return model
 
 
@@ -133,7 +137,7 @@ def class_indices(model: VisionTransformer, classes: "Class | Sequence[Class]", 
 
 def class_index(model: VisionTransformer, item: "Class") -> int:
     """The index of a class by its number or its name: an exact one, or else one with other upper and lower case."""
-    count = model.architecture.classes
+    count = check_classifier(model).architecture.classes
     titles = class_titles(model.class_names, count)
     if item in titles:
         return titles.index(item)

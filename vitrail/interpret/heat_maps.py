@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from PIL import Image
+from torch import Tensor
 
 from vitrail.data.class_matching import class_titles
 from vitrail.errors import UserError
@@ -56,7 +57,7 @@ def draw_saliency(recording: Recording) -> bytes:
     titles = class_titles(recording.model.class_names, recording.model.architecture.classes)
     captions = [
         "\n".join(f"{titles[index]} {100 * row[index]:.0f} %" for index in np.argsort(-row) if row[index] > CONFIDENT)
-        for row in recording.logits.detach().float().softmax(1).cpu().numpy()
+        for row in recording.logits.detach().float().softmax(1)[:, : len(titles)].cpu().numpy()  # no titles without a classifier
     ]
     with new_figure(LIGHT, (2.2 * len(pixels), 5.3)) as figure:
         tiles = figure.subplots(2, len(pixels), squeeze=False)
@@ -71,12 +72,20 @@ def draw_saliency(recording: Recording) -> bytes:
         return render_png(figure)
 
 
-def draw_heads(recording: Recording, pixels: np.ndarray, layers: Sequence[int], row: int = 0, masks: bool = False) -> bytes:
+def draw_heads(
+    recording: Recording,
+    pixels: np.ndarray,
+    layers: Sequence[int],
+    row: int = 0,
+    masks: bool = False,
+    classes: Tensor | None = None,
+) -> bytes:
     """The attention of every head, one line per layer, of one image of the batch; with `masks` the patches of 60 % of its sum.
 
-    Of the class-attention blocks it is CaiT Fig. 6, with `masks` of the last layer the figure of DINO.
+    Of the class-attention blocks it is CaiT Fig. 6, with `masks` of the last layer the figure of DINO. `classes` [B] are
+    those whose queries are shown, where each class has its own; default: the predicted ones.
     """
-    maps = [attention_maps(recording, layer)[row].float().cpu() for layer in layers]
+    maps = [attention_maps(recording, layer, classes)[row].float().cpu() for layer in layers]
     heads = max(len(each) for each in maps)
     height = 1.45 * len(layers) + 0.1
     with new_figure(LIGHT, (1.3 * heads + 0.2, height)) as figure:

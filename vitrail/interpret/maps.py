@@ -137,6 +137,17 @@ def available_methods(model: VisionTransformer) -> list[str]:
     return [name for name, method in METHODS.items() if not method.missing(model.architecture)]
 
 
+def default_methods(model: VisionTransformer) -> list[str]:
+    """The methods of `vitrail explain`: the first three that need at most one forward and one backward pass."""
+    found = [name for name in available_methods(model) if name != "occlusion"][:3]
+    if not found:
+        raise UserError(
+            "This model has no classifier, and its last layer no attention to show instead: train a classifier with "
+            "`vitrail train --from`."
+        )
+    return found
+
+
 def relevance_map(model: VisionTransformer, images: Tensor, method: str, classes: Tensor | None = None) -> Tensor:
     """How relevant each patch is for `classes` [B] (default: the predicted ones): images [B, 3, H, W] to [B, rows, columns].
 
