@@ -177,9 +177,10 @@ def test_the_figures_of_a_model_are_drawn(kind):
     assert all(reason.endswith(".") for reason in reasons.values())
 
 
-def test_figures_and_maps_of_a_model_that_is_trained():
+@pytest.mark.parametrize("norm_place", ["pre", "post"])
+def test_figures_and_maps_of_a_model_that_is_trained(norm_place):
     """They are those of evaluation mode, and change neither the model nor the modes of its parts, of which one is frozen."""
-    changes = {"norm": "batch", "drop_path": 0.5, "dropout": 0.5, "attention_dropout": 0.5}
+    changes = {"norm": "batch", "norm_place": norm_place, "drop_path": 0.5, "dropout": 0.5, "attention_dropout": 0.5}
     model = build(TINY.replace(**changes)).train()
     model.block(1).eval()
     images, classes = torch.randn(4, 3, 32, 48), torch.tensor([0, 1, 2, 3])

@@ -6,6 +6,7 @@ from torch import Tensor
 from vitrail.errors import UserError
 from vitrail.interpret.attention import Recording, without_autocast
 from vitrail.models.evaluation_mode import evaluation_mode
+from vitrail.models.vision_transformer import branch_ratios
 from vitrail.pages.charts import LIGHT, add_legend, marker_style, new_figure, render_png, style_axes, use_integer_ticks
 
 TITLES = {"mix": "token mixing", "ffn": "MLP"}
@@ -19,12 +20,10 @@ def branch_norms(recording: Recording) -> dict[str, Tensor]:
         raise UserError("Norms of residual branches need transformer blocks, which this model does not have.")
     found: dict[str, list[Tensor]] = {}
     for index, (tokens, layout, relative) in enumerate(recording.blocks):
-        x = tokens.detach()
-        for name, residual in recording.model.block(index).residuals().items():
-            with evaluation_mode(residual):
-                update = residual.update(x, layout, relative)
-            found.setdefault(name, []).append(update.flatten(1).norm(dim=1) / x.flatten(1).norm(dim=1))
-            x = residual.post(x + update)
+        block = recording.model.block(index)
+        with evaluation_mode(block):
+            for name, ratios in branch_ratios(block, tokens.detach(), layout, relative).items():
+                found.setdefault(name, []).append(ratios)
     return {name: torch.stack(values).float().cpu() for name, values in found.items()}
 
 
