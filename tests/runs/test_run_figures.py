@@ -1,6 +1,7 @@
 """Figures of stored runs: the noise of seeds against numpy, crop boxes against the crops, and patches that CutMix cuts."""
 
 import io
+import json
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 from PIL import Image
 
 import vitrail
+from tests.images import make_folder
 from tests.training.runs import make_run
 from vitrail.cli.compare import compare
 from vitrail.data.datasets.lookup import open_splits
@@ -16,10 +18,19 @@ from vitrail.data.transforms.config import Augmentation
 from vitrail.data.transforms.pipeline import augment
 from vitrail.errors import UserError
 from vitrail.recipes import lookup
+from vitrail.runs import seed_figures
 from vitrail.runs.augmentation_figures import crop_boxes, draw_token_labels
 from vitrail.runs.comparison import METRICS, group_results
 from vitrail.runs.results import read_results
-from vitrail.runs.seed_figures import draw_early, draw_histogram, draw_test, early_correlations, validation_curves
+from vitrail.runs.seed_figures import (
+    draw_early,
+    draw_histogram,
+    draw_sources,
+    draw_test,
+    early_correlations,
+    read_evaluation,
+    validation_curves,
+)
 from vitrail.teachers.annotation import AnnotationRequest, annotate
 from vitrail.teachers.lookup import open_teacher
 
@@ -65,6 +76,62 @@ def test_figures_of_seeds_need_seeds(group):
 def test_test_against_validation_results_of_either_metric(group):
     first, second = (np.asarray(Image.open(io.BytesIO(draw_test([group], METRICS[name])))) for name in ("top1", "test"))
     assert np.array_equal(first, second)
+
+
+@pytest.fixture
+def axes_of(monkeypatch):
+    """A function that returns the axes of a drawing instead of its PNG."""
+    monkeypatch.setattr(seed_figures, "render_png", lambda figure: figure)
+    return lambda draw, *arguments: draw(*arguments).axes[0]
+
+
+def test_more_groups_have_more_colors(group, axes_of):
+    groups = [type(group)(f"group {number}", (result,)) for number, result in enumerate(group.results)]
+    *points, fit = axes_of(draw_test, groups, METRICS["top1"]).lines
+    assert [each.get_label() for each in points] == [f"group {number}" for number in range(5)]
+    assert len({each.get_color() for each in points}) == 5
+    assert fit.get_linestyle() == ":"
+
+
+def write_evaluation(run, values):
+    """The evaluation.json of `vitrail evaluate RUN SOURCE... --out RUN/evaluation`."""
+    content = {"evaluations": [{"source": source, "top1": value, "loss": None} for source, value in values.items()]}
+    (run / "evaluation").mkdir(exist_ok=True)
+    (run / "evaluation" / "evaluation.json").write_text(json.dumps(content))
+
+
+def test_results_on_two_data_sets(tmp_path, axes_of):
+    """Runs without an evaluation, of one data set and of others have no point."""
+    points = [(0.80, 0.67), (0.81, 0.69), (0.83, 0.68)]
+    runs = [make_run(tmp_path / f"seed-{seed}", seed) for seed in range(6)]
+    for run, (first, second) in zip(runs, points, strict=False):
+        write_evaluation(run, {"imagenet/val": first, "imagenet-v2/": second, "third": 0.1})
+    write_evaluation(runs[3], {"imagenet/val": 0.9})
+    write_evaluation(runs[4], {"imagenet/val": 0.9, "elsewhere": 0.9})
+    results, _ = read_results([tmp_path], METRICS["top1"])
+    (group,), _ = group_results(results)
+    for name in ("top1", "test"):
+        axes = axes_of(draw_sources, [group], METRICS[name])
+        np.testing.assert_allclose(axes.lines[0].get_xydata(), 100 * np.array(points))
+        assert (axes.get_xlabel(), axes.get_ylabel()) == ("imagenet/val", "imagenet-v2/")
+        r = np.corrcoef(np.array(points).T)[0, 1]
+        assert axes.get_title("left") == f"top-1 of every run, r = {r:.2f}"
+    with pytest.raises(UserError, match="need 3 runs that were evaluated on both: `vitrail evaluate RUN FIRST SECOND --out"):
+        draw_sources([group], METRICS["loss"])  # NaN
+
+
+def test_evaluations_of_a_run_are_read(run_cli, tmp_path):
+    """As `vitrail evaluate` writes them."""
+    model = vitrail.create("vitrail_mini", classes=2, image_size=(8, 8), width=16, depth=1, patch_size=2)
+    model.class_names = ["a", "b"]
+    run, first, second = make_run(tmp_path / "run"), tmp_path / "first", tmp_path / "second"
+    vitrail.save(model, run / "best.safetensors")
+    for folder, count in ((first, 1), (second, 2)):
+        make_folder(folder, model.class_names, count)
+    run_cli("evaluate", run, first, second, "--out", run / "evaluation")
+    found = read_evaluation(run, METRICS["top1"])
+    assert list(found) == [str(first), str(second)]
+    assert (4 * found[str(second)]).is_integer()  # four images
 
 
 def test_compare_draws_all_figures(seeds, tmp_path, capsys):
