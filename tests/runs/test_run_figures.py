@@ -12,15 +12,19 @@ import vitrail
 from tests.images import make_folder
 from tests.training.runs import make_run
 from vitrail.cli.compare import compare
+from vitrail.data.contact_sheet import sample_images
 from vitrail.data.datasets.lookup import open_splits
 from vitrail.data.rng import sample_key
 from vitrail.data.transforms.config import Augmentation
 from vitrail.data.transforms.pipeline import augment
 from vitrail.errors import UserError
+from vitrail.interpret.attention import record
+from vitrail.interpret.branch_norms import branch_norms
 from vitrail.recipes import lookup
 from vitrail.runs import seed_figures
-from vitrail.runs.augmentation_figures import crop_boxes, draw_token_labels
+from vitrail.runs.augmentation_figures import crop_boxes, draw_token_labels, open_splits_of
 from vitrail.runs.comparison import METRICS, group_results
+from vitrail.runs.model_figures import draw_norms
 from vitrail.runs.results import read_results
 from vitrail.runs.seed_figures import (
     draw_early,
@@ -137,10 +141,46 @@ def test_evaluations_of_a_run_are_read(run_cli, tmp_path):
 def test_compare_draws_all_figures(seeds, tmp_path, capsys):
     compare([seeds], figures=tmp_path / "figures")
     said = capsys.readouterr().err
-    for name in ("seeds-histogram", "seeds-epochs", "seeds-early", "seeds-test", "crop-boxes", "mixed-patches"):
+    for name in ("seeds-histogram", "seeds-epochs", "seeds-early", "seeds-test", "crop-boxes", "mixed-patches", "branch-norms"):
         path = tmp_path / "figures" / f"{name}.png"
         assert f"wrote {path}" in said
         assert np.asarray(Image.open(io.BytesIO(path.read_bytes())).convert("L")).std() > 5
+
+
+def test_norms_of_residual_branches_of_several_groups(tmp_path, monkeypatch):
+    """With LayerScale and without, of another depth, on the same images with the size of each."""
+    norms, sizes = {}, {"base": 8, "no-layerscale": 8, "larger": 12, "fourth": 8}
+    images = [pixels for _, pixels in sample_images(open_splits("digits").validation, 8, 0)]
+    for number, (name, size) in enumerate(sizes.items()):
+        torch.manual_seed(number)
+        changes = {"residual": "plain"} if name == "no-layerscale" else {"layerscale_init": 1e-3}
+        model = vitrail.create("cait_xxs24", 10, size, width=16, depth=2 + (name == "larger"), heads=2, patch_size=2, **changes)
+        recipe = lookup("laptop").set({"architecture.width": 16 + number})
+        run = make_run(tmp_path / name / "seed-0", recipe=recipe.to_dict(), source="digits", data={"fingerprint": "x"})
+        vitrail.save(model, run / "best.safetensors")
+        norms[name] = branch_norms(record(model.eval(), model.preprocess(images)))
+    results, _ = read_results([tmp_path / name for name in sizes], METRICS["top1"])
+    groups, _ = group_results(results)
+    assert [group.name for group in groups] == list(sizes)
+    monkeypatch.setattr("vitrail.interpret.branch_norms.render_png", lambda figure: figure)
+    panels = draw_norms(groups).axes
+    assert [axes.get_title("left") for axes in panels] == ["|branch| / |input|: token mixing", "|branch| / |input|: MLP"]
+    for axes, kind in zip(panels, ("mix", "ffn"), strict=True):
+        assert [line.get_label() for line in axes.lines] == [f"{name}: mean of 8 images" for name in list(sizes)[:3]]
+        for line, name in zip(axes.lines, sizes, strict=False):
+            np.testing.assert_allclose(line.get_ydata(), norms[name][kind].mean(1), rtol=1e-4)
+        assert axes.get_ylim()[1] > max(float(norms[name][kind].max()) for name in list(sizes)[:3])
+        assert len({line.get_color() for line in axes.lines}) == 3
+
+
+def test_images_of_a_fold(tmp_path):
+    """Those of the training of the first run."""
+    recipe = lookup("laptop").set({"data.folds": 5, "seed": 2})
+    make_run(tmp_path, recipe=recipe.to_dict(), source="digits", data={"fingerprint": "x"})
+    results, _ = read_results([tmp_path], METRICS["top1"])
+    found, expected = open_splits_of(group_results(results)[0]), open_splits("digits", fold=(2, 5))
+    assert np.array_equal(found.train.indices, expected.train.indices)
+    assert np.array_equal(found.validation.indices, expected.validation.indices)
 
 
 @pytest.mark.parametrize("crop", ["random_resized", "simple"])
