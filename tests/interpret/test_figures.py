@@ -25,7 +25,7 @@ from vitrail.interpret.heat_maps import draw_class_maps, draw_heads, draw_over, 
 from vitrail.interpret.maps import available_methods, compute_map
 from vitrail.interpret.patch_mixing import draw_mosaics, patch_mosaics, weight_sparsity
 from vitrail.interpret.position import position_similarity
-from vitrail.interpret.token_similarity import token_cosines
+from vitrail.interpret.token_similarity import LEARNED, draw_token_cosines, token_cosines
 from vitrail.models.registry import build
 
 
@@ -171,7 +171,7 @@ def test_token_cosines_are_means_of_pairs():
     model, (images, _) = trained("distilled"), digits()
     recording = record(model, images[:4])
     found = token_cosines(recording)
-    assert list(found) == ["patches", "class and patches", "class and distillation"]
+    assert list(found) == ["patches", "class and patches", "class and distillation", LEARNED]
     tokens = recording.blocks[2][0]
     similar = F.cosine_similarity(tokens[:, :, None], tokens[:, None], dim=-1)
     pairs = similar[:, 2:, 2:].sum((1, 2)) - 36
@@ -180,6 +180,24 @@ def test_token_cosines_are_means_of_pairs():
     last = model.features(images[:4]).prefix
     expected = F.cosine_similarity(last[:, 0], last[:, 1], dim=-1).mean().detach()
     assert float(found["class and distillation"][-1].mean()) == pytest.approx(float(expected), abs=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "changes"), [("deit_tiny_distilled_patch16", {}), ("cait_xxs24", {"distillation": True})])
+def test_the_cosine_of_learned_tokens_is_without_position_embeddings(kind, changes, monkeypatch):
+    model = vitrail.create(kind, 10, 32, width=32, depth=2, heads=4, **changes).eval()
+    tokens = model.prefix if model.prefix is not None else model.pooling.queries
+    with torch.no_grad():
+        tokens[:, :2] = torch.tensor([[3.0, 4.0], [4.0, -3.0]])
+        tokens[:, 2:] = torch.tensor([[1.0], [0.5]])
+    expected = 15 / (55**0.5 * 32.5**0.5)
+    found = token_cosines(record(model, torch.randn(3, 3, 32, 32)))
+    assert found[LEARNED].tolist() == [pytest.approx([expected] * 3)]
+    monkeypatch.setattr("vitrail.interpret.token_similarity.render_png", lambda figure: figure)
+    (axes,) = draw_token_cosines(found).axes
+    point = axes.lines[-1]
+    assert point.get_xydata().tolist() == [[0, pytest.approx(expected)]]
+    assert point.get_label() == f"class and distillation without position embeddings: {expected:.2f}"
+    assert LEARNED not in token_cosines(record(trained("cait"), digits()[0][:1]))
 
 
 def test_figures_are_means_of_all_images(monkeypatch):
