@@ -16,13 +16,14 @@ from vitrail.data.contact_sheet import sample_images
 from vitrail.data.datasets.lookup import open_splits
 from vitrail.data.rng import sample_key
 from vitrail.data.transforms.config import Augmentation
+from vitrail.data.transforms.mixup import Mix
 from vitrail.data.transforms.pipeline import augment
 from vitrail.errors import UserError
 from vitrail.interpret.attention import record
 from vitrail.interpret.branch_norms import branch_norms
 from vitrail.recipes import lookup
 from vitrail.runs import seed_figures
-from vitrail.runs.augmentation_figures import crop_boxes, draw_token_labels, open_splits_of
+from vitrail.runs.augmentation_figures import crop_boxes, crossed, draw_token_labels, draw_token_mixing, open_splits_of
 from vitrail.runs.comparison import METRICS, group_results
 from vitrail.runs.model_figures import draw_norms
 from vitrail.runs.results import read_results
@@ -35,6 +36,7 @@ from vitrail.runs.seed_figures import (
     read_evaluation,
     validation_curves,
 )
+from vitrail.tasks.token_labels import covered
 from vitrail.teachers.annotation import AnnotationRequest, annotate
 from vitrail.teachers.lookup import open_teacher
 
@@ -198,6 +200,28 @@ def test_boxes_are_the_crops_of_the_training(crop):
         centers = float(inside[0].mean() / 3), float(inside[1].mean() / 4)
         assert centers[0] == pytest.approx((left + right) / 2 - 0.5, abs=1.0)
         assert centers[1] == pytest.approx((top + bottom) / 2 - 0.5, abs=1.0)
+
+
+def test_patches_that_cutmix_cuts():
+    """A box of 5 x 9 pixels in patches of 4: whole patches are inside or outside of it, and those at its edges are cut."""
+    cut = crossed(covered(Mix(0.6, (4, 9, 2, 11)), (4, 5), 4, torch.device("cpu"))).unflatten(0, (4, 5))
+    assert cut.int().tolist() == [
+        [0, 0, 0, 0, 0],
+        [1, 0, 1, 0, 0],
+        [1, 1, 1, 0, 0],
+        [0, 0, 0, 0, 0],
+    ]
+    assert not crossed(covered(Mix(0.8, (4, 8, 0, 12)), (4, 5), 4, torch.device("cpu"))).any()
+
+
+def test_marked_patches_are_those_that_are_cut(group, monkeypatch):
+    """Red squares of the panel of CutMix, at the patches where the box of the first such step ends; none with MixToken."""
+    monkeypatch.setattr("vitrail.runs.augmentation_figures.render_png", lambda figure: figure)
+    monkeypatch.setattr("vitrail.runs.augmentation_figures.draw_mix", lambda *arguments: Mix(0.7, (2, 7, 1, 4)))
+    *_, cutmix, mixtoken = draw_token_mixing([group]).axes
+    corners = {(square.get_x() + 0.5, square.get_y() + 0.5) for square in cutmix.patches}
+    assert corners == {(0, 2), (0, 4), (0, 6), (2, 6)}  # of patches of 2 pixels: the left column, and the lowest row
+    assert not mixtoken.patches
 
 
 def test_token_labels_of_a_run(tmp_path):
