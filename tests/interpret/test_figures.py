@@ -10,6 +10,7 @@ from PIL import Image
 from torch.nn import functional as F
 
 import vitrail
+from tests.interpret.test_recording import recorded
 from tests.interpret.trained import MODELS, digits, photographs, trained
 from tests.models.test_trace import TINY
 from tests.small import structures
@@ -71,6 +72,16 @@ def test_distances_of_uniform_attention(size, patch, expected):
         model.block(0).mix.branches[0].body.qkv.weight.zero_()
     distances = attention_distances(record(model, torch.randn(1, 3, size, size)))
     assert distances[0].squeeze(1).tolist() == pytest.approx([expected] * 4, abs=0.01)
+
+
+def test_distances_on_a_grid_that_is_not_square():
+    """Of 2 x 3 patches and a class token, by hand: rows and columns are not exchanged, and the class token is left out."""
+    recording, _, _ = recorded(TINY)
+    weights = recording.attention_rows(1).double().numpy()[:, :, 1:, 1:]
+    weights = weights / weights.sum(-1, keepdims=True)
+    centers = np.array([[8, 8], [8, 24], [8, 40], [24, 8], [24, 24], [24, 40]])
+    distances = np.hypot(*(centers[:, None] - centers).T)
+    np.testing.assert_allclose(attention_distances(recording)[1].T, (weights * distances).sum(-1).mean(-1), rtol=1e-5)
 
 
 def test_position_similarity(bundled):
@@ -196,7 +207,7 @@ def test_the_cosine_of_learned_tokens_is_without_position_embeddings(kind, chang
     (axes,) = draw_token_cosines(found).axes
     point = axes.lines[-1]
     assert point.get_xydata().tolist() == [[0, pytest.approx(expected)]]
-    assert point.get_label() == f"class and distillation without position embeddings: {expected:.2f}"
+    assert point.get_label() == f"class and distillation, learned: {expected:.2f}"
     assert LEARNED not in token_cosines(record(trained("cait"), digits()[0][:1]))
 
 

@@ -9,7 +9,7 @@ from vitrail.interpret.attention import Recording, plain_forward
 from vitrail.layers.pooling import QueryPooling
 from vitrail.pages.charts import LIGHT, add_legend, marker_style, new_figure, render_png, style_axes, use_integer_ticks
 
-LEARNED = "class and distillation without position embeddings"
+LEARNED = "class and distillation, learned"
 
 
 @torch.no_grad()
