@@ -180,4 +180,5 @@ def test_scores_of_two_checkpoints(explain, place):
         "iou",
         "deletion",
         "insertion",
+        "to_center",
     }
