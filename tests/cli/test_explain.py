@@ -54,6 +54,8 @@ def test_a_report(explain, place):
     assert "attention of layer 3, head 1" in page
     assert "Mean attention distance of every head and layer" in page
     assert "Cross-patch mosaics need linear layers over the patches" in page
+    assert "28 principal components of filters need more than 28 filters of more than 28 values" in page
+    assert not (place / "a" / "figure-filters.png").exists()
     assert "<script" not in page
     assert np.load(place / "a" / "[b]0-rollout.npy").sum() == pytest.approx(1, abs=1e-4)
     for name in (
@@ -62,7 +64,7 @@ def test_a_report(explain, place):
         "[b]0-attention-3-1.png",
         "[b]0-heads.png",
         "[b]0-thresholded.png",
-        "figure-filters.png",
+        "figure-position.png",
     ):
         assert np.asarray(Image.open(place / "a" / name).convert("L")).std() > 5
 
@@ -88,7 +90,7 @@ def test_files_of_images_with_similar_and_long_names(explain, place, tmp_path):
         "cat-attention.jpg",
         "cat.png",
         "cat.jpg",
-        "figure-filters.png",
+        "figure-position.png",
         "other/cat.png",
         "é" * 125 + ".jpg",
         "é" * 124 + ".jpg",
@@ -101,10 +103,10 @@ def test_files_of_images_with_similar_and_long_names(explain, place, tmp_path):
     files = [path.name for path in (tmp_path / "report").iterdir()]
     assert len([name for name in files if name.endswith("-image.png")]) == len(names)
     assert len([name for name in files if name.endswith("-attention.npy")]) == len(names)
-    for stem in ("cat-attention", "cat", "cat-2", "cat-3", "figure-filters", "é" * 75, "é" * 75 + "-2"):
+    for stem in ("cat-attention", "cat", "cat-2", "cat-3", "figure-position", "é" * 75, "é" * 75 + "-2"):
         assert {f"{stem}-image.png", f"{stem}-attention.png", f"{stem}-attention.npy"} <= set(files)
     assert Image.open(tmp_path / "report" / "cat-2-image.png").getpixel((9, 9))[0] in range(55, 65)
-    assert np.asarray(Image.open(tmp_path / "report" / "figure-filters.png").convert("L")).std() > 5
+    assert np.asarray(Image.open(tmp_path / "report" / "figure-position.png").convert("L")).std() > 5
 
 
 def test_class_attention_and_a_chosen_class(explain, place):
@@ -228,4 +230,5 @@ def test_scores_of_two_checkpoints(explain, place):
         "iou",
         "deletion",
         "insertion",
+        "to_center",
     }

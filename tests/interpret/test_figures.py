@@ -10,7 +10,8 @@ from PIL import Image
 from torch.nn import functional as F
 
 import vitrail
-from tests.interpret.trained import digits, trained
+from tests.interpret.test_recording import recorded
+from tests.interpret.trained import MODELS, digits, photographs, trained
 from tests.models.test_trace import TINY
 from tests.small import structures
 from vitrail.data.datasets.lookup import open_source
@@ -20,12 +21,12 @@ from vitrail.interpret.branch_norms import branch_norms
 from vitrail.interpret.distance import attention_distances, draw_distances
 from vitrail.interpret.explanation import to_uint8
 from vitrail.interpret.figures import FIGURES, MAX_IMAGES, PaperFigures
-from vitrail.interpret.filters import filter_components
+from vitrail.interpret.filters import draw_filters, filter_components
 from vitrail.interpret.heat_maps import draw_class_maps, draw_heads, draw_over, draw_saliency, saliency
 from vitrail.interpret.maps import available_methods, compute_map
 from vitrail.interpret.patch_mixing import draw_mosaics, patch_mosaics, weight_sparsity
 from vitrail.interpret.position import position_similarity
-from vitrail.interpret.token_similarity import token_cosines
+from vitrail.interpret.token_similarity import LEARNED, draw_token_cosines, token_cosines
 from vitrail.models.registry import build
 
 
@@ -43,18 +44,18 @@ def is_drawing(png):
 
 
 @pytest.fixture(scope="module")
-def photographs():
+def bundled():
     """The bundled weights after a forward pass on three photographs."""
     source, model = open_source("pets", "test"), vitrail.load("vitrail_tiny")
     images = [Image.open(io.BytesIO(source.encoded(index))).convert("RGB") for index in (0, 40, 120)]
     return record(model, model.preprocess(images))
 
 
-def test_distances_are_those_of_a_loop(photographs):
-    found = attention_distances(photographs)
+def test_distances_are_those_of_a_loop(bundled):
+    found = attention_distances(bundled)
     assert list(found) == list(range(11))
-    rows, columns = photographs.grid
-    weights = photographs.attention_rows(3).double().numpy()  # mean pooling: no prefix tokens
+    rows, columns = bundled.grid
+    weights = bundled.attention_rows(3).double().numpy()  # mean pooling: no prefix tokens
     total = np.zeros(weights.shape[1])
     for query in range(rows * columns):
         for key in range(rows * columns):
@@ -73,8 +74,18 @@ def test_distances_of_uniform_attention(size, patch, expected):
     assert distances[0].squeeze(1).tolist() == pytest.approx([expected] * 4, abs=0.01)
 
 
-def test_position_similarity(photographs):
-    model = photographs.model
+def test_distances_on_a_grid_that_is_not_square():
+    """Of 2 x 3 patches and a class token, by hand: rows and columns are not exchanged, and the class token is left out."""
+    recording, _, _ = recorded(TINY)
+    weights = recording.attention_rows(1).double().numpy()[:, :, 1:, 1:]
+    weights = weights / weights.sum(-1, keepdims=True)
+    centers = np.array([[8, 8], [8, 24], [8, 40], [24, 8], [24, 24], [24, 40]])
+    distances = np.hypot(*(centers[:, None] - centers).T)
+    np.testing.assert_allclose(attention_distances(recording)[1].T, (weights * distances).sum(-1).mean(-1), rtol=1e-5)
+
+
+def test_position_similarity(bundled):
+    model = bundled.model
     found = position_similarity(model)
     table = model.pos_embed[0].table.detach().double()
     assert found.shape == (8, 8, 8, 8)
@@ -94,6 +105,33 @@ def test_filters_are_principal_components():
     np.testing.assert_allclose(share, (values[::-1] / values.sum())[:5], rtol=1e-4)
     flat = components.permute(0, 3, 1, 2).flatten(1).numpy()
     np.testing.assert_allclose(np.abs(np.sum(flat * vectors.T[::-1][:5], 1)), np.ones(5), rtol=1e-3)
+
+
+def test_filters_of_patches_of_16_pixels():
+    """The 28 components of the paper; those of trained filters are smooth, and other ones are noise."""
+    model = trained("photographs")
+    components, share = filter_components(model)
+    assert components.shape == (28, 16, 16, 3)
+    assert 0.5 < share.sum() < 0.99
+    flat = components.flatten(1)
+    torch.testing.assert_close(flat @ flat.T, torch.eye(28), rtol=0, atol=1e-5)
+
+    def roughness(components):
+        """The mean square of the difference of neighboring pixels, 2 for noise."""
+        return (components[:, 1:] - components[:, :-1]).square().mean((1, 2, 3)) / components.var((1, 2, 3))
+
+    untrained, _ = filter_components(build(model.architecture))
+    assert roughness(components)[:4].max() < 1
+    assert roughness(untrained)[:4].min() > 1.8
+    assert is_drawing(draw_filters(model))
+
+
+def test_components_of_few_filters_are_not_drawn():
+    """28 components of 3 x 3 filters, or of 16 filters, would be all that there are."""
+    with pytest.raises(UserError, match="filters of more than 28 values: this model has 32 of 3 x 3 x 3"):
+        filter_components(vitrail.load("vitrail_tiny"))
+    with pytest.raises(UserError, match="filters of more than 28 values: this model has 16 of 3 x 16 x 16"):
+        filter_components(build(TINY.replace(width=16)))
 
 
 def test_mosaics_are_rows_of_the_cross_patch_layers():
@@ -133,8 +171,8 @@ def test_sparsity_is_the_share_of_small_weights():
     assert [len(values) for values in found.values()] == [3, 3, 3]
 
 
-def test_branch_norms_are_those_of_the_trace(photographs):
-    found, trace = branch_norms(photographs), photographs.model.trace(photographs.images)
+def test_branch_norms_are_those_of_the_trace(bundled):
+    found, trace = branch_norms(bundled), bundled.model.trace(bundled.images)
     for layer, expected in trace.layers.items():
         for name, ratios in expected.ratios.items():
             np.testing.assert_allclose(found[name][layer], ratios.detach().numpy(), rtol=1e-4)
@@ -144,7 +182,7 @@ def test_token_cosines_are_means_of_pairs():
     model, (images, _) = trained("distilled"), digits()
     recording = record(model, images[:4])
     found = token_cosines(recording)
-    assert list(found) == ["patches", "class and patches", "class and distillation"]
+    assert list(found) == ["patches", "class and patches", "class and distillation", LEARNED]
     tokens = recording.blocks[2][0]
     similar = F.cosine_similarity(tokens[:, :, None], tokens[:, None], dim=-1)
     pairs = similar[:, 2:, 2:].sum((1, 2)) - 36
@@ -153,6 +191,24 @@ def test_token_cosines_are_means_of_pairs():
     last = model.features(images[:4]).prefix
     expected = F.cosine_similarity(last[:, 0], last[:, 1], dim=-1).mean().detach()
     assert float(found["class and distillation"][-1].mean()) == pytest.approx(float(expected), abs=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "changes"), [("deit_tiny_distilled_patch16", {}), ("cait_xxs24", {"distillation": True})])
+def test_the_cosine_of_learned_tokens_is_without_position_embeddings(kind, changes, monkeypatch):
+    model = vitrail.create(kind, 10, 32, width=32, depth=2, heads=4, **changes).eval()
+    tokens = model.prefix if model.prefix is not None else model.pooling.queries
+    with torch.no_grad():
+        tokens[:, :2] = torch.tensor([[3.0, 4.0], [4.0, -3.0]])
+        tokens[:, 2:] = torch.tensor([[1.0], [0.5]])
+    expected = 15 / (55**0.5 * 32.5**0.5)
+    found = token_cosines(record(model, torch.randn(3, 3, 32, 32)))
+    assert found[LEARNED].tolist() == [pytest.approx([expected] * 3)]
+    monkeypatch.setattr("vitrail.interpret.token_similarity.render_png", lambda figure: figure)
+    (axes,) = draw_token_cosines(found).axes
+    point = axes.lines[-1]
+    assert point.get_xydata().tolist() == [[0, pytest.approx(expected)]]
+    assert point.get_label() == f"class and distillation, learned: {expected:.2f}"
+    assert LEARNED not in token_cosines(record(trained("cait"), digits()[0][:1]))
 
 
 def test_figures_are_means_of_all_images(monkeypatch):
@@ -166,20 +222,23 @@ def test_figures_are_means_of_all_images(monkeypatch):
     assert draw_figures(record(model, images[:4]), record(model, images[4:6]))[0] == draw_figures(record(model, images[:4]))[0]
 
 
-@pytest.mark.parametrize("kind", ["cait", "resmlp", "patchconvnet", "distilled"])
+@pytest.mark.parametrize("kind", MODELS)
 def test_the_figures_of_a_model_are_drawn(kind):
-    recording = record(trained(kind), digits()[0][:3])
+    images, _ = photographs() if kind == "photographs" else digits()
+    recording = record(trained(kind), images[:3])
     drawn, reasons = draw_figures(recording)
     assert set(drawn) | set(reasons) == set(FIGURES)
     assert all(is_drawing(png) for png in drawn.values())
     assert ("mosaics" in drawn) == (kind == "resmlp")
-    assert ("distance" in drawn) == (kind in ("cait", "distilled"))
+    assert ("distance" in drawn) == (kind in ("cait", "distilled", "photographs"))
+    assert "filters" in drawn
     assert all(reason.endswith(".") for reason in reasons.values())
 
 
-def test_figures_and_maps_of_a_model_that_is_trained():
+@pytest.mark.parametrize("norm_place", ["pre", "post"])
+def test_figures_and_maps_of_a_model_that_is_trained(norm_place):
     """They are those of evaluation mode, and change neither the model nor the modes of its parts, of which one is frozen."""
-    changes = {"norm": "batch", "drop_path": 0.5, "dropout": 0.5, "attention_dropout": 0.5}
+    changes = {"norm": "batch", "norm_place": norm_place, "drop_path": 0.5, "dropout": 0.5, "attention_dropout": 0.5}
     model = build(TINY.replace(**changes)).train()
     model.block(1).eval()
     images, classes = torch.randn(4, 3, 32, 48), torch.tensor([0, 1, 2, 3])

@@ -10,8 +10,9 @@ from tests.models.test_trace import TINY
 from vitrail.data.datasets.lookup import open_sources
 from vitrail.data.mask_classes import MaskClasses, make_classes
 from vitrail.errors import UserError
+from vitrail.evaluation.statistics import summarize
 from vitrail.interpret import scores
-from vitrail.interpret.scores import foreground_table, probability_curve, score_maps, score_methods
+from vitrail.interpret.scores import foreground_table, keep_object, probability_curve, score_maps, score_methods
 from vitrail.models.registry import build
 
 
@@ -119,6 +120,39 @@ def test_a_method_that_finds_the_objects_is_better_than_the_baselines(boxes):
     assert scores["evidence"].pointing_interval[0] == pytest.approx(0.757, abs=0.01)  # Wilson: 12 of 12
     assert scores["evidence"].iou.low > scores["random"].iou.high
     assert scores["evidence"].iou.mean > scores["center"].iou.mean
+    difference = scores["evidence"].to_center["iou"]
+    assert difference.mean == pytest.approx(scores["evidence"].iou.mean - scores["center"].iou.mean)
+    assert difference.low > 0
+    assert all(each == summarize([0.0] * 12) for each in scores["center"].to_center.values())
+    assert scores["evidence"].to_dict()["to_center"]["insertion"]["n"] == 12
+
+
+def test_only_the_object_of_the_predicted_class_counts():
+    """Where the image has it: of the second, all objects are kept. Ignored pixels stay ignored."""
+    indices = torch.tensor([[[0, 1, 2, 255]], [[0, 1, 1, 255]], [[0, 1, 2, 255]]])
+    masks = torch.tensor([[[0, 1, 1, 255]], [[0, 1, 1, 255]], [[0, 1, 1, 255]]], dtype=torch.uint8)
+    kept = keep_object(masks, indices, torch.tensor([2, 2, -1]))
+    assert kept[:, 0].tolist() == [[0, 0, 1, 255], [0, 1, 1, 255], [0, 1, 1, 255]]
+
+
+def test_mask_classes_are_found_by_the_name_of_the_predicted_class(boxes, monkeypatch):
+    """Always predicted: "Blue", a mask class, then "background", which is no object, then no names."""
+    model = build(TINY.replace(depth=1, pooling="mean", patch_size=4, classes=3)).eval()
+    with torch.no_grad():
+        model.head.bias[2] = 100
+    seen = []
+    monkeypatch.setattr(
+        scores, "score_maps", lambda _, maps, masks, classes: seen.append(masks == 1) or torch.zeros(len(maps), 4)
+    )
+    found = []
+    for names in (["a", "b", "Blue"], ["a", "b", "background"], None):
+        model.class_names = names
+        seen.clear()
+        score_methods(model, open_sources(str(boxes))["train"], [], images=12)
+        found.append(seen[0].clone())
+    assert torch.equal(found[1], found[2])
+    assert (found[0] <= found[1]).all()
+    assert found[0].flatten(1).sum(1).lt(found[1].flatten(1).sum(1)).any()
 
 
 def test_which_pixels_are_objects():

@@ -1,6 +1,7 @@
 """Figures of stored runs: the noise of seeds against numpy, crop boxes against the crops, and patches that CutMix cuts."""
 
 import io
+import json
 
 import numpy as np
 import pytest
@@ -8,18 +9,34 @@ import torch
 from PIL import Image
 
 import vitrail
+from tests.images import make_folder
 from tests.training.runs import make_run
 from vitrail.cli.compare import compare
+from vitrail.data.contact_sheet import sample_images
 from vitrail.data.datasets.lookup import open_splits
 from vitrail.data.rng import sample_key
 from vitrail.data.transforms.config import Augmentation
+from vitrail.data.transforms.mixup import Mix
 from vitrail.data.transforms.pipeline import augment
 from vitrail.errors import UserError
+from vitrail.interpret.attention import record
+from vitrail.interpret.branch_norms import branch_norms
 from vitrail.recipes import lookup
-from vitrail.runs.augmentation_figures import crop_boxes, draw_token_labels
+from vitrail.runs import seed_figures
+from vitrail.runs.augmentation_figures import crop_boxes, crossed, draw_token_labels, draw_token_mixing, open_splits_of
 from vitrail.runs.comparison import METRICS, group_results
+from vitrail.runs.model_figures import draw_norms
 from vitrail.runs.results import read_results
-from vitrail.runs.seed_figures import draw_early, draw_histogram, draw_test, early_correlations, validation_curves
+from vitrail.runs.seed_figures import (
+    draw_early,
+    draw_histogram,
+    draw_sources,
+    draw_test,
+    early_correlations,
+    read_evaluation,
+    validation_curves,
+)
+from vitrail.tasks.token_labels import covered
 from vitrail.teachers.annotation import AnnotationRequest, annotate
 from vitrail.teachers.lookup import open_teacher
 
@@ -67,13 +84,105 @@ def test_test_against_validation_results_of_either_metric(group):
     assert np.array_equal(first, second)
 
 
+@pytest.fixture
+def axes_of(monkeypatch):
+    """A function that returns the axes of a drawing instead of its PNG."""
+    monkeypatch.setattr(seed_figures, "render_png", lambda figure: figure)
+    return lambda draw, *arguments: draw(*arguments).axes[0]
+
+
+def test_more_groups_have_more_colors(group, axes_of):
+    groups = [type(group)(f"group {number}", (result,)) for number, result in enumerate(group.results)]
+    *points, fit = axes_of(draw_test, groups, METRICS["top1"]).lines
+    assert [each.get_label() for each in points] == [f"group {number}" for number in range(5)]
+    assert len({each.get_color() for each in points}) == 5
+    assert fit.get_linestyle() == ":"
+
+
+def write_evaluation(run, values):
+    """The evaluation.json of `vitrail evaluate RUN SOURCE... --out RUN/evaluation`."""
+    content = {"evaluations": [{"source": source, "top1": value, "loss": None} for source, value in values.items()]}
+    (run / "evaluation").mkdir(exist_ok=True)
+    (run / "evaluation" / "evaluation.json").write_text(json.dumps(content))
+
+
+def test_results_on_two_data_sets(tmp_path, axes_of):
+    """Runs without an evaluation, of one data set and of others have no point."""
+    points = [(0.80, 0.67), (0.81, 0.69), (0.83, 0.68)]
+    runs = [make_run(tmp_path / f"seed-{seed}", seed) for seed in range(6)]
+    for run, (first, second) in zip(runs, points, strict=False):
+        write_evaluation(run, {"imagenet/val": first, "imagenet-v2/": second, "third": 0.1})
+    write_evaluation(runs[3], {"imagenet/val": 0.9})
+    write_evaluation(runs[4], {"imagenet/val": 0.9, "elsewhere": 0.9})
+    results, _ = read_results([tmp_path], METRICS["top1"])
+    (group,), _ = group_results(results)
+    for name in ("top1", "test"):
+        axes = axes_of(draw_sources, [group], METRICS[name])
+        np.testing.assert_allclose(axes.lines[0].get_xydata(), 100 * np.array(points))
+        assert (axes.get_xlabel(), axes.get_ylabel()) == ("imagenet/val", "imagenet-v2/")
+        r = np.corrcoef(np.array(points).T)[0, 1]
+        assert axes.get_title("left") == f"top-1 of every run, r = {r:.2f}"
+    with pytest.raises(UserError, match="need 3 runs that were evaluated on both: `vitrail evaluate RUN FIRST SECOND --out"):
+        draw_sources([group], METRICS["loss"])  # NaN
+
+
+def test_evaluations_of_a_run_are_read(run_cli, tmp_path):
+    """As `vitrail evaluate` writes them."""
+    model = vitrail.create("vitrail_mini", classes=2, image_size=(8, 8), width=16, depth=1, patch_size=2)
+    model.class_names = ["a", "b"]
+    run, first, second = make_run(tmp_path / "run"), tmp_path / "first", tmp_path / "second"
+    vitrail.save(model, run / "best.safetensors")
+    for folder, count in ((first, 1), (second, 2)):
+        make_folder(folder, model.class_names, count)
+    run_cli("evaluate", run, first, second, "--out", run / "evaluation")
+    found = read_evaluation(run, METRICS["top1"])
+    assert list(found) == [str(first), str(second)]
+    assert (4 * found[str(second)]).is_integer()  # four images
+
+
 def test_compare_draws_all_figures(seeds, tmp_path, capsys):
     compare([seeds], figures=tmp_path / "figures")
     said = capsys.readouterr().err
-    for name in ("seeds-histogram", "seeds-epochs", "seeds-early", "seeds-test", "crop-boxes", "mixed-patches"):
+    for name in ("seeds-histogram", "seeds-epochs", "seeds-early", "seeds-test", "crop-boxes", "mixed-patches", "branch-norms"):
         path = tmp_path / "figures" / f"{name}.png"
         assert f"wrote {path}" in said
         assert np.asarray(Image.open(io.BytesIO(path.read_bytes())).convert("L")).std() > 5
+
+
+def test_norms_of_residual_branches_of_several_groups(tmp_path, monkeypatch):
+    """With LayerScale and without, of another depth, on the same images with the size of each."""
+    norms, sizes = {}, {"base": 8, "no-layerscale": 8, "larger": 12, "fourth": 8}
+    images = [pixels for _, pixels in sample_images(open_splits("digits").validation, 8, 0)]
+    for number, (name, size) in enumerate(sizes.items()):
+        torch.manual_seed(number)
+        changes = {"residual": "plain"} if name == "no-layerscale" else {"layerscale_init": 1e-3}
+        model = vitrail.create("cait_xxs24", 10, size, width=16, depth=2 + (name == "larger"), heads=2, patch_size=2, **changes)
+        recipe = lookup("laptop").set({"architecture.width": 16 + number})
+        run = make_run(tmp_path / name / "seed-0", recipe=recipe.to_dict(), source="digits", data={"fingerprint": "x"})
+        vitrail.save(model, run / "best.safetensors")
+        norms[name] = branch_norms(record(model.eval(), model.preprocess(images)))
+    results, _ = read_results([tmp_path / name for name in sizes], METRICS["top1"])
+    groups, _ = group_results(results)
+    assert [group.name for group in groups] == list(sizes)
+    monkeypatch.setattr("vitrail.interpret.branch_norms.render_png", lambda figure: figure)
+    panels = draw_norms(groups).axes
+    assert [axes.get_title("left") for axes in panels] == ["|branch| / |input|: token mixing", "|branch| / |input|: MLP"]
+    for axes, kind in zip(panels, ("mix", "ffn"), strict=True):
+        assert [line.get_label() for line in axes.lines] == [f"{name}: mean of 8 images" for name in list(sizes)[:3]]
+        for line, name in zip(axes.lines, sizes, strict=False):
+            np.testing.assert_allclose(line.get_ydata(), norms[name][kind].mean(1), rtol=1e-4)
+        assert axes.get_ylim()[1] > max(float(norms[name][kind].max()) for name in list(sizes)[:3])
+        assert len({line.get_color() for line in axes.lines}) == 3
+
+
+def test_images_of_a_fold(tmp_path):
+    """Those of the training of the first run."""
+    recipe = lookup("laptop").set({"data.folds": 5, "seed": 2})
+    make_run(tmp_path, recipe=recipe.to_dict(), source="digits", data={"fingerprint": "x"})
+    results, _ = read_results([tmp_path], METRICS["top1"])
+    found, expected = open_splits_of(group_results(results)[0]), open_splits("digits", fold=(2, 5))
+    assert np.array_equal(found.train.indices, expected.train.indices)
+    assert np.array_equal(found.validation.indices, expected.validation.indices)
 
 
 @pytest.mark.parametrize("crop", ["random_resized", "simple"])
@@ -91,6 +200,28 @@ def test_boxes_are_the_crops_of_the_training(crop):
         centers = float(inside[0].mean() / 3), float(inside[1].mean() / 4)
         assert centers[0] == pytest.approx((left + right) / 2 - 0.5, abs=1.0)
         assert centers[1] == pytest.approx((top + bottom) / 2 - 0.5, abs=1.0)
+
+
+def test_patches_that_cutmix_cuts():
+    """A box of 5 x 9 pixels in patches of 4: whole patches are inside or outside of it, and those at its edges are cut."""
+    cut = crossed(covered(Mix(0.6, (4, 9, 2, 11)), (4, 5), 4, torch.device("cpu"))).unflatten(0, (4, 5))
+    assert cut.int().tolist() == [
+        [0, 0, 0, 0, 0],
+        [1, 0, 1, 0, 0],
+        [1, 1, 1, 0, 0],
+        [0, 0, 0, 0, 0],
+    ]
+    assert not crossed(covered(Mix(0.8, (4, 8, 0, 12)), (4, 5), 4, torch.device("cpu"))).any()
+
+
+def test_marked_patches_are_those_that_are_cut(group, monkeypatch):
+    """Red squares of the panel of CutMix, at the patches where the box of the first such step ends; none with MixToken."""
+    monkeypatch.setattr("vitrail.runs.augmentation_figures.render_png", lambda figure: figure)
+    monkeypatch.setattr("vitrail.runs.augmentation_figures.draw_mix", lambda *arguments: Mix(0.7, (2, 7, 1, 4)))
+    *_, cutmix, mixtoken = draw_token_mixing([group]).axes
+    corners = {(square.get_x() + 0.5, square.get_y() + 0.5) for square in cutmix.patches}
+    assert corners == {(0, 2), (0, 4), (0, 6), (2, 6)}  # of patches of 2 pixels: the left column, and the lowest row
+    assert not mixtoken.patches
 
 
 def test_token_labels_of_a_run(tmp_path):

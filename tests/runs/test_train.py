@@ -3,11 +3,11 @@
 import base64
 import io
 import json
-import os
 import re
 import shutil
 import subprocess
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -125,7 +125,7 @@ def test_the_resolved_recipe_is_written_out(done, plain):
     assert written.architecture["patch_size"] == 2
 
 
-def test_mistakes_and_test_images_are_evaluated(done, plain):
+def test_errors_and_test_images_are_evaluated(done, plain):
     matrix = np.array(plain["confusion"]["matrix"])
     assert matrix.sum() == 15
     assert np.trace(matrix) / 15 == pytest.approx(plain["best"]["top1"])
@@ -133,13 +133,24 @@ def test_mistakes_and_test_images_are_evaluated(done, plain):
     assert rights == pytest.approx(np.diag(matrix).tolist())
     assert plain["test"]["images"] == 12
     assert 0 <= plain["test"]["top1"] <= 1
-    wrong = int(matrix.sum() - np.trace(matrix))
-    assert len(plain["mistakes"]) == min(wrong, 16)
-    for mistake in plain["mistakes"]:
-        assert mistake["truth"] != mistake["guess"]
+    assert len(plain["mistakes"]) == matrix.sum() - np.trace(matrix)
+
+
+def test_the_most_confident_errors_are_listed(images, tmp_path):
+    """The validation images of two classes are exchanged, which the model predicts by their color."""
+    data = shutil.copytree(images, tmp_path / "data")
+    for source, target in (("red", "exchanged"), ("blue", "red"), ("exchanged", "blue")):
+        (data / "val" / source).rename(data / "val" / target)
+    run = json.loads((train(data, tmp_path / "run", {"optimizer.lr": 0.01}).folder / "run.json").read_text())
+    assert run["confusion"]["matrix"] == [[0, 0, 5], [0, 5, 0], [5, 0, 0]]
+    assert sorted(mistake["label"] for mistake in run["mistakes"]) == ["blue"] * 5 + ["red"] * 5
+    for mistake in run["mistakes"]:
+        assert {mistake["label"], mistake["prediction"]} == {"blue", "red"}
+        assert Path(mistake["location"]).parent.name == mistake["label"]
+        assert Path(mistake["location"]).is_file()
         assert Image.open(io.BytesIO(base64.b64decode(mistake["image"]))).size == (16, 16)
-        assert os.path.exists(mistake["location"])
-    confidences = [mistake["confidence"] for mistake in plain["mistakes"]]
+        assert Image.open(io.BytesIO(base64.b64decode(mistake["map"])))
+    confidences = [mistake["confidence"] for mistake in run["mistakes"]]
     assert confidences == sorted(confidences, reverse=True)
 
 

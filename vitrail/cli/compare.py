@@ -50,7 +50,8 @@ def compare(
     figures: Annotated[
         Path | None,
         typer.Option(
-            metavar="FOLDER", help="Draw the noise of seeds, crop boxes and mixed patches of these runs to PNG files in FOLDER."
+            metavar="FOLDER",
+            help="Draw the noise of seeds, crop boxes, mixed patches and norms of branches of these runs to PNG files in FOLDER.",
         ),
     ] = None,
     as_json: JsonOption = False,
@@ -101,11 +102,12 @@ def compare(
 def draw_figures(folder: Path, groups: "Sequence[Group]", metric: "Metric") -> None:
     """Write the figures that these runs allow, and one sentence for each of the others."""
     from vitrail.atomic_files import atomic_write
-    from vitrail.runs import augmentation_figures, seed_figures
+    from vitrail.runs import augmentation_figures, model_figures, seed_figures
 
     folder.mkdir(parents=True, exist_ok=True)
     drawings = {name: partial(draw, groups, metric) for name, draw in seed_figures.FIGURES.items()}
-    drawings |= {name: partial(draw, groups) for name, draw in augmentation_figures.FIGURES.items()}
+    others = augmentation_figures.FIGURES | model_figures.FIGURES
+    drawings |= {name: partial(draw, groups) for name, draw in others.items()}
     for name, draw in drawings.items():
         try:
             png = draw()

@@ -13,12 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.errors import UserError
-from vitrail.layers.attention import Attention
-from vitrail.layers.block import Block, Branch
 from vitrail.layers.layout import Layout
 from vitrail.layers.pooling import ClassAttention, ClassAttentionBlock, QueryPooling
 from vitrail.models.evaluation_mode import evaluation_mode
-from vitrail.models.vision_transformer import Features, VisionTransformer
+from vitrail.models.vision_transformer import Features, VisionTransformer, attention_branches
 from vitrail.training.compile import run_eagerly
 
 CHUNK = 1 << 24  # attention weights that are computed at a time
@@ -185,11 +183,6 @@ class Recording:
             total = self.logits.gather(1, classes[:, None].clone()).sum()
             images, *outputs = torch.autograd.grad(total, [self.images, *self.outputs.values()], retain_graph=True)
         return Gradients(images, dict(zip(modules, outputs, strict=True)))
-
-
-def attention_branches(block: Block) -> list[Branch]:
-    branches = block.mix.branches if block.mix is not None else ()
-    return [branch for branch in branches if isinstance(branch, Branch) and isinstance(branch.body, Attention)]
 
 
 def weigh_queries(query: Tensor, key: Tensor, rows: Tensor | None) -> Tensor:

@@ -37,7 +37,9 @@ FIGURES = {
     "filters": PaperFigure(draw_filters, "Principal components of the patch embedding", "ViT, Fig. 7"),
     "mosaics": PaperFigure(draw_mosaics, "Weights between patches: the rows of the central patches", "ResMLP, Fig. 4.2"),
     "sparsity": PaperFigure(draw_sparsity, "Sparsity of the linear layers", "ResMLP, Fig. 4.3"),
-    "branch-norms": PaperFigure(draw_branch_norms, "Norm of the residual branches", "CaiT, Fig. 4", branch_norms),
+    "branch-norms": PaperFigure(
+        lambda norms: draw_branch_norms({"": norms}), "Norm of the residual branches", "CaiT, Fig. 4", branch_norms
+    ),
     "token-cosines": PaperFigure(draw_token_cosines, "Similarity of tokens by layer", "DeiT, Section 3.3", token_cosines),
 }
 

@@ -23,6 +23,11 @@ def filter_components(model: VisionTransformer, count: int = COMPONENTS) -> tupl
     if weight is None or weight.shape[1] != 3:
         raise UserError("Principal components of filters are drawn in color: this model has no filters of three channels.")
     flat = weight.detach().double().cpu().flatten(1)
+    if min(flat.shape) <= count:  # the components would be another basis of all filters
+        raise UserError(
+            f"{count} principal components of filters need more than {count} filters of more than {count} values: this model has "
+            f"{len(flat)} of {' x '.join(map(str, weight.shape[1:]))}."
+        )
     _, singular, components = torch.linalg.svd(flat - flat.mean(0), full_matrices=False)
     share = singular**2 / (singular**2).sum()
     out = components[:count].unflatten(1, weight.shape[1:]).permute(0, 2, 3, 1)

@@ -23,6 +23,7 @@ from vitrail.models.vision_transformer import VisionTransformer
 BATCH = 16  # images per forward pass
 STEPS = 5  # of the deletion and insertion curves
 TIE = 1e-5  # relative difference of equal values after they were resized
+MEASURES = ("pointing", "iou", "deletion", "insertion")
 BASELINES = ("center", "random")  # a Gaussian in the center of the image, and noise: what a useful map must exceed
 TRIMAP = (1, 2, 3)  # ids of Oxford-IIIT Pet: pet, background, border
 
@@ -37,10 +38,11 @@ class MethodScore(NamedTuple):
     iou: Summary  # of the pixels above the mean of the map, and the mask
     deletion: Summary  # mean probability while the most relevant patches are hidden first: low is good
     insertion: Summary  # mean probability while the most relevant patches are shown first: high is good
+    to_center: dict[str, Summary]  # difference to the baseline `center` by measure, paired by image
 
     def to_dict(self) -> dict[str, Any]:
-        values = self._asdict()
-        return values | {name: values[name]._asdict() for name in ("iou", "deletion", "insertion")}
+        values = self._asdict() | {"to_center": {name: each._asdict() for name, each in self.to_center.items()}}
+        return values | {name: values[name]._asdict() for name in MEASURES[1:]}
 
 
 def score_methods(
@@ -53,28 +55,35 @@ def score_methods(
 ) -> list[MethodScore]:
     """Scores of methods, and of two baselines, for the predicted classes of random images of a source with masks.
 
-    Images without an object in the crop that the model sees are left out.
+    Images without an object in the crop that the model sees are left out. Where the mask of an image has a class with the name of
+    the predicted one, only its pixels are the object, otherwise those of all objects.
     """
     for method in methods:
         check_method(model, method)
-    table = foreground_table(complete_classes([source]), source.name)
+    mask_classes = complete_classes([source])
+    table = foreground_table(mask_classes, source.name)
     chosen = np.sort(np.random.default_rng(seed).permutation(len(source))[:images])
     device = next(model.parameters()).device
+    objects = {name.lower(): index for index, name in enumerate(mask_classes.names) if table[index] == 1}
+    object_of = torch.tensor([objects.get(name.lower(), -1) for name in model.class_names or ()], device=device)
     loader = ImageLoader(Subset(source, chosen), device, 0, decode_side(model), log=lambda message: None, masks=True)
     generator = torch.Generator().manual_seed(seed)
     found: dict[str, list[Tensor]] = {method: [] for method in (*methods, *BASELINES)}
     try:
         for batch in loader.iterate(batch_size_for(model, BATCH)):
             assert batch.masks is not None
-            masks = torch.from_numpy(table).to(device)[crop_masks(batch.masks, model.preprocessing.view(batch.sizes)).long()]
+            indices = crop_masks(batch.masks, model.preprocessing.view(batch.sizes)).long()
+            masks = torch.from_numpy(table).to(device)[indices]
             rows = (masks == 1).flatten(1).any(1)
             advance(len(masks))
             if not rows.any():
                 continue
-            masks = masks[rows]
+            masks, indices = masks[rows], indices[rows]
             pixels = model.preprocessing.apply(batch.pixels[rows], batch.sizes[rows])
             recording = record(model, pixels, any(map(needs_gradients, methods)))
             classes = recording.logits.argmax(1)
+            if len(object_of):
+                masks = keep_object(masks, indices, object_of[classes])
             for method in found:
                 if method in BASELINES:
                     maps = baseline(method, len(pixels), recording.grid, generator).to(device)
@@ -85,14 +94,24 @@ def score_methods(
         loader.close()
     if not any(found.values()):
         raise UserError(f"None of the {len(chosen)} images of {source.name} has a mask with an object.")
-    return [describe_scores(method, torch.cat(values).numpy()) for method, values in found.items()]
+    values = {method: torch.cat(parts).double().numpy() for method, parts in found.items()}
+    return [describe_scores(method, each, values["center"]) for method, each in values.items()]
 
 
-def describe_scores(method: str, values: np.ndarray) -> MethodScore:
-    """The scores of one method from values [n, 4]."""
-    pointing, *others = values.T.astype(np.float64)
+def keep_object(masks: Tensor, indices: Tensor, objects: Tensor) -> Tensor:
+    """Masks [B, H, W] that are 1 only on pixels of the class `objects` [B], where an image has some; 0 on other objects."""
+    same = indices == objects[:, None, None]
+    others = same.flatten(1).any(1)[:, None, None] & ~same & (masks == 1)
+    return masks.masked_fill(others, 0)
+
+
+def describe_scores(method: str, values: np.ndarray, center: np.ndarray) -> MethodScore:
+    """The scores of one method from values [n, 4], and their difference to those of the baseline on the same images."""
+    pointing, *others = values.T
+    iou, deletion, insertion = (summarize(each.tolist()) for each in others)
     share, n = float(pointing.mean()), len(values)
-    return MethodScore(method, n, share, wilson(share, n), *(summarize(each.tolist()) for each in others))
+    to_center = {name: summarize(each.tolist()) for name, each in zip(MEASURES, (values - center).T, strict=True)}
+    return MethodScore(method, n, share, wilson(share, n), iou, deletion, insertion, to_center)
 
 
 def score_maps(recording: Recording, maps: Tensor, masks: Tensor, classes: Tensor) -> Tensor:

@@ -6,14 +6,18 @@ from torch.nn import functional as F
 
 from vitrail.errors import UserError
 from vitrail.interpret.attention import Recording, plain_forward
+from vitrail.layers.pooling import QueryPooling
 from vitrail.pages.charts import LIGHT, add_legend, marker_style, new_figure, render_png, style_axes, use_integer_ticks
+
+LEARNED = "class and distillation, learned"
 
 
 @torch.no_grad()
 def token_cosines(recording: Recording) -> dict[str, Tensor]:
     """Mean cosine similarity at the input of each block and at the end: [layers + 1, B].
 
-    "patches": of pairs of patches; "class and patches"; "class and distillation" (NaN in layers without these tokens).
+    "patches": of pairs of patches; "class and patches"; "class and distillation" (NaN in layers without these tokens); `LEARNED`
+    [1, B]: of the parameters of these two tokens, to which the input of the first block adds position embeddings.
     """
     if not recording.blocks:
         raise UserError("Similarities of tokens by layer need transformer blocks, which this model does not have.")
@@ -22,7 +26,14 @@ def token_cosines(recording: Recording) -> dict[str, Tensor]:
         rows.append(final_cosines(recording))
     names = ("patches", "class and patches", "class and distillation")
     found = {name: torch.stack(values).float().cpu() for name, values in zip(names, zip(*rows, strict=True), strict=True)}
-    return {name: values for name, values in found.items() if not values.isnan().all()}
+    found = {name: values for name, values in found.items() if not values.isnan().all()}
+    learned, pooling = recording.model.prefix, recording.model.pooling
+    if isinstance(pooling, QueryPooling) and recording.model.architecture.pooling == "class_attention":
+        learned = pooling.queries
+    if learned is not None and len(learned) == 2:
+        similarity = F.cosine_similarity(learned[0].double(), learned[1].double(), dim=0)
+        found[LEARNED] = similarity.float().cpu().expand(1, len(recording.images))
+    return found
 
 
 def final_cosines(recording: Recording) -> tuple[Tensor, Tensor, Tensor]:
@@ -51,8 +62,13 @@ def draw_token_cosines(similar: dict[str, Tensor]) -> bytes:
         axes = figure.subplots()
         style_axes(axes, "Cosine similarity of tokens", LIGHT)
         colors = {"patches": LIGHT.blue, "class and patches": LIGHT.orange, "class and distillation": LIGHT.green}
-        for name, values in similar.items():
-            axes.plot(values.mean(1).tolist(), color=colors[name], label=name, **marker_style(range(len(values))))
+        for name, color in colors.items():
+            if name in similar:
+                values = similar[name].mean(1)
+                axes.plot(values.tolist(), color=color, label=name, **marker_style(values))
+        if LEARNED in similar:
+            value = float(similar[LEARNED][0, 0])
+            axes.plot([0], [value], "D", color=LIGHT.green, fillstyle="none", label=f"{LEARNED}: {value:.2f}")
         axes.set_xlabel("input of layer; last: after the final norm", color=LIGHT.muted)
         axes.set_ylim(top=1.05)
         add_legend(axes, LIGHT, "")

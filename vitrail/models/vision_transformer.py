@@ -364,12 +364,21 @@ def fuse_logits(main: Tensor, distillation: Tensor, fusion: str) -> Tensor:
 
 
 def trace_block(block: Block, x: Tensor, layout: Layout, relative: nn.Module | None) -> LayerTrace:
-    maps, ratios = [], {}
+    maps = [branch.body.maps(branch.norm(x), layout, relative) for branch in attention_branches(block)]
+    return LayerTrace(torch.cat(maps, 1) if maps else None, branch_ratios(block, x, layout, relative))
+
+
+def attention_branches(block: Block) -> list[Any]:
+    """The branches of a block whose body is attention."""
+    branches = block.mix.branches if block.mix is not None else ()
+    return [branch for branch in branches if isinstance(branch, Branch) and isinstance(branch.body, Attention)]
+
+
+def branch_ratios(block: Block, x: Tensor, layout: Layout, relative: nn.Module | None) -> dict[str, Tensor]:
+    """|branches| / |input| of the residuals "mix" and "ffn" of a block: [B]."""
+    ratios = {}
     for name, residual in block.residuals().items():
-        for branch in residual.branches:
-            if isinstance(branch, Branch) and isinstance(branch.body, Attention):
-                maps.append(branch.body.maps(branch.norm(x), layout, relative))
         update = residual.update(x, layout, relative)
         ratios[name] = update.flatten(1).norm(dim=1) / x.flatten(1).norm(dim=1)
         x = residual.post(x + update)
-    return LayerTrace(torch.cat(maps, 1) if maps else None, ratios)
+    return ratios

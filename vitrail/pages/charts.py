@@ -31,6 +31,16 @@ LIGHT = Palette("#ffffff", "#24292f", "#6e7781", "#e6e8eb", "#0969da", "#d9730d"
 DARK = Palette("#16181d", "#e6e8eb", "#8b949e", "#2b2f36", "#58a6ff", "#f0a050", "#4cc38a")
 
 
+def series_colors(count: int) -> list[str]:
+    """A color for each series of a chart: those of the light palette for up to three, else distinct ones of a color map."""
+    if count <= 3:
+        return [LIGHT.blue, LIGHT.orange, LIGHT.green][:count]
+    from matplotlib import colormaps
+    from matplotlib.colors import to_hex
+
+    return [to_hex(color) for color in colormaps["viridis"](np.linspace(0, 0.95, count))]
+
+
 @contextmanager
 def new_figure(palette: Palette, size: tuple[float, float] | None = None) -> Iterator["Figure"]:
     """Yield a figure to draw on, independent of pyplot's global state and of the user's matplotlib settings."""

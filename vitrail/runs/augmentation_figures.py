@@ -10,7 +10,7 @@ from torch import Tensor
 from vitrail.data.contact_sheet import augmented_image, denormalize, sample_images
 from vitrail.data.datasets.lookup import open_splits
 from vitrail.data.rng import sample_key
-from vitrail.data.source import Source, Subset
+from vitrail.data.source import Splits, Subset
 from vitrail.data.transforms.mixup import draw_mix
 from vitrail.data.transforms.pipeline import Augmentation, sample_view
 from vitrail.errors import UserError
@@ -29,13 +29,15 @@ def recipe_of(group: Group) -> Recipe:
     return Recipe.from_dict(read_run_json(group.results[0].folder)["recipe"])
 
 
-def open_images(groups: Sequence[Group]) -> Source:
-    """The training images of the first run."""
+def open_splits_of(groups: Sequence[Group]) -> Splits:
+    """The splits of the first run."""
     folder = groups[0].results[0].folder
     run = read_run_json(folder)
     if "source" not in run:
         raise UserError(f"{folder / 'run.json'} does not say which images it was trained on.")
-    return open_splits(str(run["source"]), class_order=(run.get("data") or {}).get("classes")).train
+    recipe, classes = recipe_of(groups[0]), (run.get("data") or {}).get("classes")
+    fraction = recipe.data.validation_fraction
+    return open_splits(str(run["source"]), validation_fraction=fraction, class_order=classes, fold=recipe.fold)
 
 
 def crop_boxes(size: tuple[int, int], augmentation: Augmentation, seed: int, image: int, count: int = BOXES) -> np.ndarray:
@@ -55,7 +57,7 @@ def draw_crops(groups: Sequence[Group]) -> bytes:
     """The boxes that each recipe crops out of the same images in its first epochs, a line of images per group."""
     from matplotlib.patches import Rectangle
 
-    chosen = sample_images(open_images(groups), IMAGES, 0)
+    chosen = sample_images(open_splits_of(groups).train, IMAGES, 0)
     with new_figure(LIGHT, (2.3 * len(chosen), 2.5 * len(groups))) as figure:
         lines = figure.subplots(len(groups), len(chosen), squeeze=False)
         for group, line in zip(groups, lines, strict=True):
@@ -86,7 +88,7 @@ def draw_token_mixing(groups: Sequence[Group]) -> bytes:
     grid = (size[0] // patch, size[1] // patch)
     if min(grid) < 2:
         raise UserError(f"Mixed patches need at least 2 x 2 of them; this run has {grid[0]} x {grid[1]}.")
-    chosen = sample_images(open_images(groups), 2, 0)
+    chosen = sample_images(open_splits_of(groups).train, 2, 0)
     images = denormalize(
         torch.cat([augmented_image(pixels, index, recipe.augmentation, recipe.seed, 0) for index, pixels in chosen]),
         recipe.augmentation,
@@ -123,7 +125,7 @@ def draw_token_labels(groups: Sequence[Group]) -> bytes:
     group = next((each for each in groups if recipe_of(each).token_labels.store), None)
     if group is None:
         raise UserError("Token labels need a run whose recipe has token_labels.store.")
-    source, store = open_images([group]), LabelStore.open(recipe_of(group).token_labels.store, check=False)
+    source, store = open_splits_of([group]).train, LabelStore.open(recipe_of(group).token_labels.store, check=False)
     if store.grid is None:
         raise UserError(f"{store.path} has no maps of the images: annotate with --outputs tokens.")
     chosen = sample_images(source, IMAGES, 0)

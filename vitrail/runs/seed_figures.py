@@ -1,19 +1,35 @@
 """How results vary with the seed, from stored runs: the figures of DeiT III's study of 100 seeds (Figs 6.7 to 6.11)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from vitrail.errors import UserError
 from vitrail.evaluation.statistics import summarize
-from vitrail.pages.charts import LIGHT, add_legend, marker_style, new_figure, render_png, style_axes, use_integer_ticks
+from vitrail.json_files import MissingFile, read_json
+from vitrail.pages.charts import (
+    LIGHT,
+    add_legend,
+    marker_style,
+    new_figure,
+    render_png,
+    series_colors,
+    style_axes,
+    use_integer_ticks,
+)
 from vitrail.runs.comparison import Group
 from vitrail.runs.run_json import read_run_json
 from vitrail.training.metrics import Metric, read_metrics
 
 MIN_SEEDS = 3
 EARLY = (0.5, 5 / 6, 29 / 30)  # of the training: epochs 150, 250 and 290 of 300
-COLORS = (LIGHT.blue, LIGHT.orange, LIGHT.green)
+MAX_GROUPS = 3  # in one panel
+MAX_LABEL = 48  # characters: the end of a longer path
+EVALUATION = "evaluation"  # folder in a run directory for the results of `vitrail evaluate`
+
+Point = tuple[float, float]
 
 
 def validation_curves(group: Group, metric: Metric) -> tuple[np.ndarray, np.ndarray]:
@@ -35,7 +51,7 @@ def several_seeds(groups: Sequence[Group]) -> list[Group]:
         raise UserError(
             f"The noise of seeds needs at least {MIN_SEEDS} runs of one recipe: train with --seeds {MIN_SEEDS} or more."
         )
-    return found[: len(COLORS)]
+    return found[:MAX_GROUPS]
 
 
 def draw_histogram(groups: Sequence[Group], metric: Metric) -> bytes:
@@ -44,7 +60,7 @@ def draw_histogram(groups: Sequence[Group], metric: Metric) -> bytes:
     with new_figure(LIGHT, (7, 3.8)) as figure:
         axes = figure.subplots()
         style_axes(axes, f"{metric.title} over seeds", LIGHT)
-        for group, color in zip(several_seeds(groups), COLORS, strict=False):
+        for group, color in zip(several_seeds(groups), series_colors(MAX_GROUPS), strict=False):
             values = scale * np.array(group.values)
             spread = summarize(values.tolist())
             label = f"{group.name}: {spread.mean:.2f} ± {spread.sd or 0:.2f}, n = {spread.n}"
@@ -65,7 +81,7 @@ def draw_epochs(groups: Sequence[Group], metric: Metric) -> bytes:
     with new_figure(LIGHT, (7, 3.8)) as figure:
         axes = figure.subplots()
         style_axes(axes, f"{metric.title}: mean, deviation (dark) and range (light) of the seeds", LIGHT)
-        for group, color in zip(several_seeds(groups), COLORS, strict=False):
+        for group, color in zip(several_seeds(groups), series_colors(MAX_GROUPS), strict=False):
             epochs, values = validation_curves(group, metric)
             mean, sd = scale * values.mean(0), scale * values.std(0, ddof=1)
             axes.fill_between(epochs, scale * values.min(0), scale * values.max(0), color=color, alpha=0.15, linewidth=0)
@@ -105,42 +121,67 @@ def draw_early(groups: Sequence[Group], metric: Metric) -> bytes:
 
 
 def draw_test(groups: Sequence[Group], metric: Metric) -> bytes:
-    """Figs 6.7 and 6.11: test against validation results, a point per run, with a linear fit."""
-    points = []
-    for number, group in enumerate(groups):
+    """Fig. 6.7: test against validation results, a point per run, with a linear fit."""
+    points: list[list[Point]] = []
+    for group in groups:
+        points.append([])
         for result in group.results:
             run = read_run_json(result.folder)
             best, test = (run.get(part) or {} for part in ("best", "test"))  # the test results are of the best weights, too
-            name = (run.get("metric") or {}).get("name", "top1") if metric.name == "test" else metric.name
+            name = key_of(metric, run)
             if name in best and name in test:
-                points.append((number, float(best[name]), float(test[name])))
-    if len(points) < MIN_SEEDS:
-        raise UserError(f"Test against validation needs {MIN_SEEDS} runs on data with a test split.")
+                points[-1].append((float(best[name]), float(test[name])))
+    reason = f"Test against validation needs {MIN_SEEDS} runs on data with a test split."
+    return draw_points(groups, points, metric, "validation", "test", reason)
+
+
+def draw_sources(groups: Sequence[Group], metric: Metric) -> bytes:
+    """Fig. 6.11: results on a second data set against those on the first, a point per run, with a linear fit."""
+    evaluated = [[read_evaluation(result.folder, metric) for result in group.results] for group in groups]
+    first, second = next((list(found)[:2] for part in evaluated for found in part if len(found) > 1), ("", ""))
+    points = [[(found[first], found[second]) for found in part if {first, second} <= found.keys()] for part in evaluated]
+    command = f"vitrail evaluate RUN FIRST SECOND --out RUN/{EVALUATION}"
+    reason = f"Results on two data sets need {MIN_SEEDS} runs that were evaluated on both: `{command}`."
+    return draw_points(groups, points, metric, first, second, reason)
+
+
+def key_of(metric: Metric, run: Mapping[str, Any]) -> str:
+    """The key of a metric in results of a run; that of its task for `--metric test`."""
+    return str((run.get("metric") or {}).get("name", "top1")) if metric.name == "test" else metric.name
+
+
+def read_evaluation(folder: Path, metric: Metric) -> dict[str, float]:
+    """A metric by data set, from the evaluation.json of `vitrail evaluate` in a run directory; empty without it."""
+    name = key_of(metric, read_run_json(folder))
+    try:
+        content = read_json(folder / EVALUATION / "evaluation.json")
+        return {str(each["source"]): float(each[name]) for each in content["evaluations"]}
+    except (MissingFile, KeyError, TypeError, ValueError):
+        return {}
+
+
+def draw_points(groups: Sequence[Group], points: Sequence[Sequence[Point]], metric: Metric, x: str, y: str, reason: str) -> bytes:
+    """The points of each group in a color of its own, and the linear fit to all of them; `reason` is the error of too few."""
+    points = [[point for point in part if np.isfinite(point).all()] for part in points]
+    if sum(map(len, points)) < MIN_SEEDS:
+        raise UserError(reason)
     scale = 100 if metric.percent else 1
-    numbers, validation, test = np.array(points).T
+    first, second = np.array([point for part in points for point in part]).T
     with new_figure(LIGHT, (5.4, 4.4)) as figure:
         axes = figure.subplots()
-        for number in np.unique(numbers).astype(int):
-            chosen = numbers == number
-            color = COLORS[number % len(COLORS)]
-            axes.plot(
-                scale * validation[chosen],
-                scale * test[chosen],
-                "o",
-                color=color,
-                markersize=5,
-                alpha=0.7,
-                label=groups[number].name,
-            )
-        title = f"test against validation {metric.title.removeprefix('validation ').removeprefix('test ')}"
-        if validation.std() > 0 and test.std() > 0:
-            slope, start = np.polyfit(validation, test, 1)
-            ends = np.array([validation.min(), validation.max()])
+        for group, part, color in zip(groups, points, series_colors(len(groups)), strict=True):
+            if part:
+                across, up = scale * np.array(part).T
+                axes.plot(across, up, "o", color=color, markersize=5, alpha=0.7, label=group.name)
+        title = f"{metric.title.removeprefix('validation ').removeprefix('test ')} of every run"
+        if first.std() > 0 and second.std() > 0:
+            slope, start = np.polyfit(first, second, 1)
+            ends = np.array([first.min(), first.max()])
             axes.plot(scale * ends, scale * (slope * ends + start), color=LIGHT.muted, linestyle=":")
-            title += f", r = {np.corrcoef(validation, test)[0, 1]:.2f}"
+            title += f", r = {np.corrcoef(first, second)[0, 1]:.2f}"
         style_axes(axes, title, LIGHT)
-        axes.set_xlabel("validation", color=LIGHT.muted)
-        axes.set_ylabel("test", color=LIGHT.muted)
+        axes.set_xlabel(x[-MAX_LABEL:], color=LIGHT.muted, parse_math=False)
+        axes.set_ylabel(y[-MAX_LABEL:], color=LIGHT.muted, parse_math=False)
         axes.legend(frameon=False, fontsize=8, labelcolor=LIGHT.foreground)
         figure.tight_layout()
         return render_png(figure)
@@ -151,4 +192,5 @@ FIGURES: dict[str, Callable[[Sequence[Group], Metric], bytes]] = {
     "seeds-epochs": draw_epochs,
     "seeds-early": draw_early,
     "seeds-test": draw_test,
+    "seeds-sources": draw_sources,
 }
