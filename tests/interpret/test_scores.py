@@ -12,7 +12,7 @@ from vitrail.data.mask_classes import MaskClasses, make_classes
 from vitrail.errors import UserError
 from vitrail.evaluation.statistics import summarize
 from vitrail.interpret import scores
-from vitrail.interpret.scores import foreground_table, keep_object, probability_curve, score_maps, score_methods
+from vitrail.interpret.scores import MEASURES, foreground_table, keep_object, probability_curve, score_maps, score_methods
 from vitrail.models.registry import build
 
 
@@ -124,6 +124,9 @@ def test_a_method_that_finds_the_objects_is_better_than_the_baselines(boxes):
     assert difference.mean == pytest.approx(scores["evidence"].iou.mean - scores["center"].iou.mean)
     assert difference.low > 0
     assert all(each == summarize([0.0] * 12) for each in scores["center"].to_center.values())
+    assert not any(map(scores["center"].exceeds_center, MEASURES))
+    lower = scores["center"]._replace(to_center=dict.fromkeys(MEASURES, summarize([-0.2, -0.1, -0.15])))
+    assert [measure for measure in MEASURES if lower.exceeds_center(measure)] == ["deletion"]
     assert scores["evidence"].to_dict()["to_center"]["insertion"]["n"] == 12
 
 

@@ -182,9 +182,10 @@ def score_weights(
             methods = options.methods(model, available_methods)
             for found in score_methods(model, source, methods, images, seed, advance=advance):
                 low, high = found.pointing_interval
-                pointing = f"{percent(found.pointing, 1)} ({100 * low:.1f} to {100 * high:.1f})"
-                measures = [show(part) for part in (found.iou, found.deletion, found.insertion)]
-                rows.append((each, found.method, str(found.n), pointing, *measures))
+                shown = {"pointing": f"{percent(found.pointing, 1)} ({100 * low:.1f} to {100 * high:.1f})"}
+                shown |= {"iou": show(found.iou), "deletion": show(found.deletion), "insertion": show(found.insertion)}
+                cells = [f"{text} *" if found.exceeds_center(measure) else text for measure, text in shown.items()]
+                rows.append((each, found.method, str(found.n), *cells))
                 content.append({"weights": each, "source": path, "split": name} | found.to_dict())
     if as_json:
         print_json(content)
@@ -193,7 +194,8 @@ def score_weights(
     print_message(
         f"{path}, {name}: in percent with 95 % intervals. Pointing game: the most relevant pixel is on an object; IoU: pixels "
         "above the mean of the map and the mask; deletion (low is good) and insertion (high is good): mean probability of the "
-        "predicted class while patches are hidden or shown, the most relevant first; center and random are baselines."
+        "predicted class while patches are hidden or shown, the most relevant first; center and random are baselines. * better "
+        "than center on the same images: the 95 % interval of the mean difference excludes 0."
     )
 
 

@@ -40,6 +40,13 @@ class MethodScore(NamedTuple):
     insertion: Summary  # mean probability while the most relevant patches are shown first: high is good
     to_center: dict[str, Summary]  # difference to the baseline `center` by measure, paired by image
 
+    def exceeds_center(self, measure: str) -> bool:
+        """Whether the 95 % interval of the mean difference to `center` is on the better side of 0."""
+        difference = self.to_center[measure]
+        if difference.low is None or difference.high is None:
+            return False
+        return difference.high < 0 if measure == "deletion" else difference.low > 0
+
     def to_dict(self) -> dict[str, Any]:
         values = self._asdict() | {"to_center": {name: each._asdict() for name, each in self.to_center.items()}}
         return values | {name: values[name]._asdict() for name in MEASURES[1:]}
