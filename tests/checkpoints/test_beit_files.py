@@ -100,5 +100,5 @@ def test_other_variants_are_refused(tmp_path):
         vitrail.load(tmp_path / "damaged.pth", heads=2)
     state["blocks.0.attn.v_bias"] = torch.zeros(2, 2)
     torch.save(state, tmp_path / "damaged.pth")
-    with pytest.raises(UserError, match="its shapes .* do not match one"):
+    with pytest.raises(UserError, match=r"its shapes .* do not match one"):
         vitrail.load(tmp_path / "damaged.pth", heads=2)
