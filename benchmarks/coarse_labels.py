@@ -23,12 +23,11 @@ and is stored with each result: a short training learns little from strong augme
 import argparse
 import json
 import statistics
-import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from arguments import positive, run_program
-from jobs import describe_run, mean_and_sd, run_jobs, train_or_resume
+from jobs import Jobs, describe_run, mean_and_sd, train_or_resume
 
 import vitrail
 from vitrail.cli.train import parse_set
@@ -148,7 +147,6 @@ def measure(weights: Path, job: dict[str, Any]) -> dict[str, float]:
 
 def train_all(options: argparse.Namespace) -> None:
     """Run the jobs whose results are missing, until the time is over; those that need a baseline after the others."""
-    started = time.monotonic()
     jobs = {
         name_of(options.trunk, method, seed): make_job(options, method, seed)
         for seed in range(options.seeds)
@@ -161,11 +159,9 @@ def train_all(options: argparse.Namespace) -> None:
     }
     if "baseline" not in options.methods and not all(base.exists() for base in bases.values()):
         raise UserError("clusterfit needs the baseline of the same seeds: add it to --methods.")
-    first = {name: job for name, job in jobs.items() if name not in bases}
-    run_jobs(first, options.out, options.parallel, __file__, show_result, options.minutes)
-    ready = {name: jobs[name] for name, base in bases.items() if base.exists()}
-    left = options.minutes - (time.monotonic() - started) / 60 if options.minutes else None
-    run_jobs(ready, options.out, options.parallel, __file__, show_result, left)
+    runner = Jobs(options, __file__, show_result)
+    runner.run({name: job for name, job in jobs.items() if name not in bases})
+    runner.run({name: jobs[name] for name, base in bases.items() if base.exists()})
 
 
 def show_result(result: dict[str, Any]) -> str:

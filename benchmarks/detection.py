@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 from arguments import positive, run_program
-from jobs import run_jobs, weights_title
+from jobs import Jobs, weights_title
 
 import vitrail
 from vitrail.cli.train import parse_set
@@ -128,7 +128,7 @@ def compare_voc(options: argparse.Namespace) -> None:
                     "limit": options.limit,
                 }
                 rows.setdefault((weights_title(weights), method), []).append(key)
-    results = run_jobs(jobs, options.out, options.parallel, __file__, show_result, options.minutes)
+    results = Jobs(options, __file__, show_result).run(jobs)
     print(f"\n| weights | backbone | {' | '.join(COLUMNS)} | n | parameters | minutes |")
     print(f"|{' --- |' * (len(COLUMNS) + 5)}")
     for row, keys in rows.items():

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from arguments import positive, run_program
-from jobs import describe_run, mean_and_sd, run_jobs, train_or_resume
+from jobs import Jobs, describe_run, mean_and_sd, train_or_resume
 
 import vitrail
 from vitrail.cli.train import parse_set
@@ -142,7 +142,7 @@ def main() -> None:
             for seed in range(options.seeds)
             for stem in options.stems
         }
-        run_jobs(jobs, options.out, options.parallel, __file__, show_result, options.minutes)
+        Jobs(options, __file__, show_result).run(jobs)
     print_table(options.out)
 
 

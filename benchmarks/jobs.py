@@ -1,12 +1,14 @@
 """Trainings as processes of their own, some at a time, within a time limit; the same command continues where it was stopped."""
 
 import json
+import math
 import os
 import signal
 import statistics
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -55,62 +57,71 @@ def describe_run(folder: Path) -> dict[str, Any]:
     return {"minutes": run["seconds"] / 60, "machine": run.get("machine"), "versions": run.get("versions")}
 
 
-def run_jobs(
-    jobs: dict[str, dict[str, Any]],
-    out: Path,
-    parallel: int,
-    program: str,
-    show: Callable[[dict[str, Any]], str],
-    minutes: float | None = None,
-) -> dict[str, dict[str, Any]]:
-    """The results of all jobs by name; those that are in `out` already are not computed again.
+class Jobs:
+    """Runs jobs, `--parallel` at a time, until `--minutes` have passed since it was created.
 
-    A job is the command `program job FOLDER`, which reads FOLDER/job.json and writes FOLDER/result.json. After `minutes` running
-    jobs are stopped, so that they save a checkpoint, and the rest is left to the next call. UserError if `out` has one of the
-    jobs with other settings.
+    A job is the command `program job FOLDER`, which reads FOLDER/job.json and writes FOLDER/result.json. At the end of the time
+    running jobs are stopped, so that they save a checkpoint, and the rest is left to the next call.
     """
-    for name, job in jobs.items():
-        path = out / name / "job.json"
-        if path.exists() and (other := different_settings(json.loads(path.read_text()), job)):
-            raise UserError(f"{path.parent} has a training with other settings ({other}): give another --out.")
-    end = time.monotonic() + 60 * minutes if minutes else None
-    # The compilers of all jobs together have a process for each core.
-    environment = {"TORCHINDUCTOR_COMPILE_THREADS": str(max(count_cores() // parallel, 1))} | os.environ
 
-    def compute(name: str) -> dict[str, Any] | None:
-        folder = out / name
-        if not (folder / "result.json").exists():
-            if end is not None and time.monotonic() > end:
-                return None
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "job.json").write_text(json.dumps(jobs[name]))
-            with (folder / "log.txt").open("a") as log:
-                command = [sys.executable, program, "job", str(folder)]
-                running = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
-                try:
-                    running.wait(None if end is None else max(end - time.monotonic(), 1))
-                except subprocess.TimeoutExpired:
-                    running.send_signal(signal.SIGTERM)
-                    try:
-                        running.wait(SAVING)
-                    except subprocess.TimeoutExpired:
-                        running.kill()
-                        running.wait()
-            if not (folder / "result.json").exists():
-                if end is not None and time.monotonic() > end:
-                    return None
-                raise UserError(f"{name} failed: see {folder / 'log.txt'}.")
-            result = json.loads((folder / "result.json").read_text())
-            print(f"{name}: {show(result)}, {result['minutes']:.1f} min", file=sys.stderr, flush=True)
-        found: dict[str, Any] = json.loads((folder / "result.json").read_text())
-        return found
+    def __init__(self, options: Namespace, program: str, show: Callable[[dict[str, Any]], str]) -> None:
+        self.out, self.parallel, self.program, self.show = options.out, options.parallel, program, show
+        self.end = time.monotonic() + 60 * options.minutes if options.minutes else math.inf
+        # The compilers of all jobs together have a process for each core.
+        self.environment = {"TORCHINDUCTOR_COMPILE_THREADS": str(max(count_cores() // self.parallel, 1))} | os.environ
 
-    with ThreadPoolExecutor(parallel) as pool:
-        results = dict(zip(jobs, pool.map(compute, jobs), strict=True))
-    finished = {name: result for name, result in results.items() if result is not None}
-    if len(finished) < len(jobs):
-        print(f"{len(finished)} of {len(jobs)} trainings are finished: run the same command again for the rest.", flush=True)
-    return finished
+    def run(self, jobs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        """The results by name; those that are in `--out` already are not computed again.
+
+        UserError if `--out` has one of the jobs with other settings.
+        """
+        for name, job in jobs.items():
+            path = self.out / name / "job.json"
+            if path.exists() and (other := different_settings(json.loads(path.read_text()), job)):
+                raise UserError(f"{path.parent} has a training with other settings ({other}): give another --out.")
+        with ThreadPoolExecutor(self.parallel) as pool:
+            results = dict(zip(jobs, pool.map(self.compute, jobs, jobs.values()), strict=True))
+        finished = {name: result for name, result in results.items() if result is not None}
+        if len(finished) < len(jobs):
+            print(f"{len(finished)} of {len(jobs)} trainings are finished: run the same command again for the rest.", flush=True)
+        return finished
+
+    def compute(self, name: str, job: dict[str, Any]) -> dict[str, Any] | None:
+        """The result of a job, None if there was not enough time."""
+        folder = self.out / name
+        if (folder / "result.json").exists():
+            return read_result(folder)
+        if time.monotonic() > self.end:
+            return None
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "job.json").write_text(json.dumps(job))
+        with (folder / "log.txt").open("a") as log:
+            command = [sys.executable, self.program, "job", str(folder)]
+            self.wait(subprocess.Popen(command, stdout=log, stderr=log, env=self.environment))
+        if (folder / "result.json").exists():
+            result = read_result(folder)
+            print(f"{name}: {self.show(result)}, {result['minutes']:.1f} min", file=sys.stderr, flush=True)
+            return result
+        if time.monotonic() > self.end:
+            return None
+        raise UserError(f"{name} failed: see {folder / 'log.txt'}.")
+
+    def wait(self, running: "subprocess.Popen[bytes]") -> None:
+        """Until a process has ended, which is stopped when the time is over."""
+        try:
+            running.wait(None if self.end == math.inf else max(self.end - time.monotonic(), 0))
+        except subprocess.TimeoutExpired:
+            running.send_signal(signal.SIGTERM)
+            try:
+                running.wait(SAVING)
+            except subprocess.TimeoutExpired:
+                running.kill()
+                running.wait()
+
+
+def read_result(folder: Path) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    return result
 
 
 def mean_and_sd(values: list[float]) -> str:

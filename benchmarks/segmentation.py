@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 from arguments import positive, run_program
-from jobs import run_jobs, train_or_resume, weights_title
+from jobs import Jobs, train_or_resume, weights_title
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -236,10 +236,6 @@ def show_result(result: dict[str, Any]) -> str:
     return f"mIoU {100 * result['miou']:.1f} %" if "miou" in result else f"top-1 {100 * result['top1']:.1f} %"
 
 
-def compute_jobs(jobs: dict[str, dict[str, Any]], options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    return run_jobs(jobs, options.out, options.parallel, __file__, show_result, options.minutes)
-
-
 def make_job(options: argparse.Namespace, name: str, method: str, weights: str, seed: int) -> dict[str, Any]:
     return {
         "kind": "segment",
@@ -268,7 +264,7 @@ def keep_grid(job: dict[str, Any]) -> None:
     }
 
 
-def compare_heads(options: argparse.Namespace) -> None:
+def compare_heads(options: argparse.Namespace, runner: Jobs) -> None:
     jobs: dict[str, dict[str, Any]] = {}
     rows: dict[tuple[str, str, str], list[str]] = {}
     for name in options.sets:
@@ -282,10 +278,10 @@ def compare_heads(options: argparse.Namespace) -> None:
             key = f"{name}-unet-{seed}"
             jobs[key] = make_job(options, name, "U-Net", "", seed)
             rows.setdefault((name, "from scratch", "U-Net"), []).append(key)
-    print_rows(("data", "weights", "method"), rows, compute_jobs(jobs, options))
+    print_rows(("data", "weights", "method"), rows, runner.run(jobs))
 
 
-def compare_trunks(options: argparse.Namespace) -> None:
+def compare_trunks(options: argparse.Namespace, runner: Jobs) -> None:
     source = str((options.data / "tiny-imagenet").resolve())
     first = {
         f"pretrain-{trunk.replace(' ', '_')}": {
@@ -297,7 +293,7 @@ def compare_trunks(options: argparse.Namespace) -> None:
         }
         for trunk in TRUNKS
     }
-    pretrained = compute_jobs(first, options)
+    pretrained = runner.run(first)
     for key, result in pretrained.items():
         print(f"{key}: {100 * result['top1']:.2f} % top-1 on Tiny ImageNet, {result['parameters'] / 1e6:.1f} M parameters")
     if len(pretrained) < len(first):
@@ -313,7 +309,7 @@ def compare_trunks(options: argparse.Namespace) -> None:
                 if trunk == "ResMLP":
                     keep_grid(jobs[key])
                 rows.setdefault((name, trunk, "UperNet"), []).append(key)
-    print_rows(("data", "trunk", "head"), rows, compute_jobs(jobs, options))
+    print_rows(("data", "trunk", "head"), rows, runner.run(jobs))
 
 
 def locate(weights: str) -> str:
@@ -366,7 +362,8 @@ def main() -> None:
     missing = [name for name in options.sets if not (options.data / SETS[name]).is_dir()]
     if missing:
         raise UserError(f"{options.data} has no folder {SETS[missing[0]]}: give the folder of the data sets.")
-    (compare_heads if options.command == "heads" else compare_trunks)(options)
+    compare = compare_heads if options.command == "heads" else compare_trunks
+    compare(options, Jobs(options, __file__, show_result))
 
 
 if __name__ == "__main__":

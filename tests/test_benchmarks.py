@@ -6,6 +6,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import time
 from argparse import Namespace
 from contextlib import nullcontext
 from dataclasses import replace
@@ -140,16 +141,48 @@ def test_detections_are_compared_and_continued(run_benchmark, tmp_path):
 def test_results_of_other_settings_are_not_reused(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     jobs = importlib.import_module("jobs")
+    runner = jobs.Jobs(Namespace(out=tmp_path, parallel=1, minutes=None), "no program", str)
     job = {"epochs": 1, "source": "/data/voc2012", "changes": {"seed": 0, "size": (8, 8)}, "device": "cpu"}
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "job.json").write_text(json.dumps(job))
     (tmp_path / "a" / "result.json").write_text('{"minutes": 1.0}')
-    found = jobs.run_jobs({"a": job | {"device": "cuda"}}, tmp_path, 1, "no program", str)
+    found = runner.run({"a": job | {"device": "cuda"}})
     assert found == {"a": {"minutes": 1.0}}
     for other in ({"epochs": 60}, {"source": "/data/coco"}, {"limit": 3}, {"changes": {"seed": 1, "size": [8, 8]}}):
         with pytest.raises(UserError, match=r"with other settings \((epochs|source|limit|seed)\): give another --out"):
-            jobs.run_jobs({"a": job | other}, tmp_path, 1, "no program", str)
+            runner.run({"a": job | other})
     assert [jobs.weights_title(each) for each in ("vitrail_tiny", "runs/a/best.safetensors")] == ["vitrail_tiny", "a"]
+
+
+# A job that takes some seconds, which SIGTERM does not shorten.
+PROGRAM = """
+import json, signal, sys, time
+from pathlib import Path
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+job = json.loads((Path(sys.argv[2]) / "job.json").read_text())
+time.sleep(job["seconds"])
+(Path(sys.argv[2]) / "result.json").write_text('{"minutes": 1.0}')
+"""
+
+
+@pytest.fixture
+def make_jobs(monkeypatch, tmp_path):
+    """Creates Jobs of the program above, one at a time."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    (tmp_path / "program.py").write_text(PROGRAM)
+    jobs = importlib.import_module("jobs")
+    return lambda minutes=None: jobs.Jobs(
+        Namespace(out=tmp_path / "out", parallel=1, minutes=minutes), str(tmp_path / "program.py"), str
+    )
+
+
+def test_all_jobs_of_a_program_share_its_time(make_jobs):
+    runner = make_jobs(2 / 60)
+    assert runner.run({"a": {"seconds": 0}}).keys() <= {"a"}
+    while time.monotonic() < runner.end:
+        time.sleep(0.1)
+    assert runner.run({"b": {"seconds": 0}}) == {}
+    assert make_jobs().run({"b": {"seconds": 0}}) == {"b": {"minutes": 1.0}}
 
 
 def test_a_server_that_does_not_start_is_left_out(monkeypatch):
