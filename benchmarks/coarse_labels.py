@@ -145,7 +145,7 @@ def measure(weights: Path, job: dict[str, Any]) -> dict[str, float]:
     return found | {f"map_{name}": precision.mean for name, precision in scores.items()}
 
 
-def train_all(options: argparse.Namespace) -> None:
+def train_all(options: argparse.Namespace, runner: Jobs) -> None:
     """Run the jobs whose results are missing, until the time is over; those that need a baseline after the others."""
     jobs = {
         name_of(options.trunk, method, seed): make_job(options, method, seed)
@@ -159,7 +159,6 @@ def train_all(options: argparse.Namespace) -> None:
     }
     if "baseline" not in options.methods and not all(base.exists() for base in bases.values()):
         raise UserError("clusterfit needs the baseline of the same seeds: add it to --methods.")
-    runner = Jobs(options, __file__, show_result)
     runner.run({name: job for name, job in jobs.items() if name not in bases})
     runner.run({name: jobs[name] for name, base in bases.items() if base.exists()})
 
@@ -211,9 +210,11 @@ def main() -> None:
     if options.command == "job":
         run_job(Path(options.data))
         return
+    runner = Jobs(options, __file__, show_result)
     if options.command == "train":
-        train_all(options)
+        train_all(options, runner)
     print_table(options.out)
+    runner.exit_if_failed()
 
 
 if __name__ == "__main__":

@@ -128,7 +128,8 @@ def compare_voc(options: argparse.Namespace) -> None:
                     "limit": options.limit,
                 }
                 rows.setdefault((weights_title(weights), method), []).append(key)
-    results = Jobs(options, __file__, show_result).run(jobs)
+    runner = Jobs(options, __file__, show_result)
+    results = runner.run(jobs)
     print(f"\n| weights | backbone | {' | '.join(COLUMNS)} | n | parameters | minutes |")
     print(f"|{' --- |' * (len(COLUMNS) + 5)}")
     for row, keys in rows.items():
@@ -141,6 +142,7 @@ def compare_voc(options: argparse.Namespace) -> None:
     if options.set:
         print(f"\nchanges of the recipe: {', '.join(options.set)}")
     print(f"\n{describe_device()}; validation split, {next(iter(results.values()), {}).get('images', 0):,} images")
+    runner.exit_if_failed()
 
 
 def show_result(result: dict[str, Any]) -> str:

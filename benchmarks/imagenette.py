@@ -136,14 +136,16 @@ def main() -> None:
     if options.command == "job":
         run_job(Path(options.data))
         return
+    runner = Jobs(options, __file__, show_result)
     if options.command == "train":
         jobs = {
             f"{stem.replace(', ', '-').replace(' ', '-')}-{options.epochs:g}-{seed}": make_job(options, stem, seed)
             for seed in range(options.seeds)
             for stem in options.stems
         }
-        Jobs(options, __file__, show_result).run(jobs)
+        runner.run(jobs)
     print_table(options.out)
+    runner.exit_if_failed()
 
 
 if __name__ == "__main__":

@@ -61,12 +61,14 @@ class Jobs:
     """Runs jobs, `--parallel` at a time, until `--minutes` have passed since it was created.
 
     A job is the command `program job FOLDER`, which reads FOLDER/job.json and writes FOLDER/result.json. At the end of the time
-    running jobs are stopped, so that they save a checkpoint, and the rest is left to the next call.
+    running jobs are stopped, so that they save a checkpoint, and the rest is left to the next call. If a job fails, the others
+    go on, and `exit_if_failed` names it after the results are printed.
     """
 
     def __init__(self, options: Namespace, program: str, show: Callable[[dict[str, Any]], str]) -> None:
         self.out, self.parallel, self.program, self.show = options.out, options.parallel, program, show
         self.end = time.monotonic() + 60 * options.minutes if options.minutes else math.inf
+        self.failed: list[str] = []
         # The compilers of all jobs together have a process for each core.
         self.environment = {"TORCHINDUCTOR_COMPILE_THREADS": str(max(count_cores() // self.parallel, 1))} | os.environ
 
@@ -87,7 +89,7 @@ class Jobs:
         return finished
 
     def compute(self, name: str, job: dict[str, Any]) -> dict[str, Any] | None:
-        """The result of a job, None if there was not enough time."""
+        """The result of a job, None if it failed or there was not enough time."""
         folder = self.out / name
         if (folder / "result.json").exists():
             return read_result(folder)
@@ -102,9 +104,9 @@ class Jobs:
             result = read_result(folder)
             print(f"{name}: {self.show(result)}, {result['minutes']:.1f} min", file=sys.stderr, flush=True)
             return result
-        if time.monotonic() > self.end:
-            return None
-        raise UserError(f"{name} failed: see {folder / 'log.txt'}.")
+        if time.monotonic() < self.end:
+            self.failed.append(name)
+        return None
 
     def wait(self, running: "subprocess.Popen[bytes]") -> None:
         """Until a process has ended, which is stopped when the time is over."""
@@ -117,6 +119,13 @@ class Jobs:
             except subprocess.TimeoutExpired:
                 running.kill()
                 running.wait()
+
+    def exit_if_failed(self) -> None:
+        """Name the failed jobs on standard error and exit with code 1, if there are any."""
+        for name in self.failed:
+            print(f"{name} failed: see {self.out / name / 'log.txt'}.", file=sys.stderr)
+        if self.failed:
+            raise SystemExit(1)
 
 
 def read_result(folder: Path) -> dict[str, Any]:

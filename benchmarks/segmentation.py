@@ -296,12 +296,12 @@ def compare_trunks(options: argparse.Namespace, runner: Jobs) -> None:
     pretrained = runner.run(first)
     for key, result in pretrained.items():
         print(f"{key}: {100 * result['top1']:.2f} % top-1 on Tiny ImageNet, {result['parameters'] / 1e6:.1f} M parameters")
-    if len(pretrained) < len(first):
-        return
     jobs: dict[str, dict[str, Any]] = {}
     rows: dict[tuple[str, str, str], list[str]] = {}
     for name in options.sets:
         for trunk, start in zip(TRUNKS, first, strict=True):
+            if start not in pretrained:
+                continue
             for seed in range(options.seeds):
                 key = f"{name}-{trunk.replace(' ', '_')}-{seed}"
                 weights = str((options.out / start / "run" / "best.safetensors").resolve())
@@ -363,7 +363,9 @@ def main() -> None:
     if missing:
         raise UserError(f"{options.data} has no folder {SETS[missing[0]]}: give the folder of the data sets.")
     compare = compare_heads if options.command == "heads" else compare_trunks
-    compare(options, Jobs(options, __file__, show_result))
+    runner = Jobs(options, __file__, show_result)
+    compare(options, runner)
+    runner.exit_if_failed()
 
 
 if __name__ == "__main__":

@@ -112,9 +112,12 @@ def test_other_programs_end_with_the_forecast(monkeypatch):
 
 def test_segmentations_are_compared(run_benchmark, tmp_path):
     make_masked_folder(tmp_path / "data" / "camvid", 8, (32, 32))
-    words = "--methods ridge U-Net --seeds 1 --epochs 1 --size 32 --batch-size 4 --device cpu --parallel 2"
+    words = (
+        "--from vitrail_tiny nosuch --methods ridge U-Net --seeds 1 --epochs 1 --size 32 --batch-size 4 --device cpu --parallel 2"
+    )
     code, out, err = run_benchmark(f"segmentation.py heads {tmp_path}/data --out {tmp_path}/out {words}")
-    assert code == 0, err
+    assert code == 1, err
+    assert f"camvid-nosuch-ridge-0 failed: see {tmp_path}/out/camvid-nosuch-ridge-0/log.txt." in err
     assert "| camvid | vitrail_tiny | ridge | " in out
     assert "| camvid | from scratch | U-Net | " in out
 
@@ -160,6 +163,7 @@ import json, signal, sys, time
 from pathlib import Path
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 job = json.loads((Path(sys.argv[2]) / "job.json").read_text())
+assert job["seconds"] >= 0, "no memory"
 time.sleep(job["seconds"])
 (Path(sys.argv[2]) / "result.json").write_text('{"minutes": 1.0}')
 """
@@ -183,6 +187,16 @@ def test_all_jobs_of_a_program_share_its_time(make_jobs):
         time.sleep(0.1)
     assert runner.run({"b": {"seconds": 0}}) == {}
     assert make_jobs().run({"b": {"seconds": 0}}) == {"b": {"minutes": 1.0}}
+
+
+def test_the_other_jobs_go_on_after_one_has_failed(make_jobs, tmp_path, capsys):
+    runner = make_jobs()
+    assert runner.run({"a": {"seconds": -1}, "b": {"seconds": 0}}) == {"b": {"minutes": 1.0}}
+    with pytest.raises(SystemExit, match="1"):
+        runner.exit_if_failed()
+    log = tmp_path / "out" / "a" / "log.txt"
+    assert capsys.readouterr().err.splitlines()[-1] == f"a failed: see {log}."
+    assert "no memory" in log.read_text()
 
 
 def test_a_server_that_does_not_start_is_left_out(monkeypatch):
