@@ -9,7 +9,7 @@
 
 Each training is a process, `--parallel` of them at a time on one device, in a folder of its own in `--out` with checkpoints,
 log.txt and result.json (`tar czf results.tgz runs/coarse_labels/*/result.json`). A result that exists is not computed again.
-After `--minutes`, trainings have another minute to save a checkpoint, from which the same command continues.
+In the last of `--minutes`, trainings are stopped and save a checkpoint, from which the same command continues.
 
 Nine tenths of the training images are trained on, the others validated once, at the end; the scores are those of the test images
 among all training images, with k chosen on the latter. The probability of a coarse class, for the conditional mAP, is that of the
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from arguments import positive, run_program
-from jobs import Jobs, describe_run, mean_and_sd, train_or_resume
+from jobs import Jobs, add_options, describe_run, mean_and_sd, train_or_resume
 
 import vitrail
 from vitrail.cli.train import parse_set
@@ -188,7 +188,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=("train", "table", "job"))
     parser.add_argument("data", nargs="?", help="CIFAR-100, with a column coarse_label")
-    parser.add_argument("--out", type=Path, default=Path("runs/coarse_labels"), help="folder of trainings and results")
     parser.add_argument("--trunk", choices=TRUNKS, default="resnet50")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=["baseline", "grafit"])
     parser.add_argument("--seeds", type=positive, default=3)
@@ -200,9 +199,7 @@ def main() -> None:
     parser.add_argument("--clusters", type=positive, default=1500)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a change of the recipe; repeatable")
     parser.add_argument("--images", type=positive, default=None, help="evaluate at most so many images of either split")
-    parser.add_argument("--parallel", type=positive, default=6)
-    parser.add_argument("--minutes", type=float, help="stop after this time; the same command continues")
-    parser.add_argument("--device", default=None)
+    add_options(parser, "runs/coarse_labels", parallel=6)
     parser.add_argument("--tiny", action="store_true", help="a tiny ViT, to try the program on a CPU")
     options = parser.parse_args()
     if options.command != "table" and options.data is None:

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 from arguments import positive, run_program
-from jobs import Jobs, weights_title
+from jobs import Jobs, add_options, weights_title
 
 import vitrail
 from vitrail.cli.train import parse_set
@@ -236,11 +236,8 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a change of the recipe; repeatable")
     parser.add_argument("--small", action="store_true", help="small heads and few boxes, for a run of seconds on a CPU")
     parser.add_argument("--limit", type=int, default=0, help="images of the evaluation, for a short run")
-    parser.add_argument("--parallel", type=positive, default=1)
-    parser.add_argument("--minutes", type=float, help="stop after this time; the same command continues")
+    add_options(parser, "runs/detection", parallel=1)
     parser.add_argument("--repeats", type=positive, default=20)
-    parser.add_argument("--device", default=None)
-    parser.add_argument("--out", type=Path, default=Path("runs/detection"))
     options = parser.parse_args()
     if options.command == "job":
         run_job(options.data)

@@ -7,7 +7,7 @@
     python benchmarks/imagenette.py train pets --tiny --epochs 1 --device cpu                # to try it
 
 Each training is a process, `--parallel` of them at a time on one device, in a folder of its own in `--out` with checkpoints,
-log.txt and result.json. A result that exists is not computed again. After `--minutes`, trainings have another minute to save a
+log.txt and result.json. A result that exists is not computed again. In the last of `--minutes`, trainings are stopped and save a
 checkpoint, from which the same command continues.
 
 Trainings are those of `vitrail train imagenette144 --recipe dino_small` with the changes below. Scores are those of all
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from arguments import positive, run_program
-from jobs import Jobs, describe_run, mean_and_sd, train_or_resume
+from jobs import Jobs, add_options, describe_run, mean_and_sd, train_or_resume
 
 import vitrail
 from vitrail.cli.train import parse_set
@@ -121,14 +121,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=("train", "table", "job"))
     parser.add_argument("data", nargs="?", help="Imagenette")
-    parser.add_argument("--out", type=Path, default=Path("runs/imagenette"), help="folder of trainings and results")
     parser.add_argument("--stems", nargs="+", choices=STEMS, default=["basic"])
     parser.add_argument("--seeds", type=positive, default=1)
     parser.add_argument("--epochs", type=float, default=800.0)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a change of all trainings")
-    parser.add_argument("--parallel", type=positive, default=5)
-    parser.add_argument("--minutes", type=float, help="stop after this time; the same command continues")
-    parser.add_argument("--device", default=None)
+    add_options(parser, "runs/imagenette", parallel=5)
     parser.add_argument("--tiny", action="store_true", help="a tiny ViT, to try the program on a CPU")
     options = parser.parse_args()
     if options.command != "table" and options.data is None:

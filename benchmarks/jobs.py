@@ -8,18 +8,20 @@ import statistics
 import subprocess
 import sys
 import time
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+from arguments import positive
 
 import vitrail
 from vitrail.data.workers import count_cores
 from vitrail.errors import UserError
 from vitrail.runs.train import Run
 
-SAVING = 60  # seconds that a stopped job has to write its checkpoint
+SAVING = 60  # seconds at the end of the time limit, in which stopped jobs write their checkpoints
 
 
 def different_settings(before: dict[str, Any], now: dict[str, Any]) -> str:
@@ -57,17 +59,29 @@ def describe_run(folder: Path) -> dict[str, Any]:
     return {"minutes": run["seconds"] / 60, "machine": run.get("machine"), "versions": run.get("versions")}
 
 
+def add_options(parser: ArgumentParser, out: str, parallel: int) -> None:
+    """The options of all programs that run jobs."""
+    parser.add_argument("--parallel", type=positive, default=parallel, help="trainings at a time, on one device")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        help="end after this time, in whose last minute trainings are stopped and save a checkpoint; the same command continues",
+    )
+    parser.add_argument("--device", default=None)
+    parser.add_argument("--out", type=Path, default=Path(out), help="folder of trainings and results")
+
+
 class Jobs:
     """Runs jobs, `--parallel` at a time, until `--minutes` have passed since it was created.
 
-    A job is the command `program job FOLDER`, which reads FOLDER/job.json and writes FOLDER/result.json. At the end of the time
-    running jobs are stopped, so that they save a checkpoint, and the rest is left to the next call. If a job fails, the others
-    go on, and `exit_if_failed` names it after the results are printed.
+    A job is the command `program job FOLDER`, which reads FOLDER/job.json and writes FOLDER/result.json. A minute before the end
+    of the time running jobs are stopped, so that they save a checkpoint; the rest is left to the next call. If a job fails, the
+    others go on, and `exit_if_failed` names it after the results are printed.
     """
 
     def __init__(self, options: Namespace, program: str, show: Callable[[dict[str, Any]], str]) -> None:
         self.out, self.parallel, self.program, self.show = options.out, options.parallel, program, show
-        self.end = time.monotonic() + 60 * options.minutes if options.minutes else math.inf
+        self.end = time.monotonic() + 60 * options.minutes - SAVING if options.minutes else math.inf
         self.failed: list[str] = []
         # The compilers of all jobs together have a process for each core.
         self.environment = {"TORCHINDUCTOR_COMPILE_THREADS": str(max(count_cores() // self.parallel, 1))} | os.environ

@@ -14,7 +14,7 @@ resized to the size of the masks, on the test split or, without one, the validat
 All methods learn from the same images: all of the training split, or nine tenths of it where a set has only one of the other two
 splits. The last tenth, or the validation split, selects the best weights of a training; ridge and U-Net have one result only.
 Every training is a process of its own, `--parallel` at a time; results and checkpoints are kept in `--out`, and the same command
-continues: with `--minutes 9` after nine minutes.
+continues. `--minutes 9` ends all of them within nine minutes.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 from arguments import positive, run_program
-from jobs import Jobs, train_or_resume, weights_title
+from jobs import Jobs, add_options, train_or_resume, weights_title
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -351,10 +351,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=positive, default=BATCH)
     parser.add_argument("--channels", type=positive, default=256, help="of UperNet")
     parser.add_argument("--limit", type=int, default=0, help="images of the evaluation and of the closed form, for a short run")
-    parser.add_argument("--parallel", type=positive, default=1)
-    parser.add_argument("--minutes", type=float, help="stop after this time; the same command continues")
-    parser.add_argument("--device", default=None)
-    parser.add_argument("--out", type=Path, default=Path("runs/segmentation"))
+    add_options(parser, "runs/segmentation", parallel=1)
     options = parser.parse_args()
     if options.command == "job":
         run_job(options.data)

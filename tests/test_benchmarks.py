@@ -175,18 +175,25 @@ def make_jobs(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     (tmp_path / "program.py").write_text(PROGRAM)
     jobs = importlib.import_module("jobs")
+    monkeypatch.setattr(jobs, "SAVING", 2)
     return lambda minutes=None: jobs.Jobs(
         Namespace(out=tmp_path / "out", parallel=1, minutes=minutes), str(tmp_path / "program.py"), str
     )
 
 
 def test_all_jobs_of_a_program_share_its_time(make_jobs):
-    runner = make_jobs(2 / 60)
+    runner = make_jobs(4 / 60)
     assert runner.run({"a": {"seconds": 0}}).keys() <= {"a"}
     while time.monotonic() < runner.end:
         time.sleep(0.1)
     assert runner.run({"b": {"seconds": 0}}) == {}
     assert make_jobs().run({"b": {"seconds": 0}}) == {"b": {"minutes": 1.0}}
+
+
+def test_a_job_that_is_stopped_ends_within_the_time(make_jobs):
+    start = time.monotonic()
+    assert make_jobs(4 / 60).run({"a": {"seconds": 60}, "b": {"seconds": 0}}) == {}
+    assert time.monotonic() - start < 5.5
 
 
 def test_the_other_jobs_go_on_after_one_has_failed(make_jobs, tmp_path, capsys):
