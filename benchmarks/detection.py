@@ -236,7 +236,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a change of the recipe; repeatable")
     parser.add_argument("--small", action="store_true", help="small heads and few boxes, for a run of seconds on a CPU")
     parser.add_argument("--limit", type=int, default=0, help="images of the evaluation, for a short run")
-    add_options(parser, "runs/detection", parallel=1)
+    add_options(parser, "runs/detection", parallel=3)
     parser.add_argument("--repeats", type=positive, default=20)
     options = parser.parse_args()
     if options.command == "job":

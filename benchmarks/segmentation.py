@@ -1,7 +1,7 @@
 """Segmentation of small data sets: ridge and linear heads, UperNet, and a U-Net of the same budget; prints Markdown tables.
 
-    python benchmarks/segmentation.py heads DATA --sets camvid pets voc --from vitrail_tiny --seeds 3 --parallel 3
-    python benchmarks/segmentation.py trunks DATA --sets camvid --seeds 3 --parallel 3      # pre-trains on DATA/tiny-imagenet
+    python benchmarks/segmentation.py heads DATA --sets camvid pets voc --from vitrail_tiny --seeds 3
+    python benchmarks/segmentation.py trunks DATA --sets camvid --seeds 3                   # pre-trains on DATA/tiny-imagenet
     python benchmarks/segmentation.py heads DATA --sets camvid --epochs 1 --size 64 --seeds 1 --device cpu --limit 16
 
 DATA contains camvid/, oxford-pets/ and voc2012/, with masks. `heads` compares, for each of the weights `--from`: ridge (in closed
@@ -351,7 +351,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=positive, default=BATCH)
     parser.add_argument("--channels", type=positive, default=256, help="of UperNet")
     parser.add_argument("--limit", type=int, default=0, help="images of the evaluation and of the closed form, for a short run")
-    add_options(parser, "runs/segmentation", parallel=1)
+    add_options(parser, "runs/segmentation", parallel=3)
     options = parser.parse_args()
     if options.command == "job":
         run_job(options.data)
