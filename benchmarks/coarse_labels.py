@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from arguments import positive, run_program
-from jobs import Jobs, add_options, describe_run, mean_and_sd, train_or_resume
+from jobs import Jobs, add_options, describe_run, list_machines, mean_and_sd, train_or_resume
 
 import vitrail
 from vitrail.cli.train import parse_set
@@ -182,6 +182,7 @@ def print_table(folder: Path) -> None:
             minutes = statistics.fmean(row["minutes"] for row in rows)
             epochs = "/".join(sorted({f"{row['epochs']:g}" for row in rows}))
             print(f"| {trunk} | {name} | {len(rows)} | {epochs} | {' | '.join(cells)} | {paper} | {minutes:.1f} |")
+    print(f"\n{list_machines(results)}")
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 from arguments import positive, run_program
-from jobs import Jobs, add_options, weights_title
+from jobs import Jobs, add_options, describe_machine, describe_run, list_machines, machine_title, weights_title
 
 import vitrail
 from vitrail.cli.train import parse_set
@@ -60,7 +60,7 @@ def evaluate(model: vitrail.VisionTransformer, source: Source, device: torch.dev
 def run_job(folder: Path) -> None:
     """Train and evaluate as the job in a folder says, and write the result."""
     job = json.loads((folder / "job.json").read_text())
-    device, started = choose_device(job["device"]), time.monotonic()
+    device = choose_device(job["device"])
     run_folder, changes = folder / "run", dict(job["changes"])
     if (run_folder / "run.json").exists():
         run = vitrail.resume(run_folder, device=str(device))
@@ -79,9 +79,8 @@ def run_job(folder: Path) -> None:
         result = evaluate(model, take(open_sources(job["source"])["validation"], job["limit"]), device)
     result |= {
         "parameters": sum(each.numel() for each in model.parameters()),
-        "minutes": (recorded.get("seconds") or time.monotonic() - started) / 60,
         "changes": job["changes"],
-    }
+    } | describe_run(run_folder)
     (folder / "result.json").write_text(json.dumps(result))
 
 
@@ -141,7 +140,8 @@ def compare_voc(options: argparse.Namespace) -> None:
             print(f"| {' | '.join(row)} | {' | '.join(cells)} | {len(found)} | {parameters} | {minutes:.1f} |")
     if options.set:
         print(f"\nchanges of the recipe: {', '.join(options.set)}")
-    print(f"\n{describe_device()}; validation split, {next(iter(results.values()), {}).get('images', 0):,} images")
+    if results:
+        print(f"\n{list_machines(results.values())}; validation split, {next(iter(results.values()))['images']:,} images")
     runner.exit_if_failed()
 
 
@@ -200,7 +200,7 @@ def compare_operators(options: argparse.Namespace) -> None:
     print("| operator | plain torch, ms | torchvision, ms | difference |\n| --- | --- | --- | --- |")
     for row in rows:
         print(f"| {' | '.join(row)} |")
-    print(f"\n{describe_device()}; n = {options.repeats}, median ± half of the range of the middle half")
+    print(f"\n{machine_title(describe_machine(device))}; n = {options.repeats}, median ± half of the range of the middle half")
 
 
 def clock(work: Callable[[], Any], device: torch.device, repeats: int) -> str:
@@ -215,11 +215,6 @@ def clock(work: Callable[[], Any], device: torch.device, repeats: int) -> str:
         times += [1e3 * (time.perf_counter() - start)] * (repeat > 1)
     low, middle, high = np.quantile(times, (0.25, 0.5, 0.75)).tolist()
     return f"{middle:.2f} ± {(high - low) / 2:.2f}"
-
-
-def describe_device() -> str:
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    return f"{device}, torch {torch.__version__}, vitrail {vitrail.__version__}"
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from arguments import positive, run_program
-from jobs import Jobs, add_options, describe_run, mean_and_sd, train_or_resume
+from jobs import Jobs, add_options, describe_run, list_machines, mean_and_sd, train_or_resume
 
 import vitrail
 from vitrail.cli.train import parse_set
@@ -115,6 +115,7 @@ def print_table(folder: Path) -> None:
         cells = [mean_and_sd([100 * row[name] for row in rows]) for name in PROTOCOLS]
         minutes = statistics.fmean(row["minutes"] for row in rows)
         print(f"| {stem} | {epochs:g} | {len(rows)} | {' | '.join(cells)} | {minutes:.1f} |")
+    print(f"\n{list_machines(results)}")
 
 
 def main() -> None:

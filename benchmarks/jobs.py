@@ -9,16 +9,19 @@ import subprocess
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
 from arguments import positive
 
 import vitrail
 from vitrail.data.workers import count_cores
 from vitrail.errors import UserError
+from vitrail.formatting import pluralize
 from vitrail.runs.train import Run
 
 SAVING = 60  # seconds at the end of the time limit, in which stopped jobs write their checkpoints
@@ -57,6 +60,29 @@ def describe_run(folder: Path) -> dict[str, Any]:
     """Minutes, machine and versions of the run in a folder."""
     run = json.loads((folder / "run.json").read_text())
     return {"minutes": run["seconds"] / 60, "machine": run.get("machine"), "versions": run.get("versions")}
+
+
+def describe_machine(device: torch.device) -> dict[str, Any]:
+    """This machine and the versions, as a run records them."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    versions = {"vitrail": vitrail.__version__, "torch": torch.__version__}
+    return {"machine": {"device": name, "cores": os.cpu_count()}, "versions": versions}
+
+
+def list_machines(results: Iterable[dict[str, Any]]) -> str:
+    """The device and the versions with which the results were computed; where they differ, with the number of results of each."""
+    counts = Counter(map(machine_title, results))
+    if len(counts) < 2:
+        return "".join(counts)
+    parts = [f"{title} ({pluralize(count, 'result')})" for title, count in counts.most_common()]
+    return f"Results of different machines or versions: {'; '.join(parts)}"
+
+
+def machine_title(result: dict[str, Any]) -> str:
+    machine, versions = result.get("machine"), result.get("versions")
+    if not machine or not versions:
+        return "unknown machine"
+    return f"{machine['device']}, torch {versions['torch']}, vitrail {versions['vitrail']}"
 
 
 def add_options(parser: ArgumentParser, out: str, parallel: int) -> None:

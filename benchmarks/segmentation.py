@@ -14,7 +14,8 @@ resized to the size of the masks, on the test split or, without one, the validat
 All methods learn from the same images: all of the training split, or nine tenths of it where a set has only one of the other two
 splits. The last tenth, or the validation split, selects the best weights of a training; ridge and U-Net have one result only.
 Every training is a process of its own, `--parallel` at a time; results and checkpoints are kept in `--out`, and the same command
-continues. `--minutes 9` ends all of them within nine minutes.
+continues. `--minutes 9` ends all of them within nine minutes. Below a table is the machine that computed its results; minutes
+are those of the training, of ridge and U-Net with the evaluation.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 from arguments import positive, run_program
-from jobs import Jobs, add_options, train_or_resume, weights_title
+from jobs import Jobs, add_options, describe_machine, describe_run, list_machines, train_or_resume, weights_title
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -155,7 +156,7 @@ def fit_in_closed_form(job: dict[str, Any], train: Source, test: Source, device:
     return evaluate(model, test, device)
 
 
-def train_head(job: dict[str, Any], folder: Path, test: Source, device: torch.device) -> dict[str, float]:
+def train_head(job: dict[str, Any], folder: Path, test: Source, device: torch.device) -> dict[str, Any]:
     """`vitrail train --recipe segment`, and its evaluation of the best weights on the test images."""
     linear, frozen = "linear" in job["method"], "frozen" in job["method"]
     changes: dict[str, Any] = {
@@ -182,8 +183,8 @@ def train_head(job: dict[str, Any], folder: Path, test: Source, device: torch.de
     model = vitrail.load(run.artifact, device=device)
     recorded: dict[str, float] | None = json.loads((folder / "run" / "run.json").read_text()).get("test")
     if recorded is None or job["limit"]:
-        return evaluate(model, test, device)
-    return recorded | count_parameters(model)
+        recorded = evaluate(model, test, device)
+    return recorded | count_parameters(model) | describe_run(folder / "run")
 
 
 def evaluate(model: vitrail.VisionTransformer, test: Source, device: torch.device) -> dict[str, float]:
@@ -198,7 +199,7 @@ def count_parameters(model: vitrail.VisionTransformer) -> dict[str, float]:
     return {"parameters": sum(each.numel() for each in model.parameters())}
 
 
-def pretrain(job: dict[str, Any], folder: Path, device: torch.device) -> dict[str, float]:
+def pretrain(job: dict[str, Any], folder: Path, device: torch.device) -> dict[str, Any]:
     """A classifier on Tiny ImageNet, whose weights are the start of a trunk's segmentations."""
     model, changes = TRUNKS[job["trunk"]]
     changes = changes | {"augmentation.image_size": [PRETRAINED, PRETRAINED], "architecture.drop_path": 0.05}
@@ -210,13 +211,14 @@ def pretrain(job: dict[str, Any], folder: Path, device: torch.device) -> dict[st
         ),
         device=str(device),
     )
-    return {"top1": float(run.best["top1"])} | count_parameters(vitrail.load(run.artifact))
+    return {"top1": float(run.best["top1"])} | count_parameters(vitrail.load(run.artifact)) | describe_run(folder / "run")
 
 
 def run_job(folder: Path) -> None:
     """Run the job in a folder and write its result."""
     job = json.loads((folder / "job.json").read_text())
     device, started = choose_device(job["device"]), time.monotonic()
+    result: dict[str, Any]
     if job["kind"] == "pretrain":
         result = pretrain(job, folder, device)
     else:
@@ -227,8 +229,9 @@ def run_job(folder: Path) -> None:
             result = fit_in_closed_form(job, train, test, device)
         else:
             result = train_head(job, folder, test, device)
-        result |= {"images": len(test), "split": split}  # type: ignore[dict-item]
-    result["minutes"] = (time.monotonic() - started) / 60
+        result |= {"images": len(test), "split": split}
+    # Minutes and machine of a training are those of its run, which may have been interrupted.
+    result = {"minutes": (time.monotonic() - started) / 60} | describe_machine(device) | result
     (folder / "result.json").write_text(json.dumps(result))
 
 
@@ -328,8 +331,7 @@ def print_rows(columns: tuple[str, ...], rows: dict[tuple[str, str, str], list[s
         minutes = statistics.mean(each["minutes"] for each in found)
         parameters = f"{found[0]['parameters'] / 1e6:.1f} M"
         print(f"| {' | '.join(row)} | {' | '.join(cells)} | {len(found)} | {parameters} | {minutes:.1f} |")
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    print(f"\n{device}, torch {torch.__version__}, vitrail {vitrail.__version__}")
+    print(f"\n{list_machines(results.values())}")
 
 
 def spread(values: list[float]) -> str:

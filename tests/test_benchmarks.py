@@ -120,6 +120,7 @@ def test_segmentations_are_compared(run_benchmark, tmp_path):
     assert f"camvid-nosuch-ridge-0 failed: see {tmp_path}/out/camvid-nosuch-ridge-0/log.txt." in err
     assert "| camvid | vitrail_tiny | ridge | " in out
     assert "| camvid | from scratch | U-Net | " in out
+    assert out.endswith(f"\nCPU, torch {torch.__version__}, vitrail {vitrail.__version__}\n")
 
 
 def test_detections_are_compared_and_continued(run_benchmark, tmp_path):
@@ -136,6 +137,7 @@ def test_detections_are_compared_and_continued(run_benchmark, tmp_path):
     assert "20 images" in out
     result = json.loads((tmp_path / "out" / "vitrail_tiny-trained-0" / "result.json").read_text())
     assert (result["images"], result["changes"]["optimizer.layer_decay"]) == (20, "0.9")
+    assert result["machine"]["device"] == "CPU"
     code, _, err = run_benchmark(f"detection.py voc {tmp_path}/data --out {tmp_path}/out {words} --set optimizer.lr=1e-3")
     assert code == 2
     assert "with other settings" in err
@@ -204,6 +206,17 @@ def test_the_other_jobs_go_on_after_one_has_failed(make_jobs, tmp_path, capsys):
     log = tmp_path / "out" / "a" / "log.txt"
     assert capsys.readouterr().err.splitlines()[-1] == f"a failed: see {log}."
     assert "no memory" in log.read_text()
+
+
+def test_a_table_names_the_machines_of_its_results(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    jobs = importlib.import_module("jobs")
+    here = jobs.describe_machine(torch.device("cpu"))
+    title = f"CPU, torch {torch.__version__}, vitrail {vitrail.__version__}"
+    assert jobs.list_machines([here, here]) == title
+    other = {"machine": {"device": "NVIDIA H200"}, "versions": {"torch": "2.11.0", "vitrail": "0.1.0"}}
+    expected = "NVIDIA H200, torch 2.11.0, vitrail 0.1.0 (2 results); unknown machine (1 result)"
+    assert jobs.list_machines([other, {"miou": 0.5}, other]) == f"Results of different machines or versions: {expected}"
 
 
 def test_a_server_that_does_not_start_is_left_out(monkeypatch):
