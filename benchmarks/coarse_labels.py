@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from arguments import positive, run_program
-from jobs import Jobs, add_options, describe_run, list_machines, mean_and_sd, train_or_resume
+from jobs import Jobs, add_options, describe_run, list_machines, mean_and_sd, train_or_resume, write_result
 
 import vitrail
 from vitrail.cli.train import parse_set
@@ -128,7 +128,7 @@ def run_job(folder: Path) -> None:
         lambda: vitrail.train(job["data"], recipe, changes=job["changes"], out=run_folder, options=options, **where),
         **where,
     )
-    (folder / "result.json").write_text(json.dumps(job | describe_run(run_folder) | measure(run.artifact, job), indent=1))
+    write_result(folder, job | describe_run(run_folder) | measure(run.artifact, job))
 
 
 def measure(weights: Path, job: dict[str, Any]) -> dict[str, float]:

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 from arguments import positive, run_program
-from jobs import Jobs, add_options, describe_machine, describe_run, list_machines, machine_title, weights_title
+from jobs import Jobs, add_options, describe_machine, describe_run, list_machines, machine_title, weights_title, write_result
 
 import vitrail
 from vitrail.cli.train import parse_set
@@ -81,7 +81,7 @@ def run_job(folder: Path) -> None:
         "parameters": sum(each.numel() for each in model.parameters()),
         "changes": job["changes"],
     } | describe_run(run_folder)
-    (folder / "result.json").write_text(json.dumps(result))
+    write_result(folder, result)
 
 
 def describe_baseline(weights: str) -> tuple[str, dict[str, Any]]:

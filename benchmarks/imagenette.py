@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from arguments import positive, run_program
-from jobs import Jobs, add_options, describe_run, list_machines, mean_and_sd, train_or_resume
+from jobs import Jobs, add_options, describe_run, list_machines, mean_and_sd, train_or_resume, write_result
 
 import vitrail
 from vitrail.cli.train import parse_set
@@ -88,7 +88,7 @@ def run_job(folder: Path) -> None:
         **where,
     )
     weights = run_folder / "last.safetensors"
-    (folder / "result.json").write_text(json.dumps(job | describe_run(run_folder) | measure(weights, job), indent=1))
+    write_result(folder, job | describe_run(run_folder) | measure(weights, job))
 
 
 def measure(weights: Path, job: dict[str, Any]) -> dict[str, float]:

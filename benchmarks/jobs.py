@@ -19,6 +19,7 @@ import torch
 from arguments import positive
 
 import vitrail
+from vitrail.atomic_files import atomic_write_text
 from vitrail.data.workers import count_cores
 from vitrail.errors import UserError
 from vitrail.formatting import pluralize
@@ -135,8 +136,7 @@ class Jobs:
             return read_result(folder)
         if time.monotonic() > self.end:
             return None
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "job.json").write_text(json.dumps(job))
+        atomic_write_text(folder / "job.json", json.dumps(job))
         with (folder / "log.txt").open("a") as log:
             command = [sys.executable, self.program, "job", str(folder)]
             self.wait(subprocess.Popen(command, stdout=log, stderr=log, env=self.environment))
@@ -171,6 +171,11 @@ class Jobs:
 def read_result(folder: Path) -> dict[str, Any]:
     result: dict[str, Any] = json.loads((folder / "result.json").read_text())
     return result
+
+
+def write_result(folder: Path, result: dict[str, Any]) -> None:
+    """Write the result of a job; a process that is killed meanwhile leaves none."""
+    atomic_write_text(folder / "result.json", json.dumps(result, indent=1))
 
 
 def mean_and_sd(values: list[float]) -> str:

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 from arguments import positive, run_program
-from jobs import Jobs, add_options, describe_machine, describe_run, list_machines, train_or_resume, weights_title
+from jobs import Jobs, add_options, describe_machine, describe_run, list_machines, train_or_resume, weights_title, write_result
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -232,7 +232,7 @@ def run_job(folder: Path) -> None:
         result |= {"images": len(test), "split": split}
     # Minutes and machine of a training are those of its run, which may have been interrupted.
     result = {"minutes": (time.monotonic() - started) / 60} | describe_machine(device) | result
-    (folder / "result.json").write_text(json.dumps(result))
+    write_result(folder, result)
 
 
 def show_result(result: dict[str, Any]) -> str:

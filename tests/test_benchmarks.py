@@ -208,6 +208,20 @@ def test_the_other_jobs_go_on_after_one_has_failed(make_jobs, tmp_path, capsys):
     assert "no memory" in log.read_text()
 
 
+def test_an_interrupted_write_leaves_no_result(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    jobs = importlib.import_module("jobs")
+
+    def write_half(path, text, **options):
+        path.write_bytes(text[: len(text) // 2].encode())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", write_half)
+    with pytest.raises(KeyboardInterrupt):
+        jobs.write_result(tmp_path, {"minutes": 1.0})
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_table_names_the_machines_of_its_results(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     jobs = importlib.import_module("jobs")
