@@ -1,6 +1,6 @@
 """Benchmarks that have no test of their own still run: in miniature, on a CPU."""
 
-import importlib
+import importlib.util
 import json
 import runpy
 import signal
@@ -239,6 +239,26 @@ def test_a_server_that_does_not_start_is_left_out(monkeypatch):
     options = Namespace(weights="nowhere", device="cpu", precision="fp32", packages=None)
     with pytest.raises(UserError, match="did not start"), serve.run_process(None, options):
         pass
+
+
+def test_packages_of_a_folder_are_found_by_all_servers(run_benchmark, monkeypatch, tmp_path):
+    """Also those that `vitrail serve` needs, where they are not installed."""
+    find = importlib.util.find_spec
+
+    def find_starlette(name):
+        return find(name) if name != "starlette" or str(tmp_path) in sys.path else None
+
+    def start(command, env, **options):
+        raise UserError(env["PYTHONPATH"])
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_starlette)
+    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    code, _, err = run_benchmark("serve.py")
+    assert (code, "give --packages or --in-process" in err) == (2, True)
+    code, _, err = run_benchmark(f"serve.py --packages {tmp_path}")
+    assert code == 2
+    assert f"serve.py: {tmp_path}" in err
 
 
 def test_comparisons_of_dense_predictions_are_fair(monkeypatch, tmp_path):
