@@ -61,7 +61,7 @@ CHANGES: dict[str, Any] = {
     "task_options.momentum": 0.996,
     "task_options.hidden": 2048,
     "schedule.warmup": "10 epochs",
-    "validation.every": "5%",
+    "validation.every": "20%",
 }
 TINY = {"architecture.width": 48, "architecture.depth": 1, "architecture.heads": 1, "augmentation.image_size": [32, 32]}
 TINY |= {"task_options.local_size": 16, "task_options.hidden": 16, "task_options.outputs": 32, "schedule.warmup": "5%"}
@@ -80,7 +80,7 @@ def run_job(folder: Path) -> None:
     """Train and evaluate as the job in a folder says, and write the result."""
     job = json.loads((folder / "job.json").read_text())
     run_folder, device = folder / "run", job["device"]
-    options = Options(compile=choose_device(device).type == "cuda", save_seconds=60, keep=1)
+    options = Options(compile=choose_device(device).type == "cuda", save_seconds=600, keep=1)  # 350 MB
     where: dict[str, Any] = {"device": device, "workers": 0}
     train_or_resume(
         run_folder,
