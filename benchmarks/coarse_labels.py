@@ -122,7 +122,7 @@ def run_job(folder: Path) -> None:
     run_folder, device = folder / "run", job["device"]
     recipe = f"grafit_resnet50_cifar100{METHODS[job['method']].suffix}"
     options = Options(compile=choose_device(device).type == "cuda", save_seconds=120, keep=1)
-    where: dict[str, Any] = {"device": device, "workers": 0}
+    where: dict[str, Any] = {"device": device, "workers": job["workers"]}
     run = train_or_resume(
         run_folder,
         lambda: vitrail.train(job["data"], recipe, changes=job["changes"], out=run_folder, options=options, **where),
@@ -135,13 +135,13 @@ def measure(weights: Path, job: dict[str, Any]) -> dict[str, float]:
     """k-NN at both levels, and mAP at the fine one: by cosine, conditional on the coarse class, with the true coarse class."""
     model = open_model(weights, job["device"])
     data = open_probe_data(job["data"], "train", "test", job["images"])
-    memory, queries = embed_probe_data(model, data, FeatureKind(default_vector("knn", model)), 512, 0)
+    memory, queries = embed_probe_data(model, data, FeatureKind(default_vector("knn", model)), 512, job["workers"])
     found: dict[str, float] = {}
     for level in LEVELS:
         details = run_knn(select_labeled(data, memory, queries, level), Settings(protocol="grafit")).details
         found |= {f"knn_{level}": details["top1"], f"k_{level}": details["k"]}
     coarse_by = model if model.class_names == label_column(data.memory, LEVELS[1]).names else "memory"
-    scores = measure_retrieval(data, memory, queries, *LEVELS, coarse_by, 512, 0)
+    scores = measure_retrieval(data, memory, queries, *LEVELS, coarse_by, 512, job["workers"])
     return found | {f"map_{name}": precision.mean for name, precision in scores.items()}
 
 

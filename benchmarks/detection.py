@@ -62,15 +62,16 @@ def run_job(folder: Path) -> None:
     job = json.loads((folder / "job.json").read_text())
     device = choose_device(job["device"])
     run_folder, changes = folder / "run", dict(job["changes"])
+    where: dict[str, Any] = {"device": str(device), "workers": job["workers"]}
     if (run_folder / "run.json").exists():
-        run = vitrail.resume(run_folder, device=str(device))
+        run = vitrail.resume(run_folder, **where)
     elif job["method"] == "from scratch":
         name, baseline = describe_baseline(job["weights"])
-        run = vitrail.train(job["source"], "detect", model=name, changes=changes | baseline, out=run_folder, device=str(device))
+        run = vitrail.train(job["source"], "detect", model=name, changes=changes | baseline, out=run_folder, **where)
     else:
         if job["method"] == "frozen":
             changes["init.scope"] = "head"
-        run = vitrail.train(job["source"], "detect", from_=job["weights"], changes=changes, out=run_folder, device=str(device))
+        run = vitrail.train(job["source"], "detect", from_=job["weights"], changes=changes, out=run_folder, **where)
     if not run.finished:
         raise SystemExit(1)  # stopped by the time limit: the next call continues
     model, recorded = vitrail.load(run.artifact, device=device), json.loads((run_folder / "run.json").read_text())

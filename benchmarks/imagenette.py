@@ -80,8 +80,9 @@ def run_job(folder: Path) -> None:
     """Train and evaluate as the job in a folder says, and write the result."""
     job = json.loads((folder / "job.json").read_text())
     run_folder, device = folder / "run", job["device"]
-    options = Options(compile=choose_device(device).type == "cuda", save_seconds=600, keep=1)  # 350 MB
-    where: dict[str, Any] = {"device": device, "workers": 0}
+    # A checkpoint has 350 MB, which the GPU waits for.
+    options = Options(compile=choose_device(device).type == "cuda", save_seconds=600, keep=1)
+    where: dict[str, Any] = {"device": device, "workers": job["workers"]}
     train_or_resume(
         run_folder,
         lambda: vitrail.train(job["data"], "dino_small", changes=job["changes"], out=run_folder, options=options, **where),
@@ -95,7 +96,7 @@ def measure(weights: Path, job: dict[str, Any]) -> dict[str, float]:
     """Top-1 by the nearest training images, with the settings of both protocols."""
     model = open_model(weights, job["device"])
     data = open_probe_data(job["data"], "train", None, None)
-    memory, queries = embed_probe_data(model, data, FeatureKind(default_vector("knn", model)), 512, 0)
+    memory, queries = embed_probe_data(model, data, FeatureKind(default_vector("knn", model)), 512, job["workers"])
     labeled = select_labeled(data, memory, queries, "label")
     found = {name: float(run_knn(labeled, settings).details["top1"]) for name, settings in PROTOCOLS.items()}
     return found | {"memory": len(labeled.memory), "queries": len(labeled.queries)}

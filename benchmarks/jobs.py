@@ -20,23 +20,24 @@ from arguments import positive
 
 import vitrail
 from vitrail.atomic_files import atomic_write_text
-from vitrail.data.workers import count_cores
+from vitrail.data.workers import count_cores, default_workers
 from vitrail.errors import UserError
 from vitrail.formatting import pluralize
 from vitrail.runs.train import Run
 
 SAVING = 60  # seconds at the end of the time limit, in which stopped jobs write their checkpoints
+OF_THE_MACHINE = ("device", "workers")  # settings that do not change a result
 
 
 def different_settings(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """The names of the settings that differ, "" if none does: any but the device."""
+    """The names of the settings that differ, "" if none does: any but those of the machine."""
     before, now = flatten(before), flatten(json.loads(json.dumps(now)))
     return ", ".join(sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name)))
 
 
 def flatten(job: dict[str, Any]) -> dict[str, Any]:
-    """Settings and changes of the recipe, without the device; of absolute paths the end, so that results can be copied."""
-    values = {name: value for name, value in job.items() if name not in ("changes", "device")} | job.get("changes", {})
+    """Settings and changes of the recipe, without those of the machine; of absolute paths the end: results may be copied."""
+    values = {name: value for name, value in job.items() if name not in ("changes", *OF_THE_MACHINE)} | job.get("changes", {})
     for name, value in values.items():
         if isinstance(value, str) and os.path.isabs(value):
             values[name] = "/".join(Path(value).parts[-3:])
@@ -94,6 +95,7 @@ def add_options(parser: ArgumentParser, out: str, parallel: int) -> None:
         type=float,
         help="end after this time, in whose last minute trainings are stopped and save a checkpoint; the same command continues",
     )
+    parser.add_argument("--workers", type=int, help="processes that decode images; default: a core each, divided by --parallel")
     parser.add_argument("--device", default=None)
     parser.add_argument("--out", type=Path, default=Path(out), help="folder of trainings and results")
 
@@ -101,14 +103,16 @@ def add_options(parser: ArgumentParser, out: str, parallel: int) -> None:
 class Jobs:
     """Runs jobs, `--parallel` at a time, until `--minutes` have passed since it was created.
 
-    A job is the command `program job FOLDER`, which reads FOLDER/job.json and writes FOLDER/result.json. A minute before the end
-    of the time running jobs are stopped, so that they save a checkpoint; the rest is left to the next call. If a job fails, the
-    others go on, and `exit_if_failed` names it after the results are printed.
+    A job is the command `program job FOLDER`, which reads FOLDER/job.json (its settings and "workers", the processes that decode
+    its images) and writes FOLDER/result.json. A minute before the end of the time running jobs are stopped, so that they save a
+    checkpoint; the rest is left to the next call. If a job fails, the others go on, and `exit_if_failed` names it after the
+    results are printed.
     """
 
     def __init__(self, options: Namespace, program: str, show: Callable[[dict[str, Any]], str]) -> None:
         self.out, self.parallel, self.program, self.show = options.out, options.parallel, program, show
         self.end = time.monotonic() + 60 * options.minutes - SAVING if options.minutes else math.inf
+        self.workers = max(default_workers() // self.parallel, 1) if options.workers is None else options.workers
         self.failed: list[str] = []
         # The compilers of all jobs together have a process for each core.
         self.environment = {"TORCHINDUCTOR_COMPILE_THREADS": str(max(count_cores() // self.parallel, 1))} | os.environ
@@ -136,7 +140,7 @@ class Jobs:
             return read_result(folder)
         if time.monotonic() > self.end:
             return None
-        atomic_write_text(folder / "job.json", json.dumps(job))
+        atomic_write_text(folder / "job.json", json.dumps(job | {"workers": self.workers}))
         with (folder / "log.txt").open("a") as log:
             command = [sys.executable, self.program, "job", str(folder)]
             self.wait(subprocess.Popen(command, stdout=log, stderr=log, env=self.environment))

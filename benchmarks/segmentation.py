@@ -113,7 +113,7 @@ def train_unet(job: dict[str, Any], train: Source, test: Source, device: torch.d
     recipe = lookup("segment").set(
         {"augmentation.image_size": [size, size], "seed": job["seed"], "batch_size": job["batch_size"]}
     )
-    task, loader = Segmentation(recipe, train, device), ImageLoader(train, device, masks=True)
+    task, loader = Segmentation(recipe, train, device), ImageLoader(train, device, job["workers"], masks=True)
     sampler = EpochSampler(len(train), job["batch_size"], job["seed"])
     steps = max(round(job["epochs"] * sampler.steps), 1)
     torch.manual_seed(job["seed"])
@@ -173,12 +173,11 @@ def train_head(job: dict[str, Any], folder: Path, test: Source, device: torch.de
         changes["task_options.blocks"] = [max(round(depth * part / 3) - 1, 0) for part in (1, 2, 3)]
     if frozen:
         changes |= {"init.scope": "head", "optimizer.lr": 2e-3}
+    where = {"device": str(device), "workers": job["workers"]}
     run = train_or_resume(
         folder / "run",
-        lambda: vitrail.train(
-            job["source"], "segment", from_=job["weights"], changes=changes, out=folder / "run", device=str(device)
-        ),
-        device=str(device),
+        lambda: vitrail.train(job["source"], "segment", from_=job["weights"], changes=changes, out=folder / "run", **where),
+        **where,
     )
     model = vitrail.load(run.artifact, device=device)
     recorded: dict[str, float] | None = json.loads((folder / "run" / "run.json").read_text()).get("test")
@@ -203,13 +202,11 @@ def pretrain(job: dict[str, Any], folder: Path, device: torch.device) -> dict[st
     """A classifier on Tiny ImageNet, whose weights are the start of a trunk's segmentations."""
     model, changes = TRUNKS[job["trunk"]]
     changes = changes | {"augmentation.image_size": [PRETRAINED, PRETRAINED], "architecture.drop_path": 0.05}
-    epochs = job["epochs"]
+    epochs, where = job["epochs"], {"device": str(device), "workers": job["workers"]}
     run = train_or_resume(
         folder / "run",
-        lambda: vitrail.train(
-            job["source"], "small", model=model, epochs=epochs, changes=changes, out=folder / "run", device=str(device)
-        ),
-        device=str(device),
+        lambda: vitrail.train(job["source"], "small", model=model, epochs=epochs, changes=changes, out=folder / "run", **where),
+        **where,
     )
     return {"top1": float(run.best["top1"])} | count_parameters(vitrail.load(run.artifact)) | describe_run(folder / "run")
 

@@ -146,12 +146,12 @@ def test_detections_are_compared_and_continued(run_benchmark, tmp_path):
 def test_results_of_other_settings_are_not_reused(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     jobs = importlib.import_module("jobs")
-    runner = jobs.Jobs(Namespace(out=tmp_path, parallel=1, minutes=None), "no program", str)
+    runner = jobs.Jobs(Namespace(out=tmp_path, parallel=1, minutes=None, workers=None), "no program", str)
     job = {"epochs": 1, "source": "/data/voc2012", "changes": {"seed": 0, "size": (8, 8)}, "device": "cpu"}
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "job.json").write_text(json.dumps(job))
     (tmp_path / "a" / "result.json").write_text('{"minutes": 1.0}')
-    found = runner.run({"a": job | {"device": "cuda"}})
+    found = runner.run({"a": job | {"device": "cuda", "workers": 3}})
     assert found == {"a": {"minutes": 1.0}}
     for other in ({"epochs": 60}, {"source": "/data/coco"}, {"limit": 3}, {"changes": {"seed": 1, "size": [8, 8]}}):
         with pytest.raises(UserError, match=r"with other settings \((epochs|source|limit|seed)\): give another --out"):
@@ -167,7 +167,7 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 job = json.loads((Path(sys.argv[2]) / "job.json").read_text())
 assert job["seconds"] >= 0, "no memory"
 time.sleep(job["seconds"])
-(Path(sys.argv[2]) / "result.json").write_text('{"minutes": 1.0}')
+(Path(sys.argv[2]) / "result.json").write_text(json.dumps({"minutes": 1.0, "workers": job["workers"]}))
 """
 
 
@@ -179,7 +179,7 @@ def make_jobs(monkeypatch, tmp_path):
     jobs = importlib.import_module("jobs")
     monkeypatch.setattr(jobs, "SAVING", 2)
     return lambda minutes=None: jobs.Jobs(
-        Namespace(out=tmp_path / "out", parallel=1, minutes=minutes), str(tmp_path / "program.py"), str
+        Namespace(out=tmp_path / "out", parallel=1, minutes=minutes, workers=3), str(tmp_path / "program.py"), str
     )
 
 
@@ -189,7 +189,7 @@ def test_all_jobs_of_a_program_share_its_time(make_jobs):
     while time.monotonic() < runner.end:
         time.sleep(0.1)
     assert runner.run({"b": {"seconds": 0}}) == {}
-    assert make_jobs().run({"b": {"seconds": 0}}) == {"b": {"minutes": 1.0}}
+    assert make_jobs().run({"b": {"seconds": 0}}) == {"b": {"minutes": 1.0, "workers": 3}}
 
 
 def test_a_job_that_is_stopped_ends_within_the_time(make_jobs):
@@ -200,7 +200,7 @@ def test_a_job_that_is_stopped_ends_within_the_time(make_jobs):
 
 def test_the_other_jobs_go_on_after_one_has_failed(make_jobs, tmp_path, capsys):
     runner = make_jobs()
-    assert runner.run({"a": {"seconds": -1}, "b": {"seconds": 0}}) == {"b": {"minutes": 1.0}}
+    assert runner.run({"a": {"seconds": -1}, "b": {"seconds": 0}}) == {"b": {"minutes": 1.0, "workers": 3}}
     with pytest.raises(SystemExit, match="1"):
         runner.exit_if_failed()
     log = tmp_path / "out" / "a" / "log.txt"
