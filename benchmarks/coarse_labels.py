@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from arguments import positive, run_program
-from jobs import Jobs, add_options, describe_run, list_machines, mean_and_sd, train_or_resume, write_result
+from jobs import Jobs, add_options, describe_run, list_machines, locate, mean_and_sd, train_or_resume, write_result
 
 import vitrail
 from vitrail.cli.train import parse_set
@@ -108,8 +108,9 @@ def make_job(options: argparse.Namespace, method: str, seed: int) -> dict[str, A
     changes |= parse_set(options.set)
     if options.tiny:
         changes |= TINY | ({"task_options.hidden": 16} if METHODS[method].has_options else {})
-    named = ("trunk", "data", "epochs", "batch_size", "views", "shared_view", "images", "device")
-    return {name: getattr(options, name) for name in named} | {"method": method, "seed": seed, "changes": changes}
+    names = ("trunk", "epochs", "batch_size", "views", "shared_view", "images", "device")
+    named = {name: getattr(options, name) for name in names}
+    return named | {"data": locate(options.data), "method": method, "seed": seed, "changes": changes}
 
 
 def name_of(trunk: str, method: str, seed: int) -> str:

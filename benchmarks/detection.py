@@ -26,7 +26,17 @@ from typing import Any
 import numpy as np
 import torch
 from arguments import positive, run_program
-from jobs import Jobs, add_options, describe_machine, describe_run, list_machines, machine_title, weights_title, write_result
+from jobs import (
+    Jobs,
+    add_options,
+    describe_machine,
+    describe_run,
+    list_machines,
+    locate,
+    machine_title,
+    weights_title,
+    write_result,
+)
 
 import vitrail
 from vitrail.cli.train import parse_set
@@ -115,13 +125,12 @@ def compare_voc(options: argparse.Namespace) -> None:
     jobs: dict[str, dict[str, Any]] = {}
     rows: dict[tuple[str, str], list[str]] = {}
     for weights in options.weights:
-        located = str(Path(weights).resolve()) if Path(weights).exists() else weights
         for method in options.methods:
             for seed in range(options.seeds):
                 key = f"{weights_title(weights)}-{method.replace(' ', '_')}-{seed}"
                 jobs[key] = {
                     "method": method,
-                    "weights": located,
+                    "weights": locate(weights),
                     "source": str((options.data / "voc2012").resolve()),
                     "changes": changes | {"seed": seed},
                     "device": options.device,

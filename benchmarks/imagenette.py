@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from arguments import positive, run_program
-from jobs import Jobs, add_options, describe_run, list_machines, mean_and_sd, train_or_resume, write_result
+from jobs import Jobs, add_options, describe_run, list_machines, locate, mean_and_sd, train_or_resume, write_result
 
 import vitrail
 from vitrail.cli.train import parse_set
@@ -72,8 +72,8 @@ def make_job(options: argparse.Namespace, stem: str, seed: int) -> dict[str, Any
     """A training and what differs from `dino_small`."""
     changes = {"model": "vit_small_patch16_12x1"} | CHANGES | STEMS[stem] | (TINY if options.tiny else {})
     changes |= {"schedule.length": f"{options.epochs:g} epochs", "seed": seed} | parse_set(options.set)
-    named = ("data", "device", "epochs")
-    return {name: getattr(options, name) for name in named} | {"stem": stem, "seed": seed, "changes": changes}
+    named = {name: getattr(options, name) for name in ("device", "epochs")}
+    return named | {"data": locate(options.data), "stem": stem, "seed": seed, "changes": changes}
 
 
 def run_job(folder: Path) -> None:

@@ -36,12 +36,20 @@ def different_settings(before: dict[str, Any], now: dict[str, Any]) -> str:
 
 
 def flatten(job: dict[str, Any]) -> dict[str, Any]:
-    """Settings and changes of the recipe, without those of the machine; of absolute paths the end: results may be copied."""
+    """Settings and changes of the recipe, without those of the machine.
+
+    Data and results may be copied: of absolute paths the last part, of weights the last three, such as a/run/best.safetensors.
+    """
     values = {name: value for name, value in job.items() if name not in ("changes", *OF_THE_MACHINE)} | job.get("changes", {})
     for name, value in values.items():
         if isinstance(value, str) and os.path.isabs(value):
-            values[name] = "/".join(Path(value).parts[-3:])
+            values[name] = "/".join(Path(value).parts[-3 if value.endswith(".safetensors") else -1 :])
     return values
+
+
+def locate(path: str) -> str:
+    """The absolute path of something that exists, else the text, such as the name of a data set."""
+    return str(Path(path).resolve()) if Path(path).exists() else path
 
 
 def weights_title(weights: str) -> str:

@@ -28,7 +28,17 @@ from typing import Any
 import numpy as np
 import torch
 from arguments import positive, run_program
-from jobs import Jobs, add_options, describe_machine, describe_run, list_machines, train_or_resume, weights_title, write_result
+from jobs import (
+    Jobs,
+    add_options,
+    describe_machine,
+    describe_run,
+    list_machines,
+    locate,
+    train_or_resume,
+    weights_title,
+    write_result,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -310,10 +320,6 @@ def compare_trunks(options: argparse.Namespace, runner: Jobs) -> None:
                     keep_grid(jobs[key])
                 rows.setdefault((name, trunk, "UperNet"), []).append(key)
     print_rows(("data", "trunk", "head"), rows, runner.run(jobs))
-
-
-def locate(weights: str) -> str:
-    return str(Path(weights).resolve()) if Path(weights).exists() else weights
 
 
 def print_rows(columns: tuple[str, ...], rows: dict[tuple[str, str, str], list[str]], results: dict[str, dict[str, Any]]) -> None:

@@ -147,14 +147,27 @@ def test_results_of_other_settings_are_not_reused(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     jobs = importlib.import_module("jobs")
     runner = jobs.Jobs(Namespace(out=tmp_path, parallel=1, minutes=None, workers=None), "no program", str)
-    job = {"epochs": 1, "source": "/data/voc2012", "changes": {"seed": 0, "size": (8, 8)}, "device": "cpu"}
+    job = {
+        "epochs": 1,
+        "source": "/data/voc2012",
+        "weights": "/a/run/best.safetensors",
+        "changes": {"seed": 0, "size": (8, 8)},
+        "device": "cpu",
+    }
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "job.json").write_text(json.dumps(job))
     (tmp_path / "a" / "result.json").write_text('{"minutes": 1.0}')
     found = runner.run({"a": job | {"device": "cuda", "workers": 3}})
     assert found == {"a": {"minutes": 1.0}}
-    for other in ({"epochs": 60}, {"source": "/data/coco"}, {"limit": 3}, {"changes": {"seed": 1, "size": [8, 8]}}):
-        with pytest.raises(UserError, match=r"with other settings \((epochs|source|limit|seed)\): give another --out"):
+    assert runner.run({"a": job | {"source": "/elsewhere/copies/voc2012"}}) == found
+    for other in (
+        {"epochs": 60},
+        {"weights": "/b/run/best.safetensors"},
+        {"source": "/data/coco"},
+        {"limit": 3},
+        {"changes": {"seed": 1, "size": [8, 8]}},
+    ):
+        with pytest.raises(UserError, match=r"with other settings \((epochs|weights|source|limit|seed)\): give another --out"):
             runner.run({"a": job | other})
     assert [jobs.weights_title(each) for each in ("vitrail_tiny", "runs/a/best.safetensors")] == ["vitrail_tiny", "a"]
 
