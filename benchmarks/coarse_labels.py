@@ -9,7 +9,7 @@
 
 Each training is a process, `--parallel` of them at a time on one device, in a folder of its own in `--out` with checkpoints,
 log.txt and result.json (`tar czf results.tgz runs/coarse_labels/*/result.json`). A result that exists is not computed again.
-After `--minutes`, trainings have another minute to save a checkpoint, from which the same command continues.
+In the last of `--minutes`, trainings are stopped and save a checkpoint, from which the same command continues.
 
 Nine tenths of the training images are trained on, the others validated once, at the end; the scores are those of the test images
 among all training images, with k chosen on the latter. The probability of a coarse class, for the conditional mAP, is that of the
@@ -23,12 +23,11 @@ and is stored with each result: a short training learns little from strong augme
 import argparse
 import json
 import statistics
-import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from arguments import positive, run_program
-from jobs import describe_run, mean_and_sd, run_jobs, train_or_resume
+from jobs import Jobs, add_options, describe_run, list_machines, locate, mean_and_sd, train_or_resume, write_result
 
 import vitrail
 from vitrail.cli.train import parse_set
@@ -109,8 +108,9 @@ def make_job(options: argparse.Namespace, method: str, seed: int) -> dict[str, A
     changes |= parse_set(options.set)
     if options.tiny:
         changes |= TINY | ({"task_options.hidden": 16} if METHODS[method].has_options else {})
-    named = ("trunk", "data", "epochs", "batch_size", "views", "shared_view", "images", "device")
-    return {name: getattr(options, name) for name in named} | {"method": method, "seed": seed, "changes": changes}
+    names = ("trunk", "epochs", "batch_size", "views", "shared_view", "images", "device")
+    named = {name: getattr(options, name) for name in names}
+    return named | {"data": locate(options.data), "method": method, "seed": seed, "changes": changes}
 
 
 def name_of(trunk: str, method: str, seed: int) -> str:
@@ -123,32 +123,31 @@ def run_job(folder: Path) -> None:
     run_folder, device = folder / "run", job["device"]
     recipe = f"grafit_resnet50_cifar100{METHODS[job['method']].suffix}"
     options = Options(compile=choose_device(device).type == "cuda", save_seconds=120, keep=1)
-    where: dict[str, Any] = {"device": device, "workers": 0}
+    where: dict[str, Any] = {"device": device, "workers": job["workers"]}
     run = train_or_resume(
         run_folder,
         lambda: vitrail.train(job["data"], recipe, changes=job["changes"], out=run_folder, options=options, **where),
         **where,
     )
-    (folder / "result.json").write_text(json.dumps(job | describe_run(run_folder) | measure(run.artifact, job), indent=1))
+    write_result(folder, job | describe_run(run_folder) | measure(run.artifact, job))
 
 
 def measure(weights: Path, job: dict[str, Any]) -> dict[str, float]:
     """k-NN at both levels, and mAP at the fine one: by cosine, conditional on the coarse class, with the true coarse class."""
     model = open_model(weights, job["device"])
     data = open_probe_data(job["data"], "train", "test", job["images"])
-    memory, queries = embed_probe_data(model, data, FeatureKind(default_vector("knn", model)), 512, 0)
+    memory, queries = embed_probe_data(model, data, FeatureKind(default_vector("knn", model)), 512, job["workers"])
     found: dict[str, float] = {}
     for level in LEVELS:
         details = run_knn(select_labeled(data, memory, queries, level), Settings(protocol="grafit")).details
         found |= {f"knn_{level}": details["top1"], f"k_{level}": details["k"]}
     coarse_by = model if model.class_names == label_column(data.memory, LEVELS[1]).names else "memory"
-    scores = measure_retrieval(data, memory, queries, *LEVELS, coarse_by, 512, 0)
+    scores = measure_retrieval(data, memory, queries, *LEVELS, coarse_by, 512, job["workers"])
     return found | {f"map_{name}": precision.mean for name, precision in scores.items()}
 
 
-def train_all(options: argparse.Namespace) -> None:
+def train_all(options: argparse.Namespace, runner: Jobs) -> None:
     """Run the jobs whose results are missing, until the time is over; those that need a baseline after the others."""
-    started = time.monotonic()
     jobs = {
         name_of(options.trunk, method, seed): make_job(options, method, seed)
         for seed in range(options.seeds)
@@ -161,11 +160,8 @@ def train_all(options: argparse.Namespace) -> None:
     }
     if "baseline" not in options.methods and not all(base.exists() for base in bases.values()):
         raise UserError("clusterfit needs the baseline of the same seeds: add it to --methods.")
-    first = {name: job for name, job in jobs.items() if name not in bases}
-    run_jobs(first, options.out, options.parallel, __file__, show_result, options.minutes)
-    ready = {name: jobs[name] for name, base in bases.items() if base.exists()}
-    left = options.minutes - (time.monotonic() - started) / 60 if options.minutes else None
-    run_jobs(ready, options.out, options.parallel, __file__, show_result, left)
+    runner.run({name: job for name, job in jobs.items() if name not in bases})
+    runner.run({name: jobs[name] for name, base in bases.items() if base.exists()})
 
 
 def show_result(result: dict[str, Any]) -> str:
@@ -187,13 +183,13 @@ def print_table(folder: Path) -> None:
             minutes = statistics.fmean(row["minutes"] for row in rows)
             epochs = "/".join(sorted({f"{row['epochs']:g}" for row in rows}))
             print(f"| {trunk} | {name} | {len(rows)} | {epochs} | {' | '.join(cells)} | {paper} | {minutes:.1f} |")
+    print(f"\n{list_machines(results)}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=("train", "table", "job"))
     parser.add_argument("data", nargs="?", help="CIFAR-100, with a column coarse_label")
-    parser.add_argument("--out", type=Path, default=Path("runs/coarse_labels"), help="folder of trainings and results")
     parser.add_argument("--trunk", choices=TRUNKS, default="resnet50")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=["baseline", "grafit"])
     parser.add_argument("--seeds", type=positive, default=3)
@@ -205,9 +201,7 @@ def main() -> None:
     parser.add_argument("--clusters", type=positive, default=1500)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a change of the recipe; repeatable")
     parser.add_argument("--images", type=positive, default=None, help="evaluate at most so many images of either split")
-    parser.add_argument("--parallel", type=positive, default=6)
-    parser.add_argument("--minutes", type=float, help="stop after this time; the same command continues")
-    parser.add_argument("--device", default=None)
+    add_options(parser, "runs/coarse_labels", parallel=6)
     parser.add_argument("--tiny", action="store_true", help="a tiny ViT, to try the program on a CPU")
     options = parser.parse_args()
     if options.command != "table" and options.data is None:
@@ -215,9 +209,11 @@ def main() -> None:
     if options.command == "job":
         run_job(Path(options.data))
         return
+    runner = Jobs(options, __file__, show_result)
     if options.command == "train":
-        train_all(options)
+        train_all(options, runner)
     print_table(options.out)
+    runner.exit_if_failed()
 
 
 if __name__ == "__main__":

@@ -26,7 +26,17 @@ from typing import Any
 import numpy as np
 import torch
 from arguments import positive, run_program
-from jobs import run_jobs, weights_title
+from jobs import (
+    Jobs,
+    add_options,
+    describe_machine,
+    describe_run,
+    list_machines,
+    locate,
+    machine_title,
+    weights_title,
+    write_result,
+)
 
 import vitrail
 from vitrail.cli.train import parse_set
@@ -60,17 +70,18 @@ def evaluate(model: vitrail.VisionTransformer, source: Source, device: torch.dev
 def run_job(folder: Path) -> None:
     """Train and evaluate as the job in a folder says, and write the result."""
     job = json.loads((folder / "job.json").read_text())
-    device, started = choose_device(job["device"]), time.monotonic()
+    device = choose_device(job["device"])
     run_folder, changes = folder / "run", dict(job["changes"])
+    where: dict[str, Any] = {"device": str(device), "workers": job["workers"]}
     if (run_folder / "run.json").exists():
-        run = vitrail.resume(run_folder, device=str(device))
+        run = vitrail.resume(run_folder, **where)
     elif job["method"] == "from scratch":
         name, baseline = describe_baseline(job["weights"])
-        run = vitrail.train(job["source"], "detect", model=name, changes=changes | baseline, out=run_folder, device=str(device))
+        run = vitrail.train(job["source"], "detect", model=name, changes=changes | baseline, out=run_folder, **where)
     else:
         if job["method"] == "frozen":
             changes["init.scope"] = "head"
-        run = vitrail.train(job["source"], "detect", from_=job["weights"], changes=changes, out=run_folder, device=str(device))
+        run = vitrail.train(job["source"], "detect", from_=job["weights"], changes=changes, out=run_folder, **where)
     if not run.finished:
         raise SystemExit(1)  # stopped by the time limit: the next call continues
     model, recorded = vitrail.load(run.artifact, device=device), json.loads((run_folder / "run.json").read_text())
@@ -79,10 +90,9 @@ def run_job(folder: Path) -> None:
         result = evaluate(model, take(open_sources(job["source"])["validation"], job["limit"]), device)
     result |= {
         "parameters": sum(each.numel() for each in model.parameters()),
-        "minutes": (recorded.get("seconds") or time.monotonic() - started) / 60,
         "changes": job["changes"],
-    }
-    (folder / "result.json").write_text(json.dumps(result))
+    } | describe_run(run_folder)
+    write_result(folder, result)
 
 
 def describe_baseline(weights: str) -> tuple[str, dict[str, Any]]:
@@ -115,20 +125,20 @@ def compare_voc(options: argparse.Namespace) -> None:
     jobs: dict[str, dict[str, Any]] = {}
     rows: dict[tuple[str, str], list[str]] = {}
     for weights in options.weights:
-        located = str(Path(weights).resolve()) if Path(weights).exists() else weights
         for method in options.methods:
             for seed in range(options.seeds):
                 key = f"{weights_title(weights)}-{method.replace(' ', '_')}-{seed}"
                 jobs[key] = {
                     "method": method,
-                    "weights": located,
+                    "weights": locate(weights),
                     "source": str((options.data / "voc2012").resolve()),
                     "changes": changes | {"seed": seed},
                     "device": options.device,
                     "limit": options.limit,
                 }
                 rows.setdefault((weights_title(weights), method), []).append(key)
-    results = run_jobs(jobs, options.out, options.parallel, __file__, show_result, options.minutes)
+    runner = Jobs(options, __file__, show_result)
+    results = runner.run(jobs)
     print(f"\n| weights | backbone | {' | '.join(COLUMNS)} | n | parameters | minutes |")
     print(f"|{' --- |' * (len(COLUMNS) + 5)}")
     for row, keys in rows.items():
@@ -140,7 +150,9 @@ def compare_voc(options: argparse.Namespace) -> None:
             print(f"| {' | '.join(row)} | {' | '.join(cells)} | {len(found)} | {parameters} | {minutes:.1f} |")
     if options.set:
         print(f"\nchanges of the recipe: {', '.join(options.set)}")
-    print(f"\n{describe_device()}; validation split, {next(iter(results.values()), {}).get('images', 0):,} images")
+    if results:
+        print(f"\n{list_machines(results.values())}; validation split, {next(iter(results.values()))['images']:,} images")
+    runner.exit_if_failed()
 
 
 def show_result(result: dict[str, Any]) -> str:
@@ -198,7 +210,7 @@ def compare_operators(options: argparse.Namespace) -> None:
     print("| operator | plain torch, ms | torchvision, ms | difference |\n| --- | --- | --- | --- |")
     for row in rows:
         print(f"| {' | '.join(row)} |")
-    print(f"\n{describe_device()}; n = {options.repeats}, median ± half of the range of the middle half")
+    print(f"\n{machine_title(describe_machine(device))}; n = {options.repeats}, median ± half of the range of the middle half")
 
 
 def clock(work: Callable[[], Any], device: torch.device, repeats: int) -> str:
@@ -215,11 +227,6 @@ def clock(work: Callable[[], Any], device: torch.device, repeats: int) -> str:
     return f"{middle:.2f} ± {(high - low) / 2:.2f}"
 
 
-def describe_device() -> str:
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    return f"{device}, torch {torch.__version__}, vitrail {vitrail.__version__}"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=("voc", "operators", "job"))
@@ -234,11 +241,8 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a change of the recipe; repeatable")
     parser.add_argument("--small", action="store_true", help="small heads and few boxes, for a run of seconds on a CPU")
     parser.add_argument("--limit", type=int, default=0, help="images of the evaluation, for a short run")
-    parser.add_argument("--parallel", type=positive, default=1)
-    parser.add_argument("--minutes", type=float, help="stop after this time; the same command continues")
+    add_options(parser, "runs/detection", parallel=3)
     parser.add_argument("--repeats", type=positive, default=20)
-    parser.add_argument("--device", default=None)
-    parser.add_argument("--out", type=Path, default=Path("runs/detection"))
     options = parser.parse_args()
     if options.command == "job":
         run_job(options.data)

@@ -7,7 +7,7 @@
     python benchmarks/imagenette.py train pets --tiny --epochs 1 --device cpu                # to try it
 
 Each training is a process, `--parallel` of them at a time on one device, in a folder of its own in `--out` with checkpoints,
-log.txt and result.json. A result that exists is not computed again. After `--minutes`, trainings have another minute to save a
+log.txt and result.json. A result that exists is not computed again. In the last of `--minutes`, trainings are stopped and save a
 checkpoint, from which the same command continues.
 
 Trainings are those of `vitrail train imagenette144 --recipe dino_small` with the changes below. Scores are those of all
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from arguments import positive, run_program
-from jobs import describe_run, mean_and_sd, run_jobs, train_or_resume
+from jobs import Jobs, add_options, describe_run, list_machines, locate, mean_and_sd, train_or_resume, write_result
 
 import vitrail
 from vitrail.cli.train import parse_set
@@ -61,7 +61,7 @@ CHANGES: dict[str, Any] = {
     "task_options.momentum": 0.996,
     "task_options.hidden": 2048,
     "schedule.warmup": "10 epochs",
-    "validation.every": "5%",
+    "validation.every": "20%",
 }
 TINY = {"architecture.width": 48, "architecture.depth": 1, "architecture.heads": 1, "augmentation.image_size": [32, 32]}
 TINY |= {"task_options.local_size": 16, "task_options.hidden": 16, "task_options.outputs": 32, "schedule.warmup": "5%"}
@@ -72,30 +72,31 @@ def make_job(options: argparse.Namespace, stem: str, seed: int) -> dict[str, Any
     """A training and what differs from `dino_small`."""
     changes = {"model": "vit_small_patch16_12x1"} | CHANGES | STEMS[stem] | (TINY if options.tiny else {})
     changes |= {"schedule.length": f"{options.epochs:g} epochs", "seed": seed} | parse_set(options.set)
-    named = ("data", "device", "epochs")
-    return {name: getattr(options, name) for name in named} | {"stem": stem, "seed": seed, "changes": changes}
+    named = {name: getattr(options, name) for name in ("device", "epochs")}
+    return named | {"data": locate(options.data), "stem": stem, "seed": seed, "changes": changes}
 
 
 def run_job(folder: Path) -> None:
     """Train and evaluate as the job in a folder says, and write the result."""
     job = json.loads((folder / "job.json").read_text())
     run_folder, device = folder / "run", job["device"]
-    options = Options(compile=choose_device(device).type == "cuda", save_seconds=60, keep=1)
-    where: dict[str, Any] = {"device": device, "workers": 0}
+    # A checkpoint has 350 MB, which the GPU waits for.
+    options = Options(compile=choose_device(device).type == "cuda", save_seconds=600, keep=1)
+    where: dict[str, Any] = {"device": device, "workers": job["workers"]}
     train_or_resume(
         run_folder,
         lambda: vitrail.train(job["data"], "dino_small", changes=job["changes"], out=run_folder, options=options, **where),
         **where,
     )
     weights = run_folder / "last.safetensors"
-    (folder / "result.json").write_text(json.dumps(job | describe_run(run_folder) | measure(weights, job), indent=1))
+    write_result(folder, job | describe_run(run_folder) | measure(weights, job))
 
 
 def measure(weights: Path, job: dict[str, Any]) -> dict[str, float]:
     """Top-1 by the nearest training images, with the settings of both protocols."""
     model = open_model(weights, job["device"])
     data = open_probe_data(job["data"], "train", None, None)
-    memory, queries = embed_probe_data(model, data, FeatureKind(default_vector("knn", model)), 512, 0)
+    memory, queries = embed_probe_data(model, data, FeatureKind(default_vector("knn", model)), 512, job["workers"])
     labeled = select_labeled(data, memory, queries, "label")
     found = {name: float(run_knn(labeled, settings).details["top1"]) for name, settings in PROTOCOLS.items()}
     return found | {"memory": len(labeled.memory), "queries": len(labeled.queries)}
@@ -115,20 +116,18 @@ def print_table(folder: Path) -> None:
         cells = [mean_and_sd([100 * row[name] for row in rows]) for name in PROTOCOLS]
         minutes = statistics.fmean(row["minutes"] for row in rows)
         print(f"| {stem} | {epochs:g} | {len(rows)} | {' | '.join(cells)} | {minutes:.1f} |")
+    print(f"\n{list_machines(results)}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=("train", "table", "job"))
     parser.add_argument("data", nargs="?", help="Imagenette")
-    parser.add_argument("--out", type=Path, default=Path("runs/imagenette"), help="folder of trainings and results")
     parser.add_argument("--stems", nargs="+", choices=STEMS, default=["basic"])
     parser.add_argument("--seeds", type=positive, default=1)
     parser.add_argument("--epochs", type=float, default=800.0)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a change of all trainings")
-    parser.add_argument("--parallel", type=positive, default=5)
-    parser.add_argument("--minutes", type=float, help="stop after this time; the same command continues")
-    parser.add_argument("--device", default=None)
+    add_options(parser, "runs/imagenette", parallel=5)
     parser.add_argument("--tiny", action="store_true", help="a tiny ViT, to try the program on a CPU")
     options = parser.parse_args()
     if options.command != "table" and options.data is None:
@@ -136,14 +135,16 @@ def main() -> None:
     if options.command == "job":
         run_job(Path(options.data))
         return
+    runner = Jobs(options, __file__, show_result)
     if options.command == "train":
         jobs = {
             f"{stem.replace(', ', '-').replace(' ', '-')}-{options.epochs:g}-{seed}": make_job(options, stem, seed)
             for seed in range(options.seeds)
             for stem in options.stems
         }
-        run_jobs(jobs, options.out, options.parallel, __file__, show_result, options.minutes)
+        runner.run(jobs)
     print_table(options.out)
+    runner.exit_if_failed()
 
 
 if __name__ == "__main__":

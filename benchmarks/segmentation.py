@@ -1,7 +1,7 @@
 """Segmentation of small data sets: ridge and linear heads, UperNet, and a U-Net of the same budget; prints Markdown tables.
 
-    python benchmarks/segmentation.py heads DATA --sets camvid pets voc --from vitrail_tiny --seeds 3 --parallel 3
-    python benchmarks/segmentation.py trunks DATA --sets camvid --seeds 3 --parallel 3      # pre-trains on DATA/tiny-imagenet
+    python benchmarks/segmentation.py heads DATA --sets camvid pets voc --from vitrail_tiny --seeds 3
+    python benchmarks/segmentation.py trunks DATA --sets camvid --seeds 3                   # pre-trains on DATA/tiny-imagenet
     python benchmarks/segmentation.py heads DATA --sets camvid --epochs 1 --size 64 --seeds 1 --device cpu --limit 16
 
 DATA contains camvid/, oxford-pets/ and voc2012/, with masks. `heads` compares, for each of the weights `--from`: ridge (in closed
@@ -14,7 +14,8 @@ resized to the size of the masks, on the test split or, without one, the validat
 All methods learn from the same images: all of the training split, or nine tenths of it where a set has only one of the other two
 splits. The last tenth, or the validation split, selects the best weights of a training; ridge and U-Net have one result only.
 Every training is a process of its own, `--parallel` at a time; results and checkpoints are kept in `--out`, and the same command
-continues: with `--minutes 9` after nine minutes.
+continues. `--minutes 9` ends all of them within nine minutes. Below a table is the machine that computed its results; minutes
+are those of the training, of ridge and U-Net with the evaluation.
 """
 
 import argparse
@@ -27,7 +28,17 @@ from typing import Any
 import numpy as np
 import torch
 from arguments import positive, run_program
-from jobs import run_jobs, train_or_resume, weights_title
+from jobs import (
+    Jobs,
+    add_options,
+    describe_machine,
+    describe_run,
+    list_machines,
+    locate,
+    train_or_resume,
+    weights_title,
+    write_result,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -112,7 +123,7 @@ def train_unet(job: dict[str, Any], train: Source, test: Source, device: torch.d
     recipe = lookup("segment").set(
         {"augmentation.image_size": [size, size], "seed": job["seed"], "batch_size": job["batch_size"]}
     )
-    task, loader = Segmentation(recipe, train, device), ImageLoader(train, device, masks=True)
+    task, loader = Segmentation(recipe, train, device), ImageLoader(train, device, job["workers"], masks=True)
     sampler = EpochSampler(len(train), job["batch_size"], job["seed"])
     steps = max(round(job["epochs"] * sampler.steps), 1)
     torch.manual_seed(job["seed"])
@@ -155,7 +166,7 @@ def fit_in_closed_form(job: dict[str, Any], train: Source, test: Source, device:
     return evaluate(model, test, device)
 
 
-def train_head(job: dict[str, Any], folder: Path, test: Source, device: torch.device) -> dict[str, float]:
+def train_head(job: dict[str, Any], folder: Path, test: Source, device: torch.device) -> dict[str, Any]:
     """`vitrail train --recipe segment`, and its evaluation of the best weights on the test images."""
     linear, frozen = "linear" in job["method"], "frozen" in job["method"]
     changes: dict[str, Any] = {
@@ -172,18 +183,17 @@ def train_head(job: dict[str, Any], folder: Path, test: Source, device: torch.de
         changes["task_options.blocks"] = [max(round(depth * part / 3) - 1, 0) for part in (1, 2, 3)]
     if frozen:
         changes |= {"init.scope": "head", "optimizer.lr": 2e-3}
+    where = {"device": str(device), "workers": job["workers"]}
     run = train_or_resume(
         folder / "run",
-        lambda: vitrail.train(
-            job["source"], "segment", from_=job["weights"], changes=changes, out=folder / "run", device=str(device)
-        ),
-        device=str(device),
+        lambda: vitrail.train(job["source"], "segment", from_=job["weights"], changes=changes, out=folder / "run", **where),
+        **where,
     )
     model = vitrail.load(run.artifact, device=device)
     recorded: dict[str, float] | None = json.loads((folder / "run" / "run.json").read_text()).get("test")
     if recorded is None or job["limit"]:
-        return evaluate(model, test, device)
-    return recorded | count_parameters(model)
+        recorded = evaluate(model, test, device)
+    return recorded | count_parameters(model) | describe_run(folder / "run")
 
 
 def evaluate(model: vitrail.VisionTransformer, test: Source, device: torch.device) -> dict[str, float]:
@@ -198,25 +208,24 @@ def count_parameters(model: vitrail.VisionTransformer) -> dict[str, float]:
     return {"parameters": sum(each.numel() for each in model.parameters())}
 
 
-def pretrain(job: dict[str, Any], folder: Path, device: torch.device) -> dict[str, float]:
+def pretrain(job: dict[str, Any], folder: Path, device: torch.device) -> dict[str, Any]:
     """A classifier on Tiny ImageNet, whose weights are the start of a trunk's segmentations."""
     model, changes = TRUNKS[job["trunk"]]
     changes = changes | {"augmentation.image_size": [PRETRAINED, PRETRAINED], "architecture.drop_path": 0.05}
-    epochs = job["epochs"]
+    epochs, where = job["epochs"], {"device": str(device), "workers": job["workers"]}
     run = train_or_resume(
         folder / "run",
-        lambda: vitrail.train(
-            job["source"], "small", model=model, epochs=epochs, changes=changes, out=folder / "run", device=str(device)
-        ),
-        device=str(device),
+        lambda: vitrail.train(job["source"], "small", model=model, epochs=epochs, changes=changes, out=folder / "run", **where),
+        **where,
     )
-    return {"top1": float(run.best["top1"])} | count_parameters(vitrail.load(run.artifact))
+    return {"top1": float(run.best["top1"])} | count_parameters(vitrail.load(run.artifact)) | describe_run(folder / "run")
 
 
 def run_job(folder: Path) -> None:
     """Run the job in a folder and write its result."""
     job = json.loads((folder / "job.json").read_text())
     device, started = choose_device(job["device"]), time.monotonic()
+    result: dict[str, Any]
     if job["kind"] == "pretrain":
         result = pretrain(job, folder, device)
     else:
@@ -227,17 +236,14 @@ def run_job(folder: Path) -> None:
             result = fit_in_closed_form(job, train, test, device)
         else:
             result = train_head(job, folder, test, device)
-        result |= {"images": len(test), "split": split}  # type: ignore[dict-item]
-    result["minutes"] = (time.monotonic() - started) / 60
-    (folder / "result.json").write_text(json.dumps(result))
+        result |= {"images": len(test), "split": split}
+    # Minutes and machine of a training are those of its run, which may have been interrupted.
+    result = {"minutes": (time.monotonic() - started) / 60} | describe_machine(device) | result
+    write_result(folder, result)
 
 
 def show_result(result: dict[str, Any]) -> str:
     return f"mIoU {100 * result['miou']:.1f} %" if "miou" in result else f"top-1 {100 * result['top1']:.1f} %"
-
-
-def compute_jobs(jobs: dict[str, dict[str, Any]], options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    return run_jobs(jobs, options.out, options.parallel, __file__, show_result, options.minutes)
 
 
 def make_job(options: argparse.Namespace, name: str, method: str, weights: str, seed: int) -> dict[str, Any]:
@@ -268,7 +274,7 @@ def keep_grid(job: dict[str, Any]) -> None:
     }
 
 
-def compare_heads(options: argparse.Namespace) -> None:
+def compare_heads(options: argparse.Namespace, runner: Jobs) -> None:
     jobs: dict[str, dict[str, Any]] = {}
     rows: dict[tuple[str, str, str], list[str]] = {}
     for name in options.sets:
@@ -282,10 +288,10 @@ def compare_heads(options: argparse.Namespace) -> None:
             key = f"{name}-unet-{seed}"
             jobs[key] = make_job(options, name, "U-Net", "", seed)
             rows.setdefault((name, "from scratch", "U-Net"), []).append(key)
-    print_rows(("data", "weights", "method"), rows, compute_jobs(jobs, options))
+    print_rows(("data", "weights", "method"), rows, runner.run(jobs))
 
 
-def compare_trunks(options: argparse.Namespace) -> None:
+def compare_trunks(options: argparse.Namespace, runner: Jobs) -> None:
     source = str((options.data / "tiny-imagenet").resolve())
     first = {
         f"pretrain-{trunk.replace(' ', '_')}": {
@@ -297,15 +303,15 @@ def compare_trunks(options: argparse.Namespace) -> None:
         }
         for trunk in TRUNKS
     }
-    pretrained = compute_jobs(first, options)
+    pretrained = runner.run(first)
     for key, result in pretrained.items():
         print(f"{key}: {100 * result['top1']:.2f} % top-1 on Tiny ImageNet, {result['parameters'] / 1e6:.1f} M parameters")
-    if len(pretrained) < len(first):
-        return
     jobs: dict[str, dict[str, Any]] = {}
     rows: dict[tuple[str, str, str], list[str]] = {}
     for name in options.sets:
         for trunk, start in zip(TRUNKS, first, strict=True):
+            if start not in pretrained:
+                continue
             for seed in range(options.seeds):
                 key = f"{name}-{trunk.replace(' ', '_')}-{seed}"
                 weights = str((options.out / start / "run" / "best.safetensors").resolve())
@@ -313,11 +319,7 @@ def compare_trunks(options: argparse.Namespace) -> None:
                 if trunk == "ResMLP":
                     keep_grid(jobs[key])
                 rows.setdefault((name, trunk, "UperNet"), []).append(key)
-    print_rows(("data", "trunk", "head"), rows, compute_jobs(jobs, options))
-
-
-def locate(weights: str) -> str:
-    return str(Path(weights).resolve()) if Path(weights).exists() else weights
+    print_rows(("data", "trunk", "head"), rows, runner.run(jobs))
 
 
 def print_rows(columns: tuple[str, ...], rows: dict[tuple[str, str, str], list[str]], results: dict[str, dict[str, Any]]) -> None:
@@ -332,8 +334,7 @@ def print_rows(columns: tuple[str, ...], rows: dict[tuple[str, str, str], list[s
         minutes = statistics.mean(each["minutes"] for each in found)
         parameters = f"{found[0]['parameters'] / 1e6:.1f} M"
         print(f"| {' | '.join(row)} | {' | '.join(cells)} | {len(found)} | {parameters} | {minutes:.1f} |")
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    print(f"\n{device}, torch {torch.__version__}, vitrail {vitrail.__version__}")
+    print(f"\n{list_machines(results.values())}")
 
 
 def spread(values: list[float]) -> str:
@@ -355,10 +356,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=positive, default=BATCH)
     parser.add_argument("--channels", type=positive, default=256, help="of UperNet")
     parser.add_argument("--limit", type=int, default=0, help="images of the evaluation and of the closed form, for a short run")
-    parser.add_argument("--parallel", type=positive, default=1)
-    parser.add_argument("--minutes", type=float, help="stop after this time; the same command continues")
-    parser.add_argument("--device", default=None)
-    parser.add_argument("--out", type=Path, default=Path("runs/segmentation"))
+    add_options(parser, "runs/segmentation", parallel=3)
     options = parser.parse_args()
     if options.command == "job":
         run_job(options.data)
@@ -366,7 +364,10 @@ def main() -> None:
     missing = [name for name in options.sets if not (options.data / SETS[name]).is_dir()]
     if missing:
         raise UserError(f"{options.data} has no folder {SETS[missing[0]]}: give the folder of the data sets.")
-    (compare_heads if options.command == "heads" else compare_trunks)(options)
+    compare = compare_heads if options.command == "heads" else compare_trunks
+    runner = Jobs(options, __file__, show_result)
+    compare(options, runner)
+    runner.exit_if_failed()
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@
     python benchmarks/serve.py --packages packages "fastapi, threads" litserve  # two of the others only
     python benchmarks/serve.py --seconds 2 --rounds 1 --clients 8          # short
     python benchmarks/serve.py --soak 30                                   # 30 minutes: memory, lost and duplicated answers
-    python benchmarks/serve.py --in-process --device cuda                  # without HTTP, on machines without starlette
+    python benchmarks/serve.py --in-process --device cuda                  # without HTTP: needs no further packages
 
 A client sends its next request when it has the answer to the last one, over one connection to this machine. In every round each
 server is started, warmed up and measured with each number of clients; the order rotates. The images are photographs of the
@@ -17,6 +17,7 @@ of all rounds. CPU ms/image is the CPU time of the server's processes, which say
 All servers compute in the same precision. "draft" decodes JPEGs at reduced size, as `vitrail serve` does where the image is at
 least twice as large as needed. "2 processes" are two servers with half of the threads each, between which the clients are
 divided evenly, as an ideal load balancer does. --soak ends with the exit code 1 if an answer was lost, duplicated or another's.
+--packages may also contain starlette and uvicorn, which `vitrail serve` needs, where they are not installed.
 """
 
 import argparse
@@ -53,7 +54,7 @@ from vitrail.errors import UserError
 HANDLERS = Path(__file__).with_name("serve_handlers.py")
 OURS = "vitrail serve"
 IMAGES, SIDE = 64, 500  # number of images and their shorter side
-START_SECONDS, STOP_SECONDS = 120, 20
+START_SECONDS, STOP_SECONDS = 240, 20  # on a GPU, the start compiles a model and captures graphs of six batch sizes
 FATAL = ("lost", "of another request", "duplicated")  # answers of the soak
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -120,15 +121,14 @@ def running(opponent: Opponent | None, arguments: argparse.Namespace) -> Iterato
 def run_process(opponent: Opponent | None, arguments: argparse.Namespace) -> Iterator[tuple[str, int]]:
     """One server in a process of its own: its address and process id."""
     port, environment = free_port(), dict(os.environ)
+    if arguments.packages:
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(arguments.packages), environment.get("PYTHONPATH", "")]))
     options = [arguments.weights, "--port", str(port), "--device", arguments.device, "--precision", arguments.precision]
     if opponent is None:
         command = ["-m", "vitrail", "serve", *options, "--no-watch"]
     else:
         command = [str(HANDLERS), opponent.kind, *options, *opponent.options]
         environment["OMP_WAIT_POLICY"] = "PASSIVE"  # threads that spin make a server a hundred times slower where a core is busy
-        if arguments.packages:
-            paths = [str(arguments.packages), environment.get("PYTHONPATH", "")]
-            environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         if opponent.threads is not None:
             environment["OMP_NUM_THREADS"] = str(opponent.threads)
     with tempfile.TemporaryFile() as log:
@@ -248,8 +248,6 @@ def compare_in_process(arguments: argparse.Namespace, images: list[bytes], expec
 
 
 def compare_servers(arguments: argparse.Namespace, images: list[bytes], expected: list[str]) -> dict[str, dict[int, Result]]:
-    if arguments.packages:
-        sys.path.insert(0, str(arguments.packages))
     servers: dict[str, Opponent | None] = {OURS: None}
     opponents = list_opponents(arguments.device)
     for name in arguments.others or opponents:
@@ -393,7 +391,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=positive, default=3)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of all servers")
-    parser.add_argument("--packages", type=Path, help="a folder with fastapi and litserve")
+    parser.add_argument("--packages", type=Path, help="a folder with fastapi, litserve and, where it is not installed, starlette")
     parser.add_argument("--soak", type=float, default=0.0, metavar="MINUTES")
     parser.add_argument("--in-process", action="store_true", help="without HTTP")
     parser.add_argument("--out", type=Path, metavar="JSON", help="also write the results here")
@@ -402,8 +400,10 @@ def main() -> None:
         raise UserError("Give 0.1 to 600 seconds, at most 24 hours of soak and at most 1,000 clients.")
     if unknown := set(arguments.others) - set(names := list_opponents(arguments.device)):
         raise UserError(f"There is no server {min(unknown)!r}: choose from {'; '.join(names)}.")
+    if arguments.packages:
+        sys.path.insert(0, str(arguments.packages))
     if not arguments.in_process and find_spec("starlette") is None:
-        raise UserError("The server needs starlette and uvicorn, which are not installed: give --in-process.")
+        raise UserError("The server needs starlette and uvicorn, which are not installed: give --packages or --in-process.")
     check_file(arguments.out)
     import vitrail
 

@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
@@ -312,6 +313,35 @@ def test_runs_of_another_process_are_kept(tmp_path, monkeypatch):
     runs = json.loads((tmp_path / "pre-training-of-MLPs.json").read_text())["runs"]
     assert {run["cell"] for run in runs} == {"labels alone", "DINO, then labels"}
     assert "at 8 pixels, 2 epochs with labels (pre-training: 30 epochs without), evaluated on 9 images" in table(tmp_path)
+
+
+def test_runs_that_end_at_the_same_time_are_kept(tmp_path, monkeypatch):
+    """While one process writes its run, the other, whose training has ended too, waits."""
+    result = {"top1": 0.5, "seconds": 1.0, "size": [8, 8], "images": 9, "parameters": 1, "operations": 1}
+    words = [
+        "run",
+        "stems",
+        "--data=digits",
+        "--epochs=2",
+        "--seeds=1",
+        "--device=cpu",
+        f"--results={tmp_path}",
+        "--variants=linear",
+    ]
+    other = threading.Thread(target=main, args=([*words, "--first-seed=5"],))
+    write = trials.atomic_write_text
+
+    def write_slowly(path, text):
+        monkeypatch.setattr(trials, "atomic_write_text", write)
+        other.start()
+        other.join(2)
+        write(path, text)
+
+    monkeypatch.setattr(trials, "train_in_stages", lambda *_: result)
+    monkeypatch.setattr(trials, "atomic_write_text", write_slowly)
+    main(words)
+    other.join()
+    assert {run["seed"] for run in json.loads((tmp_path / "stems.json").read_text())["runs"]} == {0, 5}
 
 
 def test_stages_of_a_variant():

@@ -4,7 +4,8 @@
     python -m benchmarks.evidence run distillation --data cifar10/ --teacher cifar10_resnet56.pt --seeds 3 --epochs 15
     python -m benchmarks.evidence table > docs/evidence.md
 
-Results are written to benchmarks/evidence/results/CLAIM.json after each run. Runs that are already there with the same data,
+Results are written to benchmarks/evidence/results/CLAIM.json after each run; several processes may train variants (--variants)
+and seeds (--first-seed 2 --seeds 1) of one claim at the same time. Runs that are already there with the same data,
 changes and files are not repeated; other data, changes or files are rejected and need another directory: --results FOLDER.
 """
 
@@ -27,7 +28,8 @@ def main(args: list[str] | None = None) -> None:
     run.add_argument("claims", nargs="+", choices=list(CLAIMS))
     run.add_argument("--data", required=True)
     run.add_argument("--epochs", type=float, required=True)
-    run.add_argument("--seeds", type=int, default=3)
+    run.add_argument("--seeds", type=int, default=3, help="number of seeds")
+    run.add_argument("--first-seed", type=int, default=0)
     run.add_argument("--variants", nargs="*", help="default: all")
     run.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a change of all variants")
     run.add_argument("--device")

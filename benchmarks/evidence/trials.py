@@ -5,17 +5,17 @@ import math
 import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 from rich.console import Console
 
 import vitrail
 from benchmarks.evidence.claims import CLAIMS, Claim
 from benchmarks.evidence.provenance import FILES, base_name, check_compatible, commit, describe_file, load_results, needs
-from vitrail.atomic_files import atomic_write
+from vitrail.atomic_files import atomic_write_text
 from vitrail.data.datasets.lookup import open_splits
 from vitrail.data.image_loader import ImageLoader
 from vitrail.data.source import Splits
@@ -177,8 +177,8 @@ class Trial:
 
     def run(self, log: Callable[[str], None]) -> None:
         """Train the variants that are not in the file yet, seed by seed; each result is saved at once."""
-        epochs = self.options.epochs
-        for seed in range(self.options.seeds):
+        epochs, first = self.options.epochs, self.options.first_seed
+        for seed in range(first, first + self.options.seeds):
             for variant, changes in self.changes.items():
                 content, label = self.load_results(), f"{self.name}: {variant}, seed {seed}"
                 key = (variant, seed, epochs)
@@ -188,11 +188,16 @@ class Trial:
                     continue
                 length = {"seed": seed, "schedule.length": f"{epochs:g} epochs", "validation.every": "100%"}
                 result = train_in_stages(self.images, self.claim, changes | length, epochs)
-                content = self.load_results()  # again: other processes may have added runs meanwhile
-                content["runs"].append({"cell": variant, "seed": seed, "epochs": epochs} | result | self.metadata[variant])
-                text = json.dumps(content, indent=1)
-                atomic_write(self.file, partial(Path.write_text, data=text))
+                self.add({"cell": variant, "seed": seed, "epochs": epochs} | result | self.metadata[variant])
                 log(f"{label}: {100 * result['top1']:.2f} % in {result['seconds']:.0f} s")
+
+    def add(self, run: dict[str, Any]) -> None:
+        """Add a run to the file, to which other processes may add theirs."""
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(self.file.with_name(f".{self.file.name}.lock")):
+            content = self.load_results()
+            content["runs"].append(run)
+            atomic_write_text(self.file, json.dumps(content, indent=1))
 
 
 def replace_values(changes: dict[str, Any], new: dict[str, str]) -> dict[str, Any]:
