@@ -9,7 +9,9 @@ import pytest
 
 from tests.images import make_folder
 from vitrail.data.datasets.lookup import open_splits
+from vitrail.data.label_choice import choose_labels
 from vitrail.errors import UserError
+from vitrail.evaluation.probes.protocol import open_probe_data
 
 COARSE = {"red": "warm", "green": "cold", "blue": "cold"}
 
@@ -122,6 +124,23 @@ def test_a_map_gives_coarser_labels(folder, tmp_path, text, name, columns):
 def test_a_map_that_does_not_fit_is_explained(folder, tmp_path, text, name, message):
     with pytest.raises(UserError, match=message):
         open_splits(folder, label_map=write_map(tmp_path, text, name))
+
+
+@pytest.mark.parametrize("ant", ["ant,aaa\n", ""])
+def test_a_map_does_not_hide_classes_that_are_not_in_the_training_split(tmp_path, ant):
+    data, path = tmp_path / "animals", write_map(tmp_path, f"beagle,dog\ntabby,cat\n{ant}")
+    make_folder(data / "train", ("beagle", "tabby"), count=3)
+    make_folder(data / "val", ("ant", "beagle", "tabby"), count=2)
+    with pytest.raises(UserError, match=r"The class ant of .*val is not a class of the training split"):
+        open_splits(data, label_map=path)
+    with pytest.raises(UserError, match=r"The class ant of .*val is not a class of the training split"):
+        open_probe_data(str(data), label_map=path)
+
+
+def test_parts_with_other_classes_and_no_defect_cannot_be_made_coarser(tmp_path):
+    parts = [open_splits(make_folder(tmp_path / first, (first, "tabby"), count=4)).train for first in ("beagle", "ant")]
+    with pytest.raises(UserError, match=r"The classes of .*ant are not those of .*beagle: the map .*map.csv needs the same"):
+        choose_labels(parts, label_map=write_map(tmp_path, "beagle,dog\ntabby,cat\nant,insect\n"))
 
 
 def test_other_mistakes_are_explained(folder, tmp_path):

@@ -28,10 +28,8 @@ def choose_labels(parts: Sequence[Source], label: str = "", label_map: str = "",
     Without either nothing changes. `optional` is a part that may lack the column.
     """
     if label_map:
-        levels = read_map(label_map, parts[0])
-        for part in parts:
-            part.extra = part.extra | {name: coarsen(part.label, level) for name, level in levels.items() if part.label}
-        label = label or next(iter(levels))
+        levels = add_levels(parts, label_map)
+        label = label or levels[0]
     if not label or label in (parts[0].label_name, "label"):
         return
     for part in parts:
@@ -49,7 +47,19 @@ def choose_labels(parts: Sequence[Source], label: str = "", label_map: str = "",
                 f"{ONE_CLASS!r} for one class of all images."
             )
         part.extra = {name: labels for name, labels in part.extra.items() if name != label} | others
-        part.label, part.label_name, part.defects = chosen, label, ()
+        part.label, part.label_name, part.defects = chosen, label, ()  # the defects were those of the other labels
+
+
+def add_levels(parts: Sequence[Source], label_map: str) -> list[str]:
+    """The names of the levels of a map, which become extra columns of the labeled parts. All must have the same classes."""
+    first, levels = parts[0], read_map(label_map, parts[0])
+    for part in parts:
+        if part.label is not None and part.classes != first.classes:  # levels would have other indices
+            reason = f"The classes of {part.name} are not those of {first.name}: the map {label_map} needs the same in both."
+            raise UserError(next(iter(part.defects), reason))
+        if part.label is not None:
+            part.extra = part.extra | {name: coarsen(part.label, level) for name, level in levels.items()}
+    return list(levels)
 
 
 def coarsen(fine: Labels, level: Mapping[str, str]) -> Labels:

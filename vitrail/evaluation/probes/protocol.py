@@ -13,7 +13,7 @@ from torch import Tensor
 from vitrail.aliases import PROBE_SETTINGS
 from vitrail.data.datasets.folder import SPLITS
 from vitrail.data.datasets.lookup import check_usable, open_source, open_sources, open_splits, require_labels
-from vitrail.data.label_choice import coarsen, read_map
+from vitrail.data.label_choice import add_levels
 from vitrail.data.loader import Problem
 from vitrail.data.progress import Advance
 from vitrail.data.source import Labels, Source, subsample
@@ -70,9 +70,9 @@ def open_probe_data(
         check_usable(splits[:2])
         data = ProbeData(splits.train, splits.validation, "nine tenths of every class", "the other tenth")
     if label_map is not None:
-        levels = read_map(label_map, data.memory)
         for part in (data.memory, data.queries):
-            part.extra = part.extra | {name: coarsen(require_labels(part), level) for name, level in levels.items()}
+            require_labels(part)
+        add_levels((data.memory, data.queries), label_map)
     return data._replace(memory=subsample(data.memory, max_images, seed), queries=subsample(data.queries, max_images, seed))
 
 
