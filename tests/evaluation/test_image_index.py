@@ -2,20 +2,24 @@
 
 import dataclasses
 import json
+import tarfile
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 import vitrail
+from tests.data.test_datasets import write_cifar
 from tests.images import make_folder, make_image, write_invalid_image
+from vitrail.data.datasets.lookup import open_source
 from vitrail.data.source import Labels
 from vitrail.errors import UserError
 from vitrail.evaluation import image_index
-from vitrail.evaluation.image_index import ImageIndex, merge, read_thumbnail, search
+from vitrail.evaluation.image_index import ImageIndex, full_location, merge, read_thumbnail, search, without_known
 from vitrail.evaluation.index_file import ENTRY, load_index, save_index
 from vitrail.evaluation.neighbor_sheet import COARSER, RIGHT, UNKNOWN, WRONG, frame_color
 from vitrail.evaluation.probes.protocol import label_columns
@@ -164,6 +168,29 @@ def test_index_add_and_search(tmp_path, weights, run_cli, cli_error):
     text = run_cli("search", file, query, "--k", 3, "--voters", 3, "--workers", 0).stdout
     assert "label yellow 100 %" in text
     assert "are in the index" in cli_error("index", *yellow, "--add", file, "--workers", 0)
+
+
+def test_images_of_other_splits_and_folders_are_added(tmp_path, weights, monkeypatch):
+    write_cifar(tmp_path / "cifar", hundred=False, binary=False)
+    for data in ("digits", tmp_path / "cifar"):
+        train, test = open_source(data, "train"), open_source(data, "test")
+        index = dataclasses.replace(make_index(), locations=[full_location(train, number) for number in range(len(train))])
+        assert [len(without_known(part, index)) for part in (train, test)] == [0, len(test)]
+    table = pyarrow.table({"image": [{"bytes": make_image(tmp_path / "a.png").read_bytes()}], "label": ["red"]})
+    found = []
+    for folder in ("one of two", "in"):
+        (tmp_path / folder).mkdir()
+        monkeypatch.chdir(tmp_path / folder)
+        pyarrow.parquet.write_table(table, "train.parquet")
+        with tarfile.open("x.tar", "w") as tar:
+            tar.add(tmp_path / "a.png", "key.png")
+        found += [full_location(open_source(name), 0) for name in ("train.parquet", "x.tar")]
+    assert found == [
+        f"row 0 of {tmp_path / 'one of two' / 'train.parquet'}",
+        f"key in {tmp_path / 'one of two' / 'x.tar'}",
+        f"row 0 of {tmp_path / 'in' / 'train.parquet'}",
+        f"key in {tmp_path / 'in' / 'x.tar'}",
+    ]
 
 
 def test_every_image_has_its_own_thumbnail(tmp_path, weights):

@@ -7,6 +7,7 @@ Neighbors are found by an exact search. Images are classified by the votes of th
 import dataclasses
 import io
 import os
+import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ MAX_SIMILARITIES = 1 << 22  # in memory at a time
 QUERIES = 1024  # at a time
 THUMBNAIL = 96  # pixels of the longer side
 TEMPERATURE = 0.05  # of the votes
+PATH_START = re.compile("^| of | in ")  # of locations: "a.png", "row 3 of a.parquet", "key in a.tar"
 
 
 @dataclass
@@ -184,9 +186,12 @@ def build_index(
 
 
 def full_location(source: Source, index: int) -> str:
-    """A path that does not depend on the current directory, or the description of a row of a file."""
+    """The location with its path, which it consists of or ends with, as one that does not depend on the current directory."""
     location = source.location(index)
-    return os.path.abspath(location) if os.path.exists(location) else location
+    for start in (match.end() for match in PATH_START.finditer(location)):
+        if os.path.exists(location[start:]):
+            return location[:start] + os.path.abspath(location[start:])
+    return location
 
 
 def without_known(source: Source, index: ImageIndex) -> Source:

@@ -77,7 +77,7 @@ def open_cifar(path: str) -> SourceDict:
         if main is None:
             raise UserError(f"{paths[0]} contains no labeled images: download it again.")
         extra = {name: values for name in labels if name != "label" and (values := labels[name][split])}
-        sources[split] = PixelSource(folder, main, partial(_read_pixels, paths, layout), extra)
+        sources[split] = PixelSource(folder, main, partial(_read_pixels, paths, layout), extra, split)
     return sources
 
 

@@ -18,9 +18,14 @@ TRAINING_DIGITS = 1437
 class PixelSource(Source):
     """Pixels uint8 [N, height, width, 3], or [N, height, width] for grayscale. Each process reads its own copy."""
 
-    def __init__(self, name: str, label: Labels, read: Callable[[], np.ndarray], extra: dict[str, Labels] | None = None) -> None:
-        """`read` returns the pixels. It must be picklable: it is sent to worker processes instead of the pixels."""
-        self.name = name
+    def __init__(
+        self, name: str, label: Labels, read: Callable[[], np.ndarray], extra: dict[str, Labels] | None = None, split: str = ""
+    ) -> None:
+        """`read` returns the pixels. It must be picklable: it is sent to worker processes instead of the pixels.
+
+        `split` is needed where several splits have the same name: two images have different locations.
+        """
+        self.name, self.split = name, split
         self.label: Labels = label
         self.extra = extra or {}
         self._read = read
@@ -41,7 +46,7 @@ class PixelSource(Source):
         return image if image.ndim == 3 else np.repeat(image[..., None], 3, axis=2)
 
     def location(self, index: int) -> str:
-        return f"image {index} of {self.name}"
+        return f"image {index} of {self.split} of {self.name}" if self.split else f"image {index} of {self.name}"
 
 
 def open_digits() -> SourceDict:
@@ -50,7 +55,7 @@ def open_digits() -> SourceDict:
         values = file["labels"].astype(np.int64)
     names = [str(digit) for digit in range(10)]
     return {
-        split: PixelSource("digits", Labels(values[start:stop], names), partial(_read_digits, start, stop))
+        split: PixelSource("digits", Labels(values[start:stop], names), partial(_read_digits, start, stop), split=split)
         for split, start, stop in (("train", 0, TRAINING_DIGITS), ("test", TRAINING_DIGITS, len(values)))
     }
 
