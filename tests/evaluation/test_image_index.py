@@ -1,6 +1,7 @@
 """The index of images: exact search, votes, added images and classes, its file, hostile files."""
 
 import dataclasses
+import io
 import json
 import tarfile
 from pathlib import Path
@@ -9,17 +10,20 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 import vitrail
 from tests.data.test_datasets import write_cifar
 from tests.images import make_folder, make_image, write_invalid_image
+from vitrail.cli.search import print_search
 from vitrail.data.datasets.lookup import open_source
 from vitrail.data.source import Labels
 from vitrail.errors import UserError
 from vitrail.evaluation import image_index
-from vitrail.evaluation.image_index import ImageIndex, full_location, merge, read_thumbnail, search, without_known
+from vitrail.evaluation.image_index import ImageIndex, full_location, match_queries, merge, read_thumbnail, search, without_known
+from vitrail.evaluation.image_search import Search
 from vitrail.evaluation.index_file import ENTRY, load_index, save_index
 from vitrail.evaluation.neighbor_sheet import COARSER, RIGHT, UNKNOWN, WRONG, frame_color
 from vitrail.evaluation.probes.protocol import label_columns
@@ -104,6 +108,11 @@ HOSTILE = [
     ({"thumbnail_ends": torch.tensor([9, -(2**63) + 8, 7, 9, -(2**63) + 8, 7, 9])}, {}, "out of range"),  # differences overflow
     ({"thumbnail_ends": torch.tensor([-4, 0, 0, 0, 0, 0, 0])}, {}, "out of range"),
     ({}, {"columns": [{"name": "label", "classes": 7}, {"name": "kind", "classes": ["x"]}]}, "class names"),
+    (
+        {"labels": torch.full((7, 2), -1)},
+        {"columns": [{"name": "label", "classes": []}, {"name": "kind", "classes": ["x"]}]},
+        "class names",
+    ),
     ({}, {"columns": [{"name": "label", "classes": ["a", "b", "c"]}] * 2}, "one name"),
     ({}, {"columns": {}}, "label columns"),
     ({}, {"vector": "os.system"}, "its weights"),
@@ -118,6 +127,34 @@ def test_a_hostile_file_is_refused_in_one_sentence(tmp_path, tensors, metadata, 
     damage(path, tensors, **metadata)
     with pytest.raises(UserError, match=f"is damaged .*{reason}.*make it again"):
         load_index(path)
+
+
+def test_names_of_an_index_are_not_commands_to_the_terminal(capsys):
+    index = make_index()
+    index.columns = {"\x1b[31mlabel": Labels(np.zeros(7, dtype=np.int64), ["\x1b]0;title\x07[bold]"])}
+    print_search(Search(match_queries(index, ["\x1b[2Jquery.png"], unit(1, 5), k=2, voters=2), [], [], []))
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown
+    assert "\x07" not in shown
+    assert r"\x1b[2Jquery.png: \x1b[31mlabel \x1b]0;title\x07[bold] 100 %" in shown
+
+
+def test_a_thumbnail_is_small_whatever_is_in_the_file():
+    file = io.BytesIO()
+    Image.new("RGB", (2000, 1000), "red").save(file, "PNG")
+    index = dataclasses.replace(make_index(1), thumbnails=[file.getvalue()])
+    pixels = read_thumbnail(index, 0)
+    assert pixels.shape == (48, 96, 3)
+    assert (pixels == (255, 0, 0)).all()
+
+
+def test_memory_of_a_search_does_not_grow_with_queries_times_classes(monkeypatch):
+    sizes, classify = [], ImageIndex.classify
+    monkeypatch.setattr(ImageIndex, "classify", lambda *arguments: sizes.append((found := classify(*arguments)).numel()) or found)
+    matches = match_queries(make_index(), ["a", "b"], unit(2, 5), k=3, voters=7)
+    assert sizes == [3, 1, 3, 1]
+    assert [len(match.classes["label"]) for match in matches] == [3, 3]
+    assert matches[0].classes["kind"] == []
 
 
 def test_a_truncated_file_and_other_files_are_refused(tmp_path):

@@ -40,7 +40,7 @@ def make_table(columns: Columns, rows: Rows, left: Columns | None = None, no_wra
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in columns:
         justify: JustifyMethod = "left" if column in (columns[:1] if left is None else left) else "right"
-        table.add_column(Text(column), justify=justify, overflow="fold", no_wrap=column in no_wrap)
+        table.add_column(Text(escape_control(column, "\n")), justify=justify, overflow="fold", no_wrap=column in no_wrap)
     for row in rows:
         table.add_row(*(Text(escape_control(cell, "\n")) if isinstance(cell, str) else cell for cell in row))
     return table

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vitrail.cli.console import print_json, print_problems, print_table
+from vitrail.cli.console import print_json, print_problems, print_table, print_text
 from vitrail.cli.options import WEIGHTS, HardwareOptions, JsonOption, SplitOption, expand_options
 from vitrail.errors import UserError
 from vitrail.formatting import percent, pluralize
@@ -69,7 +69,7 @@ def index(
     print_problems(problems)
     classes = ", ".join(f"{pluralize(len(labels.names), 'class')} of {name}" for name, labels in found.columns.items())
     size = f"{found.vectors.shape[1]} numbers each ({found.kind.vector})"
-    print(f"{', '.join(filter(None, [pluralize(len(found), 'image'), size, classes]))} -> {target}")
+    print_text(f"{', '.join(filter(None, [pluralize(len(found), 'image'), size, classes]))} -> {target}")
     if problems:
         sys.exit(1)
 
@@ -132,7 +132,7 @@ def print_search(found: "Search") -> None:
     for match in found.matches:
         for column, classes in match.classes.items():
             shares = ", ".join(f"{name} {percent(share)}" for name, share in classes[:3])
-            print(f"{match.query}: {column} {shares or 'unknown'}")
+            print_text(f"{match.query}: {column} {shares or 'unknown'}")
         names = list(match.classes)
         rows = [
             (str(rank), f"{each.cosine:.3f}", *(each.labels.get(name, "") for name in names), each.location)

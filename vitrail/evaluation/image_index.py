@@ -244,7 +244,6 @@ class Match(NamedTuple):
 def match_queries(index: ImageIndex, names: Sequence[str], queries: Tensor, k: int, voters: int, top: int = 5) -> list[Match]:
     """The k nearest images of each query, and its classes by the votes of the nearest `voters`."""
     cosines, rows = index.search(queries, max(k, voters))
-    chances = {name: index.classify(cosines[:, :voters], rows[:, :voters], name) for name in index.columns}
     matches = []
     for number, query in enumerate(names):
         neighbors = [
@@ -252,8 +251,9 @@ def match_queries(index: ImageIndex, names: Sequence[str], queries: Tensor, k: i
             for row, cosine in zip(rows[number, :k].tolist(), cosines[number, :k].tolist(), strict=True)
         ]
         classes = {}
-        for name, shares in chances.items():
-            best = shares[number].topk(min(top, shares.shape[1]))
+        for name in index.columns:  # one query at a time: there may be millions of classes
+            (shares,) = index.classify(cosines[number : number + 1, :voters], rows[number : number + 1, :voters], name)
+            best = shares.topk(min(top, len(shares)))
             pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
             classes[name] = [(index.columns[name].names[place], share) for place, share in pairs if share > 0]
         matches.append(Match(query, neighbors, classes))
@@ -265,11 +265,13 @@ def labels_of(index: ImageIndex, row: int) -> dict[str, str]:
 
 
 def read_thumbnail(index: ImageIndex, row: int) -> np.ndarray:
-    """The pixels of a thumbnail; a gray tile if its bytes are damaged."""
+    """The pixels of a thumbnail, at most 96 x 96 whatever is in the file; a gray tile if its bytes are damaged."""
     try:
-        return decode(index.thumbnails[row])
+        image = Image.fromarray(decode(index.thumbnails[row], THUMBNAIL))
     except (OSError, ValueError):
         return np.full((THUMBNAIL, THUMBNAIL, 3), 200, dtype=np.uint8)
+    image.thumbnail((THUMBNAIL, THUMBNAIL))
+    return np.asarray(image)
 
 
 def model_digest(model: Model, kind: FeatureKind) -> str:

@@ -115,7 +115,7 @@ def check(content: Any, tensors: dict[str, Tensor], size: int) -> None:
     for number, entry in enumerate(columns):
         classes = entry["classes"]
         texts = isinstance(classes, list) and all(type(name) is str for name in [entry["name"], *classes])
-        expect(texts and len(classes) <= MAX_CLASSES, "its class names")
+        expect(texts and 1 <= len(classes) <= MAX_CLASSES, "its class names")
         values = labels[:, number]
         expect(not len(values) or (int(values.min()) >= -1 and int(values.max()) < len(classes)), "a label has no class")
     for name in ("location", "thumbnail"):
