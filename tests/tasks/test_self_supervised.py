@@ -62,5 +62,13 @@ def test_settings_without_effect_are_refused(name, tmp_path):
         task.resolve_recipe(recipe.set({"architecture.pooling": "per_class"}), frozenset())
 
 
+def test_a_few_images_do_not_all_have_the_same_neighbors():
+    noise = torch.Generator().manual_seed(0)
+    for count in (5, 11, 40):
+        features, views = torch.randn(2, count, 16, generator=noise)
+        assert measure_health(features, features).agreement == 1.0
+        assert measure_health(features, views).agreement < 0.7
+
+
 def test_one_image_has_no_neighbors():
     assert measure_health(torch.ones(1, 4), torch.ones(1, 4)).agreement == 1.0

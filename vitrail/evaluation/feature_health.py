@@ -11,7 +11,7 @@ from vitrail.errors import UserError
 from vitrail.evaluation.probes.knn import nearest_neighbors
 from vitrail.evaluation.probes.spectrum import compute_spectrum
 
-NEIGHBORS = 10  # of which two views of an image should have most in common
+NEIGHBORS = 10  # of which two views of an image should have most in common; of small sets a tenth of the images
 
 
 class FeatureHealth(NamedTuple):
@@ -30,8 +30,8 @@ def neighbor_agreement(features: Tensor, views: Tensor) -> float:
     """The mean share of the nearest neighbors [N, D] that an image and its augmented view have in common."""
     if len(features) < 2:
         return 1.0  # no neighbors: one image, as in the timed validation of a training with batches of one
-    own = torch.arange(len(features), device=features.device)
-    found = [nearest_neighbors(features, queries, NEIGHBORS, exclude=own)[1] for queries in (features, views)]
+    own, k = torch.arange(len(features), device=features.device), min(NEIGHBORS, max(len(features) // 10, 1))
+    found = [nearest_neighbors(features, queries, k, exclude=own)[1] for queries in (features, views)]
     common = (found[0][:, :, None] == found[1][:, None]).any(2)
     return float(common.float().mean())
 
