@@ -66,6 +66,9 @@ def test_beit_with_it_is_a_backbone_to_go_on_from(trained, tmp_path):
     )
     assert {"masked_accuracy", "majority_code", "loss", "knn"} <= beit.best.keys()
     assert vitrail.load(beit.artifact).architecture.classes == 0
+    test = json.loads((tmp_path / "beit" / "run.json").read_text())["test"]
+    assert "knn" in test
+    assert not {"loss", "masked_accuracy"} & test.keys()  # the head is of another step than the best weights
     labels = vitrail.train("digits", from_=tmp_path / "beit", epochs=0.2, out=tmp_path / "labels", **shared)
     assert labels.best["top1"] >= 0
     assert vitrail.load(labels.artifact).architecture.classes == 10

@@ -1,5 +1,6 @@
 """Masked patch prediction: corruption, targets, one step against a reference in float64, models, data, artifacts."""
 
+import json
 import math
 
 import numpy as np
@@ -362,6 +363,14 @@ def test_it_starts_from_weights_of_other_trainings(tmp_path):
     a = trainer.model.architecture
     assert (a.pooling, a.classes, a.residual) == ("class", 0, "layerscale")
     assert torch.equal(trainer.model.stem.proj.weight, before.stem.proj.weight)
+
+
+def test_the_best_weights_are_tested_without_the_head_of_the_last_step(tmp_path):
+    run = vitrail.train("digits", "masked_small", out=tmp_path / "run", changes=MASKED, workers=0, device="cpu")
+    assert {"loss", "accuracy", "knn"} <= run.best.keys()
+    test = json.loads((run.folder / "run.json").read_text())["test"]
+    assert "knn" in test
+    assert not {"loss", "accuracy"} & test.keys()
 
 
 def test_the_best_weights_have_the_lowest_loss():

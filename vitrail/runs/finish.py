@@ -165,6 +165,7 @@ def evaluate_best(prepared: Prepared, log: Log) -> dict[str, Any]:
 def load_best(prepared: Prepared) -> VisionTransformer:
     """The model with the best weights: the trained one, or a new one where its weights are sharded."""
     trainer = prepared.trainer
+    trainer.task.has_best_weights = True
     path = trainer.folder / "best.safetensors"
     if trainer.options.sharding != "none":
         from vitrail.checkpoints import load

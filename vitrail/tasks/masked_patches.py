@@ -160,6 +160,8 @@ class MaskedPatches(SelfSupervised):
 
     def measure(self, model: VisionTransformer, batch: Batch, images: Tensor) -> Sums:
         """Sums of the loss at the corrupted patches, of what is predicted right at the masked ones, and of what is there."""
+        if self.has_best_weights:  # of another step than the head and the mask token
+            return {}
         targets = self.make_targets(images, sample_key(0, 0, batch.index, batch.repeat))  # the same at every validation
         prediction, masked = self.module.predict(images, targets), self.counts.masked
         losses = self.module.head.losses(prediction, targets.content)

@@ -48,6 +48,7 @@ class Task(ABC):
     reads_masks: ClassVar[bool] = False  # whether batches contain segmentation masks
     reads_objects: ClassVar[bool] = False  # whether batches contain boxes and instance masks
     keeps_head: ClassVar[bool] = False  # whether it trains the `task_head` of its weights or replaces it; else it is removed
+    has_best_weights = False  # set after the training, when the model has the best weights and the rest of `module` the latest
     shardable: ClassVar[bool] = False  # whether the module calls nothing of the model but `outputs`, which --shard needs
     module: nn.Module  # forward(images, targets) -> the loss [], or [1 + len(logs)] with the loss first
 
