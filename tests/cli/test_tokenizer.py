@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 import vitrail
+from tests.images import make_image, write_invalid_image
 from tests.trainers import CPU
 from vitrail.cli import main
 from vitrail.errors import UserError
@@ -49,6 +50,16 @@ def test_info(trained):
     shown = run_cli("tokenizer", "info", trained / "tok.safetensors", "digits", "--device=cpu", "--split=test")
     assert "most frequent code" in shown
     assert f"{360 * 16:,} patches" in shown
+
+
+def test_info_of_images_that_cannot_be_read(trained, tmp_path):
+    command = ["tokenizer", "info", str(trained / "tok.safetensors"), str(tmp_path), "--device=cpu", "--workers=0"]
+    write_invalid_image(tmp_path / "bad.png")
+    with pytest.raises(UserError, match=r"No image of .* could be read"):
+        CliRunner().invoke(main.app, command, catch_exceptions=False)
+    make_image(tmp_path / "good.png")
+    result = CliRunner().invoke(main.app, command, catch_exceptions=False)
+    assert (result.exit_code, "16 patches" in result.output) == (1, True)
 
 
 def test_beit_with_it_is_a_backbone_to_go_on_from(trained, tmp_path):

@@ -116,6 +116,8 @@ def info(
 ) -> None:
     """Print how many of the codes of a tokenizer are used on images, and how evenly.
 
+    Exit code 1: some images could not be read; 2: none could.
+
     Example: [bold]vitrail tokenizer info tok.safetensors photos/[/bold]
     """
     from vitrail.data.datasets.lookup import open_source
@@ -129,16 +131,20 @@ def info(
     print_problems(problems)
     usage = describe_usage(counts)
     codes, patches = len(counts), int(counts.sum())
-    most = counts.max().item() / max(patches, 1)
+    if not patches:
+        raise UserError(f"No image of {source} could be read: give other images.")
+    most = counts.max().item() / patches
     height, width = model.architecture.image_size
     if as_json:
         print_json({"codes": codes, **usage, "most_frequent": most, "patches": patches, "image_size": [height, width]})
-        return
-    rows = [
-        ("codes", f"{codes:,}"),
-        ("used", f"{usage['codes_used']:,.0f} ({percent(usage['codes_used'] / codes, 1)})"),
-        ("perplexity", f"{usage['perplexity']:,.1f}"),
-        ("most frequent code", f"{percent(most, 1)} of {patches:,} patches"),
-        ("image size", f"{height} x {width}: {model.grid[0]} x {model.grid[1]} codes"),
-    ]
-    print_table(("", ""), rows)
+    else:
+        rows = [
+            ("codes", f"{codes:,}"),
+            ("used", f"{usage['codes_used']:,.0f} ({percent(usage['codes_used'] / codes, 1)})"),
+            ("perplexity", f"{usage['perplexity']:,.1f}"),
+            ("most frequent code", f"{percent(most, 1)} of {patches:,} patches"),
+            ("image size", f"{height} x {width}: {model.grid[0]} x {model.grid[1]} codes"),
+        ]
+        print_table(("", ""), rows)
+    if problems:
+        sys.exit(1)
