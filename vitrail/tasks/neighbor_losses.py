@@ -81,9 +81,10 @@ def triplet_loss(first: Tensor, second: Tensor, margin: float, group_size: int) 
     """[]: max(0, |a - p|^2 - |a - n|^2 + margin) of normalized vectors, the mean over all triplets.
 
     Anchors `first` [B, D] with the positives `second`, and the reverse; the negatives of an image are the views of the other
-    images of its group, `group_size` consecutive ones.
+    images of its group, `group_size` consecutive ones, or fewer if B is not a multiple of that.
     """
-    dtype, size = torch.promote_types(first.dtype, torch.float32), min(group_size, len(first))
+    dtype = torch.promote_types(first.dtype, torch.float32)
+    size = next(size for size in range(min(group_size, len(first)), 0, -1) if len(first) % size == 0)
     views = [F.normalize(view.to(dtype), dim=1).unflatten(0, (-1, size)) for view in (first, second)]
     cosine = views[0] @ views[1].transpose(1, 2)  # [groups, size, size]: |a - b|^2 = 2 - 2 cos
     positive = cosine.diagonal(dim1=1, dim2=2)
