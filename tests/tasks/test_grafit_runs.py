@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -9,6 +10,7 @@ from safetensors.torch import load_file
 import vitrail
 from tests.tasks.trainings import GRAFIT, open_few_digits
 from vitrail.data.datasets.lookup import open_source
+from vitrail.data.source import Labels
 from vitrail.errors import UserError
 from vitrail.evaluation.features import FeatureKind, embed
 from vitrail.recipes import lookup
@@ -95,6 +97,13 @@ def test_without_labels_the_views_alone_are_learned(tmp_path, capsys):
         vitrail.train("digits", "grafit_small", out=tmp_path / "two", changes=alone, workers=0, device="cpu")
     with pytest.raises(UserError, match=r"only one class .* grafit_small"):
         vitrail.train("digits", "laptop", out=tmp_path / "three", changes={"data.label": "none"}, workers=0, device="cpu")
+
+
+def test_images_without_a_label_are_no_second_class():
+    splits = open_few_digits()
+    splits.train.label = Labels(np.arange(40) % 2 - 1, ["even"])
+    with pytest.raises(UserError, match="less than two classes"):
+        Grafit.check_data(lookup("grafit_small").set({"task_options.instance_weight": 0.0}), splits)
 
 
 def test_clusters_of_other_weights_are_classes(finished, parity, tmp_path, capsys):

@@ -39,7 +39,7 @@ from vitrail.tasks.grafit_report import draw_figures, score_levels
 from vitrail.tasks.losses import classification_loss
 from vitrail.tasks.neighbor_losses import instance_loss, neighbor_loss, triplet_loss
 from vitrail.tasks.neighbor_validation import collect_features, finer_columns
-from vitrail.tasks.self_supervised import SelfSupervised
+from vitrail.tasks.self_supervised import SelfSupervised, has_classes
 from vitrail.tasks.targets import label_targets
 from vitrail.training.compile import static_shapes
 from vitrail.training.distributed import Devices
@@ -194,7 +194,7 @@ class Grafit(SelfSupervised):
             check_usable([train])
             check_trainable(train)
             check_labels(train)
-        elif not (o.instance_weight or o.triplet_weight) and (train.label is None or len(np.unique(train.label.values)) < 2):
+        elif not (o.instance_weight or o.triplet_weight or has_classes(train)):
             raise UserError(
                 f"{train.name} has less than two classes, and without an instance or a triplet loss nothing is learned from one: "
                 "set task_options.instance_weight=1, or choose other labels with data.label."
