@@ -252,6 +252,7 @@ def test_mistakes_are_explained(tmp_path, weights, run_cli, cli_error):
     other = tmp_path / "other.safetensors"
     vitrail.save(vitrail.create("vitrail_mini", 0, 16, width=32, depth=2), other)
     for arguments, message in (
+        (["index", broken, "--add", file, "--vector", "mean"], "has pooled vectors, not mean: add images without --vector"),
         (["search", file, broken], "could be read"),
         (["search", file, tmp_path / "nothing.png"], "nothing.png"),
         (["search", file, photos / "red" / "000.png", "--out", tmp_path / "a.jpg"], "into a .png file"),

@@ -63,7 +63,9 @@ def index_images(
     if known is None and (weights is None or out is None):
         raise UserError("An index needs weights and a file to write: give both, or an index to add to.")
     if known is not None:
-        vector = vector or known.kind.vector
+        if vector not in (None, known.kind.vector):
+            raise UserError(f"The index {add} has {known.kind.vector} vectors, not {vector}: add images without --vector.")
+        vector = known.kind.vector
         images = without_known(images, known)
         if not len(images):
             raise UserError(f"All images of {', '.join(paths)} are in the index {add} already: there is nothing to add.")
