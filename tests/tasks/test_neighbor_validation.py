@@ -1,8 +1,23 @@
 """The training images among which neighbors are searched."""
 
+import numpy as np
+import torch
+
 from vitrail.data.datasets.lookup import open_splits
 from vitrail.data.image_loader import ImageLoader
-from vitrail.tasks.neighbor_validation import PER_QUERY, Gallery
+from vitrail.data.source import Labels
+from vitrail.tasks.neighbor_validation import PER_QUERY, Gallery, Rows, rate_levels, rate_neighbors
+
+
+def test_a_level_without_labels_is_left_out():
+    labels = torch.arange(4) % 2
+    unknown = torch.full_like(labels, -1)
+    memory = Rows(torch.arange(4), labels, torch.eye(2)[labels], torch.stack([labels, labels, unknown], 1))
+    queries = memory._replace(levels=torch.stack([labels, unknown, labels], 1))
+    source, columns = open_splits("digits").train, ["all", "memory", "queries"]
+    source.extra = {name: Labels(np.zeros(len(source), dtype=np.int64), ["a", "b"]) for name in columns}
+    assert rate_levels(memory, queries, source, columns, k=1) == {"knn_all": 1.0}
+    assert rate_neighbors(memory, queries._replace(labels=unknown), 2, k=1) == 0.0
 
 
 def test_one_loader_is_kept(monkeypatch):

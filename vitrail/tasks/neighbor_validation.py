@@ -80,11 +80,15 @@ def finer_columns(source: Source) -> list[str]:
 
 
 def rate_levels(memory: Rows, queries: Rows, source: Source, columns: Sequence[str], k: int) -> dict[str, float]:
-    """Top-1 at further columns of labels of the training images, as `knn_<column>`; `columns` are those of `levels`."""
+    """Top-1 at further columns of labels of the training images, as `knn_<column>`; `columns` are those of `levels`.
+
+    A column is left out where no image of the memory or no query has a label.
+    """
     found = {}
     for number, name in enumerate(columns):
         own, others = (rows._replace(labels=rows.levels[:, number]) for rows in (memory, queries))
-        found[f"knn_{name}"] = rate_neighbors(own, others, len(source.extra[name].names), k)
+        if (own.labels >= 0).any() and (others.labels >= 0).any():
+            found[f"knn_{name}"] = rate_neighbors(own, others, len(source.extra[name].names), k)
     return found
 
 
