@@ -20,8 +20,9 @@ from vitrail.errors import UserError
 from vitrail.evaluation.features import compute_features
 from vitrail.models.registry import build
 from vitrail.recipes import lookup
+from vitrail.recipes.task_options import MaskedPatchOptions
 from vitrail.runs.request import TrainRequest, open_data, resolve_recipe
-from vitrail.tasks.masked_patches import SEPARATE_STEMS, MaskedPatches, quantize_colors
+from vitrail.tasks.masked_patches import SEPARATE_STEMS, MaskedPatches, count_patches, quantize_colors
 from vitrail.training.distributed import Devices
 from vitrail.training.trainer import Options
 
@@ -74,6 +75,10 @@ def test_the_shares_are_exact(corrupted, grid, expected):
         assert set(changed[row].nonzero()[:, 0].tolist()) <= set(targets.positions[row, masked:].tolist())
         sources = targets.source[row][changed[row]].tolist()
         assert len(set(sources)) == len(sources)
+
+
+def test_no_number_of_patches_is_negative():
+    assert count_patches(2, MaskedPatchOptions(corrupted=0.5, masked=0.3, replaced=0.1)) == (1, 1, 0)
 
 
 def test_patches_are_drawn_uniformly():

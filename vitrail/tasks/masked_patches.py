@@ -227,7 +227,7 @@ def count_patches(patches: int, options: MaskedPatchOptions) -> Counts:
             "patches, or set it so that some patches are corrupted and some are not."
         )
     masked = max(round(options.masked * corrupted), 1)
-    return Counts(corrupted, masked, min(round((options.masked + options.replaced) * corrupted), corrupted) - masked)
+    return Counts(corrupted, masked, max(min(round((options.masked + options.replaced) * corrupted), corrupted) - masked, 0))
 
 
 def check_model(model: VisionTransformer) -> None:
