@@ -456,7 +456,7 @@ def test_predict(digits_run, run_cli, tmp_path):
 def test_predict_the_built_in_images(digits_run):
     result = run("predict", digits_run[0], "digits", "--device", "cpu")
     assert result.returncode == 0, result.stderr
-    assert "image 15 of test of digits" in result.stdout
+    assert "test image 15 of digits" in result.stdout
     assert "label" in result.stdout.splitlines()[0].split()
 
 

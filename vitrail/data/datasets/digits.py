@@ -46,7 +46,7 @@ class PixelSource(Source):
         return image if image.ndim == 3 else np.repeat(image[..., None], 3, axis=2)
 
     def location(self, index: int) -> str:
-        return f"image {index} of {self.split} of {self.name}" if self.split else f"image {index} of {self.name}"
+        return f"{self.split} image {index} of {self.name}".lstrip()
 
 
 def open_digits() -> SourceDict:
