@@ -75,6 +75,24 @@ def test_a_pushed_model_is_the_same_after_loading(server, name):
     assert {"mit"} != {yaml.safe_load(server.files["/me/photos/README.md"].split(b"---")[1]).get("license")}
 
 
+def test_private_weights_are_not_uploaded_to_a_public_repository(server):
+    vitrail.push(make_model("cait_xxs24"), "me/photos")
+    before = dict(server.files)
+    with pytest.raises(vitrail.UserError, match="me/photos exists and is public"):
+        vitrail.push(make_model("cait_xxs24", drop_path=0.1), "me/photos", private=True)
+    assert server.files == before
+    vitrail.push(make_model("cait_xxs24"), "me/other", private=True)
+    vitrail.push(make_model("cait_xxs24"), "me/other", private=True)  # again: it is private
+    assert server.private == {"me/photos": False, "me/other": True}
+
+
+def test_files_of_an_earlier_format_are_deleted(server):
+    for name, files in (("deit_small_patch16", 4), ("cait_xxs24", 3)):  # cait: without preprocessor_config.json
+        vitrail.push(make_model(name), "me/photos")
+        assert len(server.files) == files
+    assert vitrail.load("hf://me/photos").name.startswith("cait")
+
+
 def test_transformers_reads_what_it_can(tmp_path):
     from transformers import AutoConfig, AutoModelForImageClassification
 
