@@ -14,6 +14,7 @@ from tests.checkpoints.test_hub import set_endpoint
 from vitrail.checkpoints import hub
 from vitrail.checkpoints.model_io import logit_difference
 from vitrail.data.transforms.config import NO_ANTIALIAS
+from vitrail.heads.task_heads import DetectionConfig, SegmentationConfig
 
 TOKEN = "hf_secretsecretsecretsecret"
 RECIPE = {
@@ -125,6 +126,32 @@ def test_the_card_says_what_the_artifact_knows(tmp_path):
     assert text.count("Not stated in the artifact.") == 3
     assert "No license was stated" in text
     assert "pipeline_tag: image-feature-extraction" in text
+
+
+DENSE = {  # the head, the metrics of its artifact, and what the card says of them
+    "segmentation": (
+        SegmentationConfig(("road", "<sky>"), (0, 1), 64, window=32, stride=20, kind="linear"),
+        {"miou": 0.4567, "pixel_accuracy": 0.9, "mean_accuracy": 0.625},
+        ("| miou | 45.67 % |", "| mean\\_accuracy | 62.50 % |", "64 pixels, windows of 32", "vitrail.segment("),
+    ),
+    "detection": (
+        DetectionConfig(("road", "<sky>"), 0, channels=8, hidden=8),
+        {"ap": 0.3104, "ap75": 0.25, "mask_ap50": 0.5},
+        ("| ap | 31.04 % |", "| ap75 | 25.00 % |", "| mask\\_ap50 | 50.00 % |", "own size, whole images", "vitrail.detect("),
+    ),
+}
+
+
+@pytest.mark.parametrize("task", DENSE)
+def test_the_card_of_dense_prediction(task, tmp_path):
+    config, metrics, parts = DENSE[task]
+    model = vitrail.create("deit_small_patch16", classes=0, image_size=32, depth=1, width=64, heads=1).set_task_head(config)
+    model.notes = {"metrics": json.dumps(metrics)}
+    vitrail.push(model, "me/photos", out=tmp_path / "repository")
+    text = (tmp_path / "repository" / "README.md").read_text()
+    for part in (*parts, "2 classes: road, \\<sky\\>."):
+        assert part in text
+    assert "center crop" not in text
 
 
 HOSTILE = {
