@@ -45,6 +45,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def answer(self, body):
         self.server.requests.append((self.command, self.path, self.headers["Range"], self.headers["Authorization"]))
+        repository = re.fullmatch(r"/api/models/([^/]+/[^/]+)(/tree/main\?.*)?", self.path)
+        if repository and repository[1] in self.server.private:
+            self.describe(repository[1], listed=bool(repository[2]))
+            return
         if self.path in self.server.redirects:
             self.reply(302, {"Location": self.server.redirects[self.path]})
             return
@@ -78,6 +82,16 @@ class Handler(BaseHTTPRequestHandler):
             if stop is not None:
                 self.close_connection = True
 
+    def describe(self, name, listed):
+        """A created repository: its files, or whether it is private."""
+        start = f"/{name}/"
+        files = [
+            {"type": "file", "path": path.removeprefix(start), "oid": COMMIT, "size": len(content)}
+            for path, content in self.server.files.items()
+            if path.startswith(start)
+        ]
+        self.reply_json(files if listed else {"id": name, "private": self.server.private[name]})
+
     def do_POST(self):
         """Uploads: create a repository, say how files are sent, tell where large ones go, commit."""
         self.server.requests.append((self.command, self.path, None, self.headers["Authorization"]))
@@ -88,8 +102,9 @@ class Handler(BaseHTTPRequestHandler):
         elif self.path == "/api/repos/create":
             requested = json.loads(content)
             name = f"{requested['organization']}/{requested['name']}"
-            self.server.private[name] = requested.get("visibility") == "private"
-            self.reply_json({"url": f"{self.server.address}/{name}"})
+            exists = name in self.server.private  # then it keeps its visibility
+            self.server.private.setdefault(name, requested.get("visibility") == "private")
+            self.reply_json({"url": f"{self.server.address}/{name}"}, 409 if exists else 200)
         elif self.path == "/api/validate-yaml":
             header = yaml.safe_load(json.loads(content)["content"].split("---")[1])
             self.reply_json({"errors": [] if header["library_name"] == "vitrail" else [{"message": "wrong"}], "warnings": []})
@@ -117,6 +132,8 @@ class Handler(BaseHTTPRequestHandler):
                     self.server.files[f"/{repository}/{file['path']}"] = base64.b64decode(file["content"])
                 elif line["key"] == "lfsFile":
                     self.server.files[f"/{repository}/{file['path']}"] = self.server.objects[file["oid"]]
+                elif line["key"] == "deletedFile":
+                    del self.server.files[f"/{repository}/{file['path']}"]
             self.reply_json({"commitUrl": f"{self.server.address}/{repository}/commit/{COMMIT}", "commitOid": COMMIT})
 
     def do_PUT(self):

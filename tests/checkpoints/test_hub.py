@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+import shutil
 
 import pytest
 import torch
@@ -147,6 +148,16 @@ def test_cached_weights_need_no_network(server, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert find_named("hf://timm/deit3_small_patch16_224.fb_in1k") == first
     assert server.requests == []
+
+
+def test_weights_whose_folder_was_removed_are_downloaded_again(server):
+    """Of the same process too, such as a server that gets SIGHUP."""
+    name = "hf://timm/deit3_small_patch16_224.fb_in1k"
+    first = find_named(name)
+    server.files[f"{REPOSITORY}/model.safetensors"] = b"newer"
+    assert find_named(name).read_bytes() != b"newer"
+    shutil.rmtree(first.parent)
+    assert find_named(name).read_bytes() == b"newer"
 
 
 def test_license_and_data_of_other_repositories_are_those_of_their_card(server, capfd):

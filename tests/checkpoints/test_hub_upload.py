@@ -14,6 +14,7 @@ from tests.checkpoints.test_hub import set_endpoint
 from vitrail.checkpoints import hub
 from vitrail.checkpoints.model_io import logit_difference
 from vitrail.data.transforms.config import NO_ANTIALIAS
+from vitrail.heads.task_heads import DetectionConfig, SegmentationConfig
 
 TOKEN = "hf_secretsecretsecretsecret"
 RECIPE = {
@@ -75,6 +76,24 @@ def test_a_pushed_model_is_the_same_after_loading(server, name):
     assert {"mit"} != {yaml.safe_load(server.files["/me/photos/README.md"].split(b"---")[1]).get("license")}
 
 
+def test_private_weights_are_not_uploaded_to_a_public_repository(server):
+    vitrail.push(make_model("cait_xxs24"), "me/photos")
+    before = dict(server.files)
+    with pytest.raises(vitrail.UserError, match="me/photos exists and is public"):
+        vitrail.push(make_model("cait_xxs24", drop_path=0.1), "me/photos", private=True)
+    assert server.files == before
+    vitrail.push(make_model("cait_xxs24"), "me/other", private=True)
+    vitrail.push(make_model("cait_xxs24"), "me/other", private=True)  # again: it is private
+    assert server.private == {"me/photos": False, "me/other": True}
+
+
+def test_files_of_an_earlier_format_are_deleted(server):
+    for name, files in (("deit_small_patch16", 4), ("cait_xxs24", 3)):  # cait: without preprocessor_config.json
+        vitrail.push(make_model(name), "me/photos")
+        assert len(server.files) == files
+    assert vitrail.load("hf://me/photos").name.startswith("cait")
+
+
 def test_transformers_reads_what_it_can(tmp_path):
     from transformers import AutoConfig, AutoModelForImageClassification
 
@@ -107,6 +126,32 @@ def test_the_card_says_what_the_artifact_knows(tmp_path):
     assert text.count("Not stated in the artifact.") == 3
     assert "No license was stated" in text
     assert "pipeline_tag: image-feature-extraction" in text
+
+
+DENSE = {  # the head, the metrics of its artifact, and what the card says of them
+    "segmentation": (
+        SegmentationConfig(("road", "<sky>"), (0, 1), 64, window=32, stride=20, kind="linear"),
+        {"miou": 0.4567, "pixel_accuracy": 0.9, "mean_accuracy": 0.625},
+        ("| miou | 45.67 % |", "| mean\\_accuracy | 62.50 % |", "64 pixels, windows of 32", "vitrail.segment("),
+    ),
+    "detection": (
+        DetectionConfig(("road", "<sky>"), 0, channels=8, hidden=8),
+        {"ap": 0.3104, "ap75": 0.25, "mask_ap50": 0.5},
+        ("| ap | 31.04 % |", "| ap75 | 25.00 % |", "| mask\\_ap50 | 50.00 % |", "own size, whole images", "vitrail.detect("),
+    ),
+}
+
+
+@pytest.mark.parametrize("task", DENSE)
+def test_the_card_of_dense_prediction(task, tmp_path):
+    config, metrics, parts = DENSE[task]
+    model = vitrail.create("deit_small_patch16", classes=0, image_size=32, depth=1, width=64, heads=1).set_task_head(config)
+    model.notes = {"metrics": json.dumps(metrics)}
+    vitrail.push(model, "me/photos", out=tmp_path / "repository")
+    text = (tmp_path / "repository" / "README.md").read_text()
+    for part in (*parts, "2 classes: road, \\<sky\\>."):
+        assert part in text
+    assert "center crop" not in text
 
 
 HOSTILE = {

@@ -158,6 +158,22 @@ def test_slow_clients_do_not_block_others(weights, monkeypatch):
         assert predict(server).status == 200
 
 
+@pytest.mark.parametrize(("length", "status"), [("", 503), ("Content-Length: 1\r\n", 400)])
+def test_the_memory_of_a_body_in_chunks(weights, length, status):
+    """Its size is not declared, so the limit of a request is counted; a Content-Length beside it is refused, not believed."""
+    with serving(weights, settings=Settings(memory=len(IMAGES[0]))) as server:
+        host = urlsplit(server.address)
+        with socket.create_connection((host.hostname, host.port), timeout=20) as client:
+            head = f"POST /predict HTTP/1.1\r\nHost: {host.netloc}\r\nContent-Type: image/jpeg\r\nTransfer-Encoding: chunked\r\n"
+            body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(IMAGES[0]), IMAGES[0])
+            client.sendall(f"{head}{length}\r\n".encode() + body)
+            file = client.makefile("rb")
+            assert file.readline().startswith(b"HTTP/1.1 %d" % status)
+            if length:
+                assert b"exclude each other" in file.read()  # until the server closes
+        assert predict(server).status == 200
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("error", [SystemExit, RuntimeError])
 def test_the_server_survives_the_end_of_its_thread(weights, error):

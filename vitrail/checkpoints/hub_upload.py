@@ -148,7 +148,16 @@ def upload(folder: Path, repository: str, private: bool, token: str) -> None:
     problem = f"{repository} was not uploaded to {hub_address()}"
     try:
         api.create_repo(repository, private=private or None, exist_ok=True)
-        api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Upload a model of Vitrail")
+        if private and not api.model_info(repository).private:  # it existed: `create_repo` changed nothing
+            raise UserError(f"{repository} exists and is public: choose another name, or make it private on the hub first.")
+        api.upload_folder(
+            repo_id=repository,
+            folder_path=folder,
+            commit_message="Upload a model of Vitrail",
+            delete_patterns=["preprocessor_config.json"],  # of an earlier model; one that is in the folder is kept
+        )
+    except UserError:
+        raise
     except errors.HfHubHTTPError as error:
         status = error.response.status_code if error.response is not None else 0
         if status in (401, 403):

@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from vitrail.formatting import escape_control, format_significant, percent, pluralize
+from vitrail.heads.task_heads import DetectionConfig, DetectionHead, SegmentationConfig, SegmentationHead
 from vitrail.models.preprocessing import are_numbers
 from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.version import __version__
@@ -19,7 +20,13 @@ HUB_TASKS = {  # by task of a model: the name on the hub
     "segmentation": "image-segmentation",
     "detection": "object-detection",
 }
-RATIOS = ("top1", "top5", "knn", "test", "mean_iou", "pixel_accuracy")  # metrics that are shown in percent
+USES = {  # by task: the function that applies the weights, and what can be done with a result
+    "classification": ("predict", "print(result.classes)"),
+    "segmentation": ("segment", 'result.overlay().save("overlay.png")'),
+    "detection": ("detect", "print(result.objects)"),
+}
+# Metrics that are shown in percent.
+RATIOS = ("top1", "top5", "knn", "test", "miou", "pixel_accuracy", "mean_accuracy", "ap", "ap50", "ap75", "mask_ap", "mask_ap50")
 SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~&$])")
 LINK = re.compile(r"(\b(?:https?|ftp)(?=:)|\bwww(?=\.)|(?<!\w)@)", re.IGNORECASE)  # what becomes a link without any syntax
 DATA_NAME = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?", re.ASCII)
@@ -78,8 +85,9 @@ def task_of(model: VisionTransformer) -> str:
 
 def usage(model: VisionTransformer, repository: str, transformers: bool) -> str:
     lines = ["import vitrail", ""]
-    if model.task == "classification":
-        lines += [f'for prediction in vitrail.predict("hf://{repository}", ["cat.jpg"]):', "    print(prediction.classes)"]
+    if model.task in USES:
+        function, statement = USES[model.task]
+        lines += [f'for result in vitrail.{function}("hf://{repository}", ["cat.jpg"]):', f"    {statement}"]
     else:
         lines.append(f'model = vitrail.load("hf://{repository}")')
     text = "```python\n" + "\n".join(lines) + "\n```"
@@ -91,18 +99,28 @@ def usage(model: VisionTransformer, repository: str, transformers: bool) -> str:
 def describe_model(model: VisionTransformer) -> str:
     p, count = model.preprocessing, sum(parameter.numel() for parameter in model.parameters())
     resize = "resized to this size" if p.resize == "square" else f"center crop of {percent(p.crop_ratio, 1)} of the shorter side"
+    size, names = f"{p.image_size[0]} x {p.image_size[1]} pixels, {resize}", model.class_names
+    if isinstance(head := model.task_head, SegmentationHead | DetectionHead):  # images of any size, and its own classes
+        size, names = describe_size(head.config), list(head.config.class_names)
     rows = {
         "Architecture": model.name or "custom",
         "Parameters": f"{count / 1e6:.2f} million",
-        "Input": f"RGB, {p.image_size[0]} x {p.image_size[1]} pixels, {resize}, {p.interpolation}",
+        "Input": f"RGB, {size}, {p.interpolation}",
         "Normalization": f"mean {list(p.mean)}, standard deviation {list(p.std)}",
     }
     text = table(rows)
-    if names := model.class_names:
+    if names:
         listed = ", ".join(plain(name) for name in names[:MAX_CLASSES])
         more = f" and {len(names) - MAX_CLASSES} more" if len(names) > MAX_CLASSES else ""
         text += f"\n\n{pluralize(len(names), 'class')}: {listed}{more}."
     return text
+
+
+def describe_size(config: SegmentationConfig | DetectionConfig) -> str:
+    """The size of the images of a dense prediction, and whether they are cut into windows."""
+    size = f"shorter side {config.short_side} pixels" if config.short_side else "images at their own size"
+    view = f"windows of {config.window} with stride {config.stride}" if config.window else "whole images"
+    return f"{size}, {view}"
 
 
 def describe_data(data: Mapping[str, Any]) -> str:

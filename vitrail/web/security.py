@@ -40,7 +40,7 @@ HEADERS = {
 
 
 class SecurityMiddleware:
-    """Answers requests of too many connections or with a wrong Host, Origin or API key, and adds `HEADERS` to every response.
+    """Answers requests of too many connections or with a wrong Host, Origin, length or key, and adds `HEADERS` to every response.
 
     `hosts` are the names under which the server is reachable, besides this machine's; with `any_address`, for servers that other
     machines reach, every IP address is accepted too: an address cannot be rebound. The API key, if there is one, is required
@@ -83,6 +83,9 @@ class SecurityMiddleware:
             crowded = {"Retry-After": "1", "Connection": "close"}
             return refusal(503, "The server has too many connections: try again later.", crowded)
         headers = Headers(scope=scope)
+        if "content-length" in headers and "transfer-encoding" in headers:  # h11 reads the chunks, whatever the length says
+            message = "Content-Length and Transfer-Encoding exclude each other."
+            return refusal(400, message, {"Connection": "close"})
         host = headers.get("host", "")
         if len(headers.getlist("host")) != 1 or not self.accepts_host(host):
             return refusal(400, "The Host header is not an address of this server: use the address that it printed.")
