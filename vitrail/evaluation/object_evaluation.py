@@ -11,7 +11,7 @@ from vitrail.data.image_loader import ImageLoader
 from vitrail.data.instance_masks import unpack_masks
 from vitrail.data.loader import ImageReader, Problem
 from vitrail.data.object_drawing import draw_annotated, draw_objects
-from vitrail.data.objects import CROWD, DecodedObjects, ObjectBatch
+from vitrail.data.objects import CROWD, DecodedObjects, ObjectBatch, plane_count
 from vitrail.data.overlay import class_colors
 from vitrail.data.source import Source
 from vitrail.errors import UserError
@@ -108,10 +108,13 @@ def match_split(
 
 
 def read_row(objects: ObjectBatch, row: int, height: int, width: int) -> DecodedObjects:
-    """The objects of one image of a batch."""
+    """The objects of one image of a batch, with empty masks where it has none."""
     count = int((objects.classes[row] >= 0).sum())
     boxes, classes, flags, areas = (each[row, :count].cpu().numpy() for each in objects[:4])
-    planes = objects.planes[row, :, :height, :width].cpu().numpy() if objects.planes.shape[1] else None
+    if objects.planes.shape[1]:
+        planes = objects.planes[row, :, :height, :width].cpu().numpy()
+    else:  # no image of the batch has masks
+        planes = np.zeros((plane_count(count), height, width), dtype=np.uint8)
     return DecodedObjects(boxes, classes, flags, areas, planes)
 
 
