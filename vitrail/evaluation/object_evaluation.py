@@ -23,6 +23,7 @@ from vitrail.evaluation.semantic_masks import group_by_size
 from vitrail.heads.task_heads import DetectionConfig
 from vitrail.models.vision_transformer import VisionTransformer
 
+COMPARED = 1 << 20  # pixels of masks at a time; sums below 2**24 are exact in float32
 SHOWN = 12  # images in a report
 SHOWN_SIDE = 720  # pixels of an image beside its prediction
 SHOWN_SCORE = 0.5  # lowest score of a drawn object
@@ -76,9 +77,11 @@ def to_sides(boxes: np.ndarray) -> np.ndarray:
 
 def count_common(first: Tensor, second: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Pixels in common [D, G] of masks [D, H, W] and [G, H, W], and of each; exact, in float64."""
-    flat, other = first.flatten(1).float(), second.flatten(1).float()  # sums below 2**24 are exact
-    common = flat @ other.T if flat.shape[1] < 1 << 24 else (flat.double() @ other.double().T)
-    counts = (common, first.flatten(1).sum(1), second.flatten(1).sum(1))
+    flat, other = first.flatten(1), second.flatten(1)
+    common = torch.zeros(len(flat), len(other), dtype=torch.float64, device=flat.device)
+    for part, own in zip(flat.split(COMPARED, 1), other.split(COMPARED, 1), strict=True):
+        common += (part.float() @ own.float().T).double()
+    counts = (common, flat.sum(1), other.sum(1))
     return tuple(each.double().cpu().numpy() for each in counts)  # type: ignore[return-value]
 
 
