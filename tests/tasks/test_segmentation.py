@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from vitrail.evaluation.segmented_images import segment
 from vitrail.heads.task_heads import SegmentationConfig
 from vitrail.recipes import lookup
 from vitrail.runs.initial_model import build_initial
+from vitrail.runs.request import TrainRequest, open_data, resolve_recipe
 from vitrail.tasks.segmentation import Segmentation, SegmentationTargets, head_macs, pixel_loss
 from vitrail.training.distributed import Devices
 
@@ -96,6 +98,22 @@ def test_a_run_is_resumed_from_its_directory(finished, data, tmp_path):
     assert vitrail.load(first.artifact).task_head.config.class_names == ("class 0", "class 1")
     again = vitrail.resume(tmp_path / "run", workers=0, device="cpu")
     assert again.best["miou"] == first.best["miou"]
+    run = json.loads((tmp_path / "run" / "run.json").read_text())
+    run["recipe"]["data"]["decode_scale"] = 1.5  # refused for new runs
+    (tmp_path / "run" / "run.json").write_text(json.dumps(run))
+    shutil.rmtree(tmp_path / "run" / "checkpoints")  # they have the recipe, too
+    assert vitrail.resume(tmp_path / "run", workers=0, device="cpu").finished
+
+
+def test_smaller_decoding_is_not_advised(tmp_path):
+    masked = {"data.decode_scale": 0, "augmentation.image_size": [16, 16]}
+    requests = {
+        "segment": TrainRequest(str(make_masked_folder(tmp_path / "boxes", 8, (100, 80))), "segment", changes=SEGMENTATION),
+        "masked_small": TrainRequest(str(tmp_path / "boxes"), "masked_small", changes=masked),
+    }
+    found = {name: open_data(each, resolve_recipe(each, "cpu")).messages for name, each in requests.items()}
+    advised = {name for name, messages in found.items() if any("data.decode_scale=1.5" in each for each in messages)}
+    assert advised == {"masked_small"}
 
 
 @pytest.mark.parametrize("scope", ["full", "head"])
@@ -125,6 +143,7 @@ def test_what_cannot_be_trained_on(tmp_path, data):
 
     fails("digits", {}, "digits has no masks")
     fails(data, {"mixing.mixup": 0.5}, "does not mix or erase")
+    fails(data, {"data.decode_scale": 1.5}, r"^Segmentation reads images at the size .*: set data\.decode_scale=0\.$")
     fails(data, {"task_options.chanels": 3}, "the nearest are channels")
     fails(data, {"task_options.blocks": [9]}, "it has no block 9")
     fails(data, {"task_options.ignore": [0, 1, 2]}, "no class")
