@@ -71,6 +71,14 @@ def test_predict(segmented, boxes, monkeypatch, capsys, tmp_path):
     assert [line["height"] for line in lines] == [40] * 8
     code, out, err = command(monkeypatch, capsys, "predict", weights, boxes / "images", "--out", tmp_path / "all")
     assert len(list((tmp_path / "all" / "overlays").iterdir())) == 8
+    for _ in range(2):  # also into a folder that exists
+        code, out, _ = command(monkeypatch, capsys, "predict", weights, boxes / "images", "--json", "--out", tmp_path / "both")
+        assert code == 0
+        rows = [json.loads(line) for line in out.splitlines()]
+        assert rows == json.loads((tmp_path / "both" / "segmentation.json").read_text())
+        assert all((tmp_path / "both" / row["overlay"]).is_file() for row in rows)
+    code, out, _ = command(monkeypatch, capsys, "predict", weights, image, "--json", "--out", tmp_path / "one.jsonl")
+    assert (code, out) == (0, (tmp_path / "one.jsonl").read_text())
     (tmp_path / "bad.png").write_text("no image")
     code, _, err = command(monkeypatch, capsys, "predict", weights, image, tmp_path / "bad.png", "--out", tmp_path / "some")
     assert code == 1
@@ -125,6 +133,7 @@ def test_other_classes(segmented, boxes, monkeypatch, capsys, tmp_path):
         ("names", "None of the 8 masks in"),
         ("ids", "the mask has the id 9, but the classes are 0-2 and ignored are 255"),
         ("ignored", "all pixels of its mask are ignored"),
+        ("binary", "have one class only (id 0; ignored 255): name the other ids in classes.json"),
         ("no folder", "is not a folder: give a folder of images and --masks"),
     ],
 )
@@ -134,6 +143,9 @@ def test_bad_masks(boxes, monkeypatch, capsys, tmp_path, change, sentence):
     for path in (tmp_path / "masks").glob("*.png"):
         if change == "names":
             path.rename(path.with_stem(f"x{path.stem}"))
+        elif change == "binary":
+            write_mask(path, np.where(decode_mask(path.read_bytes()) == 1, 255, 0).astype(np.uint8))
+            (tmp_path / "masks" / "classes.json").unlink(missing_ok=True)
         else:
             write_mask(path, np.full((40, 48), 9 if change == "ids" else 255, dtype=np.uint8))
     masks = tmp_path / ("none" if change == "no folder" else "masks")

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 
 import numpy as np
 import pytest
@@ -9,11 +10,18 @@ import torch
 from faster_coco_eval import COCO, COCOeval_faster
 from faster_coco_eval import mask as coco_masks
 
+from tests.shapes import make_coco
+from vitrail.data import image_cache
+from vitrail.data.datasets.lookup import open_sources
+from vitrail.data.image_loader import ImageLoader
 from vitrail.data.instance_masks import pack_masks
 from vitrail.data.objects import CROWD, DIFFICULT, DecodedObjects
+from vitrail.evaluation import object_evaluation
 from vitrail.evaluation.average_precision import Matches, box_overlaps, summarize_precision
-from vitrail.evaluation.detections import Detections, paste_masks
-from vitrail.evaluation.object_evaluation import ObjectMatches
+from vitrail.evaluation.detections import DetectionProtocol, Detections, paste_masks
+from vitrail.evaluation.object_evaluation import ObjectMatches, match_split
+from vitrail.heads.task_heads import DetectionConfig
+from vitrail.models.registry import create
 
 NAMES = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large", "ar")
 PLACES = (0, 1, 2, 3, 4, 5, 8)
@@ -129,6 +137,43 @@ def test_masks():
         ]
     found = matches.summarize(2)
     close([found[f"mask_{name}"] for name in NAMES], reference(objects, detections, 2, 4, "segm", (64, 64)))
+
+
+def test_images_without_objects_count_in_batches_of_any_size(tmp_path, monkeypatch):
+    """One object is found, and three false ones in images without objects. Data without masks have no mask AP."""
+    monkeypatch.setattr(image_cache, "free_memory", lambda: 0)  # a cache has one number of planes for all images
+    box = torch.tensor([[10.0, 10, 50, 50]])
+    found = [Detections(box, torch.tensor([score]), torch.tensor([0]), torch.ones(1, 28, 28)) for score in (0.5, 0.9, 0.8, 0.7)]
+    config = DetectionConfig(("box",), 64, channels=8, hidden=16)
+    model = create("vitrail_mini", 0, 64, width=16, depth=1, patch_size=8).set_task_head(config).eval()
+    square = np.zeros((56, 64), dtype=bool)
+    square[10:50, 10:50] = True
+    encoded = coco_masks.encode(np.asfortranarray(square.astype(np.uint8)))
+    own = {"id": 1, "image_id": 0, "category_id": 7, "bbox": [10, 10, 40, 40], "area": 1600, "iscrowd": 0}
+    truth = [own | {"category_id": 0, "segmentation": encoded}]
+    detections = [
+        {"image_id": image, "category_id": 0, "segmentation": encoded, "score": float(each.scores)}
+        for image, each in enumerate(found)
+    ]
+    wanted = reference(truth, detections, 1, 4, "segm", square.shape)
+    for masks in (True, False):
+        folder = make_coco(tmp_path / str(masks), 4)
+        content = json.loads((folder / "annotations.json").read_text())
+        outline = {"segmentation": [[10, 10, 50, 10, 50, 50, 10, 50]]} if masks else {}
+        (folder / "annotations.json").write_text(json.dumps(content | {"annotations": [own | outline]}))
+        loader = ImageLoader(open_sources(folder)["train"], "cpu", 0, objects=True)
+        for batch_size in (1, 2, 4):
+            results = iter(found)
+            monkeypatch.setattr(
+                object_evaluation, "detect_objects", lambda model, pixels, *_, results=results: [next(results) for _ in pixels]
+            )
+            matches, images = match_split(model, loader, batch_size, DetectionProtocol.of(config))
+            summary = matches.summarize(1)
+            assert (images, summary["ap"]) == (4, pytest.approx(0.25))
+            if masks:
+                close([summary[f"mask_{name}"] for name in NAMES], wanted)
+            else:
+                assert "mask_ap" not in summary
 
 
 def test_difficult_objects_are_ignored_but_are_no_crowds():

@@ -4,13 +4,14 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import vitrail
 from vitrail.errors import UserError
 from vitrail.evaluation import detections
 from vitrail.evaluation.detected_images import change_tiles, detect
 from vitrail.evaluation.detections import DetectionProtocol, Detections, detect_objects, merge_tiles, paste_masks
-from vitrail.evaluation.object_evaluation import count_common, match_object_classes
+from vitrail.evaluation.object_evaluation import COMPARED, count_common, match_object_classes
 from vitrail.heads.task_heads import DetectionConfig
 from vitrail.models.registry import create
 
@@ -43,6 +44,25 @@ def test_masks_are_pasted_into_their_boxes():
     common, first, second = count_common(pasted[None], torch.stack([pasted, ~pasted]))
     assert common.tolist() == [[first[0], 0]]
     assert first[0] + second[1] == 40 * 50
+
+
+def test_masks_of_large_images_are_compared_in_parts():
+    class Largest(TorchDispatchMode):
+        values = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.is_floating_point():
+                self.values = max(self.values, out.numel())
+            return out
+
+    generator = torch.Generator().manual_seed(0)
+    first, second = (torch.rand(count, 1200, 2000, generator=generator) < 0.3 for count in (2, 3))
+    with Largest() as largest:
+        found = count_common(first, second)
+    assert largest.values <= 3 * COMPARED
+    wanted = (first[:, None] & second).sum((2, 3)), first.sum((1, 2)), second.sum((1, 2))
+    assert all(np.array_equal(ours, theirs.numpy()) for ours, theirs in zip(found, wanted, strict=True))
 
 
 @pytest.mark.parametrize(("height", "width"), [(40, 60), (64, 64), (33, 130)])

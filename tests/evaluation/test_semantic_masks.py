@@ -14,7 +14,16 @@ from vitrail.data.decode import decode_mask
 from vitrail.errors import UserError
 from vitrail.evaluation import semantic_masks
 from vitrail.evaluation.segmented_images import change_protocol, segment
-from vitrail.evaluation.semantic_masks import Protocol, View, positions, predict_classes, predict_logits, slide, working_size
+from vitrail.evaluation.semantic_masks import (
+    Protocol,
+    View,
+    enlarge_to_window,
+    positions,
+    predict_classes,
+    predict_logits,
+    slide,
+    working_size,
+)
 from vitrail.heads.task_heads import SegmentationConfig
 
 
@@ -51,6 +60,15 @@ def test_sizes():
     assert working_size((180, 240), 90, 0.5) == (45, 60)
     assert working_size((100, 1000), 50, 1.0) == (20, 200)  # the longer side at most four times the shorter one of the protocol
     assert working_size((100, 1000), 0, 1.0) == (100, 1000)
+    for size, enlarged in {
+        (300, 400): (300, 400),
+        (100, 200): (224, 448),
+        (20, 100): (224, 896),
+        (4, 896): (224, 896),
+        (20, 4000): (224, 4000),
+    }.items():
+        assert enlarge_to_window(size, 224) == enlarged
+        assert enlarge_to_window(size, 0) == size
     assert positions(50, 16, 10) == [0, 10, 20, 30, 34]
     assert positions(16, 16, 10) == [0]
 

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 import vitrail
+from tests.images import make_masked_folder
+from tests.shapes import make_coco
 from tests.tasks.trainings import make
 from tests.trainers import make_trainer
 from vitrail.data.datasets.lookup import open_splits
@@ -233,6 +235,12 @@ def test_decoded_images_are_counted(source):
     assert cached.fixed == plain.fixed + 5e8
     splits = Splits(source, Subset(source, np.arange(16)), None)
     assert cached_bytes(splits, RECIPE, CPU) == (64 + 16) * 3 * 8 * 8
+
+
+def test_decoded_masks_are_counted(tmp_path):
+    boxes, shapes = open_splits(make_masked_folder(tmp_path / "boxes", 12)), open_splits(make_coco(tmp_path / "shapes", 12))
+    assert cached_bytes(boxes, lookup("segment"), CPU) == 12 * 4 * 24 * 20
+    assert cached_bytes(shapes, lookup("detect"), CPU) == 12 * 4 * 64 * 56
 
 
 @pytest.mark.parametrize(

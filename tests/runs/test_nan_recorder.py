@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.images import make_folder
+from tests.images import make_folder, make_masked_folder
+from tests.shapes import make_coco
+from tests.tasks.trainings import make
 from tests.trainers import CPU, make_trainer
 from tests.training.processes import kill_before
 from tests.training.small import (
@@ -32,7 +34,8 @@ from vitrail.data.datasets.lookup import open_splits
 from vitrail.data.image_loader import ImageLoader
 from vitrail.errors import UserError
 from vitrail.runs import train
-from vitrail.runs.nan_recorder import diagnose_step, replay
+from vitrail.runs.nan_recorder import diagnose_step, record_step, replay
+from vitrail.runs.run_directory import describe_run
 from vitrail.tasks.classification import Classification, validation_score
 from vitrail.training.checkpointing import CheckpointManager
 from vitrail.training.distributed import Devices
@@ -295,6 +298,19 @@ def test_a_replay_needs_the_bundle_and_its_images(images, tmp_path):
             replay(bundle, "cpu")
     with pytest.raises(UserError, match="is not a complete bundle"):
         replay(tmp_path, "cpu")
+
+
+@pytest.mark.parametrize(("name", "folder"), [("segmentation", "boxes"), ("detection", "shapes")])
+def test_a_replay_reads_masks_and_objects(name, folder, tmp_path):
+    (make_masked_folder(tmp_path / "boxes", 24) / "classes.json").unlink()
+    make_coco(tmp_path / "shapes", 24)
+    trainer, splits = make(name, tmp_path, tmp_path / "run"), open_splits(tmp_path / folder)
+    trainer.task.complete_data(trainer.recipe, splits)
+    loader = ImageLoader(splits.train, CPU, 0, masks=trainer.task.reads_masks, objects=trainer.task.reads_objects)
+    bundle = record_step(trainer, loader, 0, describe_run(str(tmp_path / folder), splits, trainer, "skip"))
+    recorded, replayed = replay(bundle, "cpu")
+    assert recorded == replayed
+    assert recorded["micro_batches"][0]["loss"] > 0
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import vitrail
-from tests.images import make_folder, write_invalid_image
+from tests.images import make_folder, make_masked_folder, write_invalid_image
 from tests.trainers import make_trainer
+from vitrail.data import image_cache
 from vitrail.data.datasets.lookup import open_splits
 from vitrail.data.source import Splits, Subset
 from vitrail.recipes import lookup
@@ -16,6 +17,7 @@ from vitrail.runs import step_timing
 from vitrail.runs.step_timing import BUDGET, SampleLoader, measure_pace
 from vitrail.tasks import classification, teacher_labels
 from vitrail.tasks.classification import Classification
+from vitrail.tasks.registry import find_task
 from vitrail.teachers import open_teacher
 from vitrail.training import trainer
 from vitrail.training.distributed import Devices
@@ -176,6 +178,15 @@ def test_decoding_at_every_step_takes_time_too(splits, clock, monkeypatch):
     found = paced(splits, recipe=recipe)
     assert found.step == pytest.approx(kept.step + 32 * 0.1)
     assert found.validation == pytest.approx(kept.validation + 100 * 0.1)
+
+
+def test_masks_are_part_of_the_cache(tmp_path, monkeypatch):
+    """Images that fit into memory, but not together with their masks, are decoded at every step."""
+    source = open_splits(make_masked_folder(tmp_path, 12)).train
+    monkeypatch.setattr(image_cache, "free_memory", lambda: 2 * 3.5 * len(source) * 24 * 20)
+    samples = SampleLoader(source, Devices(CPU), None)
+    assert samples.decoding_seconds(1, None, find_task("classification")) == 0
+    assert samples.decoding_seconds(1, None, find_task("segmentation")) > 0
 
 
 def test_unreadable_images_do_not_stop_it(tmp_path):

@@ -255,6 +255,7 @@ def test_what_cannot_be_trained_on(tmp_path, data):
     fails("digits", {}, "digits has no boxes")
     fails(make_folder(tmp_path / "photos", count=4), {}, "has no boxes")
     fails(data, {"mixing.cutmix": 0.5}, "does not mix or erase")
+    fails(data, {"data.decode_scale": 1.5}, r"^Detection reads images at the size .*: set data\.decode_scale=0\.$")
     fails(data, {"augmentation.policy": "rand"}, "moves boxes with crops and flips only")
     fails(data, {"task_options.chanels": 3}, "the nearest are channels")
     fails(data, {"task_options.blocks": [0, 1]}, "the numbers of four blocks")

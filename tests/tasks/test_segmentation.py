@@ -2,19 +2,26 @@
 
 import dataclasses
 import json
+import re
+import shutil
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import vitrail
-from tests.images import make_folder, make_masked_folder
+from tests.images import make_folder, make_masked_folder, write_mask
 from tests.tasks.trainings import SEGMENTATION
-from vitrail.data.datasets.lookup import open_splits
+from vitrail.data.contact_sheet import overlay_sheet
+from vitrail.data.datasets.lookup import open_sources, open_splits
+from vitrail.data.decode import decode_mask
 from vitrail.data.image_loader import ImageLoader
+from vitrail.data.inspection import inspect
+from vitrail.data.inspection_report import findings
 from vitrail.data.loader import ImageReader
 from vitrail.data.mask_classes import IGNORE
 from vitrail.errors import UserError
@@ -23,6 +30,7 @@ from vitrail.evaluation.segmented_images import segment
 from vitrail.heads.task_heads import SegmentationConfig
 from vitrail.recipes import lookup
 from vitrail.runs.initial_model import build_initial
+from vitrail.runs.request import TrainRequest, open_data, resolve_recipe
 from vitrail.tasks.segmentation import Segmentation, SegmentationTargets, head_macs, pixel_loss
 from vitrail.training.distributed import Devices
 
@@ -96,6 +104,22 @@ def test_a_run_is_resumed_from_its_directory(finished, data, tmp_path):
     assert vitrail.load(first.artifact).task_head.config.class_names == ("class 0", "class 1")
     again = vitrail.resume(tmp_path / "run", workers=0, device="cpu")
     assert again.best["miou"] == first.best["miou"]
+    run = json.loads((tmp_path / "run" / "run.json").read_text())
+    run["recipe"]["data"]["decode_scale"] = 1.5  # refused for new runs
+    (tmp_path / "run" / "run.json").write_text(json.dumps(run))
+    shutil.rmtree(tmp_path / "run" / "checkpoints")  # they have the recipe, too
+    assert vitrail.resume(tmp_path / "run", workers=0, device="cpu").finished
+
+
+def test_smaller_decoding_is_not_advised(tmp_path):
+    masked = {"data.decode_scale": 0, "augmentation.image_size": [16, 16]}
+    requests = {
+        "segment": TrainRequest(str(make_masked_folder(tmp_path / "boxes", 8, (100, 80))), "segment", changes=SEGMENTATION),
+        "masked_small": TrainRequest(str(tmp_path / "boxes"), "masked_small", changes=masked),
+    }
+    found = {name: open_data(each, resolve_recipe(each, "cpu")).messages for name, each in requests.items()}
+    advised = {name for name, messages in found.items() if any("data.decode_scale=1.5" in each for each in messages)}
+    assert advised == {"masked_small"}
 
 
 @pytest.mark.parametrize("scope", ["full", "head"])
@@ -125,9 +149,37 @@ def test_what_cannot_be_trained_on(tmp_path, data):
 
     fails("digits", {}, "digits has no masks")
     fails(data, {"mixing.mixup": 0.5}, "does not mix or erase")
+    fails(data, {"data.decode_scale": 1.5}, r"^Segmentation reads images at the size .*: set data\.decode_scale=0\.$")
     fails(data, {"task_options.chanels": 3}, "the nearest are channels")
     fails(data, {"task_options.blocks": [9]}, "it has no block 9")
     fails(data, {"task_options.ignore": [0, 1, 2]}, "no class")
+
+
+def test_masks_of_0_and_255(tmp_path):
+    """Without names 255 is ignored and one class is left; with names it is a class."""
+    folder = make_masked_folder(tmp_path / "data", 8, classes=("ground", "red"))
+    (folder / "classes.json").unlink()
+    for path in (folder / "masks").iterdir():
+        write_mask(path, np.where(np.array(Image.open(path)) == 1, 255, 0).astype(np.uint8))
+    remedy = 'name the other ids in classes.json, as {"0": "background", "255": "object"}.'
+    changes = SEGMENTATION | {"schedule.length": "2 steps", "validation.every": "2 steps"}
+    with pytest.raises(UserError, match=rf"have one class only \(id 0; ignored 255\): {re.escape(remedy)}$"):
+        vitrail.train(folder, "segment", out=tmp_path / "run", changes=changes, workers=0, device="cpu")
+    report = inspect("data", open_sources(folder), workers=0)
+    assert f"The masks of train have one class only, id 0: {remedy}" in list(findings(report))
+    assert overlay_sheet(open_sources(folder)["train"], "data").width > 0
+    (folder / "classes.json").write_text('{"0": "background", "255": "object"}')
+    report = inspect("data", open_sources(folder), workers=0)
+    assert [(row["name"], row["images"]) for row in report.splits["train"].mask_report.classes] == [
+        ("background", 8),
+        ("object", 8),
+    ]
+    assert not any("mask" in each for each in findings(report))
+    run = vitrail.train(folder, "segment", out=tmp_path / "run", changes=changes, workers=0, device="cpu")
+    assert vitrail.load(run.artifact).task_head.config.mask_ids == (0, 255)
+    (found,) = vitrail.segment(run.artifact, folder / "images" / "000.png")
+    found = dataclasses.replace(found, classes=np.array([[0, 1]], dtype=np.uint8))
+    assert decode_mask(found.mask_png()).tolist() == [[0, 255]]
 
 
 def test_resmlp_trains_on_its_window(data, tmp_path):

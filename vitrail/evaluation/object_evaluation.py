@@ -11,7 +11,7 @@ from vitrail.data.image_loader import ImageLoader
 from vitrail.data.instance_masks import unpack_masks
 from vitrail.data.loader import ImageReader, Problem
 from vitrail.data.object_drawing import draw_annotated, draw_objects
-from vitrail.data.objects import CROWD, DecodedObjects, ObjectBatch
+from vitrail.data.objects import CROWD, DecodedObjects, ObjectBatch, plane_count
 from vitrail.data.overlay import class_colors
 from vitrail.data.source import Source
 from vitrail.errors import UserError
@@ -23,6 +23,7 @@ from vitrail.evaluation.semantic_masks import group_by_size
 from vitrail.heads.task_heads import DetectionConfig
 from vitrail.models.vision_transformer import VisionTransformer
 
+COMPARED = 1 << 20  # pixels of masks at a time; sums below 2**24 are exact in float32
 SHOWN = 12  # images in a report
 SHOWN_SIDE = 720  # pixels of an image beside its prediction
 SHOWN_SCORE = 0.5  # lowest score of a drawn object
@@ -76,9 +77,11 @@ def to_sides(boxes: np.ndarray) -> np.ndarray:
 
 def count_common(first: Tensor, second: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Pixels in common [D, G] of masks [D, H, W] and [G, H, W], and of each; exact, in float64."""
-    flat, other = first.flatten(1).float(), second.flatten(1).float()  # sums below 2**24 are exact
-    common = flat @ other.T if flat.shape[1] < 1 << 24 else (flat.double() @ other.double().T)
-    counts = (common, first.flatten(1).sum(1), second.flatten(1).sum(1))
+    flat, other = first.flatten(1), second.flatten(1)
+    common = torch.zeros(len(flat), len(other), dtype=torch.float64, device=flat.device)
+    for part, own in zip(flat.split(COMPARED, 1), other.split(COMPARED, 1), strict=True):
+        common += (part.float() @ own.float().T).double()
+    counts = (common, flat.sum(1), other.sum(1))
     return tuple(each.double().cpu().numpy() for each in counts)  # type: ignore[return-value]
 
 
@@ -108,10 +111,13 @@ def match_split(
 
 
 def read_row(objects: ObjectBatch, row: int, height: int, width: int) -> DecodedObjects:
-    """The objects of one image of a batch."""
+    """The objects of one image of a batch, with empty masks where it has none."""
     count = int((objects.classes[row] >= 0).sum())
     boxes, classes, flags, areas = (each[row, :count].cpu().numpy() for each in objects[:4])
-    planes = objects.planes[row, :, :height, :width].cpu().numpy() if objects.planes.shape[1] else None
+    if objects.planes.shape[1]:
+        planes = objects.planes[row, :, :height, :width].cpu().numpy()
+    else:  # no image of the batch has masks
+        planes = np.zeros((plane_count(count), height, width), dtype=np.uint8)
     return DecodedObjects(boxes, classes, flags, areas, planes)
 
 

@@ -146,9 +146,13 @@ def working_size(size: Sequence[int], short_side: int, scale: float) -> tuple[in
 
 
 def enlarge_to_window(size: tuple[int, int], window: int) -> tuple[int, int]:
-    """A size enlarged so that one window fits into it; a window of 0 changes nothing."""
-    factor = max(window / min(size), 1.0)
-    return max(round(size[0] * factor), window), max(round(size[1] * factor), window)
+    """A size enlarged so that one window fits into it; a window of 0 changes nothing.
+
+    The longer side is enlarged to at most `MAX_ASPECT` windows: a strip does not keep its aspect ratio.
+    """
+    factor, longest = max(window / min(size), 1.0), max(*size, MAX_ASPECT * window)
+    height, width = (min(max(round(side * factor), window), longest) for side in size)
+    return height, width
 
 
 def normalize(model: VisionTransformer, pixels: Tensor, size: tuple[int, int]) -> Tensor:

@@ -72,14 +72,17 @@ def fit_to_data(
             while len(source) // batch_size < steps and batch_size >= 2 * smallest:
                 batch_size //= 2
                 reason = f"the training set has {len(source)} images, and an epoch should have at least {steps} steps"
-    if recipe.data.decode_scale == 0 and median_side(source) > LARGE_SIDES * min(recipe.augmentation.image_size):
-        messages.append(
-            "images are decoded at full size, as in the released code; data.decode_scale=1.5 decodes large JPEGs faster"
-        )
     if batch_size != recipe.batch_size:
         messages.append(f"batch size reduced from {recipe.batch_size} to {batch_size}: {reason}")
         recipe = dataclasses.replace(recipe, batch_size=batch_size)
     return recipe, messages
+
+
+def describe_decoding(recipe: Recipe, source: Source) -> list[str]:
+    """Advice on large images that are decoded at full size."""
+    if recipe.data.decode_scale or median_side(source) <= LARGE_SIDES * min(recipe.augmentation.image_size):
+        return []
+    return ["images are decoded at full size, as in the released code; data.decode_scale=1.5 decodes large JPEGs faster"]
 
 
 def choose_patch_size(size: tuple[int, int], patch: int) -> int:

@@ -20,6 +20,7 @@ from vitrail.formatting import format_bytes, pluralize
 from vitrail.models.flops import Cost, cost
 from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.recipes.schema import Recipe
+from vitrail.tasks.registry import find_task
 from vitrail.training.task import Position, Task
 from vitrail.training.trainer import DTYPES
 
@@ -90,10 +91,11 @@ def plan_memory(
 
 
 def cached_bytes(splits: Splits, recipe: Recipe, device: torch.device) -> float:
-    """Bytes of the decoded training and validation images that will be kept on the device of the training."""
+    """Bytes of the decoded training and validation images, with their masks, that will be kept on the device of the training."""
+    kind = find_task(recipe.task)
     fraction, kept = 0.5 / int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 0.0
     for part in (splits.train, splits.validation):
-        plan = plan_cache(part, device, recipe.min_decode_side, memory_fraction=fraction)
+        plan = plan_cache(part, device, recipe.min_decode_side, fraction, kind.reads_masks, kind.reads_objects)
         if plan.location == ("device" if device.type == "cuda" else "memory"):
             kept += plan.bytes
             fraction /= 2  # of what is left for the next one

@@ -18,6 +18,7 @@ from vitrail.atomic_files import atomic_write_text
 from vitrail.checkpoints.training_checkpoints import READ_ERRORS, read_checkpoint, short_message
 from vitrail.data.datasets.lookup import open_splits
 from vitrail.data.image_loader import ImageLoader
+from vitrail.data.loader import log_to_stderr
 from vitrail.devices import choose_device
 from vitrail.errors import UserError
 from vitrail.models.vision_transformer import VisionTransformer
@@ -91,9 +92,11 @@ def replay(bundle: str | Path, device: str | None = None) -> tuple[dict[str, Any
     if fingerprint(splits) != data:
         raise UserError(f"The images at {source} are not those that {bundle} was recorded with.")
     devices = Devices(choose_device(device), micro_batches=micro_batches)
-    min_side = recipe.min_decode_side
-    loader = ImageLoader(splits.train, devices.device, 0, min_side, unreadable)
-    task = find_task(recipe.task)(recipe, splits.train, devices.device)
+    kind, min_side = find_task(recipe.task), recipe.min_decode_side
+    kind.complete_data(recipe, splits)
+    targets = kind.reads_masks, kind.reads_objects
+    loader = ImageLoader(splits.train, devices.device, 0, min_side, unreadable, log_to_stderr, *targets)
+    task = kind(recipe, splits.train, devices.device)
     model = rebuild(architecture, str(run.get("model", {}).get("name", "")), recipe, task.class_names)
     task.attach(model)
     if is_synchronized(task.module, recipe, micro_batches):

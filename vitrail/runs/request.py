@@ -23,7 +23,7 @@ from vitrail.models.registry import list_models
 from vitrail.models.registry import lookup as find_model
 from vitrail.models.vision_transformer import VisionTransformer
 from vitrail.recipes import Recipe, lookup
-from vitrail.recipes.data_defaults import fit_to_data, has_colors, median_side
+from vitrail.recipes.data_defaults import describe_decoding, fit_to_data, has_colors, median_side
 from vitrail.recipes.duration import describe_cooldown
 from vitrail.runs.budget import MIN_EPOCHS, choose_image_size, choose_validation_size
 from vitrail.runs.initial_model import (
@@ -186,6 +186,8 @@ def open_data(request: TrainRequest, recipe: Recipe, device: torch.device = CPU)
     if pretrained and recipe.augmentation.image_size == (0, 0) and (minutes := time_budget(request, recipe, device)):
         recipe, reason = choose_sizes(request, recipe, pretrained, splits.train, device, minutes)
     recipe, messages = fit_to_data(recipe, splits.train, pretrained.preprocessing if pretrained else None, reason)
+    if not task.reads_masks and not task.reads_objects:  # they belong to images at full size
+        messages += describe_decoding(recipe, splits.train)
     if recipe.validation_size != recipe.augmentation.image_size:
         larger = format_size(recipe.validation_size)
         messages.append(f"validation and predictions at {larger} pixels: random crops show objects larger than whole images do")

@@ -77,7 +77,7 @@ def measure_pace(trainer: Trainer, splits: Splits, workers: int | None = None) -
     busy_cores = others.cores()
     if devices.device.type == "cuda":
         torch.cuda.empty_cache()  # the training allocates its memory anew
-    decoding = [part.decoding_seconds(workers, min_side) for part in (train, validation)]
+    decoding = [part.decoding_seconds(workers, min_side, trainer.task) for part in (train, validation)]
     # Workers decode in parallel to a GPU; on a CPU they compete with the steps for the cores.
     combine: Callable[[float, float], float] = max if devices.device.type == "cuda" else operator.add
     validated = len(splits.validation) / devices.world_size
@@ -311,10 +311,11 @@ class SampleLoader(ImageLoader):
     def iterate(self, batch_size: int, rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
         yield self.batch(self.images).to(self.device)
 
-    def decoding_seconds(self, workers: int | None, min_side: int | None) -> float:
+    def decoding_seconds(self, workers: int | None, min_side: int | None, task: Task) -> float:
         """Seconds per image that decoding adds to every step; 0 where all images are decoded once and kept in memory."""
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        kept = plan_cache(self.whole, self.device, min_side, memory_fraction=0.5 / processes).location != "files"
+        plan = plan_cache(self.whole, self.device, min_side, 0.5 / processes, task.reads_masks, task.reads_objects)
+        kept = plan.location != "files"
         return 0.0 if kept else self.seconds / max(default_workers() if workers is None else workers, 1)
 
 

@@ -46,6 +46,8 @@ class DenseTask(Task):
                 f"{cls.__name__} does not mix or erase images: set mixing.mixup=0, mixing.cutmix=0, token_labels.mixtoken=0 and "
                 "augmentation.random_erasing=0."
             )
+        if recipe.data.decode_scale:
+            raise UserError(f"{cls.__name__} reads images at the size of their masks and boxes: set data.decode_scale=0.")
         return recipe
 
     def attach_head(self, model: VisionTransformer, config: Any) -> None:
