@@ -6,7 +6,6 @@ import runpy
 import signal
 import subprocess
 import sys
-import time
 from argparse import Namespace
 from contextlib import nullcontext
 from dataclasses import replace
@@ -141,109 +140,6 @@ def test_detections_are_compared_and_continued(run_benchmark, tmp_path):
     code, _, err = run_benchmark(f"detection.py voc {tmp_path}/data --out {tmp_path}/out {words} --set optimizer.lr=1e-3")
     assert code == 2
     assert "with other settings" in err
-
-
-def test_results_of_other_settings_are_not_reused(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    jobs = importlib.import_module("jobs")
-    runner = jobs.Jobs(Namespace(out=tmp_path, parallel=1, minutes=None, workers=None), "no program", str)
-    job = {
-        "epochs": 1,
-        "source": "/data/voc2012",
-        "weights": "/a/run/best.safetensors",
-        "changes": {"seed": 0, "size": (8, 8)},
-        "device": "cpu",
-    }
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "job.json").write_text(json.dumps(job))
-    (tmp_path / "a" / "result.json").write_text('{"minutes": 1.0}')
-    found = runner.run({"a": job | {"device": "cuda", "workers": 3}})
-    assert found == {"a": {"minutes": 1.0}}
-    assert runner.run({"a": job | {"source": "/elsewhere/copies/voc2012"}}) == found
-    for other in (
-        {"epochs": 60},
-        {"weights": "/b/run/best.safetensors"},
-        {"source": "/data/coco"},
-        {"limit": 3},
-        {"changes": {"seed": 1, "size": [8, 8]}},
-    ):
-        with pytest.raises(UserError, match=r"with other settings \((epochs|weights|source|limit|seed)\): give another --out"):
-            runner.run({"a": job | other})
-    assert [jobs.weights_title(each) for each in ("vitrail_tiny", "runs/a/best.safetensors")] == ["vitrail_tiny", "a"]
-
-
-# A job that takes some seconds, which SIGTERM does not shorten.
-PROGRAM = """
-import json, signal, sys, time
-from pathlib import Path
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-job = json.loads((Path(sys.argv[2]) / "job.json").read_text())
-assert job["seconds"] >= 0, "no memory"
-time.sleep(job["seconds"])
-(Path(sys.argv[2]) / "result.json").write_text(json.dumps({"minutes": 1.0, "workers": job["workers"]}))
-"""
-
-
-@pytest.fixture
-def make_jobs(monkeypatch, tmp_path):
-    """Creates Jobs of the program above, one at a time."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    (tmp_path / "program.py").write_text(PROGRAM)
-    jobs = importlib.import_module("jobs")
-    monkeypatch.setattr(jobs, "SAVING", 2)
-    return lambda minutes=None: jobs.Jobs(
-        Namespace(out=tmp_path / "out", parallel=1, minutes=minutes, workers=3), str(tmp_path / "program.py"), str
-    )
-
-
-def test_all_jobs_of_a_program_share_its_time(make_jobs):
-    runner = make_jobs(4 / 60)
-    assert runner.run({"a": {"seconds": 0}}).keys() <= {"a"}
-    while time.monotonic() < runner.end:
-        time.sleep(0.1)
-    assert runner.run({"b": {"seconds": 0}}) == {}
-    assert make_jobs().run({"b": {"seconds": 0}}) == {"b": {"minutes": 1.0, "workers": 3}}
-
-
-def test_a_job_that_is_stopped_ends_within_the_time(make_jobs):
-    start = time.monotonic()
-    assert make_jobs(4 / 60).run({"a": {"seconds": 60}, "b": {"seconds": 0}}) == {}
-    assert time.monotonic() - start < 5.5
-
-
-def test_the_other_jobs_go_on_after_one_has_failed(make_jobs, tmp_path, capsys):
-    runner = make_jobs()
-    assert runner.run({"a": {"seconds": -1}, "b": {"seconds": 0}}) == {"b": {"minutes": 1.0, "workers": 3}}
-    with pytest.raises(SystemExit, match="1"):
-        runner.exit_if_failed()
-    log = tmp_path / "out" / "a" / "log.txt"
-    assert capsys.readouterr().err.splitlines()[-1] == f"a failed: see {log}."
-    assert "no memory" in log.read_text()
-
-
-def test_an_interrupted_write_leaves_no_result(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    jobs = importlib.import_module("jobs")
-
-    def write_half(path, text, **options):
-        path.write_bytes(text[: len(text) // 2].encode())
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Path, "write_text", write_half)
-    with pytest.raises(KeyboardInterrupt):
-        jobs.write_result(tmp_path, {"minutes": 1.0})
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_table_names_the_machines_of_its_results(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    jobs = importlib.import_module("jobs")
-    here = jobs.describe_machine(torch.device("cpu"))
-    title = f"CPU, torch {torch.__version__}, vitrail {vitrail.__version__}"
-    assert jobs.list_machines([here, here]) == title
-    other = {"machine": {"device": "NVIDIA H200"}, "versions": {"torch": "2.11.0", "vitrail": "0.1.0"}}
-    expected = "NVIDIA H200, torch 2.11.0, vitrail 0.1.0 (2 results); unknown machine (1 result)"
-    assert jobs.list_machines([other, {"miou": 0.5}, other]) == f"Results of different machines or versions: {expected}"
 
 
 def test_a_server_that_does_not_start_is_left_out(monkeypatch):
