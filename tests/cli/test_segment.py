@@ -125,6 +125,7 @@ def test_other_classes(segmented, boxes, monkeypatch, capsys, tmp_path):
         ("names", "None of the 8 masks in"),
         ("ids", "the mask has the id 9, but the classes are 0-2 and ignored are 255"),
         ("ignored", "all pixels of its mask are ignored"),
+        ("binary", "have one class only (id 0; ignored 255): name the other ids in classes.json"),
         ("no folder", "is not a folder: give a folder of images and --masks"),
     ],
 )
@@ -134,6 +135,9 @@ def test_bad_masks(boxes, monkeypatch, capsys, tmp_path, change, sentence):
     for path in (tmp_path / "masks").glob("*.png"):
         if change == "names":
             path.rename(path.with_stem(f"x{path.stem}"))
+        elif change == "binary":
+            write_mask(path, np.where(decode_mask(path.read_bytes()) == 1, 255, 0).astype(np.uint8))
+            (tmp_path / "masks" / "classes.json").unlink(missing_ok=True)
         else:
             write_mask(path, np.full((40, 48), 9 if change == "ids" else 255, dtype=np.uint8))
     masks = tmp_path / ("none" if change == "no folder" else "masks")

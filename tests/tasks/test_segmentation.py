@@ -2,20 +2,26 @@
 
 import dataclasses
 import json
+import re
 import shutil
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import vitrail
-from tests.images import make_folder, make_masked_folder
+from tests.images import make_folder, make_masked_folder, write_mask
 from tests.tasks.trainings import SEGMENTATION
-from vitrail.data.datasets.lookup import open_splits
+from vitrail.data.contact_sheet import overlay_sheet
+from vitrail.data.datasets.lookup import open_sources, open_splits
+from vitrail.data.decode import decode_mask
 from vitrail.data.image_loader import ImageLoader
+from vitrail.data.inspection import inspect
+from vitrail.data.inspection_report import findings
 from vitrail.data.loader import ImageReader
 from vitrail.data.mask_classes import IGNORE
 from vitrail.errors import UserError
@@ -147,6 +153,33 @@ def test_what_cannot_be_trained_on(tmp_path, data):
     fails(data, {"task_options.chanels": 3}, "the nearest are channels")
     fails(data, {"task_options.blocks": [9]}, "it has no block 9")
     fails(data, {"task_options.ignore": [0, 1, 2]}, "no class")
+
+
+def test_masks_of_0_and_255(tmp_path):
+    """Without names 255 is ignored and one class is left; with names it is a class."""
+    folder = make_masked_folder(tmp_path / "data", 8, classes=("ground", "red"))
+    (folder / "classes.json").unlink()
+    for path in (folder / "masks").iterdir():
+        write_mask(path, np.where(np.array(Image.open(path)) == 1, 255, 0).astype(np.uint8))
+    remedy = 'name the other ids in classes.json, as {"0": "background", "255": "object"}.'
+    changes = SEGMENTATION | {"schedule.length": "2 steps", "validation.every": "2 steps"}
+    with pytest.raises(UserError, match=rf"have one class only \(id 0; ignored 255\): {re.escape(remedy)}$"):
+        vitrail.train(folder, "segment", out=tmp_path / "run", changes=changes, workers=0, device="cpu")
+    report = inspect("data", open_sources(folder), workers=0)
+    assert f"The masks of train have one class only, id 0: {remedy}" in list(findings(report))
+    assert overlay_sheet(open_sources(folder)["train"], "data").width > 0
+    (folder / "classes.json").write_text('{"0": "background", "255": "object"}')
+    report = inspect("data", open_sources(folder), workers=0)
+    assert [(row["name"], row["images"]) for row in report.splits["train"].mask_report.classes] == [
+        ("background", 8),
+        ("object", 8),
+    ]
+    assert not any("mask" in each for each in findings(report))
+    run = vitrail.train(folder, "segment", out=tmp_path / "run", changes=changes, workers=0, device="cpu")
+    assert vitrail.load(run.artifact).task_head.config.mask_ids == (0, 255)
+    (found,) = vitrail.segment(run.artifact, folder / "images" / "000.png")
+    found = dataclasses.replace(found, classes=np.array([[0, 1]], dtype=np.uint8))
+    assert decode_mask(found.mask_png()).tolist() == [[0, 255]]
 
 
 def test_resmlp_trains_on_its_window(data, tmp_path):

@@ -97,7 +97,7 @@ def open_pairs(photos: Path, masks: Path, classes: Path | None) -> "Source":
     """The images that have a mask."""
     from vitrail.data.datasets.folder import Paths
     from vitrail.data.datasets.mask_folder import MaskFolderSource, match_files, no_match
-    from vitrail.data.mask_checks import complete_classes
+    from vitrail.data.mask_checks import complete_classes, require_classes
     from vitrail.data.mask_classes import find_classes, read_class_file
 
     for folder in (photos, masks):
@@ -110,6 +110,7 @@ def open_pairs(photos: Path, masks: Path, classes: Path | None) -> "Source":
     images, files = (Paths(os.path.abspath(path) for path in part) for part in zip(*matched, strict=True))
     source = MaskFolderSource(str(photos), images, files, known, unmatched.images)
     complete_classes([source])
+    require_classes(source)
     return source
 
 

@@ -275,9 +275,8 @@ def _describe_split(source: Source, scan: Scan) -> SplitReport:
 
 
 def _describe_masks(source: Source, scan: Scan, masked: np.ndarray) -> MaskReport:
-    classes, unnamed = source.mask_classes, {number: f"class {number}" for number in sorted(scan.mask_pixels)}
+    classes, unnamed = source.mask_classes, {number: f"class {number}" for number in sorted(scan.mask_pixels) if number != IGNORE}
     names = dict(zip(classes.ids, classes.names, strict=True)) if classes else unnamed
-    names = {number: name for number, name in names.items() if number != IGNORE}
     labeled, total = sum(scan.mask_pixels[number] for number in names), sum(scan.mask_pixels.values())
     rows = [
         {

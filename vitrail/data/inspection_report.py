@@ -10,6 +10,7 @@ from rich.text import Text
 
 from vitrail.data.image_formats import describe_skipped
 from vitrail.data.inspection import DEFAULT_SIZE, MaskReport, Report, SplitReport
+from vitrail.data.mask_classes import NAME_IDS
 from vitrail.data.object_inspection import object_findings
 from vitrail.formatting import escape_control, format_bytes, format_ranges, pluralize
 
@@ -246,6 +247,8 @@ def _mask_findings(split: str, masks: MaskReport, source: str) -> Iterator[str]:
             yield f"{pluralize(len(found), 'image')} of {split} {have} {what}, first {shorten(found[0], source)}."
     if masks.unmasked:
         yield f"{pluralize(masks.unmasked, 'image')} of {split} without a mask: not used for segmentation."
+    if len(masks.classes) == 1:
+        yield f"The masks of {split} have one class only, id {masks.classes[0]['id']}: {NAME_IDS}"
     missing = [str(entry["name"]) for entry in masks.classes if not entry["images"]]
     if missing:
         yield f"{pluralize(len(missing), 'class')} of the masks of {split} without pixels: {_list(missing)}."

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from vitrail.data.loader import AnnotatedImage, ImageReader, Problem
-from vitrail.data.mask_classes import IGNORE, MaskClasses, make_classes, numbered_classes
+from vitrail.data.mask_classes import IGNORE, NAME_IDS, MaskClasses, make_classes, numbered_classes
 from vitrail.data.source import Source
 from vitrail.data.workers import Workers, default_workers
 from vitrail.errors import UserError
+from vitrail.formatting import format_ranges
 
 SCANNED, SAMPLED = 2000, 48  # images
 CHUNK = 32
@@ -87,6 +88,14 @@ def require_masks(source: Source) -> None:
         )
 
 
+def require_classes(source: Source) -> None:
+    """Raise UserError if the masks have a single class, which every prediction would match."""
+    classes = source.mask_classes
+    if classes is not None and len(classes.ids) == 1:
+        ids = f"id {classes.ids[0]}; ignored {format_ranges(sorted(classes.ignored))}"
+        raise UserError(f"The masks of {source.name} have one class only ({ids}): {NAME_IDS}")
+
+
 def read_samples(reader: ImageReader, what: str) -> Iterator[AnnotatedImage]:
     """Yield some images spread over the source; at the end UserError if half cannot be used. A few are skipped in training."""
     chosen = reader.source.spread(SAMPLED).tolist()
@@ -104,8 +113,9 @@ def read_samples(reader: ImageReader, what: str) -> Iterator[AnnotatedImage]:
 
 
 def check_masks(source: Source) -> None:
-    """Raise UserError if half of some masks spread over the source cannot be used, or if all of their pixels are ignored."""
+    """Raise UserError if half of some masks spread over the source cannot be used, or if they have fewer than two classes."""
     require_masks(source)
     reader = ImageReader(source, None, masks=True)
     if not sum(image.mask is not None and bool((image.mask != IGNORE).any()) for image in read_samples(reader, "masks")):
         raise UserError(f"All pixels of the masks of {source.name} are ignored: name the classes of their ids in classes.json.")
+    require_classes(source)

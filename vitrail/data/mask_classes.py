@@ -19,6 +19,7 @@ from vitrail.formatting import format_ranges, pluralize
 IGNORE = 255  # class index of pixels that are not trained or evaluated, also outside of the image
 MAX_CLASSES = 255
 UNKNOWN = 254  # class index of an id that is neither a class nor ignored
+NAME_IDS = 'name the other ids in classes.json, as {"0": "background", "255": "object"}.'  # where only one is a class
 MAX_FILE = 1 << 20  # bytes of a file of class names
 IGNORED_NAMES = {"void", "ignore", "ignored", "unlabeled", "unlabelled", "unknown"}
 # Files of class names beside the data, in the order in which they are looked for.

@@ -23,7 +23,7 @@ CALLS = {  # by task: what weights do that give no class of an image, and the fu
     "segmentation": "segment images: call vitrail.segment(weights, images)",
     "detection": "detect objects: call vitrail.detect(weights, images)",
 }
-IGNORED_ID = 255  # in masks: not a class
+MAX_ID = 255  # of a class in mask files
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,7 @@ class SegmentationConfig:
         integers = (*ids, self.short_side, self.window, self.stride, self.channels, self.auxiliary, *self.blocks)
         if not all(type(value) is int and 0 <= value < MAX_SIDE for value in integers) or not 1 <= self.channels <= MAX_CHANNELS:
             raise UserError("a segmentation head has sizes, ids and blocks that are not plain numbers.")
-        if (
-            max(ids) >= IGNORED_ID
-            or len(set(ids)) < len(ids)
-            or self.auxiliary > MAX_CHANNELS
-            or (self.window and not self.stride)
-        ):
+        if max(ids) > MAX_ID or len(set(ids)) < len(ids) or self.auxiliary > MAX_CHANNELS or (self.window and not self.stride):
             raise UserError("a segmentation head has ids, channels or a window that are out of range.")
         if self.kind not in get_args(SegmentationKind) or not 0 <= self.dropout < 1 or len(self.blocks) > 64:
             raise UserError(f"there is no segmentation head {self.kind!r}.")
