@@ -71,6 +71,14 @@ def test_predict(segmented, boxes, monkeypatch, capsys, tmp_path):
     assert [line["height"] for line in lines] == [40] * 8
     code, out, err = command(monkeypatch, capsys, "predict", weights, boxes / "images", "--out", tmp_path / "all")
     assert len(list((tmp_path / "all" / "overlays").iterdir())) == 8
+    for _ in range(2):  # also into a folder that exists
+        code, out, _ = command(monkeypatch, capsys, "predict", weights, boxes / "images", "--json", "--out", tmp_path / "both")
+        assert code == 0
+        rows = [json.loads(line) for line in out.splitlines()]
+        assert rows == json.loads((tmp_path / "both" / "segmentation.json").read_text())
+        assert all((tmp_path / "both" / row["overlay"]).is_file() for row in rows)
+    code, out, _ = command(monkeypatch, capsys, "predict", weights, image, "--json", "--out", tmp_path / "one.jsonl")
+    assert (code, out) == (0, (tmp_path / "one.jsonl").read_text())
     (tmp_path / "bad.png").write_text("no image")
     code, _, err = command(monkeypatch, capsys, "predict", weights, image, tmp_path / "bad.png", "--out", tmp_path / "some")
     assert code == 1

@@ -88,7 +88,7 @@ def segment(
         results = iterate_segmented(model, source, Protocol.of(segmentation_head(model).config))
     else:
         results = iterate_by_neighbors(model, config, images, source)
-    write_folder(out, dense.iterate_readable("segmenting", source, unreadable, results))
+    print_text(describe_folder(out, write_folder(out, dense.iterate_readable("segmenting", source, unreadable, results))))
     if method == "ridge":
         print_text(f"weights {weights}: `vitrail predict {weights} IMAGE --out overlay.png`")
 
@@ -161,8 +161,8 @@ def train_further(labeled: "Source", weights: Path, minutes: float, out: Path, d
     return run.artifact
 
 
-def write_folder(out: Path, results: Iterator[Any]) -> int:
-    """Write masks, overlays and segmentation.json; returns the number of images."""
+def write_folder(out: Path, results: Iterator[Any]) -> list[dict[str, Any]]:
+    """Write masks, overlays and segmentation.json; returns its rows, one per image."""
     from vitrail.atomic_files import atomic_write_text
 
     lines: list[dict[str, Any]] = []
@@ -173,8 +173,11 @@ def write_folder(out: Path, results: Iterator[Any]) -> int:
         write_images(result, out / files["overlays"], out / files["masks"])
         lines.append(result.to_dict() | {"mask": str(files["masks"]), "overlay": str(files["overlays"])})
     atomic_write_text(out / "segmentation.json", json.dumps(lines, indent=1, ensure_ascii=False) + "\n")
-    print_text(f"{pluralize(len(lines), 'image')}: {out / 'masks'}, {out / 'overlays'}, {out / 'segmentation.json'}")
-    return len(lines)
+    return lines
+
+
+def describe_folder(out: Path, rows: Sequence[Any]) -> str:
+    return f"{pluralize(len(rows), 'image')}: {out / 'masks'}, {out / 'overlays'}, {out / 'segmentation.json'}"
 
 
 def write_images(result: "SegmentedImage", overlay: Path, mask: Path) -> None:
@@ -217,12 +220,16 @@ def predict_masks(
     from vitrail.evaluation.segmented_images import iterate_segmented
 
     protocol, suffix = make_protocol(options, model), dense.check_out(out, len(source), as_json)
-    as_json = as_json or suffix in dense.JSON_SUFFIXES
-    if not as_json:
+    if not as_json and suffix not in dense.JSON_SUFFIXES:
         print_message(f"protocol: {protocol.describe()}")
     results = dense.iterate_readable("segmenting", source, problems, iterate_segmented(model, source, protocol))
-    if out is not None and not suffix and not as_json:
-        written = write_folder(out, results)
+    if out is not None and not suffix:
+        rows = write_folder(out, results)
+        written = len(rows)
+        if as_json:
+            sys.stdout.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        else:
+            print_text(describe_folder(out, rows))
     else:
         readable = list(results)
         written = len(readable)
@@ -232,18 +239,18 @@ def predict_masks(
 
 
 def write_readable(results: "Sequence[SegmentedImage]", out: Path | None, as_json: bool) -> None:
-    """Write an overlay with its mask, or a JSON file; print JSON or a table where nothing else is written."""
+    """Write an overlay with its mask, or a JSON file; print JSON if requested, else a table unless there is a JSON file."""
     from vitrail.atomic_files import atomic_write_text
 
     overlay = out if out is not None and out.suffix.lower() == ".png" else None
     if overlay is not None:
         mask = overlay.with_name(f"{overlay.stem}-mask.png")
         write_images(results[0], overlay, mask)
-    if as_json and (out is None or overlay is not None):
-        sys.stdout.write(dense.json_lines(results))
-    elif as_json and out is not None:
+    elif out is not None:
         atomic_write_text(out, dense.json_lines(results))
-    else:
+    if as_json:
+        sys.stdout.write(dense.json_lines(results))
+    elif out is None or overlay is not None:
         rows = [
             (result.image if number == 0 else "", share.name, percent(share.share, 1), f"{share.pixels:,}")
             for result in results
