@@ -79,7 +79,7 @@ def test_a_configuration_survives_json():
         {"class_names": []},
         {"class_names": ["a"] * 400, "mask_ids": list(range(400))},
         {"mask_ids": [0, 0, 1]},
-        {"mask_ids": [0, 1, 255]},
+        {"mask_ids": [0, 1, 256]},
         {"channels": 10**9},
         {"channels": "many"},
         {"blocks": [-1]},
