@@ -18,7 +18,7 @@ import vitrail
 from vitrail.data.datasets.lookup import open_splits
 from vitrail.devices import choose_device, use_device
 from vitrail.errors import UserError
-from vitrail.evaluation.evaluate import open_evaluation_data, open_loader
+from vitrail.evaluation.evaluate import HeldOut, open_evaluation_data, open_loader
 from vitrail.models.vision_transformer import VisionTransformer
 
 BATCH_SIZE = 64
@@ -52,7 +52,7 @@ def main() -> None:
     options = parser.parse_args()
     device = use_device(choose_device(options.device))
     model = vitrail.load(options.weights).eval()
-    part = open_evaluation_data(options.data, training_classes=[])
+    part = open_evaluation_data(options.data, held_out=HeldOut([]))
     if model.class_names != part.source.classes:
         raise UserError(
             f"{options.weights} was trained on other classes than those of {options.data}; use the data that it was trained on."
