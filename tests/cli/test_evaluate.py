@@ -215,14 +215,14 @@ def test_maps_of_a_single_head_are_those_of_its_predictions(run_cli, images, tmp
     model = vitrail.load(small(tmp_path / "both.safetensors", 2, NAMES[:2], distilled=True, seed=2))
     model.architecture = model.architecture.replace(fusion="class")
     vitrail.save(model, tmp_path / "class.safetensors")
-    pictures = []
+    maps = []
     for weights, head in (("both", "class"), ("class", "both"), ("both", "both")):
         words = ("evaluate", tmp_path / f"{weights}.safetensors", images, "--head", head, "--workers", 0)
         assert run_cli(*words, "--out", tmp_path / "report")[0] == 0
         page = (tmp_path / "report" / "report.html").read_text()
-        pictures.append(re.findall(r'alt="map of the prediction" src="([^"]*)', page))
-    assert pictures[0] == pictures[1] != pictures[2]
-    assert len(pictures[0]) > 0
+        maps.append(re.findall(r'alt="map of the prediction" src="([^"]*)', page))
+    assert maps[0] == maps[1] != maps[2]
+    assert len(maps[0]) > 0
 
 
 def test_precision_recall_and_wrong_images(run_cli, weights, images, tmp_path):
